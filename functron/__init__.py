@@ -1,0 +1,60 @@
+"""functron: training large transformers as pure functions over sharded pytrees.
+
+A model is a pure function of a tree of parameters; specs say how a mesh splits them; `shard_map`
+makes of both a per-rank program with explicit collectives. Simulate it in this process, or bind
+the mesh to processes and run it unchanged.
+"""
+
+from functron import nn, optim, params, random, tree
+from functron.models import gpt
+from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
+from functron.sample import generate
+from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules, gather, shard, shard_map
+from functron.spmd import collectives as lax
+from functron.step import State, init_state, make_step, state_specs
+from functron.transforms import (
+    accumulate,
+    grad,
+    remat,
+    scan,
+    sync_gradients,
+    value_and_grad,
+    vjp,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DATA_AXES",
+    "BoundMesh",
+    "Mesh",
+    "P",
+    "ParamDef",
+    "Rules",
+    "State",
+    "abstract_params",
+    "accumulate",
+    "gather",
+    "generate",
+    "gpt",
+    "grad",
+    "init_params",
+    "init_state",
+    "lax",
+    "make_step",
+    "nn",
+    "num_params",
+    "optim",
+    "param_specs",
+    "params",
+    "random",
+    "remat",
+    "scan",
+    "shard",
+    "shard_map",
+    "state_specs",
+    "sync_gradients",
+    "tree",
+    "value_and_grad",
+    "vjp",
+]

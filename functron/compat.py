@@ -1,0 +1,75 @@
+"""The private torch names that functron relies on, in one place. Checked on torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch._C import _functorch as functorch
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import (
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+)
+
+
+def transforms_active() -> bool:
+    """Whether any torch.func transform is running."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def differentiating() -> bool:
+    """Whether any torch.func grad or jvp level is running."""
+    return transforms_active() and any(
+        interpreter.key() in (TransformType.Grad, TransformType.Jvp)
+        for interpreter in retrieve_all_functorch_interpreters()
+    )
+
+
+def level_of(value: torch.Tensor) -> int:
+    """The torch.func level of a wrapped tensor; -1 for a plain one."""
+    return functorch.maybe_get_level(value)
+
+
+def is_wrapped(value: torch.Tensor) -> bool:
+    """Whether `value` is a tensor of some torch.func level."""
+    return functorch.is_functorch_wrapped_tensor(value)
+
+
+def is_batched_at(value: torch.Tensor, level: int) -> bool:
+    """Whether the vmap at `level` batches `value`."""
+    while functorch.is_functorch_wrapped_tensor(value):
+        if functorch.is_batchedtensor(value) and functorch.maybe_get_level(value) == level:
+            return True
+        value = functorch.get_unwrapped(value)
+    return False
+
+
+def unwrap_if_dead(value: torch.Tensor) -> torch.Tensor:
+    """`value` without the wrappers of transforms that have returned."""
+    return functorch.unwrap_if_dead(value)
+
+
+@contextlib.contextmanager
+def no_transforms() -> Iterator[None]:
+    """Run a with block as if no torch.func transform were running."""
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+Physical = tuple[torch.Tensor, dict[int, int], list[int]]
+
+
+def physical(value: torch.Tensor) -> Physical:
+    """The plain tensor under nested vmaps, as (tensor, batch dim of each level, own dims in order).
+
+    ``maybe_get_bdim`` counts in the dims of the next tensor inside, which hides its own batch dim;
+    so the wrappers are peeled outside in and their dims resolved inside out.
+    """
+    peeled = []
+    while functorch.is_batchedtensor(value):
+        peeled.append((functorch.maybe_get_level(value), functorch.maybe_get_bdim(value)))
+        value = functorch.get_unwrapped(value)
+    own = list(range(value.dim()))
+    return value, {level: own.pop(dim) for level, dim in reversed(peeled)}, own

@@ -1,0 +1,45 @@
+"""Layers: pure functions of this rank's parameters and activations, with explicit collectives."""
+
+from functron.nn.attention import AttentionConfig, attention_defs, self_attention
+from functron.nn.dropout import dropout
+from functron.nn.embedding import add_positions, embed_tokens, stream_positions
+from functron.nn.linear import (
+    column_parallel,
+    gather_sequence,
+    linear_defs,
+    reduce_partial,
+    row_parallel,
+)
+from functron.nn.loss import IGNORE_INDEX, cross_entropy
+from functron.nn.mlp import ACTIVATIONS, Activation, mlp, mlp_defs
+from functron.nn.norm import NormKind, layer_norm, norm, norm_defs, rms_norm
+from functron.nn.rope import RopeScaling, apply_rope, rope_table
+
+__all__ = [
+    "ACTIVATIONS",
+    "IGNORE_INDEX",
+    "Activation",
+    "AttentionConfig",
+    "NormKind",
+    "RopeScaling",
+    "add_positions",
+    "apply_rope",
+    "attention_defs",
+    "column_parallel",
+    "cross_entropy",
+    "dropout",
+    "embed_tokens",
+    "gather_sequence",
+    "layer_norm",
+    "linear_defs",
+    "mlp",
+    "mlp_defs",
+    "norm",
+    "norm_defs",
+    "reduce_partial",
+    "rms_norm",
+    "rope_table",
+    "row_parallel",
+    "self_attention",
+    "stream_positions",
+]

@@ -1,0 +1,120 @@
+"""Tensor-parallel causal self-attention: multi-head, grouped-query and multi-query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from functron.nn.linear import column_parallel, gather_sequence, linear_defs, row_parallel
+from functron.nn.norm import norm_defs, rms_norm
+from functron.nn.rope import apply_rope
+from functron.ops.attention import attention
+from functron.spmd import collectives as lax
+from functron.spmd.spec import P
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Shapes and options of self-attention.
+
+    Attributes:
+        embed_dim: width of the stream.
+        num_heads: query heads.
+        num_kv_heads: key/value heads; equal to `num_heads` for multi-head, 1 for multi-query
+            attention, between for grouped queries (Ainslie et al. 2023).
+        head_dim: width of a head.
+        bias: biases on the query, key and value projections.
+        out_bias: bias on the output projection.
+        qk_norm: RMSNorm queries and keys per head (Dehghani et al. 2023; Qwen3).
+        norm_eps: epsilon of that norm.
+    """
+
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    norm_eps: float = 1e-6
+
+
+def attention_defs(
+    config: AttentionConfig, *, stddev: float, out_stddev: float, dtype: torch.dtype
+) -> dict:
+    """Defs ``{"q", "k", "v", "out"}``, each ``{"w", "b"?}``, and ``{"q_norm", "k_norm"}``."""
+
+    def projection(num_heads: int, axis: str) -> dict:
+        shape = (num_heads, config.head_dim)
+        return linear_defs(
+            (config.embed_dim, *shape),
+            ("embed", axis, None),
+            stddev=stddev,
+            bias=shape if config.bias else None,
+            bias_axes=(axis, None),
+            dtype=dtype,
+        )
+
+    defs = {
+        "q": projection(config.num_heads, "heads"),
+        "k": projection(config.num_kv_heads, "kv_heads"),
+        "v": projection(config.num_kv_heads, "kv_heads"),
+        "out": linear_defs(
+            (config.num_heads, config.head_dim, config.embed_dim),
+            ("heads", None, "embed"),
+            stddev=out_stddev,
+            bias=(config.embed_dim,) if config.out_bias else None,
+            bias_axes=("embed",),
+            dtype=dtype,
+        ),
+    }
+    if config.qk_norm:
+        defs["q_norm"] = norm_defs(config.head_dim, "rms", axis=None, dtype=dtype)
+        defs["k_norm"] = norm_defs(config.head_dim, "rms", axis=None, dtype=dtype)
+    return defs
+
+
+def self_attention(
+    params: dict,
+    x: Tensor,
+    config: AttentionConfig,
+    *,
+    rope: tuple[Tensor, Tensor] | None,
+    stream: P,
+    axis: str = "tp",
+) -> Tensor:
+    """Causal self-attention over the stream, with the heads split over `axis`.
+
+    Args:
+        params: this rank's part of `attention_defs`.
+        x: ``[batch, seq, embed]`` with spec `stream`.
+        rope: tables for the whole sequence, or None without rotary positions.
+        stream: the spec of x and of the result.
+
+    Returns:
+        ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce of the result's
+        bytes forward and one backward; with a split sequence, all-gather and reduce-scatter each.
+    """
+    x = gather_sequence(x, stream, axis)
+    q, k, v = (column_parallel(x, params[n]["w"], params[n].get("b")) for n in ("q", "k", "v"))
+    if config.qk_norm:
+        q = rms_norm(q, params["q_norm"]["scale"], eps=config.norm_eps)
+        k = rms_norm(k, params["k_norm"]["scale"], eps=config.norm_eps)
+    if rope is not None:
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+    k, v = (_match_heads(y, q.shape[-2], config, axis) for y in (k, v))
+    y = attention(q, k, v, causal=True)
+    return row_parallel(y, params["out"]["w"], params["out"].get("b"), stream=stream, axis=axis)
+
+
+def _match_heads(x: Tensor, num_local: int, config: AttentionConfig, axis: str) -> Tensor:
+    """Keys or values with one head for each of this rank's `num_local` query heads."""
+    group = config.num_heads // config.num_kv_heads
+    if x.shape[-2] * group == num_local:
+        repeated = x.unsqueeze(-2).expand(*x.shape[:-1], group, x.shape[-1])
+        return repeated.flatten(-3, -2) if group > 1 else x
+    # fewer key heads than ranks: every rank holds all of them and takes those of its queries
+    heads = lax.global_index(num_local, axis, device=x.device) // group
+    return torch.index_select(x, -2, heads)

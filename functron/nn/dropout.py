@@ -1,0 +1,40 @@
+"""Dropout whose mask is the same on every mesh."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from functron import random
+from functron.nn.embedding import stream_positions
+from functron.nn.linear import SEQ_DIM, sequence_axes
+from functron.spmd import collectives as lax
+from functron.spmd.spec import P
+
+
+def dropout(x: Tensor, key: Tensor | None, *, rate: float, rows: Tensor, stream: P) -> Tensor:
+    """y = x * mask / (1 - rate), mask ~ Bernoulli(1 - rate) (Srivastava et al. 2014).
+
+    The mask is a function of the key and of the *global* position of each element, so data,
+    sequence and microbatch splits all see the same one. Each rank draws only its own elements.
+
+    Args:
+        x: ``[batch, seq, embed]`` with spec `stream`.
+        key: a key, or None for no dropout (evaluation).
+        rate: the fraction dropped; 0 is the identity.
+        rows: ``[batch]`` int64, the index of each sample within the global batch.
+        stream: the spec of x.
+
+    Raises:
+        ValueError: the rate is not in [0, 1).
+    """
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout: got rate={rate}; wanted at least 0 and below 1")
+    if key is None or rate == 0:
+        return x
+    seq = x.shape[SEQ_DIM] * lax.axis_size(sequence_axes(stream))
+    # the batch size does not enter the numbers: the first dim is the slowest of the counter
+    shape = (x.shape[0], seq, *x.shape[SEQ_DIM + 1 :])
+    index = (rows, stream_positions(x, stream), *[None] * (x.dim() - 2))
+    keep = random.bernoulli(key, 1 - rate, shape, index=index)
+    return torch.where(keep, x / (1 - rate), torch.zeros((), dtype=x.dtype, device=x.device))

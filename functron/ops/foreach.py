@@ -1,0 +1,193 @@
+"""Multi-tensor elementwise functions on the leaves of a per-rank program, in place.
+
+`torch._foreach_*` and `torch._fused_*` update many tensors in few kernels, but have no vmap rules,
+and inside a simulated mesh (or any vmap) the leaves are batched. An elementwise function does not
+care which dims are batch dims, so `foreach_` hands it the plain tensors underneath, with their
+batch dims aligned as views. Rejected alternatives: a loop over leaves of plain operations (twice
+the memory traffic, many small kernels), and vmap rules for each private operation (one per
+operation and torch version, where this is one function).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from functron import compat
+from functron.errors import Problem, raise_problems
+from functron.spmd.axes import SimulatedAxis, scope
+
+Columns = Mapping[str, Sequence[torch.Tensor]]
+Row = list[torch.Tensor]
+
+
+def foreach_(
+    fn: Callable[..., object],
+    mutated: Columns,
+    read: Columns | None = None,
+    *,
+    paths: Sequence[str] | None = None,
+    dense: bool = False,
+) -> None:
+    """Calls ``fn(*mutated_columns, *read_columns)`` on lists of plain tensors, in place.
+
+    One call per distinct (devices, dtypes) of a row, under `torch.no_grad`. Works in plain eager
+    mode (at the price of one check per call) and under any nesting of vmaps, where the caller's
+    batched tensors see the update. No collectives.
+
+    ``foreach_(torch._foreach_add_, {"params": [w, b]}, {"updates": [dw, db]})`` is ``w += dw`` and
+    ``b += db``.
+
+    Args:
+        fn: an elementwise function of lists of tensors. The tensors of a row come with the same
+            batch dims in front, and so not with the shapes of the caller's.
+        mutated: names (for messages) to columns of tensors that `fn` overwrites; all columns have
+            the same length and the tensors of one row the same shape.
+        read: the same for the columns that `fn` only reads. A tensor that is not batched where the
+            mutated ones are is expanded.
+        paths: the tree path of every row, for messages.
+        dense: `fn` walks the memory of each row's tensors in storage order, as `torch._fused_*` do
+            (the CPU kernels of torch 2.11 to 2.13 ignore strides without a word). Tensors whose
+            layout differs from the row's first are then copied, and copied back if mutated.
+
+    Raises:
+        ValueError: columns of different lengths or rows of different shapes; an operand varies over
+            a mesh axis over which the first mutated one is replicated (a gradient that was never
+            synchronised), or another mutated one does not vary where the first does; called while
+            torch.func differentiates. Every offending row is named.
+    """
+    read = read or {}
+    names = [*mutated, *read]
+    rows = _rows(names, [*mutated.values(), *read.values()], paths)
+    if not rows:
+        return
+    if compat.transforms_active():
+        rows = _physical_rows(rows, names, len(mutated), paths)
+    copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if dense:
+        rows = [_dense_row(row, len(mutated), copied) for row in rows]
+    with torch.no_grad():
+        for group in _groups(rows):
+            fn(*map(list, zip(*group, strict=True)))
+        for target, value in copied:
+            target.copy_(value)
+
+
+def _rows(
+    names: list[str], columns: list[Sequence[torch.Tensor]], paths: Sequence[str] | None
+) -> list[Row]:
+    lengths = {name: len(column) for name, column in zip(names, columns, strict=True)}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"foreach_: got columns of lengths {lengths}; wanted one length for all")
+    rows = [list(row) for row in zip(*columns, strict=True)]
+    problems = [
+        Problem(
+            _where(index, paths),
+            f"{name} of shape {tuple(tensor.shape)}",
+            f"shape {tuple(row[0].shape)}, as {names[0]}",
+        )
+        for index, row in enumerate(rows)
+        for name, tensor in zip(names, row, strict=True)
+        if tensor.shape != row[0].shape
+    ]
+    raise_problems(f"cannot update {names[0]} in place", problems)
+    return rows
+
+
+def _where(index: int, paths: Sequence[str] | None) -> str:
+    return (paths[index] if paths is not None else f"row {index}") or "(root)"
+
+
+def _groups(rows: list[Row]) -> list[list[Row]]:
+    """Rows with equal devices and dtypes together: multi-tensor kernels take no mixtures."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        key = tuple([(tensor.device, tensor.dtype) for tensor in row])
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def _dense_row(row: Row, num_mutated: int, copied: list) -> Row:
+    """The row with every tensor contiguous, all in one order of dims."""
+    if all(tensor.is_contiguous() for tensor in row):
+        return row
+    # A shard is often a permuted view of dense memory: walk it in the order it is stored in.
+    first = row[0]
+    order = sorted(range(first.dim()), key=first.stride, reverse=True)
+    out = []
+    for position, tensor in enumerate(row):
+        view = tensor.permute(order)
+        value = view.contiguous()
+        if position < num_mutated and value is not view:
+            copied.append((view, value))
+        out.append(value)
+    return out
+
+
+def _physical_rows(
+    rows: list[Row], names: list[str], num_mutated: int, paths: Sequence[str] | None
+) -> list[Row]:
+    """Every row as plain tensors with equal batch dims in front."""
+    if compat.differentiating():
+        raise ValueError(
+            f"in-place update of {names[0]} while torch.func is differentiating (inside grad, vjp "
+            "or jvp): the derivative would be lost; fix: use the pure `update` and "
+            "`apply_updates` there, or move the in-place step outside the differentiated function"
+        )
+    problems: list[Problem] = []
+    out = []
+    for index, row in enumerate(rows):
+        where = _where(index, paths)
+        peeled = [compat.physical(tensor) for tensor in row]
+        value, batch_dims, _ = peeled[0]
+        sizes = {level: value.shape[batch_dims[level]] for level in sorted(batch_dims)}
+        found = list(_mismatches(where, names, peeled, list(sizes), num_mutated))
+        problems.extend(found)
+        if not found:
+            out.append([_align(one, sizes) for one in peeled])
+    raise_problems(f"cannot update {names[0]} in place", problems)
+    return out
+
+
+def _align(peeled: compat.Physical, sizes: dict[int, int]) -> torch.Tensor:
+    """A view of the physical tensor: one leading dim per level, then its own dims."""
+    value, batch_dims, own = peeled
+    value = value.permute([batch_dims[level] for level in sizes if level in batch_dims] + own)
+    for position, (level, size) in enumerate(sizes.items()):
+        if level not in batch_dims:
+            value = value.unsqueeze(position)
+            value = value.expand(*value.shape[:position], size, *value.shape[position + 1 :])
+    return value
+
+
+def _mismatches(where, names, peeled, levels, num_mutated):
+    for position, (name, (_, batch_dims, _)) in enumerate(zip(names, peeled, strict=True)):
+        extra = sorted(set(batch_dims) - set(levels))
+        missing = sorted(set(levels) - set(batch_dims)) if position < num_mutated else []
+        if extra:
+            yield Problem(
+                where,
+                f"{name} that vary over {_axes(extra)}, over which {names[0]} are replicated "
+                "(the replicated gradient was never synchronised)",
+                f"{name} that are equal on all its ranks, or the replicas drift apart",
+                "call sync_gradients(grads, specs) before the optimizer, and give "
+                "clip_by_global_norm the same specs",
+            )
+        if missing:
+            yield Problem(
+                where,
+                f"{name} that are replicated over {_axes(missing)}, over which {names[0]} vary",
+                f"{name} sharded as {names[0]} are",
+                "take the specs of the optimizer state from optimizer.specs(param_specs)",
+            )
+
+
+def _axes(levels: list[int]) -> str:
+    """The mesh axes simulated at these vmap levels, in words."""
+    bound = {
+        compat.level_of(axis.token): f"mesh axis {axis.name!r}"
+        for axis in scope().axes.values()
+        if isinstance(axis, SimulatedAxis)
+    }
+    return " and ".join(bound.get(level, f"the vmap at level {level}") for level in levels)

@@ -1,0 +1,175 @@
+"""Adam and AdamW, in Optax's terms; their `step_` is torch's fused kernel over all leaves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from functron import compat, tree
+from functron.ops.foreach import foreach_
+from functron.optim.learning_rate import (
+    LearningRate,
+    increment_,
+    new_count,
+    rate_and_count,
+    scale_by_learning_rate,
+)
+from functron.optim.mask import Mask, add_decayed_weights, mask_leaves
+from functron.optim.transformation import GradientTransformation, chain, transformation
+from functron.spmd.spec import P
+
+_FUSABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class ScaleByAdamState(NamedTuple):
+    """Adam's moments.
+
+    Attributes:
+        count: number of updates so far; int64, 0-dim.
+        mu: running mean of the gradients, like the parameters.
+        nu: running mean of their squares, like the parameters.
+    """
+
+    count: torch.Tensor
+    mu: tree.Tree
+    nu: tree.Tree
+
+
+def scale_by_adam(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    moment_dtype: torch.dtype | None = None,
+) -> GradientTransformation:
+    """Updates divided by their running root mean square: ``mu_hat / (sqrt(nu_hat) + eps)``.
+
+    Args:
+        b1: decay of the mean of gradients, per update.
+        b2: decay of the mean of squared gradients, per update.
+        eps: added to the root, as in Optax's `eps` (not its `eps_root`) and in torch.
+        moment_dtype: the dtype in which `mu` and `nu` are stored; None: each parameter's own. The
+            arithmetic is float32 at least, and the state is rounded once per update.
+    """
+
+    def init(params):
+        def zeros():
+            return tree.map(lambda p: torch.zeros_like(p, dtype=moment_dtype), params)
+
+        return ScaleByAdamState(new_count(params), zeros(), zeros())
+
+    def update(updates, state, params=None):
+        count = state.count + 1
+        # In float64, for 1 - b2 loses digits: 6e-5 of the first update in float32.
+        steps = count.to(torch.float64)
+        bias1, bias2 = 1 - b1**steps, 1 - b2**steps
+
+        def one(g, mu, nu):
+            wide = torch.promote_types(g.dtype, torch.float32)
+            g32 = g.to(wide)
+            mean = b1 * mu.to(wide) + (1 - b1) * g32
+            square = b2 * nu.to(wide) + (1 - b2) * g32 * g32
+            out = (mean / bias1.to(wide)) / ((square / bias2.to(wide)).sqrt() + eps)
+            return out.to(g.dtype), mean.to(mu.dtype), square.to(nu.dtype)
+
+        flat, shape = tree.flatten(updates)
+        rest = (tree.same_structure(updates, part) for part in (state.mu, state.nu))
+        rows = [one(*row) for row in zip(flat, *rest, strict=True)]
+        parts = [tree.unflatten(shape, [row[i] for row in rows]) for i in range(3)]
+        return parts[0], ScaleByAdamState(count, parts[1], parts[2])
+
+    return transformation(
+        init, update, specs=lambda param_specs: ScaleByAdamState(P(), param_specs, param_specs)
+    )
+
+
+def adamw(
+    learning_rate: LearningRate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    mask: Mask = None,
+    *,
+    moment_dtype: torch.dtype | None = None,
+) -> GradientTransformation:
+    """AdamW (Loshchilov and Hutter 2019), with Optax's argument names, defaults and state layout.
+
+    ``chain(scale_by_adam(...), add_decayed_weights(...), scale_by_learning_rate(...))``. `step_` is
+    `torch._fused_adamw_` in place, one kernel sequence for all leaves of a dtype (two when `mask`
+    splits them); where that cannot be used (moments of another dtype than the gradients, or a
+    learning rate that a vmap batches) it is `update` and `apply_updates_`. No collectives.
+
+    Args:
+        learning_rate: a number, or a schedule: a function of the count of updates so far.
+        b1, b2, eps, moment_dtype: see `scale_by_adam`.
+        weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
+    """
+    plain = chain(
+        scale_by_adam(b1, b2, eps, moment_dtype=moment_dtype),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+    def step_(grads, state, params):
+        adam, decay, schedule = state
+        rate, count = rate_and_count(learning_rate, schedule)
+        rows = _rows(grads, adam, params)
+        if not _fusable(rows, adam.count, rate):
+            return plain.step_(grads, state, params)
+        increment_([adam.count] if count is None else [adam.count, count])
+        decays = mask_leaves(mask, params) if weight_decay else [False] * len(rows)
+        for decayed in (True, False):
+            chosen = [row for row, flag in zip(rows, decays, strict=True) if flag is decayed]
+            _fused_(chosen, adam.count, rate, b1, b2, eps, weight_decay if decayed else 0.0)
+        return params, (adam, decay, schedule)
+
+    return plain._replace(step_=step_)
+
+
+def adam(
+    learning_rate: LearningRate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    moment_dtype: torch.dtype | None = None,
+) -> GradientTransformation:
+    """Adam (Kingma and Ba 2015): `adamw` without weight decay; the same fused `step_`."""
+    return adamw(learning_rate, b1, b2, eps, weight_decay=0.0, moment_dtype=moment_dtype)
+
+
+def _rows(grads, adam: ScaleByAdamState, params) -> list[tuple]:
+    """(path, param, grad, mu, nu) per leaf."""
+    columns = [
+        tree.same_structure(params, part, names=("params", name))
+        for part, name in ((grads, "grads"), (adam.mu, "the state's mu"), (adam.nu, "its nu"))
+    ]
+    return list(zip(tree.paths(params), tree.leaves(params), *columns, strict=True))
+
+
+def _fusable(rows: list[tuple], count: torch.Tensor, rate: float | torch.Tensor) -> bool:
+    if compat.is_wrapped(count) or (isinstance(rate, torch.Tensor) and compat.is_wrapped(rate)):
+        return False
+    return all(
+        p.dtype in _FUSABLE and p.dtype == g.dtype == mu.dtype == nu.dtype
+        for _, p, g, mu, nu in rows
+    )
+
+
+def _fused_(rows, count, rate, b1, b2, eps, weight_decay) -> None:
+    steps = count.to(torch.float32)  # the dtype that the kernels read; exact up to 2^24 updates
+    if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
+        rate = rate.to(torch.float32)
+
+    def kernel(params, mu, nu, grads):
+        local = steps.to(params[0].device)
+        torch._fused_adamw_(
+            params, grads, mu, nu, [], [local] * len(params), lr=rate, beta1=b1, beta2=b2,
+            weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    paths, params, grads, mu, nu = zip(*rows, strict=True) if rows else [()] * 5
+    mutated = {"parameters": params, "first moments": mu, "second moments": nu}
+    foreach_(kernel, mutated, {"gradients": grads}, paths=paths, dense=True)

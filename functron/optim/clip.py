@@ -1,0 +1,135 @@
+"""Gradient norms and clipping that give the same number on every sharding."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from functron import compat, tree
+from functron.ops.foreach import foreach_
+from functron.optim.transformation import (
+    GradientTransformation,
+    Updates,
+    scale,
+    scale_,
+    stateless,
+)
+from functron.spmd.collectives import psum
+from functron.spmd.spec import is_spec, spec_axes
+
+
+def global_norm(updates: Updates, specs: tree.Tree = None) -> torch.Tensor:
+    """The 2-norm of all leaves together, over all their shards; 0-dim.
+
+    Float32, or float64 when a leaf is float64; low-precision leaves are accumulated in float32.
+
+    One all-reduce of 4 bytes for each distinct set of mesh axes that the specs mention.
+
+    Args:
+        updates: a tree of tensors, on a mesh this rank's shards; gradients already synchronised.
+        specs: how they are sharded (a tree or prefix tree of `P`). None: not at all. On a bound
+            mesh a sharded leaf without its spec would silently give each rank another norm; in
+            simulation the norm then varies, which the next in-place update refuses.
+    """
+    leaves = tree.leaves(updates)
+    if not leaves:
+        return torch.zeros(())
+    spec_leaves = (
+        [()] * len(leaves)
+        if specs is None
+        else tree.broadcast_prefix(specs, updates, is_leaf=is_spec, what="the specs of updates")
+    )
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in leaves) else torch.float32
+    groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for norm, spec in zip(_norms(leaves), spec_leaves, strict=True):
+        axes = tuple(sorted(spec_axes(spec or ())))  # type: ignore[arg-type]
+        groups.setdefault(axes, []).append(norm.to(leaves[0].device, dtype))
+    squares = [
+        psum(torch.stack(norms).square().sum(), axes) if axes else torch.stack(norms).square().sum()
+        for axes, norms in groups.items()
+    ]
+    return torch.stack(squares).sum().sqrt()
+
+
+def _norms(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    if compat.transforms_active():
+        return [torch.linalg.vector_norm(t, dtype=_accumulator(t)) for t in leaves]
+    out: list[torch.Tensor | None] = [None] * len(leaves)
+    by_kind: dict[tuple, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        by_kind.setdefault((leaf.device, leaf.dtype), []).append(index)
+    for indices in by_kind.values():
+        group = [leaves[index] for index in indices]
+        norms = torch._foreach_norm(group, 2, dtype=_accumulator(group[0]))
+        for index, norm in zip(indices, norms, strict=True):
+            out[index] = norm
+    return out  # type: ignore[return-value]
+
+
+def _accumulator(leaf: torch.Tensor) -> torch.dtype:
+    return torch.float64 if leaf.dtype == torch.float64 else torch.float32
+
+
+def norm_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The factor that brings a value of this norm down to `max_norm`; 1 where it is below. 0-dim.
+
+    NaN and infinite norms give NaN and 0: a non-finite gradient is not hidden by clipping
+    (0 times infinity is NaN).
+    """
+    return torch.where(norm < max_norm, torch.ones_like(norm), max_norm / norm)
+
+
+def clip_by_global_norm(max_norm: float, specs: tree.Tree = None) -> GradientTransformation:
+    """Scales all updates together so that their `global_norm` is at most `max_norm`, as Optax does.
+
+    Updates whose norm is below it pass unchanged. Collectives are those of `global_norm`; a step
+    that also reports the norm can compute it once and use `norm_scale` with `scale_`.
+
+    Args:
+        max_norm: positive.
+        specs: the specs of the parameters (and so of the gradients); needed on any mesh that
+            shards them.
+
+    Raises:
+        ValueError: `max_norm` is not positive.
+    """
+    _positive("clip_by_global_norm", "max_norm", max_norm)
+
+    def factor(updates):
+        return norm_scale(global_norm(updates, specs), max_norm)
+
+    return stateless(
+        lambda updates, params: scale(updates, factor(updates)),
+        lambda updates, params: scale_(updates, factor(updates)),
+    )
+
+
+def clip(max_delta: float) -> GradientTransformation:
+    """Clips every element of the updates to ``[-max_delta, max_delta]``, as Optax does.
+
+    Raises:
+        ValueError: `max_delta` is not positive.
+    """
+    _positive("clip", "max_delta", max_delta)
+
+    def clamp_(updates: list[torch.Tensor]) -> None:
+        torch._foreach_clamp_max_(updates, max_delta)
+        torch._foreach_clamp_min_(updates, -max_delta)
+
+    def in_place(updates, params):
+        foreach_(clamp_, {"updates": tree.leaves(updates)}, paths=tree.paths(updates))
+        return updates
+
+    return stateless(
+        lambda updates, params: tree.map(lambda u: u.clamp(-max_delta, max_delta), updates),
+        in_place,
+    )
+
+
+def _positive(what: str, name: str, value: float) -> None:
+    if not value > 0 or math.isnan(value):
+        raise ValueError(
+            f"{what}: got {name}={value!r}; wanted a positive number; fix: leave {what} out of the "
+            "chain to turn clipping off"
+        )

@@ -1,0 +1,77 @@
+"""Weight decay, and the masks that say which leaves it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from functron import tree
+from functron.errors import Problem, raise_problems
+from functron.optim.transformation import GradientTransformation, Params, stateless
+
+Mask = tree.Tree | Callable[[Params], tree.Tree] | None
+
+
+def add_decayed_weights(weight_decay: float = 0.0, mask: Mask = None) -> GradientTransformation:
+    """``updates + weight_decay * params``, on the leaves that `mask` picks, as in Optax.
+
+    Args:
+        weight_decay: the factor; not yet multiplied by the learning rate.
+        mask: a tree or prefix tree of bools (True: decay), or a function from the parameters to
+            one; None decays every leaf.
+
+    Raises:
+        ValueError: (when called) no parameters given, or `mask` does not fit them.
+    """
+
+    def decay(updates, params):
+        if not weight_decay:
+            return updates
+        if params is None:
+            raise ValueError(
+                "add_decayed_weights: got params=None; wanted the parameters to decay; fix: call "
+                "update(grads, state, params)"
+            )
+        flags = tree.unflatten(tree.structure(params), mask_leaves(mask, params))
+        return tree.map(
+            lambda u, p, flag: u + weight_decay * p.to(u.dtype) if flag else u,
+            updates,
+            params,
+            flags,
+        )
+
+    return stateless(decay)
+
+
+def mask_leaves(mask: Mask, params: Params) -> list[bool]:
+    """One bool per leaf of `params`: whether `mask` picks it.
+
+    Raises:
+        ValueError: `mask` is not a prefix tree of bools; every offender is named.
+    """
+    chosen = mask(params) if callable(mask) else mask
+    if chosen is None:
+        return [True] * len(tree.leaves(params))
+    flags = tree.broadcast_prefix(chosen, params, what="mask", wanted="a bool, or containers")
+    raise_problems(
+        "mask does not say for every leaf whether it is decayed",
+        [
+            Problem(f"mask/{path}", repr(flag), "True or False", "use bool(...)")
+            for path, flag in zip(tree.paths(params), flags, strict=True)
+            if not isinstance(flag, bool)
+        ],
+    )
+    return flags
+
+
+def not_norm_or_bias(params: Params) -> tree.Tree:
+    """The usual decay mask: True except for leaves named as norms or biases.
+
+    A leaf is exempt when a component of its path contains ``norm``, or is ``bias`` or ends with
+    ``_bias``. Decided by name, as stacked layers make the number of dims useless for it.
+    """
+
+    def decays(path: str, _) -> bool:
+        names = path.lower().split("/")
+        return not any("norm" in n or n == "bias" or n.endswith("_bias") for n in names)
+
+    return tree.map_with_path(decays, params)

@@ -1,0 +1,182 @@
+"""Gradient transformations, after Optax: pure functions, and their donating twins that end in `_`.
+
+A transformation is five functions. `init` and `update` are Optax's pair. `specs` says how the state
+is sharded, given how the parameters are. `update_` and `step_` are `update` alone and `update`
+followed by `apply_updates`, for a caller who gives up the arguments: they reuse memory, run fused,
+and are what a training step calls. The pure pair is for everything else: differentiating through
+an optimizer, vmapping over hyperparameters, and reading what `step_` is supposed to compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from functron import compat, tree
+from functron.ops.foreach import foreach_
+
+Updates = tree.Tree
+State = tree.Tree
+Params = tree.Tree
+
+
+class GradientTransformation(NamedTuple):
+    """Five functions over trees of tensors; all work under torch.func.vmap, so in simulation.
+
+    Attributes:
+        init: ``init(params) -> state``.
+        update: ``update(updates, state, params=None) -> (updates, state)``. Pure.
+        specs: ``specs(param_specs) -> state_specs``: the sharding of the state, from that of the
+            parameters (a tree or prefix tree of `P`). Counters are ``P()``.
+        update_: `update`, but free to overwrite `updates` and `state`. What it returns as updates
+            shares no memory with the state that it returns, nor with `params`.
+        step_: ``step_(grads, state, params) -> (params, state)``: overwrites `params` in place, may
+            overwrite `state`, and may use `grads` as scratch; use what it returns.
+    """
+
+    init: Callable[[Params], State]
+    update: Callable[..., tuple[Updates, State]]
+    specs: Callable[[tree.Tree], tree.Tree]
+    update_: Callable[..., tuple[Updates, State]]
+    step_: Callable[[Updates, State, Params], tuple[Params, State]]
+
+
+def transformation(
+    init: Callable[[Params], State],
+    update: Callable[..., tuple[Updates, State]],
+    specs: Callable[[tree.Tree], tree.Tree],
+    *,
+    update_: Callable[..., tuple[Updates, State]] | None = None,
+    step_: Callable[[Updates, State, Params], tuple[Params, State]] | None = None,
+) -> GradientTransformation:
+    """A transformation from the functions that its author cares about; the rest follow.
+
+    `update_` defaults to `update` (with leaves copied that are at once an update and state), and
+    `step_` to `update_` followed by `apply_updates_`.
+    """
+
+    def unshared(updates, state, params=None):
+        updates, state = update(updates, state, params)
+        kept = {id(leaf) for leaf in tree.leaves(state)}
+        return tree.map(lambda u: u.clone() if id(u) in kept else u, updates), state
+
+    donating = update_ or unshared
+
+    def update_and_apply(grads, state, params):
+        updates, state = donating(grads, state, params)
+        return apply_updates_(params, updates), state
+
+    return GradientTransformation(init, update, specs, donating, step_ or update_and_apply)
+
+
+def stateless(
+    fn: Callable[[Updates, Params | None], Updates],
+    fn_: Callable[[Updates, Params | None], Updates] | None = None,
+) -> GradientTransformation:
+    """The transformation whose updates are ``fn(updates, params)`` and whose state is ``()``.
+
+    Args:
+        fn: pure.
+        fn_: the same function, free to overwrite `updates`.
+    """
+    return transformation(
+        init=lambda params: (),
+        update=lambda updates, state, params=None: (fn(updates, params), ()),
+        specs=lambda param_specs: (),
+        update_=None
+        if fn_ is None
+        else lambda updates, state, params=None: (fn_(updates, params), ()),
+    )
+
+
+def identity() -> GradientTransformation:
+    """The transformation that changes nothing: plain gradient *ascent* when applied."""
+    return stateless(lambda updates, params: updates)
+
+
+def chain(*transformations: GradientTransformation) -> GradientTransformation:
+    """The transformations one after another; the state is the tuple of their states.
+
+    `step_` runs `update_` of all but the last, which overwrites the donated gradients where it can,
+    then `step_` of the last: ``chain(clip_by_global_norm(1.0), adamw(1e-3))`` clips in place, then
+    runs AdamW fused.
+
+    Raises:
+        ValueError: (when called) the state is not the tuple of this chain's length.
+    """
+
+    def run(methods, updates, state, params):
+        if not isinstance(state, tuple) or len(state) != len(methods):
+            got = f"{len(state)} entries" if isinstance(state, tuple) else type(state).__name__
+            raise ValueError(
+                f"chain of {len(methods)} transformations: got a state of {got}; wanted the tuple "
+                "that its init returns; fix: initialise the state with this same optimizer"
+            )
+        new_state = []
+        for method, part in zip(methods, state, strict=True):
+            updates, part = method(updates, part, params)
+            new_state.append(part)
+        return updates, tuple(new_state)
+
+    def update(updates, state, params=None):
+        return run([t.update for t in transformations], updates, state, params)
+
+    def update_(updates, state, params=None):
+        return run([t.update_ for t in transformations], updates, state, params)
+
+    def last_step_(updates, state, params):
+        return transformations[-1].step_(updates, state, params)
+
+    def step_(grads, state, params):
+        methods = [*(t.update_ for t in transformations[:-1]), last_step_]
+        return run(methods, grads, state, params)
+
+    return transformation(
+        init=lambda params: tuple(t.init(params) for t in transformations),
+        update=update,
+        specs=lambda param_specs: tuple(t.specs(param_specs) for t in transformations),
+        update_=update_,
+        step_=step_ if transformations else None,
+    )
+
+
+def apply_updates(params: Params, updates: Updates) -> Params:
+    """``params + updates``, leaf by leaf, in the dtypes of `params`. Pure."""
+    return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)
+
+
+def apply_updates_(params: Params, updates: Updates) -> Params:
+    """``params += updates`` in place, multi-tensor; returns `params`.
+
+    Raises:
+        ValueError: the structures differ, or an update varies over a mesh axis over which its
+            parameter is replicated (see `functron.ops.foreach`).
+    """
+    rows = tree.same_structure(params, updates, names=("params", "updates"))
+    foreach_(
+        torch._foreach_add_,
+        {"params": tree.leaves(params)},
+        {"updates": rows},
+        paths=tree.paths(params),
+    )
+    return params
+
+
+def scale(updates: Updates, factor: float | torch.Tensor) -> Updates:
+    """``factor * updates`` in the dtypes of `updates`. Pure; `factor` is a number or 0-dim."""
+    return tree.map(lambda u: (u * factor).to(u.dtype), updates)
+
+
+def scale_(updates: Updates, factor: float | torch.Tensor) -> Updates:
+    """`scale` in place, multi-tensor, where `factor` is one number for all; returns the result."""
+    if isinstance(factor, torch.Tensor) and compat.is_wrapped(factor):
+        return scale(updates, factor)
+
+    def multiply_(group):
+        local = factor.to(group[0].device) if isinstance(factor, torch.Tensor) else factor
+        torch._foreach_mul_(group, local)
+
+    foreach_(multiply_, {"updates": tree.leaves(updates)}, paths=tree.paths(updates))
+    return updates

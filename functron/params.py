@@ -1,0 +1,164 @@
+"""ParamDefs: what the parameters of a model are, before any exists.
+
+A model's tree of defs is its single source of truth. Mapped over, it gives initial values, specs,
+abstract shapes and counts. Values depend on the key and the leaf's path only, never on the mesh:
+every rank draws its own shard's numbers from their global positions.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from functron import random, tree
+from functron.errors import Problem, raise_problems
+from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.spec import P, Rules, is_spec, local_shape, offsets, validate
+
+Index = Sequence[torch.Tensor | None] | None
+Initializer = Callable[[torch.Tensor, Sequence[int], torch.dtype, Index], torch.Tensor]
+"""``(key, global shape, dtype, index)`` to the values at `index` (all of them where it is None)."""
+
+
+@dataclass(frozen=True)
+class ParamDef:
+    """One parameter: its global shape, the logical name of each dim, and how it starts.
+
+    Attributes:
+        shape: global sizes.
+        axes: logical axis per dim (``"vocab"``, ``"embed"``, ``"heads"``, ``"mlp"``, ``"layers"``),
+            None where no rule should ever split it.
+        init: the initialiser.
+        dtype: the parameter's dtype.
+        decay: whether weight decay applies (matrices yes, norms and biases no).
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Initializer
+    dtype: torch.dtype = torch.float32
+    decay: bool = True
+
+    def __post_init__(self):
+        if len(self.shape) != len(self.axes):
+            raise ValueError(
+                f"ParamDef: got {len(self.axes)} logical axes {self.axes} for shape {self.shape}; "
+                "wanted one per dim (None where there is none)"
+            )
+
+
+def zeros(key, shape, dtype, index=None) -> torch.Tensor:
+    """x = 0."""
+    return torch.zeros(_shape_at(shape, index), dtype=dtype, device=key.device)
+
+
+def ones(key, shape, dtype, index=None) -> torch.Tensor:
+    """x = 1."""
+    return torch.ones(_shape_at(shape, index), dtype=dtype, device=key.device)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """x ~ N(0, stddev^2), drawn in float32 at least and rounded to the dtype."""
+
+    stddev: float
+
+    def __call__(self, key, shape, dtype, index=None) -> torch.Tensor:
+        drawn = torch.float64 if dtype == torch.float64 else torch.float32
+        return random.normal(key, shape, drawn, index=index).mul_(self.stddev).to(dtype)
+
+
+def _shape_at(shape: Sequence[int], index: Index) -> tuple[int, ...]:
+    rows = index if index is not None else (None,) * len(shape)
+    return tuple(
+        size if row is None else row.numel() for size, row in zip(shape, rows, strict=True)
+    )
+
+
+def stack(defs: tree.Tree, num_layers: int) -> tree.Tree:
+    """The defs of `num_layers` copies, stacked on a leading dim with the logical axis "layers"."""
+    return tree.map(
+        lambda d: replace(d, shape=(num_layers, *d.shape), axes=("layers", *d.axes)), defs
+    )
+
+
+def param_specs(defs: tree.Tree, rules: Rules) -> tree.Tree:
+    """The spec of every parameter under `rules`.
+
+    Raises:
+        ValueError: the rules split one parameter twice by the same mesh axis.
+    """
+    return tree.map_with_path(lambda path, d: rules.spec(d.axes, path=path), defs)
+
+
+def abstract_params(defs: tree.Tree) -> tree.Tree:
+    """The parameters as meta tensors: shapes and dtypes without memory, also for 405B."""
+    return tree.map(lambda d: torch.empty(d.shape, dtype=d.dtype, device="meta"), defs)
+
+
+def decay_mask(defs: tree.Tree) -> tree.Tree:
+    """True where weight decay applies."""
+    return tree.map(lambda d: d.decay, defs)
+
+
+def num_params(defs: tree.Tree) -> int:
+    """The number of parameters."""
+    return sum(math.prod(d.shape) for d in tree.leaves(defs))
+
+
+def init_params(
+    key: torch.Tensor,
+    defs: tree.Tree,
+    specs: tree.Tree | None = None,
+    mesh: Mesh | BoundMesh | None = None,
+) -> tree.Tree:
+    """The initial parameters: bitwise the same numbers on every mesh.
+
+    Each leaf's key is `key` folded with a checksum of its path, so adding a parameter does not
+    change the others. On a bound mesh only this rank's shards are generated.
+
+    Args:
+        key: a key of `functron.random`; values are made on its device.
+        defs: the tree of `ParamDef`.
+        specs: a prefix tree of specs; needed with a bound mesh.
+        mesh: where the parameters will live; None or a simulated mesh gives global values.
+
+    Raises:
+        ValueError: a shape cannot be split as its spec says; all offenders are listed.
+    """
+    if mesh is not None and specs is not None:
+        validate(tree.map(lambda d: _Shaped(d.shape), defs), specs, mesh, what="params")
+    flat = (
+        tree.broadcast_prefix(specs, defs, is_leaf=is_spec, what="specs")
+        if specs is not None
+        else [P()] * len(tree.leaves(defs))
+    )
+    if isinstance(mesh, BoundMesh) and specs is None:
+        problem = Problem("specs", "None", "the parameters' specs", "pass param_specs(defs, rules)")
+        raise_problems("init_params on a bound mesh", [problem])
+    leaves, structure = tree.flatten(defs)
+    rows = zip(tree.paths(defs), leaves, flat, strict=True)
+    return tree.unflatten(structure, [_init_one(key, *row, mesh) for row in rows])
+
+
+def _init_one(key, path: str, d: ParamDef, spec: P, mesh) -> torch.Tensor:
+    leaf_key = random.fold_in(key, zlib.crc32(path.encode()))
+    index = None
+    if isinstance(mesh, BoundMesh):
+        starts = offsets(d.shape, spec, mesh, mesh.coordinate)
+        sizes = local_shape(d.shape, spec, mesh)
+        index = [
+            None if local == whole else torch.arange(start, start + local, device=key.device)
+            for start, local, whole in zip(starts, sizes, d.shape, strict=True)
+        ]
+        index = None if all(row is None for row in index) else index
+    return d.init(leaf_key, d.shape, d.dtype, index)
+
+
+@dataclass(frozen=True)
+class _Shaped:
+    shape: tuple[int, ...]

@@ -1,0 +1,69 @@
+"""Sampling: tokens drawn one after another from a model's next-token distribution."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from functron import random, tree
+from functron.errors import Problem, raise_problems
+from functron.models import gpt
+
+
+@torch.no_grad()
+def generate(
+    params: tree.Tree,
+    config: gpt.GPTConfig,
+    tokens: Tensor,
+    num_tokens: int,
+    *,
+    temperature: float = 1.0,
+    key: Tensor | None = None,
+) -> Tensor:
+    """Continue each row of `tokens` by `num_tokens` draws from softmax(logits / temperature).
+
+    Runs on one rank, on global parameters; each new token reads its whole context (the last
+    `max_seq` tokens) again.
+
+    Args:
+        params: the parameters of `gpt.defs(config)`.
+        config: the architecture.
+        tokens: int64 ``[batch, seq]``, at least one token each.
+        num_tokens: how many to add.
+        temperature: 0 takes the most likely token; needs no key.
+        key: the key of the draws.
+
+    Returns:
+        int64 ``[batch, seq + num_tokens]``.
+
+    Raises:
+        ValueError: an empty prompt, a token outside the vocabulary, a negative temperature, or a
+            missing key.
+    """
+    raise_problems("cannot sample", _problems(config, tokens, num_tokens, temperature, key))
+    for index in range(num_tokens):
+        logits = gpt.forward(config, params, tokens[:, -config.max_seq :])
+        last = logits[:, -1, : config.vocab_size].float()
+        if temperature > 0 and key is not None:
+            # the argmax of logits plus Gumbel noise is a draw from their softmax
+            uniform = random.uniform(random.fold_in(key, index), last.shape, minval=1e-20)
+            last = last / temperature - (-uniform.log()).log()
+        tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], dim=1)
+    return tokens
+
+
+def _problems(config, tokens, num_tokens, temperature, key) -> list[Problem]:
+    found = []
+    if tokens.dim() != 2 or not tokens.numel():
+        got = f"shape {tuple(tokens.shape)}"
+        found.append(Problem("tokens", got, "[batch, seq] with seq >= 1", "give a prompt"))
+    elif int(tokens.min()) < 0 or int(tokens.max()) >= config.vocab_size:
+        got = f"ids from {int(tokens.min())} to {int(tokens.max())}"
+        found.append(Problem("tokens", got, f"ids from 0 to {config.vocab_size - 1}"))
+    if num_tokens < 0:
+        found.append(Problem("num_tokens", str(num_tokens), "at least 0"))
+    if temperature < 0:
+        found.append(Problem("temperature", str(temperature), "at least 0"))
+    elif temperature > 0 and key is None:
+        found.append(Problem("key", "None", "a key", "pass random.key(seed), or temperature=0"))
+    return found

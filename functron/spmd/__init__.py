@@ -1,0 +1,21 @@
+"""Meshes, specs, collectives and shard_map: per-rank programs, simulated or distributed."""
+
+from functron.spmd import collectives
+from functron.spmd.distributed import gather, shard
+from functron.spmd.mesh import DATA_AXES, STANDARD_AXES, BoundMesh, Mesh
+from functron.spmd.shard_map import shard_map
+from functron.spmd.spec import P, Rules, spec_axes
+
+__all__ = [
+    "DATA_AXES",
+    "STANDARD_AXES",
+    "BoundMesh",
+    "Mesh",
+    "P",
+    "Rules",
+    "collectives",
+    "gather",
+    "shard",
+    "shard_map",
+    "spec_axes",
+]

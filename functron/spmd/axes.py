@@ -1,0 +1,148 @@
+"""The axes that are bound around a running per-rank program, and what each looks like there."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import linecache
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from functron import compat
+from functron.errors import nearest
+from functron.spmd.mesh import STANDARD_AXES
+
+AxisNames = str | Sequence[str]
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedAxis:
+    """An axis that is one level of nested vmaps.
+
+    The token is ``arange(size)`` batched at exactly this level: it is this rank's index, and passed
+    to a primitive it tells the vmap rule of that primitive which level is its own.
+    """
+
+    name: str
+    size: int
+    token: torch.Tensor
+
+    @property
+    def index(self) -> torch.Tensor:
+        return self.token
+
+    def varies(self, value: torch.Tensor) -> bool:
+        """Whether `value` differs between the ranks of this axis (is batched at its level)."""
+        return compat.is_batched_at(value, compat.level_of(self.token))
+
+
+@dataclass(frozen=True, eq=False)
+class BoundAxis:
+    """An axis whose ranks are the processes of a torch.distributed group."""
+
+    name: str
+    size: int
+    index: int
+    group: str
+    token: None = None
+
+
+Axis = SimulatedAxis | BoundAxis
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """The axes in force, and whether the program's own reductions are checked."""
+
+    axes: dict[str, Axis | None] = field(default_factory=dict)
+    check: bool = False
+
+
+_scope: contextvars.ContextVar[Scope] = contextvars.ContextVar("functron_scope", default=Scope())  # noqa: B039
+
+
+def scope() -> Scope:
+    """The axes in force where this is called."""
+    return _scope.get()
+
+
+@contextlib.contextmanager
+def bind(axes: Sequence[Axis], *, absent: Sequence[str] = (), check: bool = False) -> Iterator[None]:
+    """Put `axes` in force, and the names `absent` with size 1, inside a with block."""
+    outer = _scope.get()
+    merged = {**outer.axes, **dict.fromkeys(absent), **{axis.name: axis for axis in axes}}
+    with enter(Scope(merged, check)):
+        yield
+
+
+@contextlib.contextmanager
+def enter(scope: Scope) -> Iterator[None]:
+    """Put exactly `scope` in force inside a with block."""
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def lookup(names: AxisNames) -> list[Axis]:
+    """The bound axes with these names, without those of size 1.
+
+    Raises:
+        ValueError: a name is neither bound nor a standard axis (which has size 1 when absent).
+    """
+    found = []
+    bound = _scope.get().axes
+    for name in (names,) if isinstance(names, str) else names:
+        if name not in bound and name not in STANDARD_AXES:
+            raise ValueError(
+                f"unbound axis name {name!r} at {user_line()}: "
+                f"{nearest(name, [*bound, *STANDARD_AXES])}"
+            )
+        axis = bound.get(name)
+        if axis is not None:
+            found.append(axis)
+    return found
+
+
+def axis_size(names: AxisNames) -> int:
+    """The number of ranks along one axis, or along several together; a plain int.
+
+    ``axis_size("tp")`` is 4 on ``Mesh(dp=2, tp=4)`` and 1 where the mesh has no ``tp``.
+    """
+    return math.prod(axis.size for axis in lookup(names))
+
+
+def axis_index(names: AxisNames) -> torch.Tensor | int:
+    """This rank's index along one axis, or its row-major index along several.
+
+    An int on a bound mesh, an int64 scalar tensor that varies over the axis in simulation, and 0
+    for an absent axis.
+    """
+    index: torch.Tensor | int = 0
+    for axis in lookup(names):
+        index = index * axis.size + axis.index
+    return index
+
+
+def user_line() -> str:
+    """``file:line: source`` of the innermost caller outside functron and torch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE) and "/torch/" not in name and "/optree/" not in name:
+            return source_line(name, frame.f_lineno)
+        frame = frame.f_back
+    return "an unknown line"
+
+
+def source_line(filename: str, lineno: int) -> str:
+    """``file:line: source`` for a place in a file, or in a notebook cell."""
+    text = linecache.getline(filename, lineno).strip()
+    return f"{filename}:{lineno}: `{text}`" if text else f"{filename}:{lineno}"

@@ -1,0 +1,117 @@
+"""The distributed binding: a per-rank program in this process, its axes bound to process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from functron import compat, tree
+from functron.closure import hoist
+from functron.spmd.axes import BoundAxis, bind
+from functron.spmd.collectives import all_gather
+from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.primitives import InputReplicated, OutputReplicated
+from functron.spmd.spec import P, dim_axes, is_spec, spec_axes, validate
+from functron.spmd.spec import shard as shard_one
+
+
+def bound_axes(mesh: BoundMesh) -> tuple[list[BoundAxis], list[str]]:
+    """The axes of `mesh` that communicate, and the names of those of size 1."""
+    axes = [
+        BoundAxis(name, size, mesh.coordinate[name], mesh.groups[name])
+        for name, size in mesh.shape.items()
+        if size > 1
+    ]
+    return axes, [name for name, size in mesh.shape.items() if size == 1]
+
+
+def run_rank(
+    program: Callable[[Callable, list], tuple[list, list[P | None]]],
+    fn: Callable,
+    mesh: BoundMesh,
+    values: Sequence[Any],
+    specs: Sequence[P | None],
+) -> list:
+    """`program(fn, values)` on this process's shards.
+
+    The cotangent of an input is psummed over the axes that its spec does not mention (that of a
+    tensor `fn` closes over, over all of them), and the cotangent of an output is divided by their
+    sizes: JAX's convention at the boundary.
+    """
+    axes, absent = bound_axes(mesh)
+    with bind(axes, absent=absent):
+        local = [
+            value if spec is None else _replicate(value, spec_axes(spec), axes)
+            for value, spec in zip(values, specs, strict=True)
+        ]
+        hidden, close = hoist(fn)
+        closed = close([_replicate(tensor, (), axes) for tensor in hidden])
+        outputs, out_specs = program(closed, local)
+        return [
+            value if spec is None else _count_once(value, spec_axes(spec), axes)
+            for value, spec in zip(outputs, out_specs, strict=True)
+        ]
+
+
+def _differentiated(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.requires_grad or compat.is_wrapped(value))
+
+
+def _replicate(value: Any, mentioned: Sequence[str], axes: Sequence[BoundAxis]) -> Any:
+    if _differentiated(value) and value.is_floating_point():
+        for axis in axes:
+            if axis.name not in mentioned:
+                value = InputReplicated.call(value, axis)
+    return value
+
+
+def _count_once(value: Any, mentioned: Sequence[str], axes: Sequence[BoundAxis]) -> Any:
+    if _differentiated(value) and value.is_floating_point():
+        for axis in axes:
+            if axis.name not in mentioned:
+                value = OutputReplicated.call(value, axis)
+    return value
+
+
+def shard(value: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh) -> tree.Tree:
+    """What this process holds of a tree of global values.
+
+    On a bound mesh, copies of this rank's shards; on a mesh that is simulated, the global values
+    themselves.
+
+    Raises:
+        ValueError: a leaf cannot be split as its spec says; all offenders are listed.
+    """
+    flat = validate(value, specs, mesh)
+    if not isinstance(mesh, BoundMesh):
+        return value
+    leaves, structure = tree.flatten(value)
+    return tree.unflatten(
+        structure,
+        [
+            leaf if spec is None else shard_one(leaf, spec, mesh, mesh.coordinate).clone()
+            for leaf, spec in zip(leaves, flat, strict=True)
+        ],
+    )
+
+
+def gather(value: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh) -> tree.Tree:
+    """The tree of global values, on every rank, from every rank's shards.
+
+    One all-gather per sharded leaf and axis; on a mesh that is simulated, the values themselves.
+    """
+    if not isinstance(mesh, BoundMesh):
+        return value
+    leaves, structure = tree.flatten(value)
+    flat = tree.broadcast_prefix(specs, value, is_leaf=is_spec, what="specs")
+    axes, absent = bound_axes(mesh)
+    out = []
+    with bind(axes, absent=absent), torch.no_grad():
+        for leaf, spec in zip(leaves, flat, strict=True):
+            if isinstance(leaf, torch.Tensor) and spec is not None:
+                for dim, names in enumerate(dim_axes(spec, leaf.dim())):
+                    leaf = all_gather(leaf, names, axis=dim, tiled=True) if names else leaf
+            out.append(leaf)
+    return tree.unflatten(structure, out)

@@ -1,0 +1,166 @@
+"""Meshes: named axes of ranks, simulated by default and bound to process groups on request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from functron.errors import Problem, nearest, raise_problems
+
+STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
+"""The axes that layers may name on any mesh; where a mesh lacks one, it has size 1."""
+
+DATA_AXES = ("dp", "fsdp", "ep")
+"""The axes that split the batch, major to minor; ``ep`` is a data axis for all but the experts."""
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """Names of axes and their sizes: ``Mesh(dp=2, tp=4)`` has 8 ranks.
+
+    Ranks are ordered row-major over the axes as given, the last axis fastest. A mesh is only a
+    description: programs mapped over it are simulated in this process until `bind` ties it to
+    process groups.
+
+    Raises:
+        ValueError: a size is not a positive integer.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __init__(self, **axes: int):
+        raise_problems(
+            "a mesh needs a positive whole number of ranks on every axis",
+            [
+                Problem(f"Mesh.{name}", repr(size), "an integer of at least 1")
+                for name, size in axes.items()
+                if not isinstance(size, int) or isinstance(size, bool) or size < 1
+            ],
+        )
+        object.__setattr__(self, "axes", tuple(axes.items()))
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """The mesh written as ``"dp=2,tp=4"``; the empty string is one rank.
+
+        Raises:
+            ValueError: an entry is not ``axis=size``, an axis is no standard axis or is repeated.
+        """
+        problems: list[Problem] = []
+        axes: dict[str, int] = {}
+        for entry in filter(None, (part.strip() for part in text.split(","))):
+            name, _, size = (part.strip() for part in entry.partition("="))
+            if not size.isdigit():
+                problems.append(Problem("mesh", repr(entry), "axis=size, such as dp=2"))
+            elif name not in STANDARD_AXES:
+                problems.append(
+                    Problem("mesh", repr(name), "a mesh axis", nearest(name, STANDARD_AXES))
+                )
+            elif name in axes:
+                problems.append(Problem("mesh", f"{name!r} twice", "every axis once"))
+            else:
+                axes[name] = int(size)
+        raise_problems(f"cannot read the mesh {text!r}", problems)
+        return cls(**axes)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Axis sizes by name, in rank order."""
+        return dict(self.axes)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Axis names, the slowest-varying first."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(size for _, size in self.axes)
+
+    def __getitem__(self, name: str) -> int:
+        """The size of axis `name`; 1 where this mesh has no such axis."""
+        return self.shape.get(name, 1)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """The position of `rank` on every axis."""
+        out = {}
+        for name, size in reversed(self.axes):
+            rank, out[name] = divmod(rank, size)
+        return {name: out[name] for name in self.axis_names}
+
+    def bind(self, device_type: str = "cpu") -> BoundMesh:
+        """This mesh with one process per rank: process groups from torch's DeviceMesh.
+
+        Call it in every process, after `torch.distributed.init_process_group`. Creates one group
+        per axis (a collective operation). Returns a value; nothing is stored globally.
+
+        Args:
+            device_type: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
+
+        Raises:
+            ValueError: torch.distributed is not initialised, or its world size is not `size`.
+        """
+        world = dist.get_world_size() if dist.is_initialized() else None
+        problem = Problem(
+            f"Mesh({self})",
+            "no process group" if world is None else f"{world} processes",
+            f"{self.size} processes, one per rank",
+            f"start it with torchrun --nproc-per-node {self.size} and call "
+            "torch.distributed.init_process_group() first",
+        )
+        raise_problems(
+            "cannot bind the mesh to processes", [problem] if world != self.size else []
+        )
+        rank = dist.get_rank()
+        if not self.axes:
+            return BoundMesh(self, rank, {}, {}, device_type)
+        sizes = tuple(size for _, size in self.axes)
+        devices = init_device_mesh(device_type, sizes, mesh_dim_names=self.axis_names)
+        groups = {name: devices.get_group(name).group_name for name in self.axis_names}
+        return BoundMesh(self, rank, self.coordinate(rank), groups, device_type)
+
+
+@dataclass(frozen=True)
+class BoundMesh:
+    """A mesh whose ranks are processes; made by `Mesh.bind`.
+
+    Attributes:
+        mesh: the names and sizes.
+        rank: this process's rank.
+        coordinate: this process's position on every axis.
+        groups: the process group of every axis, by its torch.distributed name.
+        device_type: where the tensors of collectives live.
+    """
+
+    mesh: Mesh
+    rank: int
+    coordinate: Mapping[str, int]
+    groups: Mapping[str, str]
+    device_type: str
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Axis sizes by name, in rank order."""
+        return self.mesh.shape
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Axis names, the slowest-varying first."""
+        return self.mesh.axis_names
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.mesh.size
+
+    def __getitem__(self, name: str) -> int:
+        """The size of axis `name`; 1 where this mesh has no such axis."""
+        return self.mesh[name]

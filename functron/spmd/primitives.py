@@ -1,0 +1,320 @@
+"""The linear primitives under every collective: one autograd Function each, over one mesh axis.
+
+A primitive acts on untiled values: where ranks are told apart (gather, scatter, all-to-all) there
+is a fresh leading dim of the axis' size, and the public collectives reshape around it. Each is a
+Function of ``(x, token, call)`` with
+
+* forward: the collective on this process's value (the axis is bound to a process group);
+* vmap: in simulation the token is batched at the axis' own level and at no other. Batched token:
+  "my level", so act across the batch dim. Unbatched token: some other vmap's level, so batch
+  through;
+* backward and jvp: the transpose and the same primitive, again through `apply`, so that every order
+  of every torch.func transform works.
+
+`torch.library.custom_op` is not used: its `register_autograd` does not compose with vmap of grad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.autograd import Function
+
+from functron.spmd.axes import Axis, BoundAxis
+
+_c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a primitive needs besides tensors; opaque to functorch, which flattens containers."""
+
+    axis: Axis
+    perm: tuple[tuple[int, int], ...] = ()
+
+
+def _wait(value: torch.Tensor) -> torch.Tensor:
+    return _c10d.wait_tensor(value)
+
+
+def _transport(value: torch.Tensor) -> torch.Tensor:
+    """A contiguous value of a dtype that every backend can send."""
+    return (value.to(torch.uint8) if value.dtype == torch.bool else value).contiguous()
+
+
+class _Primitive(Function):
+    """What all primitives share; subclasses give `send`, `across`, `replicated`, `transpose`."""
+
+    generate_vmap_rule = False
+    batch_dim_in = 0  # where another level's batch dim goes, past a leading rank dim if there is one
+    batch_dim_out = 0
+    send: Callable[..., torch.Tensor]
+    across: Callable[..., tuple[torch.Tensor, int | None]]
+    replicated: Callable[..., tuple[torch.Tensor, int | None]]
+    transpose: Callable[..., torch.Tensor]
+
+    @classmethod
+    def call(cls, x: torch.Tensor, axis: Axis, perm: tuple = ()) -> torch.Tensor:
+        """Apply this primitive to `x` over `axis`."""
+        return cls.apply(x, axis.token, Call(axis, perm))  # type: ignore[return-value]
+
+    @classmethod
+    def forward(cls, x, token, call):
+        if not isinstance(call.axis, BoundAxis):
+            raise ValueError(
+                f"a value of the simulated axis {call.axis.name!r} was used after its shard_map "
+                "returned; return it from the mapped function instead of keeping it"
+            )
+        return cls.send(_transport(x), call.axis, call).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.token, ctx.call = inputs[1:]
+        ctx.set_materialize_grads(False)
+
+    @classmethod
+    def backward(cls, ctx, cotangent):
+        if cotangent is None:
+            return None, None, None
+        return cls.transpose(cotangent, ctx.token, ctx.call), None, None
+
+    @classmethod
+    def jvp(cls, ctx, tangent, *_):
+        return None if tangent is None else cls.apply(tangent, ctx.token, ctx.call)
+
+    @classmethod
+    def vmap(cls, info, in_dims, x, token, call):
+        x_dim, token_dim, _ = in_dims
+        if token_dim is None:
+            return cls.apply(x.movedim(x_dim, cls.batch_dim_in), token, call), cls.batch_dim_out
+        if x_dim is None:
+            return cls.replicated(x, call.axis.size, call)
+        return cls.across(x.movedim(x_dim, 0), call)
+
+
+class Psum(_Primitive):
+    """y = sum over ranks of x; the same on every rank. Self-transpose."""
+
+    @staticmethod
+    def send(x, axis, call):
+        return _wait(_c10d.all_reduce(x, "sum", axis.group))
+
+    @staticmethod
+    def across(x, call):
+        return x.sum(0, dtype=x.dtype), None
+
+    @staticmethod
+    def replicated(x, size, call):
+        return x * size, None
+
+    @staticmethod
+    def transpose(cotangent, token, call):
+        return Psum.apply(cotangent, token, call)
+
+
+class _Extremum(_Primitive):
+    name = ""
+
+    @staticmethod
+    def replicated(x, size, call):
+        return x, None
+
+    @classmethod
+    def backward(cls, ctx, cotangent):
+        if cotangent is not None:
+            raise ValueError(
+                f"{cls.name} over {ctx.call.axis.name!r} has no derivative: "
+                f"write {cls.name}(lax.stop_gradient(x), ...) where it must not be differentiated"
+            )
+        return None, None, None
+
+    @classmethod
+    def jvp(cls, ctx, tangent, *_):
+        return None if tangent is None else cls.backward(ctx, tangent)
+
+
+class Pmax(_Extremum):
+    """y = the maximum over ranks of x; the same on every rank. No derivative."""
+
+    name = "pmax"
+
+    @staticmethod
+    def send(x, axis, call):
+        return _wait(_c10d.all_reduce(x, "max", axis.group))
+
+    @staticmethod
+    def across(x, call):
+        return x.amax(0), None
+
+
+class Pmin(_Extremum):
+    """y = the minimum over ranks of x; the same on every rank. No derivative."""
+
+    name = "pmin"
+
+    @staticmethod
+    def send(x, axis, call):
+        return _wait(_c10d.all_reduce(x, "min", axis.group))
+
+    @staticmethod
+    def across(x, call):
+        return x.amin(0), None
+
+
+class AllGather(_Primitive):
+    """[...] -> [n, ...]: every rank's x, in rank order, on every rank. Transpose: PsumScatter."""
+
+    batch_dim_out = 1
+
+    @staticmethod
+    def send(x, axis, call):
+        return _wait(_c10d.all_gather_into_tensor(x.unsqueeze(0), axis.size, axis.group))
+
+    @staticmethod
+    def across(x, call):
+        return x, None
+
+    @staticmethod
+    def replicated(x, size, call):
+        return x.unsqueeze(0).expand(size, *x.shape), None
+
+    @staticmethod
+    def transpose(cotangent, token, call):
+        return PsumScatter.apply(cotangent, token, call)
+
+
+class PsumScatter(_Primitive):
+    """[n, ...] -> [...]: rank r keeps row r of the sum over ranks. Transpose: AllGather."""
+
+    batch_dim_in = 1
+
+    @staticmethod
+    def send(x, axis, call):
+        return _wait(_c10d.reduce_scatter_tensor(x, "sum", axis.size, axis.group)).squeeze(0)
+
+    @staticmethod
+    def across(x, call):
+        return x.sum(0, dtype=x.dtype), 0
+
+    @staticmethod
+    def replicated(x, size, call):
+        return x * size, 0
+
+    @staticmethod
+    def transpose(cotangent, token, call):
+        return AllGather.apply(cotangent, token, call)
+
+
+class AllToAll(_Primitive):
+    """[n, ...] -> [n, ...]: row s on rank r is row r of rank s. Self-transpose."""
+
+    batch_dim_in = batch_dim_out = 1
+
+    @staticmethod
+    def send(x, axis, call):
+        splits = [1] * axis.size
+        return _wait(_c10d.all_to_all_single(x, splits, splits, axis.group))
+
+    @staticmethod
+    def across(x, call):
+        return x.transpose(0, 1), 0
+
+    @staticmethod
+    def replicated(x, size, call):
+        return x.unsqueeze(1).expand(size, size, *x.shape[1:]), 0
+
+    @staticmethod
+    def transpose(cotangent, token, call):
+        return AllToAll.apply(cotangent, token, call)
+
+
+class Ppermute(_Primitive):
+    """y on rank d is x of rank s for every (s, d) in perm, and zeros where no pair ends."""
+
+    @staticmethod
+    def send(x, axis, call):
+        target = dict(call.perm)
+        source = {d: s for s, d in call.perm}
+        sends, receives = [0] * axis.size, [0] * axis.size
+        if axis.index in target:
+            sends[target[axis.index]] = x.numel()
+        if axis.index in source:
+            receives[source[axis.index]] = x.numel()
+        flat = x.reshape(-1) if axis.index in target else x.reshape(-1)[:0]
+        got = _wait(_c10d.all_to_all_single(flat, receives, sends, axis.group))
+        return got.view(x.shape) if axis.index in source else torch.zeros_like(x)
+
+    @staticmethod
+    def across(x, call):
+        source = {d: s for s, d in call.perm}
+        rows = [x[source[rank]] if rank in source else None for rank in range(x.shape[0])]
+        zeros = torch.zeros_like(x[0]) if None in rows else None
+        return torch.stack([zeros if row is None else row for row in rows]), 0
+
+    @staticmethod
+    def replicated(x, size, call):
+        return Ppermute.across(x.unsqueeze(0).expand(size, *x.shape), call)
+
+    @staticmethod
+    def transpose(cotangent, token, call):
+        inverse = tuple((d, s) for s, d in call.perm)
+        return Ppermute.apply(cotangent, token, Call(call.axis, inverse))
+
+
+class AssumeReplicated(_Primitive):
+    """y = x, trusted to be equal on all ranks. Transpose: identity on every rank."""
+
+    @staticmethod
+    def send(x, axis, call):
+        return x.view_as(x)
+
+    @staticmethod
+    def across(x, call):
+        return x.select(0, 0), None
+
+    @staticmethod
+    def replicated(x, size, call):
+        return x, None
+
+    @staticmethod
+    def transpose(cotangent, token, call):
+        return cotangent
+
+
+class OutputReplicated(AssumeReplicated):
+    """A shard_map output that its spec calls replicated: y = x; each rank's cotangent is 1/n of it.
+
+    The n ranks hold one value, so the cotangent that arrives for it is dealt out in equal parts:
+    differentiating the product of all ranks then counts it once.
+    """
+
+    @staticmethod
+    def transpose(cotangent, token, call):
+        return cotangent / call.axis.size
+
+
+class InputReplicated(AssumeReplicated):
+    """A shard_map input on a bound mesh that its spec calls replicated: y = x, cotangents psummed.
+
+    In simulation vmap does this by itself: the value is unbatched, so its cotangents are summed.
+    """
+
+    @staticmethod
+    def transpose(cotangent, token, call):
+        return Psum.apply(cotangent, token, call)
+
+
+
+
+class Vary(AssumeReplicated):
+    """y = x, held apart on every rank: the type of a value that is a rank's own share of a sum."""
+
+    @staticmethod
+    def replicated(x, size, call):
+        return x.unsqueeze(0).expand(size, *x.shape), 0
+
+    @staticmethod
+    def across(x, call):
+        return x, 0

@@ -1,0 +1,286 @@
+"""shard_map: one per-rank program, mapped over a mesh."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from functron import compat, tree
+from functron.closure import hoist
+from functron.errors import Problem, raise_problems
+from functron.spmd import spec as sharding
+from functron.spmd.axes import scope, source_line
+from functron.spmd.distributed import run_rank
+from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.replication import LineRecorder, VaryingOutputError, check_outputs
+from functron.spmd.simulate import run_ranks
+from functron.spmd.spec import P, is_spec, spec_axes
+
+
+def shard_map(
+    f: Callable,
+    mesh: Mesh | BoundMesh,
+    in_specs: tree.Tree,
+    out_specs: tree.Tree,
+    *,
+    check: bool = True,
+) -> Callable:
+    """The function that runs the per-rank program `f` on every rank of `mesh`.
+
+    On a `Mesh` it takes and returns global values and simulates all ranks in this process; on a
+    `BoundMesh` it takes and returns this process's shards. `f` itself sees shards in both cases and
+    communicates through `functron.lax`. Every torch.func transform works outside and inside it.
+
+    Differentiated from outside, the cotangent of an input is summed over the axes its spec does not
+    mention, and that of an output is divided among them; tensors that `f` closes over count as
+    replicated inputs. This is JAX's ``shard_map(check_vma=False)``.
+
+    Args:
+        f: takes and returns trees of tensors; positional arguments only.
+        mesh: the ranks.
+        in_specs: a prefix tree of specs for the tuple of arguments, or one spec for all of them. A
+            spec of None makes an argument static: it is passed on as it is, whatever it is.
+        out_specs: a prefix tree of specs for the result; None for static results.
+        check: refuse programs that return a value their out_spec calls replicated when it varies,
+            and reductions of values that are already replicated. Static and exact. On a bound mesh
+            the program is checked once per signature, on fake tensors, before it first runs.
+
+    Raises:
+        ValueError: a spec does not fit its value, or the check fails; all offenders are listed.
+        TypeError: keyword arguments, or a leaf that is no tensor and not declared static.
+    """
+    _check_spec_trees(in_specs, out_specs, mesh)
+    mapped = _Mapped(f, mesh, in_specs, out_specs, check)
+
+    @functools.wraps(f)
+    def wrapped(*args, **kwargs):
+        return mapped(args, kwargs)
+
+    return wrapped
+
+
+def _check_spec_trees(in_specs: tree.Tree, out_specs: tree.Tree, mesh: Mesh | BoundMesh) -> None:
+    if not isinstance(mesh, (Mesh, BoundMesh)):
+        raise TypeError(f"shard_map: got mesh {mesh!r}; wanted a functron.Mesh or BoundMesh")
+    problems = []
+    for what, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
+        rows = zip(tree.paths(specs, is_spec), tree.leaves(specs, is_spec), strict=True)
+        for path, spec in rows:
+            where = f"{what}/{path}" if path else what
+            if not is_spec(spec):
+                problems.append(
+                    Problem(where, repr(spec), "a P or None", f"write P({spec!r})")
+                )
+            elif spec is not None:
+                problems += sharding.problems(where, None, spec, mesh)
+    raise_problems("shard_map cannot use these specs", problems)
+
+
+class _Mapped:
+    """One shard_mapped function: binds arguments to specs, then simulates or runs."""
+
+    def __init__(self, f, mesh, in_specs, out_specs, check):
+        self.f, self.mesh, self.check = f, mesh, check
+        self.in_specs, self.out_specs = in_specs, out_specs
+        self.name = getattr(f, "__name__", type(f).__name__)
+        self.checked: set[Any] = set()
+
+    def __call__(self, args: tuple, kwargs: dict) -> Any:
+        if kwargs:
+            raise TypeError(
+                f"shard_map: {self.name} got keyword arguments {sorted(kwargs)}; wanted positional "
+                "ones only, since in_specs are positional; fix: bind them with functools.partial"
+            )
+        again = sorted(set(self.mesh.axis_names) & scope().axes.keys())
+        if again:
+            raise ValueError(
+                f"shard_map: axes {again} are already bound by an enclosing shard_map; "
+                "map over other axes, or call the function directly"
+            )
+        leaves, structure, specs = self._flatten(args)
+        if isinstance(self.mesh, BoundMesh):
+            return self._run(self.mesh, leaves, structure, specs)
+        return self._simulate(self.mesh, leaves, structure, specs)
+
+    def _flatten(self, args: tuple) -> tuple[list, tree.Structure, list[P | None]]:
+        is_static = self._static_positions(args)
+        leaves, structure = tree.flatten(
+            tuple(_Static(arg) if static else arg for arg, static in zip(args, is_static, strict=True))
+        )
+        masked = tree.unflatten(structure, leaves)
+        specs = tree.broadcast_prefix(
+            self._prefix(args), masked, is_leaf=is_spec, what="in_specs", wanted="a P, or containers"
+        )
+        paths = tree.paths(masked)
+        problems, kinds = [], []
+        bound = isinstance(self.mesh, BoundMesh)
+        for path, leaf, spec in zip(paths, leaves, specs, strict=True):
+            where = f"{self.name}'s argument {path}"
+            if isinstance(leaf, torch.Tensor) and spec is not None:
+                shape = sharding.global_shape(leaf.shape, spec, self.mesh) if bound else leaf.shape
+                problems += sharding.problems(where, shape, spec, self.mesh)
+            elif isinstance(leaf, torch.Tensor):
+                kinds.append(Problem(where, "a tensor with the static spec None", "P() or another P"))
+            elif spec is not None and (not isinstance(leaf, (bool, int, float)) or spec_axes(spec)):
+                kinds.append(
+                    Problem(where, f"{type(leaf).__name__} with {spec}", "a tensor", "spec None")
+                )
+        raise_problems(f"shard_map cannot shard the arguments of {self.name}", problems)
+        raise_problems(f"shard_map: arguments of {self.name}", kinds, TypeError)
+        return leaves, structure, specs
+
+    def _prefix(self, args: tuple) -> tuple:
+        if is_spec(self.in_specs):
+            return (self.in_specs,) * len(args)
+        if not isinstance(self.in_specs, (tuple, list)) or len(self.in_specs) != len(args):
+            got = len(self.in_specs) if isinstance(self.in_specs, (tuple, list)) else "no tuple"
+            raise ValueError(
+                f"shard_map: {self.name} was called with {len(args)} arguments, but in_specs has "
+                f"{got}; wanted one entry per argument, or a single P for all"
+            )
+        return tuple(self.in_specs)
+
+    def _static_positions(self, args: tuple) -> list[bool]:
+        return [spec is None for spec in self._prefix(args)]
+
+    def _body(self, f: Callable, structure: tree.Structure, result: _Result, recorder=None):
+        """`f` on flat values, its flat outputs matched with their specs and checked."""
+
+        def body(values: list) -> tuple[list, list[P | None]]:
+            args = tuple(
+                arg.value if isinstance(arg, _Static) else arg
+                for arg in tree.unflatten(structure, values)
+            )
+            out = f(*args)
+            outputs, result.structure = tree.flatten(out)
+            specs = tree.broadcast_prefix(
+                self.out_specs, out, is_leaf=is_spec, what="out_specs", wanted="a P, or containers"
+            )
+            if scope().check:
+                check_outputs(outputs, specs, tree.paths(out), self._where(), recorder)
+            self._check_ranks(outputs, specs, tree.paths(out))
+            return outputs, specs
+
+        return body
+
+    def _check_ranks(self, outputs: list, specs: list, paths: list[str]) -> None:
+        raise_problems(
+            f"shard_map cannot assemble what {self.name} returns",
+            [
+                Problem(
+                    f"output {path}",
+                    f"{type(value).__name__}"
+                    + (f" with {value.dim()} dims" if isinstance(value, torch.Tensor) else ""),
+                    f"a tensor with at least the {len(spec)} dims of its out_spec {spec}",
+                )
+                for value, spec, path in zip(outputs, specs, paths, strict=True)
+                if spec is not None
+                and spec_axes(spec)
+                and (not isinstance(value, torch.Tensor) or value.dim() < len(spec))
+            ],
+        )
+
+    def _where(self) -> str:
+        code = getattr(self.f, "__code__", None)
+        at = f" ({source_line(code.co_filename, code.co_firstlineno)})" if code else ""
+        return f"{self.name}{at}"
+
+    def _simulate(self, mesh: Mesh, leaves: list, structure, specs: list) -> Any:
+        result = _Result()
+        try:
+            body = self._body(self.f, structure, result)
+            outputs = run_ranks(body, mesh, leaves, specs, check=self.check)
+        except VaryingOutputError as error:
+            self._explain(mesh, leaves, structure, specs)
+            raise ValueError(str(error)) from None
+        return tree.unflatten(result.structure, outputs)
+
+    def _explain(self, mesh: Mesh, leaves: list, structure, specs: list) -> None:
+        """Run again on fake tensors to name the source lines of outputs that failed the check."""
+        try:
+            self._check_abstractly(mesh, leaves, structure, specs)
+        except VaryingOutputError as error:
+            raise ValueError(str(error)) from None
+        except Exception:  # the message without lines stands where this finds none
+            return
+
+    def _check_abstractly(self, mesh: Mesh, leaves: list, structure, specs: list) -> None:
+        """Simulate on fake tensors of global shape; nothing is computed or allocated."""
+        hidden, close = hoist(self.f)
+        with compat.no_transforms(), FakeTensorMode(allow_non_fake_inputs=True), LineRecorder() as r:
+            empty = [
+                torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+                if isinstance(leaf, (torch.Tensor, _Abstract)) and spec is not None
+                else leaf
+                for leaf, spec in zip(leaves, specs, strict=True)
+            ]
+            f = close([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in hidden])
+            run_ranks(self._body(f, structure, _Result(), r), mesh, empty, specs, check=True)
+
+    def _run(self, mesh: BoundMesh, leaves: list, structure, specs: list) -> Any:
+        if self.check:
+            self._check_once(mesh, leaves, structure, specs)
+        result = _Result()
+        outputs = run_rank(
+            lambda f, values: self._body(f, structure, result)(values), self.f, mesh, leaves, specs
+        )
+        return tree.unflatten(result.structure, outputs)
+
+    def _check_once(self, mesh: BoundMesh, leaves: list, structure, specs: list) -> None:
+        key = (structure, tuple(_signature(leaf) for leaf in leaves))
+        if key in self.checked:
+            return
+        abstract = [
+            _Abstract(sharding.global_shape(leaf.shape, spec, mesh), leaf.dtype, leaf.device)
+            if isinstance(leaf, torch.Tensor) and spec is not None
+            else leaf
+            for leaf, spec in zip(leaves, specs, strict=True)
+        ]
+        try:
+            self._check_abstractly(mesh.mesh, abstract, structure, specs)
+        except VaryingOutputError as error:
+            raise ValueError(str(error)) from None
+        except RuntimeError as error:
+            warnings.warn(
+                f"shard_map: the replication of {self.name} could not be checked without data "
+                f"({error}); simulate it on a Mesh to check it, or pass check=False",
+                stacklevel=4,
+            )
+        self.checked.add(key)
+
+
+@dataclass
+class _Result:
+    """Where a program leaves the structure of what it returned."""
+
+    structure: Any = None
+
+
+@dataclass(frozen=True)
+class _Abstract:
+    """The shape, dtype and device of a global value that no process holds."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Static:
+    """A static argument, opaque to trees."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def _signature(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return leaf if isinstance(leaf, (bool, int, float, str)) else id(leaf)
+
+

@@ -1,0 +1,132 @@
+"""The simulator: a per-rank program on every rank of a mesh, in one process, by nested vmaps.
+
+Every axis larger than 1 is one vmap level, in mesh order. A sharded value is reshaped so that its
+mesh axes lead and is batched at exactly their levels; a replicated value is not batched, so it is
+held once and computed with once. In and out are views where strides allow, so a program that
+updates its arguments in place updates the caller's global tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from functron.spmd.axes import SimulatedAxis, bind
+from functron.spmd.mesh import Mesh
+from functron.spmd.primitives import OutputReplicated
+from functron.spmd.spec import P, dim_axes, spec_axes
+
+
+def run_ranks(
+    program: Callable[[list], tuple[list, list[P | None]]],
+    mesh: Mesh,
+    values: Sequence[Any],
+    specs: Sequence[P | None],
+    *,
+    check: bool,
+) -> list:
+    """`program` on all ranks of `mesh`: global values in, global values out.
+
+    Args:
+        program: from this rank's flat values to its flat outputs and their specs.
+        mesh: the ranks.
+        values: global values; tensors are split by their spec, everything else is passed on.
+        specs: one spec per value, None for static values.
+        check: whether reductions inside are checked for redundancy.
+    """
+    sizes = {name: size for name, size in mesh.axes if size > 1}
+    absent = [name for name, size in mesh.axes if size == 1]
+    split = [
+        _lead_with_axes(value, spec, sizes) if _is_mapped(value, spec) else value
+        for value, spec in zip(values, specs, strict=True)
+    ]
+    mapped = [i for i, pair in enumerate(zip(values, specs, strict=True)) if _is_mapped(*pair)]
+    mentions = [set(spec_axes(specs[i])) for i in mapped]  # type: ignore[arg-type]
+    device = next((split[i].device for i in mapped), None)
+    result: dict[str, list] = {}
+
+    def rank(axes: list[SimulatedAxis], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        local = list(split)
+        for i, tensor in zip(mapped, tensors, strict=True):
+            local[i] = tensor
+        with bind(axes, absent=absent, check=check):
+            outputs, out_specs = program(local)
+            result["outputs"], result["specs"] = list(outputs), list(out_specs)
+            return tuple(
+                _mark_replicated(value, spec, axes)
+                for value, spec in zip(outputs, out_specs, strict=True)
+                if _is_mapped(value, spec)
+            )
+
+    level = rank
+    for name in reversed(sizes):
+        level = _add_level(level, name, sizes[name], mentions, device)
+    tensors = iter(level([], *(split[i] for i in mapped)))
+    return [
+        _join_axes(next(tensors), spec, sizes) if _is_mapped(value, spec) else value
+        for value, spec in zip(result["outputs"], result["specs"], strict=True)
+    ]
+
+
+def _is_mapped(value: Any, spec: P | None) -> bool:
+    return isinstance(value, torch.Tensor) and spec is not None
+
+
+def _add_level(inner: Callable, name: str, size: int, mentions: list[set[str]], device) -> Callable:
+    in_dims = tuple(0 if name in axes else None for axes in mentions)
+
+    def level(axes: list[SimulatedAxis], *tensors: torch.Tensor):
+        def body(token, *rest):
+            return inner([*axes, SimulatedAxis(name, size, token)], *rest)
+
+        token = torch.arange(size, device=device)
+        # torch's own random numbers would differ from mesh to mesh, so they are an error
+        return torch.func.vmap(body, in_dims=(0, *in_dims), randomness="error")(token, *tensors)
+
+    return level
+
+
+def _mark_replicated(value: torch.Tensor, spec: P, axes: list[SimulatedAxis]) -> torch.Tensor:
+    mentioned = spec_axes(spec)
+    for axis in axes:
+        if axis.name not in mentioned:
+            value = OutputReplicated.call(value, axis)
+    return value
+
+
+def _lead_with_axes(value: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Tensor:
+    """A view of the global value with the dims of its mesh axes first, in mesh order."""
+    shape: list[int] = []
+    names: list[str | None] = []
+    for size, axes in zip(value.shape, dim_axes(spec, value.dim()), strict=True):
+        axes = [name for name in axes if name in sizes]
+        shape += [*(sizes[name] for name in axes), size // math.prod(sizes[a] for a in axes)]
+        names += [*axes, None]
+    if len(shape) == value.dim():
+        return value
+    leading = [names.index(name) for name in sizes if name in names]
+    rest = [position for position, name in enumerate(names) if name is None]
+    return value.reshape(shape).permute(leading + rest)
+
+
+def _join_axes(value: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Tensor:
+    """The global value from one that leads with a dim for every simulated axis."""
+    mentioned = spec_axes(spec)
+    for position in reversed(range(len(sizes))):
+        if list(sizes)[position] not in mentioned:
+            value = value.select(position, 0)
+    leading = [name for name in sizes if name in mentioned]
+    if not leading:
+        return value
+    num_dims = value.dim() - len(leading)
+    order: list[int] = []
+    shape: list[int] = []
+    for dim, axes in enumerate(dim_axes(spec, num_dims)):
+        axes = [name for name in axes if name in sizes]
+        position = len(leading) + dim
+        order += [*(leading.index(name) for name in axes), position]
+        shape.append(value.shape[position] * math.prod(sizes[name] for name in axes))
+    return value.permute(order).reshape(shape)

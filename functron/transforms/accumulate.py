@@ -1,0 +1,78 @@
+"""Gradient accumulation: one large batch as a sequence of small ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from functron import tree
+from functron.errors import Problem, raise_problems
+
+
+def accumulate(
+    f: Callable,
+    num_microbatches: int,
+    *,
+    argnums: int | tuple[int, ...] = 1,
+    dtype: torch.dtype | None = None,
+) -> Callable:
+    """The sum of ``f`` over microbatches: F(p, b) = sum over m of f(p, b[m]).
+
+    Turns a `value_and_grad` function of a batch into one whose activations are those of a
+    microbatch. Results are *added*, so `f` should return its microbatch's part of the loss: the sum
+    of its tokens' losses divided by the token count of the whole batch. That is exact also when
+    microbatches hold different numbers of tokens, where a mean of means is not.
+
+    Args:
+        f: returns a tree of tensors, such as ``(loss, gradients)``.
+        num_microbatches: how many equal parts the leading dim of the batch is cut into.
+        argnums: the position of the batch argument, or of several; each a tree whose leaves share
+            their leading dim.
+        dtype: accumulate floating-point results in this dtype, such as torch.float32 for bf16
+            gradients; None keeps theirs.
+
+    Raises:
+        ValueError: a leading dim does not divide into `num_microbatches`; all offenders are listed.
+    """
+    if num_microbatches < 1:
+        raise ValueError(f"accumulate: got num_microbatches={num_microbatches}; wanted at least 1")
+
+    @functools.wraps(f)
+    def wrapped(*args, **kwargs):
+        positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        parts = {p: _microbatches(args[p], num_microbatches, p) for p in positions}
+        total = None
+        for index in range(num_microbatches):
+            chosen = [parts[p][index] if p in parts else arg for p, arg in enumerate(args)]
+            out = tree.map(lambda leaf: _cast(leaf, dtype), f(*chosen, **kwargs))
+            total = out if total is None else tree.map(torch.add, total, out)
+        return total
+
+    return wrapped
+
+
+def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
+    floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return leaf.to(dtype) if dtype is not None and floating else leaf
+
+
+def _microbatches(batch: tree.Tree, count: int, position: int) -> list[tree.Tree]:
+    leaves, structure = tree.flatten(batch)
+    raise_problems(
+        f"cannot cut the batch into {count} microbatches",
+        [
+            Problem(
+                f"argument {position}/{path}",
+                f"shape {tuple(leaf.shape)}",
+                f"a leading dim that is a multiple of {count}",
+                "change the batch size or num_microbatches",
+            )
+            for path, leaf in zip(tree.paths(batch), leaves, strict=True)
+            if leaf.dim() == 0 or leaf.shape[0] % count
+        ],
+    )
+    columns = [leaf.chunk(count) if count > 1 else (leaf,) for leaf in leaves]
+    return [tree.unflatten(structure, [c[index] for c in columns]) for index in range(count)]

@@ -1,0 +1,272 @@
+"""Gradients of per-rank programs: the same numbers on every mesh, at the memory of plain autograd.
+
+`torch.func.grad` keeps the graph of its backward (it must allow higher orders), which costs more
+than twice the peak memory and defeats remat. These use torch's tape when no transform is running
+and `torch.func.vjp` otherwise, and keep the graph only where something outside differentiates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from functron import compat, tree
+from functron.closure import hoist
+from functron.errors import Problem, raise_problems
+from functron.spmd.axes import SimulatedAxis, scope, user_line
+from functron.spmd.primitives import Psum, Vary
+from functron.spmd.replication import varying_axes
+from functron.spmd.spec import is_spec, spec_axes
+
+
+def value_and_grad(
+    f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False
+) -> Callable:
+    """The function that computes ``f(*args)`` and its gradient with respect to some arguments.
+
+    Inside a mapped program `f` returns the loss, replicated over the mesh (psummed or pmeaned over
+    the axes that split the batch), and each rank gets its own *share* of the gradient: summed over
+    the ranks that hold the same parameter shard, the shares are the gradient of the loss. Finish
+    with `sync_gradients`, which does that sum. In other words the loss counts once, not once per
+    rank: every rank seeds backward with 1 / num_ranks, as `shard_map` does at its boundary.
+    (`torch.func.grad` inside a program gives the derivative of each rank's own copy instead.)
+
+    Outside of any mesh it is `torch.func.grad_and_value` with the order of JAX's.
+
+    Args:
+        f: returns a floating-point scalar; with `has_aux`, ``(scalar, anything)``.
+        argnums: the position of the tree to differentiate, or several.
+        has_aux: whether `f` returns auxiliary values as well.
+
+    Returns:
+        A function giving ``(value, gradients)``, or ``((value, aux), gradients)``.
+
+    Raises:
+        ValueError: the loss is no scalar, or varies over a mesh axis (under shard_map's check).
+        TypeError: a leaf to differentiate is not floating point.
+    """
+
+    @functools.wraps(f)
+    def wrapped(*args, **kwargs):
+        positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        chosen = tuple(args[position] for position in positions)
+        leaves, structure = tree.flatten(chosen)
+        _check_leaves(tree.paths(chosen), leaves)
+        aux: list[Any] = []
+
+        def scalar(*flat):
+            new = list(args)
+            for position, value in zip(positions, tree.unflatten(structure, flat), strict=True):
+                new[position] = value
+            out = f(*new, **kwargs)
+            value, extra = out if has_aux else (out, None)
+            _check_loss(value)
+            aux[:] = [extra]
+            return value
+
+        outer = _outer_tape(f, (args, kwargs))
+        value, pullback = _pullback(scalar, leaves, outer)
+        seed = torch.full_like(value, 1 / _num_ranks())
+        grads = tree.unflatten(structure, [_share(leaf) for leaf in pullback(seed)])
+        grads = grads[0] if isinstance(argnums, int) else grads
+        extra = tree.map(_detach, aux[0]) if not outer else aux[0]
+        return ((value, extra) if has_aux else value), grads
+
+    return wrapped
+
+
+def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False) -> Callable:
+    """The function that computes the gradient of `f`: `value_and_grad` without the value.
+
+    With `has_aux` it gives ``(gradients, aux)``, as in JAX.
+    """
+    both = value_and_grad(f, argnums, has_aux=has_aux)
+
+    @functools.wraps(f)
+    def wrapped(*args, **kwargs):
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
+
+
+def vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
+    """``f(*primals)`` and its pullback, which maps a cotangent to the primals' cotangents.
+
+    The pullback frees what the forward kept, so it can be called once (any number of times while
+    something outside differentiates). Cotangents are each rank's own; nothing is scaled or reduced.
+
+    Returns:
+        ``(out, pullback)``; ``pullback(cotangent)`` is a tuple with one tree per primal, holding
+        None in place of tensors that are not floating point.
+    """
+    leaves, structure = tree.flatten(primals)
+    moving = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
+    shape: list[tree.Structure] = []
+
+    def flat(*values):
+        full = list(leaves)
+        for i, value in zip(moving, values, strict=True):
+            full[i] = value
+        outputs, out_structure = tree.flatten(f(*tree.unflatten(structure, full)))
+        shape[:] = [out_structure]
+        return tuple(outputs)
+
+    outputs, pull = _pullback(flat, [leaves[i] for i in moving], _outer_tape(f, primals))
+
+    def pullback(cotangent: tree.Tree) -> tuple:
+        full: list[Any] = [None] * len(leaves)
+        for i, value in zip(moving, pull(tuple(shape[0].flatten_up_to(cotangent))), strict=True):
+            full[i] = value
+        return tree.unflatten(structure, full)
+
+    return tree.unflatten(shape[0], outputs), pullback
+
+
+def sync_gradients(grads: tree.Tree, specs: tree.Tree) -> tree.Tree:
+    """The gradients, from every rank's shares: each leaf psummed over the axes its spec lacks.
+
+    A rank that holds a shard keeps its own part of the gradient; ranks that hold the same values
+    add up theirs. This one rule is right for every mesh, layer and composition. One all-reduce per
+    leaf and axis, of the leaf's local bytes.
+
+    Args:
+        grads: what `grad` or `value_and_grad` returned inside a mapped program.
+        specs: a prefix tree of the parameters' specs.
+
+    Raises:
+        ValueError: a gradient is synchronised already (under shard_map's check), or the specs do
+            not fit.
+    """
+    leaves, structure = tree.flatten(grads)
+    flat = tree.broadcast_prefix(specs, grads, is_leaf=is_spec, what="specs", wanted="a P")
+    paths = tree.paths(grads)
+    _check_shares(leaves, flat, paths)
+    out = []
+    for leaf, spec in zip(leaves, flat, strict=True):
+        for name, axis in scope().axes.items():
+            if axis is not None and name not in spec_axes(spec):
+                leaf = Psum.call(leaf, axis)
+        out.append(leaf)
+    return tree.unflatten(structure, out)
+
+
+def _check_shares(leaves: list, specs: list, paths: list[str]) -> None:
+    if not scope().check:
+        return
+    raise_problems(
+        f"sync_gradients at {user_line()}",
+        [
+            Problem(
+                path or "gradient",
+                f"a gradient that is already summed over {name!r}",
+                "every rank's own share of it, as ft.grad returns it",
+                "call sync_gradients once, and do not psum gradients before it",
+            )
+            for leaf, spec, path in zip(leaves, specs, paths, strict=True)
+            for name, axis in scope().axes.items()
+            if isinstance(axis, SimulatedAxis)
+            and name not in spec_axes(spec)
+            and not axis.varies(leaf)
+        ],
+    )
+
+
+def _num_ranks() -> int:
+    count = 1
+    for axis in scope().axes.values():
+        count *= axis.size if axis is not None else 1
+    return count
+
+
+def _share(leaf: torch.Tensor) -> torch.Tensor:
+    """`leaf` typed as varying over every axis, so that a missing sync_gradients is an error."""
+    for axis in scope().axes.values():
+        if isinstance(axis, SimulatedAxis) and not axis.varies(leaf):
+            leaf = Vary.call(leaf, axis)
+    return leaf
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _detach(leaf: Any) -> Any:
+    plain = isinstance(leaf, torch.Tensor) and not compat.is_wrapped(leaf)
+    return leaf.detach() if plain else leaf
+
+
+def _check_leaves(paths: list[str], leaves: list) -> None:
+    raise_problems(
+        "cannot differentiate with respect to these leaves",
+        [
+            Problem(
+                path,
+                str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf).__name__,
+                "a floating-point tensor",
+                "pass it as another argument, outside argnums",
+            )
+            for path, leaf in zip(paths, leaves, strict=True)
+            if not _is_float(leaf)
+        ],
+        TypeError,
+    )
+
+
+def _check_loss(value: Any) -> None:
+    if not _is_float(value) or value.dim():
+        got = f"shape {tuple(value.shape)}" if _is_float(value) else repr(value)
+        raise ValueError(
+            f"grad: the function returned {got}; wanted a floating-point scalar (with aux outputs, "
+            "pass has_aux=True)"
+        )
+    varying = varying_axes(value) if scope().check else ()
+    if varying:
+        names = ", ".join(map(repr, varying))
+        raise ValueError(
+            f"grad at {user_line()}: got a loss that varies over {names}; wanted one replicated "
+            "over the mesh; fix: return lax.psum(loss, ...) of the ranks' parts of the loss, or "
+            "lax.pmean(loss, ...) of their means. For the derivative of each rank's own value use "
+            "torch.func.grad"
+        )
+
+
+def _outer_tape(f: Callable, args: tree.Tree) -> bool:
+    """Whether something outside will differentiate what is computed here."""
+    if compat.differentiating():
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    hidden, _ = hoist(f)
+    return any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        for leaf in [*tree.leaves(args), *hidden]
+    )
+
+
+def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, Callable]:
+    """``f(*leaves)`` and the function from its cotangent to those of `leaves`."""
+    if compat.transforms_active() or keep:
+        out, pull = torch.func.vjp(f, *leaves)
+        return out, lambda cotangent: pull(cotangent, retain_graph=keep, create_graph=keep)
+
+    with torch.enable_grad():
+        inputs = [leaf.detach().requires_grad_() for leaf in leaves]
+        out = f(*inputs)
+    single = isinstance(out, torch.Tensor)
+    taped = [value for value in ((out,) if single else out) if value.requires_grad]
+
+    def tape_pullback(cotangent):
+        pairs = zip((out,) if single else out, (cotangent,) if single else cotangent, strict=True)
+        seeds = [seed for value, seed in pairs if value.requires_grad]
+        if not taped:
+            return [torch.zeros_like(leaf) for leaf in leaves]
+        return torch.autograd.grad(
+            taped, inputs, seeds, allow_unused=True, materialize_grads=True
+        )
+
+    plain = out.detach() if single else tuple(value.detach() for value in out)
+    return plain, tape_pullback
