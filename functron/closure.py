@@ -65,9 +65,8 @@ def _parts(fn: types.FunctionType) -> Iterator[Any]:
     yield from (fn.__kwdefaults__ or {}).values()
     for name in _global_names(fn.__code__):
         value = fn.__globals__.get(name)
-        if isinstance(value, torch.Tensor) or _is_container(value):
-            yield value
-        elif isinstance(value, types.FunctionType) and value.__globals__ is fn.__globals__:
+        local = isinstance(value, types.FunctionType) and value.__globals__ is fn.__globals__
+        if local or isinstance(value, torch.Tensor) or _is_container(value):
             yield value
 
 
@@ -137,4 +136,5 @@ def _rewrite_function(fn: types.FunctionType, new: dict, memo: dict) -> types.Fu
             continue
     placeholder.__defaults__ = _rewrite(fn.__defaults__, new, memo)
     placeholder.__kwdefaults__ = _rewrite(fn.__kwdefaults__, new, memo)
-    return functools.update_wrapper(placeholder, fn, updated=("__dict__",))
+    functools.update_wrapper(placeholder, fn)
+    return placeholder

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch._C import _functorch as functorch
+from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
@@ -25,6 +25,22 @@ def differentiating() -> bool:
         interpreter.key() in (TransformType.Grad, TransformType.Jvp)
         for interpreter in retrieve_all_functorch_interpreters()
     )
+
+
+def refuse_nested_jvp() -> None:
+    """Raise where forward mode runs inside forward mode, from the jvp rule of an autograd Function.
+
+    torch switches forward mode off inside such rules, so that the outer derivative would silently
+    be wrong (2.11 to 2.13).
+    """
+    kinds = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]
+    if kinds.count(TransformType.Jvp) > 1:
+        raise NotImplementedError(
+            "got forward-mode differentiation of forward-mode differentiation (jvp of jvp, jacfwd "
+            "of jacfwd), for which torch's autograd Functions give wrong numbers; wanted at most "
+            "one of the two forward; fix: use torch.func.grad, vjp or jacrev for one of them "
+            "(hessian is jacfwd of jacrev)"
+        )
 
 
 def level_of(value: torch.Tensor) -> int:
@@ -73,3 +89,10 @@ def physical(value: torch.Tensor) -> Physical:
         value = functorch.get_unwrapped(value)
     own = list(range(value.dim()))
     return value, {level: own.pop(dim) for level, dim in reversed(peeled)}, own
+
+
+def requires_grad(value: torch.Tensor) -> bool:
+    """Whether torch's tape records the plain tensor under `value`'s wrappers."""
+    while functorch.is_functorch_wrapped_tensor(value):
+        value = functorch.get_unwrapped(value)
+    return value.requires_grad

@@ -1,4 +1,4 @@
-"""Errors that teach: where, what was got, what was wanted, and the fix, for every offender at once."""
+"""Errors that teach: where, what was got, what was wanted and the fix, all offenders at once."""
 
 from __future__ import annotations
 

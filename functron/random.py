@@ -19,11 +19,11 @@ All samplers run under `torch.func.vmap` (with batched keys and batched indices)
 `torch.func.grad`, on fake and meta tensors, under tracing, and on the device of the key.
 
 What equals `jax.random` with `jax_threefry_partitionable` (JAX's default): keys, `split`,
-`fold_in`, `bits`, `randint` exactly, and `uniform` and `bernoulli` bit for bit where the scaling
-to [minval, maxval) is exact (it is for [0, 1)) and else to one rounding. `normal` and
-`truncated_normal` follow the same formula with torch's erfinv, so they agree to about 1e-6 in
-float32 and 1e-12 in float64. As in JAX, float16 draws 16 bits and bfloat16 only 8 (7 of them
-used), which is coarse: draw in float32 and convert where the tails matter.
+`fold_in`, `bits`, `randint`, `uniform` and `bernoulli`, bit for bit (a float64 `uniform` with
+other bounds than 0 and 1 may differ in its last bit, as XLA fuses the scaling). `normal` and
+`truncated_normal` follow JAX's formula with torch's erfinv, so they agree to 1e-12 in float64 and
+to 3e-6 in float32, where torch's is the more exact. As in JAX, float16 draws 16 bits and bfloat16
+only 8 (7 of them used), which is coarse: draw in float32 and convert where the tails matter.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", and JAX's PRNG design.
 """

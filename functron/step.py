@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,10 +26,10 @@ class State(NamedTuple):
         key: the key that every step's randomness is derived from.
     """
 
-    step: torch.Tensor
+    step: Any
     params: tree.Tree
     opt_state: tree.Tree
-    key: torch.Tensor
+    key: Any
 
 
 def state_specs(specs: tree.Tree, optimizer: optim.GradientTransformation) -> State:

@@ -45,8 +45,15 @@ def path_string(path: tuple) -> str:
 
 
 def paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
-    """The path of every leaf, in leaf order. The path of a lone leaf is ``""``."""
-    return [path_string(path) for path in optree.tree_paths(tree, is_leaf=is_leaf)]
+    """The path of every leaf, in leaf order. The path of a lone leaf is ``""``.
+
+    Dict keys, positions in lists and tuples, and the field names of named tuples.
+    """
+    accessors = optree.tree_accessors(tree, is_leaf=is_leaf)
+    return [
+        path_string(tuple(getattr(step, "field", step.entry) for step in accessor))
+        for accessor in accessors
+    ]
 
 
 def map(  # noqa: A001  (read as tree.map, like jax.tree.map)
@@ -89,17 +96,24 @@ def same_structure(
         return shape.flatten_up_to(other)
     except (ValueError, TypeError) as error:
         mine, theirs = set(paths(tree, is_leaf)), set(paths(other, is_leaf))
+        # A whole subtree may stand for a leaf; a leaf for a subtree is reported as what it lacks.
         missing = [
             Problem(path or "(root)", f"nothing in {names[1]}", f"a leaf, as in {names[0]}")
             for path in sorted(mine - theirs)
+            if not any(_is_under(other, path) for other in theirs)
         ]
         extra = [
             Problem(path or "(root)", f"a leaf in {names[1]}", f"nothing, as in {names[0]}")
             for path in sorted(theirs - mine)
+            if not any(_is_under(path, other) or _is_under(other, path) for other in mine)
         ]
         found = missing + extra or [Problem("(root)", str(error), "the same structure")]
         raise_problems(f"{names[1]} does not match the structure of {names[0]}", found)
         raise AssertionError("unreachable") from error
+
+
+def _is_under(path: str, above: str) -> bool:
+    return path != above and (not above or path.startswith(f"{above}/"))
 
 
 def broadcast_prefix(
@@ -151,6 +165,7 @@ def _broadcast(prefix, tree, is_leaf, path, out, problems, wanted) -> None:
 
 def _children(tree: Tree) -> dict[Any, Tree]:
     children, _, entries, _ = optree.tree_flatten_one_level(tree)
+    entries = tree._fields if optree.is_namedtuple(tree) else entries
     return dict(zip(entries, children, strict=True))
 
 

@@ -12,11 +12,12 @@ The convention:
         mask: Bool[Tensor, "#batch seq keys"] | None,
     ) -> Float[Tensor, "batch seq heads head_dim"]: ...
 
-- One word for each dim, in full; the same word is the same size within one call.
+- One word for each dim, in full; the same word is the same size within one call. A single word
+  starts with a space, `Float[Tensor, " embed"]`: linters would take off its quotes as a name's.
 - Sizes are those the function sees: local ones in a per-rank program, and without the dims of
   the vmaps around it.
-- `"*batch seq"` is any number of leading dims, `"#batch"` also admits 1, `"_"` is not compared,
-  `""` is a scalar and `"seq+1"` is arithmetic.
+- `"*batch seq"` is any number of leading dims, `"#batch seq"` also admits 1, `"_ seq"` is not
+  compared, `""` is a scalar and `"batch seq+1"` is arithmetic.
 - `Float` is any floating dtype, `Int` any signed and `Integer` any integer, `Bool` masks,
   `Shaped` anything; a module that fixes a dtype says so in its docstring.
 - Trees (parameters, states, batches) are annotated `Tree`, not leaf by leaf.

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from functron import nn, params, random
 from functron.errors import Problem, nearest, raise_problems
@@ -22,6 +21,7 @@ from functron.spmd import collectives as lax
 from functron.spmd.spec import entry_axes
 from functron.transforms import remat as rematerialise
 from functron.transforms import scan
+from functron.typing import Float, Int, Key, Scalar, Tensor
 
 STREAM = P(DATA_AXES)
 """The residual stream ``[batch, seq, embed]`` split by batch."""
@@ -249,13 +249,13 @@ def rules(config: GPTConfig, mesh: Mesh | BoundMesh) -> Rules:
 def forward(
     config: GPTConfig,
     weights: dict,
-    tokens: Tensor,
+    tokens: Int[Tensor, "batch seq"],
     *,
-    rows: Tensor | None = None,
-    key: Tensor | None = None,
+    rows: Int[Tensor, " batch"] | None = None,
+    key: Key | None = None,
     stream: P = STREAM,
     remat: bool = False,
-) -> Tensor:
+) -> Float[Tensor, "batch seq columns"]:
     """The logits of every next token.
 
     Args:
@@ -335,10 +335,10 @@ def loss(
     weights: dict,
     batch: Batch,
     *,
-    key: Tensor | None = None,
+    key: Key | None = None,
     stream: P = STREAM,
     remat: bool = False,
-) -> Tensor:
+) -> Scalar:
     """The sum of all tokens' losses over the batch of all ranks; replicated over the mesh.
 
     Divide it by `num_targets` for the mean. Sums, unlike means, add up over ranks and microbatches
@@ -360,7 +360,7 @@ def loss(
     return lax.psum(losses.sum(), DATA_AXES)
 
 
-def num_targets(batch: Batch) -> Tensor:
+def num_targets(batch: Batch) -> Int[Tensor, ""]:
     """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), DATA_AXES)
 
@@ -392,9 +392,7 @@ def _gpt2(num_layers: int, embed_dim: int, num_heads: int, **changes) -> GPTConf
         "tied": True,
         **changes,
     }
-    return GPTConfig(
-        num_layers=num_layers, embed_dim=embed_dim, num_heads=num_heads, **settings
-    )
+    return GPTConfig(num_layers=num_layers, embed_dim=embed_dim, num_heads=num_heads, **settings)
 
 
 def _llama3(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, **changes) -> GPTConfig:
@@ -452,4 +450,3 @@ PRESETS: Mapping[str, GPTConfig] = _Presets(
     }
 )  # fmt: skip
 """Named architectures: "tiny" trains on a laptop; the others have their papers' sizes."""
-

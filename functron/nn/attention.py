@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from functron.nn.linear import column_parallel, gather_sequence, linear_defs, row_parallel
 from functron.nn.norm import norm_defs, rms_norm
@@ -13,6 +12,7 @@ from functron.nn.rope import apply_rope
 from functron.ops.attention import attention
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
+from functron.typing import Float, Tensor
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ def attention_defs(
 
 def self_attention(
     params: dict,
-    x: Tensor,
+    x: Float[Tensor, "batch seq embed"],
     config: AttentionConfig,
     *,
-    rope: tuple[Tensor, Tensor] | None,
+    rope: tuple[Float[Tensor, "whole_seq half"], Float[Tensor, "whole_seq half"]] | None,
     stream: P,
     axis: str = "tp",
-) -> Tensor:
+) -> Float[Tensor, "batch seq embed"]:
     """Causal self-attention over the stream, with the heads split over `axis`.
 
     Args:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from functron import random
 from functron.nn.embedding import stream_positions
 from functron.nn.linear import SEQ_DIM, sequence_axes
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
+from functron.typing import Float, Int, Key, Tensor
 
 
-def dropout(x: Tensor, key: Tensor | None, *, rate: float, rows: Tensor, stream: P) -> Tensor:
+def dropout(
+    x: Float[Tensor, "batch seq *features"],
+    key: Key | None,
+    *,
+    rate: float,
+    rows: Int[Tensor, " batch"],
+    stream: P,
+) -> Float[Tensor, "batch seq *features"]:
     """y = x * mask / (1 - rate), mask ~ Bernoulli(1 - rate) (Srivastava et al. 2014).
 
     The mask is a function of the key and of the *global* position of each element, so data,

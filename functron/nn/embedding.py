@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from functron.nn.linear import SEQ_DIM, reduce_partial, sequence_axes
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
+from functron.typing import Float, Int, Tensor
 
 
-def embed_tokens(table: Tensor, tokens: Tensor, *, stream: P, axis: str = "tp") -> Tensor:
+def embed_tokens(
+    table: Float[Tensor, "rows embed"],
+    tokens: Int[Tensor, "batch whole_seq"],
+    *,
+    stream: P,
+    axis: str = "tp",
+) -> Float[Tensor, "batch seq embed"]:
     """x_t = table[token_t], with the rows of the table split over `axis`.
 
     Every rank looks up the tokens whose rows it holds and contributes zeros for the others.
@@ -31,12 +37,14 @@ def embed_tokens(table: Tensor, tokens: Tensor, *, stream: P, axis: str = "tp") 
     return reduce_partial(torch.where(here.unsqueeze(-1), found, zero), stream, axis)
 
 
-def stream_positions(x: Tensor, stream: P) -> Tensor:
+def stream_positions(x: Float[Tensor, "batch seq *features"], stream: P) -> Int[Tensor, " seq"]:
     """The positions in the sequence, int64 ``[seq]``, of the part of the stream that x holds."""
     return lax.global_index(x.shape[SEQ_DIM], sequence_axes(stream), device=x.device)
 
 
-def add_positions(x: Tensor, table: Tensor, *, stream: P) -> Tensor:
+def add_positions(
+    x: Float[Tensor, "batch seq embed"], table: Float[Tensor, "max_seq embed"], *, stream: P
+) -> Float[Tensor, "batch seq embed"]:
     """x_t + table[t] (learned absolute positions; Radford et al. 2019).
 
     Args:

@@ -14,11 +14,10 @@ No backward rule is written anywhere: the transposes of these collectives are th
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from functron.params import Normal, ParamDef, zeros
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P, entry_axes
+from functron.typing import Float, Tensor
 
 SEQ_DIM = 1
 
@@ -28,7 +27,9 @@ def sequence_axes(stream: P) -> tuple[str, ...]:
     return entry_axes(stream[SEQ_DIM]) if len(stream) > SEQ_DIM else ()
 
 
-def gather_sequence(x: Tensor, stream: P, axis: str = "tp") -> Tensor:
+def gather_sequence(
+    x: Float[Tensor, "batch seq embed"], stream: P, axis: str = "tp"
+) -> Float[Tensor, "batch whole_seq embed"]:
     """The stream with its sequence whole over `axis`: ``[B, T / n, D]`` to ``[B, T, D]``.
 
     Identity unless `stream` splits the sequence by `axis`; then one all-gather of the result's
@@ -37,7 +38,9 @@ def gather_sequence(x: Tensor, stream: P, axis: str = "tp") -> Tensor:
     return lax.all_gather(x, axis, axis=SEQ_DIM, tiled=True) if axis in sequence_axes(stream) else x
 
 
-def reduce_partial(y: Tensor, stream: P, axis: str = "tp") -> Tensor:
+def reduce_partial(
+    y: Float[Tensor, "batch whole_seq embed"], stream: P, axis: str = "tp"
+) -> Float[Tensor, "batch seq embed"]:
     """The stream from every rank's part of a sum over `axis`.
 
     One all-reduce of y's bytes; where `stream` splits the sequence by `axis`, one reduce-scatter to
@@ -48,7 +51,11 @@ def reduce_partial(y: Tensor, stream: P, axis: str = "tp") -> Tensor:
     return lax.psum(y, axis)
 
 
-def column_parallel(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def column_parallel(
+    x: Float[Tensor, "*batch embed"],
+    w: Float[Tensor, "embed *features"],
+    bias: Float[Tensor, "*features"] | None = None,
+) -> Float[Tensor, "*batch *features"]:
     """y = x w + b, with the columns of w split.
 
     Args:
@@ -64,8 +71,13 @@ def column_parallel(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def row_parallel(
-    x: Tensor, w: Tensor, bias: Tensor | None = None, *, stream: P, axis: str = "tp"
-) -> Tensor:
+    x: Float[Tensor, "batch whole_seq *features"],
+    w: Float[Tensor, "*features embed"],
+    bias: Float[Tensor, " embed"] | None = None,
+    *,
+    stream: P,
+    axis: str = "tp",
+) -> Float[Tensor, "batch seq embed"]:
     """y = sum over ranks of x w, plus b once, with the rows of w split.
 
     Args:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from functron.ops.cross_entropy import log_sum_exp_and_target
 from functron.spmd import collectives as lax
+from functron.typing import Float, Int, Tensor
 
 IGNORE_INDEX = -100
 
 
 def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
+    logits: Float[Tensor, "*batch columns"],
+    targets: Int[Tensor, "*batch"],
     *,
     vocab_size: int,
     z_loss: float = 0.0,
     ignore_index: int = IGNORE_INDEX,
     axis: str = "tp",
-) -> Tensor:
+) -> Float[Tensor, "*batch"]:
     """loss_t = log sum_j exp(x_tj) - x_t,target + z_loss (log sum_j exp(x_tj))^2, per token.
 
     The logits stay split over `axis` (Shoeybi et al. 2019, section 3): ranks exchange three numbers

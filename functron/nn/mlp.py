@@ -7,11 +7,11 @@ from types import MappingProxyType
 from typing import Literal
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from functron.nn.linear import column_parallel, gather_sequence, linear_defs, row_parallel
 from functron.spmd.spec import P
+from functron.typing import Float, Tensor
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
 
@@ -65,8 +65,13 @@ def mlp_defs(
 
 
 def mlp(
-    params: dict, x: Tensor, *, activation: Activation, stream: P, axis: str = "tp"
-) -> Tensor:
+    params: dict,
+    x: Float[Tensor, "batch seq embed"],
+    *,
+    activation: Activation,
+    stream: P,
+    axis: str = "tp",
+) -> Float[Tensor, "batch seq embed"]:
     """y = act(x up) down, or (act(x gate) * (x up)) down where there is a gate (Shazeer 2020).
 
     Args:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from functron.params import ParamDef, ones, zeros
+from functron.typing import Float, Tensor
 
 NormKind = Literal["rms", "layer"]
 
@@ -21,7 +21,9 @@ def norm_defs(size: int, kind: NormKind, *, axis: str | None, dtype: torch.dtype
     return defs
 
 
-def rms_norm(x: Tensor, scale: Tensor, *, eps: float) -> Tensor:
+def rms_norm(
+    x: Float[Tensor, "*batch embed"], scale: Float[Tensor, " embed"], *, eps: float
+) -> Float[Tensor, "*batch embed"]:
     """y = x / sqrt(mean(x^2) + eps) * scale over the last dim (Zhang & Sennrich 2019, eq. 4).
 
     Args:
@@ -31,7 +33,13 @@ def rms_norm(x: Tensor, scale: Tensor, *, eps: float) -> Tensor:
     return F.rms_norm(x, scale.shape, scale, eps)
 
 
-def layer_norm(x: Tensor, scale: Tensor, bias: Tensor, *, eps: float) -> Tensor:
+def layer_norm(
+    x: Float[Tensor, "*batch embed"],
+    scale: Float[Tensor, " embed"],
+    bias: Float[Tensor, " embed"],
+    *,
+    eps: float,
+) -> Float[Tensor, "*batch embed"]:
     """y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last dim (Ba et al. 2016).
 
     Args:
@@ -42,7 +50,9 @@ def layer_norm(x: Tensor, scale: Tensor, bias: Tensor, *, eps: float) -> Tensor:
     return F.layer_norm(x, scale.shape, scale, bias, eps)
 
 
-def norm(params: dict, x: Tensor, *, eps: float) -> Tensor:
+def norm(
+    params: dict, x: Float[Tensor, "*batch embed"], *, eps: float
+) -> Float[Tensor, "*batch embed"]:
     """The norm whose parameters these are: LayerNorm where there is a bias, else RMSNorm."""
     if "bias" in params:
         return layer_norm(x, params["scale"], params["bias"], eps=eps)

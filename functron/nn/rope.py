@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+
+from functron.typing import Float, Int, Tensor
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class RopeScaling:
 
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
-) -> Tensor:
+) -> Float[Tensor, " half"]:
     """Radians per position of each pair of dims: theta^(-2i / head_dim), float32 [head_dim / 2]."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     freqs = theta**-exponent
@@ -46,15 +47,22 @@ def rope_frequencies(
 
 
 def rope_table(
-    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+    positions: Int[Tensor, " seq"],
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling | None,
+    dtype: torch.dtype,
+) -> tuple[Float[Tensor, "seq half"], Float[Tensor, "seq half"]]:
     """(cos, sin) of position times frequency, each ``[seq, head_dim / 2]``; computed in float32."""
     freqs = rope_frequencies(head_dim, theta, scaling, positions.device)
     angles = positions.to(torch.float32).unsqueeze(-1) * freqs
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def apply_rope(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rope(
+    x: Float[Tensor, "batch seq heads head_dim"],
+    table: tuple[Float[Tensor, "seq half"], Float[Tensor, "seq half"]],
+) -> Float[Tensor, "batch seq heads head_dim"]:
     """Rotate each pair (x_i, x_{i + d/2}) by its angle.
 
     Args:

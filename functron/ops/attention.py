@@ -14,16 +14,22 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
 from functron import compat
+from functron.typing import Float, Tensor
 
 _aten = torch.ops.aten
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+def attention(
+    q: Float[Tensor, "batch seq heads head_dim"],
+    k: Float[Tensor, "batch keys heads head_dim"],
+    v: Float[Tensor, "batch keys heads head_dim"],
+    *,
+    causal: bool,
+) -> Float[Tensor, "batch seq heads head_dim"]:
     """softmax(q k^T / sqrt(head_dim)) v per head, each query seeing keys up to its own position.
 
     Args:
@@ -84,17 +90,20 @@ class _Flash(Function):
 
     @staticmethod
     def jvp(ctx, *tangents) -> Any:
+        compat.refuse_nested_jvp()
         primals, moved = ctx.saved_tensors[:3], []
         for x, t in zip(primals, tangents[:3], strict=True):
             moved.append(torch.zeros_like(x) if t is None else t)
-        _, tangent = torch.func.jvp(lambda *x: reference(*x, ctx.causal), primals, tuple(moved))
+        tangent = torch.func.jvp(
+            lambda q, k, v: reference(q, k, v, ctx.causal), primals, tuple(moved)
+        )[1]
         return tangent, None
 
     @staticmethod
     def vmap(info, in_dims, q, k, v, causal):
         size = info.batch_size
         folded = [_fold(x, d, size) for x, d in zip((q, k, v), in_dims[:3], strict=True)]
-        out, lse = _Flash.apply(*folded, causal)  # type: ignore[misc]
+        out, lse = _Flash.apply(folded[0], folded[1], folded[2], causal)  # pyright: ignore
         return (out.unflatten(0, (size, -1)), lse.unflatten(0, (size, -1))), (0, 0)
 
 
@@ -118,19 +127,19 @@ class _FlashBackward(Function):
     @staticmethod
     def _formula(causal):
         def backward(cotangent, q, k, v):
-            _, pullback = torch.func.vjp(lambda *x: reference(*x, causal), q, k, v)
-            return pullback(cotangent)
+            return torch.func.vjp(lambda q, k, v: reference(q, k, v, causal), q, k, v)[1](cotangent)
 
         return backward
 
     @staticmethod
     def backward(ctx, *cotangents) -> Any:
-        _, pullback = torch.func.vjp(_FlashBackward._formula(ctx.causal), *ctx.saved_tensors)
+        pullback = torch.func.vjp(_FlashBackward._formula(ctx.causal), *ctx.saved_tensors)[1]
         first, *rest = pullback(tuple(cotangents))
         return first, *rest, None, None, None
 
     @staticmethod
     def jvp(ctx, *tangents) -> Any:
+        compat.refuse_nested_jvp()
         primals = ctx.saved_tensors
         moved = tuple(
             torch.zeros_like(x) if t is None else t
@@ -144,4 +153,4 @@ class _FlashBackward(Function):
         size = info.batch_size
         folded = [_fold(x, d, size) for x, d in zip(tensors, in_dims, strict=False)]
         grads = _FlashBackward.apply(*folded, causal)
-        return tuple(g.unflatten(0, (size, -1)) for g in grads), (0, 0, 0)  # type: ignore[union-attr]
+        return tuple(g.unflatten(0, (size, -1)) for g in grads), (0, 0, 0)  # pyright: ignore

@@ -11,13 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import Function
 
 from functron import compat
+from functron.typing import Bool, Float, Int, Tensor
 
 
-def log_sum_exp_and_target(logits: Tensor, ids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+def log_sum_exp_and_target(
+    logits: Float[Tensor, "*batch vocab"],
+    ids: Int[Tensor, "*batch"],
+    valid: Bool[Tensor, " vocab"] | None,
+) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
     """``(log sum_j exp(x_j), x[id])`` along the last dim, both in float32 at least.
 
     Args:
@@ -41,7 +45,7 @@ def _masked(x: Tensor, valid: Tensor | None) -> Tensor:
 
 
 class _LogSumExpTarget(Function):
-    generate_vmap_rule = True
+    generate_vmap_rule = False
 
     @staticmethod
     def forward(logits, ids, valid):
@@ -75,6 +79,7 @@ class _LogSumExpTarget(Function):
 
     @staticmethod
     def jvp(ctx, d_logits, *_) -> Any:
+        compat.refuse_nested_jvp()
         logits, ids, lse, *rest = ctx.saved_tensors
         x = _masked(_upcast(logits), rest[0] if rest else None)
         inside = (ids >= 0) & (ids < logits.shape[-1])
@@ -84,3 +89,16 @@ class _LogSumExpTarget(Function):
             ((x - lse.unsqueeze(-1)).exp() * _upcast(d_logits)).sum(-1),
             torch.where(inside, moved, torch.zeros_like(moved)),
         )
+
+    @staticmethod
+    def vmap(info, in_dims, logits, ids, valid) -> Any:
+        # torch's generated rule counts d_lse once per row where only the ids are batched
+        size = info.batch_size
+        logits, ids = (
+            x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip((logits, ids), in_dims[:2], strict=True)
+        )
+        if in_dims[2] is not None:
+            valid = valid.movedim(in_dims[2], 0)
+            valid = valid.reshape(size, *[1] * (logits.dim() - valid.dim()), *valid.shape[1:])
+        return _LogSumExpTarget.apply(logits, ids, valid), (0, 0)

@@ -10,7 +10,7 @@ operation and torch version, where this is one function).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -19,7 +19,9 @@ from functron.errors import Problem, raise_problems
 from functron.spmd.axes import SimulatedAxis, scope
 
 Columns = Mapping[str, Sequence[torch.Tensor]]
-Row = list[torch.Tensor]
+Column = Sequence[torch.Tensor]
+Row = tuple[torch.Tensor, ...]
+Paths = Callable[[], Sequence[str]] | None
 
 
 def foreach_(
@@ -27,7 +29,7 @@ def foreach_(
     mutated: Columns,
     read: Columns | None = None,
     *,
-    paths: Sequence[str] | None = None,
+    paths: Paths = None,
     dense: bool = False,
 ) -> None:
     """Calls ``fn(*mutated_columns, *read_columns)`` on lists of plain tensors, in place.
@@ -46,7 +48,7 @@ def foreach_(
             the same length and the tensors of one row the same shape.
         read: the same for the columns that `fn` only reads. A tensor that is not batched where the
             mutated ones are is expanded.
-        paths: the tree path of every row, for messages.
+        paths: gives the tree path of every row; called only for messages.
         dense: `fn` walks the memory of each row's tensors in storage order, as `torch._fused_*` do
             (the CPU kernels of torch 2.11 to 2.13 ignore strides without a word). Tensors whose
             layout differs from the row's first are then copied, and copied back if mutated.
@@ -57,64 +59,67 @@ def foreach_(
             synchronised), or another mutated one does not vary where the first does; called while
             torch.func differentiates. Every offending row is named.
     """
-    read = read or {}
-    names = [*mutated, *read]
-    rows = _rows(names, [*mutated.values(), *read.values()], paths)
-    if not rows:
+    names = [*mutated, *(read or ())]
+    columns = [*mutated.values(), *(read or {}).values()]
+    _check_shapes(names, columns, paths)
+    if not columns[0]:
         return
     if compat.transforms_active():
-        rows = _physical_rows(rows, names, len(mutated), paths)
+        columns = _physical_columns(columns, names, len(mutated), paths)
     copied: list[tuple[torch.Tensor, torch.Tensor]] = []
-    if dense:
-        rows = [_dense_row(row, len(mutated), copied) for row in rows]
+    if dense and not all(all(t.is_contiguous() for t in column) for column in columns):
+        rows = zip(*columns, strict=True)
+        columns = _columns([_dense_row(row, len(mutated), copied) for row in rows])
     with torch.no_grad():
-        for group in _groups(rows):
-            fn(*map(list, zip(*group, strict=True)))
+        for group in _groups(columns):
+            fn(*map(list, group))
         for target, value in copied:
             target.copy_(value)
 
 
-def _rows(
-    names: list[str], columns: list[Sequence[torch.Tensor]], paths: Sequence[str] | None
-) -> list[Row]:
+def _check_shapes(names: list[str], columns: list[Column], paths: Paths) -> None:
     lengths = {name: len(column) for name, column in zip(names, columns, strict=True)}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"foreach_: got columns of lengths {lengths}; wanted one length for all")
-    rows = [list(row) for row in zip(*columns, strict=True)]
+    shapes = [[tensor.shape for tensor in column] for column in columns]
+    if all(column == shapes[0] for column in shapes):
+        return
     problems = [
         Problem(
             _where(index, paths),
-            f"{name} of shape {tuple(tensor.shape)}",
-            f"shape {tuple(row[0].shape)}, as {names[0]}",
+            f"{name} of shape {tuple(shape)}",
+            f"shape {tuple(row[0])}, as {names[0]}",
         )
-        for index, row in enumerate(rows)
-        for name, tensor in zip(names, row, strict=True)
-        if tensor.shape != row[0].shape
+        for index, row in enumerate(zip(*shapes, strict=True))
+        for name, shape in zip(names, row, strict=True)
+        if shape != row[0]
     ]
     raise_problems(f"cannot update {names[0]} in place", problems)
-    return rows
 
 
-def _where(index: int, paths: Sequence[str] | None) -> str:
-    return (paths[index] if paths is not None else f"row {index}") or "(root)"
+def _where(index: int, paths: Paths) -> str:
+    return (paths()[index] if paths is not None else f"row {index}") or "(root)"
 
 
-def _groups(rows: list[Row]) -> list[list[Row]]:
+def _columns(rows: Iterable[Row]) -> list[Column]:
+    return list(zip(*rows, strict=True))
+
+
+def _groups(columns: list[Column]) -> list[list[Column]]:
     """Rows with equal devices and dtypes together: multi-tensor kernels take no mixtures."""
+    kinds = [[(tensor.device, tensor.dtype) for tensor in column] for column in columns]
+    if all(kind.count(kind[0]) == len(kind) for kind in kinds):
+        return [columns]
     groups: dict[tuple, list[Row]] = {}
-    for row in rows:
-        key = tuple([(tensor.device, tensor.dtype) for tensor in row])
+    for key, row in zip(zip(*kinds, strict=True), zip(*columns, strict=True), strict=True):
         groups.setdefault(key, []).append(row)
-    return list(groups.values())
+    return [_columns(rows) for rows in groups.values()]
 
 
 def _dense_row(row: Row, num_mutated: int, copied: list) -> Row:
     """The row with every tensor contiguous, all in one order of dims."""
-    if all(tensor.is_contiguous() for tensor in row):
-        return row
     # A shard is often a permuted view of dense memory: walk it in the order it is stored in.
-    first = row[0]
-    order = sorted(range(first.dim()), key=first.stride, reverse=True)
+    order = sorted(range(row[0].dim()), key=row[0].stride, reverse=True)
     out = []
     for position, tensor in enumerate(row):
         view = tensor.permute(order)
@@ -122,12 +127,12 @@ def _dense_row(row: Row, num_mutated: int, copied: list) -> Row:
         if position < num_mutated and value is not view:
             copied.append((view, value))
         out.append(value)
-    return out
+    return tuple(out)
 
 
-def _physical_rows(
-    rows: list[Row], names: list[str], num_mutated: int, paths: Sequence[str] | None
-) -> list[Row]:
+def _physical_columns(
+    columns: list[Column], names: list[str], num_mutated: int, paths: Paths
+) -> list[Column]:
     """Every row as plain tensors with equal batch dims in front."""
     if compat.differentiating():
         raise ValueError(
@@ -137,17 +142,17 @@ def _physical_rows(
         )
     problems: list[Problem] = []
     out = []
-    for index, row in enumerate(rows):
-        where = _where(index, paths)
+    for index, row in enumerate(zip(*columns, strict=True)):
         peeled = [compat.physical(tensor) for tensor in row]
         value, batch_dims, _ = peeled[0]
         sizes = {level: value.shape[batch_dims[level]] for level in sorted(batch_dims)}
-        found = list(_mismatches(where, names, peeled, list(sizes), num_mutated))
-        problems.extend(found)
-        if not found:
-            out.append([_align(one, sizes) for one in peeled])
+        if found := _mismatches(names, peeled, list(sizes), num_mutated):
+            where = _where(index, paths)
+            problems.extend(Problem(where, *parts) for parts in found)
+        else:
+            out.append(tuple([_align(one, sizes) for one in peeled]))
     raise_problems(f"cannot update {names[0]} in place", problems)
-    return out
+    return _columns(out)
 
 
 def _align(peeled: compat.Physical, sizes: dict[int, int]) -> torch.Tensor:
@@ -161,26 +166,29 @@ def _align(peeled: compat.Physical, sizes: dict[int, int]) -> torch.Tensor:
     return value
 
 
-def _mismatches(where, names, peeled, levels, num_mutated):
+def _mismatches(
+    names: list[str], peeled: list[compat.Physical], levels: list[int], num_mutated: int
+) -> list[tuple[str, str, str]]:
+    """(got, wanted, fix) for each operand that varies over other axes than the first does."""
+    found = []
     for position, (name, (_, batch_dims, _)) in enumerate(zip(names, peeled, strict=True)):
         extra = sorted(set(batch_dims) - set(levels))
         missing = sorted(set(levels) - set(batch_dims)) if position < num_mutated else []
         if extra:
-            yield Problem(
-                where,
+            got = (
                 f"{name} that vary over {_axes(extra)}, over which {names[0]} are replicated "
-                "(the replicated gradient was never synchronised)",
-                f"{name} that are equal on all its ranks, or the replicas drift apart",
+                "(the replicated gradient was never synchronised)"
+            )
+            fix = (
                 "call sync_gradients(grads, specs) before the optimizer, and give "
-                "clip_by_global_norm the same specs",
+                "clip_by_global_norm the same specs"
             )
-        if missing:
-            yield Problem(
-                where,
-                f"{name} that are replicated over {_axes(missing)}, over which {names[0]} vary",
-                f"{name} sharded as {names[0]} are",
-                "take the specs of the optimizer state from optimizer.specs(param_specs)",
-            )
+            found.append((got, f"{name} that are equal on all its ranks, or replicas drift", fix))
+        elif missing:
+            got = f"{name} that are replicated over {_axes(missing)}, over which {names[0]} vary"
+            fix = "take the specs of the optimizer state from optimizer.specs(param_specs)"
+            found.append((got, f"{name} sharded as {names[0]} are", fix))
+    return found
 
 
 def _axes(levels: list[int]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from functron.optim.mask import Mask, add_decayed_weights, mask_leaves
 from functron.optim.transformation import GradientTransformation, chain, transformation
 from functron.spmd.spec import P
 
-_FUSABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_FUSABLE = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 
 class ScaleByAdamState(NamedTuple):
@@ -80,7 +82,9 @@ def scale_by_adam(
         return parts[0], ScaleByAdamState(count, parts[1], parts[2])
 
     return transformation(
-        init, update, specs=lambda param_specs: ScaleByAdamState(P(), param_specs, param_specs)
+        init,
+        update,
+        specs=lambda param_specs: ScaleByAdamState(P(), param_specs, param_specs),  # type: ignore[arg-type]
     )
 
 
@@ -115,14 +119,23 @@ def adamw(
     def step_(grads, state, params):
         adam, decay, schedule = state
         rate, count = rate_and_count(learning_rate, schedule)
-        rows = _rows(grads, adam, params)
-        if not _fusable(rows, adam.count, rate):
+        columns = _columns(grads, adam, params)
+        if not _fusable(columns, adam.count, rate):
             return plain.step_(grads, state, params)
         increment_([adam.count] if count is None else [adam.count, count])
-        decays = mask_leaves(mask, params) if weight_decay else [False] * len(rows)
-        for decayed in (True, False):
-            chosen = [row for row, flag in zip(rows, decays, strict=True) if flag is decayed]
-            _fused_(chosen, adam.count, rate, b1, b2, eps, weight_decay if decayed else 0.0)
+        decays = mask_leaves(mask, params) if weight_decay else [False] * len(columns[0])
+        steps = adam.count.to(torch.float32)  # what the kernels read; exact up to 2^24 updates
+        for decayed in set(decays):
+            fused = _fused(steps, rate, b1, b2, eps, weight_decay if decayed else 0.0)
+            chosen = [flag is decayed for flag in decays]
+            ps, gs, mu, nu = ([*compress(column, chosen)] for column in columns)
+            foreach_(
+                fused,
+                {"parameters": ps, "first moments": mu, "second moments": nu},
+                {"gradients": gs},
+                paths=lambda chosen=chosen: [*compress(tree.paths(params), chosen)],
+                dense=True,
+            )
         return params, (adam, decay, schedule)
 
     return plain._replace(step_=step_)
@@ -140,28 +153,26 @@ def adam(
     return adamw(learning_rate, b1, b2, eps, weight_decay=0.0, moment_dtype=moment_dtype)
 
 
-def _rows(grads, adam: ScaleByAdamState, params) -> list[tuple]:
-    """(path, param, grad, mu, nu) per leaf."""
-    columns = [
-        tree.same_structure(params, part, names=("params", name))
-        for part, name in ((grads, "grads"), (adam.mu, "the state's mu"), (adam.nu, "its nu"))
+def _columns(grads, adam: ScaleByAdamState, params) -> list[list[torch.Tensor]]:
+    """The leaves of params, grads, mu and nu, in the order of params."""
+    rest = ((grads, "grads"), (adam.mu, "the state's mu"), (adam.nu, "the state's nu"))
+    return [
+        tree.leaves(params),
+        *(tree.same_structure(params, part, names=("params", name)) for part, name in rest),
     ]
-    return list(zip(tree.paths(params), tree.leaves(params), *columns, strict=True))
 
 
-def _fusable(rows: list[tuple], count: torch.Tensor, rate: float | torch.Tensor) -> bool:
+def _fusable(columns: list[list], count: torch.Tensor, rate: float | torch.Tensor) -> bool:
+    """Whether one fused call per dtype computes the step: one count, one rate, equal dtypes."""
     if compat.is_wrapped(count) or (isinstance(rate, torch.Tensor) and compat.is_wrapped(rate)):
         return False
-    return all(
-        p.dtype in _FUSABLE and p.dtype == g.dtype == mu.dtype == nu.dtype
-        for _, p, g, mu, nu in rows
-    )
+    dtypes = [[leaf.dtype for leaf in column] for column in columns]
+    return set(dtypes[0]) <= _FUSABLE and all(column == dtypes[0] for column in dtypes)
 
 
-def _fused_(rows, count, rate, b1, b2, eps, weight_decay) -> None:
-    steps = count.to(torch.float32)  # the dtype that the kernels read; exact up to 2^24 updates
+def _fused(steps: torch.Tensor, rate: float | torch.Tensor, b1, b2, eps, weight_decay) -> Callable:
     if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
-        rate = rate.to(torch.float32)
+        rate = rate.to(torch.float32)  # what the CUDA kernel reads
 
     def kernel(params, mu, nu, grads):
         local = steps.to(params[0].device)
@@ -170,6 +181,4 @@ def _fused_(rows, count, rate, b1, b2, eps, weight_decay) -> None:
             weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip
 
-    paths, params, grads, mu, nu = zip(*rows, strict=True) if rows else [()] * 5
-    mutated = {"parameters": params, "first moments": mu, "second moments": nu}
-    foreach_(kernel, mutated, {"gradients": grads}, paths=paths, dense=True)
+    return kernel

@@ -118,7 +118,7 @@ def clip(max_delta: float) -> GradientTransformation:
         torch._foreach_clamp_min_(updates, -max_delta)
 
     def in_place(updates, params):
-        foreach_(clamp_, {"updates": tree.leaves(updates)}, paths=tree.paths(updates))
+        foreach_(clamp_, {"updates": tree.leaves(updates)}, paths=lambda: tree.paths(updates))
         return updates
 
     return stateless(

@@ -58,7 +58,10 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
         return updates, state
 
     return transformation(
-        init, update, specs=lambda param_specs: ScaleByScheduleState(P()), update_=update_
+        init,
+        update,
+        specs=lambda param_specs: ScaleByScheduleState(P()),  # type: ignore[arg-type]
+        update_=update_,
     )
 
 

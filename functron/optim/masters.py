@@ -69,13 +69,12 @@ def with_fp32_masters(inner: GradientTransformation) -> GradientTransformation:
     def step_(grads, state, params):
         effective = _effective(params, state.masters)
         effective, inner_state = inner.step_(_widen(grads, params), state.inner, effective)
-        now = zip(tree.paths(params), tree.leaves(params), tree.leaves(effective), strict=True)
-        low = [row for row in now if _is_low(row[1])]
+        pairs = zip(tree.leaves(params), tree.leaves(effective), strict=True)
+        low = [pair for pair in pairs if _is_low(pair[0])]
         foreach_(
             torch._foreach_copy_,
-            {"params": [param for _, param, _ in low]},
-            {"masters": [master for _, _, master in low]},
-            paths=[path for path, _, _ in low],
+            {"params": [param for param, _ in low]},
+            {"masters": [master for _, master in low]},
         )
         masters = tree.map(lambda p, m: m if _is_low(p) else None, params, effective)
         return params, MastersState(masters, inner_state)

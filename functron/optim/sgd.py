@@ -104,7 +104,7 @@ def _step_(grads, traces, params, rate, momentum, nesterov) -> None:
         "gradients": tree.same_structure(params, grads, names=("params", "grads")),
     }
     if traces is None:
-        foreach_(descend, columns, paths=tree.paths(params))
+        foreach_(descend, columns, paths=lambda: tree.paths(params))
         return
     columns["traces"] = tree.same_structure(params, traces, names=("params", "the state's trace"))
-    foreach_(with_momentum, columns, paths=tree.paths(params))
+    foreach_(with_momentum, columns, paths=lambda: tree.paths(params))

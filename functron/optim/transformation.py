@@ -159,7 +159,7 @@ def apply_updates_(params: Params, updates: Updates) -> Params:
         torch._foreach_add_,
         {"params": tree.leaves(params)},
         {"updates": rows},
-        paths=tree.paths(params),
+        paths=lambda: tree.paths(params),
     )
     return params
 
@@ -178,5 +178,5 @@ def scale_(updates: Updates, factor: float | torch.Tensor) -> Updates:
         local = factor.to(group[0].device) if isinstance(factor, torch.Tensor) else factor
         torch._foreach_mul_(group, local)
 
-    foreach_(multiply_, {"updates": tree.leaves(updates)}, paths=tree.paths(updates))
+    foreach_(multiply_, {"updates": tree.leaves(updates)}, paths=lambda: tree.paths(updates))
     return updates

@@ -73,7 +73,9 @@ def scope() -> Scope:
 
 
 @contextlib.contextmanager
-def bind(axes: Sequence[Axis], *, absent: Sequence[str] = (), check: bool = False) -> Iterator[None]:
+def bind(
+    axes: Sequence[Axis], *, absent: Sequence[str] = (), check: bool = False
+) -> Iterator[None]:
     """Put `axes` in force, and the names `absent` with size 1, inside a with block."""
     outer = _scope.get()
     merged = {**outer.axes, **dict.fromkeys(absent), **{axis.name: axis for axis in axes}}

@@ -226,10 +226,10 @@ def psum_scatter(
 ) -> tree.Tree:
     """y = this rank's part, along `scatter_dimension`, of the sum of x over ranks.
 
-    Varying -> varying: a `psum` of which each rank keeps one n-th. One reduce-scatter per mesh axis,
-    of x's bytes; backward one all-gather.
+    Varying -> varying: a `psum` of which each rank keeps one n-th. One reduce-scatter per mesh
+    axis, of x's bytes; backward one all-gather.
 
-    Shapes: ``[..., n, ...]`` to ``[..., ...]``, or tiled ``[..., n * d, ...]`` to ``[..., d, ...]``.
+    Shapes: ``[..., n, ...]`` to ``[..., ...]``; tiled ``[..., n * d, ...]`` to ``[..., d, ...]``.
 
     Raises:
         ValueError: the dim does not split; or, under shard_map's check, x is replicated already.
@@ -264,7 +264,7 @@ def all_to_all(
     tiled: bool = False,
     axis_index_groups: None = None,
 ) -> tree.Tree:
-    """Split x along dim `split_axis`, send part s to rank s, and join what arrives at `concat_axis`.
+    """Split x along dim `split_axis`, send part s to rank s, join what arrives at `concat_axis`.
 
     Varying -> varying: a transpose between a tensor dim and a mesh axis. One all-to-all per mesh
     axis, of x's bytes; backward the inverse.
@@ -296,9 +296,7 @@ def all_to_all(
     return tree.map(one, x)
 
 
-def ppermute(
-    x: tree.Tree, axis_name: AxisNames, perm: Sequence[tuple[int, int]]
-) -> tree.Tree:
+def ppermute(x: tree.Tree, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -> tree.Tree:
     """y on rank d = x of rank s for every pair (s, d) of `perm`; zeros where no pair ends.
 
     Varying -> varying. One send and one receive of x's bytes per rank; backward the same with the
@@ -322,9 +320,11 @@ def ppermute(
         sources = [-1] * size
         for source, target in pairs:
             sources[target] = source
-        source = torch.tensor(sources, device=leaf.device)[axis_index(axis_name)]
+        ranks = torch.arange(size, device=leaf.device)
+        mine = ranks == axis_index(axis_name)
+        source = (torch.tensor(sources, device=leaf.device) * mine).sum()
         gathered = all_gather(leaf, axis_name)
-        ranks = torch.arange(size, device=leaf.device).view(-1, *[1] * leaf.dim())
+        ranks = ranks.view(-1, *[1] * leaf.dim())
         zero = torch.zeros((), dtype=leaf.dtype, device=leaf.device)
         return torch.where(ranks == source, gathered, zero).sum(0, dtype=leaf.dtype)
 
@@ -387,8 +387,6 @@ def stop_gradient(x: tree.Tree) -> tree.Tree:
 
 
 def global_index(size: int, axis_name: AxisNames, *, device: torch.device | str) -> torch.Tensor:
-    """The global indices, int64 [size], of this rank's `size` rows of a dim split by `axis_name`."""
+    """The global indices, int64 [size], of this rank's rows of a dim split by `axis_name`."""
     rows = torch.arange(size, device=device)
     return rows + axis_index(axis_name) * size
-
-

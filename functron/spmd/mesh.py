@@ -116,9 +116,7 @@ class Mesh:
             f"start it with torchrun --nproc-per-node {self.size} and call "
             "torch.distributed.init_process_group() first",
         )
-        raise_problems(
-            "cannot bind the mesh to processes", [problem] if world != self.size else []
-        )
+        raise_problems("cannot bind the mesh to processes", [problem] if world != self.size else [])
         rank = dist.get_rank()
         if not self.axes:
             return BoundMesh(self, rank, {}, {}, device_type)

@@ -48,7 +48,7 @@ class _Primitive(Function):
     """What all primitives share; subclasses give `send`, `across`, `replicated`, `transpose`."""
 
     generate_vmap_rule = False
-    batch_dim_in = 0  # where another level's batch dim goes, past a leading rank dim if there is one
+    batch_dim_in = 0  # where another level's batch dim goes: past a leading rank dim, if any
     batch_dim_out = 0
     send: Callable[..., torch.Tensor]
     across: Callable[..., tuple[torch.Tensor, int | None]]
@@ -250,8 +250,7 @@ class Ppermute(_Primitive):
     def across(x, call):
         source = {d: s for s, d in call.perm}
         rows = [x[source[rank]] if rank in source else None for rank in range(x.shape[0])]
-        zeros = torch.zeros_like(x[0]) if None in rows else None
-        return torch.stack([zeros if row is None else row for row in rows]), 0
+        return torch.stack([torch.zeros_like(x[0]) if row is None else row for row in rows]), 0
 
     @staticmethod
     def replicated(x, size, call):
@@ -304,8 +303,6 @@ class InputReplicated(AssumeReplicated):
     @staticmethod
     def transpose(cotangent, token, call):
         return Psum.apply(cotangent, token, call)
-
-
 
 
 class Vary(AssumeReplicated):

@@ -74,9 +74,7 @@ def _check_spec_trees(in_specs: tree.Tree, out_specs: tree.Tree, mesh: Mesh | Bo
         for path, spec in rows:
             where = f"{what}/{path}" if path else what
             if not is_spec(spec):
-                problems.append(
-                    Problem(where, repr(spec), "a P or None", f"write P({spec!r})")
-                )
+                problems.append(Problem(where, repr(spec), "a P or None", f"write P({spec!r})"))
             elif spec is not None:
                 problems += sharding.problems(where, None, spec, mesh)
     raise_problems("shard_map cannot use these specs", problems)
@@ -111,11 +109,17 @@ class _Mapped:
     def _flatten(self, args: tuple) -> tuple[list, tree.Structure, list[P | None]]:
         is_static = self._static_positions(args)
         leaves, structure = tree.flatten(
-            tuple(_Static(arg) if static else arg for arg, static in zip(args, is_static, strict=True))
+            tuple(
+                _Static(arg) if static else arg for arg, static in zip(args, is_static, strict=True)
+            )
         )
         masked = tree.unflatten(structure, leaves)
         specs = tree.broadcast_prefix(
-            self._prefix(args), masked, is_leaf=is_spec, what="in_specs", wanted="a P, or containers"
+            self._prefix(args),
+            masked,
+            is_leaf=is_spec,
+            what="in_specs",
+            wanted="a P, or containers",
         )
         paths = tree.paths(masked)
         problems, kinds = [], []
@@ -126,7 +130,9 @@ class _Mapped:
                 shape = sharding.global_shape(leaf.shape, spec, self.mesh) if bound else leaf.shape
                 problems += sharding.problems(where, shape, spec, self.mesh)
             elif isinstance(leaf, torch.Tensor):
-                kinds.append(Problem(where, "a tensor with the static spec None", "P() or another P"))
+                kinds.append(
+                    Problem(where, "a tensor with the static spec None", "P() or another P")
+                )
             elif spec is not None and (not isinstance(leaf, (bool, int, float)) or spec_axes(spec)):
                 kinds.append(
                     Problem(where, f"{type(leaf).__name__} with {spec}", "a tensor", "spec None")
@@ -213,7 +219,11 @@ class _Mapped:
     def _check_abstractly(self, mesh: Mesh, leaves: list, structure, specs: list) -> None:
         """Simulate on fake tensors of global shape; nothing is computed or allocated."""
         hidden, close = hoist(self.f)
-        with compat.no_transforms(), FakeTensorMode(allow_non_fake_inputs=True), LineRecorder() as r:
+        with (
+            compat.no_transforms(),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            LineRecorder() as r,
+        ):
             empty = [
                 torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
                 if isinstance(leaf, (torch.Tensor, _Abstract)) and spec is not None
@@ -282,5 +292,3 @@ def _signature(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype
     return leaf if isinstance(leaf, (bool, int, float, str)) else id(leaf)
-
-

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from functron import compat
 from functron.spmd.axes import SimulatedAxis, bind
 from functron.spmd.mesh import Mesh
 from functron.spmd.primitives import OutputReplicated
@@ -40,11 +41,11 @@ def run_ranks(
     sizes = {name: size for name, size in mesh.axes if size > 1}
     absent = [name for name, size in mesh.axes if size == 1]
     split = [
-        _lead_with_axes(value, spec, sizes) if _is_mapped(value, spec) else value
+        _lead_with_axes(value, spec, sizes) if spec is not None and _is_tensor(value) else value
         for value, spec in zip(values, specs, strict=True)
     ]
-    mapped = [i for i, pair in enumerate(zip(values, specs, strict=True)) if _is_mapped(*pair)]
-    mentions = [set(spec_axes(specs[i])) for i in mapped]  # type: ignore[arg-type]
+    mapped = [i for i, value in enumerate(values) if specs[i] is not None and _is_tensor(value)]
+    mentions = [set(spec_axes(specs[i] or P())) for i in mapped]
     device = next((split[i].device for i in mapped), None)
     result: dict[str, list] = {}
 
@@ -58,7 +59,7 @@ def run_ranks(
             return tuple(
                 _mark_replicated(value, spec, axes)
                 for value, spec in zip(outputs, out_specs, strict=True)
-                if _is_mapped(value, spec)
+                if spec is not None and _is_tensor(value)
             )
 
     level = rank
@@ -66,13 +67,13 @@ def run_ranks(
         level = _add_level(level, name, sizes[name], mentions, device)
     tensors = iter(level([], *(split[i] for i in mapped)))
     return [
-        _join_axes(next(tensors), spec, sizes) if _is_mapped(value, spec) else value
+        _join_axes(next(tensors), spec, sizes) if spec is not None and _is_tensor(value) else value
         for value, spec in zip(result["outputs"], result["specs"], strict=True)
     ]
 
 
-def _is_mapped(value: Any, spec: P | None) -> bool:
-    return isinstance(value, torch.Tensor) and spec is not None
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _add_level(inner: Callable, name: str, size: int, mentions: list[set[str]], device) -> Callable:
@@ -90,6 +91,8 @@ def _add_level(inner: Callable, name: str, size: int, mentions: list[set[str]], 
 
 
 def _mark_replicated(value: torch.Tensor, spec: P, axes: list[SimulatedAxis]) -> torch.Tensor:
+    if not (compat.differentiating() or compat.requires_grad(value)):
+        return value
     mentioned = spec_axes(spec)
     for axis in axes:
         if axis.name not in mentioned:

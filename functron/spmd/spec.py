@@ -104,7 +104,6 @@ def problems(
             )
 
 
-
 def validate(
     value: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh, *, what: str = "value"
 ) -> list[P | None]:

@@ -250,7 +250,7 @@ def _outer_tape(f: Callable, args: tree.Tree) -> bool:
 def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, Callable]:
     """``f(*leaves)`` and the function from its cotangent to those of `leaves`."""
     if compat.transforms_active() or keep:
-        out, pull = torch.func.vjp(f, *leaves)
+        out, pull = torch.func.vjp(f, *leaves)[:2]
         return out, lambda cotangent: pull(cotangent, retain_graph=keep, create_graph=keep)
 
     with torch.enable_grad():
@@ -264,9 +264,7 @@ def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, Callable]:
         seeds = [seed for value, seed in pairs if value.requires_grad]
         if not taped:
             return [torch.zeros_like(leaf) for leaf in leaves]
-        return torch.autograd.grad(
-            taped, inputs, seeds, allow_unused=True, materialize_grads=True
-        )
+        return torch.autograd.grad(taped, inputs, seeds, allow_unused=True, materialize_grads=True)
 
     plain = out.detach() if single else tuple(value.detach() for value in out)
     return plain, tape_pullback

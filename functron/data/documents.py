@@ -1,0 +1,143 @@
+"""Documents as bytes: files mapped into memory, read as if they stood one after another."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+
+from functron.errors import Problem, raise_problems
+
+SNIFFED_BYTES = 1 << 16
+MAX_OPEN_FILES = 128
+
+
+class Documents:
+    """Files and byte strings, virtually concatenated; nothing is copied into memory but what is read.
+
+    Files are memory-mapped when first read, and at most `MAX_OPEN_FILES` stay mapped, so a folder
+    may hold more files than a process may open.
+
+    Args:
+        parts: file paths, and bytes for text that lies in no file, in order.
+    """
+
+    def __init__(self, parts: Sequence[Path | bytes]):
+        self._parts = list(parts)
+        sizes = [len(p) if isinstance(p, bytes) else p.stat().st_size for p in self._parts]
+        self._ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
+        self._open: OrderedDict[int, np.ndarray] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def count(self) -> int:
+        """The number of documents."""
+        return len(self._parts)
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """The bytes from `start` on, as uint8 ``[length]``; across documents where need be."""
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        pieces = []
+        while length > 0:
+            offset = start - (int(self._ends[first - 1]) if first else 0)
+            piece = self._document(first)[offset : offset + length]
+            pieces.append(piece)
+            start, length, first = start + len(piece), length - len(piece), first + 1
+        return np.concatenate(pieces) if pieces else np.zeros(0, np.uint8)
+
+    def _document(self, index: int) -> np.ndarray:
+        if index in self._open:
+            self._open.move_to_end(index)
+            return self._open[index]
+        part = self._parts[index]
+        if isinstance(part, bytes):
+            return np.frombuffer(part, np.uint8)
+        self._open[index] = np.memmap(part, np.uint8, mode="r")
+        if len(self._open) > MAX_OPEN_FILES:
+            self._open.popitem(last=False)
+        return self._open[index]
+
+
+def find(path: str | Path) -> tuple[list[Path], int]:
+    """The text files at `path`, and how many files there were left out.
+
+    A file is taken as it is, whatever its bytes. Of a folder, all regular files at any depth, in
+    sorted order, except those that are hidden or lie in a hidden folder, are empty, or do not look
+    like UTF-8 text in their first 64 KiB.
+
+    Raises:
+        ValueError: nothing is there, it cannot be read, or it holds no text.
+    """
+    root = Path(path)
+    try:
+        if root.is_dir():
+            found = sorted(_walk(root))
+            taken = [file for file in found if _is_text(file)]
+        elif root.is_file():
+            with root.open("rb"):
+                found = taken = [root] if root.stat().st_size else []
+        else:
+            _refuse(path, "nothing there", "a file or a folder", "check the spelling")
+            raise AssertionError("unreachable")
+    except OSError as error:
+        _refuse(error.filename or path, error.strerror or str(error), "something readable")
+        raise AssertionError("unreachable") from error
+    if not taken:
+        what = "an empty file" if root.is_file() else f"a folder with no text ({len(found)} files)"
+        _refuse(path, what, "at least one file with text")
+    return taken, len(found) - len(taken)
+
+
+def python_text() -> list[Path | bytes]:
+    """The English and code that every Python installation carries: some 10 MB, the same each time.
+
+    The language reference's help topics, then the sources of the standard library in sorted order,
+    without tests, generated tables and installed packages.
+    """
+    library = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
+    files = [
+        file
+        for file in sorted(_walk(library, skipped))
+        if file.suffix == ".py" and not file.name.startswith("_sysconfigdata") and _is_text(file)
+    ]
+    english = "\n\n".join(topics[name] for name in sorted(topics))
+    return [english.encode(), *files]
+
+
+def _walk(root: Path, skipped: set[str] | frozenset[str] = frozenset()) -> list[Path]:
+    """Regular files under `root`, except hidden ones and those under folders named in `skipped`."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = []
+    for folder, folders, files in os.walk(root, onerror=fail):
+        folders[:] = [name for name in folders if name not in skipped and name[0] != "."]
+        paths = (Path(folder, name) for name in files if name[0] != ".")
+        found += [path for path in paths if path.is_file()]
+    return found
+
+
+def _is_text(file: Path) -> bool:
+    with file.open("rb") as stream:
+        head = stream.read(SNIFFED_BYTES)
+    if not head or b"\0" in head:
+        return False
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        # a character cut in two at the end of what was read is fine
+        return len(head) == SNIFFED_BYTES and error.start >= len(head) - 3
+    return True
+
+
+def _refuse(path: object, got: str, wanted: str, fix: str = "") -> None:
+    raise_problems("cannot read the training text", [Problem(f"data {path}", got, wanted, fix)])

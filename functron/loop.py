@@ -1,0 +1,141 @@
+"""The training loop: steps, their records, and a graceful end."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+
+from functron import report
+from functron.interrupt import stop_requests
+from functron.metrics import peak_memory_bytes
+
+
+class Outcome(NamedTuple):
+    """What a loop leaves behind.
+
+    Attributes:
+        state: after the last step.
+        history: one record per step; see `loop`.
+        stopped_by: the signal that ended it early, or None. (With several processes, another one
+            may have received it.)
+    """
+
+    state: Any
+    history: list[dict[str, Any]]
+    stopped_by: int | None
+
+
+def loop(
+    step: Callable,
+    state: Any,
+    batches: Callable[[int], Any],
+    *,
+    steps: int,
+    start: int = 0,
+    learning_rate: Callable[[int], Any] | None = None,
+    tokens_per_step: int | None = None,
+    flops_per_token: float | None = None,
+    peak_flops: float | None = None,
+    device: torch.device | str = "cpu",
+    save: Callable[[Any, int], None] | None = None,
+    save_every: int = 0,
+    reporters: Sequence[report.Reporter] | None = None,
+    agree: Callable[[int], int] = int,
+) -> Outcome:
+    """Take steps `start` to ``steps - 1``, record each, and save at the end.
+
+    Nothing but `step` and `batches` is needed, so that a notebook can run any step; and no file is
+    written but by what is passed as `save` and `reporters`.
+
+    The first Ctrl-C or SIGTERM lets the running step finish, saves, and returns; the second one
+    raises KeyboardInterrupt.
+
+    Args:
+        step: ``(state, batch) -> (state, metrics)``, metrics with ``loss`` and, if it likes,
+            ``grad_norm``.
+        state: before step `start`.
+        batches: the batch of each step, a pure function of its number.
+        steps: how many steps the whole run has.
+        start: how many of them are done.
+        learning_rate: of each step, for the record.
+        tokens_per_step: tokens that all ranks together train on in a step; None counts
+            ``batch["tokens"]``.
+        flops_per_token: model FLOPs of a token, forward and backward.
+        peak_flops: FLOP/s of all devices together.
+        device: whose memory is recorded.
+        save: called with the state and the number of steps taken.
+        save_every: save after every so many steps too; 0: only at the end.
+        reporters: context managers from `functron.report`; None shows a progress bar.
+        agree: the largest of all ranks' numbers: so that every rank stops at the same step.
+
+    Returns:
+        The `Outcome`. Its records hold ``step`` (taken so far), ``loss``, ``grad_norm``, ``lr``,
+        ``tokens`` (trained on so far), ``tokens_per_second``, ``step_seconds``, ``mfu`` (model
+        FLOPs per second over `peak_flops`) and ``peak_memory_bytes``; None stands for what the
+        arguments do not tell.
+
+    Raises:
+        FloatingPointError: the loss is not finite. The state is not saved.
+    """
+    history: list[dict[str, Any]] = []
+    bar = [report.progress(steps, start)] if reporters is None else reporters
+    with ExitStack() as stack, stop_requests() as request:
+        writers = [stack.enter_context(reporter) for reporter in bar]
+        tokens = start * (tokens_per_step or 0)
+        for index in range(start, steps):
+            began = time.perf_counter()
+            batch = batches(index)
+            state, metrics = step(state, batch)
+            values = {name: float(metrics[name]) for name in ("loss", "grad_norm") if name in metrics}
+            seconds = time.perf_counter() - began
+            count = _count(batch) if tokens_per_step is None else tokens_per_step
+            tokens += count or 0
+            rate = None if count is None else count / seconds
+            known = rate is not None and flops_per_token and peak_flops
+            record = {
+                "step": index + 1,
+                "loss": values["loss"],
+                "grad_norm": values.get("grad_norm"),
+                "lr": None if learning_rate is None else float(learning_rate(index)),
+                "tokens": None if count is None else tokens,
+                "tokens_per_second": rate,
+                "step_seconds": seconds,
+                "mfu": rate * flops_per_token / peak_flops if known else None,
+                "peak_memory_bytes": peak_memory_bytes(device),
+            }
+            history.append(record)
+            for write in writers:
+                write(record)
+            _check_finite(record)
+            stop = agree(request.signal or 0)
+            if save is not None and (
+                stop or index + 1 == steps or (save_every and (index + 1) % save_every == 0)
+            ):
+                save(state, index + 1)
+            if stop:
+                return Outcome(state, history, stop)
+    return Outcome(state, history, None)
+
+
+def _count(batch: Any) -> int | None:
+    tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
+    return tokens.numel() if isinstance(tokens, torch.Tensor) else None
+
+
+def _check_finite(record: Mapping[str, Any]) -> None:
+    if not math.isfinite(record["loss"]):
+        raise FloatingPointError(
+            f"step {record['step']}: got loss {record['loss']}; wanted a finite number; fix: lower "
+            "the learning rate, lengthen the warm-up, clip gradients, or train in float32"
+        )
+
+
+def exit_code(stopped_by: int | None) -> int:
+    """The exit code of a process that a signal ended: 128 + its number, as shells have it."""
+    return 128 + stopped_by if stopped_by in (signal.SIGINT, signal.SIGTERM) else 0

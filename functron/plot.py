@@ -1,0 +1,108 @@
+"""A line chart as SVG text: enough for a loss curve that opens in any browser."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+WIDTH, HEIGHT = 720, 400
+LEFT, RIGHT, TOP, BOTTOM = 70, 20, 40, 50
+MAX_POINTS = 1000
+
+
+def line_chart(
+    x: Sequence[float], y: Sequence[float], *, title: str, x_label: str, y_label: str
+) -> str:
+    """A chart of y over x, with its moving average when there are many points, as an SVG document.
+
+    Args:
+        x: increasing.
+        y: as many; values that are not finite are left out.
+        title: above the chart.
+        x_label: below it, with the unit.
+        y_label: beside it, with the unit.
+    """
+    points = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(a) and math.isfinite(b)]
+    x_ticks = ticks(min((p[0] for p in points), default=0), max((p[0] for p in points), default=1))
+    y_ticks = ticks(min((p[1] for p in points), default=0), max((p[1] for p in points), default=1))
+
+    def place(a: float, b: float) -> tuple[float, float]:
+        across = (a - x_ticks[0]) / (x_ticks[-1] - x_ticks[0])
+        up = (b - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
+        return (
+            LEFT + across * (WIDTH - LEFT - RIGHT),
+            HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM),
+        )
+
+    grid = []
+    for tick in x_ticks:
+        px, bottom = place(tick, y_ticks[0])
+        grid.append(_line(px, bottom, px, TOP))
+        grid.append(_text(px, bottom + 18, f"{tick:g}"))
+    for tick in y_ticks:
+        left, py = place(x_ticks[0], tick)
+        grid.append(_line(left, py, WIDTH - RIGHT, py))
+        grid.append(_text(left - 8, py + 4, f"{tick:g}", anchor="end"))
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    turned = f'transform="rotate(-90 18 {middle:g})"'
+    many = len(points) > 50
+    curves = [_curve([place(*p) for p in points], faint=many)]
+    if many:
+        curves.append(_curve([place(*p) for p in smooth(points)], faint=False))
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+            f'width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12">',
+            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+            *grid,
+            *curves,
+            _text(WIDTH / 2, 24, title, more='font-size="15" font-weight="bold"'),
+            _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, x_label),
+            _text(18, middle, y_label, more=turned),
+            "</svg>\n",
+        ]
+    )
+
+
+def ticks(low: float, high: float, about: int = 6) -> list[float]:
+    """Round numbers from at most `low` to at least `high`, in steps of 1, 2 or 5 times 10^n."""
+    if high <= low:
+        low, high = low - 0.5, high + 0.5
+    rough = (high - low) / about
+    scale = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * scale for m in (1, 2, 5, 10) if m * scale >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The mean of y over a twentieth of the points around each (fewer at the ends)."""
+    reach = max(len(points) // 40, 1)
+    sums = [0.0]
+    for _, value in points:
+        sums.append(sums[-1] + value)
+    out = []
+    for index, (a, _) in enumerate(points):
+        near = min(reach, index, len(points) - 1 - index)
+        total = sums[index + near + 1] - sums[index - near]
+        out.append((a, total / (2 * near + 1)))
+    return out
+
+
+def _curve(points: list[tuple[float, float]], *, faint: bool) -> str:
+    stride = -(-len(points) // MAX_POINTS) or 1
+    kept = points[::stride]
+    if points and kept[-1] != points[-1]:
+        kept.append(points[-1])
+    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in kept)
+    style = 'stroke="#9ecae1" stroke-width="1"' if faint else 'stroke="#08519c" stroke-width="2"'
+    return f'<polyline points="{path}" fill="none" {style} stroke-linejoin="round"/>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#e5e5e5"/>'
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "middle", more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(text)}</text>'

@@ -1,0 +1,138 @@
+"""Where the records of a run go: progress bar, metrics.jsonl, loss.svg, TensorBoard, W&B.
+
+Each is a context manager that yields a function of one record. A record is a flat dict.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from functron import plot
+
+Record = Mapping[str, Any]
+Reporter = AbstractContextManager[Callable[[Record], None]]
+
+REDRAW_SECONDS = 10.0
+
+
+@contextmanager
+def progress(steps: int, start: int = 0) -> Iterator[Callable[[Record], None]]:
+    """A bar on standard error with loss, gradient norm and tokens per second."""
+    with tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True) as bar:
+
+        def write(record: Record) -> None:
+            shown = {"loss": record["loss"], "norm": record["grad_norm"]}
+            shown["tokens/s"] = record["tokens_per_second"]
+            formats = {"loss": "{:.4f}", "norm": "{:.2f}", "tokens/s": "{:,.0f}"}
+            text = {k: formats[k].format(v) for k, v in shown.items() if v is not None}
+            bar.set_postfix(text, refresh=False)
+            bar.update()
+
+        yield write
+
+
+@contextmanager
+def jsonl(path: Path) -> Iterator[Callable[[Record], None]]:
+    """One JSON object a line, flushed at once so that a run can be followed.
+
+    A number that is not finite becomes null: JSON has no word for it.
+    """
+    with path.open("a", encoding="utf-8") as stream:
+
+        def write(record: Record) -> None:
+            plain = {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in record.items()
+            }
+            stream.write(json.dumps(plain) + "\n")
+            stream.flush()
+
+        yield write
+
+
+@contextmanager
+def loss_picture(path: Path) -> Iterator[Callable[[Record], None]]:
+    """The loss curve as SVG, redrawn every ten seconds and at the end."""
+    steps: list[float] = []
+    losses: list[float] = []
+    drawn = time.monotonic()
+
+    def draw() -> None:
+        chart = plot.line_chart(
+            steps, losses, title="Training loss", x_label="step", y_label="loss (nats per token)"
+        )
+        path.write_text(chart, encoding="utf-8")
+
+    def write(record: Record) -> None:
+        nonlocal drawn
+        steps.append(record["step"])
+        losses.append(record["loss"])
+        if time.monotonic() - drawn > REDRAW_SECONDS:
+            draw()
+            drawn = time.monotonic()
+
+    try:
+        yield write
+    finally:
+        draw()
+
+
+@contextmanager
+def tensorboard(folder: Path) -> Iterator[Callable[[Record], None]]:
+    """Event files for TensorBoard in `folder`.
+
+    Raises:
+        ValueError: TensorBoard is not installed.
+    """
+    require("tensorboard")
+    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
+
+    def write(record: Record) -> None:
+        for name, value in record.items():
+            if name != "step" and value is not None:
+                writer.add_scalar(name, value, record["step"])
+
+    try:
+        yield write
+    finally:
+        writer.close()
+
+
+@contextmanager
+def wandb(folder: Path, config: Mapping[str, Any]) -> Iterator[Callable[[Record], None]]:
+    """A Weights & Biases run named after `folder`, which also holds its local files.
+
+    Raises:
+        ValueError: wandb is not installed.
+    """
+    require("wandb")
+    run = importlib.import_module("wandb").init(
+        project="functron", name=folder.name, dir=str(folder), config=dict(config)
+    )
+
+    def write(record: Record) -> None:
+        run.log({name: v for name, v in record.items() if v is not None}, step=record["step"])
+
+    try:
+        yield write
+    finally:
+        run.finish()
+
+
+def require(package: str) -> None:
+    """Raise ValueError, with the command that helps, unless the optional `package` is installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"{package}: got no such package; wanted it, since it is asked for; "
+            f"fix: pip install 'functron[{package}]', or leave it out"
+        )

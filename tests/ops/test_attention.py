@@ -1,0 +1,229 @@
+"""ops.attention against torch's own SDPA and the formula, in all orders of vmap and derivatives."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn import functional as F
+
+import functron as ft
+from functron.ops.attention import attention
+
+BATCH, SEQ, HEADS, DIM = 2, 5, 3, 4
+CAUSAL = pytest.mark.parametrize("causal", [True, False])
+
+
+def formula(q, k, v, *, causal):
+    """softmax(q k^T / sqrt(d) + mask) v with an explicit sum over keys, [batch, seq, heads, dim]."""
+    scores = torch.einsum("...qhd,...khd->...hqk", q, k) / math.sqrt(q.shape[-1])
+    if causal:
+        scores = scores + torch.full(scores.shape[-2:], -torch.inf, dtype=q.dtype).triu(1)
+    weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+    return torch.einsum("...hqk,...khd->...qhd", weights, v)
+
+
+def qkv(*lead, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*lead, BATCH, SEQ, HEADS, DIM)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(3)]
+
+
+def energy(function, causal):
+    """A scalar that is nonlinear in the output, so that second derivatives see all of it."""
+    return lambda q, k, v: function(q, k, v, causal=causal).tanh().square().sum()
+
+
+def close(actual, expected, tolerance=1e-10):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@CAUSAL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sdpa(causal, dtype):
+    q, k, v = (x.requires_grad_() for x in qkv(dtype=dtype))
+    expected = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal
+    ).transpose(1, 2)
+    expected_grads = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    with torch.no_grad():
+        close(attention(q, k, v, causal=causal), expected, tolerance)
+    plain = torch.autograd.grad(attention(q, k, v, causal=causal).square().sum(), (q, k, v))
+    close(plain, expected_grads, tolerance)
+    func = grad(lambda *x: attention(*x, causal=causal).square().sum(), (0, 1, 2))
+    close(func(*(x.detach() for x in (q, k, v))), expected_grads, tolerance)
+
+
+@CAUSAL
+def test_formula(causal):
+    operands = qkv()
+    close(attention(*operands, causal=causal), formula(*operands, causal=causal))
+    out, pullback = vjp(lambda *x: attention(*x, causal=causal), *operands)
+    expected, expected_pullback = vjp(lambda *x: formula(*x, causal=causal), *operands)
+    cotangent = torch.randn_like(out)
+    close(out, expected)
+    close(pullback(cotangent), expected_pullback(cotangent))
+
+
+def test_causal_attention_ignores_later_keys():
+    q, k, v = qkv()
+    before = attention(q, k, v, causal=True)
+    k, v = k.clone(), v.clone()
+    k[:, -1], v[:, -1] = 100.0, -100.0
+    after = attention(q, k, v, causal=True)
+    assert torch.equal(after[:, :-1], before[:, :-1])
+    assert not torch.allclose(after[:, -1], before[:, -1])
+
+
+@CAUSAL
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (2, 1, 3), (0, None, None), (None, 0, 1)])
+def test_vmap(causal, in_dims):
+    operands = [
+        x[0] if dim is None else x.movedim(0, dim)
+        for x, dim in zip(qkv(4), in_dims, strict=True)
+    ]
+    rows = [
+        [x if dim is None else x.select(dim, row) for x, dim in zip(operands, in_dims, strict=True)]
+        for row in range(4)
+    ]
+    out = vmap(lambda *x: attention(*x, causal=causal), in_dims)(*operands)
+    close(out, torch.stack([formula(*row, causal=causal) for row in rows]))
+    gradients = vmap(grad(energy(attention, causal), (0, 1, 2)), in_dims)(*operands)
+    expected = [grad(energy(formula, causal), (0, 1, 2))(*row) for row in rows]
+    close(gradients, tuple(torch.stack(column) for column in zip(*expected, strict=True)))
+
+
+@CAUSAL
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (None, 0, 0), (0, None, None)])
+def test_grad_of_vmap(causal, in_dims):
+    operands = [x[0] if dim is None else x for x, dim in zip(qkv(3), in_dims, strict=True)]
+
+    def total(function):
+        mapped = vmap(energy(function, causal), in_dims)
+        return lambda *x: mapped(*x).square().sum()
+
+    close(grad(total(attention), (0, 1, 2))(*operands), grad(total(formula), (0, 1, 2))(*operands))
+
+
+@CAUSAL
+def test_nested_vmaps(causal):
+    q, k, v = qkv(2, 3)
+    k, v = k[:, 0], v[0]  # k varies over the outer level only, v over the inner one only
+
+    def two_levels(function):
+        return vmap(vmap(function, (0, None, 0)), (0, 0, None))
+
+    expected = torch.stack(
+        [
+            torch.stack([formula(q[i, j], k[i], v[j], causal=causal) for j in range(3)])
+            for i in range(2)
+        ]
+    )
+    close(two_levels(lambda *x: attention(*x, causal=causal))(q, k, v), expected)
+    inside = two_levels(grad(energy(attention, causal), (0, 1, 2)))(q, k, v)
+    close(inside, two_levels(grad(energy(formula, causal), (0, 1, 2)))(q, k, v))
+
+    def outside(function):
+        mapped = two_levels(energy(function, causal))
+        return grad(lambda *x: mapped(*x).square().sum(), (0, 1, 2))(q, k, v)
+
+    close(outside(attention), outside(formula))
+
+    def between(function):
+        inner = vmap(energy(function, causal), (0, None, 0))
+        return vmap(grad(lambda *x: inner(*x).square().sum(), (0, 1, 2)), (0, 0, None))(q, k, v)
+
+    close(between(attention), between(formula))
+
+
+@CAUSAL
+def test_jvp(causal):
+    operands, tangents = tuple(qkv()), tuple(qkv(seed=1))
+    actual = jvp(lambda *x: attention(*x, causal=causal), operands, tangents)
+    close(actual, jvp(lambda *x: formula(*x, causal=causal), operands, tangents))
+    one = jvp(lambda k: attention(operands[0], k, operands[2], causal=causal), operands[1:2], tangents[1:2])
+    close(one, jvp(lambda k: formula(operands[0], k, operands[2], causal=causal), operands[1:2], tangents[1:2]))
+
+
+@CAUSAL
+def test_jvp_under_vmap(causal):
+    operands, tangents = tuple(qkv(3)), tuple(qkv(3, seed=1))
+
+    def pushed(function):
+        return vmap(lambda x, t: jvp(lambda *y: function(*y, causal=causal), x, t))(operands, tangents)
+
+    close(pushed(attention), pushed(formula))
+
+
+@CAUSAL
+@pytest.mark.parametrize("wrap", ["plain", "vmap"])
+def test_hessian_vector_products(causal, wrap):
+    lead = () if wrap == "plain" else (2,)
+    operands, tangents = tuple(qkv(*lead)), tuple(qkv(*lead, seed=1))
+
+    def reverse_over_reverse(function):
+        def product(x, t):
+            gradient = grad(energy(function, causal), (0, 1, 2))
+            return vjp(gradient, *x)[1](t)
+
+        return product if wrap == "plain" else vmap(product)
+
+    def forward_over_reverse(function):
+        def product(x, t):
+            return jvp(grad(energy(function, causal), (0, 1, 2)), x, t)[1]
+
+        return product if wrap == "plain" else vmap(product)
+
+    expected = reverse_over_reverse(formula)(operands, tangents)
+    close(reverse_over_reverse(attention)(operands, tangents), expected)
+    close(forward_over_reverse(attention)(operands, tangents), expected)
+
+
+def test_full_hessian():
+    q, k, v = (x[:1, :3, :1] for x in qkv())
+    actual = hessian(lambda k: energy(attention, True)(q, k, v))(k)
+    expected = hessian(lambda k: energy(formula, True)(q, k, v))(k)
+    close(actual, expected)
+    close(jacrev(jacfwd(lambda k: energy(attention, True)(q, k, v)))(k), expected)
+
+
+def test_forward_over_forward_is_refused():
+    # torch would give wrong numbers without a word
+    q, k, v = qkv()
+    with pytest.raises(NotImplementedError, match=r"fix: use torch\.func\.grad"):
+        jacfwd(jacfwd(lambda scale: energy(attention, True)(q, scale * k, v)))(torch.tensor(2.0))
+
+
+def test_functron_grad_of_grad():
+    q, k, v = qkv()
+    t = torch.randn_like(q)
+
+    def product(function, transform):
+        inner = transform(lambda q: energy(function, True)(q, k, v))
+        return transform(lambda q: (inner(q) * t).sum())(q)
+
+    close(product(attention, ft.grad), product(formula, grad))
+
+
+@CAUSAL
+def test_bfloat16(causal):
+    operands = [x.bfloat16() for x in qkv()]
+    expected = formula(*(x.double() for x in operands), causal=causal)
+    for out in (
+        attention(*operands, causal=causal),
+        vmap(lambda *x: attention(*x, causal=causal))(*(x[None] for x in operands))[0],
+    ):
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = (x * scale for x, scale in zip(qkv(), (1e3, 1e3, 1), strict=True))
+    expected = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
+    ).transpose(1, 2)
+    close(vmap(lambda *x: attention(*x, causal=True))(*(x[None] for x in (q, k, v)))[0], expected)
+    assert expected.isfinite().all()

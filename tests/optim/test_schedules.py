@@ -1,0 +1,119 @@
+"""Schedules against Optax's, and against the formulas of their papers."""
+
+import math
+
+import jax.numpy as jnp
+import optax
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functron import optim
+
+COUNTS = [0, 1, 2, 5, 9, 10, 11, 50, 99, 100, 101, 1000]
+
+
+def check(ours, theirs, counts=COUNTS):
+    for count in counts:
+        want = float(theirs(jnp.asarray(count)))
+        assert float(ours(count)) == pytest.approx(want, rel=1e-6, abs=1e-10)
+        assert float(ours(torch.tensor(count))) == float(ours(count))
+
+
+def test_constant():
+    check(optim.constant(0.3), optax.constant_schedule(0.3))
+    check(optim.constant(0.3, warmup_steps=10), optax.warmup_constant_schedule(0.0, 0.3, 10))
+
+
+@given(warmup=st.integers(0, 40), rest=st.integers(1, 60), end=st.sampled_from([0.0, 0.1, 2.0]))
+def test_linear_and_cosine(warmup, rest, end):
+    total = warmup + rest
+    down = optax.linear_schedule(1.5, end, rest)
+    theirs = optax.join_schedules([optax.linear_schedule(0.0, 1.5, warmup), down], [warmup])
+    counts = [0, warmup, warmup + 1, (warmup + total) // 2, total, total + 5]
+    check(optim.linear(1.5, total, warmup_steps=warmup, end=end), theirs, counts)
+    cosine = optax.warmup_cosine_decay_schedule(0.0, 1.5, warmup, total, end)
+    check(optim.cosine_decay(1.5, total, warmup_steps=warmup, end=end), cosine, counts)
+
+
+def test_wsd_linear_and_exponential_against_optax():
+    def theirs(decay):
+        parts = [optax.linear_schedule(0, 1.0, 10), optax.constant_schedule(1.0), decay]
+        return optax.join_schedules(parts, [10, 60])
+
+    ours = optim.wsd(1.0, 100, 40, warmup_steps=10, end=0.2)
+    check(ours, theirs(optax.linear_schedule(1.0, 0.2, 40)))
+    ours = optim.wsd(1.0, 100, 40, warmup_steps=10, end=0.2, decay="cosine")
+    check(ours, theirs(optax.cosine_decay_schedule(1.0, 40, 0.2)))
+    ours = optim.wsd(1.0, 100, 40, warmup_steps=10, end=0.2, decay="exponential")
+    check(ours, theirs(optax.exponential_decay(1.0, 40, 0.2, end_value=0.2)))
+
+
+def test_wsd_sqrt_is_hagele_et_al():
+    ours = optim.wsd(2.0, 100, 40, decay="sqrt")
+    for count in (60, 64, 81, 99, 100):
+        assert float(ours(count)) == pytest.approx(2 * (1 - math.sqrt((count - 60) / 40)), abs=1e-6)
+    assert float(ours(30)) == 2.0
+
+
+def test_inverse_square_root_is_vaswani_et_al():
+    """peak * min(count / warmup, sqrt(warmup / count)), as in section 5.3 up to the constant."""
+    ours = optim.inverse_square_root(0.5, warmup_steps=16, end=0.01)
+    for count in (1, 8, 16, 17, 64, 400):
+        want = 0.5 * min(count / 16, math.sqrt(16 / count))
+        assert float(ours(count)) == pytest.approx(want, rel=1e-6)
+    assert float(ours(10**6)) == pytest.approx(0.01)
+    assert float(optim.inverse_square_root(0.5)(4)) == pytest.approx(0.25)
+
+
+def test_join():
+    ours = optim.join([optim.constant(0.1), optim.linear(1.0, 50), optim.constant(0.0)], [10, 60])
+    parts = [optax.constant_schedule(0.1), optax.linear_schedule(1.0, 0.0, 50)]
+    check(ours, optax.join_schedules([*parts, optax.constant_schedule(0.0)], [10, 60]))
+    with pytest.raises(ValueError, match="0 for 2 schedules; wanted 1") as caught:
+        optim.join([optim.constant(1.0)] * 2, [])
+    assert "cannot join schedules" in str(caught.value)
+    with pytest.raises(ValueError, match=r"\[5, 5\]; wanted increasing"):
+        optim.join([optim.constant(1.0)] * 3, [5, 5])
+
+
+def test_schedules_work_under_vmap_and_take_gradients_through_the_count():
+    counts = torch.tensor(COUNTS)
+    for name in ("constant", "linear", "cosine", "wsd", "inverse_square_root"):
+        config = optim.ScheduleConfig(name, 1.0, 10, 1000, 0.1, 100)
+        schedule = optim.make_schedule(config)
+        want = torch.stack([schedule(count) for count in COUNTS])
+        torch.testing.assert_close(torch.func.vmap(schedule)(counts), want, rtol=0, atol=0)
+        assert want.dtype == torch.float32
+
+
+def test_all_problems_are_named_at_once():
+    with pytest.raises(ValueError, match="cosine_decay schedule") as caught:
+        optim.cosine_decay(-1.0, 0, warmup_steps=-3, end=float("nan"))
+    message = str(caught.value)
+    for part in (
+        "peak: got -1.0; wanted a finite rate of at least 0",
+        "end: got nan",
+        "warmup_steps: got -3; wanted a whole number of at least 0",
+        "total_steps: got 0; wanted a whole number of at least 1",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: optim.linear(1.0, 10, warmup_steps=10),
+            "10 for 10 of warm-up; wanted at least 11",
+        ),
+        (lambda: optim.wsd(1.0, 10, 8, warmup_steps=3), "wanted at least 11; fix: shorten"),
+        (lambda: optim.wsd(1.0, 10, 8, decay="consine"), "did you mean 'cosine'"),
+        (lambda: optim.wsd(1.0, 10, 8, decay="exponential"), "end: got 0.0; wanted more than 0"),
+        (lambda: optim.constant(float("inf")), "peak: got inf"),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

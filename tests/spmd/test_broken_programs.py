@@ -1,0 +1,197 @@
+"""Programs that would be silently wrong are refused, by message, before any number is used."""
+
+import pytest
+import torch
+
+import functron as ft
+from functron import Mesh, P, lax, shard_map
+
+MESH = Mesh(dp=2, tp=2)
+SPECS = {"up": P(None, "tp"), "down": P("tp", None), "scale": P()}
+
+
+def weights():
+    return {"up": torch.randn(8, 16), "down": torch.randn(16, 8), "scale": torch.randn(8)}
+
+
+def mlp(w, x):
+    return lax.psum(torch.relu((x * w["scale"]) @ w["up"]) @ w["down"], "tp")
+
+
+def loss(w, x):
+    return lax.pmean(mlp(w, x).square().mean(), "dp")
+
+
+def run(program, in_specs, out_specs, *args):
+    return shard_map(program, MESH, in_specs, out_specs)(*args)
+
+
+X = torch.randn(4, 8)
+IN = (SPECS, P("dp"))
+
+
+def test_the_right_program_passes():
+    def step(w, x):
+        value, grads = ft.value_and_grad(loss)(w, x)
+        return value, ft.sync_gradients(grads, SPECS)
+
+    run(step, IN, (P(), SPECS), weights(), X)
+
+
+def test_forgotten_psum():
+    def forgets(w, x):
+        hidden = torch.relu((x * w["scale"]) @ w["up"])
+        return {"y": hidden @ w["down"]}
+
+    with pytest.raises(ValueError, match="varies over 'tp'") as error:
+        run(forgets, IN, P("dp"), weights(), X)
+    text = str(error.value)
+    assert "output y" in text
+    assert 'return {"y": hidden @ w["down"]}' in text
+    assert "test_broken_programs.py" in text
+    assert "lax.psum(..., 'tp')" in text
+    assert "'dp'" not in text.split("got a value")[1].split("wanted")[0]
+
+
+def test_doubled_psum():
+    def doubles(w, x):
+        return lax.psum(mlp(w, x), "tp")
+
+    with pytest.raises(ValueError, match="redundant reduction") as error:
+        run(doubles, IN, P("dp"), weights(), X)
+    text = str(error.value)
+    assert 'return lax.psum(mlp(w, x), "tp")' in text
+    assert "counted 2 times" in text
+
+
+def test_psum_over_the_wrong_axis():
+    def wrong(w, x):
+        return lax.psum(torch.relu(x @ w["up"]) @ w["down"], "dp")
+
+    with pytest.raises(ValueError, match="varies over 'tp'"):
+        run(wrong, IN, P("dp"), weights(), X)
+
+
+def test_psum_over_a_misspelt_axis():
+    def misspelt(w, x):
+        return lax.psum(x @ w["up"], "tpp")
+
+    with pytest.raises(ValueError, match=r"unbound axis name 'tpp' at .*did you mean 'tp'"):
+        run(misspelt, IN, P("dp"), weights(), X)
+
+
+def test_spec_typo():
+    with pytest.raises(ValueError, match=r"in_specs/0/up: got P\(None, 'tpp'\).*did you mean 'tp'"):
+        shard_map(mlp, MESH, ({**SPECS, "up": P(None, "tpp")}, P("dp")), P("dp"))
+
+
+def test_rank_dependent_value_declared_replicated():
+    def depends(x):
+        return x.sum() * 0 + lax.axis_index("tp")
+
+    with pytest.raises(ValueError, match="varies over 'tp'"):
+        run(depends, P(), P(), X)
+
+
+def test_gradient_never_synchronised():
+    def forgets(w, x):
+        return ft.value_and_grad(loss)(w, x)
+
+    with pytest.raises(ValueError, match="varies over") as error:
+        run(forgets, IN, (P(), SPECS), weights(), X)
+    text = str(error.value)
+    for path in ("1/up", "1/down", "1/scale"):
+        assert f"output {path}" in text
+    assert "call sync_gradients" in text
+
+
+def test_gradient_never_synchronised_where_its_numbers_happen_to_agree():
+    """Nothing splits the batch here, yet the shares must still be added up."""
+
+    def forgets(w, x):
+        return ft.grad(lambda w: (w["scale"] * x).square().sum())(w)
+
+    with pytest.raises(ValueError, match="output scale"):
+        run(forgets, (SPECS, P()), SPECS, weights(), X)
+
+
+def test_gradient_synchronised_twice():
+    def twice(w, x):
+        grads = ft.grad(loss)(w, x)
+        return ft.sync_gradients(ft.sync_gradients(grads, SPECS), SPECS)
+
+    with pytest.raises(ValueError, match=r"(?s)already summed over 'dp'.*call sync_gradients once"):
+        run(twice, IN, SPECS, weights(), X)
+
+
+def test_unsynchronised_gradient_reaching_the_optimizer():
+    optimizer = ft.optim.adamw(1e-3)
+
+    def step(w, state, x):
+        return optimizer.step_(ft.grad(loss)(w, x), state, w)
+
+    w = weights()
+    state_specs = optimizer.specs(SPECS)
+    with pytest.raises(ValueError, match="sync_gradients"):
+        run(step, (SPECS, state_specs, P("dp")), (SPECS, state_specs), w, optimizer.init(w), X)
+
+
+def test_loss_not_reduced():
+    def step(w, x):
+        grads = ft.grad(lambda w: mlp(w, x).square().mean())(w)
+        return ft.sync_gradients(grads, SPECS)
+
+    with pytest.raises(ValueError, match=r"a loss that varies over 'dp'.*lax.psum"):
+        run(step, IN, SPECS, weights(), X)
+
+
+def test_redundant_psum_scatter():
+    def doubles(w, x):
+        return lax.psum_scatter(mlp(w, x), "tp", scatter_dimension=1, tiled=True)
+
+    with pytest.raises(ValueError, match="psum_scatter over 'tp'"):
+        run(doubles, IN, P("dp", "tp"), weights(), X)
+
+
+def test_torch_randomness_is_refused():
+    with pytest.raises(RuntimeError, match="randomness"):
+        run(lambda x: torch.nn.functional.dropout(x), P("dp"), P("dp"), X)
+
+
+def test_derivative_of_pmax():
+    def wrong(x):
+        return ft.grad(lambda x: lax.pmax(x, ("dp", "tp")).sum())(x)
+
+    with pytest.raises(ValueError, match=r"pmax over .* has no derivative.*stop_gradient"):
+        run(wrong, P("dp"), P("dp"), X)
+
+
+def test_the_check_can_be_switched_off():
+    def forgets(w, x):
+        return x @ w["up"] @ w["down"]
+
+    got = shard_map(forgets, MESH, IN, P("dp"), check=False)(w := weights(), X)
+    # the first rank of tp stands for all: its half of the sum
+    torch.testing.assert_close(got, X @ w["up"][:, :8] @ w["down"][:8])
+
+
+def test_transposes_are_exempt_from_the_redundancy_check():
+    """psum transposes to psum, of cotangents that may be replicated."""
+
+    def program(x):
+        return torch.func.grad(lambda x: lax.psum(x, "dp").sum())(x)
+
+    got = run(program, P("dp"), P(("dp",)), X)
+    torch.testing.assert_close(got, torch.full_like(X, 2.0))
+
+
+def test_value_kept_past_the_end_of_its_program():
+    kept = []
+
+    def leaks(x):
+        kept.append(x * lax.axis_index("dp"))
+        return x
+
+    run(leaks, P("dp"), P("dp"), X)
+    with pytest.raises((ValueError, RuntimeError)):
+        lax.psum(kept[0] + 1, "dp") if lax.axis_size("dp") > 1 else kept[0].sum().item()

@@ -1,0 +1,187 @@
+"""functron.tree against jax.tree."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functron import tree
+
+
+class Moments(NamedTuple):
+    mu: Any
+    nu: Any
+
+
+def containers(children: st.SearchStrategy) -> st.SearchStrategy:
+    return st.one_of(
+        st.dictionaries(st.sampled_from("abcd"), children, max_size=3),
+        st.lists(children, max_size=3),
+        st.lists(children, max_size=3).map(tuple),
+        st.builds(Moments, children, children),
+    )
+
+
+TREES = st.recursive(st.integers() | st.none(), containers, max_leaves=12)
+
+
+@st.composite
+def prefixes(draw) -> tuple[Any, Any]:
+    """A tree, and a prefix of it: some of its subtrees are replaced by one leaf each."""
+
+    def prune(node):
+        if not isinstance(node, dict | list | tuple) or draw(st.integers(0, 3)) == 0:
+            return None if node is None else draw(st.integers(100, 999))
+        if isinstance(node, dict):
+            return {key: prune(child) for key, child in node.items()}
+        children = [prune(child) for child in node]
+        return Moments(*children) if isinstance(node, Moments) else type(node)(children)
+
+    full = draw(TREES)
+    return prune(full), full
+
+
+def jax_paths(value) -> list[str]:
+    def name(step) -> str:
+        return str(next(getattr(step, at) for at in ("key", "idx", "name") if hasattr(step, at)))
+
+    found = jax.tree_util.tree_leaves_with_path(value)
+    return ["/".join(name(step) for step in path) for path, _ in found]
+
+
+@given(TREES)
+def test_leaves_paths_and_round_trip(value):
+    flat, structure = tree.flatten(value)
+    assert flat == jax.tree.leaves(value) == tree.leaves(value)
+    assert structure == tree.structure(value)
+    assert tree.unflatten(structure, flat) == value
+    assert tree.paths(value) == jax_paths(value)
+
+
+@given(TREES)
+def test_map(value):
+    assert tree.map(lambda x: x + 1, value) == jax.tree.map(lambda x: x + 1, value)
+    doubled = tree.map(lambda x: 2 * x, value)
+    got = tree.map(lambda x, y, z: (x, y - z), value, doubled, value)
+    assert got == jax.tree.map(lambda x: (x, x), value)
+    named = tree.map_with_path(lambda path, x, y: f"{path}={x + y}", value, doubled)
+    expected = [
+        f"{p}={3 * x}" for p, x in zip(jax_paths(value), jax.tree.leaves(value), strict=True)
+    ]
+    assert tree.leaves(named) == expected
+
+
+@given(prefixes())
+def test_broadcast_prefix(pair):
+    prefix, full = pair
+    assert tree.broadcast_prefix(prefix, full) == jax.tree.leaves(jax.tree.broadcast(prefix, full))
+
+
+@given(TREES, TREES)
+def test_what_is_a_prefix_is_what_jax_says(prefix, full):
+    try:
+        expected = jax.tree.leaves(jax.tree.broadcast(prefix, full))
+    except ValueError:
+        with pytest.raises(ValueError, match="is not a prefix of the value"):
+            tree.broadcast_prefix(prefix, full)
+    else:
+        assert tree.broadcast_prefix(prefix, full) == expected
+
+
+def test_docstring_example():
+    assert tree.broadcast_prefix({"a": "x", "b": "y"}, {"a": [1, 2], "b": 3}) == ["x", "x", "y"]
+
+
+def test_is_leaf_ends_the_prefix():
+    def pair(node):
+        return isinstance(node, tuple)
+
+    value = {"a": [1, 2], "b": (3, 4)}
+    got = tree.broadcast_prefix({"a": ("dp", None), "b": ()}, value, is_leaf=pair)
+    assert got == [("dp", None), ("dp", None), (), ()]
+    assert tree.leaves(value, is_leaf=pair) == [1, 2, (3, 4)]
+    assert tree.paths(value, is_leaf=pair) == ["a/0", "a/1", "b"]
+    assert tree.map(len, {"b": (3, 4)}, is_leaf=pair) == {"b": 2}
+
+
+def problems(call) -> list[str]:
+    with pytest.raises(ValueError, match=r"\n  - ") as caught:
+        call()
+    return [line.removeprefix("  - ") for line in str(caught.value).splitlines()[1:]]
+
+
+def test_broadcast_names_every_place():
+    prefix = {"w": {"up": 1, "gone": 2}, "m": Moments(1, {"x": 1}), "t": (1, 2)}
+    value = {"w": {"up": 1, "down": 2}, "m": Moments(1, [1]), "t": [1, 2]}
+    found = problems(lambda: tree.broadcast_prefix(prefix, value, what="specs", wanted="a P"))
+    assert [line.split(": got")[0] for line in found] == [
+        "specs/m/nu",
+        "specs/t",
+        "specs/w/gone",
+        "specs/w/down",
+    ]
+    assert "got dict; wanted a P (list)" in found[0]
+    assert "has no 'gone'" in found[2]
+    assert "has 'down'" in found[3]
+
+
+def test_a_leaf_is_no_prefix_of_none():
+    assert tree.broadcast_prefix({"a": 1}, {"a": None}) == []
+    assert problems(lambda: tree.broadcast_prefix({"a": None}, {"a": 1}))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({"a": 1, "b": 2}, {"a": 1}, ["b: got nothing in other"]),
+        ({"a": 1}, {"a": 1, "b": [2]}, ["b/0: got a leaf in other"]),
+        ([1, 2], [1], ["1: got nothing in other"]),
+        # a subtree stands for a leaf: only what is wrong is named
+        ({"a": 1, "b": 2}, {"a": [1, 2]}, ["b: got nothing in other"]),
+        (
+            {"a": {"x": 1}, "b": 2},
+            {"a": 3, "c": 4},
+            ["a/x: got nothing", "b: got nothing", "c: got a leaf"],
+        ),
+        (Moments(1, {"x": 2}), Moments(1, {"y": 2}), ["nu/x: got nothing", "nu/y: got a leaf"]),
+        ({"a": None}, {"a": 1}, ["a: got a leaf in other"]),
+        ([1, 2], (1, 2), ["(root): got Expected an instance of list"]),
+        ({"a": 1, "b": {}}, {"a": 1}, ["(root): got dictionary key mismatch"]),
+    ],
+)
+def test_same_structure_names_every_place(first, second, expected):
+    found = problems(lambda: tree.same_structure(first, second, names=("one", "other")))
+    assert len(found) == len(expected)
+    for line, start in zip(found, expected, strict=True):
+        assert line.startswith(start)
+    assert problems(lambda: tree.map(lambda *_: 0, first, second))
+
+
+def test_same_structure_gives_the_parts():
+    assert tree.same_structure({"a": 1, "b": 2}, {"a": [1, 2], "b": None}) == [[1, 2], None]
+
+
+def test_order_and_paths():
+    assert tree.paths({"b": 1, "a": [2, {"c": 3}]}) == ["a/0", "a/1/c", "b"]
+    assert tree.paths(OrderedDict(b=1, a=2)) == ["b", "a"]
+    assert tree.paths(Moments({"w": 1}, (2, None))) == ["mu/w", "nu/0"]
+    assert tree.paths(7) == [""]
+    assert tree.path_string(("blocks", 0, "up")) == "blocks/0/up"
+
+
+def test_size_and_nbytes():
+    value = {
+        "w": torch.zeros(3, 4, dtype=torch.float64),
+        "b": [torch.zeros((), dtype=torch.bfloat16), None, 5],
+        "m": torch.empty(10**6, 10**6, device="meta"),
+        "view": torch.zeros(8)[::2],
+    }
+    assert tree.size(value) == 12 + 1 + 10**12 + 4
+    assert tree.nbytes(value) == 96 + 2 + 4 * 10**12 + 16
+    assert tree.size({}) == tree.nbytes(None) == 0
