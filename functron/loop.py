@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,19 +17,62 @@ from functron.interrupt import stop_requests
 from functron.metrics import peak_memory_bytes
 
 
+METRICS = ("loss", "grad_norm")
+
+
 class Outcome(NamedTuple):
     """What a loop leaves behind.
 
     Attributes:
         state: after the last step.
-        history: one record per step; see `loop`.
-        stopped_by: the signal that ended it early, or None. (With several processes, another one
-            may have received it.)
+        history: one record per step; see `Meter.record`.
+        stopped_by: the signal that ended it early, whichever rank received it, or None.
     """
 
     state: Any
     history: list[dict[str, Any]]
     stopped_by: int | None
+
+
+@dataclass(frozen=True)
+class Meter:
+    """What turns a step's metrics and its time into a record; each part may be left unknown.
+
+    Attributes:
+        learning_rate: of each step, from 0.
+        tokens_per_step: tokens that all ranks together train on in a step; None counts
+            ``batch["tokens"]``.
+        flops_per_token: model FLOPs of a token, forward and backward.
+        peak_flops: FLOP/s of all devices together.
+        device: whose memory is recorded.
+    """
+
+    learning_rate: Callable[[int], Any] | None = None
+    tokens_per_step: int | None = None
+    flops_per_token: float | None = None
+    peak_flops: float | None = None
+    device: torch.device | str = "cpu"
+
+    def record(self, index: int, batch: Any, values: Mapping[str, float], seconds: float) -> dict:
+        """The record of step `index` (from 0): every key, None where unknown.
+
+        ``step`` and ``tokens`` count from the beginning, this step included; ``mfu`` is model
+        FLOPs per second over `peak_flops`.
+        """
+        count = _count(batch) if self.tokens_per_step is None else self.tokens_per_step
+        rate = None if count is None else count / seconds
+        known = rate is not None and self.flops_per_token and self.peak_flops
+        return {
+            "step": index + 1,
+            "loss": values["loss"],
+            "grad_norm": values.get("grad_norm"),
+            "lr": None if self.learning_rate is None else float(self.learning_rate(index)),
+            "tokens": None if count is None else (index + 1) * count,
+            "tokens_per_second": rate,
+            "step_seconds": seconds,
+            "mfu": rate * self.flops_per_token / self.peak_flops if known else None,
+            "peak_memory_bytes": peak_memory_bytes(self.device),
+        }
 
 
 def loop(
@@ -38,11 +82,7 @@ def loop(
     *,
     steps: int,
     start: int = 0,
-    learning_rate: Callable[[int], Any] | None = None,
-    tokens_per_step: int | None = None,
-    flops_per_token: float | None = None,
-    peak_flops: float | None = None,
-    device: torch.device | str = "cpu",
+    meter: Meter | None = None,
     save: Callable[[Any, int], None] | None = None,
     save_every: int = 0,
     reporters: Sequence[report.Reporter] | None = None,
@@ -63,60 +103,37 @@ def loop(
         batches: the batch of each step, a pure function of its number.
         steps: how many steps the whole run has.
         start: how many of them are done.
-        learning_rate: of each step, for the record.
-        tokens_per_step: tokens that all ranks together train on in a step; None counts
-            ``batch["tokens"]``.
-        flops_per_token: model FLOPs of a token, forward and backward.
-        peak_flops: FLOP/s of all devices together.
-        device: whose memory is recorded.
+        meter: what is known about tokens, rates and FLOPs, for the records.
         save: called with the state and the number of steps taken.
         save_every: save after every so many steps too; 0: only at the end.
         reporters: context managers from `functron.report`; None shows a progress bar.
         agree: the largest of all ranks' numbers: so that every rank stops at the same step.
 
     Returns:
-        The `Outcome`. Its records hold ``step`` (taken so far), ``loss``, ``grad_norm``, ``lr``,
-        ``tokens`` (trained on so far), ``tokens_per_second``, ``step_seconds``, ``mfu`` (model
-        FLOPs per second over `peak_flops`) and ``peak_memory_bytes``; None stands for what the
-        arguments do not tell.
+        The `Outcome`; its records are those of `Meter.record`.
 
     Raises:
         FloatingPointError: the loss is not finite. The state is not saved.
     """
-    history: list[dict[str, Any]] = []
+    meter = meter or Meter()
     bar = [report.progress(steps, start)] if reporters is None else reporters
+    history: list[dict[str, Any]] = []
     with ExitStack() as stack, stop_requests() as request:
         writers = [stack.enter_context(reporter) for reporter in bar]
-        tokens = start * (tokens_per_step or 0)
         for index in range(start, steps):
             began = time.perf_counter()
             batch = batches(index)
             state, metrics = step(state, batch)
-            values = {name: float(metrics[name]) for name in ("loss", "grad_norm") if name in metrics}
-            seconds = time.perf_counter() - began
-            count = _count(batch) if tokens_per_step is None else tokens_per_step
-            tokens += count or 0
-            rate = None if count is None else count / seconds
-            known = rate is not None and flops_per_token and peak_flops
-            record = {
-                "step": index + 1,
-                "loss": values["loss"],
-                "grad_norm": values.get("grad_norm"),
-                "lr": None if learning_rate is None else float(learning_rate(index)),
-                "tokens": None if count is None else tokens,
-                "tokens_per_second": rate,
-                "step_seconds": seconds,
-                "mfu": rate * flops_per_token / peak_flops if known else None,
-                "peak_memory_bytes": peak_memory_bytes(device),
-            }
+            # reading the numbers waits for the device, so the time is that of the whole step
+            values = {name: float(metrics[name]) for name in METRICS if name in metrics}
+            record = meter.record(index, batch, values, time.perf_counter() - began)
             history.append(record)
             for write in writers:
                 write(record)
             _check_finite(record)
             stop = agree(request.signal or 0)
-            if save is not None and (
-                stop or index + 1 == steps or (save_every and (index + 1) % save_every == 0)
-            ):
+            due = save_every and (index + 1) % save_every == 0
+            if save is not None and (stop or due or index + 1 == steps):
                 save(state, index + 1)
             if stop:
                 return Outcome(state, history, stop)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, get_args
 
 import torch
 
@@ -30,6 +31,12 @@ SEQUENCE_PARALLEL_STREAM = P(DATA_AXES, "tp")
 
 Batch = Mapping[str, Tensor]
 """``tokens`` and ``targets`` int64 [B, T], and ``rows`` int64 [B], indices in the global batch."""
+
+Positions = Literal["rope", "learned", "none"]
+Dtype = Literal["float32", "float64", "bfloat16"]
+_CHOICES = MappingProxyType(
+    {"norm": nn.NormKind, "activation": nn.Activation, "positions": Positions, "dtype": Dtype}
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class GPTConfig:
     gated: bool = True
     bias: bool = False
     qk_norm: bool = False
-    positions: Literal["rope", "learned", "none"] = "rope"
+    positions: Positions = "rope"
     rope_theta: float = 10000.0
     rope_scaling: nn.RopeScaling | None = None
     tied: bool = False
@@ -87,23 +94,34 @@ class GPTConfig:
     z_loss: float = 0.0
     init_stddev: float = 0.02
     vocab_multiple: int = 384
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
 
     def __post_init__(self):
         raise_problems("GPTConfig describes no model", self._problems())
 
     def _problems(self) -> list[Problem]:
-        found = []
-        for name in ("vocab_size", "num_layers", "embed_dim", "num_heads", "mlp_dim", "max_seq"):
-            if getattr(self, name) < 1:
-                found.append(Problem(name, str(getattr(self, name)), "at least 1"))
-        if self.vocab_multiple < 1:
-            found.append(Problem("vocab_multiple", str(self.vocab_multiple), "at least 1"))
+        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "mlp_dim", "max_seq")
+        found = [
+            Problem(name, str(getattr(self, name)), "at least 1")
+            for name in (*sizes, "vocab_multiple")
+            if getattr(self, name) < 1
+        ]
         if self.head_dim < 0 or self.num_kv_heads < 0:
             got = f"{self.head_dim} and {self.num_kv_heads}"
             found.append(Problem("head_dim and num_kv_heads", got, "at least 0 (0: derived)"))
-        if found:
-            return found
+        misfits = [] if found else self._misfits()
+        for name, kind in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                fix = nearest(str(value), get_args(kind))
+                found.append(Problem(name, repr(value), f"one of {get_args(kind)}", fix))
+        if not 0 <= self.dropout < 1:
+            found.append(Problem("dropout", str(self.dropout), "at least 0 and below 1"))
+        return found + misfits
+
+    def _misfits(self) -> list[Problem]:
+        """Sizes that are fine one by one and do not fit together."""
+        found = []
         if not self.head_dim and self.embed_dim % self.num_heads:
             found.append(
                 Problem(
@@ -119,8 +137,6 @@ class GPTConfig:
             )
         if self.positions == "rope" and self.head_size % 2:
             found.append(Problem("head_dim", str(self.head_size), "an even number, for rope"))
-        if not 0 <= self.dropout < 1:
-            found.append(Problem("dropout", str(self.dropout), "at least 0 and below 1"))
         return found
 
     @property
@@ -262,7 +278,8 @@ def forward(
         config: the architecture.
         weights: this rank's part of the parameters.
         tokens: int64 ``[batch, seq]``, this rank's samples, whole sequences.
-        rows: int64 ``[batch]``, the samples' indices in the global batch, for dropout.
+        rows: int64 ``[batch]``, the samples' indices in the global batch, for dropout; None where
+            each data rank's tokens are its whole part of that batch, in order.
         key: the key of dropout's masks; None switches dropout off.
         stream: `STREAM` or `SEQUENCE_PARALLEL_STREAM`.
         remat: keep only each block's input and recompute the rest in backward.
@@ -277,7 +294,8 @@ def forward(
     """
     _check_sequence(config, tokens.shape[1], stream)
     keys = None if key is None else random.split(key, config.num_layers + 1)
-    rows = torch.arange(tokens.shape[0], device=tokens.device) if rows is None else rows
+    if rows is None:
+        rows = lax.global_index(tokens.shape[0], DATA_AXES, device=tokens.device)
 
     def drop(x: Tensor, drop_key: Tensor | None) -> Tensor:
         return nn.dropout(x, drop_key, rate=config.dropout, rows=rows, stream=stream)

@@ -1,0 +1,235 @@
+"""The command line: ``functron train | sample | params``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+
+from functron import checkpoint, launch, random
+from functron.config import TrainConfig, load, validate, with_model
+from functron.errors import nearest
+from functron.loop import exit_code
+from functron.models import gpt
+from functron.params import abstract_params, num_params, param_specs
+from functron.sample import generate
+from functron.spmd import Mesh
+from functron.spmd.spec import local_shape
+from functron.train import prepare, run_folder, train
+from functron import tree
+
+USAGE = """usage: functron COMMAND [OPTIONS]
+
+  train    train a language model; without options, a small one on this Python's own text
+  sample   continue a prompt with a trained model
+  params   show the parameters of a model, and how a mesh splits them
+
+functron COMMAND --help lists the options.
+"""
+
+COMMANDS = ("train", "sample", "params")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train a language model.
+
+    Attributes:
+        config: a TOML file of these options, such as the config.toml of a run folder; options
+            given here override it.
+    """
+
+    config: Path | None = None
+    options: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Continue a prompt with a trained model.
+
+    Attributes:
+        run: the run folder that training left.
+        prompt: the text to continue.
+        tokens: how many tokens (bytes) to add.
+        temperature: 1 samples from the model's distribution, below 1 from its likelier part, 0
+            takes the likeliest.
+        seed: of the draws.
+        device: cpu, cuda, or auto: cuda where there is one.
+    """
+
+    run: tyro.conf.Positional[Path]
+    prompt: str
+    tokens: int = 200
+    temperature: float = 0.8
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True)
+class ParamsOptions:
+    """Show the parameters of a model, and how a mesh splits them. No memory is needed for them.
+
+    Attributes:
+        model: name of a preset.
+        mesh: axes and sizes, such as dp=2,tp=4; empty: one rank.
+    """
+
+    model: str = "tiny"
+    mesh: str = ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, and return the exit code.
+
+    0 is success, 2 a mistake in what was asked for, 1 any other failure, 128 + n the end by signal
+    n after saving.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if given else 2
+    command, *rest = given
+    if command not in COMMANDS:
+        print(f"functron: {command!r}: {nearest(command, COMMANDS)}", file=sys.stderr)
+        return 2
+    program = {"train": _train, "sample": _sample, "params": _params}[command]
+    return launch.guarded(lambda: program(rest))
+
+
+def parse_train(arguments: Sequence[str]) -> TrainConfig:
+    """The configuration that these options ask for: defaults, preset, file, options, in this order.
+
+    A --model among the options replaces the architecture of the file.
+
+    Raises:
+        ValueError: an unknown preset, or what `functron.config.load` raises.
+        SystemExit: options that do not exist or do not parse (code 2), or --help.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--config", type=Path)
+    first.add_argument("--model")
+    early, _ = first.parse_known_args(arguments)
+    if early.config is not None:
+        base = load(early.config, model=early.model)
+    else:
+        base = with_model(TrainConfig(), early.model) if early.model else TrainConfig()
+    return tyro.cli(
+        TrainOptions,
+        args=arguments,
+        default=TrainOptions(early.config, base),
+        prog="functron train",
+        config=(tyro.conf.AvoidSubcommands,),
+    ).options
+
+
+def device_type(name: str) -> str:
+    """ "cpu" or "cuda" for the option --device.
+
+    Raises:
+        ValueError: cuda is asked for, and there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: got cuda; wanted a device of this machine; fix: --device cpu")
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _train(arguments: list[str]) -> int:
+    config = parse_train(arguments)
+    here = launch.process()
+    validate(config, processes=here.world_size if here else None)
+    kind = device_type(config.device)
+    if here is None and config.nproc:
+        return launch.launch(config.nproc, ["-m", "functron", "train", *arguments])
+    mesh = Mesh.parse(config.mesh)
+    if here is None:
+        run, out = prepare(config, mesh, kind), run_folder(config)
+    else:
+        bound, device = launch.join(mesh, here, kind)
+        run, shared = prepare(config, bound, device), [run_folder(config) if not here.rank else None]
+        dist.broadcast_object_list(shared, device=device)
+        out = shared[0]
+        assert out is not None
+    main_rank = here is None or here.rank == 0
+    if main_rank:
+        print("\n".join(_introduction(run, here)), flush=True)
+    outcome = train(run, out)
+    launch.leave()
+    if main_rank:
+        print("\n".join(_conclusion(outcome, out)), flush=True)
+    return exit_code(outcome.stopped_by)
+
+
+def _introduction(run, here: launch.Process | None) -> list[str]:
+    config, text = run.config, run.text
+    name = config.data or "this Python's documentation and standard library"
+    skipped = f", {text.num_skipped} files skipped (not text)" if text.num_skipped else ""
+    lines = [
+        f"model  {config.model}: {num_params(gpt.defs(config.gpt)):,} parameters",
+        f"data   {name}: {text.num_tokens:,} bytes in {text.num_documents} documents{skipped}",
+    ]
+    if here is not None:
+        lines.append(f"mesh   {config.mesh or 'one rank'}: {here.world_size} processes")
+    elif run.mesh.size > 1:
+        lines.append(
+            f"mesh   {config.mesh}: {run.mesh.size} ranks simulated in this process "
+            f"(--nproc {run.mesh.size} starts processes)"
+        )
+    return lines
+
+
+def _conclusion(outcome, out: Path) -> list[str]:
+    first, last = outcome.history[0], outcome.history[-1]
+    done = f"stopped after step {last['step']}" if outcome.stopped_by else "done"
+    return [
+        f"{done}: loss {first['loss']:.3f} -> {last['loss']:.3f}; the run is in {out}",
+        f"try it: functron sample {out} --prompt 'def '",
+    ]
+
+
+def _sample(arguments: list[str]) -> int:
+    options = tyro.cli(SampleOptions, args=arguments, prog="functron sample")
+    config = load(options.run / "config.toml")
+    path = checkpoint.latest(options.run / "checkpoints")
+    like = {"params": abstract_params(gpt.defs(config.gpt))}
+    device = device_type(options.device)
+    params = tree.map(lambda leaf: leaf.to(device), checkpoint.restore(path, like)["params"])
+    prompt = torch.tensor([list(options.prompt.encode())], dtype=torch.int64, device=device)
+    key = random.key(options.seed).to(device)
+    tokens = generate(
+        params, config.gpt, prompt, options.tokens, temperature=options.temperature, key=key
+    )
+    # a model may have more ids than there are bytes
+    print(bytes(t for t in tokens[0].tolist() if t < 256).decode(errors="replace"))
+    return 0
+
+
+def _params(arguments: list[str]) -> int:
+    options = tyro.cli(ParamsOptions, args=arguments, prog="functron params")
+    config, mesh = gpt.PRESETS[options.model], Mesh.parse(options.mesh)
+    defs = gpt.defs(config)
+    specs = param_specs(defs, gpt.rules(config, mesh))
+    rows = [("path", "shape", "logical axes", "spec", "local shape", "parameters", "bytes")]
+    total = total_bytes = local_bytes = 0
+    for path, d, spec in zip(tree.paths(defs), tree.leaves(defs), tree.leaves(specs), strict=True):
+        count, local = math.prod(d.shape), local_shape(d.shape, spec, mesh)
+        total, total_bytes = total + count, total_bytes + count * d.dtype.itemsize
+        local_bytes += math.prod(local) * d.dtype.itemsize
+        axes = " ".join(name or "-" for name in d.axes)
+        size = f"{count * d.dtype.itemsize:,}"
+        rows.append((path, str(d.shape), axes, str(spec), str(local), f"{count:,}", size))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:5], widths, strict=False)]
+        cells += [cell.rjust(width) for cell, width in zip(row[5:], widths[5:], strict=True)]
+        print("  ".join(cells).rstrip())
+    print(f"\n{total:,} parameters, {total_bytes:,} bytes; {local_bytes:,} bytes per rank")
+    return 0

@@ -1,0 +1,194 @@
+"""Processes: starting one per rank, joining those that torchrun started, and ending with them.
+
+The only module that reads torchrun's environment variables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from functron.spmd import BoundMesh, Mesh
+
+MARK = "functron-"
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among those of a job, as torchrun tells it.
+
+    Attributes:
+        rank: from 0, over all machines.
+        local_rank: from 0, on this machine.
+        world_size: the number of processes.
+        error_file: where the launcher looks for why this process failed; empty: nowhere.
+        launched_here: whether `launch` started it, which prints that file.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    error_file: str
+    launched_here: bool
+
+
+def process() -> Process | None:
+    """This process among those that torchrun (or `launch`) started; None where none did."""
+    env = os.environ
+    if not all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")):
+        return None
+    return Process(
+        int(env["RANK"]),
+        int(env["LOCAL_RANK"]),
+        int(env["WORLD_SIZE"]),
+        env.get("TORCHELASTIC_ERROR_FILE", ""),
+        env.get("TORCHELASTIC_RUN_ID", "").startswith(MARK),
+    )
+
+
+def join(mesh: Mesh, here: Process, device_type: str) -> tuple[BoundMesh, torch.device]:
+    """Meet the other processes, and bind `mesh` to them: (bound mesh, this process's device).
+
+    Collective. Gloo on CPU, NCCL on CUDA.
+
+    Raises:
+        ValueError: the mesh has not one rank per process.
+    """
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", here.local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    return mesh.bind(device_type), device
+
+
+def leave() -> None:
+    """Part from the other processes, if this one had joined any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def launch(nproc: int, arguments: Sequence[str]) -> int:
+    """Run ``python *arguments`` in `nproc` processes on this machine, through torchrun's launcher.
+
+    When one fails, the others are stopped within seconds; its traceback is printed, then one line.
+    SIGINT and SIGTERM are passed on, and the processes have 30 seconds to save and leave
+    (TORCH_ELASTIC_SHUTDOWN_TIMEOUT, where torch knows it, changes that).
+
+    The processors are divided among the processes unless OMP_NUM_THREADS is set.
+
+    Returns:
+        The exit code: 0, that of the process that failed first, or 128 + the signal.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // nproc) if _has_affinity() else 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        logs_specs=DefaultLogsSpecs(),
+        run_id=MARK + uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        rank, failure = first_failure(error)
+        print(_explain(rank, failure, nproc), file=sys.stderr, flush=True)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _has_affinity() -> bool:
+    return hasattr(os, "sched_getaffinity")  # not on macOS
+
+
+def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """The rank that failed first, and how.
+
+    torch orders failures by whole seconds, in which the others have long failed as well for want
+    of the first; so the finer time that `record_failure` wrote decides.
+    """
+    return min(error.failures.items(), key=lambda row: _failure_time(row[1]))
+
+
+def _failure_time(failure: ProcessFailure) -> float:
+    # A process that died without a word (killed) is the cause of those that complain later.
+    return float(_details(failure).get("time", failure.timestamp))
+
+
+def _details(failure: ProcessFailure) -> dict[str, Any]:
+    message = failure.message
+    return message.get("extraInfo", {}) if isinstance(message, dict) else {}
+
+
+def _explain(rank: int, failure: ProcessFailure, nproc: int) -> str:
+    signal_name = failure.signal_name() if failure.exitcode < 0 else ""
+    how = f"killed by {signal_name}" if signal_name else f"exit code {failure.exitcode}"
+    trace = _details(failure).get("py_callstack", "").rstrip()
+    summary = f"functron: rank {rank} failed first ({how}); all {nproc} processes were stopped"
+    return f"{trace}\n{summary}" if trace else summary
+
+
+def record_failure(here: Process, error: BaseException, text: str) -> None:
+    """Leave `text` for the launcher of this process, or print it where none would.
+
+    The file has torch.distributed.elastic's format, so that torchrun's summary shows it too.
+    """
+    if not here.launched_here:
+        lines = "".join(f"rank {here.rank}: {line}\n" for line in text.splitlines())
+        print(lines, end="", file=sys.stderr, flush=True)
+    if here.error_file:
+        now = time.time()
+        info = {"py_callstack": text, "timestamp": str(int(now)), "time": now}
+        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": info}
+        Path(here.error_file).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def guarded(program: Callable[[], int]) -> int:
+    """The exit code of `program()`: what a process of a job, or a lone one, should end with.
+
+    A ValueError, which is how functron names mistakes in what the user passed, is printed as its
+    message and gives 2; FloatingPointError (a loss that is not finite) likewise gives 1. Anything
+    else is a traceback and 1.
+    """
+    here = process()
+    try:
+        return program()
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, FloatingPointError) as error:
+        expected, text, code = True, str(error), 2 if isinstance(error, ValueError) else 1
+        failure: BaseException = error
+    except Exception as error:
+        expected, text, code = False, traceback.format_exc(), 1
+        failure = error
+    if here is not None:
+        record_failure(here, failure, text)
+        # The others may wait for this process in a collective: end without waiting for them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    print(f"functron: {text}" if expected else text, file=sys.stderr)
+    return code

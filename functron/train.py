@@ -1,0 +1,173 @@
+"""A training run from its configuration: mesh and rules, parameters, step, loop, run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from functron import checkpoint, metrics, optim, random, report
+from functron.config import TrainConfig, dump
+from functron.data import ByteText
+from functron.loop import Meter, Outcome, loop
+from functron.models import gpt
+from functron.params import decay_mask, param_specs
+from functron.spmd import DATA_AXES, BoundMesh, Mesh, gather
+from functron.step import State, init_state, make_step, state_specs
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The parts of a training run, put together from a `TrainConfig` by `prepare`.
+
+    Attributes:
+        config: what it was made from.
+        mesh: simulated, or bound to processes.
+        text: where batches come from.
+        state: before the first step: global values, or this rank's shards.
+        specs: the specs of `state`.
+        step: ``(state, batch) -> (state, metrics)``.
+        learning_rate: of each step.
+    """
+
+    config: TrainConfig
+    mesh: Mesh | BoundMesh
+    text: ByteText
+    state: State
+    specs: State
+    step: Callable
+    learning_rate: Callable
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """This process's part of the batch of `step`, on the device of the state."""
+        config, mesh = self.config, self.mesh
+        part = data_part(mesh) if isinstance(mesh, BoundMesh) else (0, 1)
+        host = self.text.batch(step, config.global_batch, part)
+        return {name: value.to(self.state.key.device) for name, value in host.items()}
+
+
+def prepare(
+    config: TrainConfig, mesh: Mesh | BoundMesh, device: torch.device | str = "cpu"
+) -> Run:
+    """The run that `config` describes, ready for its first step.
+
+    Raises:
+        ValueError: the data cannot be read, or the model cannot run on the mesh.
+    """
+    text = ByteText(config.data or None, config.seq, seed=config.seed)
+    model = config.gpt
+    defs = gpt.defs(model)
+    specs = param_specs(defs, gpt.rules(model, mesh))
+    schedule = optim.make_schedule(config.schedule)
+    optimizer = optim.make_optimizer(
+        config.optimizer, schedule, specs=specs, mask=decay_mask(defs)
+    )
+    stream = gpt.SEQUENCE_PARALLEL_STREAM if config.sequence_parallel else gpt.STREAM
+
+    def loss(params, batch, key):
+        key = key if model.dropout else None
+        return gpt.loss(
+            model, params, batch, key=key, stream=stream, remat=config.remat == "full"
+        )
+
+    step = make_step(
+        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=config.microbatches
+    )
+    state = init_state(random.key(config.seed).to(device), defs, specs, optimizer, mesh)
+    return Run(config, mesh, text, state, state_specs(specs, optimizer), step, schedule)
+
+
+def train(run: Run, out: Path | None) -> Outcome:
+    """Take the steps of `run`, and leave what a run folder holds in `out` (None: no files).
+
+    On a bound mesh every rank calls it, with the same `out`; rank 0 writes. Collectives: those of
+    the step, one all-reduce of a scalar per step and, at a checkpoint, the gathering of the state.
+    """
+    config, mesh, device = run.config, run.mesh, run.state.key.device
+    bound = isinstance(mesh, BoundMesh)
+    main = not isinstance(mesh, BoundMesh) or mesh.rank == 0
+
+    def across(number: float, operation: Any) -> float:
+        if not bound:
+            return number
+        value = torch.tensor(number, dtype=torch.float64, device=device)
+        dist.all_reduce(value, operation)
+        return float(value)
+
+    def save(state: State, step: int) -> None:
+        whole = gather(state, run.specs, mesh)
+        if main and out is not None:
+            checkpoint.save(out / "checkpoints" / str(step), whole, {"step": step})
+        if bound:
+            dist.barrier()
+
+    if main and out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        # the folder is where this run happens to lie, not part of what it computes
+        text = dump(dataclasses.replace(config, out=""))
+        (out / "config.toml").write_text(text, encoding="utf-8")
+    # measured on all ranks at the same time, as they will run
+    peak = metrics.peak_flops(device, config.gpt.torch_dtype)
+    meter = Meter(
+        learning_rate=run.learning_rate,
+        tokens_per_step=config.global_batch * config.seq,
+        flops_per_token=gpt.flops_per_token(config.gpt, config.seq),
+        peak_flops=across(peak, dist.ReduceOp.SUM),
+        device=device,
+    )
+    return loop(
+        run.step,
+        run.state,
+        run.batch,
+        steps=config.steps,
+        meter=meter,
+        save=save if out is not None else None,
+        save_every=config.checkpoint_every,
+        reporters=reporters(config, out) if main else [],
+        agree=lambda number: int(across(number, dist.ReduceOp.MAX)),
+    )
+
+
+def reporters(config: TrainConfig, out: Path | None) -> list[report.Reporter]:
+    """Where the records of a run go: always a progress bar, and the files of the run folder."""
+    found: list[report.Reporter] = [report.progress(config.steps)]
+    if out is None:
+        return found
+    found += [report.jsonl(out / "metrics.jsonl"), report.loss_picture(out / "loss.svg")]
+    if config.tensorboard:
+        found.append(report.tensorboard(out / "tensorboard"))
+    if config.wandb:
+        found.append(report.wandb(out, dataclasses.asdict(config)))
+    return found
+
+
+def data_part(mesh: BoundMesh) -> tuple[int, int]:
+    """Which part of a batch this rank gets, ``(index, count)``: row-major over the data axes."""
+    index, count = 0, 1
+    for axis in DATA_AXES:
+        index = index * mesh[axis] + mesh.coordinate.get(axis, 0)
+        count *= mesh[axis]
+    return index, count
+
+
+def run_folder(config: TrainConfig) -> Path:
+    """The folder that `config` names, or the first unused of runs/MODEL-1, runs/MODEL-2, ...
+
+    It exists afterwards, so that no other run takes it.
+    """
+    if config.out:
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+        return Path(config.out)
+    for number in itertools.count(1):
+        path = Path("runs") / f"{config.model}-{number}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable")

@@ -1,0 +1,133 @@
+"""Tensor-parallel self-attention against a loop over heads and queries."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import functron as ft
+from functron import Mesh, nn
+
+BATCH, SEQ, EMBED, HEAD_DIM = 4, 8, 6, 4
+KV_HEADS = pytest.mark.parametrize("kv_heads", [8, 4], ids=["mha", "gqa"])
+
+
+def config(kv_heads, heads=8, **options):
+    return nn.AttentionConfig(EMBED, heads, kv_heads, HEAD_DIM, **options)
+
+
+def rotary():
+    """Tables in float64 that are not rounded, so that both sides can be compared to 1e-10."""
+    angles = torch.arange(SEQ, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.3])
+    return angles.cos(), angles.sin()
+
+
+def formula(c, rope):
+    """Attention head by head and query by query; heads of keys are shared by consecutive queries."""
+
+    def project(params, x, head):
+        y = x @ params["w"][:, head]
+        return y + params["b"][head] if "b" in params else y
+
+    def normalise(params, x):
+        return x / (x.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * params["scale"]
+
+    def rotate(x):
+        if rope is None:
+            return x
+        z = torch.complex(x[..., : HEAD_DIM // 2], x[..., HEAD_DIM // 2 :]) * torch.complex(*rope)
+        return torch.cat([z.real, z.imag], -1)
+
+    def dense(params, x):
+        total = torch.zeros_like(x)
+        for head in range(c.num_heads):
+            shared = head // (c.num_heads // c.num_kv_heads)
+            q = project(params["q"], x, head)
+            k = project(params["k"], x, shared)
+            v = project(params["v"], x, shared)
+            if c.qk_norm:
+                q, k = normalise(params["q_norm"], q), normalise(params["k_norm"], k)
+            q, k = rotate(q), rotate(k)
+            rows = []
+            for t in range(SEQ):
+                scores = (k[:, : t + 1] * q[:, t : t + 1]).sum(-1) / math.sqrt(HEAD_DIM)
+                weights = torch.softmax(scores, -1)
+                rows.append((weights.unsqueeze(-1) * v[:, : t + 1]).sum(1))
+            total = total + torch.stack(rows, 1) @ params["out"]["w"][head]
+        return total + params["out"]["b"] if "b" in params["out"] else total
+
+    return dense
+
+
+@pytest.fixture
+def check(agrees, draw, specs, randn):
+    def run(c, mesh, stream, rope=None, **rules):
+        defs = nn.attention_defs(c, stddev=1.0, out_stddev=1.0, dtype=torch.float64)
+
+        def layer(params, x):
+            return nn.self_attention(params, x, c, rope=rope, stream=stream)
+
+        args = (draw(defs), randn(BATCH, SEQ, EMBED))
+        agrees(layer, formula(c, rope), args, mesh, (specs(defs, **rules), stream), stream)
+
+    return run
+
+
+@KV_HEADS
+def test_plain(check, mesh, stream, kv_heads):
+    check(config(kv_heads), mesh, stream)
+
+
+@KV_HEADS
+def test_rope_biases_and_qk_norm(check, mesh, stream, kv_heads):
+    c = config(kv_heads, bias=True, out_bias=True, qk_norm=True, norm_eps=1e-3)
+    check(c, mesh, stream, rotary())
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_fewer_key_heads_than_ranks(check, mesh, stream, kv_heads):
+    if kv_heads == 2 and mesh["tp"] == 2:
+        pytest.skip("covered where heads divide")
+    c = config(kv_heads, bias=True)
+    check(c, mesh, stream, rotary(), kv_heads=None)
+
+
+def test_eight_ranks(check, stream):
+    check(config(8, qk_norm=True), Mesh(tp=8), stream, rotary())
+    check(config(2), Mesh(tp=8), stream, rotary(), kv_heads=None)
+
+
+def test_the_future_does_not_matter(draw, randn):
+    c = config(4)
+    params = draw(nn.attention_defs(c, stddev=1.0, out_stddev=1.0, dtype=torch.float64))
+    x = randn(BATCH, SEQ, EMBED)
+
+    def run(x):
+        return nn.self_attention(params, x, c, rope=rotary(), stream=ft.P(ft.DATA_AXES))
+
+    changed = x.clone()
+    changed[:, 5:] += 1
+    assert torch.equal(run(x)[:, :5], run(changed)[:, :5])
+    assert not torch.allclose(run(x)[:, 5:], run(changed)[:, 5:])
+
+
+def test_defs():
+    c = config(2, bias=True, out_bias=True, qk_norm=True)
+    defs = nn.attention_defs(c, stddev=0.1, out_stddev=0.05, dtype=torch.float32)
+    shapes = {path: leaf.shape for path, leaf in zip(ft.tree.paths(defs), ft.tree.leaves(defs), strict=True)}
+    assert shapes == {
+        "q/w": (EMBED, 8, HEAD_DIM),
+        "q/b": (8, HEAD_DIM),
+        "k/w": (EMBED, 2, HEAD_DIM),
+        "k/b": (2, HEAD_DIM),
+        "v/w": (EMBED, 2, HEAD_DIM),
+        "v/b": (2, HEAD_DIM),
+        "out/w": (8, HEAD_DIM, EMBED),
+        "out/b": (EMBED,),
+        "q_norm/scale": (HEAD_DIM,),
+        "k_norm/scale": (HEAD_DIM,),
+    }
+    assert defs["q"]["w"].init.stddev == 0.1
+    assert defs["out"]["w"].init.stddev == 0.05
