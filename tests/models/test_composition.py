@@ -144,7 +144,9 @@ def test_differentiated_from_outside(mesh, stream, remat):
     assert_equal(got_value, got_grads, value, grads)
 
     total = (data["targets"] != ft.nn.IGNORE_INDEX).sum()
-    plain = functools.partial(mean_loss, config, gpt.STREAM, False, data=data, key=None, total=total)
+    plain = functools.partial(
+        mean_loss, config, gpt.STREAM, False, data=data, key=None, total=total
+    )
 
     def product(loss):
         """H v by reverse over reverse, v = cos(w)."""

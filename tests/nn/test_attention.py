@@ -116,7 +116,10 @@ def test_the_future_does_not_matter(draw, randn):
 def test_defs():
     c = config(2, bias=True, out_bias=True, qk_norm=True)
     defs = nn.attention_defs(c, stddev=0.1, out_stddev=0.05, dtype=torch.float32)
-    shapes = {path: leaf.shape for path, leaf in zip(ft.tree.paths(defs), ft.tree.leaves(defs), strict=True)}
+    shapes = {
+        path: leaf.shape
+        for path, leaf in zip(ft.tree.paths(defs), ft.tree.leaves(defs), strict=True)
+    }
     assert shapes == {
         "q/w": (EMBED, 8, HEAD_DIM),
         "q/b": (8, HEAD_DIM),

@@ -121,6 +121,9 @@ def test_ranks_exchange_three_numbers_per_token(randn, monkeypatch):
         monkeypatch.setattr(lax, name, recording(name))
     ids = targets(13)
     ft.shard_map(
-        lambda x: nn.cross_entropy(x, ids, vocab_size=13, z_loss=0.1), Mesh(tp=4), (LOGITS,), P(DATA_AXES)
+        lambda x: nn.cross_entropy(x, ids, vocab_size=13, z_loss=0.1),
+        Mesh(tp=4),
+        (LOGITS,),
+        P(DATA_AXES),
     )(randn(BATCH, SEQ, PADDED))
     assert sorted(sizes) == [("pmax", BATCH * SEQ), ("psum", BATCH * SEQ), ("psum", BATCH * SEQ)]

@@ -82,8 +82,7 @@ def test_causal_attention_ignores_later_keys():
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (2, 1, 3), (0, None, None), (None, 0, 1)])
 def test_vmap(causal, in_dims):
     operands = [
-        x[0] if dim is None else x.movedim(0, dim)
-        for x, dim in zip(qkv(4), in_dims, strict=True)
+        x[0] if dim is None else x.movedim(0, dim) for x, dim in zip(qkv(4), in_dims, strict=True)
     ]
     rows = [
         [x if dim is None else x.select(dim, row) for x, dim in zip(operands, in_dims, strict=True)]
@@ -144,8 +143,19 @@ def test_jvp(causal):
     operands, tangents = tuple(qkv()), tuple(qkv(seed=1))
     actual = jvp(lambda *x: attention(*x, causal=causal), operands, tangents)
     close(actual, jvp(lambda *x: formula(*x, causal=causal), operands, tangents))
-    one = jvp(lambda k: attention(operands[0], k, operands[2], causal=causal), operands[1:2], tangents[1:2])
-    close(one, jvp(lambda k: formula(operands[0], k, operands[2], causal=causal), operands[1:2], tangents[1:2]))
+    one = jvp(
+        lambda k: attention(operands[0], k, operands[2], causal=causal),
+        operands[1:2],
+        tangents[1:2],
+    )
+    close(
+        one,
+        jvp(
+            lambda k: formula(operands[0], k, operands[2], causal=causal),
+            operands[1:2],
+            tangents[1:2],
+        ),
+    )
 
 
 @CAUSAL
@@ -153,7 +163,9 @@ def test_jvp_under_vmap(causal):
     operands, tangents = tuple(qkv(3)), tuple(qkv(3, seed=1))
 
     def pushed(function):
-        return vmap(lambda x, t: jvp(lambda *y: function(*y, causal=causal), x, t))(operands, tangents)
+        return vmap(lambda x, t: jvp(lambda *y: function(*y, causal=causal), x, t))(
+            operands, tangents
+        )
 
     close(pushed(attention), pushed(formula))
 

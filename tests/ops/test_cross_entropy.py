@@ -168,7 +168,13 @@ def test_vmap(in_dims):
     ]
     actual = vmap(lambda x, i: log_sum_exp_and_target(x, i, VALID), in_dims)(*operands)
     expected = [
-        formula(*(x if dim is None else x.select(dim, row) for x, dim in zip(operands, in_dims, strict=True)), VALID)
+        formula(
+            *(
+                x if dim is None else x.select(dim, row)
+                for x, dim in zip(operands, in_dims, strict=True)
+            ),
+            VALID,
+        )
         for row in range(3)
     ]
     lse, target = (torch.stack(part) for part in zip(*expected, strict=True))

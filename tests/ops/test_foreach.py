@@ -98,7 +98,7 @@ def test_dense_functions_see_one_layout(transposed):
     adam_(*[[x] for x in expected])
 
     p, m, v, g = tensors()
-    turn = lambda x: x.t().contiguous().t()  # noqa: E731
+    turn = lambda x: x.t().contiguous().t()
     if transposed in ("params", "both"):
         p = turn(p)
     if transposed in ("updates", "both"):

@@ -277,7 +277,7 @@ def test_fused_step_keeps_the_same_tensors():
 
 def test_state_specs_cover_the_state():
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(SCHEDULE))
-    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    is_spec = lambda x: isinstance(x, P)
     state = optimizer.init(random(0))
     specs = tree.broadcast_prefix(optimizer.specs(SPECS), state, is_leaf=is_spec)
     found = dict(zip(tree.paths(state), specs, strict=True))

@@ -1,0 +1,194 @@
+"""Run by test_distributed.py under torchrun with 4 processes: bound programs against simulated.
+
+The simulation itself is tested against JAX; here every rank compares what the process groups give
+with its shard of what the simulation gives, for values, gradients and second derivatives.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import functron as ft
+from functron import Mesh, P, gpt, lax, optim, random, tree
+from functron.spmd import spec as sharding
+
+torch.set_default_dtype(torch.float64)
+MESH = Mesh(dp=2, tp=2)
+ALL = ("dp", "tp")
+generator = torch.Generator().manual_seed(0)
+
+
+def randn(*shape):
+    return torch.randn(*shape, generator=generator)
+
+
+def compare(name, got, want, specs, bound, tolerance=1e-12):
+    flat = tree.broadcast_prefix(specs, want, is_leaf=sharding.is_spec)
+    for a, b, spec in zip(tree.leaves(got), tree.leaves(want), flat, strict=True):
+        part = sharding.shard(b, spec, MESH, bound.coordinate)
+        assert (a.dtype, a.shape) == (part.dtype, part.shape), (name, a, part)
+        torch.testing.assert_close(a, part, rtol=tolerance, atol=tolerance, msg=lambda m: name + m)
+
+
+S = P("dp", "tp")
+VALUES = {
+    "psum": (lambda x: lax.psum(x, "tp"), P("dp")),
+    "psum_tuple": (lambda x: lax.psum(x, ALL), P()),
+    "psum_bool": (lambda x: lax.psum(x > 0, "tp"), P("dp")),
+    "pmean": (lambda x: lax.pmean(x, "dp"), P(None, "tp")),
+    "pmax": (lambda x: lax.pmax(x, ALL), P()),
+    "pmin_int": (lambda x: lax.pmin((10 * x).to(torch.int64), "tp"), P("dp")),
+    "pmax_bool": (lambda x: lax.pmax(x > 0, "tp"), P("dp")),
+    "all_gather": (lambda x: lax.all_gather(x, "tp", axis=1), P("dp")),
+    "all_gather_tuple": (lambda x: lax.all_gather(x, ("tp", "dp"), axis=-1), P()),
+    "all_gather_bool": (lambda x: lax.all_gather(x > 0, "tp", axis=1, tiled=True), P("dp")),
+    "psum_scatter": (lambda x: lax.psum_scatter(x, "tp", tiled=True), P(("dp", "tp"))),
+    "psum_scatter_tuple": (
+        lambda x: lax.psum_scatter(x, ("tp", "dp"), scatter_dimension=1, tiled=True),
+        P(None, ("tp", "dp")),
+    ),
+    "psum_scatter_int": (
+        lambda x: lax.psum_scatter((9 * x).to(torch.int32), "tp", tiled=True), P(("dp", "tp")),
+    ),
+    "all_to_all": (lambda x: lax.all_to_all(x, "tp", 0, 1, tiled=True), P(("dp", "tp"))),
+    "all_to_all_tuple": (lambda x: lax.all_to_all(x, ALL, 1, 0, tiled=True), P(None, ALL)),
+    "all_to_all_untiled": (lambda x: lax.all_to_all(x[:2], "dp", 0, 1), P("tp", "dp")),
+    "ppermute": (lambda x: lax.ppermute(x, "tp", [(0, 1), (1, 0)]), S),
+    "ppermute_partial": (lambda x: lax.ppermute(x, "dp", [(1, 0)]), S),
+    "ppermute_tuple": (lambda x: lax.ppermute(x, ALL, [(0, 3), (3, 1)]), S),
+    "pbroadcast": (lambda x: lax.pbroadcast(x, ALL, 2), P()),
+    "axis_index": (lambda x: x + lax.axis_index(ALL), S),
+    "assume_replicated": (lambda x: lax.assume_replicated(lax.psum(x, "tp"), "dp") * 0, P()),
+}  # fmt: skip
+
+
+def check_values(bound):
+    x = randn(8, 8)
+    mine = sharding.shard(x, S, MESH, bound.coordinate)
+    for name, (program, out) in VALUES.items():
+        want = ft.shard_map(program, MESH, S, out)(x)
+        compare(name, ft.shard_map(program, bound, S, out)(mine), want, out, bound)
+
+
+def check_derivatives(bound):
+    """Boundary cotangents, gradients inside and outside, Hessian-vector products."""
+    specs = {"up": P(None, "tp"), "down": P("tp"), "scale": P()}
+    w = {"up": randn(8, 16), "down": randn(16, 8), "scale": randn(8)}
+    x = randn(8, 8)
+    local = ft.shard((w, x), (specs, P("dp")), bound)
+
+    def mlp(w, x):
+        y = lax.psum(torch.tanh((x * w["scale"]) @ w["up"]) @ w["down"], "tp")
+        y = lax.all_gather(y, "tp", axis=1, tiled=True)[:, ::2] + y
+        return lax.pmean(lax.ppermute(y, "dp", [(0, 1)]).pow(2).sum() + y.sum(), "dp")
+
+    def maps(mesh):
+        return ft.shard_map(mlp, mesh, (specs, P("dp")), P())
+
+    def gradients(mesh):
+        def program(w, x):
+            value, grads = ft.value_and_grad(ft.remat(mlp))(w, x)
+            return value, ft.sync_gradients(grads, specs)
+
+        return ft.shard_map(program, mesh, (specs, P("dp")), (P(), specs))
+
+    compare("inside", gradients(bound)(*local), gradients(MESH)(w, x), (P(), specs), bound)
+    both = torch.func.grad(maps(bound), (0, 1))(*local)
+    compare("outside", both, torch.func.grad(maps(MESH), (0, 1))(w, x), (specs, P("dp")), bound)
+    taped = tree.map(lambda leaf: leaf.clone().requires_grad_(), local[0])
+    maps(bound)(taped, local[1]).backward()
+    got = tree.map(lambda leaf: leaf.grad, taped)
+    compare("tape", got, torch.func.grad(maps(MESH))(w, x), specs, bound)
+
+    def hvp(mesh, w, x):
+        v = tree.map(torch.cos, w)
+        return torch.func.jvp(lambda w: torch.func.grad(maps(mesh))(w, x), (w,), (v,))[1]
+
+    compare("hvp", hvp(bound, *local), hvp(MESH, w, x), specs, bound, 1e-10)
+
+
+def check_closures(bound):
+    """A replicated tensor that the program closes over gets the sum of all ranks' cotangents."""
+    scale, x = randn(8), randn(8, 8)
+
+    def loss(mesh, scale, x):
+        def program(x):
+            return lax.pmean((torch.tanh(x * scale) ** 2).sum(), "dp")
+
+        return ft.shard_map(program, mesh, P("dp"), P())(x)
+
+    local = ft.shard(x, P("dp"), bound)
+    got = torch.func.grad(lambda s: loss(bound, s, local))(scale)
+    compare("closure", got, torch.func.grad(lambda s: loss(MESH, s, x))(scale), P(), bound)
+    taped = scale.clone().requires_grad_()
+    loss(bound, taped, local).backward()
+    compare("closure tape", taped.grad, got, P(), bound)
+
+
+def check_refusals(bound):
+    """Broken programs are refused on fake tensors before the first collective: none hangs."""
+    x = sharding.shard(randn(8, 8), S, MESH, bound.coordinate)
+    for program, out, message in (
+        (lambda x: x * 2, P("dp"), "varies over 'tp'"),
+        (lambda x: lax.psum(lax.psum(x, "tp"), "tp"), P("dp"), "redundant reduction"),
+        (lambda x: lax.psum(x, "tq"), P("dp"), "unbound axis name"),
+    ):
+        with pytest.raises(ValueError, match=message) as refused:
+            ft.shard_map(program, bound, S, out)(x)
+        assert "gloo_program.py" in str(refused.value)
+    with pytest.raises(ValueError, match="got 4 processes; wanted 3 processes"):
+        Mesh(dp=3).bind()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ft.shard_map(lambda x: lax.psum(x * x.sum().item(), "tp"), bound, S, P("dp"))(x)
+    assert any("could not be checked" in str(w.message) for w in caught)
+
+
+def check_training(bound):
+    """Three steps of the decoder, dropout and microbatches included; init bitwise equal."""
+    config = gpt.GPTConfig(
+        vocab_size=60, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48,
+        max_seq=16, dropout=0.1, dtype="float64",
+    )  # fmt: skip
+    tokens = torch.randint(0, 60, (8, 17), generator=generator)
+    data = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(8)}
+
+    def train(mesh, stream):
+        defs = gpt.defs(config)
+        specs = ft.param_specs(defs, gpt.rules(config, mesh))
+        optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), optim.adamw(1e-2))
+        state = ft.init_state(random.key(0), defs, specs, optimizer, mesh)
+        first = tree.map(torch.clone, state.params)
+
+        def loss(params, batch, key):
+            return gpt.loss(config, params, batch, key=key, stream=stream)
+
+        step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=2)
+        history = []
+        for _ in range(3):
+            state, metrics = step(state, ft.shard(data, P(ft.DATA_AXES), mesh))
+            history.append(metrics)
+        return first, state.params, history, specs
+
+    for stream in (gpt.STREAM, gpt.SEQUENCE_PARALLEL_STREAM):
+        first, last, history, _ = train(bound, stream)
+        want_first, want_last, want_history, specs = train(MESH, stream)
+        compare("init", first, want_first, specs, bound, 0.0)
+        compare("params", last, want_last, specs, bound, 1e-9)
+        compare("metrics", history, want_history, P(), bound, 1e-10)
+        whole = ft.gather(last, specs, bound)
+        compare("gather", whole, want_last, P(), bound, 1e-9)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    mesh = MESH.bind()
+    for check in (check_values, check_derivatives, check_closures, check_refusals, check_training):
+        check(mesh)
+        if dist.get_rank() == 0:
+            print(f"{check.__name__}: ok", flush=True)
+    dist.destroy_process_group()

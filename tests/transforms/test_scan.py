@@ -1,0 +1,51 @@
+"""scan against jax.lax.scan and a plain loop."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+from jax import numpy as jnp
+
+import functron as ft
+
+
+def test_against_jax():
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=(5, 3, 3)), rng.normal(size=3)
+
+    def ours(c, layer):
+        c = torch.tanh(c @ layer["w"])
+        return c, {"sum": c.sum(), "c": c}
+
+    def theirs(c, layer):
+        c = jnp.tanh(c @ layer["w"])
+        return c, {"sum": c.sum(), "c": c}
+
+    with jax.enable_x64(True):
+        want = jax.lax.scan(theirs, jnp.asarray(x), {"w": jnp.asarray(w)})
+        grads = jax.grad(lambda w: jax.lax.scan(theirs, jnp.asarray(x), {"w": w})[0].sum())(w)
+    got = ft.scan(ours, torch.from_numpy(x), {"w": torch.from_numpy(w)})
+    for a, b in zip(ft.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+    dw = ft.grad(lambda w: ft.scan(ours, torch.from_numpy(x), {"w": w})[0].sum())
+    np.testing.assert_allclose(dw(torch.from_numpy(w)), grads, rtol=1e-12)
+
+
+def test_without_xs_it_counts():
+    carry, ys = ft.scan(lambda c, _: (c + 1, c), torch.tensor(0), None, length=4)
+    assert carry == 4
+    assert ys.tolist() == [0, 1, 2, 3]
+
+
+def test_ys_may_be_none():
+    carry, ys = ft.scan(lambda c, x: (c + x, None), torch.tensor(0.0), torch.ones(3))
+    assert carry == 3
+    assert ys is None
+
+
+def test_errors():
+    xs = {"a": torch.ones(3, 2), "b": torch.ones(4), "c": torch.ones(())}
+    with pytest.raises(ValueError, match=r"(?s)xs/b: got shape \(4,\).*xs/c: got shape \(\)"):
+        ft.scan(lambda c, x: (c, None), 0, xs)
+    with pytest.raises(ValueError, match="pass length="):
+        ft.scan(lambda c, x: (c, None), 0, None)
