@@ -154,7 +154,10 @@ def _train(arguments: list[str]) -> int:
         run, out = prepare(config, mesh, kind), run_folder(config)
     else:
         bound, device = launch.join(mesh, here, kind)
-        run, shared = prepare(config, bound, device), [run_folder(config) if not here.rank else None]
+        run, shared = (
+            prepare(config, bound, device),
+            [run_folder(config) if not here.rank else None],
+        )
         dist.broadcast_object_list(shared, device=device)
         out = shared[0]
         assert out is not None

@@ -51,9 +51,7 @@ class Run:
         return {name: value.to(self.state.key.device) for name, value in host.items()}
 
 
-def prepare(
-    config: TrainConfig, mesh: Mesh | BoundMesh, device: torch.device | str = "cpu"
-) -> Run:
+def prepare(config: TrainConfig, mesh: Mesh | BoundMesh, device: torch.device | str = "cpu") -> Run:
     """The run that `config` describes, ready for its first step.
 
     Raises:
@@ -64,16 +62,12 @@ def prepare(
     defs = gpt.defs(model)
     specs = param_specs(defs, gpt.rules(model, mesh))
     schedule = optim.make_schedule(config.schedule)
-    optimizer = optim.make_optimizer(
-        config.optimizer, schedule, specs=specs, mask=decay_mask(defs)
-    )
+    optimizer = optim.make_optimizer(config.optimizer, schedule, specs=specs, mask=decay_mask(defs))
     stream = gpt.SEQUENCE_PARALLEL_STREAM if config.sequence_parallel else gpt.STREAM
 
     def loss(params, batch, key):
         key = key if model.dropout else None
-        return gpt.loss(
-            model, params, batch, key=key, stream=stream, remat=config.remat == "full"
-        )
+        return gpt.loss(model, params, batch, key=key, stream=stream, remat=config.remat == "full")
 
     step = make_step(
         loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=config.microbatches

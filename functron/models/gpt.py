@@ -114,7 +114,7 @@ class GPTConfig:
             value = getattr(self, name)
             if value not in get_args(kind):
                 fix = nearest(str(value), get_args(kind))
-                found.append(Problem(name, repr(value), f"one of {get_args(kind)}", fix))
+                found.append(Problem(name, repr(value), "a known name", fix))
         if not 0 <= self.dropout < 1:
             found.append(Problem("dropout", str(self.dropout), "at least 0 and below 1"))
         return found + misfits

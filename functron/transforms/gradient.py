@@ -8,7 +8,7 @@ and `torch.func.vjp` otherwise, and keep the graph only where something outside 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -55,25 +55,22 @@ def value_and_grad(
         chosen = tuple(args[position] for position in positions)
         leaves, structure = tree.flatten(chosen)
         _check_leaves(tree.paths(chosen), leaves)
-        aux: list[Any] = []
+        split = _Split()
 
         def scalar(*flat):
             new = list(args)
             for position, value in zip(positions, tree.unflatten(structure, flat), strict=True):
                 new[position] = value
             out = f(*new, **kwargs)
-            value, extra = out if has_aux else (out, None)
+            value, aux = out if has_aux else (out, None)
             _check_loss(value)
-            aux[:] = [extra]
-            return value
+            return value, split.tensors(aux)
 
-        outer = _outer_tape(f, (args, kwargs))
-        value, pullback = _pullback(scalar, leaves, outer)
+        value, aux, pullback = _pullback(scalar, leaves, _outer_tape(f, (args, kwargs)))
         seed = torch.full_like(value, 1 / _num_ranks())
         grads = tree.unflatten(structure, [_share(leaf) for leaf in pullback(seed)])
         grads = grads[0] if isinstance(argnums, int) else grads
-        extra = tree.map(_detach, aux[0]) if not outer else aux[0]
-        return ((value, extra) if has_aux else value), grads
+        return ((value, split.join(aux)) if has_aux else value), grads
 
     return wrapped
 
@@ -105,25 +102,31 @@ def vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
     """
     leaves, structure = tree.flatten(primals)
     moving = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
-    shape: list[tree.Structure] = []
+    split = _Split()
 
     def flat(*values):
         full = list(leaves)
         for i, value in zip(moving, values, strict=True):
             full[i] = value
-        outputs, out_structure = tree.flatten(f(*tree.unflatten(structure, full)))
-        shape[:] = [out_structure]
-        return tuple(outputs)
+        outputs = split.tensors(f(*tree.unflatten(structure, full)))
+        floats = tuple(value for value in outputs if _is_float(value))
+        return floats, [value for value in outputs if not _is_float(value)]
 
-    outputs, pull = _pullback(flat, [leaves[i] for i in moving], _outer_tape(f, primals))
+    outer = _outer_tape(f, primals)
+    floats, others, pull = _pullback(flat, [leaves[i] for i in moving], outer)
+    pool = (iter(floats), iter(others))
+    outputs = [next(pool[0] if is_float else pool[1]) for is_float in split.is_float]
 
     def pullback(cotangent: tree.Tree) -> tuple:
+        given = split.tensors_of(cotangent)
+        pairs = zip(given, split.is_float, strict=True)
+        moved = pull(tuple(value for value, is_float in pairs if is_float))
         full: list[Any] = [None] * len(leaves)
-        for i, value in zip(moving, pull(tuple(shape[0].flatten_up_to(cotangent))), strict=True):
+        for i, value in zip(moving, moved, strict=True):
             full[i] = value
         return tree.unflatten(structure, full)
 
-    return tree.unflatten(shape[0], outputs), pullback
+    return split.join(outputs), pullback
 
 
 def sync_gradients(grads: tree.Tree, specs: tree.Tree) -> tree.Tree:
@@ -194,9 +197,27 @@ def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
-def _detach(leaf: Any) -> Any:
-    plain = isinstance(leaf, torch.Tensor) and not compat.is_wrapped(leaf)
-    return leaf.detach() if plain else leaf
+class _Split:
+    """A tree taken apart into its tensors, which transforms track, and the rest."""
+
+    def tensors(self, value: tree.Tree) -> list[torch.Tensor]:
+        leaves, self.structure = tree.flatten(value)
+        self.rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.positions = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+        found = [leaves[i] for i in self.positions]
+        self.is_float = [_is_float(leaf) for leaf in found]
+        return found
+
+    def tensors_of(self, other: tree.Tree) -> list:
+        """What `other`, of the same structure, has where the first had tensors."""
+        flat = self.structure.flatten_up_to(other)
+        return [flat[i] for i in self.positions]
+
+    def join(self, tensors: Iterable[torch.Tensor]) -> tree.Tree:
+        full = list(self.rest)
+        for i, tensor in zip(self.positions, tensors, strict=True):
+            full[i] = tensor
+        return tree.unflatten(self.structure, full)
 
 
 def _check_leaves(paths: list[str], leaves: list) -> None:
@@ -247,24 +268,25 @@ def _outer_tape(f: Callable, args: tree.Tree) -> bool:
     )
 
 
-def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, Callable]:
-    """``f(*leaves)`` and the function from its cotangent to those of `leaves`."""
+def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, list, Callable]:
+    """``out, aux = f(*leaves)``, and the function from out's cotangent to those of `leaves`."""
     if compat.transforms_active() or keep:
-        out, pull = torch.func.vjp(f, *leaves)[:2]
-        return out, lambda cotangent: pull(cotangent, retain_graph=keep, create_graph=keep)
+        out, pull, aux = torch.func.vjp(f, *leaves, has_aux=True)  # pyright: ignore
+        return out, aux, lambda ct: pull(ct, retain_graph=keep, create_graph=keep)
 
     with torch.enable_grad():
         inputs = [leaf.detach().requires_grad_() for leaf in leaves]
-        out = f(*inputs)
-    single = isinstance(out, torch.Tensor)
-    taped = [value for value in ((out,) if single else out) if value.requires_grad]
+        out, aux = f(*inputs)
+    outputs = (out,) if isinstance(out, torch.Tensor) else out
+    taped = [value for value in outputs if value.requires_grad]
 
     def tape_pullback(cotangent):
-        pairs = zip((out,) if single else out, (cotangent,) if single else cotangent, strict=True)
-        seeds = [seed for value, seed in pairs if value.requires_grad]
+        given = (cotangent,) if isinstance(out, torch.Tensor) else cotangent
+        seeds = [seed for value, seed in zip(outputs, given, strict=True) if value.requires_grad]
         if not taped:
             return [torch.zeros_like(leaf) for leaf in leaves]
         return torch.autograd.grad(taped, inputs, seeds, allow_unused=True, materialize_grads=True)
 
+    single = isinstance(out, torch.Tensor)
     plain = out.detach() if single else tuple(value.detach() for value in out)
-    return plain, tape_pullback
+    return plain, [value.detach() for value in aux], tape_pullback
