@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from functron import checkpoint, launch, random
+from functron import checkpoint, launch, random, tree
 from functron.config import TrainConfig, load, validate, with_model
 from functron.errors import nearest
 from functron.loop import exit_code
@@ -25,7 +24,6 @@ from functron.sample import generate
 from functron.spmd import Mesh
 from functron.spmd.spec import local_shape
 from functron.train import prepare, run_folder, train
-from functron import tree
 
 USAGE = """usage: functron COMMAND [OPTIONS]
 

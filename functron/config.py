@@ -212,7 +212,8 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
         _try(lambda: gpt.rules(config.gpt, mesh), messages)
     problems += _number_problems(config)
     problems += optimizer_problems(config.optimizer)
-    problems += schedule_problems(config.schedule, "learning_rate")
+    if config.steps >= 1:
+        problems += schedule_problems(config.schedule, "learning_rate")
     problems += _out_problems(config.out)
     if config.gpt.vocab_size < ByteText.vocab_size:
         got = f"{config.gpt.vocab_size} token ids"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -177,7 +178,11 @@ def guarded(program: Callable[[], int]) -> int:
     try:
         return program()
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # the reader of our output has left, as head does; Python must not flush to it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ValueError, FloatingPointError) as error:
         expected, text, code = True, str(error), 2 if isinstance(error, ValueError) else 1
         failure: BaseException = error

@@ -16,7 +16,6 @@ from functron import report
 from functron.interrupt import stop_requests
 from functron.metrics import peak_memory_bytes
 
-
 METRICS = ("loss", "grad_norm")
 
 

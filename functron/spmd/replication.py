@@ -59,10 +59,11 @@ def check_outputs(
     outputs: Sequence[Any],
     specs: Sequence[P | None],
     paths: Sequence[str],
+    axes: Sequence[str],
     where: str,
     recorder: LineRecorder | None,
 ) -> None:
-    """Check that no output varies over an axis that its spec does not mention.
+    """Check that no output varies over one of `axes` that its spec does not mention.
 
     Raises:
         VaryingOutputError: with the path, the axis, the line and the fix of every offender.
@@ -72,16 +73,17 @@ def check_outputs(
         problem
         for value, spec, path in rows
         if spec is not None
-        for problem in _unreduced(value, spec, path, recorder)
+        for problem in _unreduced(value, spec, path, axes, recorder)
     ]
     raise_problems(f"{where} returns values that vary where out_specs say they do not", problems,
                    VaryingOutputError)  # fmt: skip
 
 
-def _unreduced(value, spec: P, path: str, recorder: LineRecorder | None) -> Iterator[Problem]:
-    mentioned = spec_axes(spec)
+def _unreduced(
+    value: Any, spec: P, path: str, axes: Sequence[str], recorder: LineRecorder | None
+) -> Iterator[Problem]:
     for axis in varying_axes(value):
-        if axis not in mentioned:
+        if axis in axes and axis not in spec_axes(spec):
             line = recorder.line(value) if recorder else None
             yield Problem(
                 f"output {path}" if path else "output",

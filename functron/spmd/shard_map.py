@@ -107,39 +107,32 @@ class _Mapped:
         return self._simulate(self.mesh, leaves, structure, specs)
 
     def _flatten(self, args: tuple) -> tuple[list, tree.Structure, list[P | None]]:
-        is_static = self._static_positions(args)
-        leaves, structure = tree.flatten(
-            tuple(
-                _Static(arg) if static else arg for arg, static in zip(args, is_static, strict=True)
-            )
-        )
-        masked = tree.unflatten(structure, leaves)
+        prefix = self._prefix(args)
+        rows = zip(args, prefix, strict=True)
+        masked = tuple(_Static(arg) if _is_static(arg, spec) else arg for arg, spec in rows)
+        leaves, structure = tree.flatten(masked)
         specs = tree.broadcast_prefix(
-            self._prefix(args),
-            masked,
-            is_leaf=is_spec,
-            what="in_specs",
-            wanted="a P, or containers",
+            prefix, masked, is_leaf=is_spec, what="in_specs", wanted="a P, or containers"
         )
-        paths = tree.paths(masked)
-        problems, kinds = [], []
+        self._check_leaves(tree.paths(masked), leaves, specs)
+        return leaves, structure, specs
+
+    def _check_leaves(self, paths: list[str], leaves: list, specs: list[P | None]) -> None:
+        sizes, kinds = [], []
         bound = isinstance(self.mesh, BoundMesh)
         for path, leaf, spec in zip(paths, leaves, specs, strict=True):
             where = f"{self.name}'s argument {path}"
+            kind = type(leaf).__name__
             if isinstance(leaf, torch.Tensor) and spec is not None:
                 shape = sharding.global_shape(leaf.shape, spec, self.mesh) if bound else leaf.shape
-                problems += sharding.problems(where, shape, spec, self.mesh)
+                sizes += sharding.problems(where, shape, spec, self.mesh)
             elif isinstance(leaf, torch.Tensor):
-                kinds.append(
-                    Problem(where, "a tensor with the static spec None", "P() or another P")
-                )
+                got = "a tensor with the static spec None"
+                kinds.append(Problem(where, got, "P() or another P"))
             elif spec is not None and (not isinstance(leaf, (bool, int, float)) or spec_axes(spec)):
-                kinds.append(
-                    Problem(where, f"{type(leaf).__name__} with {spec}", "a tensor", "spec None")
-                )
-        raise_problems(f"shard_map cannot shard the arguments of {self.name}", problems)
+                kinds.append(Problem(where, f"{kind} with {spec}", "a tensor", "spec None"))
+        raise_problems(f"shard_map cannot shard the arguments of {self.name}", sizes)
         raise_problems(f"shard_map: arguments of {self.name}", kinds, TypeError)
-        return leaves, structure, specs
 
     def _prefix(self, args: tuple) -> tuple:
         if is_spec(self.in_specs):
@@ -151,9 +144,6 @@ class _Mapped:
                 f"{got}; wanted one entry per argument, or a single P for all"
             )
         return tuple(self.in_specs)
-
-    def _static_positions(self, args: tuple) -> list[bool]:
-        return [spec is None for spec in self._prefix(args)]
 
     def _body(self, f: Callable, structure: tree.Structure, result: _Result, recorder=None):
         """`f` on flat values, its flat outputs matched with their specs and checked."""
@@ -169,7 +159,8 @@ class _Mapped:
                 self.out_specs, out, is_leaf=is_spec, what="out_specs", wanted="a P, or containers"
             )
             if scope().check:
-                check_outputs(outputs, specs, tree.paths(out), self._where(), recorder)
+                mine, paths = self.mesh.axis_names, tree.paths(out)
+                check_outputs(outputs, specs, paths, mine, self._where(), recorder)
             self._check_ranks(outputs, specs, tree.paths(out))
             return outputs, specs
 
@@ -281,11 +272,15 @@ class _Abstract:
     device: torch.device
 
 
+@dataclass(frozen=True)
 class _Static:
     """A static argument, opaque to trees."""
 
-    def __init__(self, value: Any):
-        self.value = value
+    value: Any
+
+
+def _is_static(arg: Any, spec: Any) -> bool:
+    return spec is None and not any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(arg))
 
 
 def _signature(leaf: Any) -> Any:

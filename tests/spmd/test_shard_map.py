@@ -1,0 +1,172 @@
+"""shard_map's own behaviour, where JAX has no counterpart: static specs, donation, errors, fakes."""
+
+import functools
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from functron import Mesh, P, lax, shard_map
+
+MESH = Mesh(dp=2, tp=2)
+X = torch.arange(32.0).view(4, 8)
+
+
+def test_static_arguments_and_results_pass_through():
+    class Options:
+        scale = 3.0
+
+    options = Options()
+
+    def program(x, options, name):
+        return x * options.scale, (name, options)
+
+    y, (name, same) = shard_map(program, MESH, (P("dp"), None, None), (P("dp"), None))(
+        X, options, "n"
+    )
+    torch.testing.assert_close(y, 3 * X)
+    assert name == "n"
+    assert same is options
+
+
+def test_numbers_are_replicated_values():
+    def program(x, n):
+        return x * n, n + 1
+
+    y, n = shard_map(program, MESH, (P("dp"), P()), (P("dp"), P()))(X, 2)
+    torch.testing.assert_close(y, 2 * X)
+    assert n == 3
+
+
+def test_containers_named_tuples_and_none():
+    class Pair(NamedTuple):
+        left: torch.Tensor
+        right: torch.Tensor | None
+
+    got = shard_map(lambda p: Pair(p.left + 1, p.right), MESH, Pair(P("dp"), P()), P("dp"))
+    with pytest.raises(ValueError, match="one entry per argument"):
+        got(Pair(X, None), X, X)
+    out = shard_map(lambda p: Pair(p.left + 1, p.right), MESH, (P("dp"),), P("dp"))(Pair(X, None))
+    assert isinstance(out, Pair)
+    assert out.right is None
+    torch.testing.assert_close(out.left, X + 1)
+
+
+@pytest.mark.parametrize("spec", [P("dp", "tp"), P(None, ("dp", "tp")), P("tp"), P()], ids=repr)
+def test_updates_in_place_reach_the_callers_tensor(spec):
+    x = X.clone()
+
+    def program(x):
+        x.add_(1.0)
+        return x
+
+    out = shard_map(program, MESH, spec, spec)(x)
+    torch.testing.assert_close(x, X + 1)
+    assert out.data_ptr() == x.data_ptr()
+
+
+def test_a_replicated_value_is_held_and_computed_once():
+    """That is what makes simulating dp cheap: nothing that is equal on all ranks is repeated."""
+    shapes = []
+
+    def program(w):
+        inner = w
+        while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+            inner = torch._C._functorch.get_unwrapped(inner)
+        shapes.append(tuple(inner.shape))
+        return w * 2
+
+    shard_map(program, MESH, P(), P())(X)
+    assert shapes == [tuple(X.shape)]
+
+
+def test_keyword_arguments_are_refused():
+    with pytest.raises(TypeError, match=r"\['x'\].*functools.partial"):
+        shard_map(lambda x: x, MESH, P("dp"), P("dp"))(x=X)
+    bound = functools.partial(lambda x, n: x * n, n=2)
+    torch.testing.assert_close(shard_map(bound, MESH, P("dp"), P("dp"))(X), 2 * X)
+
+
+def test_all_bad_arguments_are_listed():
+    def program(a, b):
+        return a
+
+    with pytest.raises(ValueError, match="arguments of program") as error:
+        shard_map(program, MESH, (P("dp"), P("tp")), P("dp"))(
+            {"x": torch.zeros(3), "y": torch.zeros(4)}, [torch.zeros(5)]
+        )
+    text = str(error.value)
+    assert "argument 0/x" in text
+    assert "argument 1/0" in text
+    assert "0/y" not in text
+
+
+def test_leaves_of_other_types_say_what_to_do():
+    with pytest.raises(TypeError, match=r"str with P\('dp'\); wanted a tensor; fix: spec None"):
+        shard_map(lambda x: x, MESH, P("dp"), P("dp"))("text")
+    with pytest.raises(TypeError, match=r"a tensor with the static spec None; wanted P\(\)"):
+        shard_map(lambda x, o: x, MESH, (P("dp"), None), P("dp"))(X, {"t": X})
+
+
+def test_specs_that_are_no_specs():
+    with pytest.raises(ValueError, match=r"in_specs: got 'dp'; wanted a P or None; fix: write P"):
+        shard_map(lambda x: x, MESH, "dp", P())
+    with pytest.raises(TypeError, match=r"wanted a functron\.Mesh"):
+        shard_map(lambda x: x, {"dp": 2}, P(), P())
+
+
+def test_nested_maps_over_the_same_axis_are_refused():
+    def outer(x):
+        return shard_map(lambda y: y, MESH, P("dp"), P("dp"))(x)
+
+    with pytest.raises(ValueError, match=r"\['dp', 'tp'\] are already bound"):
+        shard_map(outer, MESH, P("dp"), P("dp"))(X)
+
+
+def test_nested_maps_over_other_axes_compose():
+    def outer(x):
+        inner = shard_map(lambda y: lax.psum(y.sum(0), "tp"), Mesh(tp=2), P("tp"), P())
+        return lax.psum(inner(x), "dp")
+
+    got = shard_map(outer, Mesh(dp=2), P("dp"), P())(X)
+    torch.testing.assert_close(got, X.sum(0))
+
+
+def test_standard_axes_are_absent_outside_any_mesh():
+    assert lax.psum(X, "tp") is X
+    assert lax.axis_size(("dp", "tp")) == 1
+    assert lax.axis_index("tp") == 0
+    torch.testing.assert_close(lax.all_gather(X, "tp", axis=1, tiled=True), X)
+
+
+def test_groups_are_refused_with_the_alternative():
+    with pytest.raises(ValueError, match=r"axis_index_groups.*Mesh\(node=2, local=4\)"):
+        lax.psum(X, "tp", axis_index_groups=[[0, 1]])
+
+
+def test_axes_may_have_any_name():
+    mesh = Mesh(node=2, local=2)
+    got = shard_map(lambda x: lax.psum(x, ("node", "local")), mesh, P(("node", "local")), P())(X)
+    torch.testing.assert_close(got, X.sum(0, keepdim=True))
+
+
+def test_check_works_on_fake_tensors_for_meshes_of_any_size():
+    mesh = Mesh(dp=512, tp=8)
+    with FakeTensorMode():
+        w, x = torch.empty(4096, 8192), torch.empty(1024, 4096)
+        specs = (P(None, "tp"), P("dp"))
+        good = shard_map(lambda w, x: lax.psum((x @ w).sum(), ("dp", "tp")), mesh, specs, P())
+        assert good(w, x).shape == ()
+        with pytest.raises(ValueError, match="varies over 'tp'"):
+            shard_map(lambda w, x: lax.psum((x @ w).sum(), "dp"), mesh, specs, P())(w, x)
+
+
+def test_the_programs_name_survives():
+    def program(x):
+        """Doc."""
+        return x
+
+    mapped = shard_map(program, MESH, P(), P())
+    assert mapped.__name__ == "program"
+    assert mapped.__doc__ == "Doc."
