@@ -17,13 +17,13 @@ import tyro
 from functron import checkpoint, launch, random, tree
 from functron.config import TrainConfig, load, validate, with_model
 from functron.errors import nearest
-from functron.loop import exit_code
+from functron.loop import Outcome, exit_code
 from functron.models import gpt
 from functron.params import abstract_params, num_params, param_specs
 from functron.sample import generate
 from functron.spmd import Mesh
 from functron.spmd.spec import local_shape
-from functron.train import prepare, run_folder, train
+from functron.train import Run, prepare, run_folder, train
 
 USAGE = """usage: functron COMMAND [OPTIONS]
 
@@ -141,24 +141,15 @@ def device_type(name: str) -> str:
 
 
 def _train(arguments: list[str]) -> int:
-    config = parse_train(arguments)
     here = launch.process()
-    validate(config, processes=here.world_size if here else None)
-    kind = device_type(config.device)
+    with launch.mistakes():
+        config = parse_train(arguments)
+        validate(config, processes=here.world_size if here else None)
+        kind = device_type(config.device)
     if here is None and config.nproc:
         return launch.launch(config.nproc, ["-m", "functron", "train", *arguments])
-    mesh = Mesh.parse(config.mesh)
-    if here is None:
-        run, out = prepare(config, mesh, kind), run_folder(config)
-    else:
-        bound, device = launch.join(mesh, here, kind)
-        run, shared = (
-            prepare(config, bound, device),
-            [run_folder(config) if not here.rank else None],
-        )
-        dist.broadcast_object_list(shared, device=device)
-        out = shared[0]
-        assert out is not None
+    with launch.mistakes():
+        run, out = _assemble(config, here, kind)
     main_rank = here is None or here.rank == 0
     if main_rank:
         print("\n".join(_introduction(run, here)), flush=True)
@@ -169,7 +160,18 @@ def _train(arguments: list[str]) -> int:
     return exit_code(outcome.stopped_by)
 
 
-def _introduction(run, here: launch.Process | None) -> list[str]:
+def _assemble(config: TrainConfig, here: launch.Process | None, kind: str) -> tuple[Run, Path]:
+    mesh = Mesh.parse(config.mesh)
+    if here is None:
+        return prepare(config, mesh, kind), run_folder(config)
+    bound, device = launch.join(mesh, here, kind)
+    run = prepare(config, bound, device)
+    chosen = [str(run_folder(config)) if here.rank == 0 else None]
+    dist.broadcast_object_list(chosen, device=device)
+    return run, Path(str(chosen[0]))
+
+
+def _introduction(run: Run, here: launch.Process | None) -> list[str]:
     config, text = run.config, run.text
     name = config.data or "this Python's documentation and standard library"
     skipped = f", {text.num_skipped} files skipped (not text)" if text.num_skipped else ""
@@ -187,7 +189,7 @@ def _introduction(run, here: launch.Process | None) -> list[str]:
     return lines
 
 
-def _conclusion(outcome, out: Path) -> list[str]:
+def _conclusion(outcome: Outcome, out: Path) -> list[str]:
     first, last = outcome.history[0], outcome.history[-1]
     done = f"stopped after step {last['step']}" if outcome.stopped_by else "done"
     return [
@@ -198,16 +200,17 @@ def _conclusion(outcome, out: Path) -> list[str]:
 
 def _sample(arguments: list[str]) -> int:
     options = tyro.cli(SampleOptions, args=arguments, prog="functron sample")
-    config = load(options.run / "config.toml")
-    path = checkpoint.latest(options.run / "checkpoints")
-    like = {"params": abstract_params(gpt.defs(config.gpt))}
-    device = device_type(options.device)
-    params = tree.map(lambda leaf: leaf.to(device), checkpoint.restore(path, like)["params"])
-    prompt = torch.tensor([list(options.prompt.encode())], dtype=torch.int64, device=device)
-    key = random.key(options.seed).to(device)
-    tokens = generate(
-        params, config.gpt, prompt, options.tokens, temperature=options.temperature, key=key
-    )
+    with launch.mistakes():
+        device = device_type(options.device)
+        config = load(options.run / "config.toml")
+        path = checkpoint.latest(options.run / "checkpoints")
+        like = {"params": abstract_params(gpt.defs(config.gpt))}
+        params = tree.map(lambda leaf: leaf.to(device), checkpoint.restore(path, like)["params"])
+        prompt = torch.tensor([list(options.prompt.encode())], dtype=torch.int64, device=device)
+        key = random.key(options.seed).to(device)
+        tokens = generate(
+            params, config.gpt, prompt, options.tokens, temperature=options.temperature, key=key
+        )
     # a model may have more ids than there are bytes
     print(bytes(t for t in tokens[0].tolist() if t < 256).decode(errors="replace"))
     return 0
@@ -215,22 +218,34 @@ def _sample(arguments: list[str]) -> int:
 
 def _params(arguments: list[str]) -> int:
     options = tyro.cli(ParamsOptions, args=arguments, prog="functron params")
-    config, mesh = gpt.PRESETS[options.model], Mesh.parse(options.mesh)
+    with launch.mistakes():
+        print(parameter_table(options.model, Mesh.parse(options.mesh)))
+    return 0
+
+
+def parameter_table(model: str, mesh: Mesh) -> str:
+    """The parameters of the preset `model` and their shards on `mesh`, as text.
+
+    Raises:
+        ValueError: no such preset, or it cannot run on the mesh.
+    """
+    config = gpt.PRESETS[model]
     defs = gpt.defs(config)
     specs = param_specs(defs, gpt.rules(config, mesh))
     rows = [("path", "shape", "logical axes", "spec", "local shape", "parameters", "bytes")]
-    total = total_bytes = local_bytes = 0
+    total_bytes = local_bytes = 0
     for path, d, spec in zip(tree.paths(defs), tree.leaves(defs), tree.leaves(specs), strict=True):
         count, local = math.prod(d.shape), local_shape(d.shape, spec, mesh)
-        total, total_bytes = total + count, total_bytes + count * d.dtype.itemsize
+        total_bytes += count * d.dtype.itemsize
         local_bytes += math.prod(local) * d.dtype.itemsize
         axes = " ".join(name or "-" for name in d.axes)
         size = f"{count * d.dtype.itemsize:,}"
         rows.append((path, str(d.shape), axes, str(spec), str(local), f"{count:,}", size))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:5], widths, strict=False)]
+        cells = [cell.ljust(width) for cell, width in zip(row[:5], widths[:5], strict=True)]
         cells += [cell.rjust(width) for cell, width in zip(row[5:], widths[5:], strict=True)]
-        print("  ".join(cells).rstrip())
-    print(f"\n{total:,} parameters, {total_bytes:,} bytes; {local_bytes:,} bytes per rank")
-    return 0
+        lines.append("  ".join(cells))
+    total = f"{num_params(defs):,} parameters, {total_bytes:,} bytes"
+    return "\n".join([*lines, "", f"{total}; {local_bytes:,} bytes per rank"])

@@ -19,6 +19,11 @@ def transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def dispatch_modes_active() -> bool:
+    """Whether a TorchDispatchMode (fake tensors, tracing) sees every operation."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def differentiating() -> bool:
     """Whether any torch.func grad or jvp level is running."""
     return transforms_active() and any(

@@ -12,7 +12,8 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,12 +168,24 @@ def record_failure(here: Process, error: BaseException, text: str) -> None:
         Path(here.error_file).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
+class InputError(Exception):
+    """A taught error about what the user asked for: its message is all there is to show."""
+
+
+@contextmanager
+def mistakes() -> Iterator[None]:
+    """Turn a ValueError or TypeError in a with block, which checks input, into a `InputError`."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise InputError(str(error)) from error
+
+
 def guarded(program: Callable[[], int]) -> int:
     """The exit code of `program()`: what a process of a job, or a lone one, should end with.
 
-    A ValueError, which is how functron names mistakes in what the user passed, is printed as its
-    message and gives 2; FloatingPointError (a loss that is not finite) likewise gives 1. Anything
-    else is a traceback and 1.
+    A `InputError` is printed as its message and gives 2; a FloatingPointError (a loss that is not
+    finite) likewise, and gives 1. Anything else is a traceback and 1.
     """
     here = process()
     try:
@@ -183,11 +196,11 @@ def guarded(program: Callable[[], int]) -> int:
         # the reader of our output has left, as head does; Python must not flush to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (ValueError, FloatingPointError) as error:
-        expected, text, code = True, str(error), 2 if isinstance(error, ValueError) else 1
-        failure: BaseException = error
+    except (InputError, FloatingPointError) as error:
+        text, code = f"functron: {error}", 2 if isinstance(error, InputError) else 1
+        failure: Exception = error
     except Exception as error:
-        expected, text, code = False, traceback.format_exc(), 1
+        text, code = traceback.format_exc(), 1
         failure = error
     if here is not None:
         record_failure(here, failure, text)
@@ -195,5 +208,5 @@ def guarded(program: Callable[[], int]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    print(f"functron: {text}" if expected else text, file=sys.stderr)
+    print(text, file=sys.stderr)
     return code

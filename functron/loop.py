@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -60,7 +59,9 @@ class Meter:
         """
         count = _count(batch) if self.tokens_per_step is None else self.tokens_per_step
         rate = None if count is None else count / seconds
-        known = rate is not None and self.flops_per_token and self.peak_flops
+        mfu = None
+        if rate is not None and self.flops_per_token and self.peak_flops:
+            mfu = rate * self.flops_per_token / self.peak_flops
         return {
             "step": index + 1,
             "loss": values["loss"],
@@ -69,7 +70,7 @@ class Meter:
             "tokens": None if count is None else (index + 1) * count,
             "tokens_per_second": rate,
             "step_seconds": seconds,
-            "mfu": rate * self.flops_per_token / self.peak_flops if known else None,
+            "mfu": mfu,
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
 
@@ -154,4 +155,4 @@ def _check_finite(record: Mapping[str, Any]) -> None:
 
 def exit_code(stopped_by: int | None) -> int:
     """The exit code of a process that a signal ended: 128 + its number, as shells have it."""
-    return 128 + stopped_by if stopped_by in (signal.SIGINT, signal.SIGTERM) else 0
+    return 0 if stopped_by is None else 128 + stopped_by

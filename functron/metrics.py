@@ -60,7 +60,7 @@ def measured_flops(device: torch.device | str, dtype: torch.dtype, size: int = 1
 
 
 def peak_memory_bytes(device: torch.device | str) -> int:
-    """The most memory used so far: on a GPU torch's allocations, on a CPU the process's residency."""
+    """The most memory used so far: torch's allocations on a GPU, the resident process on a CPU."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

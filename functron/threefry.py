@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from functron import compat
+
 Index = Sequence[Tensor | None] | None
 
 WORD = 0xFFFFFFFF
@@ -92,7 +94,7 @@ def _mix_(x: Tensor, y: Tensor, rotation: int, add: bool) -> tuple[Tensor, Tenso
 
 def _eager() -> bool:
     """Whether operations run now, rather than being recorded or faked."""
-    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+    return not torch.compiler.is_compiling() and not compat.dispatch_modes_active()
 
 
 def _block_size(device: torch.device) -> int:

@@ -195,13 +195,15 @@ def test_every_rank_draws_its_shard_of_the_same_values(text):
 
 
 def test_a_rank_draws_only_its_own_numbers():
-    """One of 2^20 ranks holds one row of a parameter that would fill 64 TB."""
-    d = ParamDef((2**20, 2**24), ("vocab", None), Normal(1.0))
-    column = replace(d, shape=(2**20, 8))
-    mesh = Mesh(tp=2**20)
-    mine = ft.init_params(KEY, {"w": column}, {"w": P("tp")}, bound(mesh, 777))["w"]
-    assert mine.shape == (1, 8)
-    assert ft.abstract_params({"w": d})["w"].numel() == 2**44
+    """A parameter of 4 TB, of which each of 2^30 ranks holds one row."""
+    d = ParamDef((2**30, 1024), ("vocab", None), Normal(1.0))
+    mesh = Mesh(tp=2**30)
+    rows = [
+        ft.init_params(KEY, {"w": d}, {"w": P("tp")}, bound(mesh, rank))["w"]
+        for rank in (0, 777, 2**30 - 1)
+    ]
+    assert {row.shape for row in rows} == {(1, 1024)}
+    assert len({row.sum().item() for row in rows}) == 3
 
 
 # Errors

@@ -48,7 +48,7 @@ def save(path: str | Path, value: tree.Tree, metadata: Mapping[str, Any] | None 
         ValueError: something lies at `path`, or the tree cannot be stored; all offenders listed.
     """
     target = Path(path).absolute()
-    problems = [_problem for _problem in _unstorable(value)]
+    problems = _unstorable(value)
     if target.exists():
         problems.append(Problem(str(path), "an existing path", "a new one", "choose another"))
     raise_problems("cannot save the checkpoint", problems)
@@ -96,7 +96,7 @@ def restore(path: str | Path, like: tree.Tree | None = None) -> tree.Tree:
         )
     if like is None:
         return tree.map(_from_numpy, read)
-    found = {place: leaf for place, leaf in zip(tree.paths(read), tree.leaves(read), strict=True)}
+    found = dict(zip(tree.paths(read), tree.leaves(read), strict=True))
     return tree.map_with_path(lambda place, _: _from_numpy(found[place]), like)
 
 

@@ -18,7 +18,7 @@ MAX_OPEN_FILES = 128
 
 
 class Documents:
-    """Files and byte strings, virtually concatenated; nothing is copied into memory but what is read.
+    """Files and byte strings, read as if concatenated; only what is read is copied into memory.
 
     Files are memory-mapped when first read, and at most `MAX_OPEN_FILES` stay mapped, so a folder
     may hold more files than a process may open.

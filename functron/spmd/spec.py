@@ -34,6 +34,9 @@ class P(tuple):
             checked.append(tuple(entry) if isinstance(entry, list) else entry)
         return super().__new__(cls, checked)
 
+    def __getnewargs__(self) -> tuple:
+        return tuple(self)  # copying and pickling call P(*entries)
+
     def __repr__(self) -> str:
         return f"P({', '.join(map(repr, self))})"
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import jaxtyping
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import functron as ft
@@ -32,6 +33,14 @@ GPT2 = replace(
 )  # fmt: skip
 
 
+@pytest.fixture
+def unchecked():
+    """Without the checks of annotations, which only tests have: what a user's typo meets."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
 def weights_of(config, seed=0):
     return ft.init_params(random.key(seed), gpt.defs(config))
 
@@ -44,6 +53,7 @@ def tokens_of(config, batch=4, seq=8):
 # Configs
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_every_problem_of_a_config_is_listed():
     with pytest.raises(ValueError, match="GPTConfig describes no model") as caught:
         gpt.GPTConfig(
@@ -58,6 +68,7 @@ def test_every_problem_of_a_config_is_listed():
     assert str(caught.value).count("\n  - ") == 9
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,5 +1,8 @@
 """Spec arithmetic against JAX's NamedSharding, and its errors."""
 
+import copy
+import pickle
+
 import jax
 import numpy as np
 import pytest
@@ -59,6 +62,13 @@ def test_validation_lists_every_offender():
 def test_entries_must_be_names():
     with pytest.raises(TypeError, match="wanted an axis name"):
         P(0)
+
+
+@given(specs())
+def test_specs_survive_copies(entries):
+    spec = P(*entries)
+    assert copy.deepcopy(spec) == pickle.loads(pickle.dumps(spec)) == spec
+    assert type(pickle.loads(pickle.dumps(spec))) is P
 
 
 def test_rules_map_logical_axes():
