@@ -110,7 +110,7 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
 
     Raises:
         ValueError: an unknown preset, or what `functron.config.load` raises.
-        SystemExit: options that do not exist or do not parse (code 2), or --help.
+        SystemExit: (caught by `main`) options that do not exist or do not parse (code 2), or --help.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config", type=Path)

@@ -47,6 +47,12 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, (dict, list, tuple)) and not tree.is_leaf(value)
 
 
+def _is_data(value: Any) -> bool:
+    """Whether `value`, found under a global name, may hold tensors."""
+    kinds = (torch.Tensor, functools.partial, types.MethodType)
+    return isinstance(value, kinds) or _is_container(value)
+
+
 def _global_names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
@@ -65,8 +71,11 @@ def _parts(fn: types.FunctionType) -> Iterator[Any]:
     yield from (fn.__kwdefaults__ or {}).values()
     for name in _global_names(fn.__code__):
         value = fn.__globals__.get(name)
-        local = isinstance(value, types.FunctionType) and value.__globals__ is fn.__globals__
-        if local or isinstance(value, torch.Tensor) or _is_container(value):
+        # a function of another module with nothing closed over holds no tensor of this program
+        holds = isinstance(value, types.FunctionType) and (
+            value.__globals__ is fn.__globals__ or value.__closure__
+        )
+        if holds or _is_data(value):
             yield value
 
 
@@ -124,7 +133,7 @@ def _rewrite_function(fn: types.FunctionType, new: dict, memo: dict) -> types.Fu
     memo[id(fn)] = placeholder  # before its parts, so that recursive functions find themselves
     for name in names:
         before = fn.__globals__[name]
-        if isinstance(before, (torch.Tensor, types.FunctionType)) or _is_container(before):
+        if isinstance(before, types.FunctionType) or _is_data(before):
             after = _rewrite(before, new, memo)
             if after is not before:
                 changed[name] = after

@@ -40,7 +40,7 @@ def refuse_nested_jvp() -> None:
     """
     kinds = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]
     if kinds.count(TransformType.Jvp) > 1:
-        raise NotImplementedError(
+        raise ValueError(
             "got forward-mode differentiation of forward-mode differentiation (jvp of jvp, jacfwd "
             "of jacfwd), for which torch's autograd Functions give wrong numbers; wanted at most "
             "one of the two forward; fix: use torch.func.grad, vjp or jacrev for one of them "

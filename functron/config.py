@@ -60,7 +60,7 @@ class TrainConfig:
     mesh: str = ""
     nproc: int = 0
     sequence_parallel: bool = False
-    steps: int = 300
+    steps: int = 200
     seq: int = 128
     global_batch: int = 8
     microbatches: int = 1
@@ -114,7 +114,7 @@ def load(path: str | Path, *, model: str | None = None) -> TrainConfig:
         table = {key: value for key, value in table.items() if key != "gpt"} | {"model": model}
     problems: list[Problem] = []
     name = table.get("model", "tiny")
-    if name in gpt.PRESETS:
+    if name in list(gpt.PRESETS):
         base = with_model(TrainConfig(), name)
     else:
         base = TrainConfig()

@@ -190,6 +190,8 @@ def guarded(program: Callable[[], int]) -> int:
     here = process()
     try:
         return program()
+    except SystemExit as error:  # of the option parser, which has printed why
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:

@@ -214,7 +214,6 @@ PARTIAL = functools.partial(lambda w, x: x * w, GLOBAL)
 REMAT = ft.remat(uses_global)
 
 
-@pytest.mark.xfail(strict=True, reason="hoist skips global partials and other modules' wrappers")
 @pytest.mark.parametrize("f", [global_partial, global_remat])
 def test_globals_that_wrap_functions(f):
     """A notebook's ``block = ft.remat(block)`` or ``partial(block, w)``, used by another function."""

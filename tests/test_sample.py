@@ -130,7 +130,10 @@ def test_other_dtypes(weights, dtype):
     [
         ({"tokens": torch.zeros(2, 0, dtype=torch.int64)}, r"tokens: got shape \(2, 0\)"),
         ({"tokens": torch.zeros(3, dtype=torch.int64)}, r"tokens: got shape \(3,\)"),
-        ({"tokens": torch.tensor([[1, 11]])}, "tokens: got ids from 1 to 11; wanted ids from 0 to 10"),
+        (
+            {"tokens": torch.tensor([[1, 11]])},
+            "tokens: got ids from 1 to 11; wanted ids from 0 to 10",
+        ),
         ({"tokens": torch.tensor([[-1, 3]])}, "tokens: got ids from -1 to 3"),
         ({"num_tokens": -1}, "num_tokens: got -1; wanted at least 0"),
         ({"temperature": -0.5}, r"temperature: got -0\.5; wanted at least 0"),

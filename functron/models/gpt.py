@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Literal, get_args
 
 import torch
 
 from functron import nn, params, random
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, raise_problems
+from functron.models.config import GPTConfig
+from functron.models.presets import PRESETS
 from functron.params import Normal, ParamDef
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules
 from functron.spmd import collectives as lax
@@ -24,6 +23,19 @@ from functron.transforms import remat as rematerialise
 from functron.transforms import scan
 from functron.typing import Float, Int, Key, Scalar, Tensor
 
+__all__ = [
+    "PRESETS",
+    "SEQUENCE_PARALLEL_STREAM",
+    "STREAM",
+    "GPTConfig",
+    "defs",
+    "flops_per_token",
+    "forward",
+    "loss",
+    "num_targets",
+    "rules",
+]
+
 STREAM = P(DATA_AXES)
 """The residual stream ``[batch, seq, embed]`` split by batch."""
 SEQUENCE_PARALLEL_STREAM = P(DATA_AXES, "tp")
@@ -31,147 +43,6 @@ SEQUENCE_PARALLEL_STREAM = P(DATA_AXES, "tp")
 
 Batch = Mapping[str, Tensor]
 """``tokens`` and ``targets`` int64 [B, T], and ``rows`` int64 [B], indices in the global batch."""
-
-Positions = Literal["rope", "learned", "none"]
-Dtype = Literal["float32", "float64", "bfloat16"]
-_CHOICES = MappingProxyType(
-    {"norm": nn.NormKind, "activation": nn.Activation, "positions": Positions, "dtype": Dtype}
-)
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Architecture of a decoder.
-
-    Attributes:
-        vocab_size: token ids are 0 to ``vocab_size - 1``.
-        num_layers: transformer blocks.
-        embed_dim: width of the residual stream.
-        num_heads: query heads.
-        num_kv_heads: key/value heads; 0 means as many as query heads.
-        head_dim: width of a head; 0 means ``embed_dim // num_heads``.
-        mlp_dim: width of the feed-forward hidden layer.
-        max_seq: longest sequence, in tokens.
-        norm: ``"rms"`` or ``"layer"``, before each sublayer and at the end.
-        norm_eps: epsilon of the norms.
-        activation: of the feed-forward layer.
-        gated: multiply the activation by a second projection (SwiGLU with silu).
-        bias: biases on all linear layers.
-        qk_norm: RMSNorm on queries and keys.
-        positions: ``"rope"``, ``"learned"`` or ``"none"``.
-        rope_theta: base of the rotary frequencies.
-        rope_scaling: Llama 3.1's frequency scaling, or None.
-        tied: one matrix for embedding and unembedding.
-        dropout: rate on the embedding and on what each sublayer adds. Attention probabilities are
-            not dropped.
-        z_loss: weight of the squared log-normaliser in the loss.
-        init_stddev: of all matrices; those that write to the stream are divided by
-            sqrt(2 num_layers) (Radford et al. 2019).
-        vocab_multiple: the vocabulary is padded to a multiple of it; every tensor-parallel size
-            that divides it fits, and the padding takes no part in the loss.
-        dtype: of parameters and activations: ``float32``, ``float64`` or ``bfloat16``.
-    """
-
-    vocab_size: int = 256
-    num_layers: int = 4
-    embed_dim: int = 256
-    num_heads: int = 8
-    num_kv_heads: int = 0
-    head_dim: int = 0
-    mlp_dim: int = 1024
-    max_seq: int = 1024
-    norm: nn.NormKind = "rms"
-    norm_eps: float = 1e-5
-    activation: nn.Activation = "silu"
-    gated: bool = True
-    bias: bool = False
-    qk_norm: bool = False
-    positions: Positions = "rope"
-    rope_theta: float = 10000.0
-    rope_scaling: nn.RopeScaling | None = None
-    tied: bool = False
-    dropout: float = 0.0
-    z_loss: float = 0.0
-    init_stddev: float = 0.02
-    vocab_multiple: int = 384
-    dtype: Dtype = "float32"
-
-    def __post_init__(self):
-        raise_problems("GPTConfig describes no model", self._problems())
-
-    def _problems(self) -> list[Problem]:
-        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "mlp_dim", "max_seq")
-        found = [
-            Problem(name, str(getattr(self, name)), "at least 1")
-            for name in (*sizes, "vocab_multiple")
-            if getattr(self, name) < 1
-        ]
-        if self.head_dim < 0 or self.num_kv_heads < 0:
-            got = f"{self.head_dim} and {self.num_kv_heads}"
-            found.append(Problem("head_dim and num_kv_heads", got, "at least 0 (0: derived)"))
-        misfits = [] if found else self._misfits()
-        for name, kind in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in get_args(kind):
-                fix = nearest(str(value), get_args(kind))
-                found.append(Problem(name, repr(value), "a known name", fix))
-        if not 0 <= self.dropout < 1:
-            found.append(Problem("dropout", str(self.dropout), "at least 0 and below 1"))
-        return found + misfits
-
-    def _misfits(self) -> list[Problem]:
-        """Sizes that are fine one by one and do not fit together."""
-        found = []
-        if not self.head_dim and self.embed_dim % self.num_heads:
-            found.append(
-                Problem(
-                    "embed_dim",
-                    str(self.embed_dim),
-                    f"a multiple of num_heads={self.num_heads}",
-                    "change one, or set head_dim",
-                )
-            )
-        if self.num_heads % self.kv_heads:
-            found.append(
-                Problem("num_kv_heads", str(self.kv_heads), f"a divisor of {self.num_heads}")
-            )
-        if self.positions == "rope" and self.head_size % 2:
-            found.append(Problem("head_dim", str(self.head_size), "an even number, for rope"))
-        return found
-
-    @property
-    def kv_heads(self) -> int:
-        """Key/value heads."""
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def head_size(self) -> int:
-        """Width of a head."""
-        return self.head_dim or self.embed_dim // self.num_heads
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-    @property
-    def attention(self) -> nn.AttentionConfig:
-        """The shapes and options of the attention layers."""
-        return nn.AttentionConfig(
-            self.embed_dim,
-            self.num_heads,
-            self.kv_heads,
-            self.head_size,
-            bias=self.bias,
-            out_bias=self.bias,
-            qk_norm=self.qk_norm,
-            norm_eps=self.norm_eps,
-        )
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch's."""
-        return getattr(torch, self.dtype)
 
 
 def defs(config: GPTConfig) -> dict:
@@ -304,7 +175,7 @@ def forward(
     if config.positions == "learned":
         x = nn.add_positions(x, weights["positions"], stream=stream)
     x = drop(x, None if keys is None else keys[-1])
-    block = _block(config, tokens.shape[1], stream, drop)
+    block = _block(config, _rope(config, tokens), stream, drop)
     layers = (weights["blocks"], None if keys is None else keys[:-1])
     x, _ = scan(rematerialise(block) if remat else block, x, layers)
     x = nn.gather_sequence(nn.norm(weights["norm"], x, eps=config.norm_eps), stream)
@@ -312,18 +183,23 @@ def forward(
     return nn.column_parallel(x, unembed)
 
 
-def _block(config: GPTConfig, seq: int, stream: P, drop: Callable) -> Callable:
+def _rope(config: GPTConfig, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+    if config.positions != "rope":
+        return None
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    return nn.rope_table(
+        positions, config.head_size, config.rope_theta, config.rope_scaling, config.torch_dtype
+    )
+
+
+def _block(
+    config: GPTConfig, rope: tuple[Tensor, Tensor] | None, stream: P, drop: Callable
+) -> Callable:
     """``(x, (parameters, key)) -> (x, None)``: one pre-norm transformer block, for `scan`."""
 
     def block(x: Tensor, layer: tuple) -> tuple[Tensor, None]:
         weights, key = layer
         keys = (None, None) if key is None else random.split(key).unbind(0)
-        rope = None
-        if config.positions == "rope":
-            positions = torch.arange(seq, device=x.device)
-            rope = nn.rope_table(
-                positions, config.head_size, config.rope_theta, config.rope_scaling, x.dtype
-            )
         y = nn.norm(weights["attention_norm"], x, eps=config.norm_eps)
         y = nn.self_attention(weights["attention"], y, config.attention, rope=rope, stream=stream)
         x = x + drop(y, keys[0])
@@ -395,76 +271,3 @@ def flops_per_token(config: GPTConfig, seq: int) -> int:
         lookups += config.max_seq * config.embed_dim
     attention = 12 * config.num_layers * config.num_heads * config.head_size * seq
     return 6 * (total - lookups) + attention
-
-
-def _gpt2(num_layers: int, embed_dim: int, num_heads: int, **changes) -> GPTConfig:
-    settings = {
-        "vocab_size": 50257,
-        "mlp_dim": 4 * embed_dim,
-        "max_seq": 1024,
-        "norm": "layer",
-        "activation": "gelu_tanh",
-        "gated": False,
-        "bias": True,
-        "positions": "learned",
-        "tied": True,
-        **changes,
-    }
-    return GPTConfig(num_layers=num_layers, embed_dim=embed_dim, num_heads=num_heads, **settings)
-
-
-def _llama3(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, **changes) -> GPTConfig:
-    settings = {
-        "vocab_size": 128256,
-        "num_kv_heads": 8,
-        "max_seq": 8192,
-        "rope_theta": 500000.0,
-        **changes,
-    }
-    return GPTConfig(
-        num_layers=num_layers,
-        embed_dim=embed_dim,
-        num_heads=num_heads,
-        mlp_dim=mlp_dim,
-        **settings,
-    )
-
-
-@dataclass(frozen=True)
-class _Presets(Mapping[str, GPTConfig]):
-    """Named configs; an unknown name is an error that suggests the nearest."""
-
-    configs: Mapping[str, GPTConfig] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> GPTConfig:
-        if name not in self.configs:
-            raise ValueError(f"model: got {name!r}; {nearest(name, self.configs)}")
-        return self.configs[name]
-
-    def __iter__(self):
-        return iter(self.configs)
-
-    def __len__(self) -> int:
-        return len(self.configs)
-
-
-_LONG = {"rope_scaling": nn.RopeScaling(), "max_seq": 131072}
-
-PRESETS: Mapping[str, GPTConfig] = _Presets(
-    {
-        "tiny": GPTConfig(),
-        "gpt2-tiny": _gpt2(2, 64, 4, vocab_size=256, max_seq=256),
-        "gpt2": _gpt2(12, 768, 12),
-        "gpt2-medium": _gpt2(24, 1024, 16),
-        "gpt2-large": _gpt2(36, 1280, 20),
-        "gpt2-xl": _gpt2(48, 1600, 25),
-        "gpt3-175b": _gpt2(96, 12288, 96, max_seq=2048),
-        "llama3-tiny": _llama3(2, 64, 8, 192, num_kv_heads=4, vocab_size=256, max_seq=256),
-        "llama3-1b": _llama3(16, 2048, 32, 8192, tied=True, max_seq=131072,
-                             rope_scaling=nn.RopeScaling(factor=32.0)),
-        "llama3-8b": _llama3(32, 4096, 32, 14336),
-        "llama3-70b": _llama3(80, 8192, 64, 28672),
-        "llama3-405b": _llama3(126, 16384, 128, 53248, **_LONG),
-    }
-)  # fmt: skip
-"""Named architectures: "tiny" trains on a laptop; the others have their papers' sizes."""

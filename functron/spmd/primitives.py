@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd import Function
 
+from functron import compat
 from functron.spmd.axes import Axis, BoundAxis
 
 _c10d = torch.ops._c10d_functional
@@ -82,6 +83,8 @@ class _Primitive(Function):
 
     @classmethod
     def jvp(cls, ctx, tangent, *_):
+        if isinstance(ctx.call.axis, BoundAxis):
+            compat.refuse_nested_jvp()
         return None if tangent is None else cls.apply(tangent, ctx.token, ctx.call)
 
     @classmethod

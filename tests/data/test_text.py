@@ -147,7 +147,10 @@ def test_unreadable_is_taught(file, monkeypatch):
 
 def test_parts_that_do_not_divide_are_taught(file):
     text = ByteText(file, 10)
-    with pytest.raises(ValueError, match="global_batch: got 10; wanted a positive multiple of 4; fix: use a global batch of 12"):
+    with pytest.raises(
+        ValueError,
+        match="global_batch: got 10; wanted a positive multiple of 4; fix: use a global batch of 12",
+    ):
         text.batch(0, 10, (0, 4))
     with pytest.raises(ValueError, match=r"part: got part \(4, 4\)"):
         text.batch(0, 8, (4, 4))

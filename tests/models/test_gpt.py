@@ -275,7 +275,9 @@ def test_dtypes(dtype):
     assert loss.dtype == torch.float32
     assert {g.dtype for g in tree.leaves(grads)} == {config.torch_dtype}
     exact = gpt.loss(SMALL, tree.map(torch.Tensor.double, weights), batch)
-    torch.testing.assert_close(loss.double(), exact, rtol=3e-2 if dtype == "bfloat16" else 1e-5, atol=0)
+    torch.testing.assert_close(
+        loss.double(), exact, rtol=3e-2 if dtype == "bfloat16" else 1e-5, atol=0
+    )
 
 
 # FLOPs
@@ -296,7 +298,9 @@ def test_flops_per_token(config):
     vectors = [w for path, w in zip(tree.paths(weights), tree.leaves(weights), strict=True)
                if path.rsplit("/")[-1] in ("scale", "bias", "b")]  # fmt: skip
     entries = sum(leaf.numel() for leaf in vectors)
-    assert gpt.flops_per_token(config, 8) - 6 * entries == counter.get_total_flops() / tokens.numel()
+    assert (
+        gpt.flops_per_token(config, 8) - 6 * entries == counter.get_total_flops() / tokens.numel()
+    )
 
 
 def test_flops_of_llama():

@@ -205,7 +205,7 @@ def test_full_hessian():
 def test_forward_over_forward_is_refused():
     # torch would give wrong numbers without a word
     q, k, v = qkv()
-    with pytest.raises(NotImplementedError, match=r"fix: use torch\.func\.grad"):
+    with pytest.raises(ValueError, match=r"fix: use torch\.func\.grad"):
         jacfwd(jacfwd(lambda scale: energy(attention, True)(q, scale * k, v)))(torch.tensor(2.0))
 
 

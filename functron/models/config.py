@@ -1,0 +1,153 @@
+"""The architecture of a decoder, as a frozen config that refuses what cannot be built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, get_args
+
+import torch
+
+from functron import nn
+from functron.errors import Problem, nearest, raise_problems
+
+Positions = Literal["rope", "learned", "none"]
+Dtype = Literal["float32", "float64", "bfloat16"]
+_CHOICES = MappingProxyType(
+    {"norm": nn.NormKind, "activation": nn.Activation, "positions": Positions, "dtype": Dtype}
+)
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Architecture of a decoder.
+
+    Attributes:
+        vocab_size: token ids are 0 to ``vocab_size - 1``.
+        num_layers: transformer blocks.
+        embed_dim: width of the residual stream.
+        num_heads: query heads.
+        num_kv_heads: key/value heads; 0 means as many as query heads.
+        head_dim: width of a head; 0 means ``embed_dim // num_heads``.
+        mlp_dim: width of the feed-forward hidden layer.
+        max_seq: longest sequence, in tokens.
+        norm: ``"rms"`` or ``"layer"``, before each sublayer and at the end.
+        norm_eps: epsilon of the norms.
+        activation: of the feed-forward layer.
+        gated: multiply the activation by a second projection (SwiGLU with silu).
+        bias: biases on all linear layers.
+        qk_norm: RMSNorm on queries and keys.
+        positions: ``"rope"``, ``"learned"`` or ``"none"``.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: Llama 3.1's frequency scaling, or None.
+        tied: one matrix for embedding and unembedding.
+        dropout: rate on the embedding and on what each sublayer adds. Attention probabilities are
+            not dropped.
+        z_loss: weight of the squared log-normaliser in the loss.
+        init_stddev: of all matrices; those that write to the stream are divided by
+            sqrt(2 num_layers) (Radford et al. 2019).
+        vocab_multiple: the vocabulary is padded to a multiple of it; every tensor-parallel size
+            that divides it fits, and the padding takes no part in the loss.
+        dtype: of parameters and activations: ``float32``, ``float64`` or ``bfloat16``.
+    """
+
+    vocab_size: int = 256
+    num_layers: int = 4
+    embed_dim: int = 256
+    num_heads: int = 8
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    mlp_dim: int = 1024
+    max_seq: int = 1024
+    norm: nn.NormKind = "rms"
+    norm_eps: float = 1e-5
+    activation: nn.Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+    qk_norm: bool = False
+    positions: Positions = "rope"
+    rope_theta: float = 10000.0
+    rope_scaling: nn.RopeScaling | None = None
+    tied: bool = False
+    dropout: float = 0.0
+    z_loss: float = 0.0
+    init_stddev: float = 0.02
+    vocab_multiple: int = 384
+    dtype: Dtype = "float32"
+
+    def __post_init__(self):
+        raise_problems("GPTConfig describes no model", self._problems())
+
+    def _problems(self) -> list[Problem]:
+        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "mlp_dim", "max_seq")
+        found = [
+            Problem(name, str(getattr(self, name)), "at least 1")
+            for name in (*sizes, "vocab_multiple")
+            if getattr(self, name) < 1
+        ]
+        if self.head_dim < 0 or self.num_kv_heads < 0:
+            got = f"{self.head_dim} and {self.num_kv_heads}"
+            found.append(Problem("head_dim and num_kv_heads", got, "at least 0 (0: derived)"))
+        misfits = [] if found else self._misfits()
+        for name, kind in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                fix = nearest(str(value), get_args(kind))
+                found.append(Problem(name, repr(value), "a known name", fix))
+        if not 0 <= self.dropout < 1:
+            found.append(Problem("dropout", str(self.dropout), "at least 0 and below 1"))
+        return found + misfits
+
+    def _misfits(self) -> list[Problem]:
+        """Sizes that are fine one by one and do not fit together."""
+        found = []
+        if not self.head_dim and self.embed_dim % self.num_heads:
+            found.append(
+                Problem(
+                    "embed_dim",
+                    str(self.embed_dim),
+                    f"a multiple of num_heads={self.num_heads}",
+                    "change one, or set head_dim",
+                )
+            )
+        if self.num_heads % self.kv_heads:
+            found.append(
+                Problem("num_kv_heads", str(self.kv_heads), f"a divisor of {self.num_heads}")
+            )
+        if self.positions == "rope" and self.head_size % 2:
+            found.append(Problem("head_dim", str(self.head_size), "an even number, for rope"))
+        return found
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def attention(self) -> nn.AttentionConfig:
+        """The shapes and options of the attention layers."""
+        return nn.AttentionConfig(
+            self.embed_dim,
+            self.num_heads,
+            self.kv_heads,
+            self.head_size,
+            bias=self.bias,
+            out_bias=self.bias,
+            qk_norm=self.qk_norm,
+            norm_eps=self.norm_eps,
+        )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch's."""
+        return getattr(torch, self.dtype)

@@ -1,0 +1,235 @@
+"""The command line: runs on every kind of mesh, their run folders, and mistakes as messages."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+from functron import checkpoint
+from functron.cli import main, parse_train
+from functron.config import TrainConfig, load
+from functron.models import gpt
+from functron.params import abstract_params
+from functron.train import prepare
+
+SMALL = ["--model", "llama3-tiny", "--seq", "32"]
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").open()]
+
+
+def test_a_run_leaves_its_folder_and_can_be_repeated_and_sampled(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run("train", *SMALL, "--steps", 12, "--checkpoint-every", 5, "--seed", 3) == 0
+    out = tmp_path / "runs" / "llama3-tiny-1"
+    assert "functron sample runs/llama3-tiny-1 --prompt" in capsys.readouterr().out
+    assert {p.name for p in out.iterdir()} == {
+        "config.toml",
+        "metrics.jsonl",
+        "checkpoints",
+        "loss.svg",
+    }
+    assert checkpoint.steps(out / "checkpoints") == [5, 10, 12]
+    assert ET.parse(out / "loss.svg")
+    records = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    assert list(records[0]) == [
+        "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "mfu",
+        "peak_memory_bytes",
+    ]  # fmt: skip
+    assert [record["step"] for record in records] == list(range(1, 13))
+    assert records[-1]["tokens"] == 12 * 8 * 32
+    # a byte of no knowledge costs ln 256 = 5.55 nats
+    assert records[0]["loss"] == pytest.approx(5.55, abs=0.1)
+    assert records[-1]["loss"] < 4.5
+    assert all(0 < record["mfu"] < 2 for record in records)
+
+    assert run("train", "--config", out / "config.toml") == 0
+    assert losses(tmp_path / "runs" / "llama3-tiny-2") == losses(out)
+
+    capsys.readouterr()
+    texts = []
+    for seed in (0, 0, 1):
+        assert run("sample", out, "--prompt", "def ", "--tokens", 16, "--seed", seed) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].startswith("def ")
+
+
+def test_the_checkpoint_holds_the_state(tmp_path):
+    assert (
+        run(
+            "train",
+            *SMALL,
+            "--steps",
+            1,
+            "--learning-rate.peak",
+            0,
+            "--learning-rate.end",
+            0,
+            "--out",
+            tmp_path / "r",
+        )
+        == 0
+    )
+    config = load(tmp_path / "r" / "config.toml")
+    fresh = prepare(config, parse_mesh("")).state
+    stored = checkpoint.restore(tmp_path / "r" / "checkpoints" / "1", fresh)
+    assert int(stored.step) == 1
+    assert torch.equal(stored.key, fresh.key)
+    shapes = abstract_params(gpt.defs(config.gpt))
+    assert stored.params["embed"].shape == shapes["embed"].shape
+    # with a learning rate of 0 the parameters are still the initial ones
+    assert torch.equal(
+        stored.params["blocks"]["mlp"]["up"]["w"], fresh.params["blocks"]["mlp"]["up"]["w"]
+    )
+
+
+def parse_mesh(text):
+    from functron.spmd import Mesh
+
+    return Mesh.parse(text)
+
+
+@pytest.mark.distributed
+def test_every_mesh_trains_to_the_same_losses(tmp_path, capsys):
+    common = ["train", *SMALL, "--steps", 20, "--seed", 0]
+    assert run(*common, "--out", tmp_path / "dense") == 0
+    assert "simulated" not in capsys.readouterr().out
+    assert run(*common, "--mesh", "dp=2,tp=2", "--out", tmp_path / "simulated") == 0
+    assert "4 ranks simulated in this process" in capsys.readouterr().out
+    assert run(*common, "--mesh", "dp=2,tp=4", "--sequence-parallel", "--out", tmp_path / "sp") == 0
+    command = [*common, "--nproc", 4, "--mesh", "dp=2,tp=2", "--out", tmp_path / "processes"]
+    done = functron(*command)
+    assert done.returncode == 0, done.stderr
+    assert "4 processes" in done.stdout
+    dense = losses(tmp_path / "dense")
+    assert len(dense) == 20
+    assert dense[-1] < dense[0] - 1
+    for name in ("simulated", "sp", "processes"):
+        assert losses(tmp_path / name) == pytest.approx(dense, rel=1e-5)
+    # the checkpoint of a mesh is the dense model's
+    trees = [
+        checkpoint.restore(tmp_path / name / "checkpoints" / "20")
+        for name in ("dense", "processes")
+    ]
+    torch.testing.assert_close(trees[1]["params"], trees[0]["params"], rtol=1e-2, atol=1e-4)
+
+
+def test_other_options_do_what_they_say(tmp_path):
+    common = ["train", *SMALL, "--steps", 3]
+    assert run(*common, "--out", tmp_path / "plain") == 0
+    assert run(*common, "--microbatches", 4, "--remat", "full", "--out", tmp_path / "saving") == 0
+    assert losses(tmp_path / "saving") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+    (tmp_path / "ab.txt").write_text("ab" * 1000)
+    assert (
+        run(
+            *common,
+            "--data",
+            tmp_path / "ab.txt",
+            "--steps",
+            15,
+            "--learning-rate.peak",
+            1e-2,
+            "--out",
+            tmp_path / "ab",
+        )
+        == 0
+    )
+    assert losses(tmp_path / "ab")[-1] < 2 < losses(tmp_path / "plain")[-1]
+
+
+def functron(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "functron", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+def test_precedence(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'model = "gpt2"\nsteps = 7\nseq = 9\n[gpt]\nnum_layers = 3\n[optimizer]\nb1 = 0.5\n'
+    )
+    assert parse_train([]) == TrainConfig()
+    assert parse_train(["--model", "gpt2"]).gpt == gpt.PRESETS["gpt2"]
+    config = parse_train(["--config", str(path), "--seq", "11", "--optimizer.b2", "0.7"])
+    assert (config.model, config.steps, config.seq, config.gpt.num_layers) == ("gpt2", 7, 11, 3)
+    assert (config.gpt.embed_dim, config.optimizer.b1, config.optimizer.b2) == (768, 0.5, 0.7)
+    config = parse_train([f"--config={path}", "--model=llama3-8b", "--gpt.num-heads", "64"])
+    assert (config.gpt.num_layers, config.gpt.num_heads, config.steps) == (32, 64, 7)
+
+
+def test_mistakes_are_messages(tmp_path, capsys):
+    for arguments, message in [
+        (["train", "--mesh", "dp=3"], "global_batch: got 8; wanted a multiple of 3"),
+        (["train", "--mesh", "xp=3"], "cannot read the mesh 'xp=3'"),
+        (["train", "--model", "tinny"], "did you mean 'tiny'?"),
+        (["train", "--data", tmp_path / "none"], "got nothing there; wanted a file or a folder"),
+        (["train", "--nproc", 3, "--mesh", "dp=2"], "nproc: got 3 for a mesh of 2"),
+        (["train", "--nproc", 2], "nproc: got 2 for a mesh of 1"),
+        (["train", "--gpt.num-heads", 7], "num_heads=7"),
+        (["train", "--config", tmp_path / "none.toml"], "wanted a readable TOML file"),
+        (["sample", tmp_path / "none", "--prompt", "x"], "wanted a readable TOML file"),
+        (["params", "--model", "gpt5"], "did you mean 'gpt2'?"),
+        (["params", "--mesh", "tp=3"], "num_heads: got 8; wanted a multiple of tp=3"),
+        (["trian"], "did you mean 'train'?"),
+    ]:
+        assert run(*arguments) == 2
+        shown = capsys.readouterr().err
+        assert message in shown
+        assert "Traceback" not in shown
+
+
+def test_unknown_options_suggest_the_nearest(capsys):
+    assert run("train", "--globl-batch", 4) == 2
+    assert "--global-batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["schedule", "layout", "zero", "precision", "resume", "compile"])
+def test_options_of_later_are_not_there(option, capsys):
+    assert run("train", f"--{option}", "1") == 2
+    assert run("train", "--help") == 0
+    assert f"--{option} " not in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_finite_is_a_message(tmp_path, capsys):
+    rates = ["--learning-rate.peak", "1e30", "--optimizer.clip-norm", "0"]
+    assert run("train", *SMALL, "--steps", 9, *rates, "--out", tmp_path / "r") == 1
+    shown = capsys.readouterr().err
+    assert "wanted a finite number; fix: lower the learning rate" in shown
+    assert "Traceback" not in shown
+
+
+def test_params_of_a_model_that_fits_no_machine(capsys):
+    assert run("params", "--model", "llama3-405b", "--mesh", "dp=2,tp=8") == 0
+    lines = capsys.readouterr().out.splitlines()
+    # Llama 3's paper: 405B; layers 126, model dim 16384, FFN 53248, 8 of 128 heads for keys
+    exact = (
+        126 * (2 * 16384 * 128 * (128 + 8) + 3 * 16384 * 53248 + 2 * 16384)
+        + 16384
+        + 2 * 128256 * 16384
+    )
+    assert f"{exact:,} parameters, {4 * exact:,} bytes" in lines[-1]
+    up = next(line for line in lines if line.startswith("blocks/mlp/up/w"))
+    for cell in (
+        "(126, 16384, 53248)",
+        "layers embed mlp",
+        "P(None, None, 'tp')",
+        "(126, 16384, 6656)",
+    ):
+        assert cell in up
+
+
+def test_usage(capsys):
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out.count("usage: functron COMMAND") == 2

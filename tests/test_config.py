@@ -1,0 +1,177 @@
+"""Training configurations: TOML there and back, precedence, and every mistake at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import tomllib
+
+import pytest
+
+from functron.config import TrainConfig, dump, load, validate, with_model
+from functron.models import gpt
+from functron.models.gpt import GPTConfig
+from functron.nn import RopeScaling
+from functron.optim import OptimizerConfig, ScheduleConfig
+
+
+def problems(config, **kwargs) -> str:
+    with pytest.raises(ValueError, match="cannot train with this configuration") as caught:
+        validate(config, **kwargs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("model", list(gpt.PRESETS))
+def test_toml_there_and_back(tmp_path, model):
+    config = with_model(TrainConfig(data="x", mesh="dp=2", nproc=2, seed=7, out="o"), model)
+    path = tmp_path / "config.toml"
+    path.write_text(dump(config))
+    assert load(path) == config
+
+
+def test_a_dump_is_complete(tmp_path):
+    changed = TrainConfig(
+        gpt=dataclasses.replace(gpt.PRESETS["llama3-405b"], rope_scaling=None, num_layers=3),
+        model="llama3-405b",
+        optimizer=OptimizerConfig(name="sgd", b1=0.5),
+        learning_rate=ScheduleConfig(name="wsd", peak=1.0),
+    )
+    table = tomllib.loads(dump(changed))
+    assert set(table) == {f.name for f in dataclasses.fields(TrainConfig)}
+    assert set(table["gpt"]) == {f.name for f in dataclasses.fields(GPTConfig)}
+    path = tmp_path / "config.toml"
+    path.write_text(dump(changed))
+    # also where the preset says otherwise: this one has a rope_scaling that was switched off
+    assert load(path) == changed
+
+
+def test_a_file_overrides_its_preset_and_that_the_defaults(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'model = "gpt2"\nsteps = 7\n[gpt]\nnum_layers = 2\nnorm_eps = 1\n[learning_rate]\npeak = 1e-2\n'
+    )
+    config = load(path)
+    gpt2 = dataclasses.replace(gpt.PRESETS["gpt2"], num_layers=2, norm_eps=1.0)
+    rate = dataclasses.replace(TrainConfig().learning_rate, peak=1e-2)
+    assert config == TrainConfig(model="gpt2", gpt=gpt2, steps=7, learning_rate=rate)
+    assert isinstance(config.gpt.norm_eps, float)
+    assert load(path, model="llama3-8b").gpt == gpt.PRESETS["llama3-8b"]
+    assert load(path, model="llama3-8b").steps == 7
+
+
+def test_nested_optional_tables(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('model = "llama3-8b"\n[gpt.rope_scaling]\nfactor = 4\n')
+    assert load(path).gpt.rope_scaling == RopeScaling(factor=4.0)
+
+
+def test_all_unknown_keys_and_wrong_kinds_are_listed(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'stepz = 3\nseq = "long"\nmodel = "tinny"\ntensorboard = 1\nremat = "some"\n'
+        "[gpt]\nnum_layer = 2\nembed_dim = true\n[learning_rate]\npeek = 1\n"
+    )
+    with pytest.raises(ValueError, match="cannot use the configuration") as caught:
+        load(path)
+    for line in (
+        "stepz: got an unknown key; wanted a known one; fix: did you mean 'steps'?",
+        "seq: got 'long'; wanted a whole number",
+        "model: got 'tinny'; wanted a preset; fix: did you mean 'tiny'?",
+        "tensorboard: got 1; wanted true or false",
+        "remat: got 'some'; wanted one of 'none', 'full'",
+        "gpt.num_layer: got an unknown key; wanted a known one; fix: did you mean 'num_layers'?",
+        "gpt.embed_dim: got True; wanted a whole number",
+        "learning_rate.peek: got an unknown key; wanted a known one; fix: did you mean 'peak'?",
+    ):
+        assert line in str(caught.value)
+
+
+def test_unreadable_files_are_taught(tmp_path):
+    with pytest.raises(ValueError, match="No such file or directory; wanted a readable TOML file"):
+        load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("steps = = 3")
+    with pytest.raises(ValueError, match="at line 1, column 9"):
+        load(tmp_path / "bad.toml")
+
+
+def test_the_defaults_and_meshes_are_valid(tmp_path):
+    validate(TrainConfig())
+    validate(TrainConfig(mesh="dp=2,tp=4", sequence_parallel=True, microbatches=2))
+    validate(TrainConfig(mesh="dp=2,tp=2", nproc=4, out=str(tmp_path / "new" / "run")))
+    validate(TrainConfig(mesh="dp=2"), processes=2)
+
+
+def test_every_problem_is_reported_at_once(tmp_path):
+    config = TrainConfig(
+        gpt=GPTConfig(num_heads=8, num_kv_heads=8, mlp_dim=100, vocab_size=128, max_seq=64),
+        data=str(tmp_path / "nowhere"),
+        mesh="dp=3,tp=8,pp=2",
+        nproc=5,
+        sequence_parallel=True,
+        seq=67,
+        microbatches=2,
+        optimizer=OptimizerConfig(name="adamw2"),
+        learning_rate=ScheduleConfig(name="cosin"),
+        checkpoint_every=-1,
+    )
+    before = dataclasses.asdict(config)
+    text = problems(config)
+    for line in (
+        "mlp_dim: got 100; wanted a multiple of tp=8",
+        "mesh: got pp=2; wanted pp=1",
+        "global_batch: got 8; wanted a multiple of 6: data-parallel ranks 3 x microbatches 2; fix: set it to 12",
+        "seq: got 67; wanted a multiple of tp=8 under sequence_parallel; fix: set it to 72",
+        "seq: got 67; wanted at most gpt.max_seq=64",
+        "nproc: got 5 for a mesh of 48; wanted one process per rank; fix: set nproc=48",
+        "gpt.vocab_size: got 128 token ids; wanted at least 256",
+        "nowhere: got nothing there",
+        "optimizer.name: got 'adamw2'; wanted an optimizer; fix: did you mean 'adamw'?",
+        "learning_rate.name: got 'cosin'; wanted a learning-rate schedule; fix: did you mean 'cosine'?",
+        "checkpoint_every: got -1; wanted at least 0",
+    ):
+        assert line in text
+    assert dataclasses.asdict(config) == before
+
+
+@pytest.mark.parametrize("axis", ["pp", "fsdp", "cp", "ep"])
+def test_axes_that_are_not_there_yet(axis):
+    text = problems(TrainConfig(mesh=f"{axis}=2"))
+    assert f"mesh: got {axis}=2" in text
+    assert "put those ranks on dp or tp" in text
+
+
+def test_unknown_axes_and_wrong_process_counts():
+    assert "did you mean 'tp'?" in problems(TrainConfig(mesh="tpp=2"))
+    assert "mesh: got 3 processes for a mesh of 2" in problems(
+        TrainConfig(mesh="dp=2"), processes=3
+    )
+
+
+@pytest.mark.parametrize("name", ["steps", "seq", "global_batch", "microbatches"])
+def test_counts_are_positive(name):
+    text = problems(dataclasses.replace(TrainConfig(), **{name: 0}))
+    assert f"{name}: got 0; wanted at least 1" in text
+
+
+def test_run_folders_are_not_overwritten(tmp_path):
+    (tmp_path / "run").mkdir()
+    validate(TrainConfig(out=str(tmp_path / "run")))
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    text = problems(TrainConfig(out=str(tmp_path / "run")))
+    assert "a folder with files; wanted a new or empty folder; fix: choose another folder" in text
+    assert "a file" in problems(TrainConfig(out=str(tmp_path / "run" / "metrics.jsonl")))
+    below = str(tmp_path / "run" / "metrics.jsonl" / "deeper")
+    assert "a place to write" in problems(TrainConfig(out=below))
+
+
+def test_extras_that_are_missing_are_taught(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    text = problems(TrainConfig(tensorboard=True, wandb=True))
+    assert "pip install 'functron[tensorboard]'" in text
+    assert "pip install 'functron[wandb]'" in text
+
+
+def test_the_schedule_ends_with_the_run_unless_told_otherwise():
+    assert TrainConfig(steps=77).schedule.total_steps == 77
+    rate = ScheduleConfig(total_steps=500)
+    assert TrainConfig(steps=77, learning_rate=rate).schedule.total_steps == 500

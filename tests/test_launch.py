@@ -1,0 +1,144 @@
+"""Processes: started, joined, stopped, and taken down by the first that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from functron import checkpoint, launch, tree
+from functron.config import TrainConfig, with_model
+from functron.spmd import Mesh
+from functron.train import prepare
+
+pytestmark = pytest.mark.distributed
+
+TRAIN = ["train", "--model", "llama3-tiny", "--seq", "16", "--mesh", "dp=3", "--global-batch", "6"]
+
+# The command line, but rank 1 comes to grief after two steps.
+FAILING = """
+import os, sys, torch.distributed as dist
+from functron import cli, train
+real = train.Run.batch
+def batch(run, step):
+    if step == 2 and dist.get_rank() == 1:
+        {fault}
+    return real(run, step)
+train.Run.batch = batch
+sys.exit(cli.main({arguments}))
+"""
+
+START = "import sys; from functron import launch; sys.exit(launch.launch({nproc}, sys.argv[1:]))"
+
+
+def start(script: Path, nproc: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", START.format(nproc=nproc), str(script)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=env)
+
+
+def test_a_failing_rank_takes_the_job_down_with_its_traceback_first(tmp_path):
+    script = tmp_path / "failing.py"
+    fault = "raise RuntimeError('injected ' + 'fault')"
+    script.write_text(FAILING.format(fault=fault, arguments=[*TRAIN, "--out", str(tmp_path / "r")]))
+    done = start(script, 3)
+    assert done.returncode == 1
+    errors = done.stderr[done.stderr.index("Traceback") :].rstrip().splitlines()
+    assert done.stderr.count("Traceback") == 1
+    assert "RuntimeError: injected fault" in errors
+    assert errors[-1] == "functron: rank 1 failed first (exit code 1); all 3 processes were stopped"
+    written = (tmp_path / "r" / "metrics.jsonl").stat().st_mtime
+    assert time.time() - written < 30  # two steps were recorded; then it did not hang
+    assert not (tmp_path / "r" / "checkpoints").exists()
+
+
+def test_a_killed_rank_takes_the_job_down(tmp_path):
+    script = tmp_path / "failing.py"
+    fault = "os.kill(os.getpid(), 9)"
+    script.write_text(FAILING.format(fault=fault, arguments=[*TRAIN, "--out", str(tmp_path / "r")]))
+    done = start(script, 3)
+    assert done.returncode == 128 + 9
+    assert "functron: rank 1 failed first (killed by SIGKILL)" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_saves_on_the_way_out(tmp_path, number):
+    arguments = [*TRAIN, "--nproc", "3", "--steps", "100000", "--out", str(tmp_path / "r")]
+    command = [sys.executable, "-m", "functron", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+    )
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    try:
+        deadline = time.monotonic() + 60
+        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    last = json.loads(metrics.read_text().splitlines()[-1])["step"]
+    assert process.returncode == 128 + number
+    assert checkpoint.steps(tmp_path / "r" / "checkpoints") == [last]
+    assert f"stopped after step {last}" in out
+
+
+JOIN = """
+import sys
+from functron import gather, launch, tree
+from functron.config import TrainConfig, with_model
+from functron.spmd import Mesh
+from functron.train import prepare
+config = with_model(TrainConfig(mesh="dp=2,tp=2", seq=16, seed=5), "llama3-tiny")
+mesh, device = launch.join(Mesh.parse(config.mesh), launch.process(), "cpu")
+run = prepare(config, mesh, device)
+whole = gather(run.state, run.specs, mesh)
+import torch
+torch.save((dict(mesh.coordinate), tree.leaves(whole), run.batch(3)), f"{sys.argv[1]}/{mesh.rank}.pt")
+launch.leave()
+"""
+
+
+def test_processes_start_from_the_same_bits_and_share_the_batch(torchrun, tmp_path):
+    import torch
+
+    torchrun(JOIN, 4, tmp_path)
+    config = with_model(TrainConfig(seq=16, seed=5), "llama3-tiny")
+    dense = prepare(config, Mesh())
+    simulated = prepare(config, Mesh(dp=2, tp=4))
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
+    for leaves in [tree.leaves(simulated.state), *(leaves for _, leaves, _ in ranks)]:
+        for mine, theirs in zip(tree.leaves(dense.state), leaves, strict=True):
+            assert torch.equal(mine, theirs)
+    whole = dense.batch(3)
+    for coordinate, _, batch in ranks:
+        for name, leaf in whole.items():
+            assert torch.equal(batch[name], leaf.chunk(2)[coordinate["dp"]])
+
+
+def test_torchrun_and_its_wrong_process_count(torchrun, tmp_path):
+    program = "import sys; from functron.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = torchrun(program, 2, *TRAIN[:5], "--mesh", "tp=2", "--steps", 2, "--out", tmp_path / "r")
+    assert done.stdout.count("2 processes") == 1
+    assert checkpoint.steps(tmp_path / "r" / "checkpoints") == [2]
+    done = torchrun(program, 2, *TRAIN, "--out", tmp_path / "s", check=False)
+    assert done.returncode != 0
+    assert "mesh: got 2 processes for a mesh of 3; wanted one process per rank" in done.stderr
+    assert not (tmp_path / "s").exists()
+
+
+def test_no_process_without_a_launcher(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert launch.process() is None
+    monkeypatch.setenv("WORLD_SIZE", "4")  # set by other launchers as well
+    assert launch.process() is None

@@ -1,0 +1,213 @@
+"""The loop: records, files, numbers that are not finite, and a graceful end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+
+from functron import metrics, plot, report
+from functron.interrupt import stop_requests
+from functron.loop import Meter, exit_code, loop
+
+KEYS = [
+    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "mfu",
+    "peak_memory_bytes",
+]  # fmt: skip
+
+
+def halve(state, batch):
+    return state / 2, {"loss": state.clone(), "grad_norm": state * 3}
+
+
+def batch(step):
+    return {"tokens": torch.full((2, 5), step)}
+
+
+def test_a_plain_function_needs_nothing_else(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    state, history, stopped = loop(halve, torch.tensor(8.0), batch, steps=3)
+    assert (state.item(), stopped) == (1.0, None)
+    assert [list(record) for record in history] == [KEYS] * 3
+    assert [record["loss"] for record in history] == [8.0, 4.0, 2.0]
+    assert [record["grad_norm"] for record in history] == [24.0, 12.0, 6.0]
+    assert [record["step"] for record in history] == [1, 2, 3]
+    assert [record["tokens"] for record in history] == [10, 20, 30]
+    assert [(record["lr"], record["mfu"]) for record in history] == [(None, None)] * 3
+    assert list(tmp_path.iterdir()) == []
+    assert "loss=2.0000" in capsys.readouterr().err
+
+
+def test_batches_that_are_no_dicts_and_metrics_without_a_norm():
+    def step(state, batch):
+        return state + batch, {"loss": torch.tensor(1.0)}
+
+    state, history, _ = loop(step, 0, lambda index: index, steps=5, start=2, reporters=[])
+    assert state == 2 + 3 + 4
+    assert [record["step"] for record in history] == [3, 4, 5]
+    assert (
+        history[0]["grad_norm"] is history[0]["tokens"] is history[0]["tokens_per_second"] is None
+    )
+
+
+def test_the_meter_multiplies_out():
+    meter = Meter(
+        lambda step: 0.5**step, tokens_per_step=100, flops_per_token=6.0, peak_flops=3000.0
+    )
+    record = meter.record(2, None, {"loss": 1.0}, 0.25)
+    assert (record["lr"], record["tokens"], record["tokens_per_second"]) == (0.25, 300, 400.0)
+    assert record["mfu"] == pytest.approx(400 * 6 / 3000)
+    assert record["step_seconds"] == 0.25
+
+
+def test_files(tmp_path):
+    saved = []
+    files = [report.jsonl(tmp_path / "m.jsonl"), report.loss_picture(tmp_path / "loss.svg")]
+    _, history, _ = loop(
+        halve,
+        torch.tensor(8.0),
+        batch,
+        steps=5,
+        reporters=files,
+        save=lambda state, step: saved.append((state.item(), step)),
+        save_every=2,
+    )
+    lines = (tmp_path / "m.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == history
+    assert saved == [(2.0, 2), (0.5, 4), (0.25, 5)]
+    assert ET.parse(tmp_path / "loss.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_records_are_on_disk_while_the_run_goes_on(tmp_path):
+    seen = []
+
+    def step(state, batch):
+        path = tmp_path / "m.jsonl"
+        seen.append(len(path.read_text().splitlines()))
+        return state, {"loss": torch.tensor(1.0)}
+
+    loop(step, None, batch, steps=3, reporters=[report.jsonl(tmp_path / "m.jsonl")])
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, value):
+    saved = []
+
+    def step(state, batch):
+        return state, {"loss": torch.tensor(value if state[0] == 2 else 1.0)}
+
+    def count(index):
+        state[0] = index
+        return batch(index)
+
+    state = [0]
+    files = [report.jsonl(tmp_path / "m.jsonl"), report.loss_picture(tmp_path / "loss.svg")]
+    with pytest.raises(FloatingPointError, match=r"step 3: got loss (nan|inf); wanted a finite"):
+        loop(step, state, count, steps=9, reporters=files, save=lambda *a: saved.append(a))
+    assert saved == []
+    assert [json.loads(line)["loss"] for line in (tmp_path / "m.jsonl").open()] == [1.0, 1.0, None]
+    assert ET.parse(tmp_path / "loss.svg")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_finishes_the_step_and_saves(number):
+    def step(state, batch):
+        if state == 2:
+            os.kill(os.getpid(), number)
+        return state + 1, {"loss": torch.tensor(1.0)}
+
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    saved = []
+    outcome = loop(step, 0, batch, steps=100, reporters=[], save=lambda *args: saved.append(args))
+    assert (outcome.state, outcome.stopped_by, len(outcome.history)) == (3, number, 3)
+    assert saved == [(3, 3)]
+    assert exit_code(outcome.stopped_by) == 128 + number
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_the_second_signal_raises_at_once():
+    before = signal.getsignal(signal.SIGINT)
+    reached = []
+
+    def step(state, batch):
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append(state)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("still running")
+
+    with pytest.raises(KeyboardInterrupt):
+        loop(step, 0, batch, steps=2, reporters=[])
+    assert reached == [0]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_another_ranks_signal_stops_this_one():
+    asked = []
+
+    def agree(number):
+        asked.append(number)
+        return signal.SIGTERM if len(asked) == 2 else number
+
+    outcome = loop(halve, torch.tensor(1.0), batch, steps=9, reporters=[], agree=agree)
+    assert (len(outcome.history), outcome.stopped_by) == (2, signal.SIGTERM)
+
+
+def test_handlers_of_others_survive():
+    def mine(number, frame): ...
+
+    previous = signal.signal(signal.SIGTERM, mine)
+    try:
+        with stop_requests() as request:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert request.signal == signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def test_ticks_are_round_and_enclose():
+    assert plot.ticks(0.3, 5.7) == [0, 1, 2, 3, 4, 5, 6]
+    assert plot.ticks(2, 2) == [1.4, 1.6, 1.8, 2.0, 2.2, 2.4, 2.6] or plot.ticks(2, 2)[0] <= 1.5
+    assert plot.ticks(0, 1000) == [0, 200, 400, 600, 800, 1000]
+
+
+def test_the_chart_places_points_to_scale():
+    chart = plot.line_chart(
+        [0, 5, 10], [0, 1, float("nan")], title="<a&b>", x_label="x", y_label="y"
+    )
+    root = ET.fromstring(chart)
+    name = "{http://www.w3.org/2000/svg}"
+    points = root.find(f"{name}polyline").attrib["points"]
+    low = (plot.LEFT, plot.HEIGHT - plot.BOTTOM)
+    high = (plot.WIDTH - plot.RIGHT, plot.TOP)
+    # x runs 0..5 and y 0..1 over the whole frame
+    assert points == " ".join(f"{a:.1f},{b:.1f}" for a, b in (low, high))
+    assert {"<a&b>", "x", "y", "5", "1"} <= {text.text for text in root.iter(f"{name}text")}
+
+
+def test_long_charts_stay_small_and_smooth():
+    y = [1.0 + (-1) ** i for i in range(20_000)]
+    chart = plot.line_chart(range(20_000), y, title="t", x_label="x", y_label="y")
+    assert len(chart) < 60_000
+    assert len(ET.fromstring(chart).findall("{http://www.w3.org/2000/svg}polyline")) == 2
+    middle = plot.smooth(list(enumerate(y)))[10_000][1]
+    assert middle == pytest.approx(1.0, abs=0.01)
+    assert ET.fromstring(plot.line_chart([], [], title="t", x_label="x", y_label="y")) is not None
+
+
+def test_peak_rates_and_memory(monkeypatch):
+    rate = metrics.measured_flops("cpu", torch.float32, size=256)
+    assert 1e7 < rate < 1e14
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    assert metrics.peak_flops("cuda", torch.bfloat16) == 756e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    assert metrics.peak_flops("cuda", torch.float32) == 19.5e12
+    before = metrics.peak_memory_bytes("cpu")
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    assert before > 50 << 20
+    assert metrics.peak_memory_bytes("cpu") >= max(before, block.numel())
