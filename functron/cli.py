@@ -110,7 +110,7 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
 
     Raises:
         ValueError: an unknown preset, or what `functron.config.load` raises.
-        SystemExit: (caught by `main`) options that do not exist or do not parse (code 2), or --help.
+        SystemExit: options that do not exist or do not parse (code 2), or --help (code 0).
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config", type=Path)
@@ -129,15 +129,21 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
     ).options
 
 
-def device_type(name: str) -> str:
-    """ "cpu" or "cuda" for the option --device.
+def device_type(name: str, processes: int = 1) -> str:
+    """ "cpu" or "cuda" for the option --device and so many processes on this machine.
 
     Raises:
-        ValueError: cuda is asked for, and there is none.
+        ValueError: cuda is asked for and there is none, or fewer GPUs than processes.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: got cuda; wanted a device of this machine; fix: --device cpu")
-    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and processes > torch.cuda.device_count():
+        raise ValueError(
+            f"nproc: got {processes} for {torch.cuda.device_count()} GPUs; wanted a GPU each; "
+            "fix: simulate the mesh (--nproc 0), or --device cpu"
+        )
+    return kind
 
 
 def _train(arguments: list[str]) -> int:
@@ -145,7 +151,7 @@ def _train(arguments: list[str]) -> int:
     with launch.mistakes():
         config = parse_train(arguments)
         validate(config, processes=here.world_size if here else None)
-        kind = device_type(config.device)
+        kind = device_type(config.device, config.nproc)
     if here is None and config.nproc:
         return launch.launch(config.nproc, ["-m", "functron", "train", *arguments])
     with launch.mistakes():

@@ -6,6 +6,7 @@ The only module that reads torchrun's environment variables.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from functron.spmd import BoundMesh, Mesh
 
 MARK = "functron-"
+NOTICED_WITHIN_SECONDS = 2
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ def launch(nproc: int, arguments: Sequence[str]) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
+    # what went wrong is printed below, once
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
@@ -136,8 +140,9 @@ def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 
 
 def _failure_time(failure: ProcessFailure) -> float:
-    # A process that died without a word (killed) is the cause of those that complain later.
-    return float(_details(failure).get("time", failure.timestamp))
+    # What dies without a word (killed, out of memory) is noticed only when the launcher next looks,
+    # by when the others have complained.
+    return float(_details(failure).get("time", failure.timestamp - NOTICED_WITHIN_SECONDS))
 
 
 def _details(failure: ProcessFailure) -> dict[str, Any]:

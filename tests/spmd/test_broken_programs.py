@@ -166,6 +166,25 @@ def test_derivative_of_pmax():
         run(wrong, P("dp"), P("dp"), X)
 
 
+@pytest.mark.parametrize("name", ["pmax", "pmin"])
+def test_derivative_of_an_extremum_from_outside(name):
+    mapped = shard_map(
+        lambda x: getattr(lax, name)(x.sum(), ("dp", "tp")), MESH, P("dp", "tp"), P()
+    )
+    with pytest.raises(ValueError, match=f"{name} over .* has no derivative"):
+        torch.func.grad(mapped)(X)
+    with pytest.raises(ValueError, match=f"{name} over .* has no derivative"):
+        torch.func.jvp(mapped, (X,), (X,))
+    taped = X.clone().requires_grad_()
+    with pytest.raises(ValueError, match=f"{name} over .* has no derivative"):
+        mapped(taped).backward()
+    stopped = shard_map(
+        lambda x: getattr(lax, name)(lax.stop_gradient(x).sum(), ("dp", "tp")) + 0 * lax.psum(x.sum(), ("dp", "tp")),
+        MESH, P("dp", "tp"), P(),
+    )  # fmt: skip
+    torch.testing.assert_close(torch.func.grad(stopped)(X), torch.zeros_like(X))
+
+
 def test_the_check_can_be_switched_off():
     def forgets(w, x):
         return x @ w["up"] @ w["down"]
