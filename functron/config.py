@@ -114,7 +114,7 @@ def load(path: str | Path, *, model: str | None = None) -> TrainConfig:
         table = {key: value for key, value in table.items() if key != "gpt"} | {"model": model}
     problems: list[Problem] = []
     name = table.get("model", "tiny")
-    if name in list(gpt.PRESETS):
+    if name in gpt.PRESETS:
         base = with_model(TrainConfig(), name)
     else:
         base = TrainConfig()

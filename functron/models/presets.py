@@ -54,6 +54,9 @@ class _Presets(Mapping[str, GPTConfig]):
             raise ValueError(f"model: got {name!r}; {nearest(name, self.configs)}")
         return self.configs[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.configs
+
     def __iter__(self):
         return iter(self.configs)
 
