@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch._C import _functorch as functorch  # type: ignore[attr-defined]
+import torch._C._functorch as functorch
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,

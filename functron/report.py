@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -28,7 +29,11 @@ REDRAW_SECONDS = 10.0
 @contextmanager
 def progress(steps: int, start: int = 0) -> Iterator[Callable[[Record], None]]:
     """A bar on standard error with loss, gradient norm and tokens per second."""
-    with tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True) as bar:
+    # into a file or a pipe, a line every ten seconds is enough
+    interval = 0.1 if sys.stderr.isatty() else REDRAW_SECONDS
+    with tqdm(
+        total=steps, initial=start, unit="step", dynamic_ncols=True, mininterval=interval
+    ) as bar:
 
         def write(record: Record) -> None:
             shown = {"loss": record["loss"], "norm": record["grad_norm"]}

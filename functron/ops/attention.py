@@ -103,7 +103,8 @@ class _Flash(Function):
     def vmap(info, in_dims, q, k, v, causal):
         size = info.batch_size
         folded = [_fold(x, d, size) for x, d in zip((q, k, v), in_dims[:3], strict=True)]
-        out, lse = _Flash.apply(folded[0], folded[1], folded[2], causal)  # pyright: ignore
+        made: Any = _Flash.apply(*folded, causal)
+        out, lse = made
         return (out.unflatten(0, (size, -1)), lse.unflatten(0, (size, -1))), (0, 0)
 
 
@@ -152,5 +153,5 @@ class _FlashBackward(Function):
         *tensors, causal = operands
         size = info.batch_size
         folded = [_fold(x, d, size) for x, d in zip(tensors, in_dims, strict=False)]
-        grads = _FlashBackward.apply(*folded, causal)
-        return tuple(g.unflatten(0, (size, -1)) for g in grads), (0, 0, 0)  # pyright: ignore
+        grads: Any = _FlashBackward.apply(*folded, causal)
+        return tuple(g.unflatten(0, (size, -1)) for g in grads), (0, 0, 0)

@@ -32,7 +32,8 @@ def log_sum_exp_and_target(
     Returns:
         Two tensors ``[...]``. No collectives.
     """
-    return _LogSumExpTarget.apply(logits, ids, valid)  # type: ignore[return-value]
+    both: Any = _LogSumExpTarget.apply(logits, ids, valid)
+    return both
 
 
 def _upcast(x: Tensor) -> Tensor:

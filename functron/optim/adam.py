@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +33,7 @@ class ScaleByAdamState(NamedTuple):
         nu: running mean of their squares, like the parameters.
     """
 
-    count: torch.Tensor
+    count: Any
     mu: tree.Tree
     nu: tree.Tree
 
@@ -84,7 +84,7 @@ def scale_by_adam(
     return transformation(
         init,
         update,
-        specs=lambda param_specs: ScaleByAdamState(P(), param_specs, param_specs),  # type: ignore[arg-type]
+        specs=lambda param_specs: ScaleByAdamState(P(), param_specs, param_specs),
     )
 
 

@@ -16,7 +16,7 @@ from functron.optim.transformation import (
     stateless,
 )
 from functron.spmd.collectives import psum
-from functron.spmd.spec import is_spec, spec_axes
+from functron.spmd.spec import P, is_spec, spec_axes
 
 
 def global_norm(updates: Updates, specs: tree.Tree = None) -> torch.Tensor:
@@ -36,14 +36,14 @@ def global_norm(updates: Updates, specs: tree.Tree = None) -> torch.Tensor:
     if not leaves:
         return torch.zeros(())
     spec_leaves = (
-        [()] * len(leaves)
+        [P()] * len(leaves)
         if specs is None
         else tree.broadcast_prefix(specs, updates, is_leaf=is_spec, what="the specs of updates")
     )
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in leaves) else torch.float32
     groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for norm, spec in zip(_norms(leaves), spec_leaves, strict=True):
-        axes = tuple(sorted(spec_axes(spec or ())))  # type: ignore[arg-type]
+        axes = tuple(sorted(spec_axes(spec)))
         groups.setdefault(axes, []).append(norm.to(leaves[0].device, dtype))
     squares = [
         psum(torch.stack(norms).square().sum(), axes) if axes else torch.stack(norms).square().sum()
@@ -55,16 +55,15 @@ def global_norm(updates: Updates, specs: tree.Tree = None) -> torch.Tensor:
 def _norms(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     if compat.transforms_active():
         return [torch.linalg.vector_norm(t, dtype=_accumulator(t)) for t in leaves]
-    out: list[torch.Tensor | None] = [None] * len(leaves)
+    out: dict[int, torch.Tensor] = {}
     by_kind: dict[tuple, list[int]] = {}
     for index, leaf in enumerate(leaves):
         by_kind.setdefault((leaf.device, leaf.dtype), []).append(index)
     for indices in by_kind.values():
         group = [leaves[index] for index in indices]
         norms = torch._foreach_norm(group, 2, dtype=_accumulator(group[0]))
-        for index, norm in zip(indices, norms, strict=True):
-            out[index] = norm
-    return out  # type: ignore[return-value]
+        out.update(zip(indices, norms, strict=True))
+    return [out[index] for index in range(len(leaves))]
 
 
 def _accumulator(leaf: torch.Tensor) -> torch.dtype:

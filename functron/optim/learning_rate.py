@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ class ScaleByScheduleState(NamedTuple):
         count: number of updates so far; int64, 0-dim.
     """
 
-    count: torch.Tensor
+    count: Any
 
 
 def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformation:
@@ -60,7 +60,7 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
     return transformation(
         init,
         update,
-        specs=lambda param_specs: ScaleByScheduleState(P()),  # type: ignore[arg-type]
+        specs=lambda param_specs: ScaleByScheduleState(P()),
         update_=update_,
     )
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd import Function
@@ -59,7 +60,8 @@ class _Primitive(Function):
     @classmethod
     def call(cls, x: torch.Tensor, axis: Axis, perm: tuple = ()) -> torch.Tensor:
         """Apply this primitive to `x` over `axis`."""
-        return cls.apply(x, axis.token, Call(axis, perm))  # type: ignore[return-value]
+        out: Any = cls.apply(x, axis.token, Call(axis, perm))
+        return out
 
     @classmethod
     def forward(cls, x, token, call):

@@ -271,7 +271,8 @@ def _outer_tape(f: Callable, args: tree.Tree) -> bool:
 def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, list, Callable]:
     """``out, aux = f(*leaves)``, and the function from out's cotangent to those of `leaves`."""
     if compat.transforms_active() or keep:
-        out, pull, aux = torch.func.vjp(f, *leaves, has_aux=True)  # pyright: ignore
+        made: Any = torch.func.vjp(f, *leaves, has_aux=True)
+        out, pull, aux = made
         return out, aux, lambda ct: pull(ct, retain_graph=keep, create_graph=keep)
 
     with torch.enable_grad():
