@@ -12,6 +12,7 @@ from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
     temporarily_clear_interpreter_stack,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def transforms_active() -> bool:
@@ -101,3 +102,20 @@ def requires_grad(value: torch.Tensor) -> bool:
     while functorch.is_functorch_wrapped_tensor(value):
         value = functorch.get_unwrapped(value)
     return value.requires_grad
+
+
+@contextlib.contextmanager
+def no_dispatch_modes() -> Iterator[None]:
+    """Run a with block as if no TorchDispatchMode were active."""
+    with _disable_current_modes():
+        yield
+
+
+def current_autograd_node() -> torch.autograd.graph.Node | None:
+    """The node of the tape that backward is executing; None outside of backward."""
+    return torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+
+
+def autograd_sequence_number() -> int:
+    """The number of the node that the tape made for the operation that is being dispatched."""
+    return torch._C._autograd._get_sequence_nr() - 1

@@ -18,7 +18,7 @@ from functron.optim.learning_rate import (
     scale_by_learning_rate,
 )
 from functron.optim.mask import Mask, add_decayed_weights, mask_leaves
-from functron.optim.transformation import GradientTransformation, chain, transformation
+from functron.optim.transformation import GradientTransformation, chain, transformation, with_step
 from functron.spmd.spec import P
 
 _FUSABLE = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -138,7 +138,7 @@ def adamw(
             )
         return params, (adam, decay, schedule)
 
-    return plain._replace(step_=step_)
+    return with_step(plain, step_)
 
 
 def adam(

@@ -15,7 +15,13 @@ from functron.optim.learning_rate import (
     rate_and_count,
     scale_by_learning_rate,
 )
-from functron.optim.transformation import GradientTransformation, chain, identity, transformation
+from functron.optim.transformation import (
+    GradientTransformation,
+    chain,
+    identity,
+    transformation,
+    with_step,
+)
 
 
 class TraceState(NamedTuple):
@@ -81,7 +87,7 @@ def sgd(
         increment_([] if count is None else [count])
         return params, (momentum_state, schedule)
 
-    return plain._replace(step_=step_)
+    return with_step(plain, step_)
 
 
 def _step_(grads, traces, params, rate, momentum, nesterov) -> None:

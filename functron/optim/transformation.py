@@ -16,6 +16,7 @@ import torch
 
 from functron import compat, tree
 from functron.ops.foreach import foreach_
+from functron.program.recorder import active
 
 Updates = tree.Tree
 State = tree.Tree
@@ -62,13 +63,31 @@ def transformation(
         kept = {id(leaf) for leaf in tree.leaves(state)}
         return tree.map(lambda u: u.clone() if id(u) in kept else u, updates), state
 
-    donating = update_ or unshared
+    def donating(updates, state, params=None):
+        # a traced program is pure: what takes whose memory is for its compiler to decide
+        method = update if active() is not None else update_ or unshared
+        return method(updates, state, params)
 
     def update_and_apply(grads, state, params):
         updates, state = donating(grads, state, params)
         return apply_updates_(params, updates), state
 
-    return GradientTransformation(init, update, specs, donating, step_ or update_and_apply)
+    return with_step(
+        GradientTransformation(init, update, specs, donating, update_and_apply),
+        step_ or update_and_apply,
+    )
+
+
+def with_step(plain: GradientTransformation, step_: Callable) -> GradientTransformation:
+    """`plain` with another `step_`, which a traced program replaces by its pure meaning."""
+
+    def step(grads, state, params):
+        if active() is None:
+            return step_(grads, state, params)
+        updates, state = plain.update(grads, state, params)
+        return apply_updates(params, updates), state
+
+    return plain._replace(step_=step)
 
 
 def stateless(

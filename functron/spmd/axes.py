@@ -7,8 +7,8 @@ import contextvars
 import linecache
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,8 +16,10 @@ import torch
 from functron import compat
 from functron.errors import nearest
 from functron.spmd.mesh import STANDARD_AXES
+from functron.spmd.traced import TracedAxis
 
 AxisNames = str | Sequence[str]
+_c10d = torch.ops._c10d_functional
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
@@ -52,16 +54,60 @@ class BoundAxis:
     group: str
     token: None = None
 
+    def all_reduce(self, x: torch.Tensor, operation: str, must_vary: bool) -> torch.Tensor:
+        """The sum, max or min ("sum", "max", "min") of x over the ranks."""
+        return _c10d.wait_tensor(_c10d.all_reduce(x, operation, self.group))
 
-Axis = SimulatedAxis | BoundAxis
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[...] -> [size, ...]: every rank's x."""
+        gathered = _c10d.all_gather_into_tensor(x.unsqueeze(0), self.size, self.group)
+        return _c10d.wait_tensor(gathered)
+
+    def reduce_scatter(self, x: torch.Tensor, must_vary: bool) -> torch.Tensor:
+        """[size, ...] -> [...]: this rank's row of the sum of x."""
+        part = _c10d.reduce_scatter_tensor(x, "sum", self.size, self.group)
+        return _c10d.wait_tensor(part).squeeze(0)
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, ...] -> [size, ...]: this rank's row of every rank's x."""
+        splits = [1] * self.size
+        return _c10d.wait_tensor(_c10d.all_to_all_single(x, splits, splits, self.group))
+
+    def permute(self, x: torch.Tensor, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """x of the rank that sends here under `perm`; zeros where none does."""
+        target = dict(perm)
+        source = {d: s for s, d in perm}
+        sends, receives = [0] * self.size, [0] * self.size
+        if self.index in target:
+            sends[target[self.index]] = x.numel()
+        if self.index in source:
+            receives[source[self.index]] = x.numel()
+        flat = x.reshape(-1) if self.index in target else x.reshape(-1)[:0]
+        got = _c10d.wait_tensor(_c10d.all_to_all_single(flat, receives, sends, self.group))
+        return got.view(x.shape) if self.index in source else torch.zeros_like(x)
+
+    def mark(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        """x: a statement about its replication, for those who check it."""
+        return x.view_as(x)
+
+
+Axis = SimulatedAxis | BoundAxis | TracedAxis
 
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """The axes in force, and whether the program's own reductions are checked."""
+    """What is in force where a program runs.
+
+    Attributes:
+        axes: the bound axes, by name.
+        check: whether the program's own reductions are checked.
+        axis_index: while a per-rank program is being traced, gives this rank's index on an axis as
+            an input of the program; shard_map then runs the program of one rank, on its shards.
+    """
 
     axes: dict[str, Axis | None] = field(default_factory=dict)
     check: bool = False
+    axis_index: Callable[[str], torch.Tensor] | None = None
 
 
 _scope: contextvars.ContextVar[Scope] = contextvars.ContextVar("functron_scope", default=Scope())  # noqa: B039
@@ -79,7 +125,7 @@ def bind(
     """Put `axes` in force, and the names `absent` with size 1, inside a with block."""
     outer = _scope.get()
     merged = {**outer.axes, **dict.fromkeys(absent), **{axis.name: axis for axis in axes}}
-    with enter(Scope(merged, check)):
+    with enter(replace(outer, axes=merged, check=check)):
         yield
 
 
@@ -124,8 +170,8 @@ def axis_size(names: AxisNames) -> int:
 def axis_index(names: AxisNames) -> torch.Tensor | int:
     """This rank's index along one axis, or its row-major index along several.
 
-    An int on a bound mesh, an int64 scalar tensor that varies over the axis in simulation, and 0
-    for an absent axis.
+    An int on a bound mesh, an int64 scalar tensor that varies over the axis in simulation and while
+    a program is traced, and 0 for an absent axis.
     """
     index: torch.Tensor | int = 0
     for axis in lookup(names):

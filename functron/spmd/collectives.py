@@ -110,7 +110,7 @@ def psum(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) 
         _flag_redundant(leaf, axes, "psum")
         leaf = leaf.to(torch.int32) if leaf.dtype == torch.bool else leaf
         for axis in axes:
-            leaf = Psum.call(leaf, axis)
+            leaf = Psum.call(leaf, axis, must_vary=scope().check)
         return leaf
 
     return tree.map(one, x)
@@ -249,7 +249,7 @@ def psum_scatter(
         # the major axis is scattered first, so that what is left is split by the minor ones
         out = out.unflatten(0, sizes)
         for axis in axes:
-            out = PsumScatter.call(out, axis)
+            out = PsumScatter.call(out, axis, must_vary=scope().check)
         return out
 
     return tree.map(one, x)

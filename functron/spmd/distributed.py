@@ -15,6 +15,7 @@ from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.primitives import InputReplicated, OutputReplicated
 from functron.spmd.spec import P, dim_axes, is_spec, spec_axes, validate
 from functron.spmd.spec import shard as shard_one
+from functron.spmd.traced import TracedAxis
 
 
 def bound_axes(mesh: BoundMesh) -> tuple[list[BoundAxis], list[str]]:
@@ -30,18 +31,20 @@ def bound_axes(mesh: BoundMesh) -> tuple[list[BoundAxis], list[str]]:
 def run_rank(
     program: Callable[[Callable, list], tuple[list, list[P | None]]],
     fn: Callable,
-    mesh: BoundMesh,
+    axes: Sequence[BoundAxis | TracedAxis],
+    absent: Sequence[str],
     values: Sequence[Any],
     specs: Sequence[P | None],
+    *,
+    check: bool = False,
 ) -> list:
-    """`program(fn, values)` on this process's shards.
+    """`program(fn, values)` on one rank's shards, over `axes` and those of size 1, `absent`.
 
     The cotangent of an input is psummed over the axes that its spec does not mention (that of a
     tensor `fn` closes over, over all of them), and the cotangent of an output is divided by their
     sizes: JAX's convention at the boundary.
     """
-    axes, absent = bound_axes(mesh)
-    with bind(axes, absent=absent):
+    with bind(axes, absent=absent, check=check):
         local = [
             value if spec is None else _replicate(value, spec_axes(spec), axes)
             for value, spec in zip(values, specs, strict=True)
@@ -59,7 +62,7 @@ def _differentiated(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.requires_grad or compat.is_wrapped(value))
 
 
-def _replicate(value: Any, mentioned: Sequence[str], axes: Sequence[BoundAxis]) -> Any:
+def _replicate(value: Any, mentioned: Sequence[str], axes: Sequence[BoundAxis | TracedAxis]) -> Any:
     if _differentiated(value) and value.is_floating_point():
         for axis in axes:
             if axis.name not in mentioned:
@@ -67,7 +70,9 @@ def _replicate(value: Any, mentioned: Sequence[str], axes: Sequence[BoundAxis]) 
     return value
 
 
-def _count_once(value: Any, mentioned: Sequence[str], axes: Sequence[BoundAxis]) -> Any:
+def _count_once(
+    value: Any, mentioned: Sequence[str], axes: Sequence[BoundAxis | TracedAxis]
+) -> Any:
     if _differentiated(value) and value.is_floating_point():
         for axis in axes:
             if axis.name not in mentioned:

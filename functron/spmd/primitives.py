@@ -17,28 +17,29 @@ Function of ``(x, token, call)`` with
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
 from functron import compat
-from functron.spmd.axes import Axis, BoundAxis
-
-_c10d = torch.ops._c10d_functional
+from functron.spmd.axes import Axis, SimulatedAxis
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a primitive needs besides tensors; opaque to functorch, which flattens containers."""
+    """What a primitive needs besides tensors; opaque to functorch, which flattens containers.
+
+    Attributes:
+        axis: the mesh axis.
+        perm: pairs of source and destination, of `Ppermute`.
+        must_vary: a checked program wrote this reduction, so its operand must vary over the axis.
+    """
 
     axis: Axis
     perm: tuple[tuple[int, int], ...] = ()
-
-
-def _wait(value: torch.Tensor) -> torch.Tensor:
-    return _c10d.wait_tensor(value)
+    must_vary: bool = False
 
 
 def _transport(value: torch.Tensor) -> torch.Tensor:
@@ -58,14 +59,16 @@ class _Primitive(Function):
     transpose: Callable[..., torch.Tensor]
 
     @classmethod
-    def call(cls, x: torch.Tensor, axis: Axis, perm: tuple = ()) -> torch.Tensor:
+    def call(
+        cls, x: torch.Tensor, axis: Axis, perm: tuple = (), must_vary: bool = False
+    ) -> torch.Tensor:
         """Apply this primitive to `x` over `axis`."""
-        out: Any = cls.apply(x, axis.token, Call(axis, perm))
+        out: Any = cls.apply(x, axis.token, Call(axis, perm, must_vary))
         return out
 
     @classmethod
     def forward(cls, x, token, call):
-        if not isinstance(call.axis, BoundAxis):
+        if isinstance(call.axis, SimulatedAxis):
             raise ValueError(
                 f"a value of the simulated axis {call.axis.name!r} was used after its shard_map "
                 "returned; return it from the mapped function instead of keeping it"
@@ -81,11 +84,12 @@ class _Primitive(Function):
     def backward(cls, ctx, cotangent):
         if cotangent is None:
             return None, None, None
-        return cls.transpose(cotangent, ctx.token, ctx.call), None, None
+        call = replace(ctx.call, must_vary=False)  # the user did not write the transpose
+        return cls.transpose(cotangent, ctx.token, call), None, None
 
     @classmethod
     def jvp(cls, ctx, tangent, *_):
-        if isinstance(ctx.call.axis, BoundAxis):
+        if not isinstance(ctx.call.axis, SimulatedAxis):
             compat.refuse_nested_jvp()
         return None if tangent is None else cls.apply(tangent, ctx.token, ctx.call)
 
@@ -104,7 +108,7 @@ class Psum(_Primitive):
 
     @staticmethod
     def send(x, axis, call):
-        return _wait(_c10d.all_reduce(x, "sum", axis.group))
+        return axis.all_reduce(x, "sum", call.must_vary)
 
     @staticmethod
     def across(x, call):
@@ -182,7 +186,7 @@ class Pmax(_Extremum):
 
     @staticmethod
     def send(x, axis, call):
-        return _wait(_c10d.all_reduce(x, "max", axis.group))
+        return axis.all_reduce(x, "max", False)
 
 
 class Pmin(_Extremum):
@@ -192,7 +196,7 @@ class Pmin(_Extremum):
 
     @staticmethod
     def send(x, axis, call):
-        return _wait(_c10d.all_reduce(x, "min", axis.group))
+        return axis.all_reduce(x, "min", False)
 
 
 class AllGather(_Primitive):
@@ -202,7 +206,7 @@ class AllGather(_Primitive):
 
     @staticmethod
     def send(x, axis, call):
-        return _wait(_c10d.all_gather_into_tensor(x.unsqueeze(0), axis.size, axis.group))
+        return axis.all_gather(x)
 
     @staticmethod
     def across(x, call):
@@ -224,7 +228,7 @@ class PsumScatter(_Primitive):
 
     @staticmethod
     def send(x, axis, call):
-        return _wait(_c10d.reduce_scatter_tensor(x, "sum", axis.size, axis.group)).squeeze(0)
+        return axis.reduce_scatter(x, call.must_vary)
 
     @staticmethod
     def across(x, call):
@@ -246,8 +250,7 @@ class AllToAll(_Primitive):
 
     @staticmethod
     def send(x, axis, call):
-        splits = [1] * axis.size
-        return _wait(_c10d.all_to_all_single(x, splits, splits, axis.group))
+        return axis.all_to_all(x)
 
     @staticmethod
     def across(x, call):
@@ -267,16 +270,7 @@ class Ppermute(_Primitive):
 
     @staticmethod
     def send(x, axis, call):
-        target = dict(call.perm)
-        source = {d: s for s, d in call.perm}
-        sends, receives = [0] * axis.size, [0] * axis.size
-        if axis.index in target:
-            sends[target[axis.index]] = x.numel()
-        if axis.index in source:
-            receives[source[axis.index]] = x.numel()
-        flat = x.reshape(-1) if axis.index in target else x.reshape(-1)[:0]
-        got = _wait(_c10d.all_to_all_single(flat, receives, sends, axis.group))
-        return got.view(x.shape) if axis.index in source else torch.zeros_like(x)
+        return axis.permute(x, call.perm)
 
     @staticmethod
     def across(x, call):
@@ -294,8 +288,8 @@ class Ppermute(_Primitive):
         return Ppermute.apply(cotangent, token, Call(call.axis, inverse))
 
 
-class AssumeReplicated(_Primitive):
-    """y = x, trusted to be equal on all ranks. Transpose: identity on every rank."""
+class _Statement(_Primitive):
+    """y = x: what is stated is which ranks hold the same value. Transpose: identity."""
 
     @staticmethod
     def send(x, axis, call):
@@ -314,7 +308,15 @@ class AssumeReplicated(_Primitive):
         return cotangent
 
 
-class OutputReplicated(AssumeReplicated):
+class AssumeReplicated(_Statement):
+    """y = x, trusted to be equal on all ranks. Transpose: identity on every rank."""
+
+    @staticmethod
+    def send(x, axis, call):
+        return axis.mark(x, "assume_replicated")
+
+
+class OutputReplicated(_Statement):
     """A shard_map output that its spec calls replicated: y = x; each rank's cotangent is 1/n of it.
 
     The n ranks hold one value, so the cotangent that arrives for it is dealt out in equal parts:
@@ -326,7 +328,7 @@ class OutputReplicated(AssumeReplicated):
         return cotangent / call.axis.size
 
 
-class InputReplicated(AssumeReplicated):
+class InputReplicated(_Statement):
     """A shard_map input on a bound mesh that its spec calls replicated: y = x, cotangents psummed.
 
     In simulation vmap does this by itself: the value is unbatched, so its cotangents are summed.
@@ -337,8 +339,12 @@ class InputReplicated(AssumeReplicated):
         return Psum.apply(cotangent, token, call)
 
 
-class Vary(AssumeReplicated):
+class Vary(_Statement):
     """y = x, held apart on every rank: the type of a value that is a rank's own share of a sum."""
+
+    @staticmethod
+    def send(x, axis, call):
+        return axis.mark(x, "vary")
 
     @staticmethod
     def replicated(x, size, call):

@@ -16,11 +16,12 @@ from functron.closure import hoist
 from functron.errors import Problem, raise_problems
 from functron.spmd import spec as sharding
 from functron.spmd.axes import scope, source_line
-from functron.spmd.distributed import run_rank
+from functron.spmd.distributed import bound_axes, run_rank
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.replication import LineRecorder, VaryingOutputError, check_outputs
 from functron.spmd.simulate import run_ranks
 from functron.spmd.spec import P, is_spec, spec_axes
+from functron.spmd.traced import TracedAxis
 
 
 def shard_map(
@@ -56,13 +57,7 @@ def shard_map(
         TypeError: keyword arguments, or a leaf that is no tensor and not declared static.
     """
     _check_spec_trees(in_specs, out_specs, mesh)
-    mapped = _Mapped(f, mesh, in_specs, out_specs, check)
-
-    @functools.wraps(f)
-    def wrapped(*args, **kwargs):
-        return mapped(args, kwargs)
-
-    return wrapped
+    return Mapped(f, mesh, in_specs, out_specs, check)
 
 
 def _check_spec_trees(in_specs: tree.Tree, out_specs: tree.Tree, mesh: Mesh | BoundMesh) -> None:
@@ -80,16 +75,33 @@ def _check_spec_trees(in_specs: tree.Tree, out_specs: tree.Tree, mesh: Mesh | Bo
     raise_problems("shard_map cannot use these specs", problems)
 
 
-class _Mapped:
-    """One shard_mapped function: binds arguments to specs, then simulates or runs."""
+class Mapped:
+    """What `shard_map` returns: binds arguments to specs, then simulates or runs.
 
-    def __init__(self, f, mesh, in_specs, out_specs, check):
+    Attributes:
+        f: the per-rank program.
+        mesh: the ranks.
+        in_specs: how arguments are split.
+        out_specs: how results are.
+        check: whether replication is checked.
+        name: of `f`.
+    """
+
+    def __init__(
+        self,
+        f: Callable,
+        mesh: Mesh | BoundMesh,
+        in_specs: tree.Tree,
+        out_specs: tree.Tree,
+        check: bool,
+    ):
+        functools.update_wrapper(self, f)
         self.f, self.mesh, self.check = f, mesh, check
         self.in_specs, self.out_specs = in_specs, out_specs
         self.name = getattr(f, "__name__", type(f).__name__)
-        self.checked: set[Any] = set()
+        self._checked: set[Any] = set()
 
-    def __call__(self, args: tuple, kwargs: dict) -> Any:
+    def __call__(self, *args, **kwargs) -> Any:
         if kwargs:
             raise TypeError(
                 f"shard_map: {self.name} got keyword arguments {sorted(kwargs)}; wanted positional "
@@ -102,6 +114,8 @@ class _Mapped:
                 "map over other axes, or call the function directly"
             )
         leaves, structure, specs = self._flatten(args)
+        if scope().axis_index is not None:
+            return self._trace(leaves, structure, specs)
         if isinstance(self.mesh, BoundMesh):
             return self._run(self.mesh, leaves, structure, specs)
         return self._simulate(self.mesh, leaves, structure, specs)
@@ -119,7 +133,8 @@ class _Mapped:
 
     def _check_leaves(self, paths: list[str], leaves: list, specs: list[P | None]) -> None:
         sizes, kinds = [], []
-        bound = isinstance(self.mesh, BoundMesh)
+        # a rank that is being traced sees its shards, as on a bound mesh
+        bound = isinstance(self.mesh, BoundMesh) or scope().axis_index is not None
         for path, leaf, spec in zip(paths, leaves, specs, strict=True):
             where = f"{self.name}'s argument {path}"
             kind = type(leaf).__name__
@@ -227,15 +242,28 @@ class _Mapped:
     def _run(self, mesh: BoundMesh, leaves: list, structure, specs: list) -> Any:
         if self.check:
             self._check_once(mesh, leaves, structure, specs)
+        return self._on_one_rank(*bound_axes(mesh), leaves, structure, specs)
+
+    def _trace(self, leaves: list, structure, specs: list) -> Any:
+        """One rank's program on its shards, with collectives by axis name."""
+        make_index = scope().axis_index
+        assert make_index is not None
+        sizes = self.mesh.shape
+        axes = [TracedAxis(name, size, make_index) for name, size in sizes.items() if size > 1]
+        absent = [name for name, size in sizes.items() if size == 1]
+        return self._on_one_rank(axes, absent, leaves, structure, specs, check=self.check)
+
+    def _on_one_rank(self, axes, absent, leaves, structure, specs, *, check=False) -> Any:
         result = _Result()
         outputs = run_rank(
-            lambda f, values: self._body(f, structure, result)(values), self.f, mesh, leaves, specs
-        )
+            lambda f, values: self._body(f, structure, result)(values),
+            self.f, axes, absent, leaves, specs, check=check,
+        )  # fmt: skip
         return tree.unflatten(result.structure, outputs)
 
     def _check_once(self, mesh: BoundMesh, leaves: list, structure, specs: list) -> None:
         key = (structure, tuple(_signature(leaf) for leaf in leaves))
-        if key in self.checked:
+        if key in self._checked:
             return
         abstract = [
             _Abstract(sharding.global_shape(leaf.shape, spec, mesh), leaf.dtype, leaf.device)
@@ -253,7 +281,7 @@ class _Mapped:
                 f"({error}); simulate it on a Mesh to check it, or pass check=False",
                 stacklevel=4,
             )
-        self.checked.add(key)
+        self._checked.add(key)
 
 
 @dataclass

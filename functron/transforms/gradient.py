@@ -20,6 +20,7 @@ from functron.spmd.axes import SimulatedAxis, scope, user_line
 from functron.spmd.primitives import Psum, Vary
 from functron.spmd.replication import varying_axes
 from functron.spmd.spec import is_spec, spec_axes
+from functron.spmd.traced import TracedAxis
 
 
 def value_and_grad(
@@ -152,7 +153,7 @@ def sync_gradients(grads: tree.Tree, specs: tree.Tree) -> tree.Tree:
     for leaf, spec in zip(leaves, flat, strict=True):
         for name, axis in scope().axes.items():
             if axis is not None and name not in spec_axes(spec):
-                leaf = Psum.call(leaf, axis)
+                leaf = Psum.call(leaf, axis, must_vary=scope().check)
         out.append(leaf)
     return tree.unflatten(structure, out)
 
@@ -188,7 +189,9 @@ def _num_ranks() -> int:
 def _share(leaf: torch.Tensor) -> torch.Tensor:
     """`leaf` typed as varying over every axis, so that a missing sync_gradients is an error."""
     for axis in scope().axes.values():
-        if isinstance(axis, SimulatedAxis) and not axis.varies(leaf):
+        if isinstance(axis, SimulatedAxis) and axis.varies(leaf):
+            continue
+        if isinstance(axis, (SimulatedAxis, TracedAxis)):
             leaf = Vary.call(leaf, axis)
     return leaf
 
@@ -244,6 +247,7 @@ def _check_loss(value: Any) -> None:
             f"grad: the function returned {got}; wanted a floating-point scalar (with aux outputs, "
             "pass has_aux=True)"
         )
+    _require_replicated(value)
     varying = varying_axes(value) if scope().check else ()
     if varying:
         names = ", ".join(map(repr, varying))
@@ -253,6 +257,13 @@ def _check_loss(value: Any) -> None:
             "lax.pmean(loss, ...) of their means. For the derivative of each rank's own value use "
             "torch.func.grad"
         )
+
+
+def _require_replicated(value: torch.Tensor) -> None:
+    """Leave the condition in a program that is being traced, for its own check."""
+    for axis in scope().axes.values():
+        if isinstance(axis, TracedAxis) and scope().check:
+            axis.mark(value.detach(), "require_replicated")
 
 
 def _outer_tape(f: Callable, args: tree.Tree) -> bool:

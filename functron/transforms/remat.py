@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from functron import compat, tree
 from functron.closure import hoist
-from functron.spmd.axes import Scope, SimulatedAxis, enter, scope
+from functron.spmd.axes import SimulatedAxis, enter, scope
 from functron.transforms.gradient import vjp
 
 
@@ -54,7 +54,7 @@ def remat(f: Callable) -> Callable:
                 full[i] = value
             closed = close(list(operands[num_axes : num_axes + num_hidden]))
             new_args, new_kwargs = tree.unflatten(structure, full)
-            with enter(Scope({**outer.axes, **axes}, outer.check)):
+            with enter(replace(outer, axes={**outer.axes, **axes})):
                 outputs, out_structure = tree.flatten(closed(*new_args, **new_kwargs))
             result[:] = [out_structure]
             return tuple(outputs)

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from functron import tree
+from functron import compat, tree
 from functron.errors import Problem, raise_problems
+from functron.program.recorder import active
+from functron.transforms.traced_scan import traced_scan
 
 
 def scan(
@@ -17,7 +19,8 @@ def scan(
 
     This is how a stack of layers runs: `xs` holds their parameters, stacked on a leading dim.
     Eagerly it is a loop over views; in backward the slices' gradients are stacked once, so cost
-    grows linearly with depth. Wrap `f` in `remat` to keep only the carries.
+    grows linearly with depth. In a program that is being traced it is one equation forward and one
+    backward, of any length. Wrap `f` in `remat` to keep only the carries.
 
     Args:
         f: ``(carry, x) -> (carry, y)``; y may be None.
@@ -30,6 +33,9 @@ def scan(
     """
     leaves, structure = tree.flatten(xs)
     steps = _num_steps(tree.paths(xs), leaves, length)
+    recorder = active()
+    if recorder is not None and not compat.transforms_active():
+        return traced_scan(recorder, f, init, xs, steps, getattr(f, "__name__", "scan"))
     slices = [leaf.unbind(0) for leaf in leaves]
     carry, ys = init, []
     for step in range(steps):

@@ -1,0 +1,176 @@
+"""What a program is made of: values, equations and blocks. Data only; all of it immutable.
+
+A `Block` is a list of equations in the order in which they run, each an ATen operation, a
+collective of `functron.spmd.traced`, or a `Scan` over a smaller block. It is to functron what a
+jaxpr is to JAX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from functron.scopes import Phase
+
+
+@dataclass(frozen=True, eq=False)
+class Var:
+    """A tensor of a program: what is known of it before there are numbers.
+
+    Attributes:
+        name: unique in its block.
+        shape: this rank's.
+        stride: in elements.
+        dtype: of its elements.
+        device: where it will be.
+        storage: values of a block with the same number share memory (views of one another).
+        storage_bytes: the size of that memory.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    storage: int
+    storage_bytes: int
+
+    def stacked(self, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and stride of `length` such values on a leading dim, each in this one's layout.
+
+        A layout with gaps or repeated elements becomes the contiguous one.
+        """
+        expected = 1
+        stride = self.stride
+        rows = zip(self.stride, self.shape, strict=True)
+        for step, count in sorted(row for row in rows if row[1] != 1):
+            if step != expected:
+                stride = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+                break
+            expected *= count
+        return (length, *self.shape), (self.size, *stride)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return self.size * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"%{self.name}"
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where an equation comes from.
+
+    Attributes:
+        phase: "forward", "recompute" (a forward operation that backward runs again) or "backward".
+        scopes: the named scopes around it, outermost first; in backward, those of the forward
+            operation that is differentiated.
+        line: ``file:line: `source` `` of the user's program, or "".
+    """
+
+    phase: Phase = "forward"
+    scopes: tuple[str, ...] = ()
+    line: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Equations from inputs to outputs.
+
+    Attributes:
+        inputs: what it is a function of; every value that it uses is one of these or is computed.
+        equations: in the order in which they run.
+        outputs: values, or Python numbers and None.
+    """
+
+    inputs: tuple[Var, ...]
+    equations: tuple[Equation, ...]
+    outputs: tuple[Any, ...]
+
+    def walk(self) -> Iterator[tuple[Equation, int]]:
+        """Every equation with the number of times it runs, bodies of scans after their scan."""
+        for equation in self.equations:
+            yield equation, 1
+            if isinstance(equation.op, Scan):
+                for inner, count in equation.op.body.walk():
+                    yield inner, count * equation.op.length
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """An operation that runs `body` `length` times: ``carry, y = body(consts, carry, x)``.
+
+    Its operands are the flat ``(*consts, *carry, *xs)``; xs and the results ys are stacked on a
+    leading dim of `length`. Its results are the flat ``(*carry, *ys)``. A stacked result has the
+    layout of `Var.stacked`, so that its slices are laid out as the body makes them. Operands may be
+    views that are never copied, and nobody needs to stack ys that only another scan reads.
+
+    Attributes:
+        body: inputs ``(*consts, *carry, *x)``, outputs ``(*carry, *y)``; outputs may be inputs.
+        length: the number of iterations.
+        num_consts: leading operands that every iteration sees whole.
+        num_carry: operands after them that each iteration hands to the next.
+        reverse: run from the last slice of xs to the first (ys keep the order of xs).
+        name: of the function that was scanned.
+    """
+
+    body: Block
+    length: int
+    num_consts: int
+    num_carry: int
+    reverse: bool = False
+    name: str = "scan"
+
+
+@dataclass(frozen=True, eq=False)
+class Equation:
+    """``outputs = op(*args, **kwargs)``.
+
+    Attributes:
+        op: an ATen or functron operation, or a `Scan`.
+        args: as the operation's schema orders them: `Var`s, lists of them, and constants.
+        kwargs: the same by name.
+        outputs: the tensors it returns, flat; None where an optional one is missing.
+        where: its origin.
+    """
+
+    op: torch._ops.OpOverload | Scan
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: tuple[Var | None, ...] = ()
+    where: Where = Where()
+
+    @property
+    def operands(self) -> list[Var]:
+        """The `Var`s among its arguments, in order, with repetitions."""
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
+        return [leaf for leaf in leaves if isinstance(leaf, Var)]
+
+    @property
+    def results(self) -> list[Var]:
+        """Its outputs without the missing ones."""
+        return [value for value in self.outputs if value is not None]
+
+    @property
+    def aliases(self) -> bool:
+        """Whether all it does is to give a view of an operand: it moves no bytes."""
+        held = {value.storage for value in self.operands}
+        results = self.results
+        return bool(results) and all(value.storage in held for value in results)
+
+    @property
+    def name(self) -> str:
+        """The operation's short name: ``mm``, ``psum``, ``scan``."""
+        return "scan" if isinstance(self.op, Scan) else self.op.name().split("::")[1].split(".")[0]

@@ -1,0 +1,174 @@
+"""Running a program in this process, equation by equation, on every rank of its mesh at once.
+
+This is what a program means; compiled ones are tested against it. It is for small meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from functron import tree
+from functron.errors import Problem, raise_problems
+from functron.program.equations import Block, Equation, Scan, Var
+from functron.program.program import Input, Program
+from functron.spmd.mesh import Mesh
+from functron.spmd.spec import shard, unshard
+
+Ranks = list[Any]
+"""One value per rank, in rank order."""
+
+
+def interpret(program: Program, *args: tree.Tree) -> tree.Tree:
+    """The results of `program` on global arguments: all ranks in lockstep, in this process.
+
+    Nothing is donated; the arguments stay as they are.
+
+    Args:
+        args: trees as those that were traced: global values, which are split by their specs.
+
+    Raises:
+        ValueError: the arguments differ from what was traced in structure, shape or dtype.
+    """
+    leaves = program.flatten(args)
+    environment: dict[Var, Ranks] = {}
+    for given in program.inputs:
+        environment[given.var] = _input(program, given, leaves)
+    with torch.no_grad():
+        outputs = _block(program.block, environment, program.mesh)
+    results = [
+        _join(value, output.spec, program.mesh) if isinstance(output.value, Var) else output.value
+        for value, output in zip(outputs, program.outputs, strict=True)
+    ]
+    return tree.unflatten(program.out_structure, results)
+
+
+def _input(program: Program, given: Input, leaves: dict[str, torch.Tensor]) -> Ranks:
+    mesh = program.mesh
+    coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
+    if given.role == "axis_index":
+        return [torch.tensor(at[given.path]) for at in coordinates]
+    if given.role == "constant":
+        assert given.value is not None
+        return [given.value.detach()] * mesh.size
+    value, spec = leaves[given.path], given.spec
+    ranks = [value if spec is None else shard(value, spec, mesh, at) for at in coordinates]
+    raise_problems(
+        f"cannot run {program.name}",
+        [
+            Problem(
+                f"argument {given.path}",
+                f"{tuple(part.shape)} {part.dtype} on each rank",
+                f"{given.var.shape} {given.var.dtype}, as it was traced",
+                "trace again with these arguments",
+            )
+            for part in ranks[:1]
+            if (tuple(part.shape), part.dtype) != (given.var.shape, given.var.dtype)
+        ],
+    )
+    return ranks
+
+
+def _join(ranks: Ranks, spec: Any, mesh: Mesh) -> torch.Tensor:
+    return ranks[0] if spec is None else unshard(ranks, spec, mesh)
+
+
+def _block(block: Block, environment: dict[Var, Ranks], mesh: Mesh) -> list[Ranks]:
+    for equation in block.equations:
+        results = _equation(equation, environment, mesh)
+        environment.update(zip(equation.results, results, strict=True))
+    return [
+        environment[value] if isinstance(value, Var) else [value] * mesh.size
+        for value in block.outputs
+    ]
+
+
+def _equation(equation: Equation, environment: dict[Var, Ranks], mesh: Mesh) -> list[Ranks]:
+    if isinstance(equation.op, Scan):
+        operands = [environment[value] for value in equation.operands]
+        return _scan(equation.op, operands, mesh)
+    collective = _COLLECTIVES.get(equation.name)
+    if collective is not None and equation.op.namespace == "functron":
+        return [collective(environment[equation.args[0]], mesh, *equation.args[1:])]
+    outputs = []
+    for rank in range(mesh.size):
+        args, kwargs = pytree.tree_map_only(
+            Var, lambda value, rank=rank: environment[value][rank], (equation.args, equation.kwargs)
+        )
+        leaves = pytree.tree_leaves(equation.op(*args, **kwargs))
+        outputs.append([x for x in leaves if isinstance(x, torch.Tensor)])
+    return [list(ranks) for ranks in zip(*outputs, strict=True)]
+
+
+def _scan(op: Scan, operands: list[Ranks], mesh: Mesh) -> list[Ranks]:
+    consts = operands[: op.num_consts]
+    carry = operands[op.num_consts : op.num_consts + op.num_carry]
+    columns = operands[op.num_consts + op.num_carry :]
+    rows: dict[int, list[Ranks]] = {}
+    order = range(op.length)
+    for index in reversed(order) if op.reverse else order:
+        x = [[value[index] for value in ranks] for ranks in columns]
+        inner = dict(zip(op.body.inputs, [*consts, *carry, *x], strict=True))
+        out = _block(op.body, inner, mesh)
+        carry, rows[index] = out[: op.num_carry], out[op.num_carry :]
+    stacked = [
+        [_stack([rows[i][column][rank] for i in order], value) for rank in range(mesh.size)]
+        for column, value in enumerate(op.body.outputs[op.num_carry :])
+    ]
+    return [*carry, *stacked]
+
+
+def _stack(slices: list[torch.Tensor], like: Var) -> torch.Tensor:
+    shape, stride = like.stacked(len(slices))
+    out = torch.empty_strided(shape, stride, dtype=like.dtype, device=slices[0].device)
+    for row, value in zip(out.unbind(0), slices, strict=True):
+        row.copy_(value)
+    return out
+
+
+def _groups(mesh: Mesh, axis: str) -> list[list[int]]:
+    """The ranks that differ only along `axis`, in order, for every such group."""
+    groups: dict[tuple, list[int]] = {}
+    for rank in range(mesh.size):
+        at = mesh.coordinate(rank)
+        groups.setdefault(tuple(v for k, v in at.items() if k != axis), []).append(rank)
+    return list(groups.values())
+
+
+def _among(fn: Callable[..., Sequence[torch.Tensor]]) -> Callable:
+    """A collective from what it does to the values of one group."""
+
+    def collective(values: Ranks, mesh: Mesh, axis: str, *rest: Any) -> Ranks:
+        out: Ranks = [None] * mesh.size
+        for group in _groups(mesh, axis):
+            results = fn([values[rank] for rank in group], *rest)
+            for rank, result in zip(group, results, strict=True):
+                out[rank] = result
+        return out
+
+    return collective
+
+
+def _reduce(reduction: Callable) -> Callable:
+    return lambda xs, size: [reduction(torch.stack(list(xs)))] * size
+
+
+def _permute(xs, size, sources, destinations):
+    out = [torch.zeros_like(x) for x in xs]
+    for source, destination in zip(sources, destinations, strict=True):
+        out[destination] = xs[source]
+    return out
+
+
+_COLLECTIVES = {
+    "psum": _among(_reduce(lambda stacked: stacked.sum(0, dtype=stacked.dtype))),
+    "pmax": _among(_reduce(lambda stacked: stacked.amax(0))),
+    "pmin": _among(_reduce(lambda stacked: stacked.amin(0))),
+    "all_gather": _among(lambda xs, size: [torch.stack(list(xs))] * size),
+    "psum_scatter": _among(lambda xs, size: list(sum(xs[1:], xs[0]).unbind(0))),
+    "all_to_all": _among(lambda xs, size: [torch.stack([x[r] for x in xs]) for r in range(size)]),
+    "ppermute": _among(_permute),
+}

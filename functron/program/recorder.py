@@ -1,0 +1,369 @@
+"""Recording: the ATen operations that a function runs on fake tensors, as equations.
+
+A `Recorder` is a dispatch mode above a fake-tensor mode. Below every torch.func transform and the
+autograd tape it sees plain operations on plain tensors, so it records any program, with its
+backward pass, in the order in which it runs. It keeps frames: the body of a scan is recorded in a
+frame of its own, and what it uses of the frames around it becomes an operand of the scan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from functron import compat
+from functron.program.equations import Block, Equation, Scan, Var, Where
+from functron.scopes import phase, scope_names
+from functron.spmd.axes import user_line
+
+_aten = torch.ops.aten
+_SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
+
+_active: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(
+    "functron_recorder", default=None
+)
+
+
+def active() -> Recorder | None:
+    """The recorder that records what runs here; None where nothing is being traced."""
+    return _active.get()
+
+
+class Frame:
+    """A list of equations being recorded, and the frame around it."""
+
+    def __init__(self, outer: Frame | None = None):
+        self.outer = outer
+        self.equations: list[Equation] = []
+        self.known: set[Var] = set()
+        self.captured: dict[Var, Var] = {}
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operations of a with block.
+
+    Attributes:
+        fake: the mode that computes shapes.
+        constants: real tensors that the program uses without having been passed them, by `Var`.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.constants: dict[Var, torch.Tensor] = {}
+        self._root = self._frame = Frame()
+        self._vars: dict[int, tuple[torch.Tensor, Var]] = {}  # keeps tensors: ids stay theirs
+        self._reals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._names: Counter[str] = Counter()
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        self._fixed: dict[int, str] = {}
+        self._stale: dict[int, str] = {}
+        self._wheres: dict[int, Where] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs in this with block."""
+        token = _active.set(self)
+        try:
+            # one thread, so that backward sees this mode and the named scopes
+            with torch.autograd.set_multithreading_enabled(False), self.fake, self:
+                yield
+        finally:
+            _active.reset(token)
+
+    @contextlib.contextmanager
+    def frame(self) -> Iterator[Frame]:
+        """Record what runs in this with block in a frame of its own."""
+        self._frame = inner = Frame(self._frame)
+        try:
+            yield inner
+        finally:
+            assert inner.outer is not None
+            self._frame = inner.outer
+
+    # --- tensors and values
+
+    def empty(self, shape: Sequence[int], stride: Sequence[int], dtype, device) -> torch.Tensor:
+        """A fake tensor that no equation has made."""
+        with compat.no_dispatch_modes(), self.fake:
+            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
+
+    def input(
+        self, tensor: torch.Tensor, name: str, *, fixed: str | None = None, root: bool = False
+    ) -> Var:
+        """Declare a fake tensor as an input of the current frame.
+
+        Args:
+            tensor: the fake tensor.
+            name: what to call it.
+            fixed: what it is, in the user's words, where it must not be modified in place.
+            root: an input of the whole program instead, which inner frames capture.
+        """
+        var = self._new(tensor, name)
+        (self._root if root else self._frame).known.add(var)
+        if fixed is not None:
+            self._fixed[var.storage] = fixed
+        return var
+
+    def name(self, tensor: torch.Tensor, name: str) -> Var:
+        """A new value for a fake tensor that no equation has made."""
+        return self._new(tensor, name)
+
+    def emit(self, op: Any, operands: Sequence[Var], results: Sequence[tuple]) -> list:
+        """Append an equation of `Var`s; each result is what `empty` takes; fake tensors return."""
+        tensors = [self.empty(*result) for result in results]
+        name = "scan" if isinstance(op, Scan) else op.name().split("::")[1]
+        outputs = tuple(self._new(tensor, name) for tensor in tensors)
+        self._append(Equation(op, tuple(operands), {}, outputs, self._where()))
+        return tensors
+
+    def var(self, tensor: torch.Tensor) -> Var:
+        """The value that a tensor stands for in the current frame.
+
+        Raises:
+            ValueError: the tensor belongs to no value of this program.
+        """
+        if not isinstance(tensor, FakeTensor):
+            tensor = self._constant(tensor)
+        found = self._vars.get(id(tensor))
+        if found is None:
+            raise ValueError(
+                f"trace: at {_line()} the program uses a tensor of shape {tuple(tensor.shape)} "
+                "that it never made and was not passed; wanted a value of this program. It was "
+                "probably kept from another trace; fix: pass it as an argument"
+            )
+        var = found[1]
+        if id(tensor) in self._stale:
+            raise ValueError(
+                f"trace: at {_line()} a view is used after the memory it shares was modified in "
+                f"place ({self._stale[id(tensor)]}); wanted pure operations there; fix: modify a "
+                "copy, or write the operation out of place"
+            )
+        return self._resolve(self._frame, var)
+
+    def _resolve(self, frame: Frame, var: Var) -> Var:
+        if var in frame.known or frame.outer is None:
+            return var
+        if var not in frame.captured:
+            outer = self._resolve(frame.outer, var)
+            frame.captured[var] = outer
+        return var
+
+    def _constant(self, real: torch.Tensor) -> torch.Tensor:
+        if id(real) not in self._reals:
+            plain = real.detach()
+            fake = self.empty(plain.shape, plain.stride(), plain.dtype, plain.device)
+            self._reals[id(real)] = (real, fake)
+            var = self._new(fake, "constant")
+            self._root.known.add(var)
+            self.constants[var] = real
+            self._fixed[var.storage] = "a tensor that the function closes over"
+        return self._reals[id(real)][1]
+
+    def _new(self, tensor: torch.Tensor, name: str) -> Var:
+        storage = tensor.untyped_storage()
+        number, _ = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
+        name = re.sub(r"\W+", "_", name).strip("_") or "value"
+        count = self._names[name]
+        self._names[name] += 1
+        var = Var(
+            f"{name}_{count}" if count or name[-1].isdigit() else name,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.dtype,
+            tensor.device,
+            number,
+            storage.nbytes(),
+        )
+        self._vars[id(tensor)] = (tensor, var)
+        return var
+
+    # --- operations
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _SAME and isinstance(args[0], torch.Tensor):
+            return self._same(func, args[0])
+        self._refuse(func, args, kwargs)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._as_fake, (args, dict(kwargs)))
+        if func._schema.is_mutable:
+            return self._mutate(func, args, kwargs)
+        out = self._run(func, args, kwargs)
+        self._record(func, args, kwargs, out)
+        return out
+
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._constant(tensor)
+
+    def _same(self, func, tensor: torch.Tensor) -> torch.Tensor:
+        """An operation that only makes another tensor object of a value."""
+        fake = self._as_fake(tensor)
+        out = func(fake)
+        self._vars[id(out)] = (out, self._vars[id(fake)][1] if id(fake) in self._vars else
+                               self.var(fake))  # fmt: skip
+        return out
+
+    def _refuse(self, func, args, kwargs) -> None:
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+            raise ValueError(
+                f"trace: at {_line()} the program draws torch's own random numbers ({func}), a "
+                "hidden side effect; wanted a function of its arguments; fix: draw from a key with "
+                "functron.random"
+            )
+
+    def _run(self, func, args, kwargs):
+        try:
+            return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ValueError(_data_dependent(func)) from error
+
+    def _record(self, func, args, kwargs, out) -> None:
+        leaves, _ = pytree.tree_flatten(out)
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves) and leaves:
+            return  # a size or a concrete number
+        operands, named = pytree.tree_map_only(torch.Tensor, self.var, (args, kwargs))
+        name = func.name().split("::")[1].split(".")[0]
+        outputs = tuple(
+            self._new(leaf, name) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
+        )
+        self._append(Equation(func, operands, named, outputs, self._where()))
+
+    def _append(self, equation: Equation) -> None:
+        self._frame.known.update(equation.results)
+        self._frame.equations.append(equation)
+
+    def _where(self) -> Where:
+        """Scopes and line; in backward, those of the forward operation being differentiated."""
+        here = Where(phase(), scope_names(), _line())
+        node = compat.current_autograd_node()
+        if node is None or here.phase == "recompute":
+            self._wheres[compat.autograd_sequence_number()] = here
+            return here
+        source = self._wheres.get(node._sequence_nr())
+        if source is None:
+            return here
+        return Where(here.phase, source.scopes, source.line)
+
+    # --- in-place operations
+
+    def _mutate(self, func, args, kwargs):
+        """Record the functional form of an in-place operation, and rename its operand."""
+        functional = _functional(func)
+        if functional is None:
+            raise ValueError(
+                f"trace: at {_line()} {func} modifies memory and has no functional form; wanted "
+                "pure operations; fix: write it out of place"
+            )
+        targets = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
+        for target in targets:
+            self._check_mutable(target, func)
+        out = self._run(functional, args, kwargs)
+        self._record(functional, args, kwargs, out)
+        results = list(out) if isinstance(out, (list, tuple)) else [out]
+        for target, result in zip(targets, results, strict=True):
+            self._rename(target, result, func)
+        return args[0] if func._schema.returns else None
+
+    def _check_mutable(self, target: torch.Tensor, func) -> None:
+        var = self.var(target)
+        if var.storage in self._fixed:
+            raise ValueError(
+                f"trace: at {_line()} {func} modifies {self._fixed[var.storage]} in place; wanted "
+                "a pure function of it; fix: return the new value, and donate the argument "
+                "(donate=) so that it takes the old one's memory"
+            )
+        if var.nbytes != var.storage_bytes:
+            raise ValueError(
+                f"trace: at {_line()} {func} modifies a part of a tensor in place (shape "
+                f"{var.shape} of {var.storage_bytes} bytes); wanted pure operations; fix: use "
+                "torch.where, torch.cat, index_put or a functional scatter"
+            )
+
+    def _rename(self, target: torch.Tensor, result: torch.Tensor, func) -> None:
+        """From here on `target`, and other objects of the same value, mean `result`."""
+        old, new = self._vars[id(target)][1], self._vars[id(result)][1]
+        for key, (tensor, var) in list(self._vars.items()):
+            if var is old:
+                self._vars[key] = (tensor, new)
+            elif var.storage == old.storage and key not in self._stale:
+                self._stale[key] = f"{func} at {_line()}"
+
+    # --- results
+
+    def block(self, inputs: Sequence[Var], outputs: Sequence[Any]) -> Block:
+        """What the current frame holds, as a block with dead equations removed."""
+        equations = live_equations(self._frame.equations, outputs)
+        return Block(tuple(inputs), tuple(equations), tuple(outputs))
+
+
+def live_equations(equations: Sequence[Equation], outputs: Sequence[Any]) -> list[Equation]:
+    """The equations that `outputs` need, and those with side effects, in order."""
+    needed = {value for value in outputs if isinstance(value, Var)}
+    kept = []
+    for equation in reversed(equations):
+        effect = not equation.outputs or _is_statement(equation)
+        if effect or any(value in needed for value in equation.results):
+            kept.append(equation)
+            needed.update(equation.operands)
+    return kept[::-1]
+
+
+def _is_statement(equation: Equation) -> bool:
+    return equation.op is torch.ops.functron.require_replicated.default
+
+
+def _line() -> str:
+    line = user_line()
+    return "" if line == "an unknown line" else line
+
+
+def _functional(func) -> Any:
+    """``aten.add.Tensor`` for ``aten.add_.Tensor``; None where there is none of the same shape."""
+    namespace, name = func._schema.name.split("::")
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
+    overload = func._overloadname
+    if packet is None or overload not in packet.overloads():
+        return None
+    found = getattr(packet, overload)
+    changed = [argument for argument in func._schema.arguments if _writes(argument)]
+    same = changed == list(func._schema.arguments[:1])
+    return found if same and len(found._schema.returns) == 1 else None
+
+
+def _draws(func, args, kwargs) -> bool:
+    """Whether a seeded operation draws: attention kernels do only with dropout."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else argument.default_value
+            return bool(kwargs.get("dropout_p", given))
+    return True
+
+
+def _writes(argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _data_dependent(func) -> str:
+    return (
+        f"trace: at {_line()} the program asks for the number in a tensor ({func}: a Python if, "
+        "int(), item(), a boolean mask, nonzero, ...), which is not known before it runs and may "
+        "differ by rank; wanted control flow and shapes that do not depend on data or on "
+        "lax.axis_index, so that every rank issues the same collectives; fix: torch.where on both "
+        "results, or pass the number as a static argument"
+    )

@@ -1,0 +1,209 @@
+"""Tracing: from a Python function and abstract arguments to one rank's program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from functron import tree
+from functron.errors import Problem, raise_problems
+from functron.program.equations import Var
+from functron.program.program import Input, Output, Program
+from functron.program.recorder import Recorder, active
+from functron.spmd.axes import enter, scope
+from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.shard_map import Mapped
+from functron.spmd.spec import P, is_spec, local_shape, problems, spec_axes
+
+
+def trace(
+    fn: Callable,
+    *,
+    donate: int | Sequence[int] = (),
+    mesh: Mesh | BoundMesh | None = None,
+    in_specs: tree.Tree = None,
+    simulate: bool = False,
+) -> Callable[..., Program]:
+    """The function that, called with the arguments of `fn`, gives the `Program` of one rank.
+
+    Nothing is computed: `fn` runs once on fake tensors, whatever the mesh's size, without processes
+    or devices. The program holds forward, backward, reductions and update as `fn` runs them, with
+    collectives by axis name and this rank's indices as inputs, so it is the same on every rank.
+
+    Where layers are scanned, the graph and the time to trace it do not grow with depth (under
+    torch.func transforms inside the program, scans are unrolled).
+
+    Args:
+        fn: what `shard_map` returned, or a function that calls such; positional arguments only.
+        donate: the positions of arguments whose memory may be reused for results.
+        mesh: where `fn` is no `shard_map` result: the ranks, with `in_specs`.
+        in_specs: a prefix tree of specs for the tuple of arguments.
+        simulate: trace what one process does when it simulates all ranks, on global values.
+
+    The arguments are tensors (also on the meta device, of which only shape and dtype are used),
+    numbers and trees of them: global values on a `Mesh`, this rank's shards on a `BoundMesh`.
+
+    Raises:
+        ValueError: the program depends on the numbers in a tensor, draws torch's own random
+            numbers, modifies an argument in place or uses a tensor of another trace; each names the
+            user's line and the fix.
+        TypeError: keyword arguments.
+    """
+    donated = (donate,) if isinstance(donate, int) else tuple(donate)
+
+    def traced(*args, **kwargs) -> Program:
+        if kwargs:
+            raise TypeError(
+                f"trace: got keyword arguments {sorted(kwargs)}; wanted positional ones"
+            )
+        if active() is not None:
+            raise ValueError("trace: called while another program is being traced")
+        return _Trace(fn, args, donated, _place(fn, mesh, in_specs, simulate)).program()
+
+    return traced
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a program runs: the ranks, how arguments are split, and whether they come whole."""
+
+    mesh: Mesh
+    in_specs: Any
+    out_specs: Any
+    whole: bool
+    per_rank: bool
+    checked: bool
+
+
+def _place(fn, mesh, in_specs, simulate: bool) -> _Place:
+    if simulate:
+        return _Place(Mesh(), P(), P(), True, False, False)
+    if isinstance(fn, Mapped):
+        if mesh is not None or in_specs is not None:
+            raise ValueError(
+                "trace: got mesh or in_specs for a function that shard_map returned; wanted them "
+                "there only; fix: leave them out"
+            )
+        bound = isinstance(fn.mesh, BoundMesh)
+        whole = fn.mesh.mesh if isinstance(fn.mesh, BoundMesh) else fn.mesh
+        return _Place(whole, fn.in_specs, fn.out_specs, not bound, True, fn.check)
+    if (mesh is None) != (in_specs is None):
+        raise ValueError("trace: got one of mesh and in_specs; wanted both or neither")
+    bound = isinstance(mesh, BoundMesh)
+    plain = mesh.mesh if isinstance(mesh, BoundMesh) else mesh
+    specs = P() if in_specs is None else in_specs
+    return _Place(plain or Mesh(), specs, None, not bound, True, mesh is not None)
+
+
+class _Trace:
+    """One run of a function under a recorder."""
+
+    def __init__(self, fn: Callable, args: tuple, donated: tuple[int, ...], place: _Place):
+        self.fn, self.args, self.donated, self.place = fn, args, donated, place
+        self.recorder = Recorder()
+        self.indices: dict[str, tuple[torch.Tensor, Var]] = {}
+        bad = [p for p in donated if not 0 <= p < len(args)]
+        if bad:
+            raise ValueError(f"trace: got donate={bad}; wanted positions of {len(args)} arguments")
+
+    def program(self) -> Program:
+        leaves, structure = tree.flatten(self.args)
+        paths = tree.paths(self.args)
+        specs = self._specs(leaves, paths)
+        inputs: list[Input] = []
+        fakes: list[Any] = []
+        for leaf, path, spec in zip(leaves, paths, specs, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                fakes.append(leaf)
+                continue
+            donated = int(path.split("/")[0]) in self.donated
+            fake = self._local(leaf, spec)
+            fixed = None if donated else f"argument {path}"
+            var = self.recorder.input(fake, path.partition("/")[2] or f"arg_{path}", fixed=fixed)
+            inputs.append(Input(var, path, spec, donated))
+            fakes.append(fake)
+        axis_index = self._axis_index if self.place.per_rank else None
+        with self.recorder.recording(), enter(replace(scope(), axis_index=axis_index)):
+            result = self.fn(*tree.unflatten(structure, fakes))
+            outputs, out_structure = self._outputs(result)
+        inputs += [
+            Input(var, name, P(name), role="axis_index") for name, (_, var) in self.indices.items()
+        ]
+        inputs += [
+            Input(var, "", P(), role="constant", value=value)
+            for var, value in self.recorder.constants.items()
+        ]
+        block = self.recorder.block([i.var for i in inputs], [o.value for o in outputs])
+        used = {value for equation in block.equations for value in equation.operands}
+        used |= {value for value in block.outputs if isinstance(value, Var)}
+        kept = tuple(i for i in inputs if i.role == "argument" or i.var in used)
+        return Program(
+            getattr(self.fn, "__name__", type(self.fn).__name__),
+            self.place.mesh,
+            replace(block, inputs=tuple(i.var for i in kept)),
+            kept,
+            tuple(outputs),
+            structure,
+            out_structure,
+            {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
+            self.place.checked,
+        )
+
+    def _specs(self, leaves: list, paths: list[str]) -> list[P | None]:
+        prefix, place = self.place.in_specs, self.place
+        prefix = (prefix,) * len(self.args) if is_spec(prefix) else tuple(prefix)
+        if len(prefix) != len(self.args):
+            raise ValueError(
+                f"trace: got {len(self.args)} arguments and in_specs for {len(prefix)}; wanted one "
+                "entry per argument"
+            )
+        specs = tree.broadcast_prefix(prefix, self.args, is_leaf=is_spec, what="in_specs")
+        if place.whole:
+            rows = zip(leaves, paths, specs, strict=True)
+            raise_problems(
+                "trace cannot shard the arguments",
+                [
+                    problem
+                    for leaf, path, spec in rows
+                    if isinstance(leaf, torch.Tensor) and spec is not None
+                    for problem in problems(f"argument {path}", leaf.shape, spec, place.mesh)
+                ],
+            )
+        return specs
+
+    def _local(self, leaf: torch.Tensor, spec: P | None) -> torch.Tensor:
+        """A fake tensor like this rank's shard of `leaf`."""
+        shape, stride = tuple(leaf.shape), tuple(leaf.stride())
+        if self.place.whole and spec is not None and spec_axes(spec):
+            shape = local_shape(leaf.shape, spec, self.place.mesh)
+        if shape != tuple(leaf.shape):
+            stride = torch.empty(shape, device="meta").stride()
+        device = torch.device("cpu") if leaf.device.type == "meta" else leaf.device
+        return self.recorder.empty(shape, stride, leaf.dtype, device)
+
+    def _axis_index(self, name: str) -> torch.Tensor:
+        if name not in self.indices:
+            fake = self.recorder.empty((), (), torch.int64, "cpu")
+            self.indices[name] = (fake, self.recorder.input(fake, f"{name}_index", root=True))
+        return self.indices[name][0]
+
+    def _outputs(self, result: Any) -> tuple[list[Output], tree.Structure]:
+        leaves, structure = tree.flatten(result)
+        prefix = self.place.out_specs
+        specs = (
+            [None] * len(leaves)
+            if prefix is None
+            else tree.broadcast_prefix(prefix, result, is_leaf=is_spec, what="out_specs")
+        )
+        outputs = []
+        bad = []
+        for leaf, path, spec in zip(leaves, tree.paths(result), specs, strict=True):
+            is_tensor = isinstance(leaf, torch.Tensor)
+            if not is_tensor and callable(leaf):
+                bad.append(Problem(f"output {path}", type(leaf).__name__, "tensors and numbers"))
+            outputs.append(Output(self.recorder.var(leaf) if is_tensor else leaf, path, spec))
+        raise_problems("trace: the function returns what a program cannot", bad, TypeError)
+        return outputs, structure
