@@ -9,6 +9,7 @@ from functron import nn, optim, params, random, tree
 from functron.models import gpt
 from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
 from functron.sample import generate
+from functron.scopes import named_scope
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules, gather, shard, shard_map
 from functron.spmd import collectives as lax
 from functron.step import State, init_state, make_step, state_specs
@@ -42,6 +43,7 @@ __all__ = [
     "init_state",
     "lax",
     "make_step",
+    "named_scope",
     "nn",
     "num_params",
     "optim",

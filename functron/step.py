@@ -12,6 +12,7 @@ import torch
 
 from functron import optim, random, tree
 from functron.params import init_params
+from functron.scopes import named_scope
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.transforms import accumulate, sync_gradients, value_and_grad
 
@@ -95,9 +96,11 @@ def make_step(
 
         gradients = accumulate(value_and_grad(mean_loss), num_microbatches)
         value, grads = gradients(state.params, batch)
-        grads = sync_gradients(grads, specs)
-        norm = optim.global_norm(grads, specs)
-        params, opt_state = optimizer.step_(grads, state.opt_state, state.params)
+        with named_scope("sync"):
+            grads = sync_gradients(grads, specs)
+        with named_scope("update"):
+            norm = optim.global_norm(grads, specs)
+            params, opt_state = optimizer.step_(grads, state.opt_state, state.params)
         metrics = {"loss": value, "grad_norm": norm}
         return State(state.step + 1, params, opt_state, state.key), metrics
 

@@ -16,6 +16,7 @@ from functron.errors import Problem, raise_problems
 from functron.models.config import GPTConfig
 from functron.models.presets import PRESETS
 from functron.params import Normal, ParamDef
+from functron.scopes import named_scope
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules
 from functron.spmd import collectives as lax
 from functron.spmd.spec import entry_axes
@@ -171,16 +172,19 @@ def forward(
     def drop(x: Tensor, drop_key: Tensor | None) -> Tensor:
         return nn.dropout(x, drop_key, rate=config.dropout, rows=rows, stream=stream)
 
-    x = nn.embed_tokens(weights["embed"], tokens, stream=stream)
-    if config.positions == "learned":
-        x = nn.add_positions(x, weights["positions"], stream=stream)
-    x = drop(x, None if keys is None else keys[-1])
+    with named_scope("embed"):
+        x = nn.embed_tokens(weights["embed"], tokens, stream=stream)
+        if config.positions == "learned":
+            x = nn.add_positions(x, weights["positions"], stream=stream)
+        x = drop(x, None if keys is None else keys[-1])
     block = _block(config, _rope(config, tokens), stream, drop)
     layers = (weights["blocks"], None if keys is None else keys[:-1])
     x, _ = scan(rematerialise(block) if remat else block, x, layers)
-    x = nn.gather_sequence(nn.norm(weights["norm"], x, eps=config.norm_eps), stream)
-    unembed = weights["embed"].mT if config.tied else weights["unembed"]
-    return nn.column_parallel(x, unembed)
+    with named_scope("norm"):
+        x = nn.norm(weights["norm"], x, eps=config.norm_eps)
+    with named_scope("unembed"):
+        unembed = weights["embed"].mT if config.tied else weights["unembed"]
+        return nn.column_parallel(nn.gather_sequence(x, stream), unembed)
 
 
 def _rope(config: GPTConfig, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -200,12 +204,16 @@ def _block(
     def block(x: Tensor, layer: tuple) -> tuple[Tensor, None]:
         weights, key = layer
         keys = (None, None) if key is None else random.split(key).unbind(0)
-        y = nn.norm(weights["attention_norm"], x, eps=config.norm_eps)
-        y = nn.self_attention(weights["attention"], y, config.attention, rope=rope, stream=stream)
-        x = x + drop(y, keys[0])
-        y = nn.norm(weights["mlp_norm"], x, eps=config.norm_eps)
-        y = nn.mlp(weights["mlp"], y, activation=config.activation, stream=stream)
-        return x + drop(y, keys[1]), None
+        with named_scope("attention"):
+            y = nn.norm(weights["attention_norm"], x, eps=config.norm_eps)
+            y = nn.self_attention(
+                weights["attention"], y, config.attention, rope=rope, stream=stream
+            )
+            x = x + drop(y, keys[0])
+        with named_scope("mlp"):
+            y = nn.norm(weights["mlp_norm"], x, eps=config.norm_eps)
+            y = nn.mlp(weights["mlp"], y, activation=config.activation, stream=stream)
+            return x + drop(y, keys[1]), None
 
     return block
 
@@ -248,10 +256,11 @@ def loss(
     logits = forward(
         config, weights, batch["tokens"], rows=batch["rows"], key=key, stream=stream, remat=remat
     )
-    losses = nn.cross_entropy(
-        logits, batch["targets"], vocab_size=config.vocab_size, z_loss=config.z_loss
-    )
-    return lax.psum(losses.sum(), DATA_AXES)
+    with named_scope("loss"):
+        losses = nn.cross_entropy(
+            logits, batch["targets"], vocab_size=config.vocab_size, z_loss=config.z_loss
+        )
+        return lax.psum(losses.sum(), DATA_AXES)
 
 
 def num_targets(batch: Batch) -> Int[Tensor, ""]:

@@ -156,8 +156,14 @@ class Recorder(TorchDispatchMode):
         return self._resolve(self._frame, var)
 
     def _resolve(self, frame: Frame, var: Var) -> Var:
-        if var in frame.known or frame.outer is None:
+        if var in frame.known:
             return var
+        if frame.outer is None:
+            raise ValueError(
+                f"trace: at {_line()} the program uses a tensor of shape {var.shape} that was made "
+                "inside a scanned function; wanted what that function returns: it runs many times; "
+                "fix: return the tensor as the carry or as y instead of keeping it"
+            )
         if var not in frame.captured:
             outer = self._resolve(frame.outer, var)
             frame.captured[var] = outer

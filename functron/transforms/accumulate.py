@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from functron import tree
+from functron import compat, tree
 from functron.errors import Problem, raise_problems
+from functron.program.recorder import Recorder, active
+from functron.transforms.scan import scan
 
 
 def accumulate(
@@ -43,6 +45,11 @@ def accumulate(
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        recorder = active()
+        if recorder is not None and num_microbatches > 1 and not compat.transforms_active():
+            one = functools.partial(_one, f, args, kwargs, positions, dtype)
+            batch = tuple(_stacked(args[p], num_microbatches, p) for p in positions)
+            return _scanned(recorder, one, batch)
         parts = {p: _microbatches(args[p], num_microbatches, p) for p in positions}
         total = None
         for index in range(num_microbatches):
@@ -52,6 +59,33 @@ def accumulate(
         return total
 
     return wrapped
+
+
+def _one(f: Callable, args: tuple, kwargs: dict, positions: tuple, dtype, batch: tuple) -> Any:
+    """`f` with its batch arguments replaced by those of one microbatch."""
+    full = list(args)
+    for position, part in zip(positions, batch, strict=True):
+        full[position] = part
+    return tree.map(lambda leaf: _cast(leaf, dtype), f(*full, **kwargs))
+
+
+def _scanned(recorder: Recorder, one: Callable, batch: tuple) -> tree.Tree:
+    """The sum over microbatches as one scan, so that a program does not grow with their number."""
+    with recorder.frame():  # thrown away: it tells what the sum looks like
+        like = one(tree.map(lambda leaf: leaf[0], batch))
+    zeros = tree.map(
+        lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device), like
+    )
+
+    def microbatch(total, part):
+        return tree.map(torch.add, total, one(part)), None
+
+    return scan(microbatch, zeros, batch)[0]
+
+
+def _stacked(batch: tree.Tree, count: int, position: int) -> tree.Tree:
+    _microbatches(batch, count, position)  # raises where it does not divide
+    return tree.map(lambda leaf: leaf.unflatten(0, (count, -1)), batch)
 
 
 def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:

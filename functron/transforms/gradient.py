@@ -16,6 +16,7 @@ import torch
 from functron import compat, tree
 from functron.closure import hoist
 from functron.errors import Problem, raise_problems
+from functron.scopes import in_phase
 from functron.spmd.axes import SimulatedAxis, scope, user_line
 from functron.spmd.primitives import Psum, Vary
 from functron.spmd.replication import varying_axes
@@ -284,7 +285,12 @@ def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, list, Callabl
     if compat.transforms_active() or keep:
         made: Any = torch.func.vjp(f, *leaves, has_aux=True)
         out, pull, aux = made
-        return out, aux, lambda ct: pull(ct, retain_graph=keep, create_graph=keep)
+
+        def pullback(cotangent):
+            with in_phase("backward"):
+                return pull(cotangent, retain_graph=keep, create_graph=keep)
+
+        return out, aux, pullback
 
     with torch.enable_grad():
         inputs = [leaf.detach().requires_grad_() for leaf in leaves]
@@ -297,7 +303,10 @@ def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, list, Callabl
         seeds = [seed for value, seed in zip(outputs, given, strict=True) if value.requires_grad]
         if not taped:
             return [torch.zeros_like(leaf) for leaf in leaves]
-        return torch.autograd.grad(taped, inputs, seeds, allow_unused=True, materialize_grads=True)
+        with in_phase("backward"):
+            return torch.autograd.grad(
+                taped, inputs, seeds, allow_unused=True, materialize_grads=True
+            )
 
     single = isinstance(out, torch.Tensor)
     plain = out.detach() if single else tuple(value.detach() for value in out)

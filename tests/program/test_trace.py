@@ -1,0 +1,248 @@
+"""What tracing records, at which sizes, and what it refuses."""
+
+import pytest
+import torch
+
+import functron as ft
+from functron import Mesh, P, gpt, lax, optim, random, tree
+from functron.program.equations import Scan
+from functron.program.trace import trace
+
+
+def abstract_step(name, mesh, seq):
+    config = gpt.PRESETS[name]
+    defs = gpt.defs(config)
+    specs = ft.param_specs(defs, gpt.rules(config, mesh))
+    optimizer = optim.adamw(1e-4)
+    params = ft.abstract_params(defs)
+    scalar, key = (torch.empty(s, dtype=torch.int64, device="meta") for s in ((), (2,)))
+    state = ft.State(scalar, params, optimizer.init(params), key)
+    rows = torch.empty(mesh["dp"], dtype=torch.int64, device="meta")
+    tokens = torch.empty(mesh["dp"], seq, dtype=torch.int64, device="meta")
+    step = ft.make_step(
+        lambda p, b, k: gpt.loss(config, p, b), gpt.num_targets, optimizer, mesh, specs
+    )
+    return step, state, {"tokens": tokens, "targets": tokens, "rows": rows}
+
+
+def is_collective(equation, name):
+    return not isinstance(equation.op, Scan) and equation.op.name() == f"functron::{name}"
+
+
+def test_llama_on_1024_ranks_is_traced_at_local_shapes():
+    mesh = Mesh(dp=128, tp=8)
+    step, state, batch = abstract_step("llama3-8b", mesh, 8192)
+    program = trace(step, donate=0)(state, batch)
+    shapes = {given.path: given.var.shape for given in program.inputs}
+    assert shapes["0/params/blocks/mlp/up/w"] == (32, 4096, 14336 // 8)
+    assert shapes["0/params/blocks/attention/q/w"] == (32, 4096, 32 // 8, 128)
+    assert shapes["1/tokens"] == (1, 8192)
+    forward, backward = [e for e in program.block.equations if e.name == "scan"]
+    assert (forward.op.length, backward.op.length) == (32, 32)
+    assert (forward.op.reverse, backward.op.reverse) == (False, True)
+    # Megatron's count: one all-reduce after attention, one after the mlp, and their transposes
+    for scan in (forward, backward):
+        reduced = [e for e in scan.op.body.equations if is_collective(e, "psum")]
+        assert [e.args[1] for e in reduced] == ["tp", "tp"]
+        assert [e.results[0].shape for e in reduced] == [(1, 8192, 4096)] * 2
+    by_path = {output.path: output.value.shape for output in program.outputs}
+    assert by_path["0/params/blocks/mlp/up/w"] == (32, 4096, 14336 // 8)
+    assert all(given.donated == given.path.startswith("0/") for given in program.inputs
+               if given.role == "argument")  # fmt: skip
+
+
+def test_scopes_lines_and_phases():
+    mesh = Mesh(tp=2)
+
+    def program(w, x):
+        def loss(w):
+            with ft.named_scope("project"):
+                y = lax.psum(x @ w, "tp")  # the line
+            return (y**2).sum()
+
+        return ft.grad(loss)(w)
+
+    f = ft.shard_map(program, mesh, (P("tp"), P(None, "tp")), P("tp"), check=False)
+    equations = trace(f)(torch.ones(4, 3), torch.ones(2, 4)).block.equations
+    products = [e for e in equations if e.name == "mm"]
+    assert [e.where.phase for e in products] == ["forward", "backward"]
+    assert [e.where.scopes for e in products] == [("project",), ("project",)]
+    assert all(e.where.line.endswith("# the line`") for e in products)
+    sums = [e for e in equations if is_collective(e, "psum")]
+    assert [e.where.phase for e in sums] == ["forward", "backward"]
+
+
+def test_axis_indices_and_closed_over_tensors_are_inputs():
+    table = torch.arange(6.0)
+
+    def program(x):
+        return x * lax.axis_index("tp") + table[:2]
+
+    f = ft.shard_map(program, Mesh(dp=2, tp=3), P(("dp", "tp")), P(("dp", "tp")))
+    program = trace(f)(torch.ones(12))
+    roles = {given.role: given for given in program.inputs}
+    assert roles["axis_index"].path == "tp"
+    assert roles["axis_index"].var.dtype == torch.int64
+    assert roles["constant"].value is table
+
+
+def test_in_place_operations_become_pure():
+    def program(x):
+        y = x * 2
+        y.add_(1).mul_(y)
+        return y
+
+    traced = trace(program)(torch.ones(3))
+    assert [e.name for e in traced.block.equations] == ["mul", "add", "mul"]
+    assert traced.block.equations[-1].operands == [traced.block.equations[1].results[0]] * 2
+
+
+def test_dead_equations_are_dropped():
+    def program(x):
+        x.exp()
+        return x + 1
+
+    assert [e.name for e in trace(program)(torch.ones(3)).block.equations] == ["add"]
+
+
+def test_statics_stay_in_the_structure():
+    program = trace(lambda x, n, options: x * n + len(options["name"]))(
+        torch.ones(2), 3, {"name": "abc"}
+    )
+    assert program.static == {1: 3, 2: "abc"}
+    with pytest.raises(ValueError, match="got 4; wanted 3"):
+        program.flatten((torch.ones(2), 4, {"name": "abc"}))
+    with pytest.raises(ValueError, match="structure"):
+        program.flatten((torch.ones(2), 3, {"other": "abc"}))
+
+
+def test_simulation_traced_on_global_values():
+    mesh = Mesh(dp=2)
+    f = ft.shard_map(lambda x: lax.psum(x.sum(), "dp"), mesh, P("dp"), P())
+    program = trace(f, simulate=True)(torch.ones(4, 3))
+    assert program.inputs[0].var.shape == (4, 3)
+    assert not [e for e in program.block.equations if e.op.namespace == "functron"]
+
+
+def raises_if(x):
+    return x if x.sum() > 0 else -x
+
+
+def raises_item(x):
+    return x * x.sum().item()
+
+
+def raises_mask(x):
+    return x[x > 0]
+
+
+def raises_nonzero(x):
+    return x.nonzero()
+
+
+def raises_rank(x):
+    return lax.psum(x, "tp") if lax.axis_index("tp") == 0 else x
+
+
+@pytest.mark.parametrize(
+    "program", [raises_if, raises_item, raises_mask, raises_nonzero, raises_rank]
+)
+def test_data_dependent_control_flow_is_refused_with_its_line(program):
+    f = ft.shard_map(program, Mesh(tp=2), P("tp"), P("tp"), check=False)
+    with pytest.raises(ValueError, match="the number in a tensor.*torch.where") as error:
+        trace(f)(torch.ones(4))
+    assert f"test_trace.py:{program.__code__.co_firstlineno + 1}" in str(error.value)
+
+
+def test_hidden_randomness_is_refused():
+    with pytest.raises(ValueError, match="test_trace.py.*random numbers.*functron.random"):
+        trace(lambda x: x + torch.randn(3))(torch.ones(3))
+    with pytest.raises(ValueError, match="random numbers"):
+        trace(lambda x: torch.nn.functional.dropout(x, 0.5, training=True))(torch.ones(3))
+
+
+def test_mutation_of_what_is_not_donated_is_refused():
+    with pytest.raises(ValueError, match=r"modifies argument 0/w in place.*donate="):
+        trace(lambda p: p["w"].add_(1))({"w": torch.ones(3)})
+    table = torch.zeros(3)
+
+    def writes_outside(x):
+        table.add_(x)
+        return x
+
+    with pytest.raises(ValueError, match="closes over in place"):
+        trace(writes_outside)(torch.ones(3))
+    assert table.eq(0).all()
+    assert trace(lambda p: p["w"].add_(1), donate=0)({"w": torch.ones(3)}).outputs[0].path == ""
+
+
+def test_mutation_through_views_is_refused():
+    def writes_a_row(x):
+        y = x * 1
+        y[0] = 0
+        return y
+
+    def reads_a_stale_view(x):
+        y = x * 1
+        flat = y.view(-1)
+        y.add_(1)
+        return flat
+
+    with pytest.raises(ValueError, match="a part of a tensor in place"):
+        trace(writes_a_row)(torch.ones(3, 2))
+    with pytest.raises(ValueError, match="a view is used after"):
+        trace(reads_a_stale_view)(torch.ones(3, 2))
+
+
+def test_a_tensor_of_another_trace_is_refused():
+    kept = []
+    trace(lambda x: kept.append(x * 2) or x)(torch.ones(3))
+    with pytest.raises(ValueError, match="kept from another trace"):
+        trace(lambda x: x + kept[0])(torch.ones(3))
+
+
+def test_a_tensor_kept_from_a_scanned_function_is_refused():
+    def program(x):
+        kept = []
+
+        def step(carry, row):
+            kept.append(carry * row)
+            return carry + row, None
+
+        carry, _ = ft.scan(step, x[0], x)
+        return carry + kept[0]
+
+    with pytest.raises(ValueError, match="inside a scanned function.*as the carry or as y"):
+        trace(program)(torch.ones(3, 2))
+
+
+def test_bad_calls_are_refused():
+    f = ft.shard_map(lambda x: x, Mesh(dp=2), P("dp"), P("dp"))
+    with pytest.raises(ValueError, match="argument 0"):
+        trace(f)(torch.ones(3))
+    with pytest.raises(TypeError, match="keyword"):
+        trace(f)(x=torch.ones(4))
+    with pytest.raises(ValueError, match="leave them out"):
+        trace(f, mesh=Mesh(dp=2), in_specs=P())(torch.ones(4))
+    with pytest.raises(ValueError, match="both or neither"):
+        trace(f.f, mesh=Mesh(dp=2))(torch.ones(4))
+    with pytest.raises(ValueError, match="positions of 1 arguments"):
+        trace(f, donate=3)(torch.ones(4))
+    with pytest.raises(ValueError, match="while another program"):
+        trace(lambda x: trace(f)(x))(torch.ones(4))
+
+
+def test_random_keys_trace_and_give_the_same_bits():
+    from functron.program.interpret import interpret
+
+    def program(key):
+        return random.normal(key, (4, 3), torch.float64)
+
+    key = random.key(7)
+    torch.testing.assert_close(interpret(trace(program)(key), key), program(key))
+
+
+def test_a_program_runs_on_arguments_of_another_layout_only_if_it_was_traced_so():
+    program = trace(lambda x: x.t() @ x)(torch.ones(3, 2).t())
+    assert program.inputs[0].var.stride == (1, 2)
+    assert tree.leaves(program.outputs[0].value.shape) == [3, 3]
