@@ -156,6 +156,10 @@ def _reduce(reduction: Callable) -> Callable:
     return lambda xs, size: [reduction(torch.stack(list(xs)))] * size
 
 
+def _scatter(xs, size):
+    return torch.stack(list(xs)).sum(0, dtype=xs[0].dtype).unbind(0)
+
+
 def _permute(xs, size, sources, destinations):
     out = [torch.zeros_like(x) for x in xs]
     for source, destination in zip(sources, destinations, strict=True):
@@ -168,7 +172,9 @@ _COLLECTIVES = {
     "pmax": _among(_reduce(lambda stacked: stacked.amax(0))),
     "pmin": _among(_reduce(lambda stacked: stacked.amin(0))),
     "all_gather": _among(lambda xs, size: [torch.stack(list(xs))] * size),
-    "psum_scatter": _among(lambda xs, size: list(sum(xs[1:], xs[0]).unbind(0))),
+    "psum_scatter": _among(
+        lambda xs, size: list(torch.stack(list(xs)).sum(0, dtype=xs[0].dtype).unbind(0))
+    ),
     "all_to_all": _among(lambda xs, size: [torch.stack([x[r] for x in xs]) for r in range(size)]),
     "ppermute": _among(_permute),
 }

@@ -149,13 +149,13 @@ def raises_rank(x):
 )
 def test_data_dependent_control_flow_is_refused_with_its_line(program):
     f = ft.shard_map(program, Mesh(tp=2), P("tp"), P("tp"), check=False)
-    with pytest.raises(ValueError, match="the number in a tensor.*torch.where") as error:
+    with pytest.raises(ValueError, match=r"the number in a tensor.*torch.where") as error:
         trace(f)(torch.ones(4))
     assert f"test_trace.py:{program.__code__.co_firstlineno + 1}" in str(error.value)
 
 
 def test_hidden_randomness_is_refused():
-    with pytest.raises(ValueError, match="test_trace.py.*random numbers.*functron.random"):
+    with pytest.raises(ValueError, match=r"test_trace.py.*random numbers.*functron.random"):
         trace(lambda x: x + torch.randn(3))(torch.ones(3))
     with pytest.raises(ValueError, match="random numbers"):
         trace(lambda x: torch.nn.functional.dropout(x, 0.5, training=True))(torch.ones(3))
@@ -190,7 +190,7 @@ def test_mutation_through_views_is_refused():
 
     with pytest.raises(ValueError, match="a part of a tensor in place"):
         trace(writes_a_row)(torch.ones(3, 2))
-    with pytest.raises(ValueError, match="a view is used after"):
+    with pytest.raises(ValueError, match=r"a view is used after"):
         trace(reads_a_stale_view)(torch.ones(3, 2))
 
 
@@ -212,7 +212,7 @@ def test_a_tensor_kept_from_a_scanned_function_is_refused():
         carry, _ = ft.scan(step, x[0], x)
         return carry + kept[0]
 
-    with pytest.raises(ValueError, match="inside a scanned function.*as the carry or as y"):
+    with pytest.raises(ValueError, match=r"inside a scanned function.*as the carry or as y"):
         trace(program)(torch.ones(3, 2))
 
 
