@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from functron import checkpoint, metrics, optim, random, report
+from functron import checkpoint, metrics, optim, random, report, tree
 from functron.config import TrainConfig, dump
 from functron.data import ByteText
 from functron.loop import Meter, Outcome, loop
 from functron.models import gpt
 from functron.params import decay_mask, param_specs
+from functron.program.program import Program
+from functron.program.trace import trace
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, gather
 from functron.step import State, init_state, make_step, state_specs
 
@@ -58,6 +60,40 @@ def prepare(config: TrainConfig, mesh: Mesh | BoundMesh, device: torch.device | 
         ValueError: the data cannot be read, or the model cannot run on the mesh.
     """
     text = ByteText(config.data or None, config.seq, seed=config.seed)
+    recipe = assemble(config, mesh)
+    state = recipe.init(random.key(config.seed).to(device), mesh)
+    specs = state_specs(recipe.specs, recipe.optimizer)
+    schedule = optim.make_schedule(config.schedule)
+    return Run(config, mesh, text, state, specs, recipe.step, schedule)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A training step and what it takes to make its state, put together by `assemble`.
+
+    Attributes:
+        defs: the parameters' definitions.
+        specs: their specs on the mesh.
+        optimizer: the gradient transformation.
+        step: ``(state, batch) -> (state, metrics)``.
+    """
+
+    defs: tree.Tree
+    specs: tree.Tree
+    optimizer: optim.GradientTransformation
+    step: Callable
+
+    def init(self, key: torch.Tensor, mesh: Mesh | BoundMesh) -> State:
+        """The state before the first step."""
+        return init_state(key, self.defs, self.specs, self.optimizer, mesh)
+
+
+def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
+    """The step that `config` describes on `mesh`, without state or data.
+
+    Raises:
+        ValueError: the model cannot run on the mesh.
+    """
     model = config.gpt
     defs = gpt.defs(model)
     specs = param_specs(defs, gpt.rules(model, mesh))
@@ -72,8 +108,21 @@ def prepare(config: TrainConfig, mesh: Mesh | BoundMesh, device: torch.device | 
     step = make_step(
         loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=config.microbatches
     )
-    state = init_state(random.key(config.seed).to(device), defs, specs, optimizer, mesh)
-    return Run(config, mesh, text, state, state_specs(specs, optimizer), step, schedule)
+    return Recipe(defs, specs, optimizer, step)
+
+
+def step_program(config: TrainConfig, mesh: Mesh) -> Program:
+    """One rank's program of the training step that `config` describes; needs no memory or data.
+
+    Raises:
+        ValueError: the model cannot run on the mesh, or the batch does not divide.
+    """
+    recipe = assemble(config, mesh)
+    state = recipe.init(random.key(config.seed).to("meta"), mesh)
+    rows = torch.empty(config.global_batch, dtype=torch.int64, device="meta")
+    tokens = rows.new_empty(config.global_batch, config.seq)
+    batch = {"tokens": tokens, "targets": tokens, "rows": rows}
+    return trace(recipe.step, donate=0)(state, batch)
 
 
 def train(run: Run, out: Path | None) -> Outcome:

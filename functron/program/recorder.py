@@ -257,7 +257,8 @@ class Recorder(TorchDispatchMode):
         here = Where(phase(), scope_names(), _line())
         node = compat.current_autograd_node()
         if node is None or here.phase == "recompute":
-            self._wheres[compat.autograd_sequence_number()] = here
+            # the tape's node was made just before; operations without one come after it
+            self._wheres.setdefault(compat.autograd_sequence_number(), here)
             return here
         source = self._wheres.get(node._sequence_nr())
         if source is None:
@@ -302,6 +303,8 @@ class Recorder(TorchDispatchMode):
     def _rename(self, target: torch.Tensor, result: torch.Tensor, func) -> None:
         """From here on `target`, and other objects of the same value, mean `result`."""
         old, new = self._vars[id(target)][1], self._vars[id(result)][1]
+        storage = target.untyped_storage()
+        self._storages[storage._cdata] = (new.storage, storage)
         for key, (tensor, var) in list(self._vars.items()):
             if var is old:
                 self._vars[key] = (tensor, new)

@@ -21,6 +21,7 @@ from functron.spmd.traced import TracedAxis
 AxisNames = str | Sequence[str]
 _c10d = torch.ops._c10d_functional
 _PACKAGE = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = ("/torch/", "/optree/", "/jaxtyping/", "<@beartype", "<frozen runpy>")
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +185,7 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and "/torch/" not in name and "/optree/" not in name:
+        if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES):
             return source_line(name, frame.f_lineno)
         frame = frame.f_back
     return "an unknown line"

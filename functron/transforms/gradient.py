@@ -151,11 +151,12 @@ def sync_gradients(grads: tree.Tree, specs: tree.Tree) -> tree.Tree:
     paths = tree.paths(grads)
     _check_shares(leaves, flat, paths)
     out = []
-    for leaf, spec in zip(leaves, flat, strict=True):
-        for name, axis in scope().axes.items():
-            if axis is not None and name not in spec_axes(spec):
-                leaf = Psum.call(leaf, axis, must_vary=scope().check)
-        out.append(leaf)
+    with in_phase("backward"):
+        for leaf, spec in zip(leaves, flat, strict=True):
+            for name, axis in scope().axes.items():
+                if axis is not None and name not in spec_axes(spec):
+                    leaf = Psum.call(leaf, axis, must_vary=scope().check)
+            out.append(leaf)
     return tree.unflatten(structure, out)
 
 

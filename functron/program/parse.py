@@ -1,0 +1,384 @@
+"""Text back to programs: the inverse of `functron.program.text.format`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from functron import tree
+from functron.program.equations import Block, Equation, Scan, Var
+from functron.program.lines import Line
+from functron.program.notation import (
+    Type,
+    axis_of,
+    contiguous,
+    payload_bytes,
+    span_bytes,
+    type_text,
+)
+from functron.program.program import Input, Output, Program
+from functron.spmd.mesh import Mesh
+
+
+def parse(text: str) -> Program:
+    """The program that `functron.program.text.format` wrote as `text`.
+
+    ``format(parse(text)) == text`` for the text of any program. Operations are run on fake tensors
+    to check shapes and dtypes and to find out which values share memory; strides are taken from the
+    text. What the text does not hold is missing: constants have no value, `Where.line` is
+    ``file.py:12``, and Python objects without a notation are `notation.Opaque`. `in_structure` and
+    `out_structure` are rebuilt from the paths: tuples where the keys count up from 0, ordered dicts
+    elsewhere. They have the order and the paths of the traced program's leaves, but named tuples,
+    lists and dicts are not told apart.
+
+    Raises:
+        ValueError: the text is no program, or not a consistent one; with the number of the line,
+            what stands there and what was wanted.
+    """
+    return _Parser(text).program()
+
+
+def structure(paths: Sequence[str]) -> tree.Structure:
+    """A tree whose leaves have these paths, in this order; a flat tuple where none has."""
+    root: OrderedDict[str, Any] = OrderedDict()
+    for path in paths:
+        node = root
+        *above, last = path.split("/")
+        for key in above:
+            node = node.setdefault(key, OrderedDict())
+            if not isinstance(node, OrderedDict):
+                return tree.structure((0,) * len(paths))
+        node.setdefault(last, 0)
+    built = _tuples(root)[""] if list(paths) == [""] else _tuples(root)
+    if tree.paths(built) != list(paths):
+        return tree.structure((0,) * len(paths))
+    return tree.structure(built)
+
+
+def _tuples(node: Any) -> Any:
+    if not isinstance(node, OrderedDict):
+        return node
+    children = OrderedDict((key, _tuples(child)) for key, child in node.items())
+    counted = list(children) == [str(k) for k in range(len(children))]
+    return tuple(children.values()) if counted else children
+
+
+class _Scope:
+    """The variables of a block that is being read, each with the fake tensor that it stands for."""
+
+    def __init__(self):
+        self.values: dict[str, tuple[Var, torch.Tensor]] = {}
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+
+    def lookup(self, line: Line) -> Callable[[str], Var]:
+        """The function from a name in `line` to its variable."""
+
+        def find(name: str) -> Var:
+            if name not in self.values:
+                close = difflib.get_close_matches(name, self.values, n=1)
+                fix = f"did you mean %{close[0]}?" if close else ""
+                line.fail("a variable of this block that is defined above", f"%{name}", fix)
+            return self.values[name][0]
+
+        return find
+
+    def tensor(self, var: Var) -> torch.Tensor:
+        """The fake tensor of a variable of this block."""
+        return self.values[var.name][1]
+
+    def define(self, line: Line, name: str, tensor: torch.Tensor) -> Var:
+        """A new variable."""
+        if name in self.values:
+            line.fail("a new name", f"%{name}, which an earlier line has defined")
+        storage = tensor.untyped_storage()  # kept, so that no other takes its address
+        number, _ = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        var = Var(name, shape, stride, tensor.dtype, tensor.device, number, storage.nbytes())
+        self.values[name] = var, tensor
+        return var
+
+
+class _Parser:
+    """Reads the lines of a text in order."""
+
+    def __init__(self, text: str):
+        rows = [(number, row) for number, row in enumerate(text.splitlines(), 1) if row.strip()]
+        self.lines = [Line(number, row) for number, row in rows]
+        self.end = Line(rows[-1][0] + 1 if rows else 1, "")
+        self.position = 0
+        self.fake = FakeTensorMode()
+
+    def peek(self, wanted: str) -> Line:
+        """The next line, left unread."""
+        if self.position == len(self.lines):
+            self.end.fail(wanted, "the end of the text")
+        return self.lines[self.position]
+
+    def next(self, wanted: str) -> Line:
+        """The next line."""
+        line = self.peek(wanted)
+        self.position += 1
+        return line
+
+    def section(self, name: str) -> None:
+        """Read the heading `name`."""
+        line = self.next(f"'{name}:'")
+        line.take(f"{name}:", f"'{name}:'")
+        line.end()
+
+    # --- the parts of a program
+
+    def program(self) -> Program:
+        """All of the text."""
+        line = self.next("'program NAME on Mesh(...)'")
+        line.take(r"program\b", "'program NAME on Mesh(...)'")
+        name = line.word("the name of the program")
+        mesh = self.mesh(line)
+        count = int(line.take(r"(\d+) equations", "the number of equations")[1])
+        checked = not line.match(", unchecked")
+        line.end()
+        self.section("inputs")
+        scope = _Scope()
+        inputs, paths, static = self.inputs(scope)
+        self.section("equations")
+        equations = self.equations(scope, "outputs:")
+        self.section("outputs")
+        outputs = self.outputs(scope)
+        values = tuple(entry.value for entry in outputs)
+        block = Block(tuple(entry.var for entry in inputs), equations, values)
+        if count != (found := sum(1 for _ in block.walk())):
+            line.fail(f"{found}, as many as the text has", f"{count} equations")
+        return Program(
+            name,
+            mesh,
+            block,
+            inputs,
+            outputs,
+            structure(paths),
+            structure([entry.path for entry in outputs]),
+            static,
+            checked,
+        )
+
+    def mesh(self, line: Line) -> Mesh:
+        """``on Mesh(dp=2, tp=4):``."""
+        text = line.take(r"on Mesh\(([^)]*)\):", "'on Mesh(axis=size, ...):'")[1]
+        entries = [entry.partition("=") for entry in text.split(", ") if entry]
+        if not all(size.isdigit() and int(size) for _, _, size in entries):
+            line.fail("Mesh(axis=size, ...)", f"Mesh({text})")
+        return Mesh(**{name: int(size) for name, _, size in entries})
+
+    def inputs(self, scope: _Scope) -> tuple[tuple[Input, ...], list[str], dict[int, Any]]:
+        """The inputs, the paths of all arguments, and the static ones by position."""
+        inputs: list[Input] = []
+        paths: list[str] = []
+        static = {}
+        while not (line := self.peek("'equations:'")).text.startswith("equations:"):
+            self.position += 1
+            if not line.text.startswith("%"):
+                static[len(paths)] = line.value(line.no_variable)
+                paths.append(line.word("the path of the argument"))
+                line.take("static", "'static' after an argument that is no tensor")
+                line.end()
+                continue
+            name, kind = line.declared()
+            path, spec = line.word("the path of the input"), line.spec()
+            role = "constant" if line.match("constant") else "argument"
+            role = "axis_index" if line.match("axis_index") else role
+            donated = bool(line.match("donated"))
+            inputs.append(Input(self.enter(line, scope, name, kind), path, spec, donated, role))
+            paths += [path] if role == "argument" else []
+        return tuple(inputs), paths, static
+
+    def outputs(self, scope: _Scope) -> tuple[Output, ...]:
+        """The rest of the text."""
+        outputs = []
+        while self.position < len(self.lines):
+            line = self.next("an output")
+            value = line.value(scope.lookup(line))
+            if isinstance(value, Var):
+                line.take(":", "%name: type")
+                self.check_type(line, value, line.type())
+            path = line.word("the path of the output")
+            outputs.append(Output(value, path, line.spec()))
+            line.end()
+        return tuple(outputs)
+
+    def enter(self, line: Line, scope: _Scope, name: str, kind: Type) -> Var:
+        """An input of a block, with the remarks on its memory that end the line."""
+        if owner := line.match(r"shares %(\w+)"):
+            whole = scope.tensor(scope.lookup(line)(owner[1]))
+        else:
+            held = line.match(r"of (\d+) bytes")
+            whole = self.memory(int(held[1]) if held else span_bytes(kind), kind.device)
+        line.end()
+        return scope.define(line, name, self.on_memory(whole, kind))
+
+    def memory(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """A fake tensor with memory of its own."""
+        with self.fake:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def on_memory(self, whole: torch.Tensor, kind: Type) -> torch.Tensor:
+        """A fake tensor of this type in the memory of another."""
+        with self.fake:
+            tensor = torch.empty(0, dtype=kind.dtype, device=kind.device)
+            return tensor.set_(whole.untyped_storage(), 0, kind.shape, kind.stride)
+
+    def check_type(self, line: Line, var: Var, kind: Type) -> None:
+        """Check what the text says of a variable against what it is."""
+        same = (var.shape, var.dtype, var.device) == (kind.shape, kind.dtype, kind.device)
+        if not same or var.stride != kind.stride:
+            line.fail(f"{type_text(var)}, which {var!r} is", type_text(kind))
+
+    # --- equations
+
+    def equations(self, scope: _Scope, end: str) -> tuple[Equation, ...]:
+        """Equations up to the line that starts with the pattern `end`."""
+        found = []
+        while not re.match(end, (line := self.peek("an equation")).text):
+            self.position += 1
+            is_scan = line.text.startswith("scan[")
+            found.append(self.scan(line, scope) if is_scan else self.equation(line, scope))
+        return tuple(found)
+
+    def equation(self, line: Line, scope: _Scope) -> Equation:
+        """``%name: type, ... = op(...)  # comment``."""
+        results = []
+        if re.match(r"%|_(?!\w)", line.text):
+            results.append(line.result())
+            while line.match(","):
+                results.append(line.result())
+            line.take("=", "'= op(...)'")
+        op = self.op(line)
+        args, kwargs = self.arguments(line, scope)
+        outputs = self.run(line, scope, op, args, kwargs, results) if results else ()
+        equation = Equation(op, args, kwargs, outputs, line.where())
+        if payload := line.match(r"(\d+) bytes over (\S+)"):
+            self.check_payload(line, equation, payload[0].strip())
+        line.end()
+        return equation
+
+    def check_payload(self, line: Line, equation: Equation, text: str) -> None:
+        """Check what the comment of a collective says."""
+        axis = axis_of(equation)
+        if axis is None:
+            line.fail("nothing: this is no collective", repr(text))
+        if text != (right := f"{payload_bytes(equation)} bytes over {axis}"):
+            line.fail(repr(right), repr(text))
+
+    def op(self, line: Line) -> torch._ops.OpOverload:
+        """The operation of a name such as ``mm``, ``add.Tensor`` or ``prims::sum``."""
+        name = line.take(r"((?:\w+::)?\w+(?:\.\w+)?)\(", "an equation: %name: type = op(...)")[1]
+        namespace, _, short = name.rpartition("::")
+        short, _, overload = short.partition(".")
+        for space in [namespace] if namespace else ["functron", "aten"]:
+            packet = getattr(getattr(torch.ops, space), short, None)
+            op = getattr(packet, overload or "default", None) if packet is not None else None
+            if op is not None:
+                return op
+        return line.fail("an operation of torch.ops, such as mm or add.Tensor", repr(name))
+
+    def arguments(self, line: Line, scope: _Scope) -> tuple[tuple, dict[str, Any]]:
+        """``operand, keyword=value)``."""
+        args, kwargs = [], {}
+        while not line.match(r"\)"):
+            if args or kwargs:
+                line.take(",", "',' or ')'")
+            keyword = line.match(r"(\w+)=")
+            value = line.value(scope.lookup(line))
+            if keyword:
+                kwargs[keyword[1]] = value
+            else:
+                args.append(value)
+        return tuple(args), kwargs
+
+    def run(self, line: Line, scope: _Scope, op, args, kwargs, results) -> tuple[Var | None, ...]:
+        """The results of an operation, which is run on the fake tensors of its operands."""
+        tensors = pytree.tree_map_only(Var, scope.tensor, (args, kwargs))
+        try:
+            with self.fake:
+                out = op(*tensors[0], **tensors[1])
+        except Exception as error:  # whatever a kernel raises where operands do not fit
+            reason = str(error).strip().splitlines()[0]
+            line.fail("operands that it takes", f"{op}, which refuses its operands ({reason})")
+        leaves = pytree.tree_leaves(out)
+        if len(leaves) != len(results):
+            line.fail(f"{len(leaves)}, as {op} returns", f"{len(results)} results")
+        outputs: list[Var | None] = []
+        for leaf, declared in zip(leaves, results, strict=True):
+            if declared is None:
+                outputs.append(None)
+                continue
+            name, kind = declared
+            if not isinstance(leaf, torch.Tensor):
+                line.fail(f"_: {op} returns no tensor there", f"%{name}")
+            same = tuple(leaf.shape) == kind.shape
+            if same and leaf.dtype == kind.dtype and leaf.stride() != kind.stride:
+                leaf = self.on_memory(leaf, kind)
+            var = scope.define(line, name, leaf)
+            self.check_type(line, var, kind)
+            outputs.append(var)
+        return tuple(outputs)
+
+    def scan(self, line: Line, scope: _Scope) -> Equation:
+        """A scan with its body."""
+        length = int(line.take(r"scan\[length=(\d+)", "scan[length=N]")[1])
+        reverse = bool(line.match(", reverse"))
+        line.take(r"\]", "']' after length and reverse")
+        name = line.word("the name of the scanned function")
+        line.take(r"\{", "'{'")
+        where = line.where()
+        line.end()
+        inner, kinds, inputs, args = _Scope(), [], [], []
+        while found := re.match(r"(const|carry|x) +%\w+:", self.peek("'}'").text):
+            row = self.next("an operand")
+            row.take(found[1], "an operand")
+            kinds.append(found[1])
+            inner_name, kind = row.declared()
+            row.take("=", "'= operand'")
+            args.append(row.value(scope.lookup(row)))
+            inputs.append(self.enter(row, inner, inner_name, kind))
+            self.check_slice(row, inputs[-1], args[-1], length if found[1] == "x" else None)
+        equations = self.equations(inner, r"\}|(?:carry|y) ")
+        values, outputs = self.scan_results(scope, inner, length)
+        body = Block(tuple(inputs), equations, tuple(values))
+        scan = Scan(body, length, kinds.count("const"), kinds.count("carry"), reverse, name)
+        if kinds != sorted(kinds, key=["const", "carry", "x"].index):
+            line.fail("const, then carry, then x", f"operands in the order {', '.join(kinds)}")
+        return Equation(scan, tuple(args), {}, tuple(outputs), where)
+
+    def scan_results(self, scope: _Scope, inner: _Scope, length: int) -> tuple[list, list]:
+        """What the body returns and the variables that it becomes, up to the ``}``."""
+        values, outputs = [], []
+        while (row := self.next("'}'")).text != "}":
+            kind = row.take("(carry|y) ", "'carry %inner -> %outer: type', 'y ...' or '}'")[1]
+            values.append(row.value(inner.lookup(row)))
+            row.take("->", "'-> %outer: type'")
+            declared = row.result()
+            row.end()
+            if declared is None:
+                outputs.append(None)
+                continue
+            whole = self.memory(span_bytes(declared[1]), declared[1].device)
+            var = scope.define(row, declared[0], self.on_memory(whole, declared[1]))
+            self.check_slice(row, values[-1], var, length if kind == "y" else None)
+            outputs.append(var)
+        return values, outputs
+
+    def check_slice(self, line: Line, inner: Any, outer: Any, length: int | None) -> None:
+        """Check that `outer` is as `inner`, or a stack of `length` such values."""
+        if isinstance(inner, Var) and isinstance(outer, Var):
+            stack = () if length is None else (length,)
+            shape = (*stack, *inner.shape)
+            if (outer.shape, outer.dtype) != (shape, inner.dtype):
+                line.at = 0
+                wanted = Type(shape, contiguous(shape), inner.dtype, outer.device)
+                line.fail(f"{outer!r} to be {type_text(wanted)} there")

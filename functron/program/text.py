@@ -1,0 +1,320 @@
+"""Programs as text: readable like a jaxpr, stable enough for golden files, and parsable again.
+
+::
+
+    program mlp on Mesh(dp=2, tp=4): 4 equations
+    inputs:
+      %down: f32[8,8]  0/down  P('tp', None)
+      %up: f32[8,8]    0/up    P(None, 'tp')
+      %x: f32[4,8]     1       P('dp')
+    equations:
+      %mm: f32[4,8]   = mm(%x, %up)           # forward    mlp  model.py:9
+      %relu: f32[4,8] = relu(%mm)             # forward    mlp  model.py:9
+      %mm_1: f32[4,8] = mm(%relu, %down)      # forward    mlp  model.py:9
+      %psum: f32[4,8] = psum(%mm_1, 'tp', 4)  # forward    mlp  model.py:9  128 bytes over tp
+    outputs:
+      %psum: f32[4,8]  ''  P('dp')
+
+After the ``#`` of an equation stand its phase, named scopes and line, with ``-`` for what it lacks,
+and for a collective the payload: the bytes that this rank passes in, or, for an all_gather, gets.
+Types are ``dtype[shape]``, then ``{strides}`` where these are not contiguous and ``@device`` where
+that is not cpu. ATen operations are written without their namespace and default overload.
+`functron.program.parse` reads all of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from functron import tree
+from functron.program.equations import Block, Equation, Scan, Var, Where
+from functron.program.notation import (
+    axis_of,
+    call_text,
+    declaration,
+    payload_bytes,
+    span_bytes,
+    value_text,
+    word,
+)
+from functron.spmd.spec import P
+
+if TYPE_CHECKING:
+    from functron.program.program import Input, Output, Program
+
+_WIDEST = 60  # columns are padded to the widest cell up to this; longer cells stick out
+
+
+def format(program: Program) -> str:  # noqa: A001  (read as text.format)
+    """The text of a program: header, inputs, equations, outputs.
+
+    The same on every machine for the same program: only the last part of file names is shown.
+    Constants (tensors that the function closed over) are given by type only.
+    """
+    inputs = aligned(input_rows(program))
+    outputs = aligned([output_cells(entry) for entry in program.outputs])
+    lines = [header(program), "inputs:", *_indented(inputs), "equations:"]
+    lines += _indented(block_lines(program.block))
+    return "\n".join([*lines, "outputs:", *_indented(outputs)]) + "\n"
+
+
+def header(program: Program) -> str:
+    """The first line: name, mesh, and the number of equations, each scan body's counted once."""
+    mesh = ", ".join(f"{name}={size}" for name, size in program.mesh.axes)
+    count = sum(1 for _ in program.block.walk())
+    unchecked = "" if program.checked else ", unchecked"
+    return f"program {word(program.name)} on Mesh({mesh}): {count} equations{unchecked}"
+
+
+def input_rows(program: Program) -> list[list[str]]:
+    """``%name: type`` or a static value, path, spec and remarks of every input, as cells."""
+    positions = range(program.in_structure.num_leaves)
+    paths = tree.paths(tree.unflatten(program.in_structure, positions))
+    rest = iter(program.inputs)
+    rows = []
+    for position, path in zip(positions, paths, strict=True):
+        if position in program.static:
+            rows.append([value_text(program.static[position]), word(path), "", "static"])
+        else:
+            rows.append(_input_cells(next(rest), program.block.inputs))
+    return rows + [_input_cells(entry, program.block.inputs) for entry in rest]
+
+
+def _input_cells(entry: Input, inputs: Sequence[Var]) -> list[str]:
+    notes = [entry.role] if entry.role != "argument" else []
+    notes += ["donated"] if entry.donated else []
+    notes += storage_notes(entry.var, inputs)
+    return [declaration(entry.var), word(entry.path), _spec(entry.spec), " ".join(notes)]
+
+
+def output_cells(entry: Output) -> list[str]:
+    """``%name: type`` or a Python value, path and spec of an output."""
+    value = entry.value
+    shown = declaration(value) if isinstance(value, Var) else value_text(value)
+    return [shown, word(entry.path), _spec(entry.spec)]
+
+
+def _spec(spec: P | None) -> str:
+    return "" if spec is None else repr(spec)
+
+
+def storage_notes(var: Var, inputs: Sequence[Var]) -> list[str]:
+    """What the type of a block's input does not say of its memory."""
+    owner = next(other for other in inputs if other.storage == var.storage)
+    if owner is not var:
+        return [f"shares {owner!r}"]
+    return [] if var.storage_bytes == span_bytes(var) else [f"of {var.storage_bytes} bytes"]
+
+
+def block_lines(block: Block) -> list[str]:
+    """The equations of a block as aligned lines; a scan is several."""
+    lines = []
+    openings = aligned([equation_cells(equation) for equation in block.equations])
+    for equation, opening in zip(block.equations, openings, strict=True):
+        lines.append(opening)
+        if isinstance(equation.op, Scan):
+            lines += [*_indented(scan_lines(equation)), "}"]
+    return lines
+
+
+def scan_lines(equation: Equation) -> list[str]:
+    """What stands between the braces of a scan: its operands, its body and its results."""
+    operands, results = scan_rows(equation)
+    assert isinstance(equation.op, Scan)
+    return [*aligned(operands), *block_lines(equation.op.body), *aligned(results)]
+
+
+def scan_rows(equation: Equation) -> tuple[list[list[str]], list[list[str]]]:
+    """The lines ``const %inner: type = %outer`` and ``carry %inner -> %outer: type`` as cells."""
+    scan = equation.op
+    assert isinstance(scan, Scan)
+    first_x = scan.num_consts + scan.num_carry
+    operands = []
+    for index, (inner, outer) in enumerate(zip(scan.body.inputs, equation.args, strict=True)):
+        kind = "const" if index < scan.num_consts else "carry" if index < first_x else "x"
+        notes = " ".join(storage_notes(inner, scan.body.inputs))
+        operands.append([f"{kind:5} {declaration(inner)}", f"= {value_text(outer)}", notes])
+    results = []
+    for index, (inner, outer) in enumerate(zip(scan.body.outputs, equation.outputs, strict=True)):
+        kind = "carry" if index < scan.num_carry else "y"
+        results.append([f"{kind:5} {value_text(inner)}", f"-> {declaration(outer)}"])
+    return operands, results
+
+
+def equation_cells(equation: Equation) -> list[str]:
+    """``%name: type``, ``= op(...)`` and the comment of an equation; of a scan, its opening."""
+    if isinstance(equation.op, Scan):
+        call = f"{scan_opening(equation.op)} {{"
+        return [call, "", *where_cells(equation.where)]
+    results = ", ".join(map(declaration, equation.outputs))
+    call = call_text(equation)
+    note = f"{payload_bytes(equation)} bytes over {axis}" if (axis := axis_of(equation)) else ""
+    head = [results, f"= {call}"] if results else [call, ""]
+    return [*head, *where_cells(equation.where), note]
+
+
+def scan_opening(scan: Scan) -> str:
+    """``scan[length=8, reverse] name``."""
+    return f"scan[length={scan.length}{', reverse' if scan.reverse else ''}] {word(scan.name)}"
+
+
+def where_cells(where: Where) -> list[str]:
+    """``# phase``, named scopes and the short line."""
+    scopes = "/".join(where.scopes)
+    simple = all(word(name) == name for name in where.scopes) and scopes != "-"
+    line = short_line(where.line)
+    plain = word(line.replace(":", "")) == line.replace(":", "")
+    return [
+        f"# {where.phase:9}",
+        (scopes if simple else repr(scopes)) if scopes else "-",
+        (line if plain else repr(line)) if line else "-",
+    ]
+
+
+def short_line(line: str) -> str:
+    """``file.py:12`` of ``/folder/file.py:12: `source` ``; "" of ""."""
+    found = re.match(r"(.+?):(\d+)(?::\s|$)", line)
+    return f"{PurePath(found[1]).name}:{found[2]}" if found else line
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines in columns, two spaces apart, one before ``= ``."""
+    return ["".join(cells).rstrip() for cells in padded(rows)]
+
+
+def padded(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Rows of cells with the spaces that put them in columns; columns of "" take no space."""
+    widths: dict[int, int] = {}
+    gaps: dict[int, str] = {}
+    for column, cell in ((k, cell) for row in rows for k, cell in enumerate(row) if cell):
+        widths[column] = max(widths.get(column, 0), len(cell) if len(cell) <= _WIDEST else 0)
+        gaps[column] = " " if cell.startswith("= ") else gaps.get(column, "  " if column else "")
+    return [
+        [
+            gaps[column] + cell.ljust(widths[column]) if column in widths else ""
+            for column, cell in enumerate(row)
+        ]
+        for row in rows
+    ]
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+# --- differences
+
+
+def diff(a: Program | str, b: Program | str, context: int = 3) -> str:
+    """The lines to remove from `a` (``-``) and to add (``+``) to have `b`; "" where they agree.
+
+    Names of variables, columns and line numbers of the user's source do not count: lines are first
+    matched without names, then `b`'s variables are renamed to those of `a` that they match; one
+    that matches none and would pass for another gets a quote (``%x'``).
+
+    Args:
+        a: a program or its text.
+        b: the same.
+        context: how many lines that agree to show around each difference.
+    """
+    ours, theirs = (_lines(side if isinstance(side, str) else format(side)) for side in (a, b))
+    names = _matched_names(ours, theirs)
+    old = [line.show({}) for line in ours]
+    new = [line.show(names) for line in theirs]
+    lines = []
+    matcher = difflib.SequenceMatcher(None, _keys(old), _keys(new), autojunk=False)
+    for group in matcher.get_grouped_opcodes(context):
+        (_, a0, _, b0, _), (_, _, a1, _, b1) = group[0], group[-1]
+        lines.append(f"@@ -{a0 + 1},{a1 - a0} +{b0 + 1},{b1 - b0} @@")
+        for tag, a0, a1, b0, b1 in group:
+            if tag == "equal":
+                lines += [f"  {line}" for line in old[a0:a1]]
+            else:
+                lines += [f"- {line}" for line in old[a0:a1]]
+                lines += [f"+ {line}" for line in new[b0:b1]]
+    return "".join(f"{line}\n" for line in lines)
+
+
+_Name = tuple[int, str]  # the block it belongs to, and the name
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of a program's text, cut at the names of variables."""
+
+    pieces: tuple[str, ...]
+    names: tuple[_Name, ...]
+
+    def show(self, names: Mapping[_Name, str]) -> str:
+        """The line with some names replaced."""
+        shown = [*(names.get(name, name[1]) for name in self.names), ""]
+        return "".join(piece + name for piece, name in zip(self.pieces, shown, strict=True))
+
+
+def _lines(text: str) -> list[_Line]:
+    lines, blocks, count = [], [0], 0
+    for raw in text.splitlines():
+        stripped = raw.strip()
+        line = raw[: len(raw) - len(raw.lstrip())] + re.sub(" {2,}", "  ", stripped)
+        if stripped == "}" and len(blocks) > 1:
+            blocks.pop()
+        # "const %inner: type = %outer" and "y %inner -> %outer: type" name variables of two blocks
+        two = re.match(" *(const|carry|x|y) ", line)
+        names = [
+            (blocks[-2:][0] if two and line[: name.start()].endswith(("= ", "> ")) else blocks[-1],
+             name[0])
+            for name in _NAME.finditer(line)
+        ]  # fmt: skip
+        lines.append(_Line(tuple(_NAME.split(line)), tuple(names)))
+        if stripped.startswith("scan["):
+            count += 1
+            blocks.append(count)
+    return lines
+
+
+_NAME = re.compile(r"%\w+")
+_SOURCE = re.compile(r"(# (?:forward|recompute|backward) +(?:'[^']*'|\S+)) +(?:'[^']*'|\S+)")
+
+
+def _keys(lines: Iterable[str]) -> list[str]:
+    """Lines without columns and lines of the user's source, for comparison."""
+    return [" ".join(_SOURCE.sub(r"\1", line).split()) for line in lines]
+
+
+def _matched_names(ours: Sequence[_Line], theirs: Sequence[_Line]) -> dict[_Name, str]:
+    """New names for the variables of `theirs`."""
+    erased = [_keys("%".join(line.pieces) for line in side) for side in (ours, theirs)]
+    found: dict[_Name, _Name] = {}
+    taken = set()
+    for ours_at, theirs_at in _matches(*erased):
+        for mine, other in zip(ours[ours_at].names, theirs[theirs_at].names, strict=True):
+            if other not in found and mine not in taken:
+                found[other] = mine
+                taken.add(mine)
+    used = {name for line in ours for _, name in line.names}
+    every = {name for line in theirs for name in line.names}
+    own = {name: f"{name[1]}'" if name[1] in used else name[1] for name in every}
+    return {**own, **{other: mine[1] for other, mine in found.items()}}
+
+
+def _matches(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
+    """Pairs of positions of lines that agree, in order.
+
+    What agrees at both ends is paired first: among many equal lines, such as those of a chain of
+    layers, difflib would pair the longest runs wherever they are.
+    """
+    shorter = min(len(a), len(b))
+    head = next((k for k in range(shorter) if a[k] != b[k]), shorter)
+    tail = next((k for k in range(shorter - head) if a[~k] != b[~k]), shorter - head)
+    matcher = difflib.SequenceMatcher(
+        None, a[head : len(a) - tail], b[head : len(b) - tail], autojunk=False
+    )
+    pairs = [(k, k) for k in range(head)]
+    for first, second, size in matcher.get_matching_blocks():
+        pairs += [(head + first + k, head + second + k) for k in range(size)]
+    return pairs + [(len(a) - tail + k, len(b) - tail + k) for k in range(tail)]
