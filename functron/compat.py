@@ -119,3 +119,11 @@ def current_autograd_node() -> torch.autograd.graph.Node | None:
 def autograd_sequence_number() -> int:
     """The number of the node that the tape made for the operation that is being dispatched."""
     return torch._C._autograd._get_sequence_nr() - 1
+
+
+def flash_attention_traces(dtype: torch.dtype) -> bool:
+    """Whether fake tensors know the dtypes of CPU flash attention's results.
+
+    Before torch 2.13 they take its logsumexp to be float32 also where it is float64.
+    """
+    return dtype != torch.float64 or torch.__version__ >= "2.13"

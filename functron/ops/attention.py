@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from functron import compat
+from functron.program.recorder import active
 from functron.typing import Float, Tensor
 
 _aten = torch.ops.aten
@@ -42,7 +43,9 @@ def attention(
         ``[batch, seq, heads, head_dim]`` in q's dtype. No collectives.
     """
     q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
-    if not compat.transforms_active():
+    if active() is not None and not compat.flash_attention_traces(q.dtype):
+        out = reference(q, k, v, causal)
+    elif not compat.transforms_active():
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     elif q.device.type == "cpu":
         out = _Flash.apply(q, k, v, causal)[0]
