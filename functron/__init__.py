@@ -5,9 +5,12 @@ makes of both a per-rank program with explicit collectives. Simulate it in this 
 the mesh to processes and run it unchanged.
 """
 
-from functron import nn, optim, params, random, tree
+from functron import debug, nn, optim, params, random, tree
 from functron.models import gpt
 from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
+from functron.program.program import Program
+from functron.program.shapes import eval_shape
+from functron.program.trace import trace
 from functron.sample import generate
 from functron.scopes import named_scope
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules, gather, shard, shard_map
@@ -31,10 +34,13 @@ __all__ = [
     "Mesh",
     "P",
     "ParamDef",
+    "Program",
     "Rules",
     "State",
     "abstract_params",
     "accumulate",
+    "debug",
+    "eval_shape",
     "gather",
     "generate",
     "gpt",
@@ -56,6 +62,7 @@ __all__ = [
     "shard_map",
     "state_specs",
     "sync_gradients",
+    "trace",
     "tree",
     "value_and_grad",
     "vjp",

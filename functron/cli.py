@@ -1,4 +1,4 @@
-"""The command line: ``functron train | sample | params``."""
+"""The command line: ``functron train | sample | params | trace``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,20 +21,21 @@ from functron.loop import Outcome, exit_code
 from functron.models import gpt
 from functron.params import abstract_params, num_params, param_specs
 from functron.sample import generate
-from functron.spmd import Mesh
+from functron.spmd import DATA_AXES, Mesh
 from functron.spmd.spec import local_shape
-from functron.train import Run, prepare, run_folder, train
+from functron.train import Run, prepare, run_folder, step_program, train
 
 USAGE = """usage: functron COMMAND [OPTIONS]
 
   train    train a language model; without options, a small one on this Python's own text
   sample   continue a prompt with a trained model
   params   show the parameters of a model, and how a mesh splits them
+  trace    show what one rank of a mesh computes, sends and holds in a training step
 
 functron COMMAND --help lists the options.
 """
 
-COMMANDS = ("train", "sample", "params")
+COMMANDS = ("train", "sample", "params", "trace")
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,31 @@ class ParamsOptions:
     mesh: str = ""
 
 
+@dataclass(frozen=True)
+class TraceOptions:
+    """Show what one rank computes, sends and holds in a training step. Nothing is run.
+
+    Attributes:
+        model: name of a preset.
+        mesh: axes and sizes, such as dp=64,tp=8; empty: one rank.
+        seq: tokens per sample; 0: the longest that the model takes.
+        global_batch: samples per step over all ranks; 0: one per data-parallel rank and microbatch.
+        microbatches: parts of each rank's batch, one after another.
+        sequence_parallel: split the residual stream's sequence over tp.
+        remat: what backward recomputes, as in functron train.
+        program: print the whole program as well.
+    """
+
+    model: str = "tiny"
+    mesh: str = ""
+    seq: int = 0
+    global_batch: int = 0
+    microbatches: int = 1
+    sequence_parallel: bool = False
+    remat: Literal["none", "full"] = "none"
+    program: bool = False
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code.
 
@@ -99,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"functron: {command!r}: {nearest(command, COMMANDS)}", file=sys.stderr)
         return 2
-    program = {"train": _train, "sample": _sample, "params": _params}[command]
+    programs = {"train": _train, "sample": _sample, "params": _params, "trace": _trace}
+    program = programs[command]
     return launch.guarded(lambda: program(rest))
 
 
@@ -226,6 +253,30 @@ def _params(arguments: list[str]) -> int:
     options = tyro.cli(ParamsOptions, args=arguments, prog="functron params")
     with launch.mistakes():
         print(parameter_table(options.model, Mesh.parse(options.mesh)))
+    return 0
+
+
+def _trace(arguments: list[str]) -> int:
+    options = tyro.cli(TraceOptions, args=arguments, prog="functron trace")
+    with launch.mistakes():
+        mesh = Mesh.parse(options.mesh)
+        config = with_model(TrainConfig(), options.model)
+        data_ranks = math.prod(mesh[axis] for axis in DATA_AXES)
+        config = replace(
+            config,
+            mesh=options.mesh,
+            seq=options.seq or config.gpt.max_seq,
+            global_batch=options.global_batch or data_ranks * options.microbatches,
+            microbatches=options.microbatches,
+            sequence_parallel=options.sequence_parallel,
+            remat=options.remat,
+        )
+        program = step_program(config, mesh)
+    if options.program:
+        print(program)
+    samples = f"{config.global_batch} samples of {config.seq} tokens"
+    print(f"{options.model}, one of {mesh.size} ranks ({mesh or 'no mesh'}), {samples} per step\n")
+    print(f"{program.cost()}\n\n{program.memory()}")
     return 0
 
 

@@ -84,14 +84,15 @@ Physical = tuple[torch.Tensor, dict[int, int], list[int]]
 
 
 def physical(value: torch.Tensor) -> Physical:
-    """The plain tensor under nested vmaps, as (tensor, batch dim of each level, own dims in order).
+    """The plain tensor under transforms, as (tensor, batch dim of each vmap, own dims in order).
 
     ``maybe_get_bdim`` counts in the dims of the next tensor inside, which hides its own batch dim;
     so the wrappers are peeled outside in and their dims resolved inside out.
     """
     peeled = []
-    while functorch.is_batchedtensor(value):
-        peeled.append((functorch.maybe_get_level(value), functorch.maybe_get_bdim(value)))
+    while functorch.is_functorch_wrapped_tensor(value):
+        if functorch.is_batchedtensor(value):
+            peeled.append((functorch.maybe_get_level(value), functorch.maybe_get_bdim(value)))
         value = functorch.get_unwrapped(value)
     own = list(range(value.dim()))
     return value, {level: own.pop(dim) for level, dim in reversed(peeled)}, own
@@ -118,7 +119,7 @@ def current_autograd_node() -> torch.autograd.graph.Node | None:
 
 def autograd_sequence_number() -> int:
     """The number of the node that the tape made for the operation that is being dispatched."""
-    return torch._C._autograd._get_sequence_nr() - 1
+    return torch.autograd._get_sequence_nr() - 1
 
 
 def flash_attention_traces(dtype: torch.dtype) -> bool:

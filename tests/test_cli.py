@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -229,3 +231,32 @@ def test_usage(capsys):
     assert main([]) == 2
     assert main(["--help"]) == 0
     assert capsys.readouterr().out.count("usage: functron COMMAND") == 2
+
+
+def test_trace_shows_what_a_rank_of_a_large_mesh_does(capsys):
+    start = time.perf_counter()
+    assert main(["trace", "--model", "llama3-8b", "--mesh", "dp=64,tp=8"]) == 0
+    assert time.perf_counter() - start < 30
+    out = capsys.readouterr().out
+    assert "llama3-8b, one of 512 ranks (dp=64,tp=8), 64 samples of 8192 tokens per step" in out
+    assert "cost of step, per rank" in out
+    assert "memory of step, per rank: peak" in out
+    # all-reduces: two for each of 32 layers, the embedding, two in the loss; in backward also
+    # those of the gradients of three kinds of norm scales, and forward two of the global norm
+    assert re.search(r"tp +psum +backward +70 ", out)
+    assert re.search(r"tp +psum +forward +69 ", out)
+
+
+def test_trace_prints_the_program(capsys):
+    arguments = ["--mesh", "dp=2,tp=2", "--seq", "64", "--microbatches", "2", "--program"]
+    assert main(["trace", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("program step on Mesh(dp=2, tp=2)")
+    assert "4 samples of 64 tokens" in out
+
+
+def test_trace_teaches(capsys):
+    assert main(["trace", "--model", "llama3-8b", "--mesh", "tp=3"]) == 2
+    assert "a multiple of tp=3" in capsys.readouterr().err
+    assert main(["trace", "--mesh", "dp=2", "--global-batch", "3"]) == 2
+    assert "argument 1/" in capsys.readouterr().err

@@ -6,7 +6,7 @@ This is what a program means; compiled ones are tested against it. It is for sma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -14,9 +14,11 @@ from torch.utils import _pytree as pytree
 from functron import tree
 from functron.errors import Problem, raise_problems
 from functron.program.equations import Block, Equation, Scan, Var
-from functron.program.program import Input, Program
 from functron.spmd.mesh import Mesh
 from functron.spmd.spec import shard, unshard
+
+if TYPE_CHECKING:
+    from functron.program.program import Input, Program
 
 Ranks = list[Any]
 """One value per rank, in rank order."""

@@ -10,7 +10,13 @@ import torch
 
 from functron import tree
 from functron.errors import Problem, raise_problems
+from functron.program import text
+from functron.program.check import check
+from functron.program.cost import Cost, cost
 from functron.program.equations import Block, Var
+from functron.program.html import html
+from functron.program.interpret import interpret
+from functron.program.memory import Memory, memory
 from functron.spmd.mesh import Mesh
 from functron.spmd.spec import P
 
@@ -105,3 +111,41 @@ class Program:
         )
         rows = zip(paths, leaves, strict=True)
         return {path: leaf for path, leaf in rows if isinstance(leaf, torch.Tensor)}
+
+    def __call__(self, *args: tree.Tree) -> tree.Tree:
+        """The results for global arguments: every rank, in lockstep, in this process.
+
+        Nothing is compiled or donated. For small meshes; see `functron.program.interpret`.
+        """
+        return interpret(self, *args)
+
+    def __str__(self) -> str:
+        """The program as text, which `Program.parse` reads."""
+        return text.format(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+    def diff(self, other: Program | str) -> str:
+        """How another program, or the text of one, differs: a unified diff, "" for no difference.
+
+        Values are renumbered first, so that only real differences count.
+        """
+        return text.diff(self, other)
+
+    def check(self) -> None:
+        """Check which values are equal on which ranks, as `shard_map` does in simulation.
+
+        Raises:
+            ValueError: an output varies over an axis that its spec lacks, or a reduction is
+                redundant; all offenders are listed, each with the user's line and the fix.
+        """
+        check(self)
+
+    def cost(self) -> Cost:
+        """FLOPs, bytes moved and bytes communicated per axis, of one rank."""
+        return cost(self)
+
+    def memory(self) -> Memory:
+        """The bytes that one rank holds while the program runs: timeline, peak and categories."""
+        return memory(self)

@@ -1,0 +1,263 @@
+"""What a program costs: floating-point operations, bytes moved, and bytes sent over each axis."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from html import escape
+from math import prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from functron.program.equations import Equation, Scan, Var
+from functron.program.notation import axis_of, payload_bytes
+from functron.program.text import aligned
+from functron.scopes import Phase
+
+if TYPE_CHECKING:
+    from functron.program.program import Program
+
+_aten = torch.ops.aten
+
+
+def _flash(q, k, v, *args, out_shape=None, **kwargs) -> int:
+    return sdpa_flop_count(q, k, v)
+
+
+def _flash_backward(grad_out, q, k, v, *args, out_shape=None, **kwargs) -> int:
+    return sdpa_backward_flop_count(grad_out, q, k, v)
+
+
+FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = MappingProxyType(
+    {
+        _aten._scaled_dot_product_flash_attention_for_cpu: _flash,
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+    }
+)
+"""Formulas on shapes that torch's counter lacks; pass them on as ``FlopCounterMode(custom_mapping=
+dict(FLOP_FORMULAS))``. Like torch's for its other attention kernels, they ignore causality."""
+
+_SENT: Mapping[str, Callable[[int], float]] = MappingProxyType(
+    {
+        "psum": lambda n: 2 * (n - 1) / n,
+        "pmax": lambda n: 2 * (n - 1) / n,
+        "pmin": lambda n: 2 * (n - 1) / n,
+        "all_gather": lambda n: (n - 1) / n,
+        "psum_scatter": lambda n: (n - 1) / n,
+        "all_to_all": lambda n: (n - 1) / n,
+        "ppermute": lambda n: 1.0,
+    }
+)
+"""Bytes that each of n ranks sends per byte of payload, in a ring."""
+
+_LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
+"""Operations that read of their first operand no more than they return."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one kind of collective sends over one axis in one phase.
+
+    Attributes:
+        axis: the mesh axis.
+        op: `psum`, `all_gather`, ...
+        phase: of the equations.
+        count: how many run.
+        payload_bytes: the bytes of the operands (of an all_gather: of the results), per rank.
+        sent_bytes: the bytes that each rank sends, by ring algorithms over n ranks: 2(n-1)/n of the
+            payload for reductions, (n-1)/n for all_gather, psum_scatter and all_to_all, all of it
+            for ppermute.
+    """
+
+    axis: str
+    op: str
+    phase: Phase
+    count: int
+    payload_bytes: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank does in one run of a program; `cost` makes it.
+
+    Attributes:
+        name: of the program.
+        model_flops: multiplications and additions of matrix products, convolutions and attention
+            (whole, without a discount for causality), by torch's formulas; without recomputation.
+        hardware_flops: the same with what backward computes again.
+        bytes_accessed: read and written by all equations that are no views, were each to run by
+            itself; fused, they move less.
+        flops_by_op: the hardware FLOPs of each operation, most first.
+        collectives: by axis, operation and phase.
+    """
+
+    name: str
+    model_flops: int
+    hardware_flops: int
+    bytes_accessed: int
+    flops_by_op: Mapping[str, int]
+    collectives: tuple[Traffic, ...]
+
+    @property
+    def arithmetic_intensity(self) -> float:
+        """Hardware FLOPs per byte accessed; 0 where no byte is."""
+        return self.hardware_flops / self.bytes_accessed if self.bytes_accessed else 0.0
+
+    def sent_bytes(self, axis: str) -> int:
+        """The bytes that each rank sends over an axis."""
+        return sum(row.sent_bytes for row in self.collectives if row.axis == axis)
+
+    def rows(self) -> list[list[str]]:
+        """Labels, values and remarks, as text."""
+        share = [f"{op} {count / self.hardware_flops:.0%}" for op, count in self._heaviest()]
+        return [
+            ["model FLOPs", count_text(self.model_flops), f"{self.model_flops:,}"],
+            ["hardware FLOPs", count_text(self.hardware_flops), ", ".join(share)],
+            ["bytes accessed", bytes_text(self.bytes_accessed), "unfused"],
+            ["arithmetic intensity", f"{self.arithmetic_intensity:.1f}", "FLOPs per byte"],
+        ]
+
+    def _heaviest(self) -> list[tuple[str, int]]:
+        return [(op, count) for op, count in self.flops_by_op.items() if count][:3]
+
+    def collective_rows(self) -> list[list[str]]:
+        """The collectives as a table of text, headings first."""
+        head = ["axis", "collective", "phase", "count", "payload", "sent per rank"]
+        return [
+            head,
+            *(
+                [row.axis, row.op, row.phase, str(row.count), bytes_text(row.payload_bytes),
+                 bytes_text(row.sent_bytes)]
+                for row in self.collectives
+            ),
+        ]  # fmt: skip
+
+    def __str__(self) -> str:
+        lines = [f"cost of {self.name}, per rank", *(f"  {x}" for x in aligned(self.rows()))]
+        if self.collectives:
+            lines += ["", *(f"  {x}" for x in aligned(self.collective_rows()))]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        tables = html_table(self.rows())
+        if self.collectives:
+            tables += html_table(self.collective_rows(), heading=True)
+        return f"<div><b>cost of {escape(self.name)}, per rank</b>{tables}</div>"
+
+
+def cost(program: Program) -> Cost:
+    """FLOPs, bytes and communication of one run of `program` on one rank.
+
+    Bodies of scans count once per iteration. Operations without a formula (elementwise ones,
+    reductions, look-ups) count no FLOPs, as in `torch.utils.flop_counter.FlopCounterMode`, whose
+    total on an eager run of the same function this equals.
+    """
+    flops: Counter[tuple[str, bool]] = Counter()
+    traffic: dict[tuple[str, str, Phase], list[int]] = {}
+    accessed = 0
+    for equation, times in program.block.walk():
+        if isinstance(equation.op, Scan) or equation.aliases:
+            continue
+        found = equation_flops(equation)
+        if found:
+            flops[equation.name, equation.where.phase == "recompute"] += found * times
+        accessed += equation_bytes(equation) * times
+        axis = axis_of(equation)
+        if axis is not None:
+            key = (axis, equation.name, equation.where.phase)
+            count, payload = traffic.get(key, (0, 0))
+            traffic[key] = [count + times, payload + payload_bytes(equation) * times]
+    total = Counter[str]()
+    for (name, _), count in flops.items():
+        total[name] += count
+    return Cost(
+        program.name,
+        sum(count for (_, again), count in flops.items() if not again),
+        sum(flops.values()),
+        accessed,
+        MappingProxyType(dict(total.most_common())),
+        tuple(
+            Traffic(axis, op, phase, count, payload, round(payload * _sent(op, program, axis)))
+            for (axis, op, phase), (count, payload) in sorted(traffic.items())
+        ),
+    )
+
+
+def _sent(op: str, program: Program, axis: str) -> float:
+    return _SENT[op](program.mesh.shape[axis])
+
+
+def equation_flops(equation: Equation) -> int:
+    """The FLOPs of one run of an equation that is no scan; 0 where there is no formula."""
+    assert not isinstance(equation.op, Scan)
+    packet = equation.op.overloadpacket
+    if packet in FLOP_FORMULAS:
+        args, kwargs = pytree.tree_map_only(
+            Var, lambda var: var.shape, (equation.args, dict(equation.kwargs))
+        )
+        return FLOP_FORMULAS[packet](*args, **kwargs)
+    if packet not in flop_registry:
+        return 0
+    args, kwargs, outputs = pytree.tree_map_only(
+        Var, _meta, (equation.args, dict(equation.kwargs), list(equation.outputs))
+    )
+    return flop_registry[packet](
+        *args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs)
+    )
+
+
+def _meta(var: Var) -> torch.Tensor:
+    return torch.empty_strided(var.shape, var.stride, dtype=var.dtype, device="meta")
+
+
+def equation_bytes(equation: Equation) -> int:
+    """The bytes that one run of an equation reads and writes; those of expanded dims once."""
+    written = sum(_touched(value) for value in equation.results)
+    operands = list(dict.fromkeys(equation.operands))
+    if equation.name in _LOOKUPS and operands:
+        return 2 * written + sum(_touched(value) for value in operands[1:])
+    return written + sum(_touched(value) for value in operands)
+
+
+def _touched(var: Var) -> int:
+    sizes = zip(var.shape, var.stride, strict=True)
+    return prod(size if stride or not size else 1 for size, stride in sizes) * var.dtype.itemsize
+
+
+# --- text
+
+
+def count_text(count: float) -> str:
+    """``1.23 T``: a count with a decimal prefix."""
+    return _scaled(count, 1000, ["", " k", " M", " G", " T", " P", " E", " Z"])
+
+
+def bytes_text(count: float) -> str:
+    """``1.23 GiB``: bytes with a binary prefix."""
+    return _scaled(count, 1024, [" B", " KiB", " MiB", " GiB", " TiB", " PiB"])
+
+
+def _scaled(value: float, base: int, units: list[str]) -> str:
+    power = 0
+    while abs(value) >= base and power < len(units) - 1:
+        value, power = value / base, power + 1
+    return f"{value:.2f}{units[power]}" if power else f"{value:g}{units[0]}"
+
+
+def html_table(rows: list[list[str]], *, heading: bool = False) -> str:
+    """Rows of text as an HTML table, the first one bold if it is a heading."""
+    parts = []
+    for index, row in enumerate(rows):
+        tag = "th" if heading and index == 0 else "td"
+        parts.append("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row))
+    return "<table>" + "".join(f"<tr>{part}</tr>" for part in parts) + "</table>"
