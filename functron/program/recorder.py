@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from functron import compat
 from functron.program.equations import Block, Equation, Scan, Var, Where
+from functron.program.schema import draws, functional_form
 from functron.scopes import phase, scope_names
 from functron.spmd.axes import user_line
 
@@ -70,6 +71,7 @@ class Recorder(TorchDispatchMode):
         self._reals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._names: Counter[str] = Counter()
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        self._bases: dict[int, torch.Tensor] = {}  # the tensor that made a storage, by storage
         self._fixed: dict[int, str] = {}
         self._stale: dict[int, str] = {}
         self._wheres: dict[int, Where] = {}
@@ -94,6 +96,14 @@ class Recorder(TorchDispatchMode):
         finally:
             assert inner.outer is not None
             self._frame = inner.outer
+
+    @property
+    def depth(self) -> int:
+        """The number of scan bodies, one in the other, that what runs here is recorded in."""
+        depth, frame = 0, self._frame.outer
+        while frame is not None:
+            depth, frame = depth + 1, frame.outer
+        return depth
 
     # --- tensors and values
 
@@ -151,14 +161,9 @@ class Recorder(TorchDispatchMode):
                 "that it never made and was not passed; wanted a value of this program. It was "
                 "probably kept from another trace; fix: pass it as an argument"
             )
-        var = found[1]
         if id(tensor) in self._stale:
-            raise ValueError(
-                f"trace: at {_line()} a view is used after the memory it shares was modified in "
-                f"place ({self._stale[id(tensor)]}); wanted pure operations there; fix: modify a "
-                "copy, or write the operation out of place"
-            )
-        return self._resolve(self._frame, var)
+            self._refresh(tensor)
+        return self._resolve(self._frame, self._vars[id(tensor)][1])
 
     def _resolve(self, frame: Frame, var: Var) -> Var:
         if var in frame.known:
@@ -187,6 +192,8 @@ class Recorder(TorchDispatchMode):
 
     def _new(self, tensor: torch.Tensor, name: str) -> Var:
         storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages and tensor.is_contiguous():
+            self._bases[storage._cdata] = tensor
         number, _ = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
         name = re.sub(r"\W+", "_", name).strip("_") or "value"
         count = self._names[name]
@@ -229,7 +236,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _refuse(self, func, args, kwargs) -> None:
-        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags and draws(func, args, kwargs):
             raise ValueError(
                 f"trace: at {_line()} the program draws torch's own random numbers ({func}), a "
                 "hidden side effect; wanted a function of its arguments; fix: draw from a key with "
@@ -274,7 +281,7 @@ class Recorder(TorchDispatchMode):
 
     def _mutate(self, func, args, kwargs):
         """Record the functional form of an in-place operation, and rename its operand."""
-        functional = _functional(func)
+        functional = functional_form(func)
         if functional is None:
             raise ValueError(
                 f"trace: at {_line()} {func} modifies memory and has no functional form; wanted "
@@ -287,7 +294,7 @@ class Recorder(TorchDispatchMode):
         self._record(functional, args, kwargs, out)
         results = list(out) if isinstance(out, (list, tuple)) else [out]
         for target, result in zip(targets, results, strict=True):
-            self._rename(target, result, func)
+            self._write(target, result, func)
         return args[0] if func._schema.returns else None
 
     def _check_mutable(self, target: torch.Tensor, func) -> None:
@@ -298,23 +305,46 @@ class Recorder(TorchDispatchMode):
                 "a pure function of it; fix: return the new value, and donate the argument "
                 "(donate=) so that it takes the old one's memory"
             )
-        if var.nbytes != var.storage_bytes:
-            raise ValueError(
-                f"trace: at {_line()} {func} modifies a part of a tensor in place (shape "
-                f"{var.shape} of {var.storage_bytes} bytes); wanted pure operations; fix: use "
-                "torch.where, torch.cat, index_put or a functional scatter"
-            )
+
+    def _write(self, target: torch.Tensor, result: torch.Tensor, func) -> None:
+        """From here on `target` means `result`, and so does what shares its memory."""
+        base = self._bases.get(target.untyped_storage()._cdata)
+        if base is not None and self._vars[id(base)][1] is not self._vars[id(target)][1]:
+            # through a view: put the result into the whole, of which views are then taken anew
+            scatter = _aten.as_strided_scatter.default
+            place = (target.shape, target.stride(), target.storage_offset())
+            arguments = (base, result, *map(list, place[:2]), place[2])
+            whole = self._run(scatter, arguments, {})
+            self._record(scatter, arguments, {}, whole)
+            target, result = base, whole
+        self._rename(target, result, func)
 
     def _rename(self, target: torch.Tensor, result: torch.Tensor, func) -> None:
-        """From here on `target`, and other objects of the same value, mean `result`."""
         old, new = self._vars[id(target)][1], self._vars[id(result)][1]
         storage = target.untyped_storage()
         self._storages[storage._cdata] = (new.storage, storage)
         for key, (tensor, var) in list(self._vars.items()):
             if var is old:
                 self._vars[key] = (tensor, new)
-            elif var.storage == old.storage and key not in self._stale:
+            elif tensor.untyped_storage()._cdata == storage._cdata:
                 self._stale[key] = f"{func} at {_line()}"
+
+    def _refresh(self, tensor: torch.Tensor) -> None:
+        """Take a view anew from memory that was modified since the view was taken."""
+        base = self._bases.get(tensor.untyped_storage()._cdata)
+        reason = self._stale.pop(id(tensor))
+        if base is None or id(base) in self._stale or base.dtype != tensor.dtype:
+            raise ValueError(
+                f"trace: at {_line()} a view is used after the memory it shares was modified in "
+                f"place ({reason}); wanted pure operations there; fix: modify a copy, or write "
+                "the operation out of place"
+            )
+        whole = self._resolve(self._frame, self._vars[id(base)][1])
+        place = (list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
+        view = self._new(tensor, "as_strided")
+        self._append(
+            Equation(_aten.as_strided.default, (whole, *place), {}, (view,), self._where())
+        )
 
     # --- results
 
@@ -343,34 +373,6 @@ def _is_statement(equation: Equation) -> bool:
 def _line() -> str:
     line = user_line()
     return "" if line == "an unknown line" else line
-
-
-def _functional(func) -> Any:
-    """``aten.add.Tensor`` for ``aten.add_.Tensor``; None where there is none of the same shape."""
-    namespace, name = func._schema.name.split("::")
-    if not name.endswith("_") or name.endswith("__"):
-        return None
-    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    overload = func._overloadname
-    if packet is None or overload not in packet.overloads():
-        return None
-    found = getattr(packet, overload)
-    changed = [argument for argument in func._schema.arguments if _writes(argument)]
-    same = changed == list(func._schema.arguments[:1])
-    return found if same and len(found._schema.returns) == 1 else None
-
-
-def _draws(func, args, kwargs) -> bool:
-    """Whether a seeded operation draws: attention kernels do only with dropout."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else argument.default_value
-            return bool(kwargs.get("dropout_p", given))
-    return True
-
-
-def _writes(argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _data_dependent(func) -> str:
