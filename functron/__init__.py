@@ -18,7 +18,9 @@ from functron.spmd import collectives as lax
 from functron.step import State, init_state, make_step, state_specs
 from functron.transforms import (
     accumulate,
+    checkpoint_name,
     grad,
+    policies,
     remat,
     scan,
     sync_gradients,
@@ -39,6 +41,7 @@ __all__ = [
     "State",
     "abstract_params",
     "accumulate",
+    "checkpoint_name",
     "debug",
     "eval_shape",
     "gather",
@@ -55,6 +58,7 @@ __all__ = [
     "optim",
     "param_specs",
     "params",
+    "policies",
     "random",
     "remat",
     "scan",

@@ -107,7 +107,7 @@ class TraceOptions:
     global_batch: int = 0
     microbatches: int = 1
     sequence_parallel: bool = False
-    remat: Literal["none", "full"] = "none"
+    remat: gpt.Remat = "none"
     program: bool = False
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch._C._functorch as functorch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
@@ -128,3 +131,44 @@ def flash_attention_traces(dtype: torch.dtype) -> bool:
     Before torch 2.13 they take its logsumexp to be float32 also where it is float64.
     """
     return dtype != torch.float64 or torch.__version__ >= "2.13"
+
+
+def innermost_is_grad() -> bool:
+    """Whether the innermost torch.func transform that is running is a derivative in reverse."""
+    running = retrieve_all_functorch_interpreters()
+    return bool(running) and running[-1].key() == TransformType.Grad
+
+
+def plain(value: torch.Tensor) -> torch.Tensor:
+    """The tensor under all wrappers of torch.func transforms."""
+    while functorch.is_functorch_wrapped_tensor(value):
+        value = functorch.get_unwrapped(value)
+    return value
+
+
+def alias(value: torch.Tensor) -> torch.Tensor:
+    """Another tensor object for `value`, from inside a dispatch mode, that counts its versions.
+
+    Autograd will hang its graph on `value` itself; who keeps the alias does not keep that.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return value.detach()
+
+
+def group_rank_and_size(name: str) -> tuple[int, int]:
+    """This process's rank in the process group of that name, and the number of its ranks."""
+    key: Any = name  # a type of its own in new versions
+    group = c10d._resolve_process_group(key)
+    return group.rank(), group.size()
+
+
+def name_group(name: str, group: dist.ProcessGroup) -> None:
+    """Give a process group another name, by which functional collectives find it."""
+    key: Any = name
+    c10d._unregister_process_group(key)  # an earlier one of these ranks
+    c10d._register_process_group(key, group)
+
+
+def faking() -> bool:
+    """Whether a fake-tensor mode computes shapes instead of numbers here."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -43,7 +43,8 @@ class TrainConfig:
         seq: tokens per sample.
         global_batch: samples per step, over all ranks and microbatches.
         microbatches: parts of each rank's batch, one after another, to save activation memory.
-        remat: what backward recomputes: none, or full (all of a block but its input).
+        remat: what backward computes again: none, full (all of a block but its input), selective
+            (the core of attention) or dots (all but matrix products and attention).
         seed: of initial parameters, order of the data, and dropout.
         out: run folder, new or empty; empty: the next free runs/MODEL-1, runs/MODEL-2, ...
         checkpoint_every: save after every so many steps as well; 0: only at the end.
@@ -64,7 +65,7 @@ class TrainConfig:
     seq: int = 128
     global_batch: int = 8
     microbatches: int = 1
-    remat: Literal["none", "full"] = "none"
+    remat: gpt.Remat = "none"
     seed: int = 0
     out: str = ""
     checkpoint_every: int = 0

@@ -103,7 +103,7 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
 
     def loss(params, batch, key):
         key = key if model.dropout else None
-        return gpt.loss(model, params, batch, key=key, stream=stream, remat=config.remat == "full")
+        return gpt.loss(model, params, batch, key=key, stream=stream, remat=config.remat)
 
     step = make_step(
         loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=config.microbatches

@@ -78,7 +78,7 @@ def test_all_unknown_keys_and_wrong_kinds_are_listed(tmp_path):
         "seq: got 'long'; wanted a whole number",
         "model: got 'tinny'; wanted a preset; fix: did you mean 'tiny'?",
         "tensorboard: got 1; wanted true or false",
-        "remat: got 'some'; wanted one of 'none', 'full'",
+        "remat: got 'some'; wanted one of 'none', 'full', 'selective', 'dots'",
         "gpt.num_layer: got an unknown key; wanted a known one; fix: did you mean 'num_layers'?",
         "gpt.embed_dim: got True; wanted a whole number",
         "learning_rate.peek: got an unknown key; wanted a known one; fix: did you mean 'peak'?",

@@ -14,7 +14,7 @@ CONFIG = gpt.GPTConfig(
 )  # fmt: skip
 
 
-def train(device: str, mesh: Mesh, stream, remat: bool):
+def train(device: str, mesh: Mesh, stream, remat: gpt.Remat):
     defs = gpt.defs(CONFIG)
     specs = ft.param_specs(defs, gpt.rules(CONFIG, mesh))
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), optim.adamw(1e-2))
@@ -36,10 +36,10 @@ def train(device: str, mesh: Mesh, stream, remat: bool):
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2, tp=2), Mesh(tp=4)], ids=str)
 @pytest.mark.parametrize("stream", [gpt.STREAM, gpt.SEQUENCE_PARALLEL_STREAM], ids=["", "sp"])
-@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+@pytest.mark.parametrize("remat", ["none", "full", "selective", "dots"])
 def test_a_gpu_trains_to_the_numbers_of_the_cpu(mesh, stream, remat):
     losses, params = train("cuda", mesh, stream, remat)
-    want_losses, want = train("cpu", Mesh(), gpt.STREAM, False)
+    want_losses, want = train("cpu", Mesh(), gpt.STREAM, "none")
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(want_losses), rtol=1e-6, atol=0)
     for got, leaf in zip(tree.leaves(params), tree.leaves(want), strict=True):
         torch.testing.assert_close(got, leaf, rtol=1e-5, atol=1e-6)

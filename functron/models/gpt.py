@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Literal, get_args
 
 import torch
 
 from functron import nn, params, random
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, nearest, raise_problems
 from functron.models.config import GPTConfig
 from functron.models.presets import PRESETS
+from functron.ops.attention import attention
 from functron.params import Normal, ParamDef
 from functron.scopes import named_scope
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules
 from functron.spmd import collectives as lax
 from functron.spmd.spec import entry_axes
+from functron.transforms import policies, scan
 from functron.transforms import remat as rematerialise
-from functron.transforms import scan
 from functron.typing import Float, Int, Key, Scalar, Tensor
 
 __all__ = [
@@ -41,6 +43,11 @@ STREAM = P(DATA_AXES)
 """The residual stream ``[batch, seq, embed]`` split by batch."""
 SEQUENCE_PARALLEL_STREAM = P(DATA_AXES, "tp")
 """The residual stream with its sequence split over the tensor-parallel ranks as well."""
+
+Remat = Literal["none", "full", "selective", "dots"]
+"""What backward computes again: nothing; each block from its input; the attention core
+softmax(q k^T) v alone (Korthikanti et al. 2022, section 5); all but matrix products and attention.
+"""
 
 Batch = Mapping[str, Tensor]
 """``tokens`` and ``targets`` int64 [B, T], and ``rows`` int64 [B], indices in the global batch."""
@@ -142,7 +149,7 @@ def forward(
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
     stream: P = STREAM,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> Float[Tensor, "batch seq columns"]:
     """The logits of every next token.
 
@@ -154,7 +161,7 @@ def forward(
             each data rank's tokens are its whole part of that batch, in order.
         key: the key of dropout's masks; None switches dropout off.
         stream: `STREAM` or `SEQUENCE_PARALLEL_STREAM`.
-        remat: keep only each block's input and recompute the rest in backward.
+        remat: what backward computes again; see `Remat`.
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
@@ -177,9 +184,9 @@ def forward(
         if config.positions == "learned":
             x = nn.add_positions(x, weights["positions"], stream=stream)
         x = drop(x, None if keys is None else keys[-1])
-    block = _block(config, _rope(config, tokens), stream, drop)
+    block = _block(config, _rope(config, tokens), stream, drop, remat)
     layers = (weights["blocks"], None if keys is None else keys[:-1])
-    x, _ = scan(rematerialise(block) if remat else block, x, layers)
+    x, _ = scan(block, x, layers)
     with named_scope("norm"):
         x = nn.norm(weights["norm"], x, eps=config.norm_eps)
     with named_scope("unembed"):
@@ -197,9 +204,15 @@ def _rope(config: GPTConfig, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _block(
-    config: GPTConfig, rope: tuple[Tensor, Tensor] | None, stream: P, drop: Callable
+    config: GPTConfig,
+    rope: tuple[Tensor, Tensor] | None,
+    stream: P,
+    drop: Callable,
+    remat: Remat,
 ) -> Callable:
     """``(x, (parameters, key)) -> (x, None)``: one pre-norm transformer block, for `scan`."""
+    _check_remat(remat)
+    core = rematerialise(attention) if remat == "selective" else attention
 
     def block(x: Tensor, layer: tuple) -> tuple[Tensor, None]:
         weights, key = layer
@@ -207,7 +220,7 @@ def _block(
         with named_scope("attention"):
             y = nn.norm(weights["attention_norm"], x, eps=config.norm_eps)
             y = nn.self_attention(
-                weights["attention"], y, config.attention, rope=rope, stream=stream
+                weights["attention"], y, config.attention, rope=rope, stream=stream, core=core
             )
             x = x + drop(y, keys[0])
         with named_scope("mlp"):
@@ -215,7 +228,15 @@ def _block(
             y = nn.mlp(weights["mlp"], y, activation=config.activation, stream=stream)
             return x + drop(y, keys[1]), None
 
-    return block
+    policy = {"full": policies.nothing, "dots": policies.dots}.get(remat, policies.everything)
+    return rematerialise(block, policy=policy)
+
+
+def _check_remat(remat: str) -> None:
+    known = get_args(Remat)
+    if remat not in known:
+        fix = "is now 'full'" if remat is True else nearest(str(remat), known)
+        raise ValueError(f"forward: got remat={remat!r}; {fix}")
 
 
 def _check_sequence(config: GPTConfig, seq: int, stream: P) -> None:
@@ -239,7 +260,7 @@ def loss(
     *,
     key: Key | None = None,
     stream: P = STREAM,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> Scalar:
     """The sum of all tokens' losses over the batch of all ranks; replicated over the mesh.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +85,7 @@ def self_attention(
     rope: tuple[Float[Tensor, "whole_seq half"], Float[Tensor, "whole_seq half"]] | None,
     stream: P,
     axis: str = "tp",
+    core: Callable = attention,
 ) -> Float[Tensor, "batch seq embed"]:
     """Causal self-attention over the stream, with the heads split over `axis`.
 
@@ -92,6 +94,8 @@ def self_attention(
         x: ``[batch, seq, embed]`` with spec `stream`.
         rope: tables for the whole sequence, or None without rotary positions.
         stream: the spec of x and of the result.
+        core: computes softmax(q k^T) v as `functron.ops.attention.attention` does; for example that
+            under `functron.remat`.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce of the result's
@@ -105,7 +109,7 @@ def self_attention(
     if rope is not None:
         q, k = apply_rope(q, rope), apply_rope(k, rope)
     k, v = (_match_heads(y, q.shape[-2], config, axis) for y in (k, v))
-    y = attention(q, k, v, causal=True)
+    y = core(q, k, v, causal=True)
     return row_parallel(y, params["out"]["w"], params["out"].get("b"), stream=stream, axis=axis)
 
 

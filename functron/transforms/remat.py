@@ -3,12 +3,15 @@
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". `torch.utils.checkpoint` fails
 under torch.func transforms; this is one autograd Function that re-runs the program with its mesh
 axes as explicit operands, so it composes with vmap, grad, jvp-free higher orders and collectives.
+A policy (`functron.transforms.policies`) may keep some intermediates, which are then not computed
+again (`functron.transforms.remember`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,29 +20,59 @@ from torch.autograd import Function
 
 from functron import compat, tree
 from functron.closure import hoist
+from functron.program.recorder import active
+from functron.scopes import in_phase, named_scope, scope_names
 from functron.spmd.axes import SimulatedAxis, enter, scope
+from functron.transforms.barrier import Reach, tie
 from functron.transforms.gradient import vjp
+from functron.transforms.policies import Policy, nothing
+from functron.transforms.remember import Memory
 
 
-def remat(f: Callable) -> Callable:
+def remat(f: Callable | None = None, *, policy: Policy = nothing) -> Callable:
     """The function that computes `f` and, in backward, computes it again instead of storing it.
 
     Memory between forward and backward falls from all intermediates of `f` to its tensor arguments
-    (tensors it closes over included); the price is one more forward. Collectives inside run again
-    too. Randomness inside must come from keys (`functron.random`), so that both runs agree.
+    (tensors it closes over included) and what the policy keeps; the price is one more forward,
+    without what was kept. Collectives inside run again too, unless their results are kept.
+    Randomness inside must come from keys (`functron.random`), so that both runs agree.
+
+    Kept values are freed as soon as backward has used them. Backward called again
+    (``retain_graph=True``) computes everything again. In a program that is being traced, values
+    inside a scan that `f` contains are not kept: put remat around the scanned function.
+
+    Without `f` it is a decorator: ``@remat(policy=policies.dots)``.
+
+    Args:
+        f: what to run twice.
+        policy: what to keep, of `functron.policies`: nothing, everything, dots,
+            ``names("a", ...)``, ``offload("a", ...)``, or several joined by ``|``.
 
     Raises:
-        ValueError: in forward-mode differentiation (jvp), where there is nothing to save.
+        ValueError: in forward-mode differentiation (jvp), where there is nothing to save; a name of
+            the policy that `f` never marks with `checkpoint_name`.
+        TypeError: the policy is none.
     """
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"remat: got policy={policy!r}; wanted one of functron.policies: nothing, everything, "
+            'dots, names("a", ...) or offload("a", ...)'
+        )
+    if f is None:
+        return functools.partial(remat, policy=policy)
+    if policy.keep_all:
+        return f
+    function = f
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
-        hidden, close = hoist(f)
+        hidden, close = hoist(function)
         leaves, structure = tree.flatten((args, kwargs))
-        outer = scope()
+        outer, names = scope(), scope_names()
         simulated = [axis for axis in outer.axes.values() if isinstance(axis, SimulatedAxis)]
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[i] for i in positions]
+        memory = Memory(policy, needed=_differentiated([*hidden, *tensors]))
         result: list[tree.Structure] = []
 
         def flat(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -54,23 +87,83 @@ def remat(f: Callable) -> Callable:
                 full[i] = value
             closed = close(list(operands[num_axes : num_axes + num_hidden]))
             new_args, new_kwargs = tree.unflatten(structure, full)
-            with enter(replace(outer, axes={**outer.axes, **axes})):
+            with enter(replace(outer, axes={**outer.axes, **axes})), _named(names), memory.watch():
                 outputs, out_structure = tree.flatten(closed(*new_args, **new_kwargs))
             result[:] = [out_structure]
             return tuple(outputs)
 
         tokens = [axis.token for axis in simulated]
-        outputs = _Remat.apply(_Program(flat), *tokens, *hidden, *tensors)
+        program = _Program(flat, memory, compat.innermost_is_grad())
+        outputs = _Remat.apply(program, *tokens, *hidden, *tensors)
         return tree.unflatten(result[0], outputs)
 
     return wrapped
 
 
+def _differentiated(tensors: list[torch.Tensor]) -> bool:
+    """Whether there will be a backward run."""
+    taped = torch.is_grad_enabled() and any(compat.requires_grad(x) for x in tensors)
+    return taped or compat.differentiating()
+
+
+@contextlib.contextmanager
+def _named(names: tuple[str, ...]):
+    """Put those named scopes in force that backward, which runs elsewhere, is not in."""
+    here = scope_names()
+    same = 0
+    while same < min(len(here), len(names)) and here[same] == names[same]:
+        same += 1
+    with contextlib.ExitStack() as stack:
+        for name in names[same:]:
+            stack.enter_context(named_scope(name))
+        yield
+
+
 @dataclass(frozen=True, eq=False)
 class _Program:
-    """A flat function, opaque to functorch."""
+    """A flat function, opaque to functorch.
+
+    Attributes:
+        f: of the operands; returns a tuple of tensors.
+        memory: what is kept for backward, shared by all vmap levels of one call.
+        tracked: whether a torch.func level will run its backward, rather than torch's tape.
+    """
 
     f: Callable[..., tuple[torch.Tensor, ...]]
+    memory: Memory
+    tracked: bool
+
+    def forward(self, operands: tuple) -> tuple[torch.Tensor, ...]:
+        """The outputs; where results are remembered, computed as backward will compute them.
+
+        Torch takes some operations apart differently under differentiation, and what is remembered
+        is found again by its place among the operations.
+        """
+        if self.memory.state != "fresh" or active() is not None:
+            return self.f(*operands)
+        if self.tracked:
+            return _under_grad(self.f, operands)
+        if any(value.requires_grad for value in operands):
+            return vjp(self.f, *operands)[0]
+        return self.f(*operands)
+
+
+def _under_grad(f: Callable, operands: tuple) -> tuple[torch.Tensor, ...]:
+    floats = [i for i, value in enumerate(operands) if value.is_floating_point()]
+    made: Any = torch.func.vjp(_of(f, operands, floats), *(operands[i] for i in floats))
+    return made[0]
+
+
+def _of(f: Callable, operands: Sequence, moving: list[int]) -> Callable:
+    """`f` as a function of the operands at these positions."""
+
+    def partial(*values):
+        full = list(operands)
+        for i, value in zip(moving, values, strict=True):
+            full[i] = value
+        return f(*full)
+
+    return partial
 
 
 class _Remat(Function):
@@ -78,22 +171,47 @@ class _Remat(Function):
 
     @staticmethod
     def forward(program: _Program, *operands):
+        if active() is not None and program.memory.needed:
+            with Reach(operands) as reach:
+                outputs = program.forward(operands)
+            program.memory.tied = reach.choose()
+        else:
+            outputs = program.forward(operands)
         # an operand returned as it is must not be mistaken for one modified in place
         return tuple(
             value.view_as(value) if any(value is operand for operand in operands) else value
-            for value in program.f(*operands)
+            for value in outputs
         )
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.program = inputs[0]
         ctx.save_for_backward(*inputs[1:])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, *cotangents) -> Any:
+        program: _Program = ctx.program
         operands = [compat.unwrap_if_dead(value) for value in ctx.saved_tensors]
-        _, pullback = vjp(ctx.program.f, *operands)
-        return None, *pullback(tuple(cotangents))
+        after = next((value for value in cotangents if value is not None), None)
+        if after is None:
+            return None, *(None for _ in operands)
+        with in_phase("recompute"):
+            if active() is not None:
+                for position in program.memory.tied:
+                    operands[position] = tie(operands[position], after)
+            moving = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+            with program.memory.recalling(after):
+                partial = _of(program.f, operands, moving)
+                outputs, pullback = vjp(partial, *(operands[i] for i in moving))
+        given = tuple(
+            torch.zeros_like(out) if value is None else value
+            for out, value in zip(outputs, cotangents, strict=True)
+        )
+        grads: list[Any] = [None] * len(operands)
+        for i, grad in zip(moving, pullback(given), strict=True):
+            grads[i] = grad
+        return None, *grads
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -105,7 +223,7 @@ class _Remat(Function):
 
         def batched(*values):
             def ranks(token, *rest):
-                outputs = program.f(*rest)
+                outputs = program.forward(rest)
                 level = compat.level_of(token)
                 varying[:] = [compat.is_batched_at(value, level) for value in outputs]
                 return outputs
@@ -118,5 +236,6 @@ class _Remat(Function):
             pairs = zip(outputs, varying, strict=True)
             return tuple(value if batch else value.select(0, 0) for value, batch in pairs)
 
-        outputs = _Remat.apply(_Program(batched), *operands)
+        outer = _Program(batched, program.memory, compat.innermost_is_grad())
+        outputs = _Remat.apply(outer, *operands)
         return outputs, tuple(0 if batch else None for batch in varying)

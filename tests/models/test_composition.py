@@ -40,11 +40,11 @@ TABLE = [
     pytest.param(
         model, mesh, stream, remat, tied, dropout,
         id="-".join(filter(None, [
-            model, str(mesh), stream, "remat" * remat, "tied" * tied, "dropout" * bool(dropout),
+            model, str(mesh), stream, "remat" * (remat == "full"), "tied" * tied, "dropout" * bool(dropout),
         ])),
     )
     for model, mesh, stream, remat, tied, dropout in itertools.product(
-        MODELS, MESHES, STREAMS, [False, True], [False, True], [0.0, 0.3]
+        MODELS, MESHES, STREAMS, ["none", "full"], [False, True], [0.0, 0.3]
     )
 ]  # fmt: skip
 
@@ -67,7 +67,7 @@ def dense(config: gpt.GPTConfig, shape: tuple[int, int] = (BATCH, SEQ)):
     weights = ft.init_params(random.key(0), gpt.defs(config))
     key, data = random.key(7), batch()
     total = (data["targets"] != ft.nn.IGNORE_INDEX).sum()
-    loss = functools.partial(mean_loss, config, gpt.STREAM, False, data=data, key=key, total=total)
+    loss = functools.partial(mean_loss, config, gpt.STREAM, "none", data=data, key=key, total=total)
     grads, value = torch.func.grad_and_value(lambda w: loss(w))(weights)
     return weights, data, key, value, grads
 
@@ -107,7 +107,7 @@ def test_composition(model, mesh, stream, remat, tied, dropout):
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), Mesh(dp=2), Mesh(dp=2, tp=4)], ids=str)
-@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+@pytest.mark.parametrize("remat", ["none", "full", "selective", "dots"])
 @pytest.mark.parametrize("model", MODELS)
 def test_microbatches_with_uneven_targets_and_dropout(model, mesh, remat):
     config = replace(MODELS[model], dropout=0.3)
@@ -122,13 +122,13 @@ def test_microbatches_with_uneven_targets_and_dropout(model, mesh, remat):
 def test_sizes_that_are_no_powers_of_two(mesh, stream):
     config = replace(BASE, num_heads=6, dropout=0.2)
     weights, data, key, value, grads = dense(config)
-    got = sharded(config, mesh, STREAMS[stream], True, 1)(weights, data, key)
+    got = sharded(config, mesh, STREAMS[stream], "full", 1)(weights, data, key)
     assert_equal(*got, value, grads)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(dp=2, tp=4)], ids=str)
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+@pytest.mark.parametrize("remat", ["none", "full", "selective", "dots"])
 def test_differentiated_from_outside(mesh, stream, remat):
     """Gradients and Hessian-vector products of the mapped loss as a function of global values."""
     config = replace(MODELS["llama"], num_layers=2)
@@ -145,7 +145,7 @@ def test_differentiated_from_outside(mesh, stream, remat):
 
     total = (data["targets"] != ft.nn.IGNORE_INDEX).sum()
     plain = functools.partial(
-        mean_loss, config, gpt.STREAM, False, data=data, key=None, total=total
+        mean_loss, config, gpt.STREAM, "none", data=data, key=None, total=total
     )
 
     def product(loss):

@@ -9,7 +9,7 @@ from functron.program.interpret import interpret
 from functron.program.trace import trace
 
 
-def make(mesh, *, sequence_parallel=False, remat=False, num_microbatches=1, **changes):
+def make(mesh, *, sequence_parallel=False, remat="none", num_microbatches=1, **changes):
     config = gpt.GPTConfig(
         vocab_size=40, num_layers=3, embed_dim=32, num_heads=4, mlp_dim=48, max_seq=16,
         init_stddev=0.2, dtype="float64", **changes,
@@ -43,8 +43,9 @@ def assert_equal_trees(got, want):
     "options",
     [
         {},
-        {"sequence_parallel": True, "remat": True},
-        {"dropout": 0.1, "sequence_parallel": True},
+        {"sequence_parallel": True, "remat": "full"},
+        {"dropout": 0.1, "sequence_parallel": True, "remat": "dots"},
+        {"remat": "selective"},
         {"tied": True, "num_kv_heads": 2, "num_microbatches": 2},
         {"num_kv_heads": 2, "qk_norm": True, "z_loss": 1e-3},
     ],

@@ -1,0 +1,190 @@
+"""What `remat` keeps between forward and backward, and the names by which values are kept.
+
+| policy             | is kept                                         | is computed again      |
+|--------------------|-------------------------------------------------|------------------------|
+| `everything`       | what backward reads, as without remat           | nothing                |
+| `nothing`          | the function's arguments                        | all of it              |
+| `dots`             | results of matrix products and of attention     | all but these          |
+| `names("a", "b")`  | values marked by ``checkpoint_name(x, "a")``    | all but what made them |
+| `offload("a")`     | the same, in host memory                        | all but what made them |
+
+``names("a") | offload("b")`` keeps what either keeps. As `jax.checkpoint_policies`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from functron import compat
+from functron.errors import Problem, raise_problems
+from functron.typing import Tensor
+
+_LIBRARY = torch.library.Library("functron", "FRAGMENT")
+_LIBRARY.define("checkpoint_name(Tensor(a) x, str name) -> Tensor(a)")
+_LIBRARY.impl("checkpoint_name", lambda x, name: compat.alias(x), "CompositeExplicitAutograd")
+
+CHECKPOINT_NAME = torch.ops.functron.checkpoint_name.default
+
+DOTS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "addbmm",
+        "mv",
+        "addmv",
+        "dot",
+        "vdot",
+        "linear",
+        "_scaled_mm",
+        "_grouped_mm",
+        "_scaled_grouped_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+    )
+)
+"""The operations whose results `dots` keeps; einsum and matmul are made of the first ones."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What `remat` keeps. Made by the other names of this module; ``|`` keeps what either keeps.
+
+    Attributes:
+        keep_all: everything that backward reads; nothing is computed again.
+        keep_dots: results of matrix products.
+        on_device: names of values that stay where they are.
+        on_host: names of values that wait in host memory.
+    """
+
+    keep_all: bool = False
+    keep_dots: bool = False
+    on_device: frozenset[str] = frozenset()
+    on_host: frozenset[str] = frozenset()
+
+    def __or__(self, other: Policy) -> Policy:
+        return Policy(
+            self.keep_all or other.keep_all,
+            self.keep_dots or other.keep_dots,
+            self.on_device | other.on_device,
+            (self.on_host | other.on_host) - (self.on_device | other.on_device),
+        )
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All names that it keeps, wherever."""
+        return self.on_device | self.on_host
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some values are kept and others are not."""
+        return not self.keep_all and (self.keep_dots or bool(self.names))
+
+
+everything = Policy(keep_all=True)
+"""Keep what backward reads: the function as it is."""
+
+nothing = Policy()
+"""Keep the arguments only, and compute everything again: the least memory, one more forward."""
+
+dots = Policy(keep_dots=True)
+"""Keep the results of matrix products, and compute again what lies between them.
+
+These are mm, bmm, addmm, baddbmm and their kin, into which matmul, einsum and linear fall apart,
+and the results of attention kernels (which are two products, and as small as one of their
+operands). Where attention is written out as a formula, its scores ``[batch, heads, seq, seq]`` are
+the result of a product and are kept: use `names` there.
+"""
+
+
+def names(*names: str) -> Policy:
+    """Keep the values that `checkpoint_name` gives one of these names.
+
+    What is kept is the result of the operation that made the value, so that this operation does not
+    run again (views of it and copies in another layout do): a matrix product is not multiplied
+    again, a collective does not communicate again. An operation with several results keeps all.
+
+    Raises:
+        ValueError: no names, or one that is no string.
+    """
+    return Policy(on_device=_checked("names", names))
+
+
+def offload(*names: str) -> Policy:
+    """As `names`, with the values in host memory from forward until backward needs them.
+
+    On CUDA they are copied to pinned memory and back on the current stream, in order with the
+    kernels around them: this buys memory at the price of the transfer. On the CPU they are there
+    already, and nothing is copied.
+
+    Raises:
+        ValueError: no names, or one that is no string.
+    """
+    return Policy(on_host=_checked("offload", names))
+
+
+def _checked(what: str, names: tuple) -> frozenset[str]:
+    if not names:
+        raise ValueError(f'{what}: got no names; wanted some, as in {what}("attention", "mlp")')
+    problems = [
+        Problem(f"argument {i}", repr(name), "the name given to checkpoint_name")
+        for i, name in enumerate(names)
+        if not isinstance(name, str)
+    ]
+    raise_problems(f"policy {what}", problems)
+    return frozenset(names)
+
+
+def checkpoint_name(x: Tensor, name: str) -> Tensor:
+    """`x`, under a name by which a `remat` policy around it can keep it. As JAX's.
+
+    Where nothing asks for names this returns `x` itself. Works under every torch.func transform.
+
+    >>> block = remat(lambda w, x: torch.relu(checkpoint_name(x @ w, "hidden")) @ w.mT,
+    ...               policy=policies.names("hidden"))
+
+    Raises:
+        ValueError: the name is empty or no string.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"checkpoint_name: got {name!r}; wanted a name that is not empty")
+    if not compat.dispatch_modes_active():
+        return x  # remat and tracing are modes: no one is looking
+    out: Any = _CheckpointName.apply(x, name)
+    return out
+
+
+class _CheckpointName(Function):
+    """The identity, down to the plain tensor under all transforms."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x, name):
+        return CHECKPOINT_NAME(x, name)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *cotangents) -> Any:
+        return cotangents[0], None
+
+    @staticmethod
+    def jvp(ctx, *tangents) -> Any:
+        return tangents[0].view_as(tangents[0])
+
+    @staticmethod
+    def vmap(info, in_dims, x, name):
+        return _CheckpointName.apply(x, name), in_dims[0]

@@ -1,0 +1,204 @@
+"""Costs: FLOPs against torch's counter on eager runs, bytes and collectives by hand."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+import functron as ft
+from functron import Mesh, P, gpt, lax, optim, random
+from functron.program.cost import FLOP_FORMULAS, cost
+from functron.program.trace import trace
+
+BATCH, SEQ = 4, 32
+CONFIG = {
+    "vocab_size": 384, "num_layers": 3, "embed_dim": 32, "num_heads": 4, "mlp_dim": 64,
+    "max_seq": SEQ,
+}  # fmt: skip
+
+
+def training(mesh=None, *, remat="none", num_microbatches=1, **changes):
+    """A training step of a small decoder, its state, batch and config."""
+    mesh = mesh or Mesh()
+    config = gpt.GPTConfig(**{**CONFIG, **changes})
+    defs = gpt.defs(config)
+    specs = ft.param_specs(defs, gpt.rules(config, mesh))
+    optimizer = optim.adamw(1e-2)
+
+    def loss(params, batch, key):
+        return gpt.loss(config, params, batch, key=key, remat=remat)
+
+    step = ft.make_step(
+        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=num_microbatches
+    )
+    state = ft.init_state(random.key(0), defs, specs, optimizer, mesh)
+    tokens = torch.randint(0, 384, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(BATCH)}
+    return step, state, batch, config
+
+
+def counted(fn, *args) -> int:
+    """The FLOPs that torch counts while `fn` runs eagerly."""
+    with FlopCounterMode(display=False, custom_mapping=dict(FLOP_FORMULAS)) as counter:
+        fn(*args)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tied": True, "norm": "layer", "bias": True, "positions": "learned", "gated": False},
+        {"num_kv_heads": 2, "qk_norm": True, "dropout": 0.1},
+        {"num_microbatches": 2},
+        {"num_microbatches": 4, "num_layers": 1},
+    ],
+    ids=["llama", "gpt2", "grouped", "microbatches", "shallow"],
+)
+def test_flops_equal_those_torch_counts_on_the_eager_step(changes):
+    step, state, batch, _ = training(**changes)
+    found = cost(trace(step, donate=0)(state, batch))
+    assert found.hardware_flops == found.model_flops == counted(step, state, batch) > 0
+
+
+def test_flops_of_convolutions_and_batched_products():
+    def f(x, w, a):
+        return torch.conv2d(x, w, padding=1).relu().flatten(2) @ a
+
+    def both(x, w, a):
+        return ft.value_and_grad(lambda x, w, a: f(x, w, a).square().sum(), (0, 1, 2))(x, w, a)
+
+    args = torch.randn(2, 3, 8, 8), torch.randn(5, 3, 3, 3), torch.randn(2, 64, 7)
+    assert cost(trace(both)(*args)).hardware_flops == counted(both, *args) > 0
+
+
+def test_recomputation_costs_hardware_flops_only():
+    """A whole block again, but its last product, whose result backward does not need."""
+    plain, state, batch, config = training()
+    again, *_ = training(remat="full")
+    before, after = (cost(trace(step)(state, batch)) for step in (plain, again))
+    down = 2 * BATCH * SEQ * config.mlp_dim * config.embed_dim
+    assert after.hardware_flops == counted(again, state, batch) - config.num_layers * down
+    assert after.hardware_flops > before.hardware_flops
+    assert after.model_flops == before.model_flops == before.hardware_flops
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_cpu_attention_counts_as_torchs_flash_attention(backward):
+    aten = torch.ops.aten
+    q, k, v = (torch.empty(2, 4, n, 16, device="meta") for n in (8, 24, 24))
+    packet = aten._scaled_dot_product_flash_attention
+    mine = aten._scaled_dot_product_flash_attention_for_cpu
+    first: tuple = ()
+    if backward:
+        packet = aten._scaled_dot_product_flash_attention_backward
+        mine = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        first = (q,)
+    want = flop_registry[packet](*first, q, k, v, out_val=q)
+    shapes = [tuple(x.shape) for x in (*first, q, k, v)]
+    assert FLOP_FORMULAS[mine](*shapes, 0.0, True) == want > 0
+
+
+def test_flops_split_over_tensor_parallel_ranks():
+    def flops(mesh):
+        step, state, batch, _ = training(mesh)
+        return cost(trace(step, donate=0)(state, batch)).hardware_flops
+
+    assert flops(Mesh(tp=2)) == flops(Mesh(dp=2)) == flops(Mesh()) // 2
+
+
+# --- bytes
+
+
+def test_bytes_by_hand():
+    def f(w, x, row, table, ids):
+        y = (x @ w).t()  # reads 4x8 and 8x16, writes 4x16; the transpose moves nothing
+        z = y + row.expand(16, 4)  # reads 64 and the 4 that are expanded, writes 64
+        return z, torch.nn.functional.embedding(ids, table)  # reads 3 ids and 3 rows of 5
+
+    shapes = (8, 16), (4, 8), (4,), (1000, 5)
+    args = [torch.randn(shape) for shape in shapes]
+    found = cost(trace(f)(*args, torch.tensor([1, 2, 3])))
+    products = 4 * (32 + 128 + 64)
+    sums = 4 * (64 + 4 + 64)
+    lookups = 3 * 8 + 2 * 4 * 15
+    assert found.bytes_accessed == products + sums + lookups
+    assert found.hardware_flops == 2 * 4 * 8 * 16
+    assert found.arithmetic_intensity == pytest.approx(1024 / (products + sums + lookups))
+    assert dict(found.flops_by_op) == {"mm": 1024}
+
+
+def test_scans_count_every_iteration():
+    def f(w, x):
+        def body(x, w):
+            return torch.tanh(x @ w), None
+
+        return ft.scan(body, x, w)[0]
+
+    one, many = (cost(trace(f)(torch.randn(n, 8, 8), torch.randn(4, 8))) for n in (1, 7))
+    assert many.hardware_flops == 7 * one.hardware_flops == 7 * 2 * 4 * 8 * 8
+    assert many.bytes_accessed == 7 * one.bytes_accessed == 7 * 4 * (32 + 64 + 32 + 32 + 32)
+
+
+# --- collectives
+
+
+def test_ring_formulas_by_hand():
+    """f32[6] over 3 ranks: payloads of 24 bytes, of all_gather the 72 of its result."""
+
+    def f(x):
+        a = lax.psum(x, "tp") + lax.pmax(x, "tp") + lax.pmin(x, "tp")
+        b = lax.all_gather(x, "tp").sum(0) + lax.all_to_all(x, "tp", 0, 0, tiled=True)
+        c = lax.psum_scatter(x, "tp", tiled=True)
+        d = lax.ppermute(x, "tp", [(0, 1), (1, 2)])
+        return lax.psum(a.sum() + b.sum() + c.sum() + d.sum(), "tp")
+
+    mapped = ft.shard_map(f, Mesh(tp=3), P("tp"), P())
+    found = cost(trace(mapped)(torch.randn(18)))
+    rows = {row.op: (row.count, row.payload_bytes, row.sent_bytes) for row in found.collectives}
+    assert rows == {
+        "psum": (2, 24 + 4, round((24 + 4) * 4 / 3)),
+        "pmax": (1, 24, 32),
+        "pmin": (1, 24, 32),
+        "all_gather": (1, 72, 48),
+        "psum_scatter": (1, 24, 16),
+        "all_to_all": (1, 24, 16),
+        "ppermute": (1, 24, 24),
+    }
+    assert {(row.axis, row.phase) for row in found.collectives} == {("tp", "forward")}
+    assert found.sent_bytes("tp") == sum(sent for _, _, sent in rows.values())
+    assert found.sent_bytes("dp") == 0
+
+
+def test_collectives_of_a_tensor_parallel_step_by_phase():
+    """Two all-reduces of the stream per layer forward and two backward, and one of the embedding."""
+    mesh = Mesh(dp=2, tp=2)
+    step, state, batch, config = training(mesh)
+    found = cost(trace(step, donate=0)(state, batch))
+    rows = {(row.axis, row.op, row.phase): row for row in found.collectives}
+    stream = BATCH // 2 * SEQ * config.embed_dim * 4
+    forward, backward = (rows["tp", "psum", phase] for phase in ("forward", "backward"))
+    scalars = 3 * BATCH // 2 * SEQ * 4  # of the vocabulary-parallel loss, per token
+    streams = (2 * config.num_layers + 1) * stream
+    assert 0 <= forward.payload_bytes - streams <= scalars
+    # backward: two per layer, the input of the unembedding, and gradients of replicated norms
+    norms = (2 * config.num_layers + 1) * config.embed_dim * 4
+    assert 0 <= backward.payload_bytes - (streams + norms) <= scalars
+    # one per gradient, and the loss's own
+    gradients = rows["dp", "psum", "backward"]
+    assert gradients.count == len(ft.tree.leaves(state.params)) + 1
+    local = trace(step, donate=0)(state, batch)
+    want = sum(i.var.nbytes for i in local.inputs if i.path.startswith("0/params")) + 4
+    assert gradients.payload_bytes == gradients.sent_bytes == want  # 2 (n - 1) / n is 1 for n = 2
+
+
+def test_cost_shows_as_text_and_html():
+    step, state, batch, _ = training(Mesh(dp=2, tp=2))
+    found = cost(trace(step, donate=0)(state, batch))
+    text, page = str(found), found._repr_html_()
+    for shown in (text, page):
+        for piece in ("model FLOPs", f"{found.model_flops:,}", "psum", "backward", "sent per rank"):
+            assert piece in shown
+    assert page.count("<table>") == page.count("</table>") == 2
+    alone = cost(trace(lambda x: x + 1)(torch.zeros(3)))
+    assert "collective" not in str(alone)
+    assert alone.arithmetic_intensity == 0
