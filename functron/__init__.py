@@ -8,6 +8,7 @@ the mesh to processes and run it unchanged.
 from functron import debug, nn, optim, params, random, tree
 from functron.models import gpt
 from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
+from functron.program.jit import jit
 from functron.program.program import Program
 from functron.program.shapes import eval_shape
 from functron.program.trace import trace
@@ -50,6 +51,7 @@ __all__ = [
     "grad",
     "init_params",
     "init_state",
+    "jit",
     "lax",
     "make_step",
     "named_scope",

@@ -155,11 +155,10 @@ def alias(value: torch.Tensor) -> torch.Tensor:
         return value.detach()
 
 
-def group_rank_and_size(name: str) -> tuple[int, int]:
-    """This process's rank in the process group of that name, and the number of its ranks."""
+def group(name: str) -> dist.ProcessGroup:
+    """The process group of that name."""
     key: Any = name  # a type of its own in new versions
-    group = c10d._resolve_process_group(key)
-    return group.rank(), group.size()
+    return c10d._resolve_process_group(key)
 
 
 def name_group(name: str, group: dist.ProcessGroup) -> None:

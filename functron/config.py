@@ -45,6 +45,7 @@ class TrainConfig:
         microbatches: parts of each rank's batch, one after another, to save activation memory.
         remat: what backward computes again: none, full (all of a block but its input), selective
             (the core of attention) or dots (all but matrix products and attention).
+        compile: compile the step with Inductor before the first one, which then takes longer.
         seed: of initial parameters, order of the data, and dropout.
         out: run folder, new or empty; empty: the next free runs/MODEL-1, runs/MODEL-2, ...
         checkpoint_every: save after every so many steps as well; 0: only at the end.
@@ -66,6 +67,7 @@ class TrainConfig:
     global_batch: int = 8
     microbatches: int = 1
     remat: gpt.Remat = "none"
+    compile: bool = False
     seed: int = 0
     out: str = ""
     checkpoint_every: int = 0

@@ -17,6 +17,7 @@ from functron.data import ByteText
 from functron.loop import Meter, Outcome, loop
 from functron.models import gpt
 from functron.params import decay_mask, param_specs
+from functron.program.jit import jit
 from functron.program.program import Program
 from functron.program.trace import trace
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, gather
@@ -64,7 +65,8 @@ def prepare(config: TrainConfig, mesh: Mesh | BoundMesh, device: torch.device | 
     state = recipe.init(random.key(config.seed).to(device), mesh)
     specs = state_specs(recipe.specs, recipe.optimizer)
     schedule = optim.make_schedule(config.schedule)
-    return Run(config, mesh, text, state, specs, recipe.step, schedule)
+    step = jit(recipe.step, donate=0) if config.compile else recipe.step
+    return Run(config, mesh, text, state, specs, step, schedule)
 
 
 @dataclasses.dataclass(frozen=True)

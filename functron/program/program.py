@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from functron import tree
 from functron.errors import Problem, raise_problems
+from functron.program import compile as compiling
 from functron.program import text
 from functron.program.check import check
 from functron.program.cost import Cost, cost
@@ -17,7 +19,7 @@ from functron.program.equations import Block, Var
 from functron.program.html import html
 from functron.program.interpret import interpret
 from functron.program.memory import Memory, memory
-from functron.spmd.mesh import Mesh
+from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P
 
 Role = Literal["argument", "constant", "axis_index"]
@@ -149,3 +151,24 @@ class Program:
     def memory(self) -> Memory:
         """The bytes that one rank holds while the program runs: timeline, peak and categories."""
         return memory(self)
+
+    def compile(
+        self,
+        mesh: BoundMesh | None = None,
+        *,
+        cache: Path | str | None = None,
+        options: Mapping[str, Any] | None = None,
+        overlap: bool = True,
+        unroll: bool = False,
+        backend: compiling.Backend = "inductor",
+    ) -> compiling.Executable:
+        """What runs it, compiled with Inductor; see `functron.program.compile.compile`."""
+        return compiling.compile(
+            self,
+            mesh,
+            cache=cache,
+            options=options,
+            overlap=overlap,
+            unroll=unroll,
+            backend=backend,
+        )

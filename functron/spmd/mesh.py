@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from functron import compat
 from functron.errors import Problem, nearest, raise_problems
 
 STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
@@ -122,7 +123,11 @@ class Mesh:
             return BoundMesh(self, rank, {}, {}, device_type)
         sizes = tuple(size for _, size in self.axes)
         devices = init_device_mesh(device_type, sizes, mesh_dim_names=self.axis_names)
-        groups = {name: devices.get_group(name).group_name for name in self.axis_names}
+        groups = {}
+        for name in self.axis_names:
+            # torch's own names differ by rank, and compiled programs must not
+            groups[name] = f"functron:{device_type}:{self}:{name}"
+            compat.name_group(groups[name], devices.get_group(name))
         return BoundMesh(self, rank, self.coordinate(rank), groups, device_type)
 
 
@@ -134,7 +139,8 @@ class BoundMesh:
         mesh: the names and sizes.
         rank: this process's rank.
         coordinate: this process's position on every axis.
-        groups: the process group of every axis, by its torch.distributed name.
+        groups: the process group of every axis, by its torch.distributed name: the same name on
+            every rank.
         device_type: where the tensors of collectives live.
     """
 

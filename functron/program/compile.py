@@ -1,0 +1,242 @@
+"""Compiling: a traced program becomes an executable, by Inductor.
+
+Every kernel of the program's plan (`functron.program.segments`) is compiled once and kept on disk
+under a hash of its graph, so scanned layers compile once at any depth, ranks share their work, and
+the next process does not compile at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import fx
+
+from functron import tree
+from functron.errors import Problem, nearest, raise_problems
+from functron.program.agreement import check_agreement
+from functron.program.donation import (
+    FIX,
+    Donated,
+    check_consumable,
+    consume,
+    takers,
+    warn_unused,
+)
+from functron.program.driver import Compiled, Routine, routine
+from functron.program.equations import Var
+from functron.program.lower import graph_module
+from functron.program.segments import Kernel, Plan, plan
+from functron.program.unroll import unroll as unrolled
+from functron.spmd.mesh import BoundMesh, Mesh
+
+if TYPE_CHECKING:
+    from functron.program.program import Program
+
+Backend = Literal["inductor", "eager"]
+
+_BUCKET_MEGABYTES = 25.0  # torch's DistributedDataParallel has found it good
+
+
+@dataclass(frozen=True, eq=False)
+class Executable:
+    """A compiled program; `compile` makes it.
+
+    Attributes:
+        program: what was compiled.
+        code: what Inductor generated, one text per kernel, in the order in which they first run.
+        updated: paths of the donated arguments whose memory results take.
+    """
+
+    program: Program
+    code: tuple[str, ...]
+    updated: tuple[str, ...]
+    _routine: Routine
+    _donated: Mapping[int, str]
+    _hidden: tuple[torch.Tensor, ...]
+
+    def __call__(self, *args: tree.Tree) -> tree.Tree:
+        """The results for arguments like those that were traced; on a bound mesh, shards.
+
+        Donated arguments are consumed: results take their memory, and they are left empty.
+
+        Raises:
+            ValueError: another structure, shape, dtype or device, or other static values.
+        """
+        leaves = self.program.flatten(args)
+        arguments = [given for given in self.program.inputs if given.role == "argument"]
+        raise_problems(
+            f"{self.program.name} was compiled for other arguments",
+            [
+                Problem(f"argument {given.path}", describe(leaf), describe(given.var))
+                for given in arguments
+                for leaf in (leaves[given.path],)
+                if describe(leaf) != describe(given.var)
+            ],
+        )
+        return self.run([leaves[given.path] for given in arguments])
+
+    def run(self, tensors: list[torch.Tensor]) -> tree.Tree:
+        """The results for the tensors among the arguments, in order; only donation is checked.
+
+        Args:
+            tensors: the operands; the list is consumed.
+        """
+        check_consumable(tensors, self._donated)
+        with torch.no_grad():
+            for position, path in self._donated.items():
+                tensors[position] = consume(tensors[position], path, self.program.name)
+            tensors += self._hidden
+            return tree.unflatten(self.program.out_structure, self._routine.run(tensors))
+
+
+def describe(value: torch.Tensor | Var) -> str:
+    """Shape, layout, dtype and device in words."""
+    if isinstance(value, Donated):
+        return f"a tensor that {vars(value)['consumed']}; {FIX}"
+    stride = value.stride() if isinstance(value, torch.Tensor) else value.stride
+    plain = torch.empty(value.shape, device="meta").stride()
+    layout = "" if tuple(stride) == tuple(plain) else f" with strides {tuple(stride)}"
+    dtype = str(value.dtype).removeprefix("torch.")
+    return f"{dtype}{list(value.shape)}{layout} on {value.device}"
+
+
+def compile(  # noqa: A001  (read as program.compile, next to trace, check and cost)
+    program: Program,
+    mesh: Mesh | BoundMesh | None = None,
+    *,
+    cache: Path | str | None = None,
+    options: Mapping[str, Any] | None = None,
+    overlap: bool = True,
+    unroll: bool = False,
+    backend: Backend = "inductor",
+) -> Executable:
+    """The executable of a program, for this process's rank.
+
+    Args:
+        program: of one rank, as `trace` makes it.
+        mesh: the processes, where the program is for more than one rank.
+        cache: where artefacts are kept; None: where `torch.compile` keeps its own. On a mesh, all
+            processes of a machine should have the same: each compiles a part of the kernels and
+            reads the others'.
+        options: of Inductor (`torch._inductor.config`), such as ``{"triton.cudagraphs": True}``.
+        overlap: issue collectives early and wait for them late, and merge small reductions.
+        unroll: compile scans as one long graph instead of their body once: compile time then grows
+            with depth, and kernels may fuse across iterations.
+        backend: "eager" runs the same graphs without compiling them, for tests.
+
+    Raises:
+        ValueError: the mesh is not the program's, an option is unknown, a donated argument is a
+            constant of the program, or an operation cannot be lowered.
+    """
+    from functron.program import inductor  # takes two seconds, and only compiling needs it
+
+    settings = _settings(options, overlap and program.mesh.size > 1)
+    _check(program, mesh, settings, backend, inductor.known_options())
+    if isinstance(mesh, BoundMesh):
+        check_agreement(program, mesh)
+    if unroll:
+        program = unrolled(program)
+    donations = takers(program)
+    steps = plan(program.block, program.block.outputs, donated=donations)
+    made = _compiled(steps, mesh, settings, None if cache is None else Path(cache), backend)
+    arguments = [given for given in program.inputs if given.role == "argument"]
+    inside = set(steps.inside.values()) | {v for v in steps.outputs if isinstance(v, Var)}
+    warn_unused(program, donations)
+    return Executable(
+        program,
+        tuple(dict.fromkeys(text for _, text in made.values())),
+        tuple(given.path for given in arguments if given.donated and given.var in inside),
+        routine(steps, {kernel: function for kernel, (function, _) in made.items()}),
+        {i: given.path for i, given in enumerate(arguments) if given.donated},
+        tuple(_hidden(program, mesh)),
+    )
+
+
+def _settings(options: Mapping[str, Any] | None, overlap: bool) -> dict[str, Any]:
+    passes: dict[str, Any] = {
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+        "bucket_all_reduces_fx": "all",
+        "bucket_all_reduces_fx_bucket_size_determinator": _bucket_megabytes,
+        "bucket_reduce_scatters_fx": "all",
+        "bucket_reduce_scatters_fx_bucket_size_determinator": _bucket_megabytes,
+    }
+    return {**(passes if overlap else {}), **(options or {})}
+
+
+def _bucket_megabytes(index: int) -> float:
+    return _BUCKET_MEGABYTES
+
+
+def _check(program: Program, mesh, settings: Mapping[str, Any], backend, known: set[str]) -> None:
+    found = [
+        Problem("options", repr(name), "an option of Inductor", nearest(name, known))
+        for name in settings
+        if name not in known
+    ]
+    if backend not in get_args(Backend):
+        wanted = " or ".join(map(repr, get_args(Backend)))
+        found.append(Problem("backend", repr(backend), wanted))
+    whole = mesh.mesh if isinstance(mesh, BoundMesh) else mesh
+    if program.mesh.size > 1 and not isinstance(mesh, BoundMesh):
+        fix = "pass mesh.bind(), in processes started by torchrun"
+        if whole is None or whole == program.mesh:
+            got = "no processes" if whole is None else "a simulated mesh"
+            fix += ", or compile trace(fn, simulate=True)(...), which one process runs for all"
+            found.append(Problem("mesh", got, f"the bound mesh of {program.mesh.size} ranks", fix))
+    if whole is not None and whole != program.mesh and program.mesh.size * whole.size > 1:
+        found.append(
+            Problem("mesh", f"Mesh({whole})", f"Mesh({program.mesh})", "trace for the same mesh")
+        )
+    raise_problems(f"cannot compile {program.name}", found)
+
+
+def _compiled(
+    steps: Plan, mesh, settings: Mapping[str, Any], cache: Path | None, backend: Backend
+) -> dict[Kernel, tuple[Compiled, str]]:
+    groups = dict(mesh.groups) if isinstance(mesh, BoundMesh) else {}
+    rank = mesh.rank if isinstance(mesh, BoundMesh) else 0
+    kernels = steps.kernels()
+    graphs = {kernel: graph_module(kernel, groups) for kernel in kernels}
+    if backend == "eager":
+        return {kernel: (_eager(graph), "") for kernel, graph in graphs.items()}
+    from functron.program import inductor  # as above
+
+    made: dict[Kernel, tuple[Compiled, str]] = {}
+    with inductor.directory(cache) as folder:
+        # each process begins with another kernel, and finds the others' on disk
+        start = rank % max(1, len(kernels))
+        for kernel in [*kernels[start:], *kernels[:start]]:
+            options = {**_threefry_options(kernel), **settings}
+            made[kernel] = inductor.compiled(graphs[kernel], kernel.reads, options, folder)
+    return {kernel: made[kernel] for kernel in kernels}
+
+
+def _eager(graph: fx.GraphModule) -> Compiled:
+    return lambda operands: graph(*operands)
+
+
+def _threefry_options(kernel: Kernel) -> dict[str, Any]:
+    """Random bits are long chains of sums that are each used twice: do not inline them twice.
+
+    With Inductor's own limit, generating code takes three times as long.
+    """
+    mixes = sum(equation.name == "bitwise_xor" for equation in kernel.equations)
+    return {"realize_opcount_threshold": 10} if mixes > 10 else {}
+
+
+def _hidden(program: Program, mesh) -> list[torch.Tensor]:
+    """The inputs that are no arguments."""
+    found = []
+    for given in program.inputs:
+        if given.role == "axis_index":
+            index = mesh.coordinate[given.path] if isinstance(mesh, BoundMesh) else 0
+            found.append(torch.tensor(index, device=given.var.device))
+        elif given.role == "constant":
+            assert given.value is not None
+            found.append(given.value.detach())
+    return found

@@ -1,0 +1,176 @@
+"""The driver: runs the steps of a plan, with as little Python as possible.
+
+Values live in numbered slots, and a slot is emptied before its last reader runs, so that memory is
+free as soon as compiled code is done with it. What scans hand to scans is lists of slices, which
+the reader empties as it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from functron.program.equations import Scan, Var
+from functron.program.segments import Copy, Eager, Kernel, Loop, Plan
+
+Compiled = Callable[[list], Sequence[torch.Tensor]]
+"""A compiled kernel: takes a list of tensors, which it may empty; gives the results."""
+
+Slots = list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Routine:
+    """A plan that is ready to run.
+
+    Attributes:
+        size: the number of slots; inputs come first.
+        steps: in order; each works on the slots.
+        outputs: for each output its slot, or (None, value) for a constant.
+    """
+
+    size: int
+    steps: tuple[Callable[[Slots], None], ...]
+    outputs: tuple[tuple[int | None, Any], ...]
+
+    def run(self, inputs: list) -> list:
+        """The outputs; `inputs` is emptied, donated ones overwritten. Call it without gradients."""
+        slots: Slots = [*inputs, *[None] * (self.size - len(inputs))]
+        inputs.clear()
+        for step in self.steps:
+            step(slots)
+        return [value if slot is None else slots[slot] for slot, value in self.outputs]
+
+
+def routine(plan: Plan, compiled: Mapping[Kernel, Compiled]) -> Routine:
+    """What runs a plan with compiled kernels."""
+    slots: dict[Var, int] = {value: i for i, value in enumerate(plan.inputs)}
+    for step in plan.steps:
+        for value in step.results:
+            slots.setdefault(value, len(slots))
+    size = len(slots)
+    for value, memory in plan.inside.items():
+        slots[value] = slots[memory]
+    last: dict[int, int] = {}
+    for index, step in enumerate(plan.steps):
+        last.update((slots[value], index) for value in step.reads)
+    kept = {slots[value] for value in plan.outputs if isinstance(value, Var)}
+    kept |= {slots[memory] for memory in plan.inside.values()}
+    dead: dict[int, list[int]] = {}
+    for slot, index in last.items():
+        if slot not in kept:
+            dead.setdefault(index, []).append(slot)
+    steps = tuple(
+        _step(step, slots, tuple(sorted(dead.get(index, ()))), compiled)
+        for index, step in enumerate(plan.steps)
+    )
+    outputs = tuple(
+        (slots[value], None) if isinstance(value, Var) else (None, value) for value in plan.outputs
+    )
+    return Routine(size, steps, outputs)
+
+
+def _step(step, slots: dict[Var, int], dead: tuple[int, ...], compiled) -> Callable:
+    if isinstance(step, Kernel):
+        reads = tuple(slots[value] for value in step.reads)
+        return _kernel(compiled[step], reads, tuple(slots[v] for v in step.results), dead)
+    if isinstance(step, Copy):
+        return _copy(slots[step.target], slots[step.value])
+    if isinstance(step, Eager):
+        return _eager(step, slots, dead)
+    return _loop(step, slots, dead, compiled)
+
+
+def _kernel(fn: Compiled, reads: tuple, results: tuple, dead: tuple) -> Callable:
+    def run(slots: Slots) -> None:
+        operands = [slots[i] for i in reads]
+        for i in dead:
+            slots[i] = None
+        for i, value in zip(results, fn(operands), strict=True):
+            slots[i] = value
+
+    return run
+
+
+def _copy(target: int, value: int) -> Callable:
+    def run(slots: Slots) -> None:
+        slots[target].copy_(slots[value])
+
+    return run
+
+
+def _eager(step: Eager, slots: dict[Var, int], dead: tuple) -> Callable:
+    equation = step.equation
+    leaves, structure = pytree.tree_flatten((equation.args, dict(equation.kwargs)))
+    places = [(i, slots[leaf]) for i, leaf in enumerate(leaves) if isinstance(leaf, Var)]
+    op: Any = equation.op
+    positions = tuple(
+        (i, slots[v]) for i, v in enumerate(equation.outputs) if v is not None and v in slots
+    )
+
+    def run(slots: Slots) -> None:
+        filled = list(leaves)
+        for i, slot in places:
+            filled[i] = slots[slot]
+        args, kwargs = pytree.tree_unflatten(filled, structure)
+        for i in dead:
+            slots[i] = None
+        out = op(*args, **kwargs)
+        results = out if isinstance(out, (tuple, list)) else (out,)
+        for i, slot in positions:
+            slots[slot] = results[i]
+
+    return run
+
+
+def _loop(step: Loop, slots: dict[Var, int], dead: tuple, compiled) -> Callable:
+    op: Scan = step.op
+    body = routine(step.body, compiled)
+    operands = [slots[value] for value in step.equation.args]
+    split = op.num_consts + op.num_carry
+    consts, carries, xs = (
+        operands[: op.num_consts],
+        operands[op.num_consts : split],
+        operands[split:],
+    )
+    # a list of slices is emptied as it is read, unless it is read again
+    taken = tuple(slot in dead and xs.count(slot) == 1 for slot in xs)
+    finals = tuple(None if v is None else slots[v] for v in step.carries)
+    columns = tuple(slots[v] for v in step.columns)
+    stacks = tuple((slots[v], v.shape, v.stride, v.dtype, v.device) for v in step.stacks)
+    order = range(op.length)[:: -1 if op.reverse else 1]
+    num_carry = op.num_carry
+
+    def run(slots: Slots) -> None:
+        fixed = [slots[i] for i in consts]
+        carry = [slots[i] for i in carries]
+        sources = [v if isinstance(v, list) else v.unbind(0) for v in [slots[i] for i in xs]]
+        emptied = [v for v, take in zip(sources, taken, strict=True) if take and type(v) is list]
+        for i in dead:
+            slots[i] = None
+        rows: list[Sequence[torch.Tensor]] = []
+        for slot, shape, stride, dtype, device in stacks:
+            slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            rows.append(slots[slot].unbind(0))
+        made: list[list] = [[None] * len(order) for _ in columns]
+        for index in order:
+            x = [source[index] for source in sources]
+            for source in emptied:
+                source[index] = None
+            inputs = [*fixed, *carry, *x, *(row[index] for row in rows)]
+            del carry, x
+            outputs = body.run(inputs)
+            carry = outputs[:num_carry]
+            for column, value in zip(made, outputs[num_carry:], strict=True):
+                column[index] = value
+        for slot, value in zip(finals, carry, strict=True):
+            if slot is not None:
+                slots[slot] = value
+        for slot, column in zip(columns, made, strict=True):
+            slots[slot] = column
+
+    return run

@@ -1,0 +1,154 @@
+"""Lowering: the equations of a kernel as an fx graph, with collectives on real process groups.
+
+A traced program says ``psum(x, "tp")``; here that becomes torch's functional all-reduce on the
+group of ``tp``, which Inductor knows, overlaps with compute and merges. Group names are the same on
+all ranks, and nothing else depends on the rank, so all ranks lower to the same graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from functron import compat
+from functron.program.equations import Equation, Var
+from functron.program.segments import Kernel
+from functron.spmd.traced import LIBRARY
+
+_c10d = torch.ops._c10d_functional
+_aten = torch.ops.aten
+
+Groups = Mapping[str, str]
+"""The name of the process group of every axis."""
+
+LIBRARY.define("permute_ranks(Tensor x, str group, int[] sources, int[] destinations) -> Tensor")
+
+
+def _permute_ranks(x, group, sources, destinations):
+    """x of the rank that sends here; zeros where none does. Each rank looks up its own part.
+
+    One operation for the compiler, since how much is sent where differs by rank.
+    """
+    ranks = compat.group(group)
+    index, size = ranks.rank(), ranks.size()
+    target = dict(zip(sources, destinations, strict=True)).get(index)
+    source = dict(zip(destinations, sources, strict=True)).get(index)
+    sends, receives = [0] * size, [0] * size
+    flat = x.reshape(-1)
+    if target is None:
+        flat = flat[:0]
+    else:
+        sends[target] = x.numel()
+    if source is not None:
+        receives[source] = x.numel()
+    got = _c10d.wait_tensor(_c10d.all_to_all_single(flat, receives, sends, group))
+    return torch.zeros_like(x) if source is None else got.view(x.shape)
+
+
+def _like(x, *args):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+LIBRARY.impl("permute_ranks", _permute_ranks, "CompositeExplicitAutograd")
+torch.library.register_fake("functron::permute_ranks", _like, lib=LIBRARY)
+
+
+def graph_module(kernel: Kernel, groups: Groups) -> fx.GraphModule:
+    """The graph of a kernel: operands in, a tuple of its results out, updates written at the end.
+
+    Raises:
+        ValueError: an operation returns what a graph cannot hold.
+    """
+    graph = fx.Graph()
+    nodes: dict[Var, fx.Node] = {}
+    for position, value in enumerate(kernel.reads):
+        nodes[value] = graph.placeholder(f"operand_{position}")
+    for equation in kernel.equations:
+        _equation(graph, equation, nodes, groups)
+    for target, value in kernel.updates:
+        graph.call_function(_aten.copy_.default, (nodes[target], nodes[value]))
+    graph.output(tuple(nodes[value] for value in kernel.results))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _equation(
+    graph: fx.Graph, equation: Equation, nodes: dict[Var, fx.Node], groups: Groups
+) -> None:
+    args, kwargs = pytree.tree_map_only(
+        Var, nodes.__getitem__, (equation.args, dict(equation.kwargs))
+    )
+    assert isinstance(equation.op, torch._ops.OpOverload)
+    lowering = _LOWERINGS.get(equation.op.name())
+    if lowering is not None:
+        nodes[equation.results[0]] = lowering(graph, groups, *args)
+        return
+    node = graph.call_function(equation.op, args, kwargs)
+    returns = equation.op._schema.returns
+    if len(returns) == 1 and not isinstance(returns[0].type, torch.ListType):
+        nodes[equation.results[0]] = node
+        return
+    if any(isinstance(value.type, torch.ListType) for value in returns[1:]):
+        raise ValueError(
+            f"compile: {equation.op} returns lists among other values; wanted tensors or one list; "
+            f"fix: write {equation.where.line or 'it'} with another operation"
+        )
+    for position, value in enumerate(equation.outputs):
+        if value is not None:
+            nodes[value] = graph.call_function(operator.getitem, (node, position))
+
+
+# --- collectives: (graph, groups, *arguments of the traced operation) -> the node of the result
+
+
+def _wait(graph: fx.Graph, op: Callable, *args: Any) -> fx.Node:
+    return graph.call_function(_c10d.wait_tensor.default, (graph.call_function(op, args),))
+
+
+def _all_reduce(operation: str) -> Callable:
+    def lower(graph, groups, x, axis, size):
+        return _wait(graph, _c10d.all_reduce.default, x, operation, groups[axis])
+
+    return lower
+
+
+def _all_gather(graph, groups, x, axis, size):
+    row = graph.call_function(_aten.unsqueeze.default, (x, 0))
+    return _wait(graph, _c10d.all_gather_into_tensor.default, row, size, groups[axis])
+
+
+def _reduce_scatter(graph, groups, x, axis, size):
+    part = _wait(graph, _c10d.reduce_scatter_tensor.default, x, "sum", size, groups[axis])
+    return graph.call_function(_aten.squeeze.dim, (part, 0))
+
+
+def _all_to_all(graph, groups, x, axis, size):
+    splits = [1] * size
+    return _wait(graph, _c10d.all_to_all_single.default, x, splits, splits, groups[axis])
+
+
+def _ppermute(graph, groups, x, axis, size, sources: Sequence[int], destinations: Sequence[int]):
+    op = torch.ops.functron.permute_ranks.default
+    return graph.call_function(op, (x, groups[axis], list(sources), list(destinations)))
+
+
+def _same(graph, groups, x, axis):
+    return x
+
+
+_LOWERINGS: dict[str, Callable[..., fx.Node]] = {
+    "functron::psum": _all_reduce("sum"),
+    "functron::pmax": _all_reduce("max"),
+    "functron::pmin": _all_reduce("min"),
+    "functron::all_gather": _all_gather,
+    "functron::psum_scatter": _reduce_scatter,
+    "functron::all_to_all": _all_to_all,
+    "functron::ppermute": _ppermute,
+    "functron::vary": _same,
+    "functron::assume_replicated": _same,
+    "functron::require_replicated": _same,
+}

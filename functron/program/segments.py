@@ -1,0 +1,354 @@
+"""Segments: how a block runs when it is compiled, as a short list of steps for a Python driver.
+
+Equations between scans become one kernel each (one graph for the compiler), a scan becomes a loop
+over the steps of its body, and views of values that no kernel makes are taken by the driver. The
+compiler therefore sees a scanned body once, however often it runs.
+
+What scans hand to other scans is never stacked: such ys stay lists of slices. Other ys are written
+into the slices of one preallocated stack, in the kernel that computes them. Donated inputs are
+overwritten likewise, by the kernel that computes the value that takes their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from functron.program.equations import Block, Equation, Scan, Var
+from functron.program.recorder import live_equations
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """Equations that are compiled as one graph.
+
+    Attributes:
+        equations: in the order in which they were traced.
+        reads: its operands.
+        results: what later steps need of what it computes.
+        updates: pairs of an operand and the value that overwrites it in the end.
+    """
+
+    equations: tuple[Equation, ...]
+    reads: tuple[Var, ...]
+    results: tuple[Var, ...]
+    updates: tuple[tuple[Var, Var], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Eager:
+    """An equation that the driver runs itself: a view, or a side effect."""
+
+    equation: Equation
+
+    @property
+    def reads(self) -> tuple[Var, ...]:
+        """Its operands."""
+        return tuple(dict.fromkeys(self.equation.operands))
+
+    @property
+    def results(self) -> tuple[Var, ...]:
+        """What it gives."""
+        return tuple(self.equation.results)
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """The driver copies a value into an operand of the block."""
+
+    target: Var
+    value: Var
+
+    @property
+    def reads(self) -> tuple[Var, ...]:
+        """Both."""
+        return self.target, self.value
+
+    @property
+    def results(self) -> tuple[Var, ...]:
+        """None."""
+        return ()
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A scan.
+
+    Attributes:
+        equation: with a `Scan` for its operation.
+        body: the steps of an iteration. Its inputs are the body's, then one slice of each stack;
+            its outputs are the next carry, then the ys of `columns`.
+        columns: results that are lists of slices, in the order of the body's outputs.
+        stacks: results that the body writes into slices of one tensor.
+    """
+
+    equation: Equation
+    body: Plan
+    columns: tuple[Var, ...]
+    stacks: tuple[Var, ...]
+
+    @property
+    def op(self) -> Scan:
+        """The scan."""
+        assert isinstance(self.equation.op, Scan)
+        return self.equation.op
+
+    @property
+    def carries(self) -> tuple[Var | None, ...]:
+        """The results that are the last carry."""
+        return self.equation.outputs[: self.op.num_carry]
+
+    @property
+    def reads(self) -> tuple[Var, ...]:
+        """Its operands."""
+        return tuple(dict.fromkeys(self.equation.operands))
+
+    @property
+    def results(self) -> tuple[Var, ...]:
+        """What it gives."""
+        return (*(v for v in self.carries if v is not None), *self.columns, *self.stacks)
+
+
+Step = Kernel | Eager | Copy | Loop
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How a block runs.
+
+    Attributes:
+        inputs: of the block, then those that are only written to.
+        steps: in order.
+        outputs: of the block: values and constants.
+        inside: values that live in the memory of an input, and that input.
+    """
+
+    inputs: tuple[Var, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[Any, ...]
+    inside: Mapping[Var, Var] = field(default_factory=dict)
+
+    def kernels(self) -> list[Kernel]:
+        """All kernels, those of loops' bodies included."""
+        found: list[Kernel] = []
+        for step in self.steps:
+            if isinstance(step, Kernel):
+                found.append(step)
+            elif isinstance(step, Loop):
+                found += step.body.kernels()
+        return found
+
+
+def plan(
+    block: Block,
+    outputs: Sequence[Any],
+    *,
+    into: Mapping[Var, Var] | None = None,
+    donated: Mapping[Var, Var] | None = None,
+) -> Plan:
+    """The steps that compute `outputs` of a block.
+
+    Args:
+        block: of a program, or the body of a scan.
+        outputs: those outputs of the block that are needed.
+        into: new inputs that must be overwritten, and the values of the block to write there.
+        donated: values that may take the memory of an input, and that input. Those that cannot,
+            since the old value is needed afterwards, are left out of `Plan.inside`.
+    """
+    return _Planner(block, outputs, dict(into or {}), dict(donated or {})).plan()
+
+
+class _Planner:
+    """Cuts one block into steps."""
+
+    def __init__(self, block, outputs, into: dict[Var, Var], donated: dict[Var, Var]):
+        self.block, self.outputs, self.into, self.donated = block, tuple(outputs), into, donated
+        self.wanted = [v for v in [*outputs, *self.into.values()] if isinstance(v, Var)]
+        self.equations = live_equations(block.equations, self.wanted)
+        self.operands = {e: e.operands for e in self.equations}
+        self.made_by = {value: e for e in self.equations for value in e.results}
+        self.views = {e for e in self.equations if not _drives(e) and e.aliases}
+        self.classes: dict[int, int] = {}  # of storages that may be one memory when it runs
+        self.group_of: dict[Equation, int] = {}  # the kernel that an equation belongs to
+
+    def plan(self) -> Plan:
+        groups = self._groups()
+        xs_only = self._xs_only()
+        steps: list[Step] = []
+        for group in groups:
+            first = group[0]
+            if not _drives(first):
+                steps.append(self._kernel(group))
+                continue
+            steps += self._views(self.operands[first], steps)
+            if isinstance(first.op, Scan):
+                steps.append(self._loop(first, xs_only))
+            else:
+                steps.append(Eager(first))
+        steps += self._views(self.wanted, steps)
+        steps = self._with_results(steps)
+        steps, inside = self._with_updates(steps)
+        inputs = (*self.block.inputs, *self.into)
+        return Plan(inputs, tuple(steps), self.outputs, inside)
+
+    def _groups(self) -> list[list[Equation]]:
+        """The equations, cut before and after those that the driver runs; floating views left out.
+
+        A view floats if the memory it shows is not made by a kernel: whoever needs it takes it.
+        """
+        groups: list[list[Equation]] = []
+        current: list[Equation] = []
+        for equation in self.equations:
+            if _drives(equation):
+                groups += [current] if current else []
+                groups.append([equation])
+                current = []
+                self._join_classes(equation)
+            elif not self._floats(equation):
+                self.group_of[equation] = len(groups)
+                current.append(equation)
+        return [*groups, current] if current else groups
+
+    def _floats(self, equation: Equation) -> bool:
+        if equation not in self.views:
+            return False
+        makers = [self.made_by.get(value) for value in self.operands[equation]]
+        return all(maker not in self.group_of for maker in makers if maker is not None)
+
+    def _join_classes(self, scan: Equation) -> None:
+        """Results of a scan that may be operands of it: values that its body passes on."""
+        op = scan.op
+        if not isinstance(op, Scan):
+            return
+        owners = {v.storage: o for v, o in zip(op.body.inputs, scan.args, strict=True)}
+        carries = scan.args[op.num_consts : op.num_consts + op.num_carry]
+        carried = {v.storage for v in op.body.inputs[op.num_consts :][: op.num_carry]}
+        for inner, result in zip(op.body.outputs, scan.outputs, strict=True):
+            if not isinstance(inner, Var) or result is None or inner.storage not in owners:
+                continue
+            also = carries if inner.storage in carried else ()
+            for operand in (owners[inner.storage], *also):
+                old, new = self._class(result), self._class(operand)
+                self.classes = {k: new if v == old else v for k, v in self.classes.items()}
+
+    def _class(self, value: Var) -> int:
+        return self.classes.setdefault(value.storage, value.storage)
+
+    def _xs_only(self) -> set[Var]:
+        """Results of scans that only scans read, slice by slice."""
+        other = set(self.wanted)
+        used: set[Var] = set()
+        for equation in self.equations:
+            operands = self.operands[equation]
+            if isinstance(equation.op, Scan):
+                start = equation.op.num_consts + equation.op.num_carry
+                used |= set(equation.args[start:])
+                operands = list(equation.args[:start])
+            other |= set(operands)
+        return used - other
+
+    def _chain(self, value: Var) -> Iterable[Equation]:
+        """The views that lead to a value from one that the driver holds, in order."""
+        equation = self.made_by.get(value)
+        if equation not in self.views:
+            return
+        for operand in self.operands[equation]:
+            yield from self._chain(operand)
+        yield equation
+
+    def _kernel(self, group: list[Equation]) -> Kernel:
+        own = dict.fromkeys(value for equation in group for value in equation.results)
+        pulled: dict[Equation, None] = {}
+        for equation in group:
+            for operand in self.operands[equation]:
+                if operand not in own:
+                    pulled.update(dict.fromkeys(self._chain(operand)))
+        equations = (*pulled, *group)
+        made = {value for equation in equations for value in equation.results}
+        reads = dict.fromkeys(v for e in equations for v in self.operands[e] if v not in made)
+        return Kernel(equations, tuple(reads), tuple(own))
+
+    def _views(self, values: Sequence[Any], steps: Sequence[Step]) -> list[Step]:
+        """Steps that take the floating views among `values` and have not been taken before."""
+        taken = {step.equation for step in steps if isinstance(step, Eager)}
+        chains = [e for value in values if isinstance(value, Var) for e in self._chain(value)]
+        new = dict.fromkeys(e for e in chains if e not in self.group_of and e not in taken)
+        return [Eager(equation) for equation in new]
+
+    def _loop(self, equation: Equation, xs_only: set[Var]) -> Loop:
+        op = equation.op
+        assert isinstance(op, Scan)
+        used = {v for operands in self.operands.values() for v in operands} | set(self.wanted)
+        ys = list(
+            zip(op.body.outputs[op.num_carry :], equation.outputs[op.num_carry :], strict=True)
+        )
+        columns = [(inner, y) for inner, y in ys if y in xs_only]
+        stacks = [(inner, y) for inner, y in ys if y in used and y not in xs_only]
+        outputs = [*op.body.outputs[: op.num_carry], *(inner for inner, _ in columns)]
+        rows = {_row(y, position): inner for position, (inner, y) in enumerate(stacks)}
+        body = plan(op.body, outputs, into=rows)
+        return Loop(equation, body, tuple(y for _, y in columns), tuple(y for _, y in stacks))
+
+    def _with_results(self, steps: list[Step]) -> list[Step]:
+        """The steps, with only those results of kernels that others need."""
+        needed = set(self.wanted)
+        out: list[Step] = []
+        for step in reversed(steps):
+            if isinstance(step, Kernel):
+                results = tuple(value for value in step.results if value in needed)
+                step = Kernel(step.equations, step.reads, results)
+            needed |= set(step.reads)
+            out.append(step)
+        return out[::-1]
+
+    def _with_updates(self, steps: list[Step]) -> tuple[list[Step], dict[Var, Var]]:
+        """The steps, with the kernels writing to donated inputs and to `into`."""
+        inside: dict[Var, Var] = {}
+        maker = {value: i for i, step in enumerate(steps) for value in step.results}
+        kernels = {i: [] for i, step in enumerate(steps) if isinstance(step, Kernel)}
+        for value, target in self.donated.items():
+            index = maker.get(value)
+            if index in kernels and self._unread(target, value, steps, index):
+                kernels[index].append((target, value))
+                inside[value] = target
+        copies: list[Step] = []
+        for target, value in self.into.items():
+            index = maker.get(value)
+            if index in kernels:
+                kernels[index].append((target, value))
+            else:
+                copies.append(Copy(target, value))
+        kept = {v for v in self.outputs if isinstance(v, Var)}
+        kept |= {v for step in [*steps, *copies] for v in step.reads}
+        out: list[Step] = []
+        for index, step in enumerate(steps):
+            pairs = kernels.get(index, ())
+            if isinstance(step, Kernel) and pairs:
+                reads = tuple(dict.fromkeys([*step.reads, *(target for target, _ in pairs)]))
+                results = tuple(v for v in step.results if v in kept and v not in inside)
+                step = Kernel(step.equations, reads, results, tuple(pairs))
+            out.append(step)
+        return [*out, *copies], inside
+
+    def _unread(self, target: Var, value: Var, steps: Sequence[Step], index: int) -> bool:
+        """Whether nothing but `target` itself shows its memory to the step, or to later ones."""
+        memory = self._class(target)
+        if self._class(value) == memory:
+            return False
+        here = [v for v in steps[index].reads if v is not target]
+        later = [v for step in steps[index + 1 :] for v in step.reads]
+        ends = [v for v in self.outputs if isinstance(v, Var)]
+        return all(self._class(v) != memory for v in (*here, *later, *ends))
+
+
+def _drives(equation: Equation) -> bool:
+    """Whether the driver runs an equation itself."""
+    return isinstance(equation.op, Scan) or not equation.outputs
+
+
+def _row(stack: Var, position: int) -> Var:
+    """A slice of a stacked value, as an input of the body that writes it."""
+    size = stack.size // stack.shape[0] * stack.dtype.itemsize if stack.shape[0] else 0
+    shape, stride = stack.shape[1:], stack.stride[1:]
+    return Var(f"row_{position}", shape, stride, stack.dtype, stack.device, -1 - position, size)

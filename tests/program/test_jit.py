@@ -1,0 +1,321 @@
+"""`ft.jit`: what it computes, when it compiles, what donation does, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import functron as ft
+from functron import BoundMesh, Mesh, P, gpt, lax, optim, random, tree
+from functron.program.donation import Donated
+
+X = torch.arange(6.0).reshape(2, 3)
+
+
+def eager(fn=None, **options):
+    return ft.jit(fn, backend="eager", **options)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("kernels")
+
+
+# --- what it computes
+
+
+def test_compiles_once_and_computes_what_the_function_does(cache):
+    calls = []
+
+    @ft.jit(cache=cache)
+    def f(a, b):
+        calls.append(1)
+        return {"sum": a["x"] + b, "same": a["x"], "none": None, "number": 3}
+
+    for i in range(3):
+        x = X + i
+        got = f({"x": x}, 2 * x)
+        assert torch.equal(got["sum"], 3 * x)
+        assert torch.equal(got["same"], x)
+        assert (got["none"], got["number"]) == (None, 3)
+    assert calls == [1]
+
+
+def test_gradients_of_scans(cache):
+    w = torch.randn(4, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = X.double()
+
+    def loss(w):
+        return ft.scan(lambda x, w: (torch.tanh(x @ w), None), x, w)[0].sum()
+
+    torch.testing.assert_close(ft.jit(ft.grad(loss), cache=cache)(w), torch.func.grad(loss)(w))
+
+
+def test_inside_a_larger_program_it_is_the_function():
+    inner = eager(lambda x: x + 1)
+    program = ft.trace(lambda x: inner(x) * 2)(X)
+    assert [equation.name for equation in program.block.equations] == ["add", "mul"]
+    assert torch.equal(eager(lambda x: inner(x) * 2)(X), (X + 1) * 2)
+
+
+def test_simulated_meshes_are_compiled_whole(cache):
+    mesh = Mesh(dp=2, tp=3)
+    f = ft.shard_map(
+        lambda x: lax.psum(x * (1 + lax.axis_index("tp")), "dp"), mesh, P("dp", "tp"), P(None, "tp")
+    )
+    assert torch.equal(ft.jit(f, cache=cache)(X), f(X))
+
+
+def test_the_program_and_the_executable_can_be_had(cache):
+    f = ft.jit(lambda x, y: x @ y + 1, donate=0, cache=cache)
+    x, y = torch.ones(3, 3), torch.ones(3, 3)
+    assert [e.name for e in f.trace(x, y).block.equations] == ["mm", "add"]
+    executable = f.compile(x, y)
+    assert executable.updated == ("0",)
+    assert "cpp_fused_add" in executable.code[0]
+    assert f.compile(x, y) is executable
+    assert torch.equal(x, torch.ones(3, 3))  # nothing ran
+
+
+# --- signatures
+
+
+def test_other_arguments_say_what_changed():
+    f = eager(lambda batch, rate: batch["x"] * rate)
+    f({"x": X}, 0.5)
+    message = r"argument 0/x: got float32\[3, 2\] on cpu; wanted float32\[2, 3\] on cpu"
+    with pytest.raises(ValueError, match=message):
+        f({"x": X.reshape(3, 2)}, 0.5)
+    with pytest.raises(ValueError, match=r"float64\[2, 3\] on cpu; .*num_signatures"):
+        f({"x": X.double()}, 0.5)
+    with pytest.raises(ValueError, match=r"float32\[2, 3\] with strides \(1, 2\)"):
+        f({"x": X.T.contiguous().T}, 0.5)
+    with pytest.raises(ValueError, match=r"argument 1: got 0.25; wanted 0.5; fix: .*static="):
+        f({"x": X}, 0.25)
+    with pytest.raises(ValueError, match=r"argument 0/y: got .*; wanted nothing"):
+        f({"x": X, "y": X}, 0.5)
+    assert torch.equal(f({"x": X}, 0.5), X / 2)
+
+
+def test_as_many_signatures_as_allowed():
+    f = eager(lambda x: x + 1, num_signatures=2)
+    for size in (2, 3, 2, 3):
+        assert torch.equal(f(torch.zeros(size)), torch.ones(size))
+    with pytest.raises(ValueError, match="compiled for 2 signatures"):
+        f(torch.zeros(4))
+
+
+def test_static_arguments_compile_anew():
+    seen = []
+
+    @eager(static=(1, 2))
+    def f(x, power, flags):
+        seen.append((power, flags))
+        return x**power if flags["on"] else x
+
+    for power, flag in ((2, True), (2, 1), (3, True), (2, True)):
+        assert torch.equal(f(X, power, {"on": flag}), X**power)
+    assert seen == [(2, {"on": True}), (2, {"on": 1}), (3, {"on": True})]
+    with pytest.raises(TypeError, match="argument 1: got a tensor; wanted other values"):
+        f(X, torch.ones(()), {"on": True})
+    with pytest.raises(TypeError, match=r"got a set as argument 1; wanted a tensor, or what can"):
+        f(X, set(), {"on": True})
+    with pytest.raises(ValueError, match=r"static=\[3\]"):
+        eager(lambda x: x, static=3)(X)
+
+
+# --- donation
+
+
+def test_donated_memory_becomes_the_results_and_cannot_be_used():
+    f = eager(lambda state, x: ({"a": state["a"] + x, "b": state["b"]}, x.sum()), donate=0)
+    state = {"a": torch.zeros(2, 3), "b": torch.ones(4)}
+    pointers = {name: value.data_ptr() for name, value in state.items()}
+    result, _ = f(state, X)
+    assert {name: value.data_ptr() for name, value in result.items()} == pointers
+    assert torch.equal(result["a"], X)
+    assert isinstance(state["a"], Donated)
+    with pytest.raises(ValueError, match=r"donated to <lambda> as argument 0/a.*use the result"):
+        state["a"] + 1
+    with pytest.raises(ValueError, match="donated to <lambda>"):
+        torch.stack([X[0], state["a"]])
+    with pytest.raises(ValueError, match="donated to <lambda>"):
+        print(state["a"].shape)
+    assert "0/a" in repr(state["a"])
+    with pytest.raises(ValueError, match=r"argument 0/a: got a tensor that was donated.*1 more"):
+        f(state, X)
+
+
+def test_donating_memory_that_another_argument_shows():
+    f = eager(lambda a, b: a + b, donate=0)
+    with pytest.raises(ValueError, match=r"argument 1: got the memory of 0; wanted memory of its"):
+        f(X, X)
+    same = torch.zeros(3)
+    g = eager(lambda state: {k: v + 1 for k, v in state.items()}, donate=0)
+    with pytest.raises(ValueError, match="argument 0/b: got the memory of 0/a"):
+        g({"a": same, "b": same})
+    assert torch.equal(same, torch.zeros(3))
+
+
+# --- what is refused
+
+
+def test_where_compiled_code_cannot_be():
+    f = eager(lambda x: (x * x).sum())
+    with pytest.raises(ValueError, match=r"jit\(grad\(f\)\) instead of grad\(jit\(f\)\)"):
+        torch.func.grad(f)(X)
+    with pytest.raises(ValueError, match="torch.func transform"):
+        torch.func.vmap(f)(X)
+    with pytest.raises(ValueError, match="require gradients"):
+        f(X.clone().requires_grad_())
+    with torch.no_grad():
+        assert f(X.clone().requires_grad_()) == 55
+    with pytest.raises(TypeError, match=r"keyword arguments \['x'\]"):
+        f(x=X)
+
+
+def test_options_that_contradict():
+    with pytest.raises(ValueError, match=r"arguments \[1\] both as donate and as static"):
+        ft.jit(lambda x: x, donate=(0, 1), static=1)
+    with pytest.raises(ValueError, match="num_signatures=0"):
+        ft.jit(lambda x: x, num_signatures=0)
+    with pytest.raises(ValueError, match="options: got 'cudagraphs'"):
+        ft.jit(lambda x: x, options={"cudagraphs": True})(X)
+    with pytest.raises(ValueError, match=r"donate=\[2\]"):
+        ft.jit(lambda x: x, donate=2)(X)
+
+
+def test_what_tracing_refuses_names_the_line():
+    def branches(x):
+        return x if x.sum() > 0 else -x  # on a number
+
+    def writes(x):
+        x.add_(1)  # to an argument
+        return x * 2
+
+    with pytest.raises(ValueError, match="# on a number"):
+        eager(branches)(X)
+    with pytest.raises(ValueError, match="# to an argument"):
+        eager(writes)(X)
+    assert torch.equal(eager(writes, donate=0)(X.clone()), (X + 1) * 2)
+
+
+def test_a_bound_mesh_inside_is_refused():
+    two = BoundMesh(Mesh(dp=2), 0, {"dp": 0}, {"dp": "none"}, "cpu")
+    inner = ft.shard_map(lambda x: lax.psum(x, "dp"), two, P("dp"), P())
+    with pytest.raises(ValueError, match="jit what shard_map returned over a bound mesh"):
+        eager(lambda x: inner(x) * 2)(X)
+
+
+# --- training steps
+
+CONFIG = gpt.GPTConfig(
+    vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64, max_seq=16, dropout=0.1
+)
+STEPS = 20
+
+
+def training(mesh, stream=gpt.STREAM):
+    defs = gpt.defs(CONFIG)
+    specs = ft.param_specs(defs, gpt.rules(CONFIG, mesh))
+    adamw = optim.adamw(3e-3, weight_decay=0.1)
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), adamw)
+
+    def loss(params, batch, key):
+        return gpt.loss(CONFIG, params, batch, key=key, stream=stream)
+
+    step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs)
+    state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
+    return step, state
+
+
+def batches():
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(STEPS):
+        tokens = torch.randint(0, 64, (4, 17), generator=generator)
+        rows = torch.arange(4)
+        yield {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].contiguous(), "rows": rows}
+
+
+def losses(step, state, part=lambda batch: batch):
+    found = []
+    for batch in batches():
+        state, metrics = step(state, part(batch))
+        found.append(float(metrics["loss"]))
+    return found, state
+
+
+@pytest.fixture(scope="module")
+def dense():
+    step, state = training(Mesh())
+    return losses(step, state)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2, tp=2)], ids=str)
+def test_twenty_compiled_steps(mesh, dense, cache):
+    step, state = training(mesh)
+    found, state = losses(ft.jit(step, donate=0, cache=cache), state)
+    torch.testing.assert_close(found, dense[0], rtol=1e-5, atol=1e-5)
+    for name, got, wanted in zip(
+        tree.paths(state.params),
+        tree.leaves(state.params),
+        tree.leaves(dense[1].params),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-5, msg=name)
+
+
+RANKS = """
+import json, sys, torch, torch.distributed as dist
+sys.path.insert(0, {folder!r})
+import functron as ft
+from functron import Mesh, P, gpt
+from test_jit import losses, training
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+mesh = Mesh(dp=2, tp=2).bind()
+for stream in (gpt.STREAM, gpt.SEQUENCE_PARALLEL_STREAM):
+    for compiled in (False, True):
+        step, state = training(mesh, stream)
+        step = ft.jit(step, donate=0, cache=sys.argv[1]) if compiled else step
+        found, _ = losses(step, state, lambda batch: ft.shard(batch, P(ft.DATA_AXES), mesh))
+        if dist.get_rank() == 0:
+            print(json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_twenty_steps_of_four_processes(torchrun, dense, cache):
+    program = RANKS.format(folder=str(Path(__file__).parent))
+    lines = torchrun(program, 4, cache, timeout=400).stdout.splitlines()
+    runs = [json.loads(line) for line in lines if line.startswith("[")]
+    assert len(runs) == 4
+    for found in runs:
+        torch.testing.assert_close(found, dense[0], rtol=1e-5, atol=1e-5)
+
+
+DIFFERS = """
+import torch, torch.distributed as dist, functron as ft
+from functron import Mesh, P, lax
+dist.init_process_group("gloo")
+mesh = Mesh(tp=2).bind()
+
+def differs(x):
+    y = lax.psum(x, "tp")
+    return y * 2 if mesh.rank == 0 else y + lax.psum(x * x, "tp")
+
+try:
+    ft.jit(ft.shard_map(differs, mesh, P("tp"), P()), backend="eager")(torch.ones(3))
+except ValueError as error:
+    print("refused" if "tp_index is" in str(error) and "psum" in str(error) else error)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_a_branch_that_differs_by_rank_is_refused_instead_of_hanging(torchrun):
+    assert torchrun(DIFFERS, 2, timeout=60).stdout.split() == ["refused", "refused"]
