@@ -14,13 +14,29 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from functron.program.equations import Scan, Var
-from functron.program.segments import Copy, Eager, Kernel, Loop, Plan
+from functron.program.equations import Equation, Scan, Var
+from functron.program.placement import PRODUCTS
+from functron.program.segments import Copy, Eager, Kernel, Loop, Plan, Product
 
 Compiled = Callable[[list], Sequence[torch.Tensor]]
 """A compiled kernel: takes a list of tensors, which it may empty; gives the results."""
 
 Slots = list[Any]
+
+_aten = torch.ops.aten
+_FROM_START = frozenset(
+    (
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.reshape.default,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.permute.default,
+        _aten.expand.default,
+        _aten.unsqueeze.default,
+        _aten.squeeze.dim,
+    )
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +96,8 @@ def _step(step, slots: dict[Var, int], dead: tuple[int, ...], compiled) -> Calla
         return _kernel(compiled[step], reads, tuple(slots[v] for v in step.results), dead)
     if isinstance(step, Copy):
         return _copy(slots[step.target], slots[step.value])
+    if isinstance(step, Product):
+        return _product(step, slots, dead)
     if isinstance(step, Eager):
         return _eager(step, slots, dead)
     return _loop(step, slots, dead, compiled)
@@ -103,8 +121,52 @@ def _copy(target: int, value: int) -> Callable:
     return run
 
 
+def _product(step: Product, slots: dict[Var, int], dead: tuple) -> Callable:
+    target, (a, b) = slots[step.target], (slots[v] for v in step.equation.args)
+    made = step.equation.results[0]
+    shape, stride = made.shape, made.stride
+    multiply = PRODUCTS[step.equation.op]
+
+    def run(slots: Slots) -> None:
+        multiply(slots[a], slots[b], out=slots[target].as_strided(shape, stride))
+        for i in dead:
+            slots[i] = None
+
+    return run
+
+
 def _eager(step: Eager, slots: dict[Var, int], dead: tuple) -> Callable:
     equation = step.equation
+    run = (_view if equation.op in _FROM_START else _any)(equation, slots)
+    if not dead:
+        return run
+
+    def and_free(slots: Slots) -> None:
+        run(slots)
+        for i in dead:
+            slots[i] = None
+
+    return and_free
+
+
+def _view(equation: Equation, slots: dict[Var, int]) -> Callable:
+    """A view that starts where its operand does is a matter of shape and strides, known before."""
+    (source,), (made,) = equation.operands, equation.results
+    start, end, expected = slots[source], slots[made], source.stride
+    shape, stride = made.shape, made.stride
+    general = _any(equation, slots)
+
+    def run(slots: Slots) -> None:
+        value = slots[start]
+        if value.stride() == expected:
+            slots[end] = value.as_strided(shape, stride)
+        else:
+            general(slots)
+
+    return run
+
+
+def _any(equation: Equation, slots: dict[Var, int]) -> Callable:
     leaves, structure = pytree.tree_flatten((equation.args, dict(equation.kwargs)))
     places = [(i, slots[leaf]) for i, leaf in enumerate(leaves) if isinstance(leaf, Var)]
     op: Any = equation.op
@@ -117,8 +179,6 @@ def _eager(step: Eager, slots: dict[Var, int], dead: tuple) -> Callable:
         for i, slot in places:
             filled[i] = slots[slot]
         args, kwargs = pytree.tree_unflatten(filled, structure)
-        for i in dead:
-            slots[i] = None
         out = op(*args, **kwargs)
         results = out if isinstance(out, (tuple, list)) else (out,)
         for i, slot in positions:

@@ -245,8 +245,8 @@ class Recorder(TorchDispatchMode):
         if func.namespace in ("_c10d_functional", "c10d"):
             raise ValueError(
                 f"trace: at {_line()} the program communicates with real processes ({func}); "
-                "wanted collectives of functron.lax over the mesh that it is traced for; fix: give trace "
-                "or jit what shard_map returned over a bound mesh, not a function that calls it"
+                "wanted collectives of functron.lax over the mesh it is traced for; fix: give "
+                "trace or jit what shard_map returned over a bound mesh, not a caller of it"
             )
 
     def _run(self, func, args, kwargs):

@@ -22,7 +22,10 @@ def unroll(program: Program) -> Program:
 
     What a scan hands to another one, slice by slice, is then never stacked.
     """
-    return replace(program, block=_Unroller().block(program.block))
+    block = _Unroller().block(program.block)
+    rows = zip(program.outputs, block.outputs, strict=True)
+    outputs = tuple(replace(output, value=value) for output, value in rows)
+    return replace(program, block=block, outputs=outputs)
 
 
 class _Unroller:
@@ -115,7 +118,11 @@ class _Unroller:
         rows = column if same else [permuted(value, inner) for value in column]
         shape = tuple(like.shape[dim] for dim in order)
         stacked = self.fresh(like, shape=shape, stride=_contiguous(shape))
-        into.append(Equation(_aten.stack.default, (rows,), {}, (stacked,), where))
+        if rows:
+            into.append(Equation(_aten.stack.default, (rows,), {}, (stacked,), where))
+        else:  # no iteration has run
+            kwargs = {"dtype": like.dtype, "device": like.device}
+            into.append(Equation(_aten.full.default, (shape, 0), kwargs, (stacked,), where))
         out = stacked if same else permuted(stacked, inverse)
         self.columns[out] = column
         return out
