@@ -22,10 +22,13 @@ from torch import fx
 from torch._inductor import compile_fx as inductor
 from torch._inductor import config
 from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+from torch._inductor.dependencies import Dep, StarDep, WeakDep
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import BoxedBool
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._ordered_set import OrderedSet
 
 from functron import compat
 from functron.program.equations import Var
@@ -84,10 +87,14 @@ def _key(graph: fx.GraphModule, operands: Sequence[Var], options: Options) -> st
     facts = [
         torch.__version__, torch.version.git_version, torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(), str(cuda), sorted(settings.items()),
-        sorted((k, repr(v)) for k, v in options.items()), str(graph.graph),
+        sorted((k, _text(v)) for k, v in options.items()), str(graph.graph),
         [(v.shape, v.stride, str(v.dtype), str(v.device)) for v in operands],
     ]  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _text(option: Any) -> str:
+    return getattr(option, "__qualname__", repr(option))  # without the address of a function
 
 
 def _is_plain(value: Any) -> bool:
@@ -113,7 +120,13 @@ def _compile(graph: fx.GraphModule, operands: Sequence[Var], path: Path):
 
     mode, fakes = _fakes(operands)
     results = _num_results(graph)
-    with compat.no_dispatch_modes(), compat.no_transforms(), torch.no_grad(), _tracing(mode):
+    with (
+        compat.no_dispatch_modes(),
+        compat.no_transforms(),
+        torch.no_grad(),
+        _tracing(mode),
+        _keeping_order(),
+    ):
         wrapped: Any = inductor.compile_fx(graph, fakes, inner_compile=inner)
     code, normalised = made[0]
     inputs = len(normalised.graph.find_nodes(op="placeholder"))
@@ -128,6 +141,30 @@ def _compile(graph: fx.GraphModule, operands: Sequence[Var], path: Path):
     part.write_bytes(pickle.dumps(stored))
     part.replace(path)
     return function, text
+
+
+@contextlib.contextmanager
+def _keeping_order() -> Iterator[None]:
+    """Inductor orders reads of memory and writes to it, inside this with block.
+
+    When it aligns loops to fuse them, which it does on CPUs, torch 2.13 forgets that a read has to
+    follow a write, or the wait of a collective (pytorch#185509), and torch 2.11 also that a write
+    has to follow a read (pytorch#177631). Kernels then read what is not there, or not any more.
+    """
+    original = SchedulerNode.recompute_size_and_body
+
+    def keeping(self: SchedulerNode, *args: Any, **kwargs: Any) -> None:
+        known = self.read_writes.reads
+        added = OrderedSet[Dep](dep for dep in known if isinstance(dep, (StarDep, WeakDep)))
+        original(self, *args, **kwargs)
+        found = self.read_writes.with_read(added)
+        self.set_read_writes(found.rename(self.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = keeping
+    try:
+        yield
+    finally:
+        SchedulerNode.recompute_size_and_body = original
 
 
 def _num_results(graph: fx.GraphModule) -> int:

@@ -125,6 +125,10 @@ class Program:
         """The program as text, which `Program.parse` reads."""
         return text.format(self)
 
+    def html(self) -> str:
+        """The program as HTML: scans and phases fold, collectives have the colour of their axis."""
+        return html(self)
+
     def _repr_html_(self) -> str:
         return html(self)
 

@@ -167,7 +167,7 @@ def test_where_compiled_code_cannot_be():
     f = eager(lambda x: (x * x).sum())
     with pytest.raises(ValueError, match=r"jit\(grad\(f\)\) instead of grad\(jit\(f\)\)"):
         torch.func.grad(f)(X)
-    with pytest.raises(ValueError, match="torch.func transform"):
+    with pytest.raises(ValueError, match=r"torch.func transform"):
         torch.func.vmap(f)(X)
     with pytest.raises(ValueError, match="require gradients"):
         f(X.clone().requires_grad_())
