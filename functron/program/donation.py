@@ -83,6 +83,8 @@ def takers(program: Program) -> dict[Var, Var]:
     returned = [output for output in program.outputs if isinstance(output.value, Var)]
     outputs = {output.value for output in returned}
     free = {i.path: i.var for i in program.inputs if i.donated and i.var not in outputs}
+    inputs = set(program.block.inputs)
+    returned = [output for output in returned if output.value not in inputs]  # these have memory
     found: dict[Var, Var] = {}
 
     def take(value: Var, path: str) -> bool:

@@ -242,12 +242,6 @@ class Recorder(TorchDispatchMode):
                 "hidden side effect; wanted a function of its arguments; fix: draw from a key with "
                 "functron.random"
             )
-        if func.namespace in ("_c10d_functional", "c10d"):
-            raise ValueError(
-                f"trace: at {_line()} the program communicates with real processes ({func}); "
-                "wanted collectives of functron.lax over the mesh it is traced for; fix: give "
-                "trace or jit what shard_map returned over a bound mesh, not a caller of it"
-            )
 
     def _run(self, func, args, kwargs):
         try:

@@ -10,7 +10,7 @@ import torch
 
 from functron import tree
 from functron.errors import Problem, raise_problems
-from functron.program.equations import Var
+from functron.program.equations import Block, Scan, Var
 from functron.program.program import Input, Output, Program
 from functron.program.recorder import Recorder, active
 from functron.spmd.axes import enter, scope
@@ -137,6 +137,7 @@ class _Trace:
             for var, value in self.recorder.constants.items()
         ]
         block = self.recorder.block([i.var for i in inputs], [o.value for o in outputs])
+        _refuse_processes(block)
         used = {value for equation in block.equations for value in equation.operands}
         used |= {value for value in block.outputs if isinstance(value, Var)}
         kept = tuple(i for i in inputs if i.role == "argument" or i.var in used)
@@ -207,3 +208,14 @@ class _Trace:
             outputs.append(Output(self.recorder.var(leaf) if is_tensor else leaf, path, spec))
         raise_problems("trace: the function returns what a program cannot", bad, TypeError)
         return outputs, structure
+
+
+def _refuse_processes(block: Block) -> None:
+    for equation, _ in block.walk():
+        if not isinstance(equation.op, Scan) and equation.op.namespace == "_c10d_functional":
+            raise ValueError(
+                f"trace: at {equation.where.line} the program communicates with real processes "
+                f"({equation.op}); wanted collectives of functron.lax over the mesh it is traced "
+                "for; fix: give trace or jit what shard_map returned over a bound mesh, not a "
+                "caller of it"
+            )

@@ -318,4 +318,4 @@ dist.destroy_process_group()
 
 @pytest.mark.distributed
 def test_a_branch_that_differs_by_rank_is_refused_instead_of_hanging(torchrun):
-    assert torchrun(DIFFERS, 2, timeout=60).stdout.split() == ["refused", "refused"]
+    assert torchrun(DIFFERS, 2, timeout=60).stdout.count("refused") == 2

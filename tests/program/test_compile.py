@@ -1,0 +1,323 @@
+"""`compile`: what compiled programs compute, with which memory, kernels and artefacts.
+
+Most run with backend="eager", which runs the plan and the graphs without Inductor.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import functron as ft
+from functron import tree
+from functron.program.compile import Backend
+from functron.program.compile import compile as compile_program
+from functron.program.equations import Scan
+from functron.program.trace import trace
+
+TABLE = torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64)
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """One folder of artefacts, since Inductor compiles its headers once per folder."""
+    return tmp_path_factory.getbasetemp() / "kernels"
+
+
+def made(fn, *args, donate=(), backend: Backend = "eager", **options):
+    return compile_program(trace(fn, donate=donate)(*args), backend=backend, **options)
+
+
+def assert_same(got, want, tolerance=1e-12):
+    assert tree.flatten(got)[1] == tree.flatten(want)[1]
+    for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
+        if isinstance(b, torch.Tensor):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        else:
+            assert a == b
+
+
+def check(fn, *args, **options):
+    """A compiled function computes what the function does, in the layout that was traced."""
+    executable = made(fn, *args, **options)
+    copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
+    for _ in range(2):  # the second run finds whatever the first one left behind
+        got = executable(*args)
+        assert_same(got, fn(*args))
+    assert_same(args, tuple(copies), 0)
+    for result, output in zip(tree.leaves(got), executable.program.outputs, strict=True):
+        if isinstance(result, torch.Tensor) and result.numel():
+            assert result.stride() == output.value.stride
+    return executable
+
+
+# --- small functions
+
+
+def returns_argument_twice(x):
+    return x, x, x + 1
+
+
+def returns_result_twice(x):
+    y = x * 2
+    return {"first": y, "second": y, "row": y[0]}
+
+
+def returns_mixed(x):
+    return {"none": None, "number": 7, "text": "a", "tensor": x + 1, "nothing": ()}
+
+
+def picks(x):
+    values, indices = torch.topk(x, 2, dim=1)
+    ordered = torch.sort(x, dim=0, descending=True)
+    return values, indices, ordered.values, x.max(dim=1).indices, torch.var_mean(x, 0)
+
+
+def cuts(x):
+    a, b, c = x.split([1, 1, 2], dim=0)
+    first, _ = (x * 3).chunk(2, dim=1)
+    return a + c[0], b, (x + 1).unbind(1)[2], first, x.unbind(0)[3], c.t()
+
+
+def of_views(x):
+    y = x.t()[1:].reshape(-1)
+    return y, x[:, 1], x.view(2, 2, 6)[1], x.unsqueeze(0).expand(2, 4, 6), x.diagonal()[1:].sum()
+
+
+def scalars(x):
+    return x.sum(), x.mean() > 0, x[0, 0], x.argmax(), x.norm()
+
+
+def integers(x):
+    i = (x * 10).to(torch.int64)
+    half = x.to(torch.bfloat16)
+    return i // 3, i % 2 == 0, x > 0, ~(x > 0), half * 2, i.to(torch.uint8), i.bool().any()
+
+
+def closes_over(x):
+    return x[:3, :3] * TABLE, TABLE, TABLE[1:], TABLE
+
+
+def of_zeros(x):
+    none = x[:0]
+    return none, none * 2, none.sum(), torch.cat([none, x]), x.new_zeros(0, 3), none.t() + 1
+
+
+def of_constants(x):
+    ones = torch.ones(2, 3, dtype=torch.float64)
+    return (
+        ones,
+        torch.arange(4),
+        torch.full((2,), 5.0) + 1,
+        x + ones.sum(),
+        torch.tensor([1.0, 2.0]),
+    )
+
+
+SMALL = [
+    returns_argument_twice, returns_result_twice, returns_mixed, picks, cuts, of_views, scalars,
+    integers, closes_over, of_zeros, of_constants,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
+@pytest.mark.parametrize("fn", SMALL, ids=lambda fn: fn.__name__)
+def test_small_functions(fn, layout):
+    x = {
+        "contiguous": randn(4, 6),
+        "transposed": randn(6, 4).t(),
+        "strided": randn(8, 12)[::2, ::2],
+    }[layout]
+    if fn is of_views and layout != "contiguous":
+        x = x.contiguous()[:4]
+    check(fn, x)
+
+
+def test_small_functions_through_inductor(cache):
+    chosen = [fn for fn in SMALL if fn is not of_views]
+
+    def everything(x):
+        return [fn(x) for fn in chosen]
+
+    check(everything, randn(8, 12)[::2, ::2], backend="inductor", cache=cache)
+    check(of_views, randn(4, 6), backend="inductor", cache=cache)
+
+
+def test_without_tensors_and_with_static_arguments():
+    executable = check(lambda x, n, flags: x[n] if flags["row"] else x, randn(3, 2), 1, {"row": 1})
+    with pytest.raises(ValueError, match="argument 1: got 2; wanted 1"):
+        executable(randn(3, 2), 2, {"row": 1})
+    assert made(lambda: (1, None))() == (1, None)
+    assert torch.equal(made(lambda: torch.arange(3) * 2)(), torch.tensor([0, 2, 4]))
+
+
+# --- scans: c is [2], x is [3, 2], w is [3, 2, 2]
+
+
+def layer(c, row):
+    return torch.tanh(c * row), c + row
+
+
+def stack(c, w):
+    return ft.scan(lambda c, w: (torch.tanh(torch.mv(w, c)), torch.mv(w, c).sin()), c, w)
+
+
+def then(c, x, second):
+    ys = ft.scan(layer, c, x)[1]
+    return second(ys)
+
+
+SCANS = {
+    "plain": lambda c, x, w: ft.scan(layer, c, x),
+    "flipped": lambda c, x, w: ft.scan(layer, c, x.flip(0)),
+    "of_one": lambda c, x, w: ft.scan(layer, c, x[:1]),
+    "of_none": lambda c, x, w: ft.scan(layer, c * 2, x[:0])[0],
+    "without_xs": lambda c, x, w: ft.scan(lambda c, _: (c * 2, c), c, None, length=3),
+    "gradient": lambda c, x, w: ft.grad(lambda w: stack(c, w)[0].sum())(w),
+    "gradient_of_ys": lambda c, x, w: ft.value_and_grad(lambda c: stack(c, w)[1][:2].sum())(c),
+    "gradient_of_both": lambda c, x, w: ft.grad(lambda a: sum(map(torch.sum, stack(*a))))((c, w)),
+    "gradient_of_products": lambda c, x, w: ft.grad(
+        lambda w: ft.scan(lambda a, w: (torch.tanh(a @ w), a @ w), x, w)[1].square().sum()
+    )(w),
+    "remat": lambda c, x, w: ft.grad(
+        lambda w: ft.scan(ft.remat(lambda c, w: (torch.tanh(torch.mv(w, c)), None)), c, w)[0].sum()
+    )(w),
+    "nested": lambda c, x, w: ft.scan(
+        lambda a, w: ft.scan(lambda a, row: (torch.tanh(torch.mv(w, a) + row), a + x[0]), a, x),
+        c,
+        w,
+    ),
+    "gradient_of_nested": lambda c, x, w: ft.grad(
+        lambda x: ft.scan(
+            lambda a, w: ft.scan(lambda a, row: (torch.tanh(torch.mv(w, a) + row), a * row), a, x),
+            c,
+            w,
+        )[1].sum()
+    )(x),
+    "ys_whole_and_scanned": lambda c, x, w: then(c, x, lambda ys: (ys, ft.scan(layer, c, ys))),
+    "ys_scanned_twice": lambda c, x, w: then(
+        c, x, lambda ys: (ft.scan(layer, c, ys)[0], ft.scan(layer, c, ys)[1].sum())
+    ),
+    "ys_as_xs_and_const": lambda c, x, w: then(
+        c, x, lambda ys: ft.scan(lambda c, y: (c + ys[0] * y, None), c, ys)
+    ),
+    "ys_twice_as_xs": lambda c, x, w: then(
+        c, x, lambda ys: ft.scan(lambda c, y: (c + y[0] * y[1], y[0]), c, (ys, ys))
+    ),
+    "slice_of_ys": lambda c, x, w: then(c, x, lambda ys: (ys[1:].t(), ft.scan(layer, c, ys[1:]))),
+    "xs_twice": lambda c, x, w: ft.scan(lambda c, r: (c * r[0], r[0] + r[1]), c, (x, x)),
+    "carry_unchanged": lambda c, x, w: ft.scan(lambda c, r: (c, c + r), c, x),
+    "carry_and_nothing": lambda c, x, w: ft.scan(lambda c, r: (c, None), c, x),
+    "carry_becomes_const": lambda c, x, w: ft.scan(lambda a, r: (c, a), c * 2, x),
+    "carry_becomes_x": lambda c, x, w: ft.scan(lambda c, r: (r, c), c, x),
+    "carries_swap": lambda c, x, w: ft.scan(lambda a, r: ((a[1], a[0]), r), (c, c * 2), x),
+    "y_is_const": lambda c, x, w: ft.scan(lambda a, r: (a + r, (c, w)), c, x),
+    "y_is_x": lambda c, x, w: ft.scan(lambda a, r: (a + 1, r), c, x),
+    "y_twice": lambda c, x, w: ft.scan(lambda a, r: (a, [a + r] * 2), c, x),
+    "y_is_new": lambda c, x, w: ft.scan(lambda a, r: (a, torch.arange(2)), c, x),
+    "ys_are_views": lambda c, x, w: ft.scan(lambda a, r: (a, ((r @ r).t(), r[1], a[:1])), c, w),
+    "transposed_ys_scanned": lambda c, x, w: ft.scan(
+        stack, c, ft.scan(lambda a, r: (a, torch.stack([r, r @ r]).transpose(0, 2)), c, w)[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])
+@pytest.mark.parametrize("name", SCANS)
+def test_scans(name, unroll):
+    executable = check(SCANS[name], randn(2), randn(3, 2), randn(3, 2, 2), unroll=unroll)
+    scans = [e.op for e in executable.program.block.equations if isinstance(e.op, Scan)]
+    if unroll:
+        assert not scans
+    elif name.startswith("gradient"):
+        assert {scan.reverse for scan in scans} == {False, True}
+
+
+@pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])
+def test_no_iteration_gives_ys_of_length_zero(unroll):
+    x = randn(0, 2, 3).transpose(1, 2)  # JAX's result; the eager scan cannot know the shape
+    carry, ys = made(lambda c, x: ft.scan(lambda c, r: (c, r.t()), c, x), TABLE, x, unroll=unroll)(
+        TABLE, x
+    )
+    assert torch.equal(carry, TABLE)
+    assert (ys.shape, ys.dtype) == ((0, 2, 3), torch.float64)
+
+
+def test_scans_through_inductor(cache):
+    chosen = ["plain", "gradient_of_both", "ys_whole_and_scanned", "carries_swap", "ys_are_views"]
+
+    def everything(c, x, w):
+        return {name: SCANS[name](c, x, w) for name in chosen}
+
+    check(everything, randn(2), randn(3, 2), randn(3, 2, 2), backend="inductor", cache=cache)
+
+
+# Random programs: a pool of rows [2] and one of matrices [3, 2]; each step adds to them.
+
+VALUES = {
+    "sin": lambda a, b, m, i: a.sin(),
+    "add": lambda a, b, m, i: a + b,
+    "mul": lambda a, b, m, i: (a * b).tanh(),
+    "flip": lambda a, b, m, i: a.flip(0),
+    "pick": lambda a, b, m, i: m[i % 3],
+    "mean": lambda a, b, m, i: m.mean(0),
+    "tile": lambda a, b, m, i: a.expand(3, 2),
+    "outer": lambda a, b, m, i: m * b,
+    "cumsum": lambda a, b, m, i: m.cumsum(0).tanh(),
+    "product": lambda a, b, m, i: (m @ m[1:]).tanh(),
+    "turn": lambda a, b, m, i: m.t().reshape(3, 2),
+}
+NUMBER = st.integers(0, 30)
+SIMPLE = st.tuples(st.sampled_from(list(VALUES)), NUMBER, NUMBER)
+STEP = st.recursive(
+    SIMPLE,
+    lambda step: st.tuples(st.just("scan"), NUMBER, NUMBER, NUMBER, st.lists(step, max_size=4)),
+    max_leaves=6,
+)
+
+
+def run(steps, rows, matrices):
+    rows, matrices = list(rows), list(matrices)
+    for name, i, j, *rest in steps:
+        a, b = rows[i % len(rows)], rows[j % len(rows)]
+        m = matrices[j % len(matrices)]
+        if name == "scan":
+            carry, ys = ft.scan(body_of(rows, matrices, *rest), a, m)
+            rows.append(carry)
+            matrices += ys
+        else:
+            value = VALUES[name](a, b, m, i)
+            (rows if value.dim() == 1 else matrices).append(value)
+    return rows, matrices
+
+
+def body_of(rows, matrices, pick, steps):
+    def body(carry, x):
+        found, _ = run(steps, [*rows[-2:], carry, x], matrices[-2:])
+        return found[-1], (found[pick % len(found)], found[-1])
+
+    return body
+
+
+@settings(max_examples=40)
+@given(st.lists(STEP, min_size=1, max_size=6), st.booleans())
+def test_random_programs(steps, differentiate):
+    def program(row, matrix):
+        rows, matrices = run(steps, [row], [matrix])
+        return rows[-2:], matrices[-2:]
+
+    def loss(args):
+        return sum(value.square().sum() for value in tree.leaves(program(*args)))
+
+    def fn(row, matrix):
+        return ft.grad(loss)((row, matrix)) if differentiate else program(row, matrix)
+
+    for unroll in (False, True):
+        check(fn, randn(2), randn(3, 2), unroll=unroll)

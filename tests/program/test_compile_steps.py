@@ -1,0 +1,314 @@
+"""`compile`: donated memory, the number of kernels, stored artefacts, training steps, refusals."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+import pytest
+import torch
+
+import functron as ft
+from functron import BoundMesh, Mesh, P, gpt, lax, optim, random, tree
+from functron.program import inductor
+from functron.program.compile import compile as compile_program
+from functron.program.donation import Donated
+from functron.program.segments import plan
+from functron.program.trace import trace
+from tests.program.test_compile import assert_same, made, randn
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "kernels"
+
+
+# --- donation: a and b are [2, 2], both donated; w is [3, 2, 2]
+
+
+def scanned(a, w):
+    return ft.scan(lambda a, w: (torch.tanh(a @ w), a), a, w)
+
+
+def needed_by_a_later_kernel(a, b, w):
+    y = a @ b
+    return y, scanned(y, w)[0] + a
+
+
+def needed_by_a_later_scan(a, b, w):
+    y = a + 1
+    return y, ft.scan(lambda c, w: (torch.tanh(c @ w + a), None), y, w)[0]
+
+
+def needed_as_a_view_later(a, b, w):
+    t = a.t()
+    y = a + 1
+    return y, scanned(y, w)[0] + t[0]
+
+
+def carried_through(a, b, w):
+    c, ys = ft.scan(lambda c, w: (c, c @ w), a, w)
+    return c, a + 1, ys
+
+
+def swapped_by_a_scan(a, b, w):
+    (c, d), _ = ft.scan(lambda c, w: ((c[1], c[0]), None), (a, b), w)
+    return a + 1, c, d
+
+
+# the function, and for each result the argument whose memory it has to be in; None: in no donated
+# one; "any": the value matters only
+DONATED = {
+    "updated": (lambda a, b, w: (a + 1, b * 2), [0, 1]),
+    "updated_from_both": (lambda a, b, w: (a + b, a - b), [0, 1]),
+    "swapped": (lambda a, b, w: (b, a), [1, 0]),
+    "updated_and_swapped": (lambda a, b, w: (b + 1, a + 1), [0, 1]),
+    "turned": (lambda a, b, w: (b.t().contiguous(), a.t().contiguous()), [0, 1]),
+    "one_returned": (lambda a, b, w: (a + b, b), [0, 1]),
+    "other_returned": (lambda a, b, w: (b, a + b), [1, 0]),
+    "returned_twice": (lambda a, b, w: (b, (b, a + b)), [1, 1, 0]),
+    "result_twice": (lambda a, b, w: (lambda y: (y, (y, b)))(a + b), [0, 0, 1]),
+    "result_and_view": (lambda a, b, w: (lambda y: (y, y[1:], b))(a + b), [0, "any", 1]),
+    "chain": (lambda a, b, w: (b * 2, (b * 2 + a) * 3), [0, 1]),
+    "view_returned": (lambda a, b, w: (a[1:], b + 1, a + 1), [None, 1, None]),
+    "by_path": (lambda a, b, w: {"1": a * 2, "0": b * 3}, [0, 1]),
+    "after_a_scan": (lambda a, b, w: (a + scanned(b, w)[0], b + 1), [0, 1]),
+    "before_a_scan": (lambda a, b, w: (a + 1, b + scanned(a + 1, w)[0]), [0, 1]),
+    "later_kernel": (needed_by_a_later_kernel, [None, "any"]),
+    "later_scan": (needed_by_a_later_scan, [None, "any"]),
+    "later_view": (needed_as_a_view_later, [None, "any"]),
+    "carried_through": (carried_through, [0, 1, None]),
+    "swapped_by_a_scan": (swapped_by_a_scan, ["any", "any", "any"]),
+    "gradient": (
+        lambda a, b, w: (a - ft.grad(lambda a: scanned(a, w)[0].sum())(a), b + 1),
+        [0, 1],
+    ),
+}
+
+
+def check_donation(executable, fn, memory):
+    a, b, w = randn(2, 2), randn(2, 2, seed=1), randn(3, 2, 2, seed=2)
+    pointers = [a.data_ptr(), b.data_ptr()]
+    want, kept = fn(a.clone(), b.clone(), w), w.clone()
+    for _ in range(2):  # an artefact must not remember the memory of another call
+        got = executable(a, b, w)
+        assert_same(got, want)
+        for value, place in zip(tree.leaves(got), memory, strict=True):
+            if place is None:
+                assert value.data_ptr() not in pointers
+            elif place != "any":
+                assert value.data_ptr() == pointers[place]
+        assert type(a) is type(b) is Donated
+        assert torch.equal(w, kept)
+        a, b = randn(2, 2), randn(2, 2, seed=1)
+        pointers = [a.data_ptr(), b.data_ptr()]
+
+
+@pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])
+@pytest.mark.parametrize("name", DONATED)
+def test_donated_memory(name, unroll):
+    fn, memory = DONATED[name]
+    if unroll and name in ("later_kernel", "later_scan", "later_view"):
+        memory = ["any"] * len(memory)  # in one kernel, which writes at its end
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        executable = made(
+            fn, randn(2, 2), randn(2, 2), randn(3, 2, 2), donate=(0, 1), unroll=unroll
+        )
+    check_donation(executable, fn, memory)
+
+
+@pytest.mark.parametrize("name", ["updated_and_swapped", "turned", "later_kernel"])
+def test_donated_memory_through_inductor(name, cache):
+    fn, memory = DONATED[name]
+    arguments = randn(2, 2), randn(2, 2), randn(3, 2, 2)
+    executable = made(fn, *arguments, donate=(0, 1), backend="inductor", cache=cache)
+    check_donation(executable, fn, memory)
+
+
+def test_donation_that_is_of_no_use_warns():
+    def fn(a, b, c):
+        return a + 1, b.sum(), c.sum()
+
+    arguments = randn(3), randn(4), torch.arange(3)
+    program = trace(fn, donate=(0, 1, 2))(*arguments)
+    with pytest.warns(UserWarning, match=r"fn: .*no result can take: 1, 2; wanted .*; fix: do not"):
+        executable = compile_program(program, backend="eager")
+    assert executable.updated == ("0",)
+    assert_same(executable(*[x.clone() for x in arguments]), fn(*arguments))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_program(trace(fn, donate=0)(*arguments), backend="eager")
+
+
+# --- kernels and artefacts
+
+
+def training(
+    mesh,
+    num_layers=2,
+    dtype: Literal["float32", "float64"] = "float32",
+    loss_options=None,
+    update=optim.adamw,
+    **changes,
+):
+    config = gpt.GPTConfig(
+        vocab_size=40, num_layers=num_layers, embed_dim=16, num_heads=4, mlp_dim=24, max_seq=8,
+        init_stddev=0.2, dtype=dtype, **changes,
+    )  # fmt: skip
+    defs = gpt.defs(config)
+    specs = ft.param_specs(defs, gpt.rules(config, mesh))
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), update(1e-2))
+
+    def loss(params, batch, key):
+        key = key if config.dropout else None
+        return gpt.loss(config, params, batch, key=key, **(loss_options or {}))
+
+    step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs)
+    return step, ft.init_state(random.key(0), defs, specs, optimizer, mesh)
+
+
+def batch_of(seed):
+    tokens = torch.randint(0, 40, (4, 9), generator=torch.Generator().manual_seed(seed))
+    targets = tokens[:, 1:].contiguous()
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": targets, "rows": torch.arange(4)}
+
+
+def num_kernels(num_layers):
+    step, state = training(Mesh(), num_layers)
+    block = trace(step, donate=0)(state, batch_of(0)).block
+    return len(plan(block, block.outputs).kernels())
+
+
+def test_the_number_of_kernels_does_not_depend_on_depth():
+    # scalars first; before, between and after the forward and the backward scan; their bodies
+    assert num_kernels(3) == num_kernels(12) <= 6
+
+
+def counting(monkeypatch):
+    calls = []
+    compiling = inductor._compile
+
+    def count(*args):
+        calls.append(args)
+        return compiling(*args)
+
+    monkeypatch.setattr(inductor, "_compile", count)
+    return calls
+
+
+def gradient_step(w, x):
+    grads = ft.grad(lambda w: scanned(x, w)[0].square().sum())(w)
+    return w - 0.1 * grads, torch.tensor([1.0, 2.0]) * x.sum()
+
+
+def test_kernels_are_kept_on_disk(cache, monkeypatch):
+    calls = counting(monkeypatch)
+    w, x = randn(3, 2, 2), randn(5, 2)  # kernels that no other test has
+    settings = {"donate": 0, "backend": "inductor", "cache": cache}
+    first = made(gradient_step, w, x, **settings)
+    num = len(calls)
+    assert num == len(first.code) >= 2
+    again = made(gradient_step, w, x, **settings)
+    assert len(calls) == num
+    assert again.code == first.code
+    for executable in (first, again, again):
+        given = w.clone()
+        pointer = given.data_ptr()
+        got = executable(given, x)
+        assert got[0].data_ptr() == pointer
+        assert_same(got, gradient_step(w, x))
+
+    deeper = made(gradient_step, randn(9, 2, 2), x, **settings)
+    assert len(set(deeper.code) & set(first.code)) >= 1  # the body of the scans
+    assert len(calls) < 2 * num
+
+    num = len(calls)
+    other = made(gradient_step, w, x, options={"epilogue_fusion": False}, **settings)
+    assert len(calls) == num + len(other.code)
+    assert_same(other(w.clone(), x), gradient_step(w, x))
+
+
+# --- training steps
+
+CASES = {
+    "plain": {},
+    "remat": {"loss_options": {"remat": "full"}},
+    "dropout": {"dropout": 0.1, "loss_options": {"remat": "selective"}},
+    "tied": {"tied": True, "num_kv_heads": 2, "qk_norm": True},
+    "sequence": {"loss_options": {"stream": gpt.SEQUENCE_PARALLEL_STREAM, "remat": "dots"}},
+}
+
+
+def check_steps(step, state, tolerance, **options):
+    program = trace(step, donate=0, simulate=True)(state, batch_of(0))
+    executable = compile_program(program, **options)
+    state_got = tree.map(torch.clone, state)
+    for seed in range(3):
+        state, want = step(state, batch_of(seed))
+        state_got, got = executable(state_got, batch_of(seed))
+        assert_same(got, want, tolerance)
+    assert_same(state_got, state, tolerance)
+    paths = {f"0/{path}" for path in tree.paths(state)}
+    assert paths == set(executable.updated)  # all of the state is updated in place
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_three_training_steps(case, mesh):
+    step, state = training(mesh, dtype="float64", **CASES[case])
+    check_steps(step, state, 1e-10, backend="eager")
+
+
+def test_three_training_steps_through_inductor(cache):
+    step, state = training(Mesh(), dropout=0.1, loss_options={"remat": "full"}, update=optim.sgd)
+    check_steps(step, state, 1e-5, cache=cache)
+
+
+# --- refusals
+
+
+def test_other_arguments_are_refused_with_all_offenders():
+    executable = made(lambda batch, w: batch["x"] @ w + batch["y"], {"x": X, "y": X[:, 0]}, X.t())
+    with pytest.raises(ValueError, match="compile") as error:
+        executable({"x": X.float(), "y": X[0]}, X.t().contiguous())
+    lines = str(error.value).splitlines()
+    assert "compiled for other arguments" in lines[0]
+    assert [line.strip(" -") for line in lines[1:]] == [
+        "argument 0/x: got float32[2, 3] on cpu; wanted float64[2, 3] on cpu",
+        "argument 0/y: got float64[3] on cpu; wanted float64[2] with strides (3,) on cpu",
+        "argument 1: got float64[3, 2] on cpu; wanted float64[3, 2] with strides (1, 3) on cpu",
+    ]
+    with pytest.raises(ValueError, match=r"structure.*fix: trace it again"):
+        executable({"x": X}, X.t())
+
+
+X = randn(2, 3)
+
+
+def test_unknown_options_and_backends_are_refused_together():
+    program = trace(lambda x: x + 1)(X)
+    options = {"epilog_fusion": True, "max_autotune": False}
+    with pytest.raises(ValueError, match="compile") as error:
+        compile_program(program, options=options, backend="aot")  # pyright: ignore
+    text = str(error.value)
+    assert "options: got 'epilog_fusion'; wanted an option of Inductor; fix: did you mean" in text
+    assert "'epilogue_fusion'" in text
+    assert "'max_autotune'; wanted" not in text
+    assert "backend: got 'aot'; wanted 'inductor' or 'eager'" in text
+
+
+def test_meshes_that_do_not_fit_are_refused():
+    fn = ft.shard_map(lambda x: lax.psum(x, "dp"), Mesh(dp=2), P("dp"), P())
+    program = trace(fn)(X)
+    wanted = r"mesh: got {}; wanted the bound mesh of 2 ranks; fix: pass mesh.bind\(\).*simulate="
+    with pytest.raises(ValueError, match=wanted.format("no processes")):
+        compile_program(program, backend="eager")
+    with pytest.raises(ValueError, match=wanted.format("a simulated mesh")):
+        compile_program(program, Mesh(dp=2), backend="eager")
+    other = BoundMesh(Mesh(tp=2), 0, {"tp": 0}, {"tp": "none"}, "cpu")
+    message = r"mesh: got Mesh\(tp=2\); wanted Mesh\(dp=2\); fix: trace for the same mesh"
+    with pytest.raises(ValueError, match=message):
+        compile_program(program, other, backend="eager")
+    simulated = compile_program(trace(fn, simulate=True)(X), backend="eager")
+    assert torch.equal(simulated(X), X[:1] + X[1:])
