@@ -250,7 +250,8 @@ def check_steps(step, state, tolerance, **options):
         assert_same(got, want, tolerance)
     assert_same(state_got, state, tolerance)
     paths = {f"0/{path}" for path in tree.paths(state)}
-    assert paths == set(executable.updated)  # all of the state is updated in place
+    # all of the state is updated in place; the simulation hands on a copy of the key
+    assert paths - set(executable.updated) <= {"0/key"}
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2, tp=2)], ids=str)
