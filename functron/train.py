@@ -32,10 +32,11 @@ class Run:
         config: what it was made from.
         mesh: simulated, or bound to processes.
         text: where batches come from.
-        state: before the first step: global values, or this rank's shards.
+        state: before the first step, which consumes it: global values, or this rank's shards.
         specs: the specs of `state`.
         step: ``(state, batch) -> (state, metrics)``.
         learning_rate: of each step.
+        device: where it runs.
     """
 
     config: TrainConfig
@@ -45,13 +46,14 @@ class Run:
     specs: State
     step: Callable
     learning_rate: Callable
+    device: torch.device
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """This process's part of the batch of `step`, on the device of the state."""
         config, mesh = self.config, self.mesh
         part = data_part(mesh) if isinstance(mesh, BoundMesh) else (0, 1)
         host = self.text.batch(step, config.global_batch, part)
-        return {name: value.to(self.state.key.device) for name, value in host.items()}
+        return {name: value.to(self.device) for name, value in host.items()}
 
 
 def prepare(config: TrainConfig, mesh: Mesh | BoundMesh, device: torch.device | str = "cpu") -> Run:
@@ -66,7 +68,7 @@ def prepare(config: TrainConfig, mesh: Mesh | BoundMesh, device: torch.device | 
     specs = state_specs(recipe.specs, recipe.optimizer)
     schedule = optim.make_schedule(config.schedule)
     step = jit(recipe.step, donate=0) if config.compile else recipe.step
-    return Run(config, mesh, text, state, specs, step, schedule)
+    return Run(config, mesh, text, state, specs, step, schedule, state.key.device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +135,7 @@ def train(run: Run, out: Path | None) -> Outcome:
     On a bound mesh every rank calls it, with the same `out`; rank 0 writes. Collectives: those of
     the step, one all-reduce of a scalar per step and, at a checkpoint, the gathering of the state.
     """
-    config, mesh, device = run.config, run.mesh, run.state.key.device
+    config, mesh, device = run.config, run.mesh, run.device
     bound = isinstance(mesh, BoundMesh)
     main = not isinstance(mesh, BoundMesh) or mesh.rank == 0
 

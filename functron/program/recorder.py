@@ -290,12 +290,22 @@ class Recorder(TorchDispatchMode):
         targets = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
         for target in targets:
             self._check_mutable(target, func)
+        if torch.Tag.inplace_view in func.tags:
+            return self._reshape(targets[0], func, functional, args, kwargs)
         out = self._run(functional, args, kwargs)
         self._record(functional, args, kwargs, out)
         results = list(out) if isinstance(out, (list, tuple)) else [out]
         for target, result in zip(targets, results, strict=True):
             self._write(target, result, func)
         return args[0] if func._schema.returns else None
+
+    def _reshape(self, target: torch.Tensor, func, functional, args, kwargs) -> torch.Tensor:
+        """`target` shows its memory in another shape from here on, as after ``squeeze_``."""
+        out = self._run(functional, args, kwargs)
+        self._record(functional, args, kwargs, out)
+        self._run(func, args, kwargs)
+        self._vars[id(target)] = (target, self._vars[id(out)][1])
+        return target
 
     def _check_mutable(self, target: torch.Tensor, func) -> None:
         var = self.var(target)

@@ -275,3 +275,17 @@ def test_a_program_runs_on_arguments_of_another_layout_only_if_it_was_traced_so(
     program = trace(lambda x: x.t() @ x)(torch.ones(3, 2).t())
     assert program.inputs[0].var.stride == (1, 2)
     assert tree.leaves(program.outputs[0].value.shape) == [3, 3]
+
+
+def test_in_place_views_change_the_shape_from_there_on():
+    """Vector times matrix squeezes its result in place, inside torch."""
+    w, c = torch.randn(3, 2, 2), torch.randn(2)
+
+    def f(c, w):
+        return ft.scan(lambda c, w: (c @ w + c, c), c, w)
+
+    program = trace(f)(c, w)
+    for got, want in zip(tree.leaves(program(c, w)), tree.leaves(f(c, w)), strict=True):
+        torch.testing.assert_close(got, want)
+    grad = ft.grad(lambda c: f(c, w)[0].sum())
+    torch.testing.assert_close(trace(grad)(c)(c), grad(c))
