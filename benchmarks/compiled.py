@@ -22,7 +22,7 @@ from models import decoder, make_batch
 
 from functron import Mesh, gpt
 
-SIZES = {"hidden": 256, "layers": 8, "seq": 256, "vocab": 8192, "batch": 4, "mlp": 0}
+SIZES = {"hidden": 128, "layers": 8, "seq": 128, "vocab": 1024, "batch": 2, "mlp": 0}
 AGREE_STEPS, AGREE_WITHIN = 4, 1e-4
 
 ONE, DATA, TENSOR = "1 process, 2 threads", "dp=2, 1 thread each", "tp=2, 1 thread each"
@@ -151,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    for name, default in {**SIZES, "rounds": 15, "threads": 2}.items():
+    for name, default in {**SIZES, "rounds": 25, "threads": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--only", default="", help="programs to run, comma-separated; default all")
     parser.add_argument("--depth", action="store_true", help="compile time of 8 and 64 layers")

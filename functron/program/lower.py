@@ -87,6 +87,11 @@ def _equation(
     if lowering is not None:
         nodes[equation.results[0]] = lowering(graph, groups, *args)
         return
+    if equation.op is _aten._foreach_norm.Scalar and args[1:] in ((), (2,)):
+        for value, x in zip(equation.outputs, args[0], strict=True):
+            if value is not None:
+                nodes[value] = _norm(graph, x, kwargs.get("dtype") or value.dtype)
+        return
     node = graph.call_function(equation.op, args, kwargs)
     returns = equation.op._schema.returns
     if len(returns) == 1 and not isinstance(returns[0].type, torch.ListType):
@@ -100,6 +105,14 @@ def _equation(
     for position, value in enumerate(equation.outputs):
         if value is not None:
             nodes[value] = graph.call_function(operator.getitem, (node, position))
+
+
+def _norm(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """The 2-norm, written out so that it is compiled: torch's runs on one thread."""
+    wide = graph.call_function(_aten._to_copy.default, (x,), {"dtype": dtype})
+    square = graph.call_function(_aten.mul.Tensor, (wide, wide))
+    total = graph.call_function(_aten.sum.default, (square,))
+    return graph.call_function(_aten.sqrt.default, (total,))
 
 
 # --- collectives: (graph, groups, *arguments of the traced operation) -> the node of the result
