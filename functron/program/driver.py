@@ -15,8 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from functron.program.equations import Equation, Scan, Var
-from functron.program.placement import PRODUCTS
-from functron.program.segments import Copy, Eager, Kernel, Loop, Plan, Product
+from functron.program.segments import Copy, Eager, Kernel, Loop, Plan
 
 Compiled = Callable[[list], Sequence[torch.Tensor]]
 """A compiled kernel: takes a list of tensors, which it may empty; gives the results."""
@@ -96,8 +95,6 @@ def _step(step, slots: dict[Var, int], dead: tuple[int, ...], compiled) -> Calla
         return _kernel(compiled[step], reads, tuple(slots[v] for v in step.results), dead)
     if isinstance(step, Copy):
         return _copy(slots[step.target], slots[step.value])
-    if isinstance(step, Product):
-        return _product(step, slots, dead)
     if isinstance(step, Eager):
         return _eager(step, slots, dead)
     return _loop(step, slots, dead, compiled)
@@ -117,20 +114,6 @@ def _kernel(fn: Compiled, reads: tuple, results: tuple, dead: tuple) -> Callable
 def _copy(target: int, value: int) -> Callable:
     def run(slots: Slots) -> None:
         slots[target].copy_(slots[value])
-
-    return run
-
-
-def _product(step: Product, slots: dict[Var, int], dead: tuple) -> Callable:
-    target, (a, b) = slots[step.target], (slots[v] for v in step.equation.args)
-    made = step.equation.results[0]
-    shape, stride = made.shape, made.stride
-    multiply = PRODUCTS[step.equation.op]
-
-    def run(slots: Slots) -> None:
-        multiply(slots[a], slots[b], out=slots[target].as_strided(shape, stride))
-        for i in dead:
-            slots[i] = None
 
     return run
 

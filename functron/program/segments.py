@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from functron.program.equations import Block, Equation, Scan, Var
-from functron.program.placement import costly_scalars, products_into
+from functron.program.placement import costly_scalars
 from functron.program.recorder import live_equations
 
 
@@ -73,24 +73,6 @@ class Copy:
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
-    """The driver computes a matrix product into the memory of an operand of the block."""
-
-    target: Var
-    equation: Equation
-
-    @property
-    def reads(self) -> tuple[Var, ...]:
-        """The factors, and where to write."""
-        return tuple(dict.fromkeys([*self.equation.operands, self.target]))
-
-    @property
-    def results(self) -> tuple[Var, ...]:
-        """None."""
-        return ()
-
-
-@dataclass(frozen=True, eq=False)
 class Loop:
     """A scan.
 
@@ -129,7 +111,7 @@ class Loop:
         return (*(v for v in self.carries if v is not None), *self.columns, *self.stacks)
 
 
-Step = Kernel | Eager | Copy | Product | Loop
+Step = Kernel | Eager | Copy | Loop
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,13 +164,8 @@ class _Planner:
     """Cuts one block into steps."""
 
     def __init__(self, block, outputs, into: dict[Var, Var], donated: dict[Var, Var]):
-        self.block, self.outputs, self.donated = block, tuple(outputs), donated
-        self.written = tuple(into)
-        self.products = products_into(block.equations, into, outputs)
-        self.into = {k: v for k, v in into.items() if k not in self.products}
-        factors = [v for product in self.products.values() for v in product.operands]
-        ends = [*outputs, *self.into.values(), *factors]
-        self.wanted = [v for v in ends if isinstance(v, Var)]
+        self.block, self.outputs, self.into, self.donated = block, tuple(outputs), into, donated
+        self.wanted = [v for v in [*outputs, *self.into.values()] if isinstance(v, Var)]
         self.equations = live_equations(block.equations, self.wanted)
         self.operands = {e: e.operands for e in self.equations}
         self.made_by = {value: e for e in self.equations for value in e.results}
@@ -213,7 +190,7 @@ class _Planner:
         steps += self._views(self.wanted, steps)
         steps = self._with_results(steps)
         steps, inside = self._with_updates(steps)
-        inputs = (*self.block.inputs, *self.written)
+        inputs = (*self.block.inputs, *self.into)
         return Plan(inputs, tuple(steps), self.outputs, inside)
 
     def _groups(self) -> list[list[Equation]]:
@@ -343,7 +320,6 @@ class _Planner:
             if index in kernels and self._unread(target, value, steps, index):
                 kernels[index].append((target, value))
                 inside[value] = target
-        products = [Product(target, equation) for target, equation in self.products.items()]
         copies: list[Step] = []
         for target, value in self.into.items():
             index = maker.get(value)
@@ -352,7 +328,7 @@ class _Planner:
             else:
                 copies.append(Copy(target, value))
         kept = {v for v in self.outputs if isinstance(v, Var)}
-        kept |= {v for step in [*steps, *copies, *products] for v in step.reads}
+        kept |= {v for step in [*steps, *copies] for v in step.reads}
         out: list[Step] = []
         for index, step in enumerate(steps):
             pairs = kernels.get(index, ())
@@ -361,7 +337,7 @@ class _Planner:
                 results = tuple(v for v in step.results if v in kept and v not in inside)
                 step = Kernel(step.equations, reads, results, tuple(pairs))
             out.append(step)
-        return [*out, *copies, *products], inside
+        return [*out, *copies], inside
 
     def _unread(self, target: Var, value: Var, steps: Sequence[Step], index: int) -> bool:
         """Whether nothing but `target` itself shows its memory to the step, or to later ones."""
