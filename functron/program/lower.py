@@ -87,10 +87,10 @@ def _equation(
     if lowering is not None:
         nodes[equation.results[0]] = lowering(graph, groups, *args)
         return
-    if equation.op is _aten._foreach_norm.Scalar and args[1:] in ((), (2,)):
+    if equation.op is _aten._foreach_norm.Scalar and args[1:2] in ((), (2,)):
         for value, x in zip(equation.outputs, args[0], strict=True):
             if value is not None:
-                nodes[value] = _norm(graph, x, kwargs.get("dtype") or value.dtype)
+                nodes[value] = _norm(graph, x, value.dtype)
         return
     node = graph.call_function(equation.op, args, kwargs)
     returns = equation.op._schema.returns
