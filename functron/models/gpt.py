@@ -235,8 +235,7 @@ def _block(
 def _check_remat(remat: str) -> None:
     known = get_args(Remat)
     if remat not in known:
-        fix = "is now 'full'" if remat is True else nearest(str(remat), known)
-        raise ValueError(f"forward: got remat={remat!r}; {fix}")
+        raise ValueError(f"forward: got remat={remat!r}; {nearest(str(remat), known)}")
 
 
 def _check_sequence(config: GPTConfig, seq: int, stream: P) -> None:
