@@ -37,7 +37,7 @@ if importlib.util.find_spec("functron") is None:  # a checkout that is not insta
 
 import measure
 import torch
-from models import block_weights, decoder, initial_weights, make_batch
+from models import decoder, make_batch, named_weights
 from peers import Step, functron_step, functron_training, module_step, plain_step
 
 from functron import Mesh, gpt, metrics, tree
@@ -148,16 +148,8 @@ def hugging_face_weights(c: gpt.GPTConfig, device: str) -> dict[str, torch.Tenso
         "attention.v": "self_attn.v_proj", "attention.out": "self_attn.o_proj",
         "mlp.up": "mlp.up_proj", "mlp.gate": "mlp.gate_proj", "mlp.down": "mlp.down_proj",
     }  # fmt: skip
-    weights = initial_weights(c, device)
-    values = {
-        "model.embed_tokens.weight": weights["embed"],
-        "model.norm.weight": weights["norm"]["scale"],
-        "lm_head.weight": weights["unembed"].T,
-    }
-    for i in range(c.num_layers):
-        for name, weight in block_weights(weights["blocks"], i).items():
-            values[f"model.layers.{i}.{names[name]}.weight"] = weight
-    return values
+    top = ("model.embed_tokens", "model.norm", "lm_head")
+    return named_weights(c, top, "model.layers", names, device)
 
 
 @dataclass

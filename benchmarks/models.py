@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -126,17 +127,29 @@ def plain_model(c: gpt.GPTConfig, device: str = "cpu") -> Plain:
     with torch.device("meta"):
         model = Plain(c).to(c.torch_dtype)
     model.to_empty(device=device)
+    model.load_state_dict(named_weights(c, ("embed", "norm", "unembed"), "blocks", {}, device))
+    return model
+
+
+def named_weights(
+    c: gpt.GPTConfig, top: Sequence[str], blocks: str, inside: Mapping[str, str], device: str
+) -> dict[str, Tensor]:
+    """The initial weights as the `state_dict` of a module that gives them its own names.
+
+    Args:
+        c: the architecture.
+        top: the embedding, the last norm and the unembedding.
+        blocks: the list of blocks.
+        inside: the parts of a block, by the names of `Block`, as far as they differ from these.
+        device: where the weights are made.
+    """
     weights = initial_weights(c, device)
-    values = {
-        "embed.weight": weights["embed"],
-        "norm.weight": weights["norm"]["scale"],
-        "unembed.weight": weights["unembed"].T,
-    }
+    outside = (weights["embed"], weights["norm"]["scale"], weights["unembed"].T)
+    values = dict(zip(top, outside, strict=True))
     for i in range(c.num_layers):
         for name, weight in block_weights(weights["blocks"], i).items():
-            values[f"blocks.{i}.{name}.weight"] = weight
-    model.load_state_dict(values)
-    return model
+            values[f"{blocks}.{i}.{inside.get(name, name)}"] = weight
+    return {f"{name}.weight": value for name, value in values.items()}
 
 
 def block_weights(blocks: dict, layer: int) -> dict[str, Tensor]:

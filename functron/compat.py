@@ -103,9 +103,7 @@ def physical(value: torch.Tensor) -> Physical:
 
 def requires_grad(value: torch.Tensor) -> bool:
     """Whether torch's tape records the plain tensor under `value`'s wrappers."""
-    while functorch.is_functorch_wrapped_tensor(value):
-        value = functorch.get_unwrapped(value)
-    return value.requires_grad
+    return plain(value).requires_grad
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from functron.program.donation import (
     warn_unused,
 )
 from functron.program.driver import Compiled, Routine, routine
-from functron.program.equations import Var
+from functron.program.equations import Var, contiguous_strides
 from functron.program.lower import graph_module
 from functron.program.segments import Kernel, Plan, plan
 from functron.program.unroll import unroll as unrolled
@@ -98,8 +98,8 @@ def describe(value: torch.Tensor | Var) -> str:
     if isinstance(value, Donated):
         return f"a tensor that {vars(value)['consumed']}; {FIX}"
     stride = value.stride() if isinstance(value, torch.Tensor) else value.stride
-    plain = torch.empty(value.shape, device="meta").stride()
-    layout = "" if tuple(stride) == tuple(plain) else f" with strides {tuple(stride)}"
+    plain = tuple(stride) == contiguous_strides(value.shape)
+    layout = "" if plain else f" with strides {tuple(stride)}"
     dtype = str(value.dtype).removeprefix("torch.")
     return f"{dtype}{list(value.shape)}{layout} on {value.device}"
 

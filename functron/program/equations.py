@@ -8,7 +8,7 @@ jaxpr is to JAX.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from functron.scopes import Phase
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a new tensor of this shape."""
+    return tuple(math.prod(max(size, 1) for size in shape[k + 1 :]) for k in range(len(shape)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +55,7 @@ class Var:
         rows = zip(self.stride, self.shape, strict=True)
         for step, count in sorted(row for row in rows if row[1] != 1):
             if step != expected:
-                stride = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+                stride = contiguous_strides(self.shape)
                 break
             expected *= count
         return (length, *self.shape), (self.size, *stride)

@@ -10,7 +10,7 @@ import torch
 
 from functron import tree
 from functron.errors import Problem, raise_problems
-from functron.program.equations import Block, Scan, Var
+from functron.program.equations import Block, Scan, Var, contiguous_strides
 from functron.program.program import Input, Output, Program
 from functron.program.recorder import Recorder, active
 from functron.spmd.axes import enter, scope
@@ -181,7 +181,7 @@ class _Trace:
         if self.place.whole and spec is not None and spec_axes(spec):
             shape = local_shape(leaf.shape, spec, self.place.mesh)
         if shape != tuple(leaf.shape):
-            stride = torch.empty(shape, device="meta").stride()
+            stride = contiguous_strides(shape)
         device = torch.device("cpu") if leaf.device.type == "meta" else leaf.device
         return self.recorder.empty(shape, stride, leaf.dtype, device)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from functron.program.equations import Block, Equation, Scan, Var, Where
+from functron.program.equations import Block, Equation, Scan, Var, Where, contiguous_strides
 
 if TYPE_CHECKING:
     from functron.program.program import Program
@@ -117,7 +116,7 @@ class _Unroller:
         same = inner == list(range(len(inner)))
         rows = column if same else [permuted(value, inner) for value in column]
         shape = tuple(like.shape[dim] for dim in order)
-        stacked = self.fresh(like, shape=shape, stride=_contiguous(shape))
+        stacked = self.fresh(like, shape=shape, stride=contiguous_strides(shape))
         if rows:
             into.append(Equation(_aten.stack.default, (rows,), {}, (stacked,), where))
         else:  # no iteration has run
@@ -126,8 +125,3 @@ class _Unroller:
         out = stacked if same else permuted(stacked, inverse)
         self.columns[out] = column
         return out
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: Callable = torch.empty(shape, device="meta").stride
-    return tuple(strides())

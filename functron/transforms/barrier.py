@@ -50,8 +50,6 @@ class _Barrier(Function):
 
     @staticmethod
     def vmap(info, in_dims, x, dep):
-        if in_dims[0] is None:
-            return _Barrier.apply(x, dep), None
         return _Barrier.apply(x, dep), in_dims[0]
 
 
@@ -64,7 +62,7 @@ class Reach(TorchDispatchMode):
         # per storage the set of operands that it depends on, as bits
         self._from: dict[int, int] = {}
         for position, operand in enumerate(self.operands):
-            key = _storage(operand)
+            key = storage_key(operand)
             self._from[key] = self._from.get(key, 0) | 1 << position
         self._made: list[tuple[int, int]] = []  # dependencies and bytes of every intermediate
 
@@ -74,11 +72,11 @@ class Reach(TorchDispatchMode):
         used = 0
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         for x in given:
-            used |= self._from.get(_storage(x), 0)
-        held = {_storage(x) for x in given}
+            used |= self._from.get(storage_key(x), 0)
+        held = {storage_key(x) for x in given}
         for x in pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and _storage(x) not in held:
-                self._from[_storage(x)] = used
+            if isinstance(x, torch.Tensor) and storage_key(x) not in held:
+                self._from[storage_key(x)] = used
                 self._made.append((used, x.untyped_storage().nbytes()))
         return out
 
@@ -98,5 +96,6 @@ class Reach(TorchDispatchMode):
             left = [(used, size) for used, size in left if not used >> best & 1]
 
 
-def _storage(value: torch.Tensor) -> int:
+def storage_key(value: torch.Tensor) -> int:
+    """A number that tensors have in common if they share memory."""
     return value.untyped_storage()._cdata

@@ -23,7 +23,7 @@ from functron import compat
 from functron.errors import nearest
 from functron.program.recorder import active
 from functron.spmd.axes import user_line
-from functron.transforms.barrier import tie_plain
+from functron.transforms.barrier import storage_key, tie_plain
 from functron.transforms.policies import CHECKPOINT_NAME, DOTS, Policy
 
 _aten = torch.ops.aten
@@ -170,21 +170,21 @@ class Remember(TorchDispatchMode):
 
     def _candidate(self, step: int, func, args, kwargs, out) -> None:
         """Remember who made `out`, until it is known which values have a name."""
-        given = {_storage(x) for x in pytree.tree_leaves((args, kwargs)) if _is_tensor(x)}
-        made = [x for x in pytree.tree_leaves(out) if _is_tensor(x) and _storage(x) not in given]
+        given = {storage_key(x) for x in pytree.tree_leaves((args, kwargs)) if _is_tensor(x)}
+        made = [x for x in pytree.tree_leaves(out) if _is_tensor(x) and storage_key(x) not in given]
         if not made:
             return  # a view, or collectives' wait
         if func in _COPIES and _bytes(args[0]) <= _bytes(made[0]):
-            maker = self.makers.get(_storage(args[0]))
+            maker = self.makers.get(storage_key(args[0]))
             if maker is not None:  # keep what was copied: it costs no more, and took longer to make
-                self.makers[_storage(made[0])] = maker
+                self.makers[storage_key(made[0])] = maker
                 return
         self.candidates[step] = Kept.of(out)
-        self.makers.update((_storage(x), step) for x in made)
+        self.makers.update((storage_key(x), step) for x in made)
 
     def _mark(self, x: torch.Tensor, name: str) -> None:
         self.marked.add(name)
-        step = self.makers.get(_storage(x))
+        step = self.makers.get(storage_key(x))
         if name not in self.policy.names or step is None:
             return  # an argument, which is kept anyway, has no maker
         kept = self.candidates[step]
@@ -255,10 +255,6 @@ def _described(argument: Any) -> Any:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def _storage(value: torch.Tensor) -> int:
-    return value.untyped_storage()._cdata
 
 
 def _bytes(value: torch.Tensor) -> int:

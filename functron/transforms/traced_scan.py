@@ -18,7 +18,7 @@ from torch.autograd import Function
 from functron import tree
 from functron.closure import hoist
 from functron.errors import Problem, raise_problems
-from functron.program.equations import Block, Equation, Scan, Var
+from functron.program.equations import Block, Equation, Scan, Var, contiguous_strides
 from functron.program.recorder import Recorder, live_equations
 from functron.scopes import in_phase
 
@@ -328,7 +328,7 @@ def _zeros(recorder: Recorder, like: Var) -> Var:
 
 def _unread(recorder: Recorder, like: Var) -> Var:
     """A cotangent that the body does not read."""
-    stride = torch.empty(like.shape, device="meta").stride()
+    stride = contiguous_strides(like.shape)
     return recorder.name(recorder.empty(like.shape, stride, like.dtype, like.device), "ct")
 
 

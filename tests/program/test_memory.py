@@ -282,7 +282,7 @@ def scanned_sum():
     return memory(trace(fn)(*args)), measured_peak(fn, *args)
 
 
-# What `memory` is known to get wrong by more than 5%. Strict: who repairs one moves it up.
+# What `memory` is known to get wrong by more than 5%. Who repairs one moves it up.
 MISSES = {
     "temporaries of one C++ expression in backward": scanned_squares,
     "an expanded cotangent is copied at a traced scan, not eagerly": scanned_sum,
@@ -312,6 +312,7 @@ MISSES = {
 
 
 @pytest.mark.parametrize("run", MISSES.values(), ids=MISSES)
+# eager execution does other work than the program says, see `memory`; strict: a repair must show
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="known limits, see the names")
 def test_peaks_that_are_known_to_be_missed(run):
     found, measured = run()
