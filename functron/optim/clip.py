@@ -17,24 +17,29 @@ from functron.optim.transformation import (
 )
 from functron.spmd.collectives import psum
 from functron.spmd.spec import P, is_spec, spec_axes
+from functron.spmd.stages import psum_stages
 
 
-def global_norm(updates: Updates, specs: tree.Tree = None) -> torch.Tensor:
+def global_norm(updates: Updates, specs: tree.Tree = None, copies: tree.Tree = 1) -> torch.Tensor:
     """The 2-norm of all leaves together, over all their shards; 0-dim.
 
     Float32, or float64 when a leaf is float64; low-precision leaves are accumulated in float32.
 
-    One all-reduce of 4 bytes for each distinct set of mesh axes that the specs mention.
+    One all-reduce of 4 bytes for each distinct set of mesh axes that the specs mention, and one
+    over the ranks of a pipeline.
 
     Args:
         updates: a tree of tensors, on a mesh this rank's shards; gradients already synchronised.
         specs: how they are sharded (a tree or prefix tree of `P`). None: not at all. On a bound
             mesh a sharded leaf without its spec would silently give each rank another norm; in
             simulation the norm then varies, which the next in-place update refuses.
+        copies: how many ranks of a pipeline hold each leaf (a tree or prefix tree of numbers), as
+            `pipeline.Partition.copies` says.
     """
     leaves = tree.leaves(updates)
     if not leaves:
         return torch.zeros(())
+    counts = tree.broadcast_prefix(copies, updates, what="the copies of updates")
     spec_leaves = (
         [P()] * len(leaves)
         if specs is None
@@ -42,14 +47,15 @@ def global_norm(updates: Updates, specs: tree.Tree = None) -> torch.Tensor:
     )
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in leaves) else torch.float32
     groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for norm, spec in zip(_norms(leaves), spec_leaves, strict=True):
+    for norm, spec, count in zip(_norms(leaves), spec_leaves, counts, strict=True):
         axes = tuple(sorted(spec_axes(spec)))
-        groups.setdefault(axes, []).append(norm.to(leaves[0].device, dtype))
+        norm = norm.to(leaves[0].device, dtype)
+        groups.setdefault(axes, []).append(norm if count == 1 else norm / math.sqrt(count))
     squares = [
         psum(torch.stack(norms).square().sum(), axes) if axes else torch.stack(norms).square().sum()
         for axes, norms in groups.items()
     ]
-    return torch.stack(squares).sum().sqrt()
+    return psum_stages(torch.stack(squares).sum()).sqrt()
 
 
 def _norms(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -79,7 +85,9 @@ def norm_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return torch.where(norm < max_norm, torch.ones_like(norm), max_norm / norm)
 
 
-def clip_by_global_norm(max_norm: float, specs: tree.Tree = None) -> GradientTransformation:
+def clip_by_global_norm(
+    max_norm: float, specs: tree.Tree = None, copies: tree.Tree = 1
+) -> GradientTransformation:
     """Scales all updates together so that their `global_norm` is at most `max_norm`, as Optax does.
 
     Updates whose norm is below it pass unchanged. Collectives are those of `global_norm`; a step
@@ -89,6 +97,7 @@ def clip_by_global_norm(max_norm: float, specs: tree.Tree = None) -> GradientTra
         max_norm: positive.
         specs: the specs of the parameters (and so of the gradients); needed on any mesh that
             shards them.
+        copies: how many ranks of a pipeline hold each parameter.
 
     Raises:
         ValueError: `max_norm` is not positive.
@@ -96,7 +105,7 @@ def clip_by_global_norm(max_norm: float, specs: tree.Tree = None) -> GradientTra
     _positive("clip_by_global_norm", "max_norm", max_norm)
 
     def factor(updates):
-        return norm_scale(global_norm(updates, specs), max_norm)
+        return norm_scale(global_norm(updates, specs, copies), max_norm)
 
     return stateless(
         lambda updates, params: scale(updates, factor(updates)),

@@ -147,6 +147,7 @@ def make_optimizer(
     learning_rate: LearningRate,
     *,
     specs: tree.Tree = None,
+    copies: tree.Tree = 1,
     mask: Mask = not_norm_or_bias,
 ) -> GradientTransformation:
     """The optimizer that `config` describes: clipping, then the optimizer (on masters).
@@ -155,6 +156,7 @@ def make_optimizer(
         config: what to build.
         learning_rate: a number or a schedule.
         specs: specs of the parameters, for the gradient norm; None: nothing is sharded.
+        copies: how many ranks of a pipeline hold each parameter, for the gradient norm.
         mask: which parameters decay; by default all but norms and biases.
 
     Raises:
@@ -166,4 +168,4 @@ def make_optimizer(
         inner = with_fp32_masters(inner)
     if not config.clip_norm:
         return inner
-    return chain(clip_by_global_norm(config.clip_norm, specs), inner)
+    return chain(clip_by_global_norm(config.clip_norm, specs, copies), inner)

@@ -78,6 +78,7 @@ class Program:
         static: leaves of the arguments that are no tensors, by their position in `in_structure`;
             the program holds for these values only.
         checked: whether shard_map's replication check applies to it.
+        stages: the axis whose ranks have other programs: the stages of a pipeline.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Program:
     out_structure: tree.Structure
     static: Mapping[int, Any] = field(default_factory=dict)
     checked: bool = True
+    stages: str | None = None
 
     def flatten(self, args: tuple) -> dict[str, torch.Tensor]:
         """The tensors among the arguments, by path.

@@ -76,6 +76,7 @@ class _Place:
     whole: bool
     per_rank: bool
     checked: bool
+    stages: str | None = None
 
 
 def _place(fn, mesh, in_specs, simulate: bool) -> _Place:
@@ -89,7 +90,15 @@ def _place(fn, mesh, in_specs, simulate: bool) -> _Place:
             )
         bound = isinstance(fn.mesh, BoundMesh)
         whole = fn.mesh.mesh if isinstance(fn.mesh, BoundMesh) else fn.mesh
-        return _Place(whole, fn.in_specs, fn.out_specs, not bound, True, fn.check)
+        return _Place(
+            whole,
+            fn.in_specs,
+            fn.out_specs,
+            not bound,
+            True,
+            fn.check,
+            fn.stages if bound else None,
+        )
     if (mesh is None) != (in_specs is None):
         raise ValueError("trace: got one of mesh and in_specs; wanted both or neither")
     bound = isinstance(mesh, BoundMesh)
@@ -151,6 +160,7 @@ class _Trace:
             out_structure,
             {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
             self.place.checked,
+            self.place.stages,
         )
 
     def _specs(self, leaves: list, paths: list[str]) -> list[P | None]:

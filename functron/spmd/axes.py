@@ -96,6 +96,31 @@ Axis = SimulatedAxis | BoundAxis | TracedAxis
 
 
 @dataclass(frozen=True, eq=False)
+class StageAxis:
+    """An axis whose ranks run different programs: the stages of a pipeline.
+
+    It is not mapped. One process runs the programs of all its ranks in turn, or, on a bound mesh,
+    of its own rank.
+
+    Attributes:
+        name: of the axis.
+        size: its ranks.
+        index: this process's rank on it; None where this process runs them all.
+        group: the process group; "" where there is none.
+    """
+
+    name: str
+    size: int
+    index: int | None = None
+    group: str = ""
+
+    @property
+    def here(self) -> Sequence[int]:
+        """The ranks of the axis whose programs this process runs."""
+        return range(self.size) if self.index is None else (self.index,)
+
+
+@dataclass(frozen=True, eq=False)
 class Scope:
     """What is in force where a program runs.
 
@@ -104,11 +129,13 @@ class Scope:
         check: whether the program's own reductions are checked.
         axis_index: while a per-rank program is being traced, gives this rank's index on an axis as
             an input of the program; shard_map then runs the program of one rank, on its shards.
+        stages: the axis whose ranks run different programs, if there is one.
     """
 
     axes: dict[str, Axis | None] = field(default_factory=dict)
     check: bool = False
     axis_index: Callable[[str], torch.Tensor] | None = None
+    stages: StageAxis | None = None
 
 
 _scope: contextvars.ContextVar[Scope] = contextvars.ContextVar("functron_scope", default=Scope())  # noqa: B039
@@ -144,11 +171,18 @@ def lookup(names: AxisNames) -> list[Axis]:
     """The bound axes with these names, without those of size 1.
 
     Raises:
-        ValueError: a name is neither bound nor a standard axis (which has size 1 when absent).
+        ValueError: a name is neither bound nor a standard axis (which has size 1 when absent), or
+            is the axis of a pipeline's stages.
     """
     found = []
-    bound = _scope.get().axes
+    bound, stages = _scope.get().axes, _scope.get().stages
     for name in (names,) if isinstance(names, str) else names:
+        if stages is not None and name == stages.name:
+            raise ValueError(
+                f"at {user_line()}: got axis {name!r}, whose ranks run the stages of a pipeline; "
+                "wanted an axis whose ranks run one program; fix: let the pipeline pass values "
+                "from stage to stage, or map the axis (shard_map without stages=)"
+            )
         if name not in bound and name not in STANDARD_AXES:
             raise ValueError(
                 f"unbound axis name {name!r} at {user_line()}: "

@@ -90,6 +90,10 @@ class Mesh:
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes)
 
+    def without(self, name: str | None) -> Mesh:
+        """The mesh of the other axes; itself where it has no such axis."""
+        return Mesh(**{axis: size for axis, size in self.axes if axis != name})
+
     def coordinate(self, rank: int) -> dict[str, int]:
         """The position of `rank` on every axis."""
         out = {}
@@ -168,3 +172,13 @@ class BoundMesh:
     def __getitem__(self, name: str) -> int:
         """The size of axis `name`; 1 where this mesh has no such axis."""
         return self.mesh[name]
+
+    def without(self, name: str | None) -> BoundMesh:
+        """The mesh of the other axes, with this process's rank among those that share `name`."""
+        mesh = self.mesh.without(name)
+        coordinate = {axis: self.coordinate[axis] for axis in mesh.axis_names}
+        rank = 0
+        for axis, size in mesh.axes:
+            rank = rank * size + coordinate[axis]
+        groups = {axis: self.groups[axis] for axis in mesh.axis_names}
+        return BoundMesh(mesh, rank, coordinate, groups, self.device_type)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from functron import compat, tree
 from functron.closure import hoist
 from functron.errors import Problem, raise_problems
 from functron.spmd import spec as sharding
-from functron.spmd.axes import scope, source_line
+from functron.spmd.axes import StageAxis, enter, scope, source_line
 from functron.spmd.distributed import bound_axes, run_rank
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.replication import LineRecorder, VaryingOutputError, check_outputs
@@ -31,6 +31,7 @@ def shard_map(
     out_specs: tree.Tree,
     *,
     check: bool = True,
+    stages: str | None = None,
 ) -> Callable:
     """The function that runs the per-rank program `f` on every rank of `mesh`.
 
@@ -51,16 +52,22 @@ def shard_map(
         check: refuse programs that return a value their out_spec calls replicated when it varies,
             and reductions of values that are already replicated. Static and exact. On a bound mesh
             the program is checked once per signature, on fake tensors, before it first runs.
+        stages: the axis whose ranks run the stages of a pipeline (`functron.pipeline`), usually
+            "pp". It is not mapped: specs cannot mention it. On a `Mesh` values belong to all its
+            ranks together; on a `BoundMesh` they are what this rank holds, and nothing is checked,
+            since other ranks run other programs: simulate the mesh to check it.
 
     Raises:
         ValueError: a spec does not fit its value, or the check fails; all offenders are listed.
         TypeError: keyword arguments, or a leaf that is no tensor and not declared static.
     """
-    _check_spec_trees(in_specs, out_specs, mesh)
-    return Mapped(f, mesh, in_specs, out_specs, check)
+    _check_spec_trees(in_specs, out_specs, mesh, stages)
+    return Mapped(f, mesh, in_specs, out_specs, check, stages)
 
 
-def _check_spec_trees(in_specs: tree.Tree, out_specs: tree.Tree, mesh: Mesh | BoundMesh) -> None:
+def _check_spec_trees(
+    in_specs: tree.Tree, out_specs: tree.Tree, mesh: Mesh | BoundMesh, stages: str | None
+) -> None:
     if not isinstance(mesh, (Mesh, BoundMesh)):
         raise TypeError(f"shard_map: got mesh {mesh!r}; wanted a functron.Mesh or BoundMesh")
     problems = []
@@ -72,6 +79,10 @@ def _check_spec_trees(in_specs: tree.Tree, out_specs: tree.Tree, mesh: Mesh | Bo
                 problems.append(Problem(where, repr(spec), "a P or None", f"write P({spec!r})"))
             elif spec is not None:
                 problems += sharding.problems(where, None, spec, mesh)
+                if stages in spec_axes(spec):
+                    wanted = f"axes other than {stages!r}, whose ranks are stages"
+                    fix = "let a pipeline.Partition say which stage holds what"
+                    problems.append(Problem(where, f"{spec}", wanted, fix))
     raise_problems("shard_map cannot use these specs", problems)
 
 
@@ -84,6 +95,7 @@ class Mapped:
         in_specs: how arguments are split.
         out_specs: how results are.
         check: whether replication is checked.
+        stages: the axis of a pipeline's stages, which is not mapped.
         name: of `f`.
     """
 
@@ -94,9 +106,12 @@ class Mapped:
         in_specs: tree.Tree,
         out_specs: tree.Tree,
         check: bool,
+        stages: str | None = None,
     ):
         functools.update_wrapper(self, f)
-        self.f, self.mesh, self.check = f, mesh, check
+        self.f, self.mesh, self.stages = f, mesh, stages
+        self.check = check and not (isinstance(mesh, BoundMesh) and mesh[stages or ""] > 1)
+        self._mapped = mesh.without(stages)
         self.in_specs, self.out_specs = in_specs, out_specs
         self.name = getattr(f, "__name__", type(f).__name__)
         self._checked: set[Any] = set()
@@ -107,18 +122,27 @@ class Mapped:
                 f"shard_map: {self.name} got keyword arguments {sorted(kwargs)}; wanted positional "
                 "ones only, since in_specs are positional; fix: bind them with functools.partial"
             )
-        again = sorted(set(self.mesh.axis_names) & scope().axes.keys())
+        again = sorted(set(self._mapped.axis_names) & scope().axes.keys())
         if again:
             raise ValueError(
                 f"shard_map: axes {again} are already bound by an enclosing shard_map; "
                 "map over other axes, or call the function directly"
             )
         leaves, structure, specs = self._flatten(args)
-        if scope().axis_index is not None:
-            return self._trace(leaves, structure, specs)
-        if isinstance(self.mesh, BoundMesh):
-            return self._run(self.mesh, leaves, structure, specs)
-        return self._simulate(self.mesh, leaves, structure, specs)
+        with enter(replace(scope(), stages=self._stage_axis() or scope().stages)):
+            if scope().axis_index is not None:
+                return self._trace(leaves, structure, specs)
+            if isinstance(self._mapped, BoundMesh):
+                return self._run(self._mapped, leaves, structure, specs)
+            return self._simulate(self._mapped, leaves, structure, specs)
+
+    def _stage_axis(self) -> StageAxis | None:
+        name, mesh = self.stages, self.mesh
+        if name is None or mesh[name] == 1:
+            return None
+        if not isinstance(mesh, BoundMesh):
+            return StageAxis(name, mesh[name])
+        return StageAxis(name, mesh[name], mesh.coordinate[name], mesh.groups[name])
 
     def _flatten(self, args: tuple) -> tuple[list, tree.Structure, list[P | None]]:
         prefix = self._prefix(args)
@@ -174,7 +198,7 @@ class Mapped:
                 self.out_specs, out, is_leaf=is_spec, what="out_specs", wanted="a P, or containers"
             )
             if scope().check:
-                mine, paths = self.mesh.axis_names, tree.paths(out)
+                mine, paths = self._mapped.axis_names, tree.paths(out)
                 check_outputs(outputs, specs, paths, mine, self._where(), recorder)
             self._check_ranks(outputs, specs, tree.paths(out))
             return outputs, specs
@@ -248,7 +272,7 @@ class Mapped:
         """One rank's program on its shards, with collectives by axis name."""
         make_index = scope().axis_index
         assert make_index is not None
-        sizes = self.mesh.shape
+        sizes = self._mapped.shape
         axes = [TracedAxis(name, size, make_index) for name, size in sizes.items() if size > 1]
         absent = [name for name, size in sizes.items() if size == 1]
         return self._on_one_rank(axes, absent, leaves, structure, specs, check=self.check)
