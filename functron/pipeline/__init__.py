@@ -2,5 +2,6 @@
 
 from functron.pipeline.action import Action
 from functron.pipeline.schedule import Schedule, Transfer, place
+from functron.pipeline.timeline import Costs, Timeline
 
-__all__ = ["Action", "Schedule", "Transfer", "place"]
+__all__ = ["Action", "Costs", "Schedule", "Timeline", "Transfer", "place"]

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, cast
 
 Kind = Literal["F", "B", "I", "W"]
 What = Literal["activation", "cotangent", "gradient"]
-
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 _PATTERN = re.compile(r"([FBIW])(\d+)(?:\.(\d+))?")
 
@@ -46,6 +46,10 @@ class Action:
             )
         kind = cast(Kind, found[1])
         return Action(kind, int(found[2]), int(found[3] or 0))
+
+
+Cell = tuple[Action, ...]
+Pipe = tuple[tuple[int, int], ...]  # per stage the (rank, chunk) that holds it
 
 
 class Product(NamedTuple):

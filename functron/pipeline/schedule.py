@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 from functron.errors import Problem, raise_problems
-from functron.pipeline.action import Action, Kind, Product, What
-
-Cell = tuple[Action, ...]
-Pipe = tuple[tuple[int, int], ...]
+from functron.pipeline import gantt, text
+from functron.pipeline.action import Action, Cell, Kind, Pipe, Product, What
+from functron.pipeline.place import earliest_ticks
+from functron.pipeline.timeline import Costs, Timeline, simulate
+from functron.pipeline.validate import live, problems
 
 _MADE: Mapping[Kind, What] = {
     "F": "activation",
@@ -154,6 +156,104 @@ class Schedule:
                     found.append(Transfer(rank, receiver, action, chunk))
         return found
 
+    def validate(self, max_live: int | Sequence[int] | None = None) -> None:
+        """Check that the table is a training step, or the forwards of one, that cannot deadlock.
+
+        Every microbatch goes once through every stage of its pipe, on the ranks that hold them:
+        forward, and, unless the table has forwards only, backward, whole (B) or split (I and W).
+        Every action comes after the ticks that make what it needs, so no order of messages can
+        deadlock: all ranks post the transfers of a tick in one order (`transfers`), and what a cell
+        waits for was posted before it. This holds for blocking sends and for asynchronous ones.
+
+        Args:
+            max_live: the most activations that a rank, or each rank, may hold (`peak_live`).
+
+        Raises:
+            ValueError: lists every problem, with its tick, rank, action and fix.
+        """
+        raise_problems(f"schedule {self.name}", problems(self, max_live))
+
+    def peak_live(self, rank: int) -> int:
+        """The most activations that a rank holds at once: forwards without their B or W yet.
+
+        An activation is what one stage keeps of one microbatch for its backward. The forward of a
+        cell of two counts as if it came first, because they run together. 0 without backwards.
+        """
+        return max(live(self, rank), default=0)
+
+    def simulate(self, costs: Costs | None = None) -> Timeline:
+        """The timeline in which every rank does its column in order, as soon as it can.
+
+        See `functron.pipeline.timeline.simulate`.
+
+        Args:
+            costs: how long actions take; by default F, I and W 1, B 2, transfers 0.
+        """
+        return simulate(self, costs)
+
+    def bubble_fraction(self, costs: Costs | None = None) -> float:
+        """The part of the ranks' time in which they wait, if actions take so long.
+
+        Args:
+            costs: how long actions take; by default F, I and W 1, B 2, transfers 0.
+        """
+        return self.simulate(costs).bubble_fraction
+
+    def gantt(self) -> str:
+        """A Gantt chart of the ticks as text: a line per rank, time to the right.
+
+        ``simulate().gantt()`` draws it in time.
+        """
+        return gantt.text(gantt.tick_bars(self), self.num_ranks)
+
+    def svg(self) -> str:
+        """A Gantt chart of the ticks as an SVG picture, a colour per kind, a shade per chunk."""
+        title = f"{self.name}: {self.num_ranks} ranks, {self.num_microbatches} microbatches, "
+        title += f"{self.num_ticks} ticks"
+        return gantt.svg(gantt.tick_bars(self), self.num_ranks, title)
+
+    def _repr_html_(self) -> str:
+        return self.svg()
+
+    def forward_only(self) -> Schedule:
+        """The forwards of this schedule, in their order, for evaluation on the same stages."""
+        columns = [
+            [kept for cell in self.cells(r) if (kept := [a for a in cell if a.kind == "F"])]
+            for r in range(self.num_ranks)
+        ]
+        return place(f"{self.name} forward", self.pipes, self.num_microbatches, columns)
+
+    def __str__(self) -> str:
+        return text.write(self)
+
+    @staticmethod
+    def parse(table: str, name: str = "table") -> Schedule:
+        """The schedule that prints as `table`; the format is described in `functron.pipeline.text`.
+
+        The result is not validated.
+
+        Args:
+            table: the text.
+            name: of the schedule, where the text has none.
+
+        Raises:
+            ValueError: not the format; the error lists every line and cell at fault.
+        """
+        return Schedule(*text.read(table, name))
+
+    @staticmethod
+    def load(path: str | Path) -> Schedule:
+        """The schedule in a text file, called like the file if it says no name.
+
+        Raises:
+            ValueError: not the format; the error lists every line and cell at fault.
+        """
+        return Schedule.parse(Path(path).read_text(), Path(path).stem)
+
+    def save(self, path: str | Path) -> None:
+        """Write the schedule into a text file that `load` reads."""
+        Path(path).write_text(str(self))
+
 
 def place(
     name: str,
@@ -190,69 +290,9 @@ def place(
             if (rank, a.chunk) not in empty._places
         ],
     )
-    made: dict[Product, int] = {}  # the tick after which it is there
-    placed: list[dict[int, Cell]] = [{} for _ in cells]
-    done, free = [0] * len(cells), [0] * len(cells)
-    progress = True
-    while progress:
-        progress = False
-        for rank, column in enumerate(cells):
-            while done[rank] < len(column):
-                cell = column[done[rank]]
-                waits = _outside_needs(empty, rank, cell)
-                if any(need not in made for need in waits):
-                    break
-                tick = max([free[rank], *(made[need] + 1 for need in waits)])
-                placed[rank][tick] = cell
-                for action in cell:
-                    made.setdefault(empty.makes(rank, action), tick)
-                done[rank], free[rank], progress = done[rank] + 1, tick + 1, True
-    raise_problems(f"{name}: the ranks wait for one another", _blocked(empty, cells, done, made))
-    rows = range(max(free, default=0))
+    ticks, blocked = earliest_ticks(empty, cells)
+    raise_problems(f"{name}: the ranks wait for one another", blocked)
+    placed = [dict(zip(*pair, strict=True)) for pair in zip(ticks, cells, strict=True)]
+    rows = range(1 + max((column[-1] for column in ticks if column), default=-1))
     table = tuple(tuple(column.get(tick, ()) for column in placed) for tick in rows)
     return replace(empty, table=table)
-
-
-def _outside_needs(schedule: Schedule, rank: int, cell: Cell) -> list[Product]:
-    """What a cell needs that it does not make itself, earlier in the cell."""
-    inside: set[Product] = set()
-    needs: list[Product] = []
-    for action in cell:
-        needs += [need for need in schedule.needs(rank, action) if need not in inside]
-        inside.add(schedule.makes(rank, action))
-    return needs
-
-
-def _blocked(
-    schedule: Schedule,
-    columns: Sequence[Sequence[Cell]],
-    done: Sequence[int],
-    made: Mapping[Product, int],
-) -> list[Problem]:
-    """A problem per rank that could not finish its column."""
-    later = {
-        schedule.makes(rank, action): (rank, action)
-        for rank, column in enumerate(columns)
-        for cell in column[done[rank] :]
-        for action in cell
-    }
-    problems = []
-    for rank, column in enumerate(columns):
-        if done[rank] == len(column):
-            continue
-        cell = column[done[rank]]
-        text = "+".join(map(str, cell))
-        waits = []
-        for need in _outside_needs(schedule, rank, cell):
-            if need not in made:
-                by = "{1} of rank {0}".format(*later[need]) if need in later else "nobody makes it"
-                waits.append(f"the {need.what} of microbatch {need.microbatch} ({by})")
-        problems.append(
-            Problem(
-                f"rank {rank}, cell {done[rank]} ({text})",
-                f"a wait for {' and '.join(waits)}",
-                "an order in which what a cell needs comes before it",
-                f"move {text} down, or what it waits for up",
-            )
-        )
-    return problems
