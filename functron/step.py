@@ -12,6 +12,7 @@ import torch
 
 from functron import optim, random, tree
 from functron.params import init_params
+from functron.pipeline.execute import Pipeline
 from functron.scopes import named_scope
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.transforms import accumulate, sync_gradients, value_and_grad
@@ -87,22 +88,82 @@ def make_step(
         (before clipping). Raises ValueError where the batch does not divide.
     """
 
-    def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
-        key = random.fold_in(state.key, state.step)
-        total = num_targets(batch)
-
+    def gradients(params, batch, key, total):
         def mean_loss(params, microbatch):
             return loss(params, microbatch, key) / total
 
-        gradients = accumulate(value_and_grad(mean_loss), num_microbatches)
-        value, grads = gradients(state.params, batch)
-        with named_scope("sync"):
-            grads = sync_gradients(grads, specs)
-        with named_scope("update"):
-            norm = optim.global_norm(grads, specs)
-            params, opt_state = optimizer.step_(grads, state.opt_state, state.params)
-        metrics = {"loss": value, "grad_norm": norm}
-        return State(state.step + 1, params, opt_state, state.key), metrics
+        return accumulate(value_and_grad(mean_loss), num_microbatches)(params, batch)
+
+    def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
+        key = random.fold_in(state.key, state.step)
+        value, grads = gradients(state.params, batch, key, num_targets(batch))
+        state, norm = update(state, grads, optimizer, specs)
+        return state, {"loss": value, "grad_norm": norm}
 
     layout = state_specs(specs, optimizer)
     return shard_map(step, mesh, (layout, P(DATA_AXES)), (layout, P()))
+
+
+def update(
+    state: State,
+    grads: tree.Tree,
+    optimizer: optim.GradientTransformation,
+    specs: tree.Tree,
+    copies: tree.Tree = 1,
+) -> tuple[State, torch.Tensor]:
+    """The state after a step, from every rank's shares of the gradients, and the gradients' norm.
+
+    Donates `state` and `grads`. Collectives: those of `sync_gradients`, `optim.global_norm` and the
+    optimizer.
+
+    Args:
+        state: before the step.
+        grads: as `value_and_grad` returns them.
+        optimizer: the gradient transformation.
+        specs: the parameters' specs.
+        copies: how many ranks of a pipeline hold each parameter.
+    """
+    with named_scope("sync"):
+        grads = sync_gradients(grads, specs)
+    with named_scope("update"):
+        norm = optim.global_norm(grads, specs, copies)
+        params, opt_state = optimizer.step_(grads, state.opt_state, state.params)
+    return State(state.step + 1, params, opt_state, state.key), norm
+
+
+def make_pipelined_step(
+    stages: Pipeline,
+    num_targets: Callable,
+    optimizer: optim.GradientTransformation,
+    mesh: Mesh | BoundMesh,
+    specs: tree.Tree,
+    *,
+    axis: str = "pp",
+) -> Callable:
+    """`make_step` for a model whose stages are divided among the ranks of `axis`.
+
+    State and batch are those of `make_step`; on a bound mesh the state is that of the parameters
+    that `Partition.local_defs` says this rank holds, and the optimizer's gradient norm must know
+    `Partition.copies`.
+
+    Args:
+        stages: the stages under a schedule, which cuts the batch; they share ``(key, total)``: the
+            step's key, and the number of targets by which the last stage divides its loss.
+        num_targets, optimizer, mesh: as in `make_step`.
+        specs: the specs of the parameters that this process holds.
+        axis: the mesh axis of the pipeline's ranks.
+
+    Returns:
+        The step; see `make_step`.
+    """
+    rank = mesh.coordinate[axis] if isinstance(mesh, BoundMesh) and mesh[axis] > 1 else None
+    copies = stages.partition.copies(rank)
+
+    def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
+        key = random.fold_in(state.key, state.step)
+        value, grads = stages.value_and_grad(state.params, batch, key, num_targets(batch))
+        state, norm = update(state, grads, optimizer, specs, copies)
+        return state, {"loss": value, "grad_norm": norm}
+
+    layout = state_specs(specs, optimizer)
+    return shard_map(step, mesh, (layout, P(DATA_AXES)), (layout, P()), stages=axis)

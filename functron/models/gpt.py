@@ -18,6 +18,7 @@ from functron.models.config import GPTConfig
 from functron.models.presets import PRESETS
 from functron.ops.attention import attention
 from functron.params import Normal, ParamDef
+from functron.pipeline.layout import Part, whole
 from functron.scopes import named_scope
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules
 from functron.spmd import collectives as lax
@@ -37,6 +38,9 @@ __all__ = [
     "loss",
     "num_targets",
     "rules",
+    "stage",
+    "stage_loss",
+    "uses",
 ]
 
 STREAM = P(DATA_AXES)
@@ -127,7 +131,7 @@ def rules(config: GPTConfig, mesh: Mesh | BoundMesh) -> Rules:
             f"{axis}=1: this decoder does not split anything by {axis}",
             "put those ranks on dp or tp",
         )
-        for axis in ("pp", "fsdp", "cp", "ep")
+        for axis in ("fsdp", "cp", "ep")
         if mesh[axis] > 1
     ]
     raise_problems("this model cannot run on this mesh", found)
@@ -171,27 +175,75 @@ def forward(
         ValueError: the sequence is longer than `max_seq`, or does not divide over the axes that
             split it.
     """
+    batch = {"tokens": tokens} if rows is None else {"tokens": tokens, "rows": rows}
+    part = whole(config.num_layers)
+    return stage(config, part, weights, None, batch, key=key, stream=stream, remat=remat)
+
+
+def stage(
+    config: GPTConfig,
+    part: Part,
+    weights: dict,
+    x: Float[Tensor, "batch seq embed"] | None,
+    batch: Batch,
+    *,
+    key: Key | None = None,
+    stream: P = STREAM,
+    remat: Remat = "none",
+) -> Float[Tensor, "batch seq features"]:
+    """What one stage of a pipeline makes of the residual stream that the stage before made.
+
+    Args:
+        config: the architecture, of the whole model.
+        part: what the stage computes.
+        weights: this rank's part of the stage's parameters: those that `uses` says, of stacked ones
+            the rows of its layers.
+        x: the residual stream after the layers before; None for the stage with the embedding.
+        batch: ``tokens``, of which the stage with the embedding needs the numbers, and ``rows``,
+            without which each data rank's samples are taken to be its whole part of the batch.
+        key, stream, remat: as in `forward`.
+
+    Returns:
+        The residual stream with spec `stream`; at the stage with the loss, the logits of `forward`.
+    """
+    tokens = batch["tokens"]
     _check_sequence(config, tokens.shape[1], stream)
     keys = None if key is None else random.split(key, config.num_layers + 1)
+    rows = batch.get("rows")
     if rows is None:
         rows = lax.global_index(tokens.shape[0], DATA_AXES, device=tokens.device)
 
     def drop(x: Tensor, drop_key: Tensor | None) -> Tensor:
         return nn.dropout(x, drop_key, rate=config.dropout, rows=rows, stream=stream)
 
-    with named_scope("embed"):
-        x = nn.embed_tokens(weights["embed"], tokens, stream=stream)
-        if config.positions == "learned":
-            x = nn.add_positions(x, weights["positions"], stream=stream)
-        x = drop(x, None if keys is None else keys[-1])
-    block = _block(config, _rope(config, tokens), stream, drop, remat)
-    layers = (weights["blocks"], None if keys is None else keys[:-1])
-    x, _ = scan(block, x, layers)
+    if part.embed:
+        with named_scope("embed"):
+            x = nn.embed_tokens(weights["embed"], tokens, stream=stream)
+            if config.positions == "learned":
+                x = nn.add_positions(x, weights["positions"], stream=stream)
+            x = drop(x, None if keys is None else keys[-1])
+    if part.layers:
+        block = _block(config, _rope(config, tokens), stream, drop, remat)
+        start, stop = part.layers.start, part.layers.stop
+        x, _ = scan(block, x, (weights["blocks"], None if keys is None else keys[start:stop]))
+    assert x is not None
+    if not part.loss:
+        return x
     with named_scope("norm"):
         x = nn.norm(weights["norm"], x, eps=config.norm_eps)
     with named_scope("unembed"):
         unembed = weights["embed"].mT if config.tied else weights["unembed"]
         return nn.column_parallel(nn.gather_sequence(x, stream), unembed)
+
+
+def uses(config: GPTConfig) -> dict[str, str]:
+    """Which stages of a pipeline use each entry of `defs`, as `pipeline.Partition` wants it."""
+    table = {"embed": "EL" if config.tied else "E", "blocks": "t", "norm": "L"}
+    if config.positions == "learned":
+        table["positions"] = "E"
+    if not config.tied:
+        table["unembed"] = "L"
+    return table
 
 
 def _rope(config: GPTConfig, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -273,12 +325,31 @@ def loss(
         A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
         one all-reduce of a scalar.
     """
-    logits = forward(
-        config, weights, batch["tokens"], rows=batch["rows"], key=key, stream=stream, remat=remat
-    )
+    part = whole(config.num_layers)
+    return stage_loss(config, part, weights, None, batch, key=key, stream=stream, remat=remat)
+
+
+def stage_loss(
+    config: GPTConfig,
+    part: Part,
+    weights: dict,
+    x: Float[Tensor, "batch seq embed"] | None,
+    batch: Batch,
+    *,
+    key: Key | None = None,
+    stream: P = STREAM,
+    remat: Remat = "none",
+) -> Tensor:
+    """`stage`, but the stage with the loss returns that: what `loss` does, for one stage.
+
+    Of the batch, the stage with the loss needs the ``targets`` as well.
+    """
+    x = stage(config, part, weights, x, batch, key=key, stream=stream, remat=remat)
+    if not part.loss:
+        return x
     with named_scope("loss"):
         losses = nn.cross_entropy(
-            logits, batch["targets"], vocab_size=config.vocab_size, z_loss=config.z_loss
+            x, batch["targets"], vocab_size=config.vocab_size, z_loss=config.z_loss
         )
         return lax.psum(losses.sum(), DATA_AXES)
 

@@ -50,7 +50,7 @@ def accumulate(
             one = functools.partial(_one, f, args, kwargs, positions, dtype)
             batch = tuple(_stacked(args[p], num_microbatches, p) for p in positions)
             return _scanned(recorder, one, batch)
-        parts = {p: _microbatches(args[p], num_microbatches, p) for p in positions}
+        parts = {p: microbatches(args[p], num_microbatches, f"argument {p}") for p in positions}
         total = None
         for index in range(num_microbatches):
             chosen = [parts[p][index] if p in parts else arg for p, arg in enumerate(args)]
@@ -84,7 +84,7 @@ def _scanned(recorder: Recorder, one: Callable, batch: tuple) -> tree.Tree:
 
 
 def _stacked(batch: tree.Tree, count: int, position: int) -> tree.Tree:
-    _microbatches(batch, count, position)  # raises where it does not divide
+    microbatches(batch, count, f"argument {position}")  # raises where it does not divide
     return tree.map(lambda leaf: leaf.unflatten(0, (count, -1)), batch)
 
 
@@ -93,13 +93,18 @@ def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
     return leaf.to(dtype) if dtype is not None and floating else leaf
 
 
-def _microbatches(batch: tree.Tree, count: int, position: int) -> list[tree.Tree]:
+def microbatches(batch: tree.Tree, count: int, where: str = "batch") -> list[tree.Tree]:
+    """`count` equal parts of a batch along the leading dim of its leaves, as views.
+
+    Raises:
+        ValueError: a leading dim does not divide; all offenders are listed, as paths under `where`.
+    """
     leaves, structure = tree.flatten(batch)
     raise_problems(
         f"cannot cut the batch into {count} microbatches",
         [
             Problem(
-                f"argument {position}/{path}",
+                f"{where}/{path}" if path else where,
                 f"shape {tuple(leaf.shape)}",
                 f"a leading dim that is a multiple of {count}",
                 "change the batch size or num_microbatches",

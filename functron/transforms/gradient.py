@@ -65,12 +65,11 @@ def value_and_grad(
                 new[position] = value
             out = f(*new, **kwargs)
             value, aux = out if has_aux else (out, None)
-            _check_loss(value)
+            check_loss(value)
             return value, split.tensors(aux)
 
-        value, aux, pullback = _pullback(scalar, leaves, _outer_tape(f, (args, kwargs)))
-        seed = torch.full_like(value, 1 / _num_ranks())
-        grads = tree.unflatten(structure, [_share(leaf) for leaf in pullback(seed)])
+        value, aux, pullback = _pullback(scalar, leaves, differentiated_outside(f, (args, kwargs)))
+        grads = tree.unflatten(structure, [share(leaf) for leaf in pullback(loss_seed(value))])
         grads = grads[0] if isinstance(argnums, int) else grads
         return ((value, split.join(aux)) if has_aux else value), grads
 
@@ -114,7 +113,7 @@ def vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
         floats = tuple(value for value in outputs if _is_float(value))
         return floats, [value for value in outputs if not _is_float(value)]
 
-    outer = _outer_tape(f, primals)
+    outer = differentiated_outside(f, primals)
     floats, others, pull = _pullback(flat, [leaves[i] for i in moving], outer)
     pool = (iter(floats), iter(others))
     outputs = [next(pool[0] if is_float else pool[1]) for is_float in split.is_float]
@@ -181,14 +180,15 @@ def _check_shares(leaves: list, specs: list, paths: list[str]) -> None:
     )
 
 
-def _num_ranks() -> int:
+def loss_seed(value: torch.Tensor) -> torch.Tensor:
+    """The cotangent of a loss that is replicated over the mesh: each rank's share of 1."""
     count = 1
     for axis in scope().axes.values():
         count *= axis.size if axis is not None else 1
-    return count
+    return torch.full_like(value, 1 / count)
 
 
-def _share(leaf: torch.Tensor) -> torch.Tensor:
+def share(leaf: torch.Tensor) -> torch.Tensor:
     """`leaf` typed as varying over every axis, so that a missing sync_gradients is an error."""
     for axis in scope().axes.values():
         if isinstance(axis, SimulatedAxis) and axis.varies(leaf):
@@ -242,7 +242,8 @@ def _check_leaves(paths: list[str], leaves: list) -> None:
     )
 
 
-def _check_loss(value: Any) -> None:
+def check_loss(value: Any) -> None:
+    """Raise ValueError unless `value` is a scalar, replicated over the mesh."""
     if not _is_float(value) or value.dim():
         got = f"shape {tuple(value.shape)}" if _is_float(value) else repr(value)
         raise ValueError(
@@ -268,7 +269,7 @@ def _require_replicated(value: torch.Tensor) -> None:
             axis.mark(value.detach(), "require_replicated")
 
 
-def _outer_tape(f: Callable, args: tree.Tree) -> bool:
+def differentiated_outside(f: Callable, args: tree.Tree) -> bool:
     """Whether something outside will differentiate what is computed here."""
     if compat.differentiating():
         return True

@@ -1,0 +1,142 @@
+"""What stages hand on to one another, and how it gets from process to process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from functron import compat, tree
+from functron.errors import Problem, raise_problems
+from functron.spmd.axes import StageAxis
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The structure, shapes and dtypes of what a stage hands on: the same for all microbatches.
+
+    Attributes:
+        structure: of the tree.
+        kinds: shape and dtype of its leaves.
+    """
+
+    structure: tree.Structure
+    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    @classmethod
+    def of(cls, value: tree.Tree) -> Boundary:
+        """What `value`, a tree of tensors, looks like."""
+        leaves, structure = tree.flatten(value)
+        return cls(structure, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
+
+    @property
+    def floats(self) -> Boundary:
+        """The cotangents of such a value, a list."""
+        kinds = tuple(kind for kind in self.kinds if kind[1].is_floating_point)
+        return Boundary(tree.structure([0] * len(kinds)), kinds)
+
+    def check(self, value: tree.Tree, where: str) -> None:
+        """Raise ValueError where `value` does not look like this."""
+        other = Boundary.of(value)
+        if other.structure != self.structure:
+            problem = Problem(where, f"structure {other.structure}", f"{self.structure}, as before")
+            raise_problems("a stage returned another structure", [problem])
+        raise_problems(
+            "microbatches must have one shape",
+            [
+                Problem(
+                    f"{where}, output {path}" if path else where,
+                    f"{got[0]} {got[1]}",
+                    f"{want[0]} {want[1]}, as of the microbatches before",
+                    "pad the microbatches to one shape",
+                )
+                for path, got, want in zip(tree.paths(value), other.kinds, self.kinds, strict=True)
+                if got != want
+            ],
+        )
+
+
+class Arriving:
+    """A value that is being received.
+
+    `wait` gives it once it is here.
+    """
+
+    def __init__(self, boundary: Boundary, buffers: list[torch.Tensor], works: list[dist.Work]):
+        self.boundary, self.buffers, self.works = boundary, buffers, works
+
+    def wait(self) -> tree.Tree:
+        """The value."""
+        for work in self.works:
+            work.wait()
+        return tree.unflatten(self.boundary.structure, self.buffers)
+
+
+class Post:
+    """Asynchronous transfers between this rank of a pipeline and others.
+
+    Every pair of ranks posts its transfers in the same order, which is how they find one another.
+    """
+
+    def __init__(self, stages: StageAxis, device: torch.device):
+        self.group = compat.group(stages.group)
+        self.device = device
+        self.leaving: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def send(self, value: tree.Tree, to: int) -> None:
+        """Begin to send the leaves of `value`; they are kept until they have left."""
+        for leaf in tree.leaves(value):
+            leaf = leaf.contiguous()
+            work = dist.isend(leaf, group=self.group, group_dst=to)
+            assert work is not None
+            self.leaving.append((work, leaf))
+        self.leaving = [row for row in self.leaving if not row[0].is_completed()]
+
+    def receive(self, boundary: Boundary, source: int) -> Arriving:
+        """Begin to receive what `boundary` describes."""
+        buffers = [torch.empty(s, dtype=d, device=self.device) for s, d in boundary.kinds]
+        works = [dist.irecv(x, group=self.group, group_src=source) for x in buffers]
+        return Arriving(boundary, buffers, [work for work in works if work is not None])
+
+    def finish(self) -> None:
+        """Wait until everything has left."""
+        for work, _ in self.leaving:
+            work.wait()
+        self.leaving = []
+
+    def describe(self, boundary: Boundary, to: int) -> None:
+        """Tell rank `to` what it will receive; blocks."""
+        dist.send_object_list([boundary], group=self.group, group_dst=to, device=self.device)
+
+    def described(self, source: int) -> Boundary:
+        """What rank `source` says it will send; blocks."""
+        told: list[Any] = [None]
+        dist.recv_object_list(told, group=self.group, group_src=source, device=self.device)
+        return told[0]
+
+    def agree(self, boundary: Boundary | None, source: int) -> Boundary:
+        """The boundary that rank `source` has, on every rank."""
+        told: list[Any] = [boundary]
+        dist.broadcast_object_list(told, group=self.group, group_src=source, device=self.device)
+        return told[0]
+
+    def broadcast(self, value: tree.Tree, source: int) -> None:
+        """Fill the leaves of `value` on every rank with those of rank `source`."""
+        for leaf in tree.leaves(value):
+            dist.broadcast(leaf, group=self.group, group_src=source)
+
+    def add_up(self, value: tree.Tree, ranks: Sequence[int], me: int) -> tree.Tree:
+        """The sum of `value` over some ranks, added in their order, on each of them."""
+        boundary = Boundary.of(value)
+        others = [rank for rank in ranks if rank != me]
+        for rank in others:
+            self.send(value, rank)
+        theirs = {rank: self.receive(boundary, rank) for rank in others}
+        total = None
+        for rank in ranks:
+            part = value if rank == me else theirs[rank].wait()
+            total = part if total is None else tree.map(torch.add, total, part)
+        return total

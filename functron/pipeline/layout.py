@@ -1,0 +1,227 @@
+"""Layouts: which stage of a pipeline computes the embedding, which layers, and the loss."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from functron.errors import Problem, raise_problems
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one stage computes of a model.
+
+    Attributes:
+        layers: which of the model's layers, from 0.
+        embed: whether it begins with the embedding of the tokens.
+        loss: whether it ends with the final norm, the logits and the loss.
+    """
+
+    layers: range
+    embed: bool = False
+    loss: bool = False
+
+    def __str__(self) -> str:
+        return "E" * self.embed + "t" * len(self.layers) + "L" * self.loss
+
+
+Layout = tuple[Part, ...]
+
+
+def whole(num_layers: int) -> Part:
+    """The part that computes everything: a model without a pipeline."""
+    return Part(range(num_layers), embed=True, loss=True)
+
+
+def layout_of(counts: Sequence[int]) -> Layout:
+    """The layout whose stages have so many layers; embedding and loss at the ends."""
+    starts = [sum(counts[:stage]) for stage in range(len(counts))]
+    parts = [Part(range(a, a + n)) for a, n in zip(starts, counts, strict=True)]
+    parts[0] = replace(parts[0], embed=True)
+    parts[-1] = replace(parts[-1], loss=True)
+    return tuple(parts)
+
+
+def format_layout(layout: Layout) -> str:
+    """The layout in Megatron's language, as `parse_layout` reads it: ``"Ett|ttt|ttL"``."""
+    return "|".join(map(str, layout))
+
+
+def even_layout(
+    num_stages: int, num_layers: int, *, first: int | None = None, last: int | None = None
+) -> Layout:
+    """Layers in equal numbers per stage; those left over go to the stages in the middle first.
+
+    The middle first, since embedding and loss are work as well.
+
+    Args:
+        num_stages: of the pipeline, over all ranks and chunks.
+        num_layers: of the model.
+        first, last: how many layers the first and last stage get; None: as the others.
+
+    Raises:
+        ValueError: a stage would have no layer (write such a layout out), or `first` and `last` do
+            not fit.
+    """
+    fixed = {0: first} if first is not None else {}
+    if last is not None:
+        fixed[num_stages - 1] = last
+    free = [stage for stage in range(num_stages) if stage not in fixed]
+    left = num_layers - sum(fixed.values())
+    found = [
+        Problem(name, str(value), f"from 0 to {num_layers}")
+        for name, value in (("first", first), ("last", last))
+        if value is not None and not 0 <= value <= num_layers
+    ]
+    if first is not None and last is not None and num_stages == 1:
+        found.append(Problem("last", str(last), "nothing: the only stage is the first"))
+    if left < len(free) or (left and not free):
+        got = f"{num_layers} layers for {num_stages} stages" + (f" with {fixed}" if fixed else "")
+        fix = f"use at most {max(num_layers, 1)} stages, or write the layout out: {_HINT}"
+        found.append(Problem("layout", got, "a layer for every stage", fix))
+    raise_problems("the layers cannot be laid out evenly", found)
+    counts = [fixed.get(stage, 0) for stage in range(num_stages)]
+    if free:
+        each, extra = divmod(left, len(free))
+        middle = sorted(free, key=lambda stage: abs(2 * stage - num_stages + 1))
+        for stage in free:
+            counts[stage] = each + (stage in middle[:extra])
+    return layout_of(counts)
+
+
+def balanced_layout(
+    num_stages: int, layer_costs: Sequence[float], *, embed: float = 0.0, loss: float = 0.0
+) -> Layout:
+    """The layout whose most expensive stage is cheapest, each stage having at least one layer.
+
+    Found exactly, by dynamic programming over (stages, layers); ties go to the smaller sum of
+    squared costs.
+
+    Args:
+        num_stages: of the pipeline.
+        layer_costs: of each layer, in any unit.
+        embed: of the embedding, which the first stage adds.
+        loss: of final norm, logits and loss, which the last stage adds.
+
+    Raises:
+        ValueError: fewer layers than stages, or a cost that is negative.
+    """
+    num_layers = len(layer_costs)
+    found = [
+        Problem(name, f"{value}", "at least 0")
+        for name, value in [
+            ("embed", embed),
+            ("loss", loss),
+            *((f"layer_costs/{i}", c) for i, c in enumerate(layer_costs)),
+        ]
+        if not value >= 0
+    ]
+    if num_layers < num_stages:
+        fix = f"use at most {num_layers} stages"
+        found.append(Problem("layout", f"{num_layers} layers", f"at least {num_stages}", fix))
+    raise_problems("the layers cannot be laid out by cost", found)
+    before = [0.0]
+    for cost in layer_costs:
+        before.append(before[-1] + cost)
+    # best[n]: (largest stage, sum of squares, counts) of the first stages over n layers
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(num_stages):
+        after: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        extra = embed * (stage == 0) + loss * (stage == num_stages - 1)
+        for start, (largest, squares, counts) in best.items():
+            for end in range(start + 1, num_layers - (num_stages - 1 - stage) + 1):
+                cost = before[end] - before[start] + extra
+                row = (max(largest, cost), squares + cost**2, (*counts, end - start))
+                if end not in after or row[:2] < after[end][:2]:
+                    after[end] = row
+        best = after
+    return layout_of(best[num_layers][2])
+
+
+_HINT = "such as 'Et|tt|tL' (E embedding, t layer, L loss, | between stages, (tt|)*3 repeats)"
+_TOKEN = re.compile(r"\s*(?:([EtmL|()])|\*\s*(\d+)|(,)|(.))")
+
+
+def parse_layout(text: str, num_layers: int, num_stages: int) -> Layout:
+    """The layout written in Megatron's language, such as ``"Et*3|(tt|)*29,t|L"``.
+
+    ``E`` is the embedding, ``t`` a layer, ``L`` the loss (with the final norm and the logits),
+    ``|`` ends a stage, ``x*3`` and ``(...)*3`` repeat, commas and blanks are ignored. Stages are in
+    the order in which a microbatch goes through them. A stage may be empty of layers.
+
+    Args:
+        text: the layout.
+        num_layers: of the model.
+        num_stages: of the pipeline, over all ranks and chunks.
+
+    Raises:
+        ValueError: listing everything that is wrong with it.
+    """
+    symbols, found = _expand(text)
+    stages = "".join(symbols).split("|")
+    if not found:
+        found += _problems(stages, num_layers, num_stages)
+    raise_problems(f"cannot use the layout {text!r}", found)
+    return layout_of([stage.count("t") for stage in stages])
+
+
+def _expand(text: str) -> tuple[list[str], list[Problem]]:
+    """The symbols of a layout with repetitions written out, and what is wrong with its syntax."""
+    found: list[Problem] = []
+    open_groups: list[tuple[int, list[str]]] = []
+    done: list[str] = []
+    last: list[str] | None = None  # what a following *N repeats
+    for match in _TOKEN.finditer(text.rstrip()):
+        symbol, count, comma, other = match.groups()
+        column = match.start(match.lastindex or 0) + 1
+        if other:
+            found.append(Problem(f"layout column {column}", repr(other), "one of E t L | ( ) *N ,"))
+        elif symbol == "m":
+            got = "'m', a multi-token prediction layer"
+            found.append(Problem(f"layout column {column}", got, "layers that the model has"))
+        elif count is not None:
+            if last is None:
+                fix = "write the repeated layer or group before it"
+                found.append(
+                    Problem(f"layout column {column}", f"'*{count}'", "something before it", fix)
+                )
+            else:
+                done += last * (int(count) - 1)
+                if int(count) == 0:
+                    del done[len(done) - len(last) :]
+            last = None
+        elif symbol == "(":
+            open_groups.append((column, done))
+            done, last = [], None
+        elif symbol == ")" and not open_groups:
+            found.append(Problem(f"layout column {column}", "')'", "a '(' before it"))
+        elif symbol == ")":
+            _, outer = open_groups.pop()
+            last, done = done, outer + done
+        elif symbol is not None:
+            done.append(symbol)
+            last = [symbol]
+        elif comma:
+            last = None
+    for column, outer in reversed(open_groups):
+        found.append(Problem(f"layout column {column}", "'('", "a ')' after it"))
+        done = outer + done
+    return done, found
+
+
+def _problems(stages: Sequence[str], num_layers: int, num_stages: int) -> list[Problem]:
+    found = []
+    symbols = "".join(stages)
+    if symbols.count("t") != num_layers:
+        got = f"{symbols.count('t')} layers (t)"
+        found.append(Problem("layout", got, f"{num_layers}, as many as the model has"))
+    if len(stages) != num_stages:
+        got = f"{len(stages)} stages (separated by |)"
+        found.append(Problem("layout", got, f"{num_stages}: pipeline ranks x chunks"))
+    if symbols.count("E") != 1 or not stages[0].startswith("E"):
+        found.append(Problem("layout", repr("|".join(stages)), "one E, at the very beginning"))
+    if symbols.count("L") != 1 or not stages[-1].endswith("L"):
+        found.append(Problem("layout", repr("|".join(stages)), "one L, at the very end"))
+    return found

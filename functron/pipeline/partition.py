@@ -1,0 +1,207 @@
+"""Partitions: which stage of a pipeline uses, and which rank holds, which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from functron import tree
+from functron.errors import Problem, raise_problems
+from functron.params import Index, Initializer, ParamDef
+from functron.pipeline.layout import Layout, format_layout
+from functron.pipeline.schedule import Pipe
+
+_LETTERS = "EtL"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What each stage and each rank of a pipeline has of a model's parameters.
+
+    A process that runs all ranks holds the model's own tree. A rank on a bound mesh holds a smaller
+    one: the top-level entries that its stages use, and of those stacked by layer the rows of its
+    layers, chunk after chunk. Names and inner structure are the model's on every rank.
+
+    Attributes:
+        layout: what each stage computes.
+        pipes: per pipe, per stage, the (rank, chunk) that holds it, as in a `Schedule`.
+        uses: which stages use each top-level entry of the parameters: "E" the one with the
+            embedding, "t" each its own layers' rows, "L" the one with the loss; "EL" both, which
+            then hold copies whose gradients are added (tied embeddings).
+
+    Raises:
+        ValueError: the layout has not one part per stage, or `uses` says what is not known.
+    """
+
+    layout: Layout
+    pipes: tuple[Pipe, ...]
+    uses: Mapping[str, str]
+
+    def __post_init__(self):
+        found = [
+            Problem(f"uses/{name}", repr(letters), "t alone, or E, L or both")
+            for name, letters in self.uses.items()
+            if not letters or set(letters) - set(_LETTERS) or ("t" in letters and len(letters) > 1)
+        ]
+        if len(self.layout) != len(self.pipes[0]):
+            got = f"{len(self.layout)} stages, {format_layout(self.layout)}"
+            found.append(Problem("layout", got, f"{len(self.pipes[0])}, as the schedule has"))
+        raise_problems("cannot divide a model among the ranks of a pipeline", found)
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages a microbatch goes through."""
+        return len(self.layout)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """How many ranks hold stages."""
+        return 1 + max(rank for pipe in self.pipes for rank, _ in pipe)
+
+    def stages(self, rank: int | None) -> tuple[int, ...]:
+        """The stages that a rank holds, in the order of its chunks; all of them for None."""
+        if rank is None:
+            return tuple(range(self.num_stages))
+        held = {
+            chunk: stage
+            for pipe in self.pipes
+            for stage, (holder, chunk) in enumerate(pipe)
+            if holder == rank
+        }
+        return tuple(dict.fromkeys(held[chunk] for chunk in sorted(held)))
+
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold a stage: one, or as many as there are pipes, in order."""
+        return tuple(sorted({pipe[stage][0] for pipe in self.pipes}))
+
+    def layers(self, rank: int | None) -> list[int]:
+        """The layers of a rank, in the order of its rows; all of them, in order, for None."""
+        return [layer for stage in self.stages(rank) for layer in self.layout[stage].layers]
+
+    def names(self, stage: int) -> list[str]:
+        """The top-level entries of the parameters that a stage uses."""
+        part = self.layout[stage]
+        has = "E" * part.embed + "t" * bool(part.layers) + "L" * part.loss
+        return [name for name, letters in self.uses.items() if set(letters) & set(has)]
+
+    def sharers(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold a top-level entry that is not stacked by layer, in order."""
+        stages = [s for s in range(self.num_stages) if name in self.names(s)]
+        return tuple(sorted({rank for stage in stages for rank in self.holders(stage)}))
+
+    def copies(self, rank: int | None) -> dict[str, int] | int:
+        """How many ranks hold what a rank holds, by top-level entry; for `optim.global_norm`."""
+        if rank is None:
+            return 1
+        held = {name for stage in self.stages(rank) for name in self.names(stage)}
+        return {
+            name: len(self.pipes) if self.uses[name] == "t" else len(self.sharers(name))
+            for name in self.uses
+            if name in held
+        }
+
+    def local(self, value: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
+        """The top-level entries that a rank holds, whole: of specs, say.
+
+        Raises:
+            ValueError: `value` has other entries than `uses`.
+        """
+        self._check_names(value)
+        kept = set(self.uses) if rank is None else set(self.copies(rank))  # type: ignore[arg-type]
+        return {name: entry for name, entry in value.items() if name in kept}
+
+    def local_defs(self, defs: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
+        """The definitions of the parameters that a rank holds: the numbers are the whole model's.
+
+        Raises:
+            ValueError: `defs` has other entries than `uses`, or a stacked one that has not one row
+                per layer.
+        """
+        kept = self.local(defs, rank)
+        total = sum(len(part.layers) for part in self.layout)
+        raise_problems(
+            "cannot divide these parameters by layer",
+            [
+                Problem(f"{name}/{path}", f"shape {d.shape}", f"({total}, ...), a row per layer")
+                for name, entry in kept.items()
+                if self.uses[name] == "t"
+                for path, d in zip(tree.paths(entry), tree.leaves(entry), strict=True)
+                if d.shape[:1] != (total,)
+            ],
+        )
+        if rank is None:
+            return kept
+        rows = self.layers(rank)
+        return {
+            name: tree.map(lambda d: _rows_of(d, rows), entry) if self.uses[name] == "t" else entry
+            for name, entry in kept.items()
+        }
+
+    def stage_params(self, params: Mapping[str, Any], stage: int, rank: int | None) -> dict:
+        """The parameters of a stage, as views, from those that `rank` holds (None: all)."""
+        held, mine = self.layers(rank), self.layout[stage].layers
+        first = held.index(mine[0]) if mine else 0
+
+        def rows(leaf: torch.Tensor) -> torch.Tensor:
+            return leaf.narrow(0, first, len(mine))
+
+        return {
+            name: tree.map(rows, params[name]) if self.uses[name] == "t" else params[name]
+            for name in self.names(stage)
+        }
+
+    def join(self, stages: Mapping[int, Mapping[str, Any]], rank: int | None) -> dict[str, Any]:
+        """What `rank` holds, from what its stages have: rows stacked again, copies added."""
+        held = [stages[stage] for stage in self.stages(rank)]
+        out = {}
+        for name, letters in self.uses.items():
+            entries = [entry[name] for entry in held if name in entry]
+            if len(entries) == 1:
+                out[name] = entries[0]
+            elif entries and letters == "t":
+                out[name] = tree.map(lambda *rows: torch.cat(rows), *entries)
+            elif entries:
+                out[name] = tree.map(lambda *copies: sum(copies[1:], copies[0]), *entries)
+        return out
+
+    def _check_names(self, value: Mapping[str, Any]) -> None:
+        raise_problems(
+            "the partition and the parameters differ",
+            [
+                *(
+                    Problem(name, "a parameter", "an entry in uses, which says who needs it")
+                    for name in value
+                    if name not in self.uses
+                ),
+                *(
+                    Problem(f"uses/{name}", "an entry", "a parameter of that name")
+                    for name in self.uses
+                    if name not in value
+                ),
+            ],
+        )
+
+
+def _rows_of(d: ParamDef, rows: Sequence[int]) -> ParamDef:
+    return replace(d, shape=(len(rows), *d.shape[1:]), init=_Rows(d.init, d.shape, tuple(rows)))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """An initialiser of some rows of a parameter, with the numbers of the whole one."""
+
+    init: Initializer
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    def __call__(
+        self, key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, index: Index = None
+    ) -> torch.Tensor:
+        inner: list[Any] = list(index) if index is not None else [None] * len(self.shape)
+        rows = torch.tensor(self.rows, device=key.device)
+        inner[0] = rows if inner[0] is None else rows[inner[0]]
+        return self.init(key, self.shape, dtype, inner)

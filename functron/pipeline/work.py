@@ -1,0 +1,127 @@
+"""What a rank does for an action: a stage's forward, and its backward, whole or in two parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from functron import tree
+from functron.errors import Problem, raise_problems
+from functron.pipeline.layout import Part
+from functron.transforms.gradient import check_loss, loss_seed, vjp
+
+StageFunction = Callable[..., Any]
+"""``(part, params, x, batch, *shared) -> y``.
+
+`x` is what the stage before returned, a tree of tensors (None at the first stage); `batch` is one
+microbatch, and `shared` what all microbatches share. The last stage returns the microbatch's part
+of the loss, a scalar replicated over the mesh, or ``(loss, aux)`` with a tree of tensors to sum.
+"""
+
+
+class Call(NamedTuple):
+    """One stage of one microbatch.
+
+    Attributes:
+        stage: its number.
+        part: what it computes.
+        last: whether it returns the loss.
+        params: its parameters.
+        x: what the stage before returned; None at the first.
+        batch: the microbatch.
+        shared: what all microbatches share.
+    """
+
+    stage: int
+    part: Part
+    last: bool
+    params: tree.Tree
+    x: tree.Tree
+    batch: tree.Tree
+    shared: tuple
+
+
+class Work(Protocol):
+    """How stages are computed. `held` is opaque: what a backward needs of its forward."""
+
+    def forward(self, call: Call) -> tuple[tree.Tree, Any]:
+        """What the stage returns, and what its backward will need."""
+        ...
+
+    def backward_input(self, held: Any, cotangent: list | None) -> tuple[list, Any]:
+        """The cotangents of x's floating-point leaves, and what is needed for the weights'.
+
+        `cotangent` has those of y's floating-point leaves; None at the last stage.
+        """
+        ...
+
+    def backward_weight(self, held: Any, sums: tree.Tree) -> tree.Tree:
+        """`sums` and the weights' gradients."""
+        ...
+
+
+class Pullbacks:
+    """Stages differentiated by `vjp`: both gradients at once, those of weights held until asked."""
+
+    def __init__(self, stage: StageFunction):
+        self.stage = stage
+
+    def forward(self, call: Call) -> tuple[tree.Tree, Any]:
+        def f(params: tree.Tree, x: tree.Tree) -> Any:
+            return self.stage(call.part, params, x, call.batch, *call.shared)
+
+        y, pull = vjp(f, call.params, call.x)
+        if call.last:
+            check_loss(loss_of(y))
+        return y, (y, call.last, pull)
+
+    def backward_input(self, held: Any, cotangent: list | None) -> tuple[list, Any]:
+        y, last, pull = held
+        given = seeds(y) if last else with_floats(y, cotangent)
+        params, x = pull(given)
+        return floats(x), params
+
+    def backward_weight(self, held: Any, sums: tree.Tree) -> tree.Tree:
+        return add(sums, held)
+
+
+def loss_of(y: Any) -> Any:
+    """The loss among what a last stage returned."""
+    return y[0] if isinstance(y, tuple) else y
+
+
+def seeds(y: Any) -> Any:
+    """The cotangent of what a last stage returned: of the loss its share of 1, of the rest 0."""
+    seed = loss_seed(loss_of(y))
+    return (seed, tree.map(torch.zeros_like, y[1])) if isinstance(y, tuple) else seed
+
+
+def add(sums: tree.Tree, gradients: tree.Tree) -> tree.Tree:
+    """`sums` plus `gradients`, in the dtypes of `sums`."""
+    return tree.map(lambda total, leaf: total + leaf.to(total.dtype), sums, gradients)
+
+
+def floats(value: tree.Tree) -> list[torch.Tensor]:
+    """The floating-point leaves, which have cotangents."""
+    return [leaf for leaf in tree.leaves(value) if leaf.is_floating_point()]
+
+
+def with_floats(value: tree.Tree, leaves: list | None) -> tree.Tree:
+    """`value` with its floating-point leaves replaced."""
+    given = iter(leaves or ())
+    return tree.map(lambda leaf: next(given) if leaf.is_floating_point() else leaf, value)
+
+
+def check_boundary(call: Call, y: tree.Tree) -> None:
+    """Raise TypeError where a stage returns what cannot be passed on."""
+    raise_problems(
+        f"stage {call.stage} ({call.part}) returned what the next stage cannot be sent",
+        [
+            Problem(f"output {path}", type(leaf).__name__, "a tensor", "return tensors only")
+            for path, leaf in zip(tree.paths(y), tree.leaves(y), strict=True)
+            if not isinstance(leaf, torch.Tensor)
+        ],
+        TypeError,
+    )
