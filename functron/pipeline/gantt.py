@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,7 +44,18 @@ def tick_bars(schedule: Schedule) -> list[Bar]:
     ]
 
 
-def text(bars: Sequence[Bar], num_ranks: int, width: int | None = None) -> str:
+def tick_text(schedule: Schedule) -> str:
+    """A line per rank, ticks to the right; F3₁ is the forward of microbatch 3 in chunk 1."""
+    columns = []
+    for row in schedule.table:
+        labels = ["+".join(map(_label, cell)) for cell in row]
+        width = max(map(len, labels))
+        columns.append([label.ljust(width) for label in labels])
+    lines = zip(*columns, strict=True) if columns else [()] * schedule.num_ranks
+    return _framed(" ".join(line) for line in lines)
+
+
+def text(bars: Sequence[Bar], num_ranks: int, width: int) -> str:
     """A line per rank, time to the right; F3₁ is the forward of microbatch 3 in chunk 1.
 
     A bar starts with its label, as far as it fits, and goes on with a sign of its kind.
@@ -52,29 +63,29 @@ def text(bars: Sequence[Bar], num_ranks: int, width: int | None = None) -> str:
     Args:
         bars: what to draw.
         num_ranks: how many lines.
-        width: of a line, at most; None: as wide as the longest label needs.
+        width: of a line, at most.
     """
-    labels = {bar: "+".join(map(_label, bar.actions)) for bar in bars}
-    scale = max(
-        ((len(labels[b]) + 1) / (b.end - b.start) for b in bars if b.end > b.start), default=1
-    )
-    margin = len(f"rank {num_ranks - 1} ")
-    total = max((bar.end for bar in bars), default=0.0)
-    if width is not None and total:
-        scale = min(scale, max(1, width - margin - 2) / total)
-    length = round(total * scale)
-    lines = [[" "] * length for _ in range(num_ranks)]
+    shown = [bar for bar in bars if bar.end > bar.start]
+    total = max((bar.end for bar in shown), default=1.0)
+    wishes = [(len(_labels(bar)[0]) + 1) / (bar.end - bar.start) for bar in shown]
+    room = max(1, width - len(f"rank {num_ranks - 1} ││"))
+    scale = min([room / total, max(wishes, default=1.0)])
+    shortest = min((bar.end - bar.start for bar in shown), default=total)
+    if scale * shortest >= 1:  # whole characters: equal times look equal
+        scale = int(scale * shortest + 1e-9) / shortest
+    lines = [[" "] * round(total * scale) for _ in range(num_ranks)]
     for bar in sorted(shown, key=lambda bar: bar.start):
         start, end = round(bar.start * scale), round(bar.end * scale)
-        room, label = end - start, labels[bar]
-        if len(label) > room:  # an end without its gap, or digits, or the kind alone
-            label = next((t for t in _shorter(bar.actions) if len(t) <= room), "")
-        gap = room > len(label)  # so that bars do not run into each other
-        filled = label.ljust(room - gap, _FILL[bar.actions[-1].kind])
-        lines[bar.rank][start : start + len(filled)] = filled
-    return "\n".join(
-        f"{f'rank {rank}'.ljust(margin)}│{''.join(line)}│" for rank, line in enumerate(lines)
-    )
+        room = max(end - start - 1, 1)  # a space, so that bars do not run into each other
+        label = next((label for label in _labels(bar) if len(label) <= room), "")
+        lines[bar.rank][start : start + room] = label.ljust(room, _FILL[bar.actions[-1].kind])
+    return _framed("".join(line) for line in lines)
+
+
+def _framed(lines: Iterable[str]) -> str:
+    rows = [*lines]
+    margin = len(f"rank {len(rows) - 1} ")
+    return "\n".join(f"{f'rank {rank}'.ljust(margin)}│{row}│" for rank, row in enumerate(rows))
 
 
 def _label(action: Action) -> str:
@@ -82,8 +93,10 @@ def _label(action: Action) -> str:
     return f"{action.kind}{action.microbatch}{chunk}"
 
 
-def _shorter(actions: Cell) -> list[str]:
-    return [str(actions[0].microbatch), actions[0].kind]
+def _labels(bar: Bar) -> list[str]:
+    """What to write into a bar, best first."""
+    whole, first = "+".join(map(_label, bar.actions)), bar.actions[0]
+    return [whole, whole.replace("+", ""), _label(first)[1:], str(first.microbatch)]
 
 
 def svg(bars: Sequence[Bar], num_ranks: int, title: str) -> str:

@@ -204,7 +204,7 @@ class Schedule:
 
         ``simulate().gantt()`` draws it in time.
         """
-        return gantt.text(gantt.tick_bars(self), self.num_ranks)
+        return gantt.tick_text(self)
 
     def svg(self) -> str:
         """A Gantt chart of the ticks as an SVG picture, a colour per kind, a shade per chunk."""

@@ -154,7 +154,7 @@ class Timeline:
         whole = median("B") if any(kind == "B" for kind, _ in seen) else None
         return Costs(median("F"), whole, median("I"), median("W"))
 
-    def gantt(self, width: int = 150) -> str:
+    def gantt(self, width: int = 240) -> str:
         """A Gantt chart as text: a line per rank, time to the right.
 
         Args:
