@@ -1,4 +1,4 @@
-"""The command line: ``functron train | sample | params | trace``."""
+"""The command line: ``functron train | sample | params | trace | schedule``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from functron.errors import nearest
 from functron.loop import Outcome, exit_code
 from functron.models import gpt
 from functron.params import abstract_params, num_params, param_specs
+from functron.pipeline import Schedule, make
 from functron.sample import generate
 from functron.spmd import DATA_AXES, Mesh
 from functron.spmd.spec import local_shape
@@ -27,15 +28,16 @@ from functron.train import Run, prepare, run_folder, step_program, train
 
 USAGE = """usage: functron COMMAND [OPTIONS]
 
-  train    train a language model; without options, a small one on this Python's own text
-  sample   continue a prompt with a trained model
-  params   show the parameters of a model, and how a mesh splits them
-  trace    show what one rank of a mesh computes, sends and holds in a training step
+  train     train a language model; without options, a small one on this Python's own text
+  sample    continue a prompt with a trained model
+  params    show the parameters of a model, and how a mesh splits them
+  trace     show what one rank of a mesh computes, sends and holds in a training step
+  schedule  draw a pipeline schedule, with its bubble and its live activations
 
 functron COMMAND --help lists the options.
 """
 
-COMMANDS = ("train", "sample", "params", "trace")
+COMMANDS = ("train", "sample", "params", "trace", "schedule")
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,29 @@ class TraceOptions:
     program: bool = False
 
 
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """Draw a pipeline schedule: who computes what when, where forwards, and backwards for inputs
+    and for weights, take a unit of time each.
+
+    Attributes:
+        name: gpipe, 1f1b, eager-1f1b, interleaved, breadth-first, combined-1f1b, zb-h1, zb-h2, zbv,
+            v-min, v-half, dualpipe, dualpipev, forward, or the file of a table.
+        pp: ranks; 0: 4, or those of the table.
+        microbatches: per step; 0: 8, or those of the table.
+        chunks: stages per rank, where the schedule lets choose; 0: what it has by default.
+        svg: write the drawing into this file.
+        table: print the table instead, as a file that can be edited and given as the name.
+    """
+
+    name: tyro.conf.Positional[str]
+    pp: int = 0
+    microbatches: int = 0
+    chunks: int = 0
+    svg: Path | None = None
+    table: bool = False
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code.
 
@@ -125,7 +150,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"functron: {command!r}: {nearest(command, COMMANDS)}", file=sys.stderr)
         return 2
-    programs = {"train": _train, "sample": _sample, "params": _params, "trace": _trace}
+    programs = {
+        "train": _train,
+        "sample": _sample,
+        "params": _params,
+        "trace": _trace,
+        "schedule": _schedule,
+    }
     program = programs[command]
     return launch.guarded(lambda: program(rest))
 
@@ -278,6 +309,41 @@ def _trace(arguments: list[str]) -> int:
     print(f"{options.model}, one of {mesh.size} ranks ({mesh or 'no mesh'}), {samples} per step\n")
     print(f"{program.cost()}\n\n{program.memory()}")
     return 0
+
+
+def _schedule(arguments: list[str]) -> int:
+    options = tyro.cli(ScheduleOptions, args=arguments, prog="functron schedule")
+    with launch.mistakes():
+        own = Schedule.load(options.name) if Path(options.name).is_file() else None
+        ranks, microbatches = (own.num_ranks, own.num_microbatches) if own else (4, 8)
+        ranks, microbatches = options.pp or ranks, options.microbatches or microbatches
+        schedule = make(options.name, ranks, microbatches, options.chunks or None)
+        timeline = schedule.simulate()
+        if options.svg is not None:
+            options.svg.write_text(timeline.svg())
+    print(schedule if options.table else schedule_report(schedule), end="")
+    return 0
+
+
+def schedule_report(schedule: Schedule) -> str:
+    """The Gantt chart of a schedule, its bubble and its live activations, as text.
+
+    F, I and W take 1 each, B 2.
+    """
+    timeline = schedule.simulate()
+    each = [schedule.peak_live(rank) for rank in range(schedule.num_ranks)]
+    chunks = f", {schedule.num_chunks} chunks each" if schedule.num_chunks > 1 else ""
+    lines = [
+        f"{schedule.name}: {schedule.num_ranks} ranks{chunks}, "
+        f"{schedule.num_microbatches} microbatches",
+        "",
+        timeline.gantt(),
+        "",
+        f"bubble            {timeline.bubble_fraction:.1%} of the ranks' time",
+        f"live activations  {' '.join(map(str, each))}: the most per rank, of one microbatch "
+        "and stage each",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def parameter_table(model: str, mesh: Mesh) -> str:
