@@ -1,0 +1,519 @@
+"""Cutting programs into pieces, and evaluating blocks: against whole programs and torch autograd."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import functron as ft
+from functron import Mesh, P, gpt, random, tree
+from functron.pipeline.layout import Part
+from functron.program.cut import cut, held_bytes
+from functron.program.equations import Scan, Var
+from functron.program.evaluate import ambient, evaluate
+from functron.program.interpret import interpret
+from functron.program.reach import is_effect
+from functron.program.trace import trace
+from functron.transforms.gradient import vjp
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def joint_of(stage):
+    """``(params, x, cotangent) -> (y, dx, dparams)``."""
+
+    def joint(params, x, cotangent):
+        y, pullback = vjp(stage, params, x)
+        dparams, dx = pullback(cotangent)
+        return y, dx, dparams
+
+    return joint
+
+
+def fiw(program):
+    """The outputs of F, I and W of a joint function, by the positions in its result."""
+    first = [output.path.partition("/")[0] for output in program.outputs]
+    return [[p for p, at in enumerate(first) if at == group] for group in "012"]
+
+
+def environment(program, args):
+    leaves = program.flatten(args)
+    return {i.var: leaves[i.path] for i in program.inputs if i.role == "argument"}
+
+
+def run(program, pieces, args, step=None):
+    """The program's result, piece by piece, checking that nothing which is kept shares memory."""
+    values = {**environment(program, args), **ambient(program.inputs)}
+    found = {}
+    for number, piece in enumerate(pieces):
+        given = {value: values[value] for value in piece.block.inputs}
+        out = evaluate(piece.block, given) if step is None else step(number, piece, given)
+        found.update(zip(piece.outputs, out, strict=False))
+        values.update(zip(piece.keeps, out[len(piece.outputs) :], strict=True))
+        for value in piece.spends:
+            del values[value]
+    left = {value for value in values if isinstance(value, Var)}
+    assert left == {given.var for given in program.inputs}
+    return tree.unflatten(program.out_structure, [found[p] for p in range(len(found))])
+
+
+def assert_same(got, want, tolerance=0.0):
+    assert tree.flatten(got)[1] == tree.flatten(want)[1]
+    for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
+        if isinstance(b, torch.Tensor):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        else:
+            assert a == b
+
+
+def work(*blocks):
+    """How often each operation runs that is no view or cast and has operands."""
+    counts = Counter()
+    for block in blocks:
+        for equation, times in block.walk():
+            if isinstance(equation.op, Scan) or is_effect(equation):
+                continue
+            if equation.operands and not equation.aliases and equation.name != "_to_copy":
+                counts[equation.name] += times
+    return counts
+
+
+def products(block):
+    return sum(count for name, count in work(block).items() if name in ("mm", "bmm", "addmm"))
+
+
+def check(joint, *args, early=True):
+    """Cut a joint function in F, I and W; they compute what it computes, with the same work."""
+    program = trace(joint)(*args)
+    pieces = cut(program, fiw(program), early=early)
+    assert work(*(piece.block for piece in pieces)) == work(program.block)
+    for piece in pieces:
+        made = {value for e in piece.block.equations for value in e.results}
+        assert {v for e in piece.block.equations for v in e.operands} <= made | {
+            *piece.block.inputs
+        }
+    assert held_bytes(pieces)[-1] == 0
+    got = run(program, pieces, args)
+    assert_same(got, interpret(program, *args))
+    assert_same(got, joint(*args))
+    return program, pieces
+
+
+# --- layers whose products can be counted by hand
+
+
+def layer(x, w):
+    return torch.tanh(x @ w["w"] + w["b"])
+
+
+def mlp(params, x):
+    for w in params:
+        x = layer(x, w)
+    return x
+
+
+def scanned_mlp(params, x):
+    return ft.scan(lambda x, w: (layer(x, w), None), x, params)[0]
+
+
+def mlp_weights(num_layers, size=6):
+    w = {"w": randn(num_layers, size, size) / 2, "b": randn(num_layers, size, seed=1)}
+    return w, rows_of(w, num_layers)
+
+
+def rows_of(stacked, length):
+    return [tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(length)]
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_an_mlp_has_one_product_per_layer_in_each_piece(scanned):
+    stacked, listed = mlp_weights(4)
+    stage, weights = (scanned_mlp, stacked) if scanned else (mlp, listed)
+    x, ct = randn(5, 6, seed=2), randn(5, 6, seed=3)
+    _, pieces = check(joint_of(stage), weights, x, ct)
+    assert [products(piece.block) for piece in pieces] == [4, 4, 4]
+    assert work(pieces[2].block) == Counter(mm=4, sum=4)
+    # F keeps every layer's input but the stage's, and every layer's output for tanh', once (a scan
+    # stacks both); I keeps the cotangents of the pre-activations
+    rows = 5 * 6 * 8
+    assert pieces[0].kept_bytes == (8 if scanned else 4) * rows
+    assert pieces[1].kept_bytes == 4 * rows
+    # W reads the inputs of layers: outputs of the layers before, and the argument
+    assert held_bytes(pieces)[1] == (8 if scanned else 7) * rows
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_gradients_are_those_of_torch(scanned):
+    stacked, listed = mlp_weights(3)
+    stage, weights = (scanned_mlp, stacked) if scanned else (mlp, listed)
+    x, ct = randn(5, 6, seed=2), randn(5, 6, seed=3)
+    program = trace(joint_of(stage))(weights, x, ct)
+    y, dx, dweights = run(program, cut(program, fiw(program)), (weights, x, ct))
+    leaves = [leaf.clone().requires_grad_() for leaf in tree.leaves(weights)]
+    at = x.clone().requires_grad_()
+    rows = tree.unflatten(tree.structure(weights), leaves)
+    if scanned:
+        rows = rows_of(rows, 3)
+    want = mlp(rows, at)
+    grads = torch.autograd.grad(want, [at, *leaves], ct)
+    assert_same([y, dx, *tree.leaves(dweights)], [want.detach(), *grads], 1e-14)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_first_stage_keeps_its_chain_of_cotangents_in_the_middle(scanned):
+    stacked, listed = mlp_weights(4)
+    stage, weights = (scanned_mlp, stacked) if scanned else (mlp, listed)
+    joint = joint_of(stage)
+
+    def first(weights, x, ct):
+        y, _, dweights = joint(weights, x, ct)
+        return y, None, dweights
+
+    args = (weights, randn(5, 6, seed=2), randn(5, 6, seed=3))
+    _, pieces = check(first, *args)
+    # the chain ends at the first layer; a scan's last iteration computes dx all the same
+    assert [products(piece.block) for piece in pieces] == [4, 4 if scanned else 3, 4]
+    _, pieces = check(first, *args, early=False)
+    assert [products(piece.block) for piece in pieces] == [4, 0, 8 if scanned else 7]
+    assert not pieces[1].block.equations
+
+
+def test_a_scan_with_one_weight_keeps_its_chain_in_the_middle():
+    def first(w, x, ct):
+        y, pullback = vjp(lambda w: ft.scan(lambda x, w: (torch.tanh(x @ w), None), x, w)[0], w)
+        return y, None, pullback(ct)[0]
+
+    _, pieces = check(first, randn(3, 6, 6), randn(5, 6, seed=2), randn(5, 6, seed=3))
+    assert [products(piece.block) for piece in pieces] == [3, 3, 3]
+
+
+def test_a_weight_that_iterations_share_is_summed_up_late():
+    def stage(w, x):
+        return ft.scan(lambda x, _: (torch.tanh(x @ w), None), x, None, length=3)[0]
+
+    _, pieces = check(joint_of(stage), randn(6, 6), randn(5, 6, seed=2), randn(5, 6, seed=3))
+    assert [products(piece.block) for piece in pieces] == [3, 3, 3]
+    late = pieces[2].block.equations[-1].op
+    assert isinstance(late, Scan)
+    assert (late.num_carry, late.reverse) == (1, True)
+
+
+def test_scans_in_scans():
+    def inner(x, w):
+        return ft.scan(lambda x, w: (layer(x, w), x.sum()), x, w)
+
+    def stage(params, x):
+        def outer(x, w):
+            x, sums = inner(x, w)
+            return torch.sin(x) + sums.sum(), sums
+
+        x, sums = ft.scan(outer, x, params)
+        return x * sums.mean()
+
+    weights = {"w": randn(2, 3, 6, 6) / 2, "b": randn(2, 3, 6, seed=1)}
+    _, pieces = check(joint_of(stage), weights, randn(5, 6, seed=2), randn(5, 6, seed=3))
+    assert [products(piece.block) for piece in pieces] == [6, 6, 6]
+
+
+def test_scans_over_nothing():
+    stacked, _ = mlp_weights(4)
+    none = tree.map(lambda leaf: leaf[:0], stacked)
+    joint, args = joint_of(scanned_mlp), (none, randn(5, 6), randn(5, 6, seed=3))
+    program = trace(joint)(*args)
+    assert_same(run(program, cut(program, fiw(program)), args), joint(*args))
+
+
+# --- what is kept
+
+
+def test_sums_over_tokens_run_where_their_operands_are():
+    def stage(w, x):
+        return torch.nn.functional.rms_norm(x, (6,), w["scale"]) @ w["w"]
+
+    w = {"scale": randn(6), "w": randn(6, 6)}
+    _, pieces = check(joint_of(stage), w, randn(50, 6, seed=2), randn(50, 6, seed=3))
+    assert [products(piece.block) for piece in pieces] == [1, 1, 1]
+    assert work(pieces[2].block) == Counter(mm=1)
+    # I keeps the scale's gradient alone: W reads the normed x of F, and the argument ct
+    assert pieces[1].kept_bytes == 6 * 8
+
+
+def test_masks_are_kept_instead_of_what_they_are_made_of():
+    class Relu(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.mask = x > 0
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, *cotangents):
+            return cotangents[0] * ctx.mask
+
+    def stage(w, x):
+        return Relu.apply(x @ w)
+
+    _, pieces = check(
+        lambda w, x, ct: joint_like(stage, w, x, ct), randn(6, 6), randn(5, 6), randn(5, 6)
+    )
+    assert pieces[0].kept_bytes == 5 * 6  # bool
+
+
+def joint_like(stage, w, x, ct):
+    leaves = [w.detach().requires_grad_(), x.detach().requires_grad_()]
+    with torch.enable_grad():
+        y = stage(*leaves)
+    dw, dx = torch.autograd.grad(y, leaves, ct)
+    return y.detach(), dx, dw
+
+
+def test_accumulators_are_read_by_the_last_piece_alone():
+    def joint(w, x, ct, sums):
+        y, dx, dw = joint_of(mlp)(w, x, ct)
+        return y, dx, tree.map(torch.add, sums, dw)
+
+    _, weights = mlp_weights(3)
+    sums = tree.map(torch.randn_like, weights)
+    args = (weights, randn(5, 6, seed=2), randn(5, 6, seed=3), sums)
+    program, pieces = check(joint, *args)
+    mine = {given.var for given in program.inputs if given.path.startswith("3/")}
+    assert mine & {*pieces[2].block.inputs} == mine
+    assert not mine & {*pieces[0].block.inputs, *pieces[1].block.inputs}
+
+
+def test_casts_are_made_again():
+    def stage(w, x):
+        y = (x @ w.to(torch.bfloat16)).to(torch.float32)
+        return (torch.tanh(y) * y).to(torch.bfloat16)
+
+    x, ct = (randn(5, 6, seed=i, dtype=torch.bfloat16) for i in range(2))
+    program = trace(joint_of(stage))(randn(6, 6, dtype=torch.float32), x, ct)
+    pieces = cut(program, fiw(program))
+    kept = [(value.shape, value.dtype) for value in pieces[0].keeps]
+    # neither the weight in bfloat16 nor the product in float32
+    assert sorted(map(str, kept)) == sorted(
+        map(str, [((5, 6), torch.bfloat16), ((5, 6), torch.float32)])
+    )
+    args = (randn(6, 6, dtype=torch.float32), x, ct)
+    assert_same(run(program, pieces, args), joint_of(stage)(*args))
+
+
+def test_outputs_may_be_inputs_constants_views_and_each_other():
+    def joint(w, x, ct):
+        y = x @ w
+        return y, y.t(), {"same": y, "input": x, "view": x[:1], "number": 3, "sum": x.sum()}
+
+    _, pieces = check(joint, randn(6, 6), randn(5, 6), randn(5, 6))
+    assert [len(work(piece.block)) for piece in pieces] == [1, 0, 1]
+
+
+def test_groups_may_come_in_any_number_and_order():
+    _, weights = mlp_weights(3)
+    args = (weights, randn(5, 6, seed=2), randn(5, 6, seed=3))
+    program = trace(joint_of(mlp))(*args)
+    want = interpret(program, *args)
+    count = len(program.outputs)
+    for groups in (
+        [[*range(count)]],
+        [[i] for i in range(count)],
+        [[i] for i in range(count)][::-1],
+    ):
+        pieces = cut(program, groups)
+        assert work(*(piece.block for piece in pieces)) == work(program.block)
+        assert_same(run(program, pieces, args), want)
+
+
+def test_groups_must_hold_every_output_once():
+    program = trace(lambda x: (x + 1, x + 2, x + 3))(randn(2))
+    with pytest.raises(
+        ValueError, match=r"output 1: got in 0 groups; wanted in one group"
+    ) as error:
+        cut(program, [[0], [2, 2], [5]])
+    assert "output 2: got in 2 groups" in str(error.value)
+    assert "output 5: got in 1 groups; wanted outputs 0 to 2" in str(error.value)
+
+
+def test_side_effects_run_once_and_as_soon_as_they_can(capsys):
+    def stage(w, x):
+        ft.debug.print("start")
+
+        def body(x, w):
+            x = layer(x, w)
+            ft.debug.print("layer {:.3f}", x.mean())
+            return x, None
+
+        return ft.scan(body, x, w)[0]
+
+    stacked, _ = mlp_weights(2)
+    args = (stacked, randn(5, 6, seed=2), randn(5, 6, seed=3))
+    program = trace(joint_of(stage))(*args)
+    pieces = cut(program, fiw(program))
+    interpret(program, *args)
+    want = capsys.readouterr().out
+    run(program, pieces, args)
+    assert capsys.readouterr().out == want
+    assert want.count("layer") == 2
+    effects = [sum(is_effect(e) for e, _ in piece.block.walk()) for piece in pieces]
+    assert effects == [2, 0, 0]
+
+
+# --- random programs
+
+
+@st.composite
+def programs(draw):
+    """A function of three matrices with scans in it, and groups of its outputs."""
+    steps = draw(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 99), st.integers(0, 99)),
+                          min_size=3, max_size=14))  # fmt: skip
+    outputs = draw(
+        st.lists(st.tuples(st.integers(0, 99), st.integers(0, 2)), min_size=2, max_size=7)
+    )
+    return steps, outputs
+
+
+def step(kind, a, b, inside):
+    if kind == 0:
+        return [torch.tanh(a @ b) / 2]
+    if kind == 1:
+        return [a.t(), b[:1].expand(3, 3)]
+    if kind == 2:
+        return [a.sum(0, keepdim=True) + b]
+    if kind == 3:
+        return [torch.cat([a, b]).split([1, 3, 2], 0)[1].cos()]
+    if kind in (4, 5) and not inside:
+        rows = torch.stack([a, b, a * b])
+
+        def body(carry, x):
+            (p, q), r = carry, x
+            for inner in (0, 2, kind):
+                p, q = step(inner % 4, p, q + r, True)[0] / 2, p
+            return (p, q), (p * r if kind == 4 else r.t(), q)
+
+        (p, q), (y, z) = ft.scan(body, (a, b), rows)
+        return [p, q, y[0], z.sum(0) / 3]
+    return [a - b]
+
+
+@given(programs(), st.booleans())
+@settings(max_examples=40)
+def test_random_programs(drawn, early):
+    steps, outputs = drawn
+
+    def f(*inputs):
+        values = list(inputs)
+        for kind, i, j in steps:
+            values += step(kind, values[i % len(values)], values[j % len(values)], False)
+        return [values[-1 - i % len(values)] for i, _ in outputs]
+
+    args = tuple(randn(3, 3, seed=seed) for seed in range(3))
+    program = trace(f)(*args)
+    groups = [[p for p, (_, g) in enumerate(outputs) if g == group] for group in range(3)]
+    pieces = cut(program, groups, early=early)
+    # the program's scans may compute what nothing needs
+    assert work(*(piece.block for piece in pieces)) <= work(program.block)
+    assert_same(run(program, pieces, args), interpret(program, *args))
+    compiled = run(program, pieces, args, compiled_step(program))
+    assert_same(compiled, interpret(program, *args))
+
+
+def compiled_step(program, **options):
+    def step(number, piece, given):
+        made = piece.program(program, donate=piece.spends).compile(
+            **options or {"backend": "eager"}
+        )
+        wanted = [i.var for i in made.program.inputs if i.role == "argument"]
+        return made.run([given[value].clone() for value in wanted])
+
+    return step
+
+
+# --- gpt, in simulation
+
+PARTS = {
+    "first": Part(embed=True, layers=range(2)),
+    "middle": Part(layers=range(1, 3)),
+    "last": Part(layers=range(1, 3), loss=True),
+    "whole": Part(embed=True, layers=range(3), loss=True),
+}
+
+
+def gpt_stage(name, mesh, *, sequence_parallel=False, remat="none", dtype="float64", **changes):
+    """The joint function of a stage on a mesh, and arguments for it."""
+    config = gpt.GPTConfig(
+        vocab_size=40, num_layers=3, embed_dim=32, num_heads=4, mlp_dim=48, max_seq=16,
+        init_stddev=0.2, dtype=dtype, **changes,
+    )  # fmt: skip
+    part, defs = PARTS[name], gpt.defs(config)
+    specs = ft.param_specs(defs, gpt.rules(config, mesh))
+    params = ft.init_params(random.key(0), defs, specs, mesh)
+    params["blocks"] = tree.map(
+        lambda leaf: leaf[part.layers.start : part.layers.stop], params["blocks"]
+    )
+    stream = gpt.SEQUENCE_PARALLEL_STREAM if sequence_parallel else gpt.STREAM
+    key = random.key(1) if config.dropout else None
+
+    def stage(params, x, batch):
+        return gpt.stage_loss(config, part, params, x, batch, key=key, stream=stream, remat=remat)
+
+    def joint(params, x, batch, ct):
+        y, pullback = vjp(lambda params, x: stage(params, x, batch), params, x)
+        dparams, dx = pullback(ct)
+        return y, [] if dx is None else [dx], dparams
+
+    tokens = torch.randint(0, 40, (4, 17), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(4)}
+    float_dtype = config.torch_dtype
+    x = None if part.embed else randn(4, 16, 32, dtype=float_dtype)
+    ct = (
+        randn(seed=1, dtype=float_dtype)
+        if part.loss
+        else randn(4, 16, 32, seed=1, dtype=float_dtype)
+    )
+    places = (specs, stream, P(("dp",)), P() if part.loss else stream)
+    out = (P() if part.loss else stream, stream, specs)
+    return ft.shard_map(joint, mesh, places, out, check=False), (params, x, batch, ct), out, places
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), Mesh(dp=2, tp=2)], ids=str)
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [
+        ("middle", {}),
+        ("first", {"sequence_parallel": True}),
+        ("whole", {"remat": "full", "sequence_parallel": True}),
+        ("whole", {"tied": True, "dropout": 0.1}),
+        ("middle", {"remat": "selective", "num_kv_heads": 2, "qk_norm": True}),
+        ("first", {"remat": "dots", "dropout": 0.1, "sequence_parallel": True}),
+        (
+            "last",
+            {"norm": "layer", "bias": True, "positions": "learned", "gated": False}
+            | {"activation": "gelu", "z_loss": 1e-3},
+        ),
+    ],
+    ids=str,
+)
+def test_stages_of_gpt(part, options, mesh):
+    joint, args, out_specs, in_specs = gpt_stage(part, mesh, **options)
+    program = trace(joint)(*args)
+    pieces = cut(program, fiw(program))
+    assert work(*(piece.block for piece in pieces)) == work(program.block)
+
+    def rank(*args):
+        return run(program, pieces, args)
+
+    got = ft.shard_map(rank, mesh, in_specs, out_specs, check=False)(*args)
+    assert_same(got, joint(*args), 1e-12)
+    assert_same(got, interpret(program, *args), 1e-12)
+    layers, loss = len(PARTS[part].layers), PARTS[part].loss
+    matrices = (7 if options.get("gated", True) else 6) * layers + loss
+    # a block's last product is not needed again
+    again = 6 * layers if options.get("remat") == "full" else 0
+    counts = [work(piece.block)["mm"] for piece in pieces]
+    assert counts == [matrices, matrices + again, matrices]
+    assert not {"_scaled_dot_product_flash_attention_for_cpu", "bmm"} & set(work(pieces[2].block))
