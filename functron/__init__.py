@@ -5,7 +5,7 @@ makes of both a per-rank program with explicit collectives. Simulate it in this 
 the mesh to processes and run it unchanged.
 """
 
-from functron import debug, nn, optim, params, random, tree
+from functron import debug, nn, optim, params, pipeline, random, tree
 from functron.models import gpt
 from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
 from functron.program.jit import jit
@@ -16,7 +16,7 @@ from functron.sample import generate
 from functron.scopes import named_scope
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules, gather, shard, shard_map
 from functron.spmd import collectives as lax
-from functron.step import State, init_state, make_step, state_specs
+from functron.step import State, init_state, make_pipelined_step, make_step, state_specs
 from functron.transforms import (
     accumulate,
     checkpoint_name,
@@ -53,6 +53,7 @@ __all__ = [
     "init_state",
     "jit",
     "lax",
+    "make_pipelined_step",
     "make_step",
     "named_scope",
     "nn",
@@ -60,6 +61,7 @@ __all__ = [
     "optim",
     "param_specs",
     "params",
+    "pipeline",
     "policies",
     "random",
     "remat",

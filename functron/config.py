@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import tomli_w
 
-from functron import report
+from functron import report, staging
 from functron.data import ByteText
 from functron.errors import Problem, nearest, raise_problems
 from functron.models import gpt
@@ -42,7 +42,14 @@ class TrainConfig:
         steps: optimization steps.
         seq: tokens per sample.
         global_batch: samples per step, over all ranks and microbatches.
-        microbatches: parts of each rank's batch, one after another, to save activation memory.
+        microbatches: parts of each rank's batch, one after another, to save activation memory and
+            to keep all ranks of a pipeline at work.
+        schedule: who computes which microbatch when, where the mesh has pp: 1f1b, gpipe,
+            interleaved, zb-h1, zb-h2, zbv, dualpipe, dualpipev and others, or the path of a table.
+        chunks: stages per pipeline rank; 0: what the schedule is made for.
+        layout: which stage has which layers: empty or even; cost: by the cost of the traced
+            program; first=N,last=N; or written out, such as "Et|tt|tL" (E embedding, t layer, L
+            loss, | between stages, (tt|)*3 repeats).
         remat: what backward computes again: none, full (all of a block but its input), selective
             (the core of attention) or dots (all but matrix products and attention).
         compile: compile the step with Inductor before the first one, which then takes longer.
@@ -66,6 +73,9 @@ class TrainConfig:
     seq: int = 128
     global_batch: int = 8
     microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 0
+    layout: str = ""
     remat: gpt.Remat = "none"
     compile: bool = False
     seed: int = 0
@@ -80,7 +90,7 @@ class TrainConfig:
     )
 
     @property
-    def schedule(self) -> ScheduleConfig:
+    def rate_schedule(self) -> ScheduleConfig:
         """`learning_rate` with its total_steps filled in."""
         total = self.learning_rate.total_steps or self.steps
         return dataclasses.replace(self.learning_rate, total_steps=total)
@@ -212,11 +222,12 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
     mesh = _try(lambda: Mesh.parse(config.mesh), messages)
     if mesh is not None:
         problems += _mesh_problems(config, mesh, processes)
+        _pipeline_problems(config, mesh, messages)
         _try(lambda: gpt.rules(config.gpt, mesh), messages)
     problems += _number_problems(config)
     problems += optimizer_problems(config.optimizer)
     if config.steps >= 1:
-        problems += schedule_problems(config.schedule, "learning_rate")
+        problems += schedule_problems(config.rate_schedule, "learning_rate")
     problems += _out_problems(config.out)
     if config.gpt.vocab_size < ByteText.vocab_size:
         got = f"{config.gpt.vocab_size} token ids"
@@ -271,9 +282,26 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
         yield Problem("mesh", got, "one process per rank", fix)
 
 
+def _pipeline_problems(config: TrainConfig, mesh: Mesh, messages: list[str]) -> None:
+    """Collect what is wrong with schedule and layout, where the mesh has a pipeline."""
+    if mesh["pp"] > 1:
+        if config.microbatches < 1 or config.chunks < 0:
+            return  # said elsewhere
+        schedule = _try(lambda: staging.schedule_for(config, mesh), messages)
+        if schedule is not None:
+            _try(lambda: staging.partition_for(config, mesh, schedule), messages)
+        return
+    unused = [
+        Problem(name, repr(getattr(config, name)), "nothing without pp in the mesh", fix)
+        for name, fix in (("layout", "leave it out, or add pp=N"), ("chunks", "leave it out"))
+        if getattr(config, name)
+    ]
+    _try(lambda: raise_problems("these are for pipelines", unused), messages)
+
+
 def _number_problems(config: TrainConfig) -> Iterator[Problem]:
     least = {"steps": 1, "seq": 1, "global_batch": 1, "microbatches": 1}
-    least |= {"nproc": 0, "seed": 0, "checkpoint_every": 0}
+    least |= {"nproc": 0, "seed": 0, "checkpoint_every": 0, "chunks": 0}
     for name, smallest in least.items():
         value = getattr(config, name)
         if value < smallest:

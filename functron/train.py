@@ -11,17 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from functron import checkpoint, metrics, optim, random, report, tree
+from functron import checkpoint, metrics, optim, random, report, staging, tree
 from functron.config import TrainConfig, dump
 from functron.data import ByteText
 from functron.loop import Meter, Outcome, loop
 from functron.models import gpt
 from functron.params import decay_mask, param_specs
+from functron.pipeline.collect import collect
+from functron.pipeline.execute import pipelined
+from functron.pipeline.partition import Partition
 from functron.program.jit import jit
 from functron.program.program import Program
 from functron.program.trace import trace
-from functron.spmd import DATA_AXES, BoundMesh, Mesh, gather
-from functron.step import State, init_state, make_step, state_specs
+from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, gather
+from functron.step import State, init_state, make_pipelined_step, make_step, state_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Run:
         step: ``(state, batch) -> (state, metrics)``.
         learning_rate: of each step.
         device: where it runs.
+        partition: who holds which parameters, where ranks of a pipeline do.
     """
 
     config: TrainConfig
@@ -47,6 +51,7 @@ class Run:
     step: Callable
     learning_rate: Callable
     device: torch.device
+    partition: Partition | None = None
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """This process's part of the batch of `step`, on the device of the state."""
@@ -66,9 +71,10 @@ def prepare(config: TrainConfig, mesh: Mesh | BoundMesh, device: torch.device | 
     recipe = assemble(config, mesh)
     state = recipe.init(random.key(config.seed).to(device), mesh)
     specs = state_specs(recipe.specs, recipe.optimizer)
-    schedule = optim.make_schedule(config.schedule)
+    schedule = optim.make_schedule(config.rate_schedule)
     step = jit(recipe.step, donate=0) if config.compile else recipe.step
-    return Run(config, mesh, text, state, specs, step, schedule, state.key.device)
+    where = state.key.device
+    return Run(config, mesh, text, state, specs, step, schedule, where, recipe.partition)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +82,18 @@ class Recipe:
     """A training step and what it takes to make its state, put together by `assemble`.
 
     Attributes:
-        defs: the parameters' definitions.
+        defs: the definitions of the parameters that this process holds.
         specs: their specs on the mesh.
         optimizer: the gradient transformation.
         step: ``(state, batch) -> (state, metrics)``.
+        partition: who holds which parameters, where ranks of a pipeline do.
     """
 
     defs: tree.Tree
     specs: tree.Tree
     optimizer: optim.GradientTransformation
     step: Callable
+    partition: Partition | None = None
 
     def init(self, key: torch.Tensor, mesh: Mesh | BoundMesh) -> State:
         """The state before the first step."""
@@ -99,20 +107,40 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         ValueError: the model cannot run on the mesh.
     """
     model = config.gpt
+    if mesh["pp"] > 1:
+        return _assemble_pipeline(config, mesh)
     defs = gpt.defs(model)
     specs = param_specs(defs, gpt.rules(model, mesh))
-    schedule = optim.make_schedule(config.schedule)
-    optimizer = optim.make_optimizer(config.optimizer, schedule, specs=specs, mask=decay_mask(defs))
-    stream = gpt.SEQUENCE_PARALLEL_STREAM if config.sequence_parallel else gpt.STREAM
+    optimizer = _optimizer(config, defs, specs)
 
     def loss(params, batch, key):
         key = key if model.dropout else None
+        stream = staging.stream_of(config)
         return gpt.loss(model, params, batch, key=key, stream=stream, remat=config.remat)
 
     step = make_step(
         loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=config.microbatches
     )
     return Recipe(defs, specs, optimizer, step)
+
+
+def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
+    schedule = staging.schedule_for(config, mesh)
+    partition = staging.partition_for(config, mesh, schedule)
+    rank = mesh.coordinate["pp"] if isinstance(mesh, BoundMesh) else None
+    defs = partition.local_defs(gpt.defs(config.gpt), rank)
+    specs = param_specs(defs, gpt.rules(config.gpt, mesh))
+    optimizer = _optimizer(config, defs, specs, partition.copies(rank))
+    stages = pipelined(staging.stage_of(config), partition, schedule)
+    step = make_pipelined_step(stages, gpt.num_targets, optimizer, mesh, specs)
+    return Recipe(defs, specs, optimizer, step, partition)
+
+
+def _optimizer(config: TrainConfig, defs: tree.Tree, specs: tree.Tree, copies: tree.Tree = 1):
+    schedule = optim.make_schedule(config.rate_schedule)
+    return optim.make_optimizer(
+        config.optimizer, schedule, specs=specs, copies=copies, mask=decay_mask(defs)
+    )
 
 
 def step_program(config: TrainConfig, mesh: Mesh) -> Program:
@@ -147,7 +175,7 @@ def train(run: Run, out: Path | None) -> Outcome:
         return float(value)
 
     def save(state: State, step: int) -> None:
-        whole = gather(state, run.specs, mesh)
+        whole = whole_state(run, state)
         if main and out is not None:
             checkpoint.save(out / "checkpoints" / str(step), whole, {"step": step})
         if bound:
@@ -178,6 +206,20 @@ def train(run: Run, out: Path | None) -> Outcome:
         reporters=reporters(config, out) if main else [],
         agree=lambda number: int(across(number, dist.ReduceOp.MAX)),
     )
+
+
+def whole_state(run: Run, state: State) -> State:
+    """The state with global values, on the first rank at least; every rank calls it."""
+    config, mesh = run.config, run.mesh
+    state = gather(state, run.specs, mesh)
+    if not isinstance(mesh, BoundMesh) or run.partition is None:
+        return state
+    if any(index for axis, index in mesh.coordinate.items() if axis != "pp"):
+        return state  # another rank's pipeline has the first rank in it
+    defs = gpt.defs(config.gpt)
+    optimizer = _optimizer(config, defs, P())
+    like = init_state(random.key(0).to("meta"), defs, P(), optimizer, Mesh())
+    return collect(state, like, run.partition, mesh)
 
 
 def reporters(config: TrainConfig, out: Path | None) -> list[report.Reporter]:

@@ -172,6 +172,6 @@ def test_extras_that_are_missing_are_taught(monkeypatch):
 
 
 def test_the_schedule_ends_with_the_run_unless_told_otherwise():
-    assert TrainConfig(steps=77).schedule.total_steps == 77
+    assert TrainConfig(steps=77).rate_schedule.total_steps == 77
     rate = ScheduleConfig(total_steps=500)
-    assert TrainConfig(steps=77, learning_rate=rate).schedule.total_steps == 500
+    assert TrainConfig(steps=77, learning_rate=rate).rate_schedule.total_steps == 500

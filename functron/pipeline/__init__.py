@@ -1,8 +1,40 @@
-"""Pipelines: schedules as data."""
+"""Pipelines: schedules as data, models divided into stages, and one executor for all of it."""
 
 from functron.pipeline.action import Action
+from functron.pipeline.collect import collect
+from functron.pipeline.execute import Pipeline, pipelined
+from functron.pipeline.layout import (
+    Layout,
+    Part,
+    balanced_layout,
+    even_layout,
+    format_layout,
+    parse_layout,
+    whole,
+)
+from functron.pipeline.partition import Partition
 from functron.pipeline.registry import NAMES, make
 from functron.pipeline.schedule import Schedule, Transfer, place
 from functron.pipeline.timeline import Costs, Timeline
 
-__all__ = ["NAMES", "Action", "Costs", "Schedule", "Timeline", "Transfer", "make", "place"]
+__all__ = [
+    "NAMES",
+    "Action",
+    "Costs",
+    "Layout",
+    "Part",
+    "Partition",
+    "Pipeline",
+    "Schedule",
+    "Timeline",
+    "Transfer",
+    "balanced_layout",
+    "collect",
+    "even_layout",
+    "format_layout",
+    "make",
+    "parse_layout",
+    "pipelined",
+    "place",
+    "whole",
+]

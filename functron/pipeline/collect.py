@@ -40,10 +40,12 @@ def collect(
         return None
     device = next(leaf.device for leaf in held.values() if isinstance(leaf, torch.Tensor))
     rows = [partition.layers(rank) for rank in range(mesh[axis])]
+    stacked = {name for name, letters in partition.uses.items() if letters == "t"}
     whole, missing = [], []
     for path, wanted in zip(tree.paths(like), tree.leaves(like), strict=True):
         parts = [(rank, ranks[path]) for rank, ranks in enumerate(everyone) if path in ranks]
-        found = _assemble(parts, wanted, rows)
+        by_layer = not stacked.isdisjoint(path.split("/"))
+        found = _assemble(parts, wanted, rows if by_layer else None)
         whole.append(found.to(device) if isinstance(found, torch.Tensor) else found)
         if found is None:
             missing.append(Problem(path, "no rank that holds it whole or by layer", "one at least"))
@@ -55,13 +57,10 @@ def _plain(leaf: Any) -> Any:
     return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _assemble(parts: list[tuple[int, Any]], wanted: Any, rows: list[list[int]]) -> Any:
-    """A whole leaf from those of some ranks; None where they do not make one."""
-    for _, part in parts:
-        if not isinstance(part, torch.Tensor) or part.shape == wanted.shape:
-            return part
-    if not parts:
-        return None
+def _assemble(parts: list[tuple[int, Any]], wanted: Any, rows: list[list[int]] | None) -> Any:
+    """A whole leaf from those of some ranks, which hold these rows of it; None: all of it."""
+    if not parts or rows is None:
+        return parts[0][1] if parts else None
     whole = parts[0][1].new_empty(wanted.shape)
     seen = set()
     for rank, part in parts:

@@ -141,7 +141,9 @@ class Run:
             stage: self.partition.stage_params(params, stage, self.rank)
             for stage in self.partition.stages(self.rank)
         }
-        self.signature = Boundary.of(self.batches[0])
+        # what one set of processes has told each other, another has not
+        group = self.stages.group if self.stages is not None else ""
+        self.signature = (group, Boundary.of(self.batches[0]))
         self.work: Work = Pullbacks(pipeline.stage)
         self.post = _post(self.stages, batch)
         self.total: Any = None

@@ -1,0 +1,117 @@
+"""How a training run divides its model among the ranks of a pipeline, and under which schedule."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from functron import params as parameters
+from functron.errors import Problem, raise_problems
+from functron.models import gpt
+from functron.pipeline.layout import Layout, Part, balanced_layout, even_layout, parse_layout
+from functron.pipeline.partition import Partition
+from functron.pipeline.registry import make
+from functron.pipeline.schedule import Schedule
+from functron.pipeline.work import loss_of, seeds
+from functron.program.trace import trace
+from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
+from functron.transforms.gradient import vjp
+
+if TYPE_CHECKING:
+    from functron.config import TrainConfig
+
+_ENDS = re.compile(r"\s*(?:first=(\d+))?\s*,?\s*(?:last=(\d+))?\s*")
+
+
+def schedule_for(config: TrainConfig, mesh: Mesh | BoundMesh) -> Schedule:
+    """The schedule that `config` names, for the pipeline ranks of `mesh`.
+
+    Raises:
+        ValueError: there is no such schedule, or it does not admit these counts.
+    """
+    schedule = make(config.schedule, mesh["pp"], config.microbatches, config.chunks or None)
+    if not schedule.has_backward:
+        problem = Problem("schedule", f"{config.schedule}, forwards only", "one that trains")
+        raise_problems("cannot train with this schedule", [problem])
+    return schedule
+
+
+def layout_for(config: TrainConfig, mesh: Mesh | BoundMesh, num_stages: int) -> Layout:
+    """The layout that `config` describes, for so many stages.
+
+    Raises:
+        ValueError: it does not fit the model and the stages.
+    """
+    text, num_layers = config.layout, config.gpt.num_layers
+    if text in ("", "even"):
+        return even_layout(num_stages, num_layers)
+    if text == "cost":
+        layer, embed, loss = (stage_flops(config, mesh, part) for part in _PARTS)
+        return balanced_layout(num_stages, [layer] * num_layers, embed=embed, loss=loss)
+    ends = _ENDS.fullmatch(text)
+    if ends is not None and any(ends.groups()):
+        first, last = (int(n) if n else None for n in ends.groups())
+        return even_layout(num_stages, num_layers, first=first, last=last)
+    return parse_layout(text, num_layers, num_stages)
+
+
+_PARTS = (Part(range(1)), Part(range(0), embed=True), Part(range(0), loss=True))
+
+
+def partition_for(config: TrainConfig, mesh: Mesh | BoundMesh, schedule: Schedule) -> Partition:
+    """Who holds which parameters under `schedule`."""
+    layout = layout_for(config, mesh, schedule.num_stages)
+    return Partition(layout, schedule.pipes, gpt.uses(config.gpt))
+
+
+def stream_of(config: TrainConfig) -> P:
+    """The spec of the residual stream."""
+    return gpt.SEQUENCE_PARALLEL_STREAM if config.sequence_parallel else gpt.STREAM
+
+
+def stage_of(config: TrainConfig) -> Callable:
+    """``(part, params, x, batch, key, total) -> y``: a stage, the last dividing its loss."""
+    model = config.gpt
+
+    def stage(part, params, x, batch, key, total):
+        key = key if model.dropout else None
+        y = gpt.stage_loss(
+            model, part, params, x, batch, key=key, stream=stream_of(config), remat=config.remat
+        )
+        return y / total if part.loss else y
+
+    return stage
+
+
+def stage_flops(config: TrainConfig, mesh: Mesh | BoundMesh, part: Part) -> float:
+    """Floating-point operations of one rank for one microbatch of a part, forward and backward.
+
+    Counted in the program that is traced for it; nothing is computed.
+    """
+    model = config.gpt
+    plain = (mesh.mesh if isinstance(mesh, BoundMesh) else mesh).without("pp")
+    whole = Partition((part,), (((0, 0),),), gpt.uses(model))
+    defs = gpt.defs(model)
+    names = whole.names(0)
+    specs = parameters.param_specs(defs, gpt.rules(model, plain))
+    weights = parameters.abstract_params({name: defs[name] for name in names})
+    weights = whole.stage_params(weights, 0, None)
+    rows = config.global_batch // config.microbatches
+    tokens = torch.empty(rows, config.seq, dtype=torch.int64, device="meta")
+    batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
+    x = torch.empty(rows, config.seq, model.embed_dim, dtype=model.torch_dtype, device="meta")
+    stream = stream_of(config)
+    key = torch.empty(2, dtype=torch.int64, device="meta")
+
+    def both(weights, x, batch, key):
+        f = functools.partial(stage_of(config), part)
+        y, pull = vjp(lambda w, x: f(w, x, batch, key, 1), weights, x)
+        return pull(seeds(loss_of(y)) if part.loss else torch.ones_like(y))
+
+    kept = {name: specs[name] for name in names}
+    mapped = shard_map(both, plain, (kept, stream, P(DATA_AXES), P()), P(), check=False)
+    return trace(mapped)(weights, x, batch, key).cost().hardware_flops
