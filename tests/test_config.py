@@ -118,7 +118,6 @@ def test_every_problem_is_reported_at_once(tmp_path):
     text = problems(config)
     for line in (
         "mlp_dim: got 100; wanted a multiple of tp=8",
-        "mesh: got pp=2; wanted pp=1",
         "global_batch: got 8; wanted a multiple of 6: data-parallel ranks 3 x microbatches 2; fix: set it to 12",
         "seq: got 67; wanted a multiple of tp=8 under sequence_parallel; fix: set it to 72",
         "seq: got 67; wanted at most gpt.max_seq=64",
@@ -133,7 +132,7 @@ def test_every_problem_is_reported_at_once(tmp_path):
     assert dataclasses.asdict(config) == before
 
 
-@pytest.mark.parametrize("axis", ["pp", "fsdp", "cp", "ep"])
+@pytest.mark.parametrize("axis", ["fsdp", "cp", "ep"])
 def test_axes_that_are_not_there_yet(axis):
     text = problems(TrainConfig(mesh=f"{axis}=2"))
     assert f"mesh: got {axis}=2" in text
