@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from types import MappingProxyType
@@ -67,19 +68,31 @@ def text(bars: Sequence[Bar], num_ranks: int, width: int) -> str:
     """
     shown = [bar for bar in bars if bar.end > bar.start]
     total = max((bar.end for bar in shown), default=1.0)
-    wishes = [(len(_labels(bar)[0]) + 1) / (bar.end - bar.start) for bar in shown]
-    room = max(1, width - len(f"rank {num_ranks - 1} ││"))
-    scale = min([room / total, max(wishes, default=1.0)])
-    shortest = min((bar.end - bar.start for bar in shown), default=total)
-    if scale * shortest >= 1:  # whole characters: equal times look equal
-        scale = int(scale * shortest + 1e-9) / shortest
-    lines = [[" "] * round(total * scale) for _ in range(num_ranks)]
+    scale = _scale(shown, total, max(1, width - len(f"rank {num_ranks - 1} ││")))
+    lines = [[" "] * max(1, round(total * scale)) for _ in range(num_ranks)]
     for bar in sorted(shown, key=lambda bar: bar.start):
-        start, end = round(bar.start * scale), round(bar.end * scale)
+        line = lines[bar.rank]
+        start, end = min(round(bar.start * scale), len(line) - 1), round(bar.end * scale)
         room = max(end - start - 1, 1)  # a space, so that bars do not run into each other
         label = next((label for label in _labels(bar) if len(label) <= room), "")
-        lines[bar.rank][start : start + room] = label.ljust(room, _FILL[bar.actions[-1].kind])
+        line[start : start + room] = label.ljust(room, _FILL[bar.actions[-1].kind])
     return _framed("".join(line) for line in lines)
+
+
+def _scale(bars: Sequence[Bar], total: float, room: int) -> float:
+    """How many characters a unit of time takes: as labels need, but no more than fit."""
+    shortest = min((bar.end - bar.start for bar in bars), default=total)
+    needs = [(len(_labels(bar)[0]) + 1) / (bar.end - bar.start) for bar in bars]
+    least = math.ceil(max(needs, default=1.0) * shortest - 1e-9)
+    wider = [characters / shortest for characters in range(least, least + 3)]
+    edges = [edge for bar in bars for edge in (bar.start, bar.end)]
+    # a little wider where equal times then look equal
+    even = (s for s in wider if all(abs(e * s - round(e * s)) < 1e-6 for e in edges))
+    scale = next(even, wider[1])
+    if scale * total <= room:
+        return scale
+    characters = room / total * shortest
+    return (int(characters + 1e-9) if characters >= 1 else characters) / shortest
 
 
 def _framed(lines: Iterable[str]) -> str:
