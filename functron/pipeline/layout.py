@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from functron.errors import Problem, raise_problems
@@ -125,19 +127,44 @@ def balanced_layout(
     before = [0.0]
     for cost in layer_costs:
         before.append(before[-1] + cost)
-    # best[n]: (largest stage, sum of squares, counts) of the first stages over n layers
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for stage in range(num_stages):
-        after: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+
+    def cost_of(stage: int, start: int, end: int) -> float:
         extra = embed * (stage == 0) + loss * (stage == num_stages - 1)
-        for start, (largest, squares, counts) in best.items():
-            for end in range(start + 1, num_layers - (num_stages - 1 - stage) + 1):
-                cost = before[end] - before[start] + extra
-                row = (max(largest, cost), squares + cost**2, (*counts, end - start))
-                if end not in after or row[:2] < after[end][:2]:
-                    after[end] = row
+        return before[end] - before[start] + extra
+
+    largest, _ = _best_counts(num_stages, num_layers, cost_of, max)
+
+    def square(stage: int, start: int, end: int) -> float:
+        cost = cost_of(stage, start, end)
+        return cost**2 if cost <= largest else math.inf
+
+    return layout_of(_best_counts(num_stages, num_layers, square, operator.add)[1])
+
+
+def _best_counts(
+    num_stages: int,
+    num_layers: int,
+    cost_of: Callable[[int, int, int], float],
+    combine: Callable[[float, float], float],
+) -> tuple[float, tuple[int, ...]]:
+    """The least combined cost of stages with a layer or more each, and how many each one has.
+
+    Args:
+        num_stages, num_layers: how many there are.
+        cost_of: stage, its first layer and the one after its last, to its cost.
+        combine: makes one cost of two: max or a sum.
+    """
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by the layers so far
+    for stage in range(num_stages):
+        later = num_stages - 1 - stage
+        after: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for start, (cost, counts) in best.items():
+            for end in range(start + 1, num_layers - later + 1):
+                total = combine(cost, cost_of(stage, start, end))
+                if end not in after or total < after[end][0]:
+                    after[end] = (total, (*counts, end - start))
         best = after
-    return layout_of(best[num_layers][2])
+    return best[num_layers]
 
 
 _HINT = "such as 'Et|tt|tL' (E embedding, t layer, L loss, | between stages, (tt|)*3 repeats)"
