@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from functron.errors import Problem, raise_problems
@@ -15,12 +16,9 @@ from functron.pipeline.place import earliest_ticks
 from functron.pipeline.timeline import Costs, Timeline, simulate
 from functron.pipeline.validate import live, problems
 
-_MADE: Mapping[Kind, What] = {
-    "F": "activation",
-    "B": "cotangent",
-    "I": "cotangent",
-    "W": "gradient",
-}
+_MADE: Mapping[Kind, What] = MappingProxyType(
+    {"F": "activation", "B": "cotangent", "I": "cotangent", "W": "gradient"}
+)
 
 
 class Transfer(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-from functron.cli import main
-from functron.pipeline import Schedule, make
+from functron.cli import ScheduleOptions, main
+from functron.pipeline import NAMES, Schedule, make
 
 
 def run(*arguments: object) -> int:
@@ -41,3 +41,9 @@ def test_mistakes_are_messages(capsys):
     assert "take 4 or 8" in capsys.readouterr().err
     assert run("zbw") == 2
     assert "did you mean 'zbv'" in capsys.readouterr().err
+
+
+def test_help_names_every_schedule():
+    listed = " ".join(str(ScheduleOptions.__doc__).split())
+    for name in NAMES:
+        assert f" {name}," in listed
