@@ -21,7 +21,7 @@ from functron.program.equations import Block, Equation, Scan, Var, Where, contig
 from functron.program.program import Input
 from functron.program.recorder import Recorder, active
 from functron.scopes import in_phase, named_scope
-from functron.spmd.axes import Axis, axis_index, lookup
+from functron.spmd.axes import Axis, lookup
 from functron.spmd.primitives import (
     AllGather,
     AllToAll,
@@ -46,7 +46,7 @@ def ambient(inputs: Iterable[Input]) -> dict[Var, torch.Tensor]:
     found: dict[Var, torch.Tensor] = {}
     for given in inputs:
         if given.role == "axis_index":
-            index = axis_index(given.path)
+            index = next((axis.index for axis in lookup(given.path)), 0)
             made = index if isinstance(index, torch.Tensor) else torch.tensor(index)
             found[given.var] = made.to(given.var.device)
         elif given.role == "constant":
@@ -92,7 +92,7 @@ def _last_uses(block: Block) -> list[list[Var]]:
     seen = {value for value in block.outputs if isinstance(value, Var)}
     dead: list[list[Var]] = []
     for equation in reversed(block.equations):
-        here = dict.fromkeys([*equation.operands, *equation.results])
+        here = dict.fromkeys([*_operands(equation), *equation.results])
         dead.append([value for value in here if value not in seen])
         seen.update(here)
     return [*dead[::-1], [value for value in block.inputs if value not in seen]]
@@ -114,12 +114,29 @@ def _equation(equation: Equation, values: dict[Var, Any], last: Sequence[Var]) -
         for value in last:
             values.pop(value, None)
         return _scan(equation, operands)
-    args, kwargs = pytree.tree_map_only(
-        Var, values.__getitem__, (equation.args, dict(equation.kwargs))
-    )
+    args = [_filled(value, values) for value in equation.args]
+    kwargs = {name: _filled(value, values) for name, value in equation.kwargs.items()}
     if equation.op.namespace == "functron":
         return _functron(equation, args, kwargs)
-    return pytree.tree_leaves(_operation(equation)(*args, **kwargs))
+    out = _operation(equation)(*args, **kwargs)
+    return [out] if isinstance(out, torch.Tensor) else pytree.tree_leaves(out)
+
+
+def _operands(equation: Equation) -> Iterator[Var]:
+    """`Equation.operands`; torch's pytrees take longer than many an operation."""
+    for argument in (*equation.args, *equation.kwargs.values()):
+        for item in argument if isinstance(argument, (list, tuple)) else (argument,):
+            if isinstance(item, Var):
+                yield item
+
+
+def _filled(argument: Any, values: Mapping[Var, Any]) -> Any:
+    """An argument of an operation, with tensors for values."""
+    if isinstance(argument, Var):
+        return values[argument]
+    if isinstance(argument, (list, tuple)):
+        return [_filled(item, values) for item in argument]
+    return argument
 
 
 # --- scans
@@ -344,10 +361,14 @@ class _Folded(Function):
         return tuple(x.unflatten(0, (size, -1)) for x in out), (0,) * len(out)
 
 
+def _norm(x: torch.Tensor, order: float = 2, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, order, dtype=dtype)
+
+
 def _foreach(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:
     """A multi-tensor operation, which vmap does not know, tensor by tensor."""
     name = op._schema.name.removeprefix("aten::_foreach_")
-    one: Callable = torch.linalg.vector_norm if name == "norm" else getattr(torch, name)
+    one: Callable = _norm if name == "norm" else getattr(torch, name)
     if name in ("addcmul", "addcdiv") and len(args) == 4:
         args, kwargs = args[:3], {"value": args[3]}
 

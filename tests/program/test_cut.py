@@ -517,3 +517,73 @@ def test_stages_of_gpt(part, options, mesh):
     counts = [work(piece.block)["mm"] for piece in pieces]
     assert counts == [matrices, matrices + again, matrices]
     assert not {"_scaled_dot_product_flash_attention_for_cpu", "bmm"} & set(work(pieces[2].block))
+
+
+# --- compiled pieces
+
+
+def test_compiled_pieces_of_gpt(tmp_path_factory):
+    joint, args, *_ = gpt_stage("middle", Mesh(), remat="selective", dtype="float32")
+    program = trace(joint)(*args)
+    pieces = cut(program, fiw(program))
+    cache = tmp_path_factory.getbasetemp() / "kernels"
+    got = run(program, pieces, args, compiled_step(program, cache=cache))
+    assert_same(got, interpret(program, *args), 1e-5)
+
+
+def test_a_piece_takes_the_memory_that_it_is_given():
+    def joint(w, x, ct, sums):
+        y, dx, dw = joint_of(scanned_mlp)(w, x, ct)
+        return y, dx, tree.map(torch.add, sums, dw)
+
+    weights, _ = mlp_weights(3)
+    sums = tree.map(torch.randn_like, weights)
+    args = (weights, randn(5, 6, seed=2), randn(5, 6, seed=3), sums)
+    program = trace(joint)(*args)
+    pieces = cut(program, fiw(program))
+    mine = {given.var: given.path for given in program.inputs if given.path.startswith("3/")}
+    memory = {leaf.data_ptr() for leaf in tree.leaves(sums)}
+    want = interpret(program, *args)
+
+    def step(number, piece, given):
+        part = piece.program(program, donate={*piece.spends, *mine})
+        made = part.compile(backend="eager")
+        inputs = [i for i in part.inputs if i.role == "argument"]
+        assert {i.var for i in inputs if i.donated} >= {*mine} & {*piece.block.inputs}
+        out = made.run([given[i.var] for i in inputs])
+        if number == 2:
+            assert len(made.updated) == len(mine)
+            assert {value.data_ptr() for value in out} == memory
+        return out
+
+    assert_same(run(program, pieces, args, step), want)
+
+
+def test_a_piece_is_a_program():
+    joint, args, *_ = gpt_stage("middle", Mesh())
+    program = trace(joint)(*args)
+    values = {**environment(program, args), **ambient(program.inputs)}
+    for piece in cut(program, fiw(program)):
+        part = piece.program(program)
+        given = [values[i.var] for i in part.inputs if i.role == "argument"]
+        arguments = tree.unflatten(part.in_structure, given)
+        out = part(*arguments)
+        assert_same(out, evaluate(piece.block, {v: values[v] for v in piece.block.inputs}))
+        assert_same(part.compile(backend="eager")(*arguments), out)
+        values.update(zip(piece.keeps, out[len(piece.outputs) :], strict=True))
+        assert part.cost().hardware_flops > 0
+        assert part.memory().peak_bytes > piece.kept_bytes
+        assert str(part)
+
+
+def test_a_block_keeps_no_more_for_w_than_its_products_read():
+    joint, args, *_ = gpt_stage("middle", Mesh())
+    program = trace(joint)(*args)
+    _, late, _ = pieces = cut(program, fiw(program))
+    tokens, layers, embed, mlp, number = 4 * 16, 2, 32, 48, 8
+    # operands of the products: x of q, k, v; of out; of gate and up; of down; and cotangents of
+    # q, k, v, out, gate, up and down
+    operands = tokens * (embed + embed + embed + mlp + 3 * embed + embed + 2 * mlp + embed)
+    scales = 2 * embed
+    assert held_bytes(pieces)[1] == layers * (operands + scales) * number
+    assert late.kept_bytes == layers * (tokens * (5 * embed + 2 * mlp) + scales) * number
