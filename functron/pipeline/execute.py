@@ -8,18 +8,20 @@ mesh each process runs its own column, and values travel between ticks, asynchro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from functron import tree
+from functron import compat, tree
 from functron.errors import Problem, raise_problems
 from functron.pipeline.action import Action
 from functron.pipeline.boundary import Arriving, Boundary, Post
 from functron.pipeline.partition import Partition
+from functron.pipeline.pieces import Pieces
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.work import Call, Pullbacks, StageFunction, Work, check_boundary
+from functron.program.recorder import active
 from functron.spmd.axes import StageAxis, scope
 from functron.spmd.stages import psum_stages
 from functron.transforms.accumulate import microbatches
@@ -37,6 +39,8 @@ class Pipeline:
         partition: who holds which parameters.
         schedule: who does what when.
         dtype: what gradients are summed in; None: their own.
+        compile: what `Program.compile` is called with for stages on a bound mesh; None: stages are
+            not compiled.
         observe: told of every action.
     """
 
@@ -45,11 +49,16 @@ class Pipeline:
         stage: StageFunction,
         partition: Partition,
         schedule: Schedule,
-        dtype: torch.dtype | None,
-        observe: Observer | None,
+        dtype: torch.dtype | None = None,
+        compile: Mapping[str, Any] | None = None,  # noqa: A002  (as the function that it is for)
+        observe: Observer | None = None,
     ):
         self.stage, self.partition, self.schedule = stage, partition, schedule
-        self.dtype, self.observe = dtype, observe
+        self.dtype, self.compile, self.observe = dtype, compile, observe
+        kinds = {a.kind for row in schedule.table for cell in row for a in cell}
+        self.split = bool(kinds & {"I", "W"})
+        self.evaluated = Pieces(stage, self.split, dtype, None)
+        self.compiled = Pieces(stage, self.split, dtype, compile)
         self.known: dict[Any, Boundary] = {}  # what travels, by signature and place
 
     def value_and_grad(self, params: tree.Tree, batch: tree.Tree, *shared: Any) -> tuple[Any, dict]:
@@ -74,13 +83,21 @@ class Pipeline:
         value = run.published(run.total)
         return value, run.gradients()
 
+    def work(self, stages: StageAxis | None) -> Work:
+        """How stages are computed where this is called."""
+        if self.compile is not None and stages is not None and stages.index is not None:
+            return self.compiled
+        # a program that is being traced, or differentiated again, sees operations, not programs
+        plain = not (active() or compat.differentiating() or compat.dispatch_modes_active())
+        return self.evaluated if self.split and plain else Pullbacks(self.stage)
+
     def forward(self, params: tree.Tree, batch: tree.Tree, *shared: Any) -> list:
         """What the last stage returns for each microbatch, on every rank; no gradients.
 
         Arguments are those of `value_and_grad`. Of the schedule the forwards are run.
         """
         schedule = self.schedule.forward_only() if self.schedule.has_backward else self.schedule
-        plain = Pipeline(self.stage, self.partition, schedule, None, self.observe)
+        plain = Pipeline(self.stage, self.partition, schedule, observe=self.observe)
         plain.known = self.known
         with torch.no_grad():
             run = Run(plain, params, batch, shared)
@@ -94,6 +111,7 @@ def pipelined(
     schedule: Schedule,
     *,
     dtype: torch.dtype | None = None,
+    compile: Mapping[str, Any] | None = None,  # noqa: A002
     observe: Observer | None = None,
 ) -> Pipeline:
     """The stages of a model under a schedule: its loss and gradients, exactly those without.
@@ -106,6 +124,8 @@ def pipelined(
         partition: who holds which parameters.
         schedule: who does what when.
         dtype: add gradients of microbatches up in this dtype, such as torch.float32; None: theirs.
+        compile: compile the stages, on a bound mesh; a mapping of settings of `Program.compile`,
+            such as ``{}``. Where one process runs all ranks, `jit` compiles the whole step instead.
         observe: called with rank, action, and when it began and ended, in seconds: what a
             `Timeline` is made of. Waits for the device after every action.
 
@@ -120,7 +140,7 @@ def pipelined(
     if schedule.pipes != partition.pipes:
         problem = Problem("partition.pipes", f"{partition.pipes}", f"{schedule.pipes}")
         raise_problems(f"the partition is not for the schedule {schedule.name!r}", [problem])
-    return Pipeline(stage, partition, schedule, dtype, observe)
+    return Pipeline(stage, partition, schedule, dtype, compile, observe)
 
 
 class Run:
@@ -144,7 +164,7 @@ class Run:
         # what one set of processes has told each other, another has not
         group = self.stages.group if self.stages is not None else ""
         self.signature = (group, Boundary.of(self.batches[0]))
-        self.work: Work = Pullbacks(pipeline.stage)
+        self.work = pipeline.work(self.stages)
         self.post = _post(self.stages, batch)
         self.total: Any = None
         self.sums: dict[int, tree.Tree] = {}
@@ -195,24 +215,40 @@ class Run:
             self.results[m] = y
 
     def _backward(self, rank: int, action: Action) -> None:
-        self._input(rank, action)
-        self._weight(rank, action)
+        place = self._place(rank, action)
+        x, self.sums[place[1]] = self.work.backward(
+            self.held.pop(place), self._cotangent(place), self._sums(place[1])
+        )
+        self._return(action, place, x)
 
     def _input(self, rank: int, action: Action) -> None:
-        pipe, stage = self.schedule.stage_of(rank, action.chunk)
-        place = (pipe, stage, action.microbatch)
-        last = stage == self.schedule.num_stages - 1
-        cotangent = None if last else self._take("B", *place)
-        x, self.held[place] = self.work.backward_input(self.held.pop(place), cotangent)
+        place = self._place(rank, action)
+        held, cotangent = self.held.pop(place), self._cotangent(place)
+        x, self.held[place] = self.work.backward_input(held, cotangent)
+        self._return(action, place, x)
+
+    def _weight(self, rank: int, action: Action) -> None:
+        place = self._place(rank, action)
+        held, sums = self.held.pop(place), self._sums(place[1])
+        self.sums[place[1]] = self.work.backward_weight(held, sums)
+
+    def _place(self, rank: int, action: Action) -> tuple[int, int, int]:
+        """Pipe, stage and microbatch."""
+        return (*self.schedule.stage_of(rank, action.chunk), action.microbatch)
+
+    def _cotangent(self, place: tuple[int, int, int]) -> list | None:
+        return None if place[1] == self.schedule.num_stages - 1 else self._take("B", *place)
+
+    def _return(self, action: Action, place: tuple[int, int, int], x: list) -> None:
+        pipe, stage, _ = place
         if stage:
             self._hand_over("B", action, pipe, stage - 1, x)
 
-    def _weight(self, rank: int, action: Action) -> None:
-        pipe, stage = self.schedule.stage_of(rank, action.chunk)
-        held = self.held.pop((pipe, stage, action.microbatch))
+    def _sums(self, stage: int) -> tree.Tree:
+        """The sums of a stage's gradients so far, taken out."""
         if stage not in self.sums:
-            self.sums[stage] = tree.map(self._zeros, self.params[stage])
-        self.sums[stage] = self.work.backward_weight(held, self.sums[stage])
+            return tree.map(self._zeros, self.params[stage])
+        return self.sums.pop(stage)
 
     def _zeros(self, leaf: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(leaf, dtype=self.pipeline.dtype)
@@ -273,7 +309,7 @@ class Run:
         if self.post is not None:
             for name, letters in self.partition.uses.items():
                 ranks = self.partition.sharers(name)
-                if letters == "EL" and self.rank in ranks and len(ranks) > 1:
+                if set(letters) == {"E", "L"} and self.rank in ranks and len(ranks) > 1:
                     sums[name] = self.post.add_up(sums[name], ranks, self.rank)
             self.post.finish()
         return tree.map(share, sums)

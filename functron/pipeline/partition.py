@@ -93,15 +93,33 @@ class Partition:
         stages = [s for s in range(self.num_stages) if name in self.names(s)]
         return tuple(sorted({rank for stage in stages for rank in self.holders(stage)}))
 
+    def held(self, rank: int | None) -> list[str]:
+        """The top-level entries of the parameters that a rank holds, wholly or some rows of."""
+        names = {name for stage in self.stages(rank) for name in self.names(stage)}
+        return [name for name in self.uses if name in names]
+
     def copies(self, rank: int | None) -> dict[str, int] | int:
-        """How many ranks hold what a rank holds, by top-level entry; for `optim.global_norm`."""
+        """How many ranks hold what a rank holds, by top-level entry; for `optim.global_norm`.
+
+        Raises:
+            ValueError: the pipes meet on some of a rank's stages only, so that its layers are held
+                by different numbers of ranks.
+        """
         if rank is None:
             return 1
-        held = {name for stage in self.stages(rank) for name in self.names(stage)}
+        counts = {s: len(self.holders(s)) for s in self.stages(rank) if self.layout[s].layers}
+        if len(set(counts.values())) > 1:
+            got = " and ".join(
+                f"{[s for s in counts if counts[s] == n]} with {n}"
+                for n in sorted(set(counts.values()))
+            )
+            wanted = "as many copies of each, so that the norm can count them"
+            fix = "let pipes meet on all stages of a rank or on none"
+            problem = Problem(f"pipes, rank {rank}", f"stages {got} copies", wanted, fix)
+            raise_problems("cannot compute the norm of gradients on these pipes", [problem])
         return {
-            name: len(self.pipes) if self.uses[name] == "t" else len(self.sharers(name))
-            for name in self.uses
-            if name in held
+            name: max(counts.values()) if self.uses[name] == "t" else len(self.sharers(name))
+            for name in self.held(rank)
         }
 
     def local(self, value: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
@@ -111,7 +129,7 @@ class Partition:
             ValueError: `value` has other entries than `uses`.
         """
         self._check_names(value)
-        kept = set(self.uses) if rank is None else set(self.copies(rank))  # type: ignore[arg-type]
+        kept = self.uses if rank is None else self.held(rank)
         return {name: entry for name, entry in value.items() if name in kept}
 
     def local_defs(self, defs: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
