@@ -13,6 +13,7 @@ import torch
 from functron import optim, random, tree
 from functron.params import init_params
 from functron.pipeline.execute import Pipeline
+from functron.program.jit import jit
 from functron.scopes import named_scope
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.transforms import accumulate, sync_gradients, value_and_grad
@@ -139,6 +140,7 @@ def make_pipelined_step(
     specs: tree.Tree,
     *,
     axis: str = "pp",
+    compile: bool = False,  # noqa: A002  (as the function that it is for)
 ) -> Callable:
     """`make_step` for a model whose stages are divided among the ranks of `axis`.
 
@@ -152,6 +154,8 @@ def make_pipelined_step(
         num_targets, optimizer, mesh: as in `make_step`.
         specs: the specs of the parameters that this process holds.
         axis: the mesh axis of the pipeline's ranks.
+        compile: compile the update, on a bound mesh, as `pipelined` compiles the stages. Of a
+            simulated mesh, `jit` compiles the whole step instead.
 
     Returns:
         The step; see `make_step`.
@@ -159,11 +163,28 @@ def make_pipelined_step(
     rank = mesh.coordinate[axis] if isinstance(mesh, BoundMesh) and mesh[axis] > 1 else None
     copies = stages.partition.copies(rank)
 
-    def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
+    layout = state_specs(specs, optimizer)
+
+    def gradients(state: State, batch: tree.Tree) -> tuple[Any, tree.Tree]:
         key = random.fold_in(state.key, state.step)
-        value, grads = stages.value_and_grad(state.params, batch, key, num_targets(batch))
-        state, norm = update(state, grads, optimizer, specs, copies)
+        return stages.value_and_grad(state.params, batch, key, num_targets(batch))
+
+    def updated(state: State, grads: tree.Tree) -> tuple[State, torch.Tensor]:
+        return update(state, grads, optimizer, specs, copies)
+
+    if compile and isinstance(mesh, BoundMesh):
+        # every rank's own shares leave the first program as they are, and enter the second
+        first = shard_map(gradients, mesh, (layout, P(DATA_AXES)), P(), stages=axis, check=False)
+        last = shard_map(updated, mesh, (layout, specs), (layout, P()), stages=axis, check=False)
+        second = jit(last, donate=0)
+    else:
+        first, second = gradients, updated
+
+    def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
+        value, grads = first(state, batch)
+        state, norm = second(state, grads)
         return state, {"loss": value, "grad_norm": norm}
 
-    layout = state_specs(specs, optimizer)
+    if first is not gradients:
+        return step
     return shard_map(step, mesh, (layout, P(DATA_AXES)), (layout, P()), stages=axis)

@@ -72,7 +72,8 @@ def prepare(config: TrainConfig, mesh: Mesh | BoundMesh, device: torch.device | 
     state = recipe.init(random.key(config.seed).to(device), mesh)
     specs = state_specs(recipe.specs, recipe.optimizer)
     schedule = optim.make_schedule(config.rate_schedule)
-    step = jit(recipe.step, donate=0) if config.compile else recipe.step
+    staged = recipe.partition is not None and isinstance(mesh, BoundMesh)  # compiled by stages
+    step = jit(recipe.step, donate=0) if config.compile and not staged else recipe.step
     where = state.key.device
     return Run(config, mesh, text, state, specs, step, schedule, where, recipe.partition)
 
@@ -131,8 +132,11 @@ def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     defs = partition.local_defs(gpt.defs(config.gpt), rank)
     specs = param_specs(defs, gpt.rules(config.gpt, mesh))
     optimizer = _optimizer(config, defs, specs, partition.copies(rank))
-    stages = pipelined(staging.stage_of(config), partition, schedule)
-    step = make_pipelined_step(stages, gpt.num_targets, optimizer, mesh, specs)
+    settings = {} if config.compile else None
+    stages = pipelined(staging.stage_of(config), partition, schedule, compile=settings)
+    step = make_pipelined_step(
+        stages, gpt.num_targets, optimizer, mesh, specs, compile=config.compile
+    )
     return Recipe(defs, specs, optimizer, step, partition)
 
 

@@ -50,11 +50,17 @@ class Work(Protocol):
         """What the stage returns, and what its backward will need."""
         ...
 
-    def backward_input(self, held: Any, cotangent: list | None) -> tuple[list, Any]:
-        """The cotangents of x's floating-point leaves, and what is needed for the weights'.
+    def backward(
+        self, held: Any, cotangent: list | None, sums: tree.Tree
+    ) -> tuple[list, tree.Tree]:
+        """The cotangents of x's floating-point leaves, and `sums` and the weights' gradients.
 
         `cotangent` has those of y's floating-point leaves; None at the last stage.
         """
+        ...
+
+    def backward_input(self, held: Any, cotangent: list | None) -> tuple[list, Any]:
+        """The cotangents of x's floating-point leaves, and what is needed for the weights'."""
         ...
 
     def backward_weight(self, held: Any, sums: tree.Tree) -> tree.Tree:
@@ -76,6 +82,12 @@ class Pullbacks:
         if call.last:
             check_loss(loss_of(y))
         return y, (y, call.last, pull)
+
+    def backward(
+        self, held: Any, cotangent: list | None, sums: tree.Tree
+    ) -> tuple[list, tree.Tree]:
+        x, gradients = self.backward_input(held, cotangent)
+        return x, add(sums, gradients)
 
     def backward_input(self, held: Any, cotangent: list | None) -> tuple[list, Any]:
         y, last, pull = held

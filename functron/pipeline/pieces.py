@@ -1,0 +1,247 @@
+"""Stages as traced programs, cut into forward, backward for inputs, and backward for weights.
+
+What a stage computes, from parameters, input and cotangent to output and gradients, is traced once
+and cut (`functron.program.cut`), so that nothing is computed twice and weights' gradients can wait.
+The pieces are evaluated in the scope at hand, or compiled for the processes of a bound mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from functron import compat, tree
+from functron.pipeline.work import Call, StageFunction, add, floats, loss_of, seeds, with_floats
+from functron.program.compile import Executable
+from functron.program.cut import Piece, cut, held_bytes
+from functron.program.equations import Var
+from functron.program.evaluate import ambient, evaluate
+from functron.program.program import Input, Program
+from functron.program.shapes import eval_shape
+from functron.program.trace import trace
+from functron.spmd.axes import BoundAxis, Scope, enter, scope
+from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.shard_map import shard_map
+from functron.spmd.spec import P
+from functron.transforms.gradient import check_loss, vjp
+
+_PARAMS, _X, _BATCH, _SHARED, _COTANGENT, _SUMS = range(6)
+
+
+class Held(NamedTuple):
+    """A stage of a microbatch between its pieces: what those to come will read."""
+
+    stage: Stage
+    values: dict[Var, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """The pieces of one stage.
+
+    Attributes:
+        program: that was cut.
+        arguments: the program's inputs by position of the argument they belong to.
+        pieces: F, I and W; or F and B.
+        y: the structure of what it returns.
+        sums: that of the weights' gradients.
+        compiled: an executable per piece; none where they are evaluated.
+    """
+
+    program: Program
+    arguments: Mapping[int, list[Var]]
+    pieces: tuple[Piece, ...]
+    y: tree.Structure
+    sums: tree.Structure
+    compiled: tuple[Executable, ...]
+
+    @property
+    def held_bytes(self) -> tuple[int, ...]:
+        """What a microbatch holds after each piece, without parameters, batch and the stage's x."""
+        return held_bytes(self.pieces)
+
+    def bind(self, position: int, value: tree.Tree) -> dict[Var, torch.Tensor]:
+        """The tensors of an argument by the program's values."""
+        tensors = [leaf for leaf in tree.leaves(value) if isinstance(leaf, torch.Tensor)]
+        if self.compiled:
+            tensors = [leaf.contiguous() for leaf in tensors]  # as they were traced
+        return dict(zip(self.arguments[position], tensors, strict=True))
+
+    def run(self, index: int, values: dict[Var, torch.Tensor]) -> list:
+        """The outputs of a piece; `values` keeps only what later pieces read."""
+        piece = self.pieces[index]
+        reads = [var for var in piece.block.inputs if var in values]
+        given = {var: values[var] for var in reads}
+        later = {var for other in self.pieces[index + 1 :] for var in other.block.inputs}
+        for var in [var for var in values if var not in later]:
+            del values[var]
+        if self.compiled:
+            tensors = [given.pop(var) for var in reads]
+            outputs = self.compiled[index].run(tensors)
+        else:
+            given.update(ambient(_hidden(self.program, piece)))
+            outputs = evaluate(piece.block, given)
+        count = len(piece.outputs)
+        values.update(zip(piece.keeps, outputs[count:], strict=True))
+        return outputs[:count]
+
+
+def _hidden(program: Program, piece: Piece) -> list[Input]:
+    reads = set(piece.block.inputs)
+    return [i for i in program.inputs if i.role != "argument" and i.var in reads]
+
+
+class Pieces:
+    """Stages computed by the pieces of their traced programs.
+
+    Attributes:
+        stage: the function of one stage.
+        split: whether backward is cut in two.
+        dtype: of the sums of gradients; None: that of the parameters.
+        settings: what `Program.compile` is called with; None evaluates the pieces.
+    """
+
+    def __init__(
+        self,
+        stage: StageFunction,
+        split: bool,
+        dtype: torch.dtype | None,
+        settings: Mapping[str, Any] | None,
+    ):
+        self.stage, self.split, self.dtype, self.settings = stage, split, dtype, settings
+        self.stages: dict[Any, Stage] = {}
+
+    def forward(self, call: Call) -> tuple[tree.Tree, Held]:
+        """What the stage returns, and what its backward will read."""
+        stage = self._stage(call)
+        values: dict[Var, torch.Tensor] = {}
+        given = {_PARAMS: call.params, _X: call.x, _BATCH: call.batch, _SHARED: call.shared}
+        for position, value in given.items():
+            values.update(stage.bind(position, value))
+        y = tree.unflatten(stage.y, stage.run(0, values))
+        return y, Held(stage, values)
+
+    def backward(
+        self, held: Held, cotangent: list | None, sums: tree.Tree
+    ) -> tuple[list, tree.Tree]:
+        """The cotangents of x, and `sums` with the weights' gradients."""
+        if self.split:
+            x, held = self.backward_input(held, cotangent)
+            return x, self.backward_weight(held, sums)
+        stage, values = held
+        values.update(stage.bind(_COTANGENT, cotangent))
+        values.update(stage.bind(_SUMS, sums))
+        outputs = stage.run(1, values)
+        count = len(outputs) - stage.sums.num_leaves
+        return outputs[:count], tree.unflatten(stage.sums, outputs[count:])
+
+    def backward_input(self, held: Held, cotangent: list | None) -> tuple[list, Held]:
+        """The cotangents of x, and what the weights' gradients will read."""
+        stage, values = held
+        values.update(stage.bind(_COTANGENT, cotangent))
+        return stage.run(1, values), held
+
+    def backward_weight(self, held: Held, sums: tree.Tree) -> tree.Tree:
+        """`sums` with the weights' gradients."""
+        stage, values = held
+        values.update(stage.bind(_SUMS, sums))
+        return tree.unflatten(stage.sums, stage.run(2, values))
+
+    def _stage(self, call: Call) -> Stage:
+        axes = tuple(
+            (name, axis.size if axis is not None else 1) for name, axis in scope().axes.items()
+        )
+        inputs = (call.params, call.x, call.batch, call.shared)
+        leaves, structure = tree.flatten(inputs)
+        signature = (call.stage, axes, structure, tuple(_kind(leaf) for leaf in leaves))
+        if signature not in self.stages:
+            self.stages[signature] = self._make(call, Mesh(**dict(axes)))
+        return self.stages[signature]
+
+    def _make(self, call: Call, mesh: Mesh) -> Stage:
+        """Trace a stage, cut it, and compile its pieces."""
+        part, last, made = call.part, call.last, self.stage
+        shape_of_y: list[tree.Tree] = []
+
+        def function(params, x, batch, shared):
+            return made(part, params, x, batch, *shared)
+
+        def joint(params, x, batch, shared, cotangent, sums):
+            y, pull = vjp(lambda params, x: function(params, x, batch, shared), params, x)
+            shape_of_y[:] = [y]
+            if last:
+                check_loss(loss_of(y))
+            dparams, dx = pull(seeds(y) if last else with_floats(y, cotangent))
+            return tree.leaves(y), floats(dx), tree.leaves(add(sums, dparams))
+
+        given = [_abstract(value) for value in (call.params, call.x, call.batch, call.shared)]
+        sums = _abstract(call.params, self.dtype)
+        with compat.no_transforms(), enter(Scope()):
+            cotangent = []
+            if not last:
+                shaped = eval_shape(shard_map(function, mesh, P(), P(), check=False))
+                cotangent = floats(shaped(*given))
+            mapped = shard_map(joint, mesh, P(), P(), check=False)
+            program = trace(mapped)(*given, _abstract(cotangent), sums)
+        arguments: dict[int, list[Var]] = {position: [] for position in range(6)}
+        for i in program.inputs:
+            if i.role == "argument":
+                arguments[int(i.path.split("/")[0])].append(i.var)
+        positions: list[list[int]] = [[], [], []]
+        for index, output in enumerate(program.outputs):
+            positions[int(output.path.split("/")[0])].append(index)
+        y, dx, gradients = positions
+        groups = [y, dx, gradients] if self.split else [y, dx + gradients]
+        pieces = cut(program, groups)
+        return Stage(
+            program,
+            arguments,
+            pieces,
+            tree.structure(shape_of_y[0]),
+            tree.structure(sums),
+            self._compiled(program, pieces, arguments[_SUMS], mesh),
+        )
+
+    def _compiled(
+        self, program: Program, pieces: Sequence[Piece], sums: list[Var], mesh: Mesh
+    ) -> tuple[Executable, ...]:
+        if self.settings is None:
+            return ()
+        bound = _bound(mesh)
+        return tuple(
+            piece.program(program, {*sums, *piece.spends}).compile(bound, **self.settings)
+            for piece in pieces
+        )
+
+
+def _bound(mesh: Mesh) -> BoundMesh | None:
+    """`mesh` on the process groups of the axes in force."""
+    axes = {name: axis for name, axis in scope().axes.items() if isinstance(axis, BoundAxis)}
+    coordinate = {name: axes[name].index if name in axes else 0 for name in mesh.axis_names}
+    rank = 0
+    for name, size in mesh.axes:
+        rank = rank * size + coordinate[name]
+    groups = {name: axis.group for name, axis in axes.items()}
+    return BoundMesh(mesh, rank, coordinate, groups, "cpu") if axes else None
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device
+    return leaf
+
+
+def _abstract(value: tree.Tree, dtype: torch.dtype | None = None) -> tree.Tree:
+    """`value` with tensors that have its shapes, dtypes and devices, contiguous, and no numbers."""
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        with compat.no_transforms(), FakeTensorMode():
+            return torch.empty(tuple(leaf.shape), dtype=dtype or leaf.dtype, device=leaf.device)
+
+    return tree.map(one, value)
