@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,11 @@ class Boundary:
         """The cotangents of such a value, a list."""
         kinds = tuple(kind for kind in self.kinds if kind[1].is_floating_point)
         return Boundary(tree.structure([0] * len(kinds)), kinds)
+
+    def fill(self, make: Callable, device: torch.device) -> tree.Tree:
+        """A value that looks like this, of what `make` (torch.zeros, torch.empty) gives."""
+        leaves = [make(shape, dtype=dtype, device=device) for shape, dtype in self.kinds]
+        return tree.unflatten(self.structure, leaves)
 
     def check(self, value: tree.Tree, where: str) -> None:
         """Raise ValueError where `value` does not look like this."""
@@ -97,7 +102,7 @@ class Post:
 
     def receive(self, boundary: Boundary, source: int) -> Arriving:
         """Begin to receive what `boundary` describes."""
-        buffers = [torch.empty(s, dtype=d, device=self.device) for s, d in boundary.kinds]
+        buffers = tree.leaves(boundary.fill(torch.empty, self.device))
         works = [dist.irecv(x, group=self.group, group_src=source) for x in buffers]
         return Arriving(boundary, buffers, [work for work in works if work is not None])
 
