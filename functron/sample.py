@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,19 +21,22 @@ def generate(
     *,
     temperature: float = 1.0,
     key: Tensor | None = None,
+    logits: Callable[[tree.Tree, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Continue each row of `tokens` by `num_tokens` draws from softmax(logits / temperature).
 
-    Runs on one rank, on global parameters; each new token reads its whole context (the last
-    `max_seq` tokens) again.
+    Each new token reads its whole context (the last `max_seq` tokens) again.
 
     Args:
-        params: the parameters of `gpt.defs(config)`.
+        params: the parameters of `gpt.defs(config)`; or what `logits` takes.
         config: the architecture.
         tokens: int64 ``[batch, seq]``, at least one token each.
         num_tokens: how many to add.
         temperature: 0 takes the most likely token; needs no key.
         key: the key of the draws.
+        logits: ``(params, tokens)`` to the logits of every next token, ``[batch, seq, vocab]``; the
+            same on all ranks. None: `gpt.forward` on one rank. A mapped forward runs on a mesh, and
+            one through a `pipeline.Pipeline` on the ranks of a pipeline.
 
     Returns:
         int64 ``[batch, seq + num_tokens]``.
@@ -42,8 +47,9 @@ def generate(
     """
     raise_problems("cannot sample", _problems(config, tokens, num_tokens, temperature, key))
     for index in range(num_tokens):
-        logits = gpt.forward(config, params, tokens[:, -config.max_seq :])
-        last = logits[:, -1, : config.vocab_size].float()
+        context = tokens[:, -config.max_seq :]
+        found = logits(params, context) if logits else gpt.forward(config, params, context)
+        last = found[:, -1, : config.vocab_size].float()
         if temperature > 0 and key is not None:
             # the argmax of logits plus Gumbel noise is a draw from their softmax
             uniform = random.uniform(random.fold_in(key, index), last.shape, minval=1e-20)

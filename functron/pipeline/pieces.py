@@ -7,8 +7,8 @@ The pieces are evaluated in the scope at hand, or compiled for the processes of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,10 @@ from functron import compat, tree
 from functron.pipeline.work import Call, StageFunction, add, floats, loss_of, seeds, with_floats
 from functron.program.compile import Executable
 from functron.program.cut import Piece, cut, held_bytes
-from functron.program.equations import Var
+from functron.program.equations import Var, contiguous_strides
 from functron.program.evaluate import ambient, evaluate
 from functron.program.program import Input, Program
-from functron.program.shapes import eval_shape
+from functron.program.recorder import active
 from functron.program.trace import trace
 from functron.spmd.axes import BoundAxis, Scope, enter, scope
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -29,7 +29,7 @@ from functron.spmd.shard_map import shard_map
 from functron.spmd.spec import P
 from functron.transforms.gradient import check_loss, vjp
 
-_PARAMS, _X, _BATCH, _SHARED, _COTANGENT, _SUMS = range(6)
+_PARAMS, _X, _BATCH, _SHARED, _SUMS, _COTANGENT = range(6)
 
 
 class Held(NamedTuple):
@@ -57,7 +57,7 @@ class Stage:
     pieces: tuple[Piece, ...]
     y: tree.Structure
     sums: tree.Structure
-    compiled: tuple[Executable, ...]
+    compiled: tuple[Executable, ...] = ()
 
     @property
     def held_bytes(self) -> tuple[int, ...]:
@@ -159,63 +159,83 @@ class Pieces:
         leaves, structure = tree.flatten(inputs)
         signature = (call.stage, axes, structure, tuple(_kind(leaf) for leaf in leaves))
         if signature not in self.stages:
-            self.stages[signature] = self._make(call, Mesh(**dict(axes)))
+            mesh = Mesh(**dict(axes))
+            made = trace_stage(self.stage, call, mesh, split=self.split, dtype=self.dtype)
+            self.stages[signature] = replace(made, compiled=self._compiled(made, mesh))
         return self.stages[signature]
 
-    def _make(self, call: Call, mesh: Mesh) -> Stage:
-        """Trace a stage, cut it, and compile its pieces."""
-        part, last, made = call.part, call.last, self.stage
-        shape_of_y: list[tree.Tree] = []
-
-        def function(params, x, batch, shared):
-            return made(part, params, x, batch, *shared)
-
-        def joint(params, x, batch, shared, cotangent, sums):
-            y, pull = vjp(lambda params, x: function(params, x, batch, shared), params, x)
-            shape_of_y[:] = [y]
-            if last:
-                check_loss(loss_of(y))
-            dparams, dx = pull(seeds(y) if last else with_floats(y, cotangent))
-            return tree.leaves(y), floats(dx), tree.leaves(add(sums, dparams))
-
-        given = [_abstract(value) for value in (call.params, call.x, call.batch, call.shared)]
-        sums = _abstract(call.params, self.dtype)
-        with compat.no_transforms(), enter(Scope()):
-            cotangent = []
-            if not last:
-                shaped = eval_shape(shard_map(function, mesh, P(), P(), check=False))
-                cotangent = floats(shaped(*given))
-            mapped = shard_map(joint, mesh, P(), P(), check=False)
-            program = trace(mapped)(*given, _abstract(cotangent), sums)
-        arguments: dict[int, list[Var]] = {position: [] for position in range(6)}
-        for i in program.inputs:
-            if i.role == "argument":
-                arguments[int(i.path.split("/")[0])].append(i.var)
-        positions: list[list[int]] = [[], [], []]
-        for index, output in enumerate(program.outputs):
-            positions[int(output.path.split("/")[0])].append(index)
-        y, dx, gradients = positions
-        groups = [y, dx, gradients] if self.split else [y, dx + gradients]
-        pieces = cut(program, groups)
-        return Stage(
-            program,
-            arguments,
-            pieces,
-            tree.structure(shape_of_y[0]),
-            tree.structure(sums),
-            self._compiled(program, pieces, arguments[_SUMS], mesh),
-        )
-
-    def _compiled(
-        self, program: Program, pieces: Sequence[Piece], sums: list[Var], mesh: Mesh
-    ) -> tuple[Executable, ...]:
+    def _compiled(self, stage: Stage, mesh: Mesh) -> tuple[Executable, ...]:
         if self.settings is None:
             return ()
-        bound = _bound(mesh)
+        bound, sums = _bound(mesh), stage.arguments[_SUMS]
         return tuple(
-            piece.program(program, {*sums, *piece.spends}).compile(bound, **self.settings)
-            for piece in pieces
+            piece.program(stage.program, {*sums, *piece.spends}).compile(bound, **self.settings)
+            for piece in stage.pieces
         )
+
+
+def trace_stage(
+    function: StageFunction,
+    call: Call,
+    mesh: Mesh,
+    *,
+    split: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Stage:
+    """The pieces of a stage on one rank of `mesh`, which has no axis of stages. Computes nothing.
+
+    Args:
+        function: of one stage.
+        call: of any microbatch; of its tensors only shape, dtype and device count: this rank's.
+        mesh: the ranks of the other axes.
+        split: F, I and W; otherwise F and B.
+        dtype: of the sums of gradients; None: that of the parameters.
+    """
+    part, last = call.part, call.last
+    made: list[Any] = []
+
+    def joint(params, x, batch, shared, sums):
+        y, pull = vjp(lambda params, x: function(part, params, x, batch, *shared), params, x)
+        if last:
+            check_loss(loss_of(y))
+        cotangent, late = ([], []) if last else _late(y)
+        made[:] = [tree.structure(y), late]
+        dparams, dx = pull(seeds(y) if last else with_floats(y, cotangent))
+        return tree.leaves(y), floats(dx), tree.leaves(add(sums, dparams))
+
+    given = [_abstract(value) for value in (call.params, call.x, call.batch, call.shared)]
+    sums = _abstract(call.params, dtype)
+    with compat.no_transforms(), enter(Scope()):
+        program = trace(shard_map(joint, mesh, P(), P(), check=False))(*given, sums)
+    structure, late = made
+    program = replace(
+        program,
+        inputs=(*program.inputs, *(Input(var, f"{_COTANGENT}/{var.name}", P()) for var in late)),
+        block=replace(program.block, inputs=(*program.block.inputs, *late)),
+    )
+    arguments: dict[int, list[Var]] = {position: [] for position in range(6)}
+    for i in program.inputs:
+        if i.role == "argument":
+            arguments[int(i.path.split("/")[0])].append(i.var)
+    positions: list[list[int]] = [[], [], []]
+    for index, output in enumerate(program.outputs):
+        positions[int(output.path.split("/")[0])].append(index)
+    y, dx, gradients = positions
+    pieces = cut(program, [y, dx, gradients] if split else [y, dx + gradients])
+    return Stage(program, arguments, pieces, structure, tree.structure(sums))
+
+
+def _late(y: tree.Tree) -> tuple[list[torch.Tensor], list[Var]]:
+    """The cotangents of y, inputs of the program whose shapes were not known before."""
+    recorder = active()
+    assert recorder is not None
+    tensors, inputs = [], []
+    for leaf in floats(y):
+        strides = contiguous_strides(leaf.shape)
+        fake = recorder.empty(leaf.shape, strides, leaf.dtype, leaf.device)
+        inputs.append(recorder.input(fake, "cotangent", root=True))
+        tensors.append(fake)
+    return tensors, inputs
 
 
 def _bound(mesh: Mesh) -> BoundMesh | None:
