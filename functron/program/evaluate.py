@@ -200,16 +200,14 @@ class _Stack:
 
 def _fits(equation: Equation, operands: Sequence[torch.Tensor]) -> bool:
     """Whether a scan can be recorded as it is: its body holds for operands of these layouts."""
-    if compat.transforms_active():
+    if compat.transforms_active() or None in equation.outputs:
         return False
     rows = zip(equation.args, operands, strict=True)
     return all(value.stride == tuple(operand.stride()) for value, operand in rows)
 
 
 def _recorded(recorder: Recorder, equation: Equation, operands: Sequence[Any]) -> list:
-    results = [v for v in equation.outputs if v is not None]
-    assert len(results) == len(equation.outputs), "a scan without one of its results"
-    kinds = [(v.shape, v.stride, v.dtype, v.device) for v in results]
+    kinds = [(v.shape, v.stride, v.dtype, v.device) for v in equation.results]
     return recorder.emit(equation.op, [recorder.var(x) for x in operands], kinds)
 
 

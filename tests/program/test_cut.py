@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,20 +49,29 @@ def environment(program, args):
     return {i.var: leaves[i.path] for i in program.inputs if i.role == "argument"}
 
 
-def run(program, pieces, args, step=None):
+def run(program, pieces, args, step=None, hidden=None):
     """The program's result, piece by piece, checking that nothing which is kept shares memory."""
-    values = {**environment(program, args), **ambient(program.inputs)}
-    found = {}
+    plain = not torch._C._are_functorch_transforms_active()
+    values = environment(program, args) | (ambient(program.inputs) if hidden is None else hidden)
+    found, inputs = {}, {*memory(values.values())} if plain else {}
     for number, piece in enumerate(pieces):
         given = {value: values[value] for value in piece.block.inputs}
         out = evaluate(piece.block, given) if step is None else step(number, piece, given)
         found.update(zip(piece.outputs, out, strict=False))
         values.update(zip(piece.keeps, out[len(piece.outputs) :], strict=True))
+        if plain:
+            fresh = memory([values[value] for value in piece.keeps])
+            assert len(set(fresh)) == len(fresh)
+            assert not inputs & {*fresh}
         for value in piece.spends:
             del values[value]
     left = {value for value in values if isinstance(value, Var)}
     assert left == {given.var for given in program.inputs}
     return tree.unflatten(program.out_structure, [found[p] for p in range(len(found))])
+
+
+def memory(tensors):
+    return [x.untyped_storage().data_ptr() for x in tensors if x.numel()]
 
 
 def assert_same(got, want, tolerance=0.0):
@@ -522,13 +533,60 @@ def test_stages_of_gpt(part, options, mesh):
 # --- compiled pieces
 
 
-def test_compiled_pieces_of_gpt(tmp_path_factory):
-    joint, args, *_ = gpt_stage("middle", Mesh(), remat="selective", dtype="float32")
+def test_compiled_pieces_of_gpt():
+    joint, args, *_ = gpt_stage("middle", Mesh(), remat="selective", dropout=0.1)
     program = trace(joint)(*args)
+    pieces = cut(program, fiw(program))
+    got = run(program, pieces, args, compiled_step(program))
+    assert_same(got, interpret(program, *args))
+
+
+def test_pieces_through_inductor(tmp_path_factory):
+    weights, _ = mlp_weights(3)
+    args = (weights, randn(5, 6, seed=2), randn(5, 6, seed=3))
+    program = trace(joint_of(scanned_mlp))(*args)
     pieces = cut(program, fiw(program))
     cache = tmp_path_factory.getbasetemp() / "kernels"
     got = run(program, pieces, args, compiled_step(program, cache=cache))
-    assert_same(got, interpret(program, *args), 1e-5)
+    assert_same(got, interpret(program, *args), 1e-12)
+
+
+@pytest.mark.distributed
+def test_pieces_on_processes(torchrun):
+    torchrun(
+        textwrap.dedent(
+            f"""
+            import sys
+            import torch
+            import functron as ft
+            from functron import Mesh
+            from functron.program.cut import cut
+            from functron.program.trace import trace
+            sys.path.insert(0, {str(Path(__file__).parent)!r})
+            from test_cut import assert_same, compiled_step, fiw, gpt_stage, run
+
+            torch.distributed.init_process_group("gloo")
+            mesh = Mesh(tp=2)
+            bound = mesh.bind()
+            joint, args, out_specs, in_specs = gpt_stage("first", mesh, sequence_parallel=True)
+            shards = ft.shard(args, in_specs, bound)
+            mapped = ft.shard_map(joint.f, bound, in_specs, out_specs, check=False)
+            want = mapped(*shards)  # of norms' scales, each rank has its own part of the gradient
+            program = trace(mapped)(*shards)
+            pieces = cut(program, fiw(program))
+            got = ft.shard_map(
+                lambda *args: run(program, pieces, args), bound, in_specs, out_specs, check=False
+            )(*shards)
+            assert_same(got, want, 1e-12)
+            step = compiled_step(program, backend="eager", mesh=bound)
+            axes = {{i.var: torch.tensor(bound.coordinate[i.path])
+                    for i in program.inputs if i.role == "axis_index"}}
+            assert_same(run(program, pieces, shards, step, axes), want, 1e-12)
+            torch.distributed.destroy_process_group()
+            """
+        ),
+        2,
+    )
 
 
 def test_a_piece_takes_the_memory_that_it_is_given():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def test_collectives_on_processes(torchrun):
             import functron as ft
             from functron import Mesh, P, lax
             from functron.program.trace import trace
-            sys.path.insert(0, {str(__file__).rpartition("/")[0]!r})
+            sys.path.insert(0, {str(Path(__file__).parent)!r})
             from test_evaluate import COLLECTIVES, assert_same, evaluated, randn
 
             torch.distributed.init_process_group("gloo")
