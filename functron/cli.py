@@ -24,6 +24,7 @@ from functron.pipeline import Schedule, make
 from functron.sample import generate
 from functron.spmd import DATA_AXES, Mesh
 from functron.spmd.spec import local_shape
+from functron.stage_costs import pipeline_cost
 from functron.train import Run, prepare, run_folder, step_program, train
 
 USAGE = """usage: functron COMMAND [OPTIONS]
@@ -98,9 +99,13 @@ class TraceOptions:
         seq: tokens per sample; 0: the longest that the model takes.
         global_batch: samples per step over all ranks; 0: one per data-parallel rank and microbatch.
         microbatches: parts of each rank's batch, one after another.
+        schedule: who computes which microbatch when, where the mesh has pp; then what each rank of
+            the pipeline computes, hands on and holds is shown, stage by stage.
+        chunks: stages per pipeline rank; 0: what the schedule is made for.
+        layout: which stage has which layers, as in functron train.
         sequence_parallel: split the residual stream's sequence over tp.
         remat: what backward recomputes, as in functron train.
-        program: print the whole program as well.
+        program: print the whole program as well (not with pp).
     """
 
     model: str = "tiny"
@@ -108,6 +113,9 @@ class TraceOptions:
     seq: int = 0
     global_batch: int = 0
     microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 0
+    layout: str = ""
     sequence_parallel: bool = False
     remat: gpt.Remat = "none"
     program: bool = False
@@ -299,14 +307,28 @@ def _trace(arguments: list[str]) -> int:
             seq=options.seq or config.gpt.max_seq,
             global_batch=options.global_batch or data_ranks * options.microbatches,
             microbatches=options.microbatches,
+            schedule=options.schedule,
+            chunks=options.chunks,
+            layout=options.layout,
             sequence_parallel=options.sequence_parallel,
             remat=options.remat,
         )
+        samples = f"{config.global_batch} samples of {config.seq} tokens"
+        title = (
+            f"{options.model}, one of {mesh.size} ranks ({mesh or 'no mesh'}), {samples} per step"
+        )
+        if mesh["pp"] > 1:
+            if options.program:
+                raise ValueError(
+                    "program: got a mesh with pp, whose ranks run a schedule and not one program; "
+                    "wanted pp=1; fix: leave --program out"
+                )
+            print(f"{title}\n\n{pipeline_cost(config, mesh)}")
+            return 0
         program = step_program(config, mesh)
     if options.program:
         print(program)
-    samples = f"{config.global_batch} samples of {config.seq} tokens"
-    print(f"{options.model}, one of {mesh.size} ranks ({mesh or 'no mesh'}), {samples} per step\n")
+    print(f"{title}\n")
     print(f"{program.cost()}\n\n{program.memory()}")
     return 0
 

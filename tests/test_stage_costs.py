@@ -1,0 +1,61 @@
+"""Costs of pipelines against those of the same step without one, and against its state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from functron import random, tree
+from functron.cli import main
+from functron.config import TrainConfig
+from functron.models import gpt
+from functron.spmd import Mesh
+from functron.stage_costs import pipeline_cost
+from functron.train import assemble, step_program
+
+CONFIG = TrainConfig(
+    gpt=replace(gpt.PRESETS["tiny"], num_layers=8), global_batch=16, microbatches=8, seq=64
+)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv"])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_stages_compute_what_the_step_without_a_pipeline_does(schedule, remat):
+    config = replace(CONFIG, schedule=schedule, remat=remat)
+    found = pipeline_cost(config, Mesh(pp=4, dp=2))
+    total = 8 * sum(sum(stage.flops) for stage in found.stages)
+    assert total == step_program(config, Mesh(dp=2)).cost().hardware_flops
+
+
+def test_ranks_hold_the_whole_state_between_them():
+    found = pipeline_cost(CONFIG, Mesh(pp=4, tp=2))
+    recipe = assemble(CONFIG, Mesh())
+    state = recipe.init(random.key(0).to("meta"), Mesh())
+    norms = [leaf for path, leaf in _leaves(state.params) if "norm" in path]
+    split = tree.nbytes(state.params) - sum(leaf.nbytes for leaf in norms)
+    # parameters, their sums of gradients, and Adam's two moments
+    params = 4 * (split // 2 + sum(leaf.nbytes for leaf in norms))
+    others = sum(rank.state_bytes for rank in found.ranks) - params
+    assert 0 <= others <= 4 * 64  # step, key and Adam's count, on each rank
+
+
+def _leaves(params):
+    return zip(tree.paths(params), tree.leaves(params), strict=True)
+
+
+def test_activations_are_held_as_the_table_says():
+    found = pipeline_cost(replace(CONFIG, schedule="1f1b"), Mesh(pp=4))
+    for number, rank in enumerate(found.ranks):
+        live = min(8, 4 - number)
+        assert rank.activation_bytes == live * found.stages[number].held_bytes[0]
+
+
+def test_trace_shows_pipelines(capsys):
+    arguments = ["trace", "--mesh", "pp=2,dp=2", "--microbatches", "4", "--schedule", "zb-h1"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "zb-h1: 4 microbatches" in printed
+    assert "embed+" in printed
+    assert main([*arguments, "--program"]) == 2
+    assert "leave --program out" in capsys.readouterr().err
