@@ -50,6 +50,8 @@ class TrainConfig:
         layout: which stage has which layers: empty or even; cost: by the cost of the traced
             program; first=N,last=N; or written out, such as "Et|tt|tL" (E embedding, t layer, L
             loss, | between stages, (tt|)*3 repeats).
+        vocab_over_pp: divide embedding and unembedding among all ranks of the pipeline, which each
+            update a part; the first and last stage gather them for a step.
         remat: what backward computes again: none, full (all of a block but its input), selective
             (the core of attention) or dots (all but matrix products and attention).
         compile: compile the step with Inductor before the first one, which then takes longer.
@@ -76,6 +78,7 @@ class TrainConfig:
     schedule: str = "1f1b"
     chunks: int = 0
     layout: str = ""
+    vocab_over_pp: bool = False
     remat: gpt.Remat = "none"
     compile: bool = False
     seed: int = 0
@@ -293,7 +296,11 @@ def _pipeline_problems(config: TrainConfig, mesh: Mesh, messages: list[str]) -> 
         return
     unused = [
         Problem(name, repr(getattr(config, name)), "nothing without pp in the mesh", fix)
-        for name, fix in (("layout", "leave it out, or add pp=N"), ("chunks", "leave it out"))
+        for name, fix in (
+            ("layout", "leave it out, or add pp=N"),
+            ("chunks", "leave it out"),
+            ("vocab_over_pp", "leave it out, or add pp=N"),
+        )
         if getattr(config, name)
     ]
     _try(lambda: raise_problems("these are for pipelines", unused), messages)

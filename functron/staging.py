@@ -12,6 +12,7 @@ import torch
 from functron import params as parameters
 from functron.errors import Problem, raise_problems
 from functron.models import gpt
+from functron.params import ParamDef
 from functron.pipeline.layout import Layout, Part, balanced_layout, even_layout, parse_layout
 from functron.pipeline.partition import Partition
 from functron.pipeline.registry import make
@@ -19,6 +20,7 @@ from functron.pipeline.schedule import Schedule
 from functron.pipeline.work import loss_of, seeds
 from functron.program.trace import trace
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
+from functron.spmd.spec import validate
 from functron.transforms.gradient import vjp
 
 if TYPE_CHECKING:
@@ -63,9 +65,22 @@ _PARTS = (Part(range(1)), Part(range(0), embed=True), Part(range(0), loss=True))
 
 
 def partition_for(config: TrainConfig, mesh: Mesh | BoundMesh, schedule: Schedule) -> Partition:
-    """Who holds which parameters under `schedule`."""
+    """Who holds which parameters under `schedule`.
+
+    Raises:
+        ValueError: the layout does not fit, or the vocabulary does not divide.
+    """
     layout = layout_for(config, mesh, schedule.num_stages)
-    return Partition(layout, schedule.pipes, gpt.uses(config.gpt))
+    defs = gpt.defs(config.gpt)
+    spread = {
+        name: entry.axes.index("vocab")
+        for name, entry in defs.items()
+        if config.vocab_over_pp and isinstance(entry, ParamDef) and "vocab" in entry.axes
+    }
+    partition = Partition(layout, schedule.pipes, gpt.uses(config.gpt), spread)
+    stored = partition.storage_specs(parameters.param_specs(defs, gpt.rules(config.gpt, mesh)))
+    validate(parameters.abstract_params(defs), stored, mesh, what="params")
+    return partition
 
 
 def stream_of(config: TrainConfig) -> P:

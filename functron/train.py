@@ -84,7 +84,7 @@ class Recipe:
 
     Attributes:
         defs: the definitions of the parameters that this process holds.
-        specs: their specs on the mesh.
+        specs: how they are split on the mesh between steps.
         optimizer: the gradient transformation.
         step: ``(state, batch) -> (state, metrics)``.
         partition: who holds which parameters, where ranks of a pipeline do.
@@ -137,7 +137,8 @@ def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     step = make_pipelined_step(
         stages, gpt.num_targets, optimizer, mesh, specs, compile=config.compile
     )
-    return Recipe(defs, specs, optimizer, step, partition)
+    stored = specs if rank is None else partition.storage_specs(specs)
+    return Recipe(defs, stored, optimizer, step, partition)
 
 
 def _optimizer(config: TrainConfig, defs: tree.Tree, specs: tree.Tree, copies: tree.Tree = 1):

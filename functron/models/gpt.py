@@ -190,7 +190,7 @@ def stage(
     key: Key | None = None,
     stream: P = STREAM,
     remat: Remat = "none",
-) -> Float[Tensor, "batch seq features"]:
+) -> Float[Tensor, "batch out_seq features"]:
     """What one stage of a pipeline makes of the residual stream that the stage before made.
 
     Args:

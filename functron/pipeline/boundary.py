@@ -145,3 +145,29 @@ class Post:
             part = value if rank == me else theirs[rank].wait()
             total = part if total is None else tree.map(torch.add, total, part)
         return total
+
+    def gather(
+        self, value: tree.Tree, dim: int, ranks: Sequence[int], me: int, size: int
+    ) -> tree.Tree:
+        """The parts of all ranks joined along `dim`, on some ranks; None on the others."""
+        for rank in ranks:
+            if rank != me:
+                self.send(value, rank)
+        if me not in ranks:
+            return None
+        boundary = Boundary.of(value)
+        theirs = {rank: self.receive(boundary, rank) for rank in range(size) if rank != me}
+        parts = [value if rank == me else theirs[rank].wait() for rank in range(size)]
+        return tree.map(lambda *leaves: torch.cat(leaves, dim), *parts)
+
+    def scatter(
+        self, whole: tree.Tree, part: Boundary, dim: int, source: int, me: int, size: int
+    ) -> tree.Tree:
+        """This rank's part along `dim` of what rank `source` has; it looks like `part`."""
+        if me != source:
+            return self.receive(part, source).wait()
+        parts = [tree.map(lambda x, r=rank: x.chunk(size, dim)[r], whole) for rank in range(size)]
+        for rank in range(size):
+            if rank != me:
+                self.send(parts[rank], rank)
+        return tree.map(torch.Tensor.contiguous, parts[me])

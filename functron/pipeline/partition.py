@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from functron.errors import Problem, raise_problems
 from functron.params import Index, Initializer, ParamDef
 from functron.pipeline.layout import Layout, format_layout
 from functron.pipeline.schedule import Pipe
+from functron.spmd.spec import P, entry_axes, is_spec
 
 _LETTERS = "EtL"
 
@@ -32,6 +33,9 @@ class Partition:
         uses: which stages use each top-level entry of the parameters: "E" the one with the
             embedding, "t" each its own layers' rows, "L" the one with the loss; "EL" both, which
             then hold copies whose gradients are added (tied embeddings).
+        spread: entries of "E" and "L" that are divided among all ranks of the pipeline, by the dim
+            that is: between steps each rank holds, and updates, a part of the vocabulary. In a step
+            those that use an entry gather it, and its gradient is divided again.
 
     Raises:
         ValueError: the layout has not one part per stage, or `uses` says what is not known.
@@ -40,12 +44,18 @@ class Partition:
     layout: Layout
     pipes: tuple[Pipe, ...]
     uses: Mapping[str, str]
+    spread: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self):
         found = [
             Problem(f"uses/{name}", repr(letters), "t alone, or E, L or both")
             for name, letters in self.uses.items()
             if not letters or set(letters) - set(_LETTERS) or ("t" in letters and len(letters) > 1)
+        ]
+        found += [
+            Problem(f"spread/{name}", f"an entry that uses={self.uses.get(name)!r}", "E, L or both")
+            for name in self.spread
+            if set(self.uses.get(name, "t")) - set("EL")
         ]
         if len(self.layout) != len(self.pipes[0]):
             got = f"{len(self.layout)} stages, {format_layout(self.layout)}"
@@ -96,6 +106,7 @@ class Partition:
     def held(self, rank: int | None) -> list[str]:
         """The top-level entries of the parameters that a rank holds, wholly or some rows of."""
         names = {name for stage in self.stages(rank) for name in self.names(stage)}
+        names |= self.spread.keys()
         return [name for name in self.uses if name in names]
 
     def copies(self, rank: int | None) -> dict[str, int] | int:
@@ -118,9 +129,10 @@ class Partition:
             problem = Problem(f"pipes, rank {rank}", f"stages {got} copies", wanted, fix)
             raise_problems("cannot compute the norm of gradients on these pipes", [problem])
         return {
-            name: max(counts.values()) if self.uses[name] == "t" else len(self.sharers(name))
-            for name in self.held(rank)
-        }
+            name: max(counts.values()) if letters == "t" else len(self.sharers(name))
+            for name, letters in self.uses.items()
+            if name in self.held(rank)
+        } | dict.fromkeys(self.spread, 1)
 
     def local(self, value: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
         """The top-level entries that a rank holds, whole: of specs, say.
@@ -131,6 +143,29 @@ class Partition:
         self._check_names(value)
         kept = self.uses if rank is None else self.held(rank)
         return {name: entry for name, entry in value.items() if name in kept}
+
+    def storage_specs(self, specs: Mapping[str, Any], axis: str = "pp") -> dict[str, Any]:
+        """How what a rank holds between steps is split on a bound mesh: `axis` too, where spread.
+
+        For `init_params` and `gather`. A program has the specs without it: in a step the axis is
+        that of the pipeline's stages.
+
+        Args:
+            specs: one per parameter, of those that the rank holds.
+            axis: of the pipeline's ranks.
+        """
+
+        def spread(spec: P, dim: int) -> P:
+            entries = [*spec, *(None for _ in range(dim + 1 - len(spec)))]
+            entries[dim] = (*entry_axes(entries[dim]), axis)
+            return P(*entries)
+
+        return {
+            name: tree.map(lambda s, d=self.spread[name]: spread(s, d), entry, is_leaf=is_spec)
+            if name in self.spread
+            else entry
+            for name, entry in specs.items()
+        }
 
     def local_defs(self, defs: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
         """The definitions of the parameters that a rank holds: the numbers are the whole model's.

@@ -46,7 +46,8 @@ class Run:
         self.stage, self.schedule, self.partition = stage, schedule, partition
         self.work, self.traffic = work, traffic
         self.batches, self.shared, self.dtype = batches, shared, dtype
-        rank = traffic.rank
+        rank, self.given = traffic.rank, params
+        params = traffic.gathered(params, partition)
         self.params = {s: partition.stage_params(params, s, rank) for s in partition.stages(rank)}
         self.total: Any = None
         self.results: dict[int, Any] = {}
@@ -125,4 +126,4 @@ class Run:
     def gradients(self) -> dict:
         """This process's part of the gradients of what it holds."""
         sums = {stage: self._sums(stage) for stage in self.params}
-        return self.traffic.add_up(sums, self.partition)
+        return self.traffic.add_up(sums, self.partition, self.given, self.dtype)

@@ -145,8 +145,29 @@ class Traffic:
             out.append(value)
         return out
 
-    def add_up(self, sums: dict[int, tree.Tree], partition: Partition) -> dict[str, Any]:
-        """This process's gradients from those of its stages, copies on other ranks added."""
+    def gathered(self, params: dict[str, Any], partition: Partition) -> dict[str, Any]:
+        """The parameters with those that are spread whole on the ranks that use them."""
+        if self.post is None or not partition.spread:
+            return params
+        assert self.rank is not None
+        whole = dict(params)
+        for name, dim in partition.spread.items():
+            ranks = partition.sharers(name)
+            size = self.schedule.num_ranks
+            whole[name] = self.post.gather(params[name], dim, ranks, self.rank, size)
+        return whole
+
+    def add_up(
+        self, sums: dict[int, tree.Tree], partition: Partition, params: dict[str, Any], dtype: Any
+    ) -> dict[str, Any]:
+        """This process's gradients from those of its stages, copies on other ranks added.
+
+        Args:
+            sums: by stage.
+            partition: who holds what.
+            params: what this process holds.
+            dtype: of the sums; None: that of the parameters.
+        """
         if self.post is None:
             return partition.join(sums, None)
         assert self.rank is not None
@@ -161,5 +182,10 @@ class Traffic:
             ranks = partition.sharers(name) if name in tied else ()
             if self.rank in ranks and len(ranks) > 1:
                 joined[name] = self.post.add_up(joined[name], ranks, self.rank)
+        for name, dim in partition.spread.items():
+            source, size = partition.sharers(name)[0], self.schedule.num_ranks
+            part = Boundary.of(tree.map(lambda p: p.to(dtype or p.dtype), params[name]))
+            whole = joined.get(name)
+            joined[name] = self.post.scatter(whole, part, dim, source, self.rank, size)
         self.post.finish()
-        return joined
+        return {name: joined[name] for name in params}
