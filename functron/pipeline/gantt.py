@@ -112,17 +112,27 @@ def _labels(bar: Bar) -> list[str]:
     return [whole, whole.replace("+", ""), _label(first)[1:], str(first.microbatch)]
 
 
-def svg(bars: Sequence[Bar], num_ranks: int, title: str) -> str:
-    """A row per rank, a colour per kind, darker for higher chunks; for light and dark pages."""
+def svg(bars: Sequence[Bar], num_ranks: int, title: str, width: float | None = None) -> str:
+    """A row per rank, a colour per kind, darker for higher chunks; on white, for any page.
+
+    Args:
+        bars: what to draw.
+        num_ranks: how many rows.
+        title: above them.
+        width: of the picture; None: such that most bars have room for their labels.
+    """
     total = max((bar.end for bar in bars), default=0.0) or 1.0
-    shortest = min((bar.end - bar.start for bar in bars if bar.end > bar.start), default=total)
+    lengths = sorted(bar.end - bar.start for bar in bars if bar.end > bar.start) or [total]
+    short = lengths[len(lengths) // 4]  # of measured bars the shortest would stretch the picture
     left, top, high = 62, 48, 28
-    wide = min(max(900.0, 22 * total / shortest), 12000.0)
+    wide = min(max(900.0, 22 * total / short), 12000.0) if width is None else width - left - 8
     scale, width, height = wide / total, left + wide + 8, top + high * num_ranks + 8
     chunks = 1 + max((a.chunk for bar in bars for a in bar.actions), default=0)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
-        f'width="{width:.0f}" height="{height}" font-family="sans-serif" font-size="11">',
+        f'width="{width:.0f}" height="{height}" font-family="sans-serif" font-size="11" '
+        'text-anchor="middle">',
+        f'<rect width="{width:.0f}" height="{height}" fill="white"/>',
         _text(2, 14, title, "start", size=13),
         *_legend(bars, chunks),
     ]
@@ -130,8 +140,7 @@ def svg(bars: Sequence[Bar], num_ranks: int, title: str) -> str:
         y = top + high * rank
         parts.append(_text(left - 6, y + high / 2 + 4, f"rank {rank}", "end"))
         parts.append(
-            f'<rect x="{left}" y="{y}" width="{wide:.1f}" height="{high - 3}" '
-            'fill="currentColor" fill-opacity="0.06"/>'
+            f'<rect x="{left}" y="{y}" width="{wide:.1f}" height="{high - 3}" fill="#f0f0f0"/>'
         )
     for bar in bars:
         slot = (high - 3) / len(bar.actions)
@@ -189,8 +198,10 @@ def _text(
     text: str,
     anchor: str = "middle",
     *,
-    ink: str = "currentColor",
+    ink: str = "#222",
     size: float = 11,
 ) -> str:
-    at = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-    return f'<text {at} font-size="{size:g}" fill="{ink}">{escape(text)}</text>'
+    at = f'x="{x:.1f}" y="{y:.1f}" fill="{ink}"'
+    at += f' text-anchor="{anchor}"' if anchor != "middle" else ""
+    at += f' font-size="{size:g}"' if size != 11 else ""
+    return f"<text {at}>{escape(text)}</text>"

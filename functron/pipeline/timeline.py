@@ -162,9 +162,13 @@ class Timeline:
         """
         return gantt.text(self._bars(), self.num_ranks, width=width)
 
-    def svg(self) -> str:
-        """A Gantt chart as an SVG picture, a colour per kind, a shade per chunk."""
-        return gantt.svg(self._bars(), self.num_ranks, self._title())
+    def svg(self, width: float | None = None) -> str:
+        """A Gantt chart as an SVG picture, a colour per kind, a shade per chunk.
+
+        Args:
+            width: in pixels; None: such that most bars have room for their microbatch.
+        """
+        return gantt.svg(self._bars(), self.num_ranks, self._title(), width)
 
     def __str__(self) -> str:
         return f"{self._title()}\n{self.gantt()}"
