@@ -103,6 +103,7 @@ class TraceOptions:
             the pipeline computes, hands on and holds is shown, stage by stage.
         chunks: stages per pipeline rank; 0: what the schedule is made for.
         layout: which stage has which layers, as in functron train.
+        vocab_over_pp: divide the vocabulary among the ranks of the pipeline, as in functron train.
         sequence_parallel: split the residual stream's sequence over tp.
         remat: what backward recomputes, as in functron train.
         program: print the whole program as well (not with pp).
@@ -116,6 +117,7 @@ class TraceOptions:
     schedule: str = "1f1b"
     chunks: int = 0
     layout: str = ""
+    vocab_over_pp: bool = False
     sequence_parallel: bool = False
     remat: gpt.Remat = "none"
     program: bool = False
@@ -310,6 +312,7 @@ def _trace(arguments: list[str]) -> int:
             schedule=options.schedule,
             chunks=options.chunks,
             layout=options.layout,
+            vocab_over_pp=options.vocab_over_pp,
             sequence_parallel=options.sequence_parallel,
             remat=options.remat,
         )

@@ -175,7 +175,9 @@ def _state_bytes(config: TrainConfig, mesh: Mesh, partition: Partition, rank: in
     state = init_state(random.key(0).to("meta"), defs, specs, optimizer, Mesh())
     sums = state.params
     whole = (state, sums)
-    flat = tree.broadcast_prefix((state_specs(specs, optimizer), specs), whole, is_leaf=is_spec)
+    stored = partition.storage_specs(specs)
+    prefix = (state_specs(stored, optimizer), stored)
+    flat = tree.broadcast_prefix(prefix, whole, is_leaf=is_spec)
     return sum(
         math.prod(local_shape(leaf.shape, spec or P(), mesh)) * leaf.dtype.itemsize
         for leaf, spec in zip(tree.leaves(whole), flat, strict=True)

@@ -15,7 +15,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron import compat, tree
-from functron.pipeline.work import Call, StageFunction, add, floats, loss_of, seeds, with_floats
+from functron.pipeline.work import (
+    Call,
+    StageFunction,
+    add,
+    are_floats,
+    floats,
+    loss_of,
+    seeds,
+    with_floats,
+)
 from functron.program.compile import Executable
 from functron.program.cut import Piece, cut, held_bytes
 from functron.program.equations import Var, contiguous_strides
@@ -200,7 +209,7 @@ def trace_stage(
             check_loss(loss_of(y))
         cotangent, late = ([], []) if last else _late(y)
         made[:] = [tree.structure(y), late]
-        dparams, dx = pull(seeds(y) if last else with_floats(y, cotangent))
+        dparams, dx = pull(seeds(y) if last else with_floats(are_floats(y), cotangent))
         return tree.leaves(y), floats(dx), tree.leaves(add(sums, dparams))
 
     given = [_abstract(value) for value in (call.params, call.x, call.batch, call.shared)]

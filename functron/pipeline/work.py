@@ -81,7 +81,8 @@ class Pullbacks:
         y, pull = vjp(f, call.params, call.x)
         if call.last:
             check_loss(loss_of(y))
-        return y, (y, call.last, pull)
+        # of what is passed on only the kinds of leaves are kept: the next stage has the numbers
+        return y, (seeds(y) if call.last else are_floats(y), call.last, pull)
 
     def backward(
         self, held: Any, cotangent: list | None, sums: tree.Tree
@@ -91,8 +92,7 @@ class Pullbacks:
 
     def backward_input(self, held: Any, cotangent: list | None) -> tuple[list, Any]:
         y, last, pull = held
-        given = seeds(y) if last else with_floats(y, cotangent)
-        params, x = pull(given)
+        params, x = pull(y if last else with_floats(y, cotangent))
         return floats(x), params
 
     def backward_weight(self, held: Any, sums: tree.Tree) -> tree.Tree:
@@ -120,10 +120,15 @@ def floats(value: tree.Tree) -> list[torch.Tensor]:
     return [leaf for leaf in tree.leaves(value) if leaf.is_floating_point()]
 
 
-def with_floats(value: tree.Tree, leaves: list | None) -> tree.Tree:
-    """`value` with its floating-point leaves replaced."""
+def are_floats(value: tree.Tree) -> tree.Tree:
+    """A tree of bools: which leaves are floating-point."""
+    return tree.map(lambda leaf: leaf.is_floating_point(), value)
+
+
+def with_floats(flags: tree.Tree, leaves: list | None) -> tree.Tree:
+    """`leaves` in the places that `are_floats` says; None in the others."""
     given = iter(leaves or ())
-    return tree.map(lambda leaf: next(given) if leaf.is_floating_point() else leaf, value)
+    return tree.map(lambda is_float: next(given) if is_float else None, flags)
 
 
 def check_boundary(call: Call, y: tree.Tree) -> None:
