@@ -37,7 +37,7 @@ class Transfer(NamedTuple):
     chunk: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """Who computes what when: what one training step of a pipeline does, as a table.
 
@@ -209,6 +209,10 @@ class Schedule:
         title = f"{self.name}: {self.num_ranks} ranks, {self.num_microbatches} microbatches, "
         title += f"{self.num_ticks} ticks"
         return gantt.svg(gantt.tick_bars(self), self.num_ranks, title)
+
+    def __repr__(self) -> str:
+        counts = f"{self.num_ranks} ranks, {self.num_stages} stages"
+        return f"<Schedule {self.name}: {counts}, {self.num_microbatches} microbatches>"
 
     def _repr_html_(self) -> str:
         return self.svg()
