@@ -70,8 +70,9 @@ class Arriving:
     `wait` gives it once it is here.
     """
 
-    def __init__(self, boundary: Boundary, buffers: list[torch.Tensor], works: list[dist.Work]):
-        self.boundary, self.buffers, self.works = boundary, buffers, works
+    def __init__(self, boundary: Boundary, buffers: list[torch.Tensor]):
+        self.boundary, self.buffers = boundary, buffers
+        self.works: list[dist.Work] = []
 
     def wait(self) -> tree.Tree:
         """The value."""
@@ -83,31 +84,48 @@ class Arriving:
 class Post:
     """Asynchronous transfers between this rank of a pipeline and others.
 
-    Every pair of ranks posts its transfers in the same order, which is how they find one another.
+    Transfers are collected and begun together by `flush`. Every pair of ranks flushes its transfers
+    in the same order, which is how they find one another.
     """
 
     def __init__(self, stages: StageAxis, device: torch.device):
         self.group = compat.group(stages.group)
         self.device = device
+        self.waiting: list[tuple[dist.P2POp, Arriving | None]] = []
         self.leaving: list[tuple[dist.Work, torch.Tensor]] = []
 
     def send(self, value: tree.Tree, to: int) -> None:
-        """Begin to send the leaves of `value`; they are kept until they have left."""
+        """Send the leaves of `value` with the next flush; they are kept until they have left."""
         for leaf in tree.leaves(value):
-            leaf = leaf.contiguous()
-            work = dist.isend(leaf, group=self.group, group_dst=to)
-            assert work is not None
-            self.leaving.append((work, leaf))
-        self.leaving = [row for row in self.leaving if not row[0].is_completed()]
+            op = dist.P2POp(dist.isend, leaf.contiguous(), group=self.group, group_peer=to)
+            self.waiting.append((op, None))
 
     def receive(self, boundary: Boundary, source: int) -> Arriving:
-        """Begin to receive what `boundary` describes."""
-        buffers = tree.leaves(boundary.fill(torch.empty, self.device))
-        works = [dist.irecv(x, group=self.group, group_src=source) for x in buffers]
-        return Arriving(boundary, buffers, [work for work in works if work is not None])
+        """Receive what `boundary` describes with the next flush."""
+        arriving = Arriving(boundary, tree.leaves(boundary.fill(torch.empty, self.device)))
+        for buffer in arriving.buffers:
+            op = dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=source)
+            self.waiting.append((op, arriving))
+        return arriving
+
+    def flush(self) -> None:
+        """Begin what has been collected, in one batch."""
+        if not self.waiting:
+            return
+        rows, self.waiting = self.waiting, []
+        works = dist.batch_isend_irecv([op for op, _ in rows])
+        if len(works) != len(rows):  # NCCL has one for the batch
+            works = works * len(rows)
+        self.leaving = [row for row in self.leaving if not row[0].is_completed()]
+        for (op, arriving), work in zip(rows, works, strict=True):
+            if arriving is None:
+                self.leaving.append((work, op.tensor))
+            else:
+                arriving.works.append(work)
 
     def finish(self) -> None:
         """Wait until everything has left."""
+        self.flush()
         for work, _ in self.leaving:
             work.wait()
         self.leaving = []
@@ -140,6 +158,7 @@ class Post:
         for rank in others:
             self.send(value, rank)
         theirs = {rank: self.receive(boundary, rank) for rank in others}
+        self.flush()
         total = None
         for rank in ranks:
             part = value if rank == me else theirs[rank].wait()
@@ -154,9 +173,11 @@ class Post:
             if rank != me:
                 self.send(value, rank)
         if me not in ranks:
+            self.flush()
             return None
         boundary = Boundary.of(value)
         theirs = {rank: self.receive(boundary, rank) for rank in range(size) if rank != me}
+        self.flush()
         parts = [value if rank == me else theirs[rank].wait() for rank in range(size)]
         return tree.map(lambda *leaves: torch.cat(leaves, dim), *parts)
 
@@ -165,9 +186,12 @@ class Post:
     ) -> tree.Tree:
         """This rank's part along `dim` of what rank `source` has; it looks like `part`."""
         if me != source:
-            return self.receive(part, source).wait()
+            arriving = self.receive(part, source)
+            self.flush()
+            return arriving.wait()
         parts = [tree.map(lambda x, r=rank: x.chunk(size, dim)[r], whole) for rank in range(size)]
         for rank in range(size):
             if rank != me:
                 self.send(parts[rank], rank)
+        self.flush()
         return tree.map(torch.Tensor.contiguous, parts[me])

@@ -85,6 +85,7 @@ class Traffic:
                 self._send(self.post, receiver, action)
             elif receiver == self.rank:
                 self._receive(self.post, sender, action, chunk)
+        self.post.flush()
 
     def _send(self, post: Post, receiver: int, action: Action) -> None:
         assert self.rank is not None
