@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from functron import compat, tree
+from functron.closure import hoist
 from functron.errors import Problem, raise_problems
 from functron.pipeline.boundary import Boundary
 from functron.pipeline.partition import Partition
@@ -80,11 +81,19 @@ class Pipeline:
 
     def work(self, stages: StageAxis | None) -> Work:
         """How stages are computed where this is called."""
+        hidden, _ = hoist(self.stage)  # mapped or differentiated tensors that it closes over
         if self.compile is not None and stages is not None and stages.index is not None:
+            if hidden:
+                raise ValueError(
+                    f"pipelined: got a stage that closes over {len(hidden)} tensors of the program "
+                    "around it; wanted one that can be compiled once; fix: pass them to "
+                    "value_and_grad as shared"
+                )
             return self.compiled
         # a program that is being traced, or differentiated again, sees operations, not programs
-        plain = not (active() or compat.differentiating() or compat.dispatch_modes_active())
-        return self.evaluated if self.split and plain else Pullbacks(self.stage)
+        traced = active() or compat.differentiating() or compat.dispatch_modes_active()
+        evaluate = self.split and not traced and not hidden
+        return self.evaluated if evaluate else Pullbacks(self.stage)
 
     def forward(self, params: tree.Tree, batch: tree.Tree, *shared: Any) -> list:
         """What the last stage returns for each microbatch, on every rank; no gradients.

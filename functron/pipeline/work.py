@@ -18,6 +18,8 @@ StageFunction = Callable[..., Any]
 `x` is what the stage before returned, a tree of tensors (None at the first stage); `batch` is one
 microbatch, and `shared` what all microbatches share. The last stage returns the microbatch's part
 of the loss, a scalar replicated over the mesh, or ``(loss, aux)`` with a tree of tensors to sum.
+Where it is traced (backward in two parts, or compiled) tensors that it closes over are constants:
+pass what changes as `shared`.
 """
 
 
