@@ -20,8 +20,8 @@ from functron.pipeline.work import (
     StageFunction,
     add,
     are_floats,
+    check_output,
     floats,
-    loss_of,
     seeds,
     with_floats,
 )
@@ -36,7 +36,7 @@ from functron.spmd.axes import BoundAxis, Scope, enter, scope
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import shard_map
 from functron.spmd.spec import P
-from functron.transforms.gradient import check_loss, vjp
+from functron.transforms.gradient import vjp
 
 _PARAMS, _X, _BATCH, _SHARED, _SUMS, _COTANGENT = range(6)
 
@@ -201,12 +201,12 @@ def trace_stage(
         dtype: of the sums of gradients; None: that of the parameters.
     """
     part, last = call.part, call.last
+    bare = call._replace(params=None, x=None, batch=None, shared=())  # tensors would be traced
     made: list[Any] = []
 
     def joint(params, x, batch, shared, sums):
         y, pull = vjp(lambda params, x: function(part, params, x, batch, *shared), params, x)
-        if last:
-            check_loss(loss_of(y))
+        check_output(bare, y)
         cotangent, late = ([], []) if last else _late(y)
         made[:] = [tree.structure(y), late]
         dparams, dx = pull(seeds(y) if last else with_floats(are_floats(y), cotangent))

@@ -13,7 +13,7 @@ from functron.pipeline.action import Action
 from functron.pipeline.partition import Partition
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.traffic import Traffic
-from functron.pipeline.work import Call, StageFunction, Work, check_boundary
+from functron.pipeline.work import Call, StageFunction, Work, check_tensors
 
 Observer = Callable[[int, Action, float, float], None]
 """Called after each action with rank, action, and when it began and ended, in seconds."""
@@ -97,8 +97,8 @@ class Run:
             y, self.held[place] = self.work.forward(call)
         else:
             y = self.stage(part, call.params, x, call.batch, *self.shared)
+            check_tensors(call, y)
         if not last:
-            check_boundary(call, y)
             self.traffic.check(*place, y)
             self.traffic.hand_over("F", action, pipe, stage + 1, y)
         elif self.schedule.has_backward:

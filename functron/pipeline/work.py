@@ -81,8 +81,7 @@ class Pullbacks:
             return self.stage(call.part, params, x, call.batch, *call.shared)
 
         y, pull = vjp(f, call.params, call.x)
-        if call.last:
-            check_loss(loss_of(y))
+        check_output(call, y)
         # of what is passed on only the kinds of leaves are kept: the next stage has the numbers
         return y, (seeds(y) if call.last else are_floats(y), call.last, pull)
 
@@ -133,10 +132,17 @@ def with_floats(flags: tree.Tree, leaves: list | None) -> tree.Tree:
     return tree.map(lambda is_float: next(given) if is_float else None, flags)
 
 
-def check_boundary(call: Call, y: tree.Tree) -> None:
-    """Raise TypeError where a stage returns what cannot be passed on."""
+def check_output(call: Call, y: tree.Tree) -> None:
+    """Raise ValueError or TypeError where a stage returns no loss, or what cannot be passed on."""
+    if call.last:
+        check_loss(loss_of(y))
+    check_tensors(call, y)
+
+
+def check_tensors(call: Call, y: tree.Tree) -> None:
+    """Raise TypeError where a stage returns what cannot be sent to other ranks."""
     raise_problems(
-        f"stage {call.stage} ({call.part}) returned what the next stage cannot be sent",
+        f"stage {call.stage} ({call.part}) returned what cannot be sent to other ranks",
         [
             Problem(f"output {path}", type(leaf).__name__, "a tensor", "return tensors only")
             for path, leaf in zip(tree.paths(y), tree.leaves(y), strict=True)
