@@ -163,7 +163,7 @@ def _traced(
     batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
     shared = (random.key(0).to("meta"), torch.empty((), dtype=torch.int64, device="meta"))
     params = partition.stage_params(weights, number, rank)
-    call = Call(number, part, part.loss, params, None if part.embed else x, batch, shared)
+    call = Call(number, part, part.loss, params, None if part.embed else x, batch, shared, {})
     return trace_stage(staging.stage_of(config), call, plain), x
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -73,27 +74,45 @@ class Stage:
         """What a microbatch holds after each piece, without parameters, batch and the stage's x."""
         return held_bytes(self.pieces)
 
+    @cached_property
+    def reads(self) -> tuple[tuple[Var, ...], ...]:
+        """What each piece reads of arguments and of earlier pieces."""
+        hidden = {given.var for given in self.program.inputs if given.role != "argument"}
+        return tuple(tuple(v for v in p.block.inputs if v not in hidden) for p in self.pieces)
+
+    @cached_property
+    def spent(self) -> tuple[tuple[Var, ...], ...]:
+        """What each piece is the last to read."""
+        return tuple(
+            tuple(var for var in reads if all(var not in later for later in self.reads[i + 1 :]))
+            for i, reads in enumerate(self.reads)
+        )
+
+    @cached_property
+    def _used(self) -> frozenset[Var]:
+        return frozenset(var for reads in self.reads for var in reads)
+
     def bind(self, position: int, value: tree.Tree) -> dict[Var, torch.Tensor]:
-        """The tensors of an argument by the program's values."""
+        """The tensors of an argument by the program's values, as far as a piece reads them."""
         tensors = [leaf for leaf in tree.leaves(value) if isinstance(leaf, torch.Tensor)]
         if self.compiled:
             tensors = [leaf.contiguous() for leaf in tensors]  # as they were traced
-        return dict(zip(self.arguments[position], tensors, strict=True))
+        rows = zip(self.arguments[position], tensors, strict=True)
+        return {var: tensor for var, tensor in rows if var in self._used}
 
     def run(self, index: int, values: dict[Var, torch.Tensor]) -> list:
-        """The outputs of a piece; `values` keeps only what later pieces read."""
-        piece = self.pieces[index]
-        reads = [var for var in piece.block.inputs if var in values]
-        given = {var: values[var] for var in reads}
-        later = {var for other in self.pieces[index + 1 :] for var in other.block.inputs}
-        for var in [var for var in values if var not in later]:
+        """The outputs of a piece; what later pieces read is left in, and put into, `values`."""
+        piece, reads = self.pieces[index], self.reads[index]
+        given = [values[var] for var in reads]
+        for var in self.spent[index]:
             del values[var]
         if self.compiled:
-            tensors = [given.pop(var) for var in reads]
-            outputs = self.compiled[index].run(tensors)
+            outputs = self.compiled[index].run_owned(given)
         else:
-            given.update(ambient(_hidden(self.program, piece)))
-            outputs = evaluate(piece.block, given)
+            environment = dict(zip(reads, given, strict=True))
+            given.clear()  # so that the environment alone keeps them
+            environment.update(ambient(_hidden(self.program, piece)))
+            outputs = evaluate(piece.block, environment)
         count = len(piece.outputs)
         values.update(zip(piece.keeps, outputs[count:], strict=True))
         return outputs[:count]
@@ -126,11 +145,14 @@ class Pieces:
 
     def forward(self, call: Call) -> tuple[tree.Tree, Held]:
         """What the stage returns, and what its backward will read."""
-        stage = self._stage(call)
-        values: dict[Var, torch.Tensor] = {}
-        given = {_PARAMS: call.params, _X: call.x, _BATCH: call.batch, _SHARED: call.shared}
-        for position, value in given.items():
-            values.update(stage.bind(position, value))
+        if "stage" not in call.memo:  # microbatches are alike, and share all else
+            stage = self._stage(call)
+            fixed = stage.bind(_PARAMS, call.params) | stage.bind(_SHARED, call.shared)
+            call.memo.update(stage=stage, fixed=fixed)
+        stage: Stage = call.memo["stage"]
+        values = dict(call.memo["fixed"])
+        values.update(stage.bind(_X, call.x))
+        values.update(stage.bind(_BATCH, call.batch))
         y = tree.unflatten(stage.y, stage.run(0, values))
         return y, Held(stage, values)
 

@@ -49,6 +49,7 @@ class Run:
         rank, self.given = traffic.rank, params
         params = traffic.gathered(params, partition)
         self.params = {s: partition.stage_params(params, s, rank) for s in partition.stages(rank)}
+        self.memos: dict[int, dict] = {stage: {} for stage in self.params}
         self.total: Any = None
         self.results: dict[int, Any] = {}
         self.sums: dict[int, tree.Tree] = {}
@@ -92,7 +93,8 @@ class Run:
     def _forward(self, action: Action, place: Place, x: tree.Tree) -> None:
         pipe, stage, m = place
         part, last = self.partition.layout[stage], stage == self.schedule.num_stages - 1
-        call = Call(stage, part, last, self.params[stage], x, self.batches[m], self.shared)
+        memo = self.memos[stage]
+        call = Call(stage, part, last, self.params[stage], x, self.batches[m], self.shared, memo)
         if self.schedule.has_backward:
             y, self.held[place] = self.work.forward(call)
         else:

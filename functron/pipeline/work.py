@@ -34,6 +34,7 @@ class Call(NamedTuple):
         x: what the stage before returned; None at the first.
         batch: the microbatch.
         shared: what all microbatches share.
+        memo: what may be remembered for the other microbatches of the stage in this execution.
     """
 
     stage: int
@@ -43,6 +44,7 @@ class Call(NamedTuple):
     x: tree.Tree
     batch: tree.Tree
     shared: tuple
+    memo: dict[str, Any]
 
 
 class Work(Protocol):

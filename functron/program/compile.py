@@ -86,11 +86,18 @@ class Executable:
             tensors: the operands; the list is consumed.
         """
         check_consumable(tensors, self._donated)
+        for position, path in self._donated.items():
+            tensors[position] = consume(tensors[position], path, self.program.name)
+        return tree.unflatten(self.program.out_structure, self.run_owned(tensors))
+
+    def run_owned(self, tensors: list[torch.Tensor]) -> list:
+        """The flat results, like `run` for tensors of which the donated ones are nobody else's.
+
+        Nothing is checked, and donated tensors are not marked as gone.
+        """
         with torch.no_grad():
-            for position, path in self._donated.items():
-                tensors[position] = consume(tensors[position], path, self.program.name)
             tensors += self._hidden
-            return tree.unflatten(self.program.out_structure, self._routine.run(tensors))
+            return self._routine.run(tensors)
 
 
 def describe(value: torch.Tensor | Var) -> str:
