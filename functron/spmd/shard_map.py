@@ -115,6 +115,7 @@ class Mapped:
         self.in_specs, self.out_specs = in_specs, out_specs
         self.name = getattr(f, "__name__", type(f).__name__)
         self._checked: set[Any] = set()
+        self._specs: dict[Any, list[P | None]] = {}  # of arguments that have been checked
 
     def __call__(self, *args, **kwargs) -> Any:
         if kwargs:
@@ -149,10 +150,14 @@ class Mapped:
         rows = zip(args, prefix, strict=True)
         masked = tuple(_Static(arg) if _is_static(arg, spec) else arg for arg, spec in rows)
         leaves, structure = tree.flatten(masked)
-        specs = tree.broadcast_prefix(
-            prefix, masked, is_leaf=is_spec, what="in_specs", wanted="a P, or containers"
-        )
-        self._check_leaves(tree.paths(masked), leaves, specs)
+        key = (structure, scope().axis_index is not None, tuple(_looks(leaf) for leaf in leaves))
+        specs = self._specs.get(key)
+        if specs is None:
+            specs = tree.broadcast_prefix(
+                prefix, masked, is_leaf=is_spec, what="in_specs", wanted="a P, or containers"
+            )
+            self._check_leaves(tree.paths(masked), leaves, specs)
+            self._specs[key] = specs
         return leaves, structure, specs
 
     def _check_leaves(self, paths: list[str], leaves: list, specs: list[P | None]) -> None:
@@ -333,6 +338,11 @@ class _Static:
 
 def _is_static(arg: Any, spec: Any) -> bool:
     return spec is None and not any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(arg))
+
+
+def _looks(leaf: Any) -> Any:
+    """What the check of an argument against its spec depends on."""
+    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
 def _signature(leaf: Any) -> Any:
