@@ -32,6 +32,7 @@ from functron.program.equations import Var, contiguous_strides
 from functron.program.evaluate import ambient, evaluate
 from functron.program.program import Input, Program
 from functron.program.recorder import active
+from functron.program.sink import sink_sums
 from functron.program.trace import trace
 from functron.spmd.axes import BoundAxis, Scope, enter, scope
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -248,6 +249,7 @@ def trace_stage(
     for i in program.inputs:
         if i.role == "argument":
             arguments[int(i.path.split("/")[0])].append(i.var)
+    program = sink_sums(program, arguments[_SUMS])
     positions: list[list[int]] = [[], [], []]
     for index, output in enumerate(program.outputs):
         positions[int(output.path.split("/")[0])].append(index)

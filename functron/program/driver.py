@@ -185,6 +185,7 @@ def _loop(step: Loop, slots: dict[Var, int], dead: tuple, compiled) -> Callable:
     finals = tuple(None if v is None else slots[v] for v in step.carries)
     columns = tuple(slots[v] for v in step.columns)
     stacks = tuple((slots[v], v.shape, v.stride, v.dtype, v.device) for v in step.stacks)
+    updates = tuple((slots[value], slots[operand]) for value, operand in step.updates)
     order = range(op.length)[:: -1 if op.reverse else 1]
     num_carry = op.num_carry
 
@@ -193,8 +194,11 @@ def _loop(step: Loop, slots: dict[Var, int], dead: tuple, compiled) -> Callable:
         carry = [slots[i] for i in carries]
         sources = [v if isinstance(v, list) else v.unbind(0) for v in [slots[i] for i in xs]]
         emptied = [v for v, take in zip(sources, taken, strict=True) if take and type(v) is list]
+        updated = [(value, slots[operand]) for value, operand in updates]
         for i in dead:
             slots[i] = None
+        for value, tensor in updated:
+            slots[value] = tensor
         rows: list[Sequence[torch.Tensor]] = []
         for slot, shape, stride, dtype, device in stacks:
             slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -208,7 +212,7 @@ def _loop(step: Loop, slots: dict[Var, int], dead: tuple, compiled) -> Callable:
             del carry, x
             outputs = body.run(inputs)
             carry = outputs[:num_carry]
-            for column, value in zip(made, outputs[num_carry:], strict=True):
+            for column, value in zip(made, outputs[num_carry:], strict=False):  # then updates
                 column[index] = value
         for slot, value in zip(finals, carry, strict=True):
             if slot is not None:

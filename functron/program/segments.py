@@ -79,15 +79,17 @@ class Loop:
     Attributes:
         equation: with a `Scan` for its operation.
         body: the steps of an iteration. Its inputs are the body's, then one slice of each stack;
-            its outputs are the next carry, then the ys of `columns`.
+            its outputs are the next carry, then the ys of `columns`, then those of `updates`.
         columns: results that are lists of slices, in the order of the body's outputs.
         stacks: results that the body writes into slices of one tensor.
+        updates: results that the body writes into the slices of an operand, and that operand.
     """
 
     equation: Equation
     body: Plan
     columns: tuple[Var, ...]
     stacks: tuple[Var, ...]
+    updates: tuple[tuple[Var, Var], ...] = ()
 
     @property
     def op(self) -> Scan:
@@ -108,7 +110,8 @@ class Loop:
     @property
     def results(self) -> tuple[Var, ...]:
         """What it gives."""
-        return (*(v for v in self.carries if v is not None), *self.columns, *self.stacks)
+        carries = (v for v in self.carries if v is not None)
+        return (*carries, *self.columns, *self.stacks, *(value for value, _ in self.updates))
 
 
 Step = Kernel | Eager | Copy | Loop
@@ -294,9 +297,43 @@ class _Planner:
         columns = [(inner, y) for inner, y in ys if y in xs_only]
         stacks = [(inner, y) for inner, y in ys if y in used and y not in xs_only]
         outputs = [*op.body.outputs[: op.num_carry], *(inner for inner, _ in columns)]
+        taken = self._taken(equation, stacks)
+        donated = {inner: slot for inner, _, slot, _ in taken}
+        # a row that something else of an iteration reads after its update cannot be updated
+        inside = plan(op.body, [*outputs, *donated], donated=donated).inside if taken else {}
+        updates = [row for row in taken if row[0] in inside]
+        updated = {y for _, y, _, _ in updates}
+        stacks = [(inner, y) for inner, y in stacks if y not in updated]
         rows = {_row(y, position): inner for position, (inner, y) in enumerate(stacks)}
-        body = plan(op.body, outputs, into=rows)
-        return Loop(equation, body, tuple(y for _, y in columns), tuple(y for _, y in stacks))
+        body = plan(
+            op.body, [*outputs, *(inner for inner, *_ in updates)], into=rows,
+            donated={inner: slot for inner, _, slot, _ in updates},
+        )  # fmt: skip
+        return Loop(
+            equation, body, tuple(y for _, y in columns), tuple(y for _, y in stacks),
+            tuple((y, operand) for _, y, _, operand in updates),
+        )  # fmt: skip
+
+    def _taken(self, scan: Equation, stacks: Sequence[tuple]) -> list[tuple[Var, Var, Var, Var]]:
+        """Stacks that may take the memory of an operand that only this scan reads, row by row.
+
+        Each as (its value in the body, the stack, the operand's slice in the body, the operand).
+        """
+        op: Any = scan.op
+        start = op.num_consts + op.num_carry
+        others = [v for e, operands in self.operands.items() if e is not scan for v in operands]
+        memory = [self._class(v) for v in (*others, *scan.args, *self.wanted)]
+        found = []
+        for inner, y in stacks:
+            operand = self.donated.get(y)
+            if operand is None or operand not in scan.args[start:]:
+                continue
+            if memory.count(self._class(operand)) == 1:
+                slot = op.body.inputs[scan.args.index(operand)]
+                single = op.body.outputs.count(inner) == 1
+                if single and isinstance(inner, Var) and slot.stride == inner.stride:
+                    found.append((inner, y, slot, operand))
+        return found
 
     def _with_results(self, steps: list[Step]) -> list[Step]:
         """The steps, with only those results of kernels that others need."""
