@@ -38,7 +38,8 @@ class Partition:
             those that use an entry gather it, and its gradient is divided again.
 
     Raises:
-        ValueError: the layout has not one part per stage, or `uses` says what is not known.
+        ValueError: the layout has not one part per stage, a rank would hold nothing, or `uses` says
+            what is not known.
     """
 
     layout: Layout
@@ -60,6 +61,17 @@ class Partition:
         if len(self.layout) != len(self.pipes[0]):
             got = f"{len(self.layout)} stages, {format_layout(self.layout)}"
             found.append(Problem("layout", got, f"{len(self.pipes[0])}, as the schedule has"))
+        if not found:
+            found = [
+                Problem(
+                    f"layout {format_layout(self.layout)}",
+                    f"no parameters on rank {rank}",
+                    "some on every rank: a rank without takes part in nothing",
+                    "give one of its stages a layer, or use fewer ranks",
+                )
+                for rank in range(self.num_ranks)
+                if not self.held(rank)
+            ]
         raise_problems("cannot divide a model among the ranks of a pipeline", found)
 
     @property

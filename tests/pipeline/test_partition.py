@@ -259,6 +259,22 @@ def test_wrong_partitions_are_taught():
     assert message.count("\n") == 5
 
 
+def test_ranks_without_parameters_are_taught():
+    """They would miss the sums over all ranks."""
+    layout, pipes = layout_of([1, 0, 2, 0]), (((0, 0), (1, 0), (2, 0), (3, 0)),)
+    assert Partition(layout_of([1, 1, 2, 0]), pipes, UNTIED).held(3) == ["norm", "unembed"]
+    with pytest.raises(ValueError, match="cannot divide a model") as caught:
+        Partition(layout, pipes, UNTIED)
+    assert (
+        "layout Et||tt|L: got no parameters on rank 1; wanted some on every rank: a rank without "
+        "takes part in nothing; fix: give one of its stages a layer, or use fewer ranks"
+    ) in str(caught.value)
+    assert str(caught.value).count("\n") == 1
+    with pytest.raises(ValueError, match=r"on rank 1; (?s:.*)on rank 3; "):
+        Partition(layout, pipes, {**UNTIED, "norm": "E", "unembed": "E"})
+    assert Partition(layout, pipes, UNTIED, {"embed": 0}).held(1) == ["embed"]
+
+
 def test_letters_may_come_in_any_order():
     pipes = (((0, 0), (1, 0)),)
     rows = {"embed": ParamDef((2, 2), (None, None), Normal(1.0))}
