@@ -440,7 +440,7 @@ def assert_same(got, want, tolerance=TOLERANCE):
 
 OWN = [
     ("gpipe", 2, 4, (2, 1)),
-    ("1f1b", 3, 4, (1, 0, 2)),
+    ("1f1b", 3, 4, (0, 1, 2)),
     ("interleaved", 2, 2, (1, 1, 0, 1)),
     ("zb-h1", 2, 4, (0, 3)),
     ("zbv", 2, 4, (1, 1, 1, 0)),
@@ -466,6 +466,25 @@ def test_models_of_ones_own(name, pp, num_microbatches, layers, where):
         mapped = ft.shard_map(program, mesh, (P(), P(ft.DATA_AXES), P()), P(), stages="pp")
         got = mapped(params, data, scale)
     assert_same(got, mlp_dense(params, data, num_microbatches, 0.1))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipe"])
+def test_unused_parameters_have_gradients_of_zero(name):
+    params = {**layers_of_mlp(3), "idle": torch.ones(3, dtype=torch.float64)}
+    data, schedule = mlp_batch(8), make(name, 2, 4)
+    uses = {**MLP_USES, "idle": "E"}
+    pipeline = pipelined(mlp, Partition(layout_of((1, 2)), schedule.pipes, uses), schedule)
+
+    def program(params, data):
+        value, grads = pipeline.value_and_grad(params, data, 0.1)
+        return value, ft.sync_gradients(grads, P())
+
+    for mesh in (Mesh(pp=2), Mesh(pp=2, dp=2)):
+        value, grads = ft.shard_map(program, mesh, (P(), P(ft.DATA_AXES)), P(), stages="pp")(
+            params, data
+        )
+        assert torch.equal(grads.pop("idle"), torch.zeros(3, dtype=torch.float64))
+        assert_same((value, grads), mlp_dense(layers_of_mlp(3), data, 4, 0.1))
 
 
 # Written by hand. Three ranks that are fed from both ends: both pipes meet on the one in the middle,
