@@ -98,7 +98,7 @@ class Pipeline:
     def forward(self, params: tree.Tree, batch: tree.Tree, *shared: Any) -> list:
         """What the last stage returns for each microbatch, on every rank; no gradients.
 
-        Arguments are those of `value_and_grad`. Of the schedule the forwards are run.
+        Arguments are those of `value_and_grad`. Of the schedule the forwards are run, uncompiled.
         """
         schedule = self.schedule.forward_only() if self.schedule.has_backward else self.schedule
         with torch.no_grad():
