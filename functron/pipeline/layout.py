@@ -79,9 +79,15 @@ def even_layout(
     ]
     if first is not None and last is not None and num_stages == 1:
         found.append(Problem("last", str(last), "nothing: the only stage is the first"))
-    if left < len(free) or (left and not free):
-        got = f"{num_layers} layers for {num_stages} stages" + (f" with {fixed}" if fixed else "")
-        fix = f"use at most {max(num_layers, 1)} stages, or write the layout out: {_HINT}"
+    ends = [f"{n}={v}" for n, v in (("first", first), ("last", last)) if v is not None]
+    got = f"{num_layers} layers for {num_stages} stages"
+    got += f" with {' and '.join(ends)}" if ends else ""
+    if not found and (left < 0 or (left and not free)):
+        wanted = f"ends that add up to {'at most ' * bool(free)}{num_layers} layers"
+        found.append(Problem("layout", got, wanted, "leave one of the ends out"))
+    elif not found and left < len(free):
+        most = max(len(fixed) + left, 1)
+        fix = f"use at most {most} stages, or write the layout out: {_HINT}"
         found.append(Problem("layout", got, "a layer for every stage", fix))
     raise_problems("the layers cannot be laid out evenly", found)
     counts = [fixed.get(stage, 0) for stage in range(num_stages)]

@@ -81,11 +81,13 @@ def test_even_layouts_differ_by_a_layer_that_is_in_the_middle(num_stages, more):
 
 
 WRONG_EVEN = [
-    (5, 3, {}, ["layout: got 3 layers for 5 stages; wanted a layer for every stage; fix: use at most 3 stages"]),
-    (2, 0, {}, ["layout: got 0 layers for 2 stages", "use at most 1 stages"]),
-    (4, 4, {"first": 3}, ["layout: got 4 layers for 4 stages with {0: 3}; wanted a layer for every stage"]),
-    (2, 4, {"first": 1, "last": 2}, ["layout: got 4 layers for 2 stages with {0: 1, 1: 2}"]),
-    (1, 4, {"first": 3}, ["layout: got 4 layers for 1 stages with {0: 3}"]),
+    (5, 3, {}, ["layout: got 3 layers for 5 stages; wanted a layer for every stage; fix: use at most 3 stages, or write"]),
+    (2, 0, {}, ["layout: got 0 layers for 2 stages; wanted a layer for every stage; fix: use at most 1 stages, or write"]),
+    (4, 4, {"first": 2}, ["layout: got 4 layers for 4 stages with first=2; wanted a layer for every stage; fix: use at most 3 stages, or write"]),
+    (4, 4, {"first": 1, "last": 2}, ["layout: got 4 layers for 4 stages with first=1 and last=2; wanted a layer for every stage; fix: use at most 3 stages, or write"]),
+    (4, 4, {"first": 2, "last": 3}, ["with first=2 and last=3; wanted ends that add up to at most 4 layers; fix: leave one of the ends out"]),
+    (2, 4, {"first": 1, "last": 2}, ["layout: got 4 layers for 2 stages with first=1 and last=2; wanted ends that add up to 4 layers; fix: leave one of the ends out"]),
+    (1, 4, {"first": 3}, ["layout: got 4 layers for 1 stages with first=3; wanted ends that add up to 4 layers"]),
     (1, 4, {"first": 2, "last": 2}, ["last: got 2; wanted nothing: the only stage is the first"]),
     (3, 4, {"first": -1, "last": 9}, ["first: got -1; wanted from 0 to 4", "last: got 9; wanted from 0 to 4"]),
 ]  # fmt: skip
@@ -97,6 +99,7 @@ def test_layers_that_do_not_fit_are_taught(num_stages, num_layers, ends, lines):
         even_layout(num_stages, num_layers, **ends)
     for line in lines:
         assert line in str(caught.value)
+    assert str(caught.value).count("\n") == len(lines)
 
 
 # --- by cost
