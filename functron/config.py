@@ -251,7 +251,8 @@ def _try(check: Callable[[], Any], messages: list[str]) -> Any:
     try:
         return check()
     except ValueError as error:
-        messages.append(str(error))
+        if str(error) not in messages:  # two checks may need the same thing
+            messages.append(str(error))
         return None
 
 
@@ -288,7 +289,7 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
 def _pipeline_problems(config: TrainConfig, mesh: Mesh, messages: list[str]) -> None:
     """Collect what is wrong with schedule and layout, where the mesh has a pipeline."""
     if mesh["pp"] > 1:
-        if config.microbatches < 1 or config.chunks < 0:
+        if min(config.microbatches, config.seq, config.global_batch) < 1 or config.chunks < 0:
             return  # said elsewhere
         schedule = _try(lambda: staging.schedule_for(config, mesh), messages)
         if schedule is not None:

@@ -174,3 +174,82 @@ def test_the_schedule_ends_with_the_run_unless_told_otherwise():
     assert TrainConfig(steps=77).rate_schedule.total_steps == 77
     rate = ScheduleConfig(total_steps=500)
     assert TrainConfig(steps=77, learning_rate=rate).rate_schedule.total_steps == 500
+
+
+# --- pipelines
+
+
+def pipeline(**fields) -> TrainConfig:
+    """A run of the preset with 4 layers on two ranks."""
+    return dataclasses.replace(TrainConfig(mesh="pp=2", microbatches=2), **fields)
+
+
+def test_pipelines_are_valid(tmp_path):
+    for fields in (
+        {},
+        {"schedule": "interleaved"},
+        {"schedule": "breadth-first", "chunks": 2, "layout": "E|t|tt|tL"},
+        {"schedule": "zbv", "layout": "cost", "mesh": "dp=2,pp=2,tp=2", "sequence_parallel": True},
+        {"schedule": "dualpipe", "microbatches": 4, "layout": "first=1"},
+        {"mesh": "pp=3", "layout": "first=1, last=0"},
+        {"mesh": "pp=4", "layout": "Et|t*2|t,|L", "nproc": 4},
+    ):
+        validate(pipeline(**fields))
+    text = "microbatches: 2\n F0 .\n F1 F0\n . B0\n B0 F1\n . B1\n B1 .\n"
+    (tmp_path / "own.txt").write_text(text)
+    validate(pipeline(schedule=str(tmp_path / "own.txt")))
+    with pytest.raises(ValueError, match="num_microbatches: got 4; wanted 2, as in the schedule"):
+        validate(pipeline(schedule=str(tmp_path / "own.txt"), microbatches=4))
+
+
+@pytest.mark.parametrize(
+    ("fields", "lines"),
+    [
+        ({"schedule": "zbh1"}, ["name: got 'zbh1'; wanted a schedule; fix: did you mean 'zb-h1'?"]),
+        ({"schedule": "duelpipe"}, ["did you mean 'dualpipe'?"]),
+        ({"schedule": "a/table.txt"}, ["name: got 'a/table.txt'; wanted a schedule", "or the path of a table"]),
+        ({"schedule": "forward"}, ["schedule: got forward, forwards only; wanted one that trains"]),
+        ({"schedule": "interleaved", "microbatches": 3, "global_batch": 6}, ["num_microbatches: got 3; wanted a multiple of the group size, 2; fix: take 2 or 4"]),
+        ({"schedule": "dualpipe"}, ["num_microbatches: got 2; wanted an even number, at least twice the 2 ranks; fix: use 4"]),
+        ({"schedule": "dualpipe", "mesh": "pp=3", "microbatches": 8}, ["num_ranks: got 3; wanted an even number, at least 2; fix: use 2 or 4"]),
+        ({"schedule": "dualpipev"}, ["num_microbatches: got 2; wanted at least twice the 2 ranks; fix: use 4"]),
+        ({"schedule": "zbv", "chunks": 3}, ["num_chunks: got 3; wanted 2, as in the schedule; fix: give 2"]),
+        ({"chunks": 2}, ["schedule 1f1b", "num_chunks: got 2; wanted 1, as in the schedule; fix: give 1"]),
+        ({"schedule": "interleaved", "chunks": 1}, ["num_chunks: got 1; wanted 2 or more; fix: or take 1f1b"]),
+        ({"chunks": -1}, ["chunks: got -1; wanted at least 0"]),
+        ({"mesh": "pp=8"}, ["layout: got 4 layers for 8 stages; wanted a layer for every stage; fix: use at most 4 stages"]),
+        ({"schedule": "interleaved", "chunks": 3}, ["layout: got 4 layers for 6 stages", "use at most 4 stages"]),
+        ({"mesh": "pp=8", "layout": "cost"}, ["layout: got 4 layers; wanted at least 8; fix: use at most 4 stages"]),
+        ({"layout": "Ett|ttt"}, ["cannot use the layout 'Ett|ttt'", "layout: got 5 layers (t); wanted 4", "wanted one L, at the very end"]),
+        ({"layout": "Ett|t|tL"}, ["layout: got 3 stages (separated by |); wanted 2: pipeline ranks x chunks"]),
+        ({"layout": "evn"}, ["layout column 1: got 'e'; wanted one of E t L | ( ) *N ,"]),
+        ({"layout": "Ettm|ttL"}, ["layout column 4: got 'm', a multi-token prediction layer"]),
+        ({"mesh": "pp=4", "layout": "Ett||tt|L"}, ["layout Ett||tt|L: got no parameters on rank 1; wanted some on every rank"]),
+        ({"layout": "first=5"}, ["first: got 5; wanted from 0 to 4"]),
+        ({"layout": "first=1,last=1"}, ["layout: got 4 layers for 2 stages with first=1 and last=1; wanted ends that add up to 4 layers"]),
+        ({"layout": "cost", "seq": 0}, ["seq: got 0; wanted at least 1"]),
+        ({"layout": "cost", "global_batch": 0}, ["global_batch: got 0; wanted at least 1"]),
+        ({"mesh": "", "layout": "Et|tL", "chunks": 2}, [
+            "layout: got 'Et|tL'; wanted nothing without pp in the mesh; fix: leave it out, or add pp=N",
+            "chunks: got 2; wanted nothing without pp in the mesh; fix: leave it out",
+        ]),
+    ],
+)  # fmt: skip
+def test_pipelines_that_cannot_be(fields, lines):
+    text = problems(pipeline(**fields))
+    for line in lines:
+        assert line in text
+
+
+def test_problems_of_pipelines_come_with_the_others():
+    text = problems(pipeline(schedule="dualpipe", mesh="pp=2,tp=3", global_batch=5, steps=0))
+    for line in (
+        "num_microbatches: got 2; wanted an even number, at least twice the 2 ranks; fix: use 4",
+        "num_heads: got 8; wanted a multiple of tp=3",
+        "global_batch: got 5; wanted a multiple of 2",
+        "steps: got 0; wanted at least 1",
+    ):
+        assert text.count(line) == 1
+    for layout in ("", "cost"):
+        text = problems(pipeline(mesh="pp=2,tp=3", layout=layout))
+        assert text.count("num_heads: got 8; wanted a multiple of tp=3") == 1
