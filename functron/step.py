@@ -158,7 +158,7 @@ def make_pipelined_step(
             simulated mesh, `jit` compiles the whole step instead.
 
     Returns:
-        The step; see `make_step`.
+        The step; see `make_step`. Its metrics have ``aux`` too where the last stage returns that.
     """
     rank = mesh.coordinate[axis] if isinstance(mesh, BoundMesh) and mesh[axis] > 1 else None
     copies = stages.partition.copies(rank)
@@ -183,7 +183,9 @@ def make_pipelined_step(
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
         value, grads = first(state, batch)
         state, norm = second(state, grads)
-        return state, {"loss": value, "grad_norm": norm}
+        loss, *aux = value if isinstance(value, tuple) else (value,)
+        metrics = {"loss": loss, "grad_norm": norm}
+        return state, {**metrics, "aux": aux[0]} if aux else metrics
 
     if first is not gradients:
         return step

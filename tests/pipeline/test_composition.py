@@ -597,6 +597,21 @@ def test_a_compiled_step():
     assert_trained(train(True), train(False), 1e-9)
 
 
+def test_a_step_reports_what_the_last_stage_returns_besides_its_loss():
+    def stage(part, params, x, batch, key, total):
+        return mlp(part, params, x, batch, 0.1)
+
+    schedule, params, data = make("1f1b", 2, 2), layers_of_mlp(2), mlp_batch(4)
+    (loss, aux), _ = mlp_dense(params, data, 2, 0.1)
+    stages = pipelined(stage, Partition(layout_of((1, 1)), schedule.pipes, MLP_USES), schedule)
+    optimizer = optim.sgd(0.1)
+    step = make_pipelined_step(stages, lambda batch: torch.ones(()), optimizer, Mesh(pp=2), P())
+    zero = torch.zeros((), dtype=torch.int64)
+    _, metrics = step(ft.State(zero, params, optimizer.init(params), random.key(0)), data)
+    torch.testing.assert_close(metrics["loss"], loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(metrics["aux"], aux, rtol=1e-12, atol=0)
+
+
 # --- what is refused
 
 
