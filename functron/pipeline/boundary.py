@@ -91,21 +91,18 @@ class Post:
     def __init__(self, stages: StageAxis, device: torch.device):
         self.group = compat.group(stages.group)
         self.device = device
-        self.waiting: list[tuple[dist.P2POp, Arriving | None]] = []
+        self.batched = dist.get_backend(self.group) != "gloo"  # which has no batches
+        self.waiting: list[tuple[torch.Tensor, int, Arriving | None]] = []
         self.leaving: list[tuple[dist.Work, torch.Tensor]] = []
 
     def send(self, value: tree.Tree, to: int) -> None:
         """Send the leaves of `value` with the next flush; they are kept until they have left."""
-        for leaf in tree.leaves(value):
-            op = dist.P2POp(dist.isend, leaf.contiguous(), group=self.group, group_peer=to)
-            self.waiting.append((op, None))
+        self.waiting += [(leaf.contiguous(), to, None) for leaf in tree.leaves(value)]
 
     def receive(self, boundary: Boundary, source: int) -> Arriving:
         """Receive what `boundary` describes with the next flush."""
         arriving = Arriving(boundary, tree.leaves(boundary.fill(torch.empty, self.device)))
-        for buffer in arriving.buffers:
-            op = dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=source)
-            self.waiting.append((op, arriving))
+        self.waiting += [(buffer, source, arriving) for buffer in arriving.buffers]
         return arriving
 
     def flush(self) -> None:
@@ -113,15 +110,25 @@ class Post:
         if not self.waiting:
             return
         rows, self.waiting = self.waiting, []
-        works = dist.batch_isend_irecv([op for op, _ in rows])
-        if len(works) != len(rows):  # NCCL has one for the batch
-            works = works * len(rows)
+        works = self._begin(rows)
         self.leaving = [row for row in self.leaving if not row[0].is_completed()]
-        for (op, arriving), work in zip(rows, works, strict=True):
+        for (tensor, _, arriving), work in zip(rows, works, strict=True):
             if arriving is None:
-                self.leaving.append((work, op.tensor))
+                self.leaving.append((work, tensor))
             else:
                 arriving.works.append(work)
+
+    def _begin(self, rows: list[tuple[torch.Tensor, int, Arriving | None]]) -> list[Any]:
+        calls = [
+            (dist.isend if arriving is None else dist.irecv, tensor, peer)
+            for tensor, peer, arriving in rows
+        ]
+        if not self.batched:
+            return [call(tensor, None, self.group, 0, peer) for call, tensor, peer in calls]
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(call, x, group=self.group, group_peer=peer) for call, x, peer in calls]
+        )
+        return works if len(works) == len(rows) else works * len(rows)  # NCCL has one for all
 
     def finish(self) -> None:
         """Wait until everything has left."""

@@ -136,6 +136,18 @@ class Schedule:
             return (forward,)
         return (forward, Product("cotangent", m, pipe, stage + 1))
 
+    def transfers_of(self, rank: int) -> Sequence[Sequence[Transfer]]:
+        """For each tick those of `transfers` that a rank has part in."""
+        return self._transfers_by_rank[rank]
+
+    @cached_property
+    def _transfers_by_rank(self) -> Sequence[Sequence[Sequence[Transfer]]]:
+        ticks = [self.transfers(tick) for tick in range(self.num_ticks)]
+        return [
+            [[t for t in tick if rank in (t.sender, t.receiver)] for tick in ticks]
+            for rank in range(self.num_ranks)
+        ]
+
     def transfers(self, tick: int) -> list[Transfer]:
         """What ranks send one another after a tick, in the order in which all of them post it.
 

@@ -78,12 +78,12 @@ class Traffic:
 
     def exchange(self, tick: int) -> None:
         """Post this rank's part of the transfers that a tick made necessary."""
-        if self.post is None:
+        if self.post is None or self.rank is None:
             return
-        for sender, receiver, action, chunk in self.schedule.transfers(tick):
+        for sender, receiver, action, chunk in self.schedule.transfers_of(self.rank)[tick]:
             if sender == self.rank:
                 self._send(self.post, receiver, action)
-            elif receiver == self.rank:
+            else:
                 self._receive(self.post, sender, action, chunk)
         self.post.flush()
 
