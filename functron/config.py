@@ -298,11 +298,12 @@ def _pipeline_problems(config: TrainConfig, mesh: Mesh, messages: list[str]) -> 
     unused = [
         Problem(name, repr(getattr(config, name)), "nothing without pp in the mesh", fix)
         for name, fix in (
+            ("schedule", "leave it out, or add pp=N"),
             ("layout", "leave it out, or add pp=N"),
             ("chunks", "leave it out"),
             ("vocab_over_pp", "leave it out, or add pp=N"),
         )
-        if getattr(config, name)
+        if getattr(config, name) != getattr(TrainConfig, name)
     ]
     _try(lambda: raise_problems("these are for pipelines", unused), messages)
 

@@ -229,7 +229,8 @@ def test_pipelines_are_valid(tmp_path):
         ({"layout": "first=1,last=1"}, ["layout: got 4 layers for 2 stages with first=1 and last=1; wanted ends that add up to 4 layers"]),
         ({"layout": "cost", "seq": 0}, ["seq: got 0; wanted at least 1"]),
         ({"layout": "cost", "global_batch": 0}, ["global_batch: got 0; wanted at least 1"]),
-        ({"mesh": "", "layout": "Et|tL", "chunks": 2}, [
+        ({"mesh": "", "schedule": "gpipe", "layout": "Et|tL", "chunks": 2}, [
+            "schedule: got 'gpipe'; wanted nothing without pp in the mesh; fix: leave it out, or add pp=N",
             "layout: got 'Et|tL'; wanted nothing without pp in the mesh; fix: leave it out, or add pp=N",
             "chunks: got 2; wanted nothing without pp in the mesh; fix: leave it out",
         ]),
