@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from functron import checkpoint
-from functron.cli import main, parse_train
+from functron.cli import main
+from functron.commands.train import parse_train
 from functron.config import TrainConfig, load
 from functron.models import gpt
 from functron.params import abstract_params

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import functron as ft
 from functron import Mesh, P, checkpoint_name, gpt, lax, policies, random, tree
+from functron.compat import is_wrapped
 from functron.program.interpret import interpret
 from functron.program.trace import trace
 from functron.transforms.remember import Kept
@@ -281,7 +282,7 @@ def storages() -> dict[int, torch.UntypedStorage]:
     """The memory of all tensors that live, by address of its owner."""
     gc.collect()
     # by type: asking an object that stands for another for its class can make that other
-    live = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    live = [v for v in gc.get_objects() if issubclass(type(v), torch.Tensor) and not is_wrapped(v)]
     return {s._cdata: s for s in (value.untyped_storage() for value in live)}
 
 

@@ -1,0 +1,1 @@
+"""The commands, one per module: their options, and ``run(arguments) -> exit code``."""

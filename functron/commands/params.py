@@ -1,0 +1,64 @@
+"""``functron params``: what a model's parameters are, and how a mesh splits them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from functron import launch, tree
+from functron.models import gpt
+from functron.params import num_params, param_specs
+from functron.spmd import Mesh
+from functron.spmd.spec import local_shape
+
+
+@dataclass(frozen=True)
+class ParamsOptions:
+    """Show the parameters of a model, and how a mesh splits them. No memory is needed for them.
+
+    Attributes:
+        model: name of a preset.
+        mesh: axes and sizes, such as dp=2,tp=4; empty: one rank.
+    """
+
+    model: str = "tiny"
+    mesh: str = ""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the table."""
+    options = tyro.cli(ParamsOptions, args=arguments, prog="functron params")
+    with launch.mistakes():
+        print(parameter_table(options.model, Mesh.parse(options.mesh)))
+    return 0
+
+
+def parameter_table(model: str, mesh: Mesh) -> str:
+    """The parameters of the preset `model` and their shards on `mesh`, as text.
+
+    Raises:
+        ValueError: no such preset, or it cannot run on the mesh.
+    """
+    config = gpt.PRESETS[model]
+    defs = gpt.defs(config)
+    specs = param_specs(defs, gpt.rules(config, mesh))
+    rows = [("path", "shape", "logical axes", "spec", "local shape", "parameters", "bytes")]
+    total_bytes = local_bytes = 0
+    for path, d, spec in zip(tree.paths(defs), tree.leaves(defs), tree.leaves(specs), strict=True):
+        count, local = math.prod(d.shape), local_shape(d.shape, spec, mesh)
+        total_bytes += count * d.dtype.itemsize
+        local_bytes += math.prod(local) * d.dtype.itemsize
+        axes = " ".join(name or "-" for name in d.axes)
+        size = f"{count * d.dtype.itemsize:,}"
+        rows.append((path, str(d.shape), axes, str(spec), str(local), f"{count:,}", size))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:5], widths[:5], strict=True)]
+        cells += [cell.rjust(width) for cell, width in zip(row[5:], widths[5:], strict=True)]
+        lines.append("  ".join(cells))
+    total = f"{num_params(defs):,} parameters, {total_bytes:,} bytes"
+    return "\n".join([*lines, "", f"{total}; {local_bytes:,} bytes per rank"])

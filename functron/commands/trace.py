@@ -1,0 +1,90 @@
+"""``functron trace``: what one rank of a mesh computes, sends and holds in a training step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import tyro
+
+from functron import launch
+from functron.config import TrainConfig, with_model
+from functron.models import gpt
+from functron.spmd import DATA_AXES, Mesh
+from functron.stage_costs import pipeline_cost
+from functron.train import step_program
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Show what one rank computes, sends and holds in a training step. Nothing is run.
+
+    Attributes:
+        model: name of a preset.
+        mesh: axes and sizes, such as dp=64,tp=8; empty: one rank.
+        seq: tokens per sample; 0: the longest that the model takes.
+        global_batch: samples per step over all ranks; 0: one per data-parallel rank and microbatch.
+        microbatches: parts of each rank's batch, one after another.
+        schedule: who computes which microbatch when, where the mesh has pp; then what each rank of
+            the pipeline computes, hands on and holds is shown, stage by stage.
+        chunks: stages per pipeline rank; 0: what the schedule is made for.
+        layout: which stage has which layers, as in functron train.
+        vocab_over_pp: divide the vocabulary among the ranks of the pipeline, as in functron train.
+        sequence_parallel: split the residual stream's sequence over tp.
+        remat: what backward recomputes, as in functron train.
+        program: print the whole program as well (not with pp).
+    """
+
+    model: str = "tiny"
+    mesh: str = ""
+    seq: int = 0
+    global_batch: int = 0
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 0
+    layout: str = ""
+    vocab_over_pp: bool = False
+    sequence_parallel: bool = False
+    remat: gpt.Remat = "none"
+    program: bool = False
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print cost and memory, and the program where that is asked for."""
+    options = tyro.cli(TraceOptions, args=arguments, prog="functron trace")
+    with launch.mistakes():
+        mesh = Mesh.parse(options.mesh)
+        config = with_model(TrainConfig(), options.model)
+        data_ranks = math.prod(mesh[axis] for axis in DATA_AXES)
+        config = replace(
+            config,
+            mesh=options.mesh,
+            seq=options.seq or config.gpt.max_seq,
+            global_batch=options.global_batch or data_ranks * options.microbatches,
+            microbatches=options.microbatches,
+            schedule=options.schedule,
+            chunks=options.chunks,
+            layout=options.layout,
+            vocab_over_pp=options.vocab_over_pp,
+            sequence_parallel=options.sequence_parallel,
+            remat=options.remat,
+        )
+        samples = f"{config.global_batch} samples of {config.seq} tokens"
+        title = (
+            f"{options.model}, one of {mesh.size} ranks ({mesh or 'no mesh'}), {samples} per step"
+        )
+        if mesh["pp"] > 1:
+            if options.program:
+                raise ValueError(
+                    "program: got a mesh with pp, whose ranks run a schedule and not one program; "
+                    "wanted pp=1; fix: leave --program out"
+                )
+            print(f"{title}\n\n{pipeline_cost(config, mesh)}")
+            return 0
+        program = step_program(config, mesh)
+    if options.program:
+        print(program)
+    print(f"{title}\n")
+    print(f"{program.cost()}\n\n{program.memory()}")
+    return 0

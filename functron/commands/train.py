@@ -1,0 +1,119 @@
+"""``functron train``: a training run, in this process or in one per rank."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import torch.distributed as dist
+import tyro
+
+from functron import launch
+from functron.commands.device import device_type
+from functron.config import TrainConfig, load, validate, with_model
+from functron.loop import Outcome, exit_code
+from functron.models import gpt
+from functron.params import num_params
+from functron.spmd import Mesh
+from functron.train import Run, prepare, run_folder, train
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train a language model.
+
+    Attributes:
+        config: a TOML file of these options, such as the config.toml of a run folder; options
+            given here override it.
+    """
+
+    config: Path | None = None
+    options: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Train; the exit code is 0, or 128 + the signal that ended it after saving."""
+    here = launch.process()
+    with launch.mistakes():
+        config = parse_train(arguments)
+        validate(config, processes=here.world_size if here else None)
+        kind = device_type(config.device, config.nproc)
+    if here is None and config.nproc:
+        return launch.launch(config.nproc, ["-m", "functron", "train", *arguments])
+    with launch.mistakes():
+        made, out = _assemble(config, here, kind)
+    main_rank = here is None or here.rank == 0
+    if main_rank:
+        print("\n".join(_introduction(made, here)), flush=True)
+    outcome = train(made, out)
+    launch.leave()
+    if main_rank:
+        print("\n".join(_conclusion(outcome, out)), flush=True)
+    return exit_code(outcome.stopped_by)
+
+
+def _assemble(config: TrainConfig, here: launch.Process | None, kind: str) -> tuple[Run, Path]:
+    mesh = Mesh.parse(config.mesh)
+    if here is None:
+        return prepare(config, mesh, kind), run_folder(config)
+    bound, device = launch.join(mesh, here, kind)
+    run = prepare(config, bound, device)
+    chosen = [str(run_folder(config)) if here.rank == 0 else None]
+    dist.broadcast_object_list(chosen, device=device)
+    return run, Path(str(chosen[0]))
+
+
+def _introduction(run: Run, here: launch.Process | None) -> list[str]:
+    config, text = run.config, run.text
+    name = config.data or "this Python's documentation and standard library"
+    skipped = f", {text.num_skipped} files skipped (not text)" if text.num_skipped else ""
+    lines = [
+        f"model  {config.model}: {num_params(gpt.defs(config.gpt)):,} parameters",
+        f"data   {name}: {text.num_tokens:,} bytes in {text.num_documents} documents{skipped}",
+    ]
+    if here is not None:
+        lines.append(f"mesh   {config.mesh or 'one rank'}: {here.world_size} processes")
+    elif run.mesh.size > 1:
+        lines.append(
+            f"mesh   {config.mesh}: {run.mesh.size} ranks simulated in this process "
+            f"(--nproc {run.mesh.size} starts processes)"
+        )
+    return lines
+
+
+def _conclusion(outcome: Outcome, out: Path) -> list[str]:
+    first, last = outcome.history[0], outcome.history[-1]
+    done = f"stopped after step {last['step']}" if outcome.stopped_by else "done"
+    return [
+        f"{done}: loss {first['loss']:.3f} -> {last['loss']:.3f}; the run is in {out}",
+        f"try it: functron sample {out} --prompt 'def '",
+    ]
+
+
+def parse_train(arguments: Sequence[str]) -> TrainConfig:
+    """The configuration that these options ask for: defaults, preset, file, options, in this order.
+
+    A --model among the options replaces the architecture of the file.
+
+    Raises:
+        ValueError: an unknown preset, or what `functron.config.load` raises.
+        SystemExit: options that do not exist or do not parse (code 2), or --help (code 0).
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--config", type=Path)
+    first.add_argument("--model")
+    early, _ = first.parse_known_args(arguments)
+    if early.config is not None:
+        base = load(early.config, model=early.model)
+    else:
+        base = with_model(TrainConfig(), early.model) if early.model else TrainConfig()
+    return tyro.cli(
+        TrainOptions,
+        args=arguments,
+        default=TrainOptions(early.config, base),
+        prog="functron train",
+        config=(tyro.conf.AvoidSubcommands,),
+    ).options
