@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from functron import checkpoint, metrics, optim, random, report, staging, tree
-from functron.config import TrainConfig, dump
+from functron import checkpoint, metrics, optim, random, report, run_folder
+from functron.config import TrainConfig
 from functron.data import ByteText
 from functron.loop import Meter, Outcome, loop
 from functron.models import gpt
-from functron.params import decay_mask, param_specs
 from functron.pipeline.collect import collect
-from functron.pipeline.execute import pipelined
 from functron.pipeline.partition import Partition
 from functron.program.jit import jit
-from functron.program.program import Program
-from functron.program.trace import trace
+from functron.recipe import assemble, make_optimizer
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, gather
-from functron.step import State, init_state, make_pipelined_step, make_step, state_specs
+from functron.step import State, init_state, state_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,90 +74,6 @@ def prepare(config: TrainConfig, mesh: Mesh | BoundMesh, device: torch.device | 
     return Run(config, mesh, text, state, specs, step, schedule, where, recipe.partition)
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """A training step and what it takes to make its state, put together by `assemble`.
-
-    Attributes:
-        defs: the definitions of the parameters that this process holds.
-        specs: how they are split on the mesh between steps.
-        optimizer: the gradient transformation.
-        step: ``(state, batch) -> (state, metrics)``.
-        partition: who holds which parameters, where ranks of a pipeline do.
-    """
-
-    defs: tree.Tree
-    specs: tree.Tree
-    optimizer: optim.GradientTransformation
-    step: Callable
-    partition: Partition | None = None
-
-    def init(self, key: torch.Tensor, mesh: Mesh | BoundMesh) -> State:
-        """The state before the first step."""
-        return init_state(key, self.defs, self.specs, self.optimizer, mesh)
-
-
-def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
-    """The step that `config` describes on `mesh`, without state or data.
-
-    Raises:
-        ValueError: the model cannot run on the mesh.
-    """
-    model = config.gpt
-    if mesh["pp"] > 1:
-        return _assemble_pipeline(config, mesh)
-    defs = gpt.defs(model)
-    specs = param_specs(defs, gpt.rules(model, mesh))
-    optimizer = _optimizer(config, defs, specs)
-
-    def loss(params, batch, key):
-        key = key if model.dropout else None
-        stream = staging.stream_of(config)
-        return gpt.loss(model, params, batch, key=key, stream=stream, remat=config.remat)
-
-    step = make_step(
-        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=config.microbatches
-    )
-    return Recipe(defs, specs, optimizer, step)
-
-
-def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
-    schedule = staging.schedule_for(config, mesh)
-    partition = staging.partition_for(config, mesh, schedule)
-    rank = mesh.coordinate["pp"] if isinstance(mesh, BoundMesh) else None
-    defs = partition.local_defs(gpt.defs(config.gpt), rank)
-    specs = param_specs(defs, gpt.rules(config.gpt, mesh))
-    optimizer = _optimizer(config, defs, specs, partition.copies(rank))
-    settings = {} if config.compile else None
-    stages = pipelined(staging.stage_of(config), partition, schedule, compile=settings)
-    step = make_pipelined_step(
-        stages, gpt.num_targets, optimizer, mesh, specs, compile=config.compile
-    )
-    stored = specs if rank is None else partition.storage_specs(specs)
-    return Recipe(defs, stored, optimizer, step, partition)
-
-
-def _optimizer(config: TrainConfig, defs: tree.Tree, specs: tree.Tree, copies: tree.Tree = 1):
-    schedule = optim.make_schedule(config.rate_schedule)
-    return optim.make_optimizer(
-        config.optimizer, schedule, specs=specs, copies=copies, mask=decay_mask(defs)
-    )
-
-
-def step_program(config: TrainConfig, mesh: Mesh) -> Program:
-    """One rank's program of the training step that `config` describes; needs no memory or data.
-
-    Raises:
-        ValueError: the model cannot run on the mesh, or the batch does not divide.
-    """
-    recipe = assemble(config, mesh)
-    state = recipe.init(random.key(config.seed).to("meta"), mesh)
-    rows = torch.empty(config.global_batch, dtype=torch.int64, device="meta")
-    tokens = rows.new_empty(config.global_batch, config.seq)
-    batch = {"tokens": tokens, "targets": tokens, "rows": rows}
-    return trace(recipe.step, donate=0)(state, batch)
-
-
 def train(run: Run, out: Path | None) -> Outcome:
     """Take the steps of `run`, and leave what a run folder holds in `out` (None: no files).
 
@@ -182,15 +94,13 @@ def train(run: Run, out: Path | None) -> Outcome:
     def save(state: State, step: int) -> None:
         whole = whole_state(run, state)
         if main and out is not None:
-            checkpoint.save(out / "checkpoints" / str(step), whole, {"step": step})
+            checkpoint.save(out / run_folder.CHECKPOINTS / str(step), whole, {"step": step})
         if bound:
             dist.barrier()
 
     if main and out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        # the folder is where this run happens to lie, not part of what it computes
-        text = dump(dataclasses.replace(config, out=""))
-        (out / "config.toml").write_text(text, encoding="utf-8")
+        run_folder.write_config(out, config)
     # measured on all ranks at the same time, as they will run
     peak = metrics.peak_flops(device, config.gpt.torch_dtype)
     meter = Meter(
@@ -207,7 +117,7 @@ def train(run: Run, out: Path | None) -> Outcome:
         steps=config.steps,
         meter=meter,
         save=save if out is not None else None,
-        save_every=config.checkpoint_every,
+        save_every=config.save_every,
         reporters=reporters(config, out) if main else [],
         agree=lambda number: int(across(number, dist.ReduceOp.MAX)),
     )
@@ -222,7 +132,7 @@ def whole_state(run: Run, state: State) -> State:
     if any(index for axis, index in mesh.coordinate.items() if axis != "pp"):
         return state  # another rank's pipeline has the first rank in it
     defs = gpt.defs(config.gpt)
-    optimizer = _optimizer(config, defs, P())
+    optimizer = make_optimizer(config, defs, P())
     like = init_state(random.key(0).to("meta"), defs, P(), optimizer, Mesh())
     return collect(state, like, run.partition, mesh)
 
@@ -232,7 +142,7 @@ def reporters(config: TrainConfig, out: Path | None) -> list[report.Reporter]:
     found: list[report.Reporter] = [report.progress(config.steps)]
     if out is None:
         return found
-    found += [report.jsonl(out / "metrics.jsonl"), report.loss_picture(out / "loss.svg")]
+    found += [report.jsonl(out / run_folder.METRICS), report.loss_picture(out / "loss.svg")]
     if config.tensorboard:
         found.append(report.tensorboard(out / "tensorboard"))
     if config.wandb:
@@ -247,21 +157,3 @@ def data_part(mesh: BoundMesh) -> tuple[int, int]:
         index = index * mesh[axis] + mesh.coordinate.get(axis, 0)
         count *= mesh[axis]
     return index, count
-
-
-def run_folder(config: TrainConfig) -> Path:
-    """The folder that `config` names, or the first unused of runs/MODEL-1, runs/MODEL-2, ...
-
-    It exists afterwards, so that no other run takes it.
-    """
-    if config.out:
-        Path(config.out).mkdir(parents=True, exist_ok=True)
-        return Path(config.out)
-    for number in itertools.count(1):
-        path = Path("runs") / f"{config.model}-{number}"
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return path
-    raise AssertionError("unreachable")

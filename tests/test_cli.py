@@ -35,7 +35,7 @@ def losses(folder: Path) -> list[float]:
 
 def test_a_run_leaves_its_folder_and_can_be_repeated_and_sampled(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert run("train", *SMALL, "--steps", 12, "--checkpoint-every", 5, "--seed", 3) == 0
+    assert run("train", *SMALL, "--steps", 12, "--save-every", 5, "--seed", 3) == 0
     out = tmp_path / "runs" / "llama3-tiny-1"
     assert "functron sample runs/llama3-tiny-1 --prompt" in capsys.readouterr().out
     assert {p.name for p in out.iterdir()} == {

@@ -8,11 +8,12 @@ import tomllib
 
 import pytest
 
-from functron.config import TrainConfig, dump, load, validate, with_model
+from functron.config import TrainConfig, dump, load, with_model
 from functron.models import gpt
 from functron.models.gpt import GPTConfig
 from functron.nn import RopeScaling
 from functron.optim import OptimizerConfig, ScheduleConfig
+from functron.validation import validate
 
 
 def problems(config, **kwargs) -> str:
@@ -112,7 +113,7 @@ def test_every_problem_is_reported_at_once(tmp_path):
         microbatches=2,
         optimizer=OptimizerConfig(name="adamw2"),
         learning_rate=ScheduleConfig(name="cosin"),
-        checkpoint_every=-1,
+        save_every=-1,
     )
     before = dataclasses.asdict(config)
     text = problems(config)
@@ -126,7 +127,7 @@ def test_every_problem_is_reported_at_once(tmp_path):
         "nowhere: got nothing there",
         "optimizer.name: got 'adamw2'; wanted an optimizer; fix: did you mean 'adamw'?",
         "learning_rate.name: got 'cosin'; wanted a learning-rate schedule; fix: did you mean 'cosine'?",
-        "checkpoint_every: got -1; wanted at least 0",
+        "save_every: got -1; wanted at least 0",
     ):
         assert line in text
     assert dataclasses.asdict(config) == before

@@ -12,7 +12,7 @@ from functron.config import TrainConfig
 from functron.models import gpt
 from functron.spmd import Mesh
 from functron.stage_costs import pipeline_cost
-from functron.train import assemble, step_program
+from functron.recipe import assemble, step_program
 
 CONFIG = TrainConfig(
     gpt=replace(gpt.PRESETS["tiny"], num_layers=8), global_batch=16, microbatches=8, seq=64

@@ -11,9 +11,9 @@ import tyro
 from functron import launch
 from functron.config import TrainConfig, with_model
 from functron.models import gpt
+from functron.recipe import step_program
 from functron.spmd import DATA_AXES, Mesh
 from functron.stage_costs import pipeline_cost
-from functron.train import step_program
 
 
 @dataclass(frozen=True)

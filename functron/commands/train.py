@@ -11,14 +11,15 @@ from typing import Annotated
 import torch.distributed as dist
 import tyro
 
-from functron import launch
+from functron import launch, run_folder
 from functron.commands.device import device_type
-from functron.config import TrainConfig, load, validate, with_model
+from functron.config import TrainConfig, load, with_model
 from functron.loop import Outcome, exit_code
 from functron.models import gpt
 from functron.params import num_params
 from functron.spmd import Mesh
-from functron.train import Run, prepare, run_folder, train
+from functron.train import Run, prepare, train
+from functron.validation import validate
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ def run(arguments: Sequence[str]) -> int:
 def _assemble(config: TrainConfig, here: launch.Process | None, kind: str) -> tuple[Run, Path]:
     mesh = Mesh.parse(config.mesh)
     if here is None:
-        return prepare(config, mesh, kind), run_folder(config)
+        return prepare(config, mesh, kind), run_folder.claim(config)
     bound, device = launch.join(mesh, here, kind)
     run = prepare(config, bound, device)
-    chosen = [str(run_folder(config)) if here.rank == 0 else None]
+    chosen = [str(run_folder.claim(config)) if here.rank == 0 else None]
     dist.broadcast_object_list(chosen, device=device)
     return run, Path(str(chosen[0]))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from functron import P
-from functron.config import TrainConfig, validate
+from functron.config import TrainConfig
 from functron.pipeline import Partition, even_layout, make
+from functron.validation import validate
 
 PROGRAM = """
 import torch, torch.distributed as dist

@@ -1,0 +1,94 @@
+"""A run folder: the configuration, the records and the checkpoints of one training run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from functron import checkpoint
+from functron.config import TrainConfig, dump
+
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+
+
+def is_run(path: Path) -> bool:
+    """Whether `path` is a folder in which a run began."""
+    return (path / CONFIG).is_file()
+
+
+def claim(config: TrainConfig) -> Path:
+    """The folder that `config` names, or the first unused of runs/MODEL-1, runs/MODEL-2, ...
+
+    It exists afterwards, so that no other run takes it.
+    """
+    if config.out:
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+        return Path(config.out)
+    for number in itertools.count(1):
+        path = Path("runs") / f"{config.model}-{number}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable")
+
+
+def newest(path: Path) -> Path | None:
+    """The newest complete checkpoint of the run in `path`; None where there is none."""
+    folder = path / CHECKPOINTS
+    found = checkpoint.steps(folder)
+    return folder / str(found[-1]) if found else None
+
+
+def write_config(path: Path, config: TrainConfig) -> None:
+    """Write the whole configuration, without where this run happens to lie and how it went on."""
+    text = dump(dataclasses.replace(config, out="", resume=False))
+    _replace(path / CONFIG, text)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The records of the steps taken so far, in order.
+
+    The last line may have been cut off by the end of its process; such a line is left out.
+
+    Raises:
+        ValueError: another line is no JSON.
+    """
+    file = path / METRICS
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(
+                    f"{file}, line {number}: got {line[:60]!r}; wanted a JSON object ({error}); "
+                    "fix: remove the line"
+                ) from None
+    return found
+
+
+def rewind(path: Path, step: int) -> list[dict[str, Any]]:
+    """Forget the records of the steps after `step`, which will be taken again; those that stay."""
+    kept = [record for record in records(path) if record["step"] <= step]
+    if (path / METRICS).is_file():
+        _replace(path / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
+    return kept
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file so that it has at any moment its old or its new content."""
+    beside = file.with_name(file.name + ".new")
+    with beside.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(file)

@@ -1,0 +1,165 @@
+"""What is wrong with the configuration of a run, all of it at once, before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from functron import report, run_folder, staging
+from functron.config import TrainConfig, load
+from functron.data import ByteText
+from functron.errors import Problem, raise_problems
+from functron.models import gpt
+from functron.optim import optimizer_problems, schedule_problems
+from functron.spmd import DATA_AXES, Mesh
+
+
+def validate(config: TrainConfig, *, processes: int | None = None) -> None:
+    """Check everything that can be known before training; changes nothing.
+
+    Args:
+        config: what is to be run.
+        processes: how many processes take part, where they run already (under torchrun).
+
+    Raises:
+        ValueError: listing everything that is wrong, each with its fix.
+    """
+    messages: list[str] = []
+    problems: list[Problem] = []
+    mesh = _try(lambda: Mesh.parse(config.mesh), messages)
+    if mesh is not None:
+        problems += _mesh_problems(config, mesh, processes)
+        _pipeline_problems(config, mesh, messages)
+        _try(lambda: gpt.rules(config.gpt, mesh), messages)
+    problems += _number_problems(config)
+    problems += optimizer_problems(config.optimizer)
+    if config.steps >= 1:
+        problems += schedule_problems(config.rate_schedule, "learning_rate")
+    problems += _resume_problems(config) if config.resume else _out_problems(config.out)
+    if config.gpt.vocab_size < ByteText.vocab_size:
+        got = f"{config.gpt.vocab_size} token ids"
+        wanted = f"at least {ByteText.vocab_size}: the text is read as bytes"
+        problems.append(Problem("gpt.vocab_size", got, wanted, "set it to 256 or choose a model"))
+    if config.seq >= 1:
+        _try(lambda: ByteText(config.data or None, config.seq), messages)
+    for package in ("tensorboard", "wandb"):
+        if getattr(config, package):
+            _try(lambda name=package: report.require(name), messages)
+    _try(lambda: raise_problems("these settings do not fit", problems), messages)
+    if messages:
+        raise ValueError("cannot train with this configuration\n" + "\n".join(messages))
+
+
+def _try(check: Callable[[], Any], messages: list[str]) -> Any:
+    """What `check` returns; None, and its message collected, where it raises ValueError."""
+    try:
+        return check()
+    except ValueError as error:
+        if str(error) not in messages:  # two checks may need the same thing
+            messages.append(str(error))
+        return None
+
+
+def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> Iterator[Problem]:
+    parts = 1
+    for axis in DATA_AXES:
+        parts *= mesh[axis]
+    share = parts * max(config.microbatches, 1)
+    if config.global_batch % share:
+        yield Problem(
+            "global_batch",
+            str(config.global_batch),
+            f"a multiple of {share}: data-parallel ranks {parts} x microbatches "
+            f"{config.microbatches}",
+            f"set it to {-(-config.global_batch // share) * share}",
+        )
+    if config.sequence_parallel and config.seq % mesh["tp"]:
+        yield Problem(
+            "seq",
+            str(config.seq),
+            f"a multiple of tp={mesh['tp']} under sequence_parallel",
+            f"set it to {-(-config.seq // mesh['tp']) * mesh['tp']}",
+        )
+    if config.nproc and config.nproc != mesh.size:
+        fix = f"set nproc={mesh.size}, or 0 to simulate, or change the mesh"
+        got = f"{config.nproc} for a mesh of {mesh.size}"
+        yield Problem("nproc", got, "one process per rank", fix)
+    if processes is not None and processes != mesh.size:
+        fix = f"start torchrun with --nproc-per-node {mesh.size}, or change --mesh"
+        got = f"{processes} processes for a mesh of {mesh.size}"
+        yield Problem("mesh", got, "one process per rank", fix)
+
+
+def _pipeline_problems(config: TrainConfig, mesh: Mesh, messages: list[str]) -> None:
+    """Collect what is wrong with schedule and layout, where the mesh has a pipeline."""
+    if mesh["pp"] > 1:
+        if min(config.microbatches, config.seq, config.global_batch) < 1 or config.chunks < 0:
+            return  # said elsewhere
+        schedule = _try(lambda: staging.schedule_for(config, mesh), messages)
+        if schedule is not None:
+            _try(lambda: staging.partition_for(config, mesh, schedule), messages)
+        return
+    unused = [
+        Problem(name, repr(getattr(config, name)), "nothing without pp in the mesh", fix)
+        for name, fix in (
+            ("schedule", "leave it out, or add pp=N"),
+            ("layout", "leave it out, or add pp=N"),
+            ("chunks", "leave it out"),
+            ("vocab_over_pp", "leave it out, or add pp=N"),
+        )
+        if getattr(config, name) != getattr(TrainConfig, name)
+    ]
+    _try(lambda: raise_problems("these are for pipelines", unused), messages)
+
+
+def _number_problems(config: TrainConfig) -> Iterator[Problem]:
+    least = {"steps": 1, "seq": 1, "global_batch": 1, "microbatches": 1}
+    least |= dict.fromkeys(("nproc", "seed", "chunks", "save_every", "keep_last", "keep_every"), 0)
+    for name, smallest in least.items():
+        value = getattr(config, name)
+        if value < smallest:
+            yield Problem(name, str(value), f"at least {smallest}")
+    if config.seq > config.gpt.max_seq:
+        fix = "shorten the samples or raise gpt.max_seq"
+        yield Problem("seq", str(config.seq), f"at most gpt.max_seq={config.gpt.max_seq}", fix)
+
+
+def _out_problems(out: str) -> Sequence[Problem]:
+    if not out:
+        return []
+    path = Path(out)
+    fix = "choose another folder, or remove it"
+    if path.is_file():
+        return [Problem("out", f"{out}, a file", "a new or empty folder", fix)]
+    if path.is_dir() and any(path.iterdir()):
+        fix += "; to go on with the run in it, --resume" if run_folder.is_run(path) else ""
+        return [Problem("out", f"{out}, a folder with files", "a new or empty folder", fix)]
+    above = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        return [Problem("out", out, f"a place to write; {above} is not", "choose another folder")]
+    return []
+
+
+def _resume_problems(config: TrainConfig) -> Sequence[Problem]:
+    """What a run cannot change half-way: its parameters, and which samples each step sees."""
+    if not config.out:
+        return [Problem("resume", "no run folder", "the one to go on with", "name it: --out RUN")]
+    path = Path(config.out)
+    if not run_folder.is_run(path):
+        return _out_problems(config.out)
+    begun = load(path / run_folder.CONFIG)
+    fix = "leave it out, or begin a new run in another folder"
+    found = [
+        Problem(name, repr(getattr(config, name)), f"{getattr(begun, name)!r}, as in the run", fix)
+        for name in ("data", "seed", "seq", "global_batch")
+        if getattr(config, name) != getattr(begun, name)
+    ]
+    here, there = dataclasses.asdict(config.gpt), dataclasses.asdict(begun.gpt)
+    return found + [
+        Problem(f"gpt.{name}", repr(here[name]), f"{there[name]!r}, as in the run", fix)
+        for name in here
+        if here[name] != there[name]
+    ]
