@@ -16,7 +16,9 @@ from functron.pipeline.execute import Pipeline
 from functron.program.jit import jit
 from functron.scopes import named_scope
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
+from functron.spmd.shards import cut_tree, join, whole_over
 from functron.transforms import accumulate, sync_gradients, value_and_grad
+from functron.transforms.scattered import scattered, stand_ins
 
 
 class State(NamedTuple):
@@ -59,7 +61,9 @@ def init_state(
     init_key, step_key = random.split(key).unbind(0)
     weights = init_params(init_key, defs, specs, mesh)
     zero = torch.zeros((), dtype=torch.int64, device=key.device)
-    return State(zero, weights, optimizer.init(weights), step_key)
+    # every rank makes its own part; axes of a pipeline are as good as any others for that
+    init = shard_map(optimizer.init, mesh, (specs,), optimizer.specs(specs), check=False)
+    return State(zero, weights, init(weights), step_key)
 
 
 def make_step(
@@ -70,6 +74,10 @@ def make_step(
     specs: tree.Tree,
     *,
     num_microbatches: int = 1,
+    scatter: bool = False,
+    hoist: bool = False,
+    grad_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Callable:
     """The function ``(state, batch) -> (state, metrics)`` that takes one optimization step.
 
@@ -83,22 +91,45 @@ def make_step(
         mesh: the ranks; the batch is split over its data axes.
         specs: the parameters' specs, one per parameter.
         num_microbatches: parts that each rank's batch is cut into to save activation memory.
+        scatter: reduce gradients to what the optimizer wants of each rank (`optim.zero`, or fully
+            sharded parameters) in backward, layer by layer and microbatch by microbatch, so that
+            only these parts are kept: ZeRO stage 2. Otherwise once, at the end.
+        hoist: gather parameters whose specs mention data axes once, before the microbatches, which
+            keeps them whole during a step; `loss` is then given whole ones. Otherwise it gathers
+            them where it uses them (`functron.fsdp`), in every microbatch.
+        grad_dtype: add up gradients of microbatches in this dtype, such as torch.float32 for
+            bfloat16 parameters; None: the parameters' own.
+        reduce_dtype: sum gradients over ranks in this dtype; None: their own. See `sync_gradients`.
 
     Returns:
         The step. Its metrics are float scalars ``loss`` (mean over targets) and ``grad_norm``
         (before clipping). Raises ValueError where the batch does not divide.
     """
 
+    used = whole_over(specs, DATA_AXES) if hoist else specs
+    wanted = optimizer.grad_specs(specs)
+
     def gradients(params, batch, key, total):
         def mean_loss(params, microbatch):
             return loss(params, microbatch, key) / total
 
-        return accumulate(value_and_grad(mean_loss), num_microbatches)(params, batch)
+        whole = gathered(params, specs, used)
+        if not scatter:
+            summed = accumulate(value_and_grad(mean_loss), num_microbatches, dtype=grad_dtype)
+            return summed(whole, batch)
+
+        def loss_of_parts(parts, microbatch):
+            with scattered(parts, whole, used, wanted, dtype=reduce_dtype) as params:
+                return mean_loss(params, microbatch)
+
+        parts = stand_ins(whole, used, wanted, dtype=grad_dtype)
+        return accumulate(value_and_grad(loss_of_parts), num_microbatches)(parts, batch)
 
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
         key = random.fold_in(state.key, state.step)
         value, grads = gradients(state.params, batch, key, num_targets(batch))
-        state, norm = update(state, grads, optimizer, specs)
+        arrived = wanted if scatter else used
+        state, norm = update(state, grads, optimizer, specs, arrived=arrived, dtype=reduce_dtype)
         return state, {"loss": value, "grad_norm": norm}
 
     layout = state_specs(specs, optimizer)
@@ -111,6 +142,9 @@ def update(
     optimizer: optim.GradientTransformation,
     specs: tree.Tree,
     copies: tree.Tree = 1,
+    *,
+    arrived: tree.Tree = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[State, torch.Tensor]:
     """The state after a step, from every rank's shares of the gradients, and the gradients' norm.
 
@@ -123,13 +157,24 @@ def update(
         optimizer: the gradient transformation.
         specs: the parameters' specs.
         copies: how many ranks of a pipeline hold each parameter.
+        arrived: the specs with which the gradients come; None: the parameters'.
+        dtype: sum gradients over ranks in this dtype; None: their own.
     """
+    wanted = optimizer.grad_specs(specs)
     with named_scope("sync"):
-        grads = sync_gradients(grads, specs)
+        grads = sync_gradients(grads, specs if arrived is None else arrived, wanted, dtype=dtype)
     with named_scope("update"):
-        norm = optim.global_norm(grads, specs, copies)
+        norm = optim.global_norm(grads, wanted, copies)
         params, opt_state = optimizer.step_(grads, state.opt_state, state.params)
     return State(state.step + 1, params, opt_state, state.key), norm
+
+
+def gathered(params: tree.Tree, specs: tree.Tree, into: tree.Tree) -> tree.Tree:
+    """The parameters gathered over the axes that `specs` mention and `into` does not."""
+    leaves, structure = tree.flatten(params)
+    with named_scope("gather"):
+        rows = zip(leaves, cut_tree(into, specs, params), strict=True)
+        return tree.unflatten(structure, [join(leaf, cuts) for leaf, cuts in rows])
 
 
 def make_pipelined_step(
@@ -141,6 +186,9 @@ def make_pipelined_step(
     *,
     axis: str = "pp",
     compile: bool = False,  # noqa: A002  (as the function that it is for)
+    scatter: bool = False,
+    hoist: bool = False,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Callable:
     """`make_step` for a model whose stages are divided among the ranks of `axis`.
 
@@ -156,6 +204,9 @@ def make_pipelined_step(
         axis: the mesh axis of the pipeline's ranks.
         compile: compile the update, on a bound mesh, as `pipelined` compiles the stages. Of a
             simulated mesh, `jit` compiles the whole step instead.
+        scatter, hoist, reduce_dtype: as in `make_step`. What `Partition.spread` divides among the
+            pipeline's ranks is reduced at the end in any case. The dtype in which gradients are
+            added up is that of `stages`.
 
     Returns:
         The step; see `make_step`. Its metrics have ``aux`` too where the last stage returns that.
@@ -164,18 +215,30 @@ def make_pipelined_step(
     copies = stages.partition.copies(rank)
 
     layout = state_specs(specs, optimizer)
+    used = whole_over(specs, DATA_AXES) if hoist else specs
+    arrived = used
+    if scatter:
+        spread = stages.partition.spread
+        wanted = optimizer.grad_specs(specs)
+        arrived = {name: (used if name in spread else wanted)[name] for name in used}
+        stages = _scattering(stages, used, arrived, rank, reduce_dtype)
 
     def gradients(state: State, batch: tree.Tree) -> tuple[Any, tree.Tree]:
         key = random.fold_in(state.key, state.step)
-        return stages.value_and_grad(state.params, batch, key, num_targets(batch))
+        whole = gathered(state.params, specs, used)
+        total = num_targets(batch)
+        if not scatter:
+            return stages.value_and_grad(whole, batch, key, total)
+        parts = stand_ins(whole, used, arrived)
+        return stages.value_and_grad(parts, batch, whole, key, total)
 
     def updated(state: State, grads: tree.Tree) -> tuple[State, torch.Tensor]:
-        return update(state, grads, optimizer, specs, copies)
+        return update(state, grads, optimizer, specs, copies, arrived=arrived, dtype=reduce_dtype)
 
     if compile and isinstance(mesh, BoundMesh):
         # every rank's own shares leave the first program as they are, and enter the second
         first = shard_map(gradients, mesh, (layout, P(DATA_AXES)), P(), stages=axis, check=False)
-        last = shard_map(updated, mesh, (layout, specs), (layout, P()), stages=axis, check=False)
+        last = shard_map(updated, mesh, (layout, arrived), (layout, P()), stages=axis, check=False)
         second = jit(last, donate=0)
     else:
         first, second = gradients, updated
@@ -190,3 +253,24 @@ def make_pipelined_step(
     if first is not gradients:
         return step
     return shard_map(step, mesh, (layout, P(DATA_AXES)), (layout, P()), stages=axis)
+
+
+def _scattering(
+    stages: Pipeline,
+    specs: dict,
+    into: dict,
+    rank: int | None,
+    dtype: torch.dtype | None,
+) -> Pipeline:
+    """`stages` of parts of the parameters; whole ones are the first of what microbatches share."""
+    partition = stages.partition
+
+    def stage(part, parts, x, batch, whole, *shared):
+        number = partition.layout.index(part)
+        names = partition.names(number)
+        mine = partition.stage_params(whole, number, rank)
+        before, after = ({name: tree_[name] for name in names} for tree_ in (specs, into))
+        with scattered(parts, mine, before, after, dtype=dtype) as params:
+            return stages.stage(part, params, x, batch, *shared)
+
+    return Pipeline(stage, partition, stages.schedule, stages.dtype, stages.compile, stages.observe)

@@ -33,6 +33,7 @@ from functron.optim.transformation import (
     stateless,
     transformation,
 )
+from functron.optim.zero import padded_shapes, shard_specs, zero
 
 __all__ = [
     "GradientTransformation",
@@ -63,15 +64,18 @@ __all__ = [
     "norm_scale",
     "not_norm_or_bias",
     "optimizer_problems",
+    "padded_shapes",
     "scale",
     "scale_",
     "scale_by_adam",
     "scale_by_learning_rate",
     "schedule_problems",
     "sgd",
+    "shard_specs",
     "stateless",
     "trace",
     "transformation",
     "with_fp32_masters",
     "wsd",
+    "zero",
 ]

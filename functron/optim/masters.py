@@ -84,6 +84,7 @@ def with_fp32_masters(inner: GradientTransformation) -> GradientTransformation:
         update,
         specs=lambda param_specs: MastersState(param_specs, inner.specs(param_specs)),
         step_=step_,
+        grad_specs=inner.grad_specs,
     )
 
 

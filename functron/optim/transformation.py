@@ -1,10 +1,11 @@
 """Gradient transformations, after Optax: pure functions, and their donating twins that end in `_`.
 
-A transformation is five functions. `init` and `update` are Optax's pair. `specs` says how the state
-is sharded, given how the parameters are. `update_` and `step_` are `update` alone and `update`
-followed by `apply_updates`, for a caller who gives up the arguments: they reuse memory, run fused,
-and are what a training step calls. The pure pair is for everything else: differentiating through
-an optimizer, vmapping over hyperparameters, and reading what `step_` is supposed to compute.
+A transformation is six functions. `init` and `update` are Optax's pair. `specs` says how the state
+is sharded, given how the parameters are, and `grad_specs` how gradients must be. `update_` and
+`step_` are `update` alone and `update` followed by `apply_updates`, for a caller who gives up the
+arguments: they reuse memory, run fused, and are what a training step calls. The pure pair is for
+everything else: differentiating through an optimizer, vmapping over hyperparameters, and reading
+what `step_` is supposed to compute.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Params = tree.Tree
 
 
 class GradientTransformation(NamedTuple):
-    """Five functions over trees of tensors; all work under torch.func.vmap, so in simulation.
+    """Six functions over trees of tensors; all work under torch.func.vmap, so in simulation.
 
     Attributes:
         init: ``init(params) -> state``.
@@ -35,6 +36,9 @@ class GradientTransformation(NamedTuple):
             shares no memory with the state that it returns, nor with `params`.
         step_: ``step_(grads, state, params) -> (params, state)``: overwrites `params` in place, may
             overwrite `state`, and may use `grads` as scratch; use what it returns.
+        grad_specs: ``grad_specs(param_specs) -> specs``: how `update` and `step_` want gradients to
+            be sharded, once reduced (`functron.sync_gradients`). As the parameters are, except
+            under `zero`.
     """
 
     init: Callable[[Params], State]
@@ -42,6 +46,7 @@ class GradientTransformation(NamedTuple):
     specs: Callable[[tree.Tree], tree.Tree]
     update_: Callable[..., tuple[Updates, State]]
     step_: Callable[[Updates, State, Params], tuple[Params, State]]
+    grad_specs: Callable[[tree.Tree], tree.Tree] = lambda param_specs: param_specs
 
 
 def transformation(
@@ -51,11 +56,12 @@ def transformation(
     *,
     update_: Callable[..., tuple[Updates, State]] | None = None,
     step_: Callable[[Updates, State, Params], tuple[Params, State]] | None = None,
+    grad_specs: Callable[[tree.Tree], tree.Tree] | None = None,
 ) -> GradientTransformation:
     """A transformation from the functions that its author cares about; the rest follow.
 
-    `update_` defaults to `update` (with leaves copied that are at once an update and state), and
-    `step_` to `update_` followed by `apply_updates_`.
+    `update_` defaults to `update` (with leaves copied that are at once an update and state),
+    `step_` to `update_` followed by `apply_updates_`, and `grad_specs` to the parameters' specs.
     """
 
     def unshared(updates, state, params=None):
@@ -72,10 +78,10 @@ def transformation(
         updates, state = donating(grads, state, params)
         return apply_updates_(params, updates), state
 
-    return with_step(
-        GradientTransformation(init, update, specs, donating, update_and_apply),
-        step_ or update_and_apply,
-    )
+    plain = GradientTransformation(init, update, specs, donating, update_and_apply)
+    if grad_specs is not None:
+        plain = plain._replace(grad_specs=grad_specs)
+    return with_step(plain, step_ or update_and_apply)
 
 
 def with_step(plain: GradientTransformation, step_: Callable) -> GradientTransformation:
@@ -122,6 +128,9 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     then `step_` of the last: ``chain(clip_by_global_norm(1.0), adamw(1e-3))`` clips in place, then
     runs AdamW fused.
 
+    Gradients are wanted as the transformations together want them; before one under `zero` stand
+    only some without state, which see the shards that it wants.
+
     Raises:
         ValueError: (when called) the state is not the tuple of this chain's length.
     """
@@ -152,12 +161,18 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         methods = [*(t.update_ for t in transformations[:-1]), last_step_]
         return run(methods, grads, state, params)
 
+    def grad_specs(param_specs):
+        for t in reversed(transformations):
+            param_specs = t.grad_specs(param_specs)
+        return param_specs
+
     return transformation(
         init=lambda params: tuple(t.init(params) for t in transformations),
         update=update,
         specs=lambda param_specs: tuple(t.specs(param_specs) for t in transformations),
         update_=update_,
         step_=step_ if transformations else None,
+        grad_specs=grad_specs,
     )
 
 

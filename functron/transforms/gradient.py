@@ -20,6 +20,7 @@ from functron.scopes import in_phase
 from functron.spmd.axes import SimulatedAxis, scope, user_line
 from functron.spmd.primitives import Psum, Vary
 from functron.spmd.replication import varying_axes
+from functron.spmd.shards import cuts_between, scatter
 from functron.spmd.spec import is_spec, spec_axes
 from functron.spmd.traced import TracedAxis
 
@@ -130,16 +131,28 @@ def vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
     return split.join(outputs), pullback
 
 
-def sync_gradients(grads: tree.Tree, specs: tree.Tree) -> tree.Tree:
+def sync_gradients(
+    grads: tree.Tree,
+    specs: tree.Tree,
+    into: tree.Tree = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> tree.Tree:
     """The gradients, from every rank's shares: each leaf psummed over the axes its spec lacks.
 
     A rank that holds a shard keeps its own part of the gradient; ranks that hold the same values
     add up theirs. This one rule is right for every mesh, layer and composition. One all-reduce per
-    leaf and axis, of the leaf's local bytes.
+    leaf and axis, of the leaf's local bytes; with `into`, one reduce-scatter instead over the axes
+    that only `into` mentions, and all-reduces of what is left.
 
     Args:
         grads: what `grad` or `value_and_grad` returned inside a mapped program.
-        specs: a prefix tree of the parameters' specs.
+        specs: a prefix tree of the specs with which they come: the parameters'.
+        into: the specs of the results: `specs` with axes appended, such as those of
+            `optim.shard_specs`. Dims that they do not divide are padded (`spmd.shards`).
+        dtype: reduce in this dtype, such as torch.float32 for bfloat16 gradients, which arrive so
+            then, or torch.bfloat16 for float32 ones, which halves the bytes and rounds every rank's
+            share: results are of the wider of both dtypes. None: the gradients' own.
 
     Raises:
         ValueError: a gradient is synchronised already (under shard_map's check), or the specs do
@@ -147,15 +160,21 @@ def sync_gradients(grads: tree.Tree, specs: tree.Tree) -> tree.Tree:
     """
     leaves, structure = tree.flatten(grads)
     flat = tree.broadcast_prefix(specs, grads, is_leaf=is_spec, what="specs", wanted="a P")
+    wanted = flat
+    if into is not None:
+        wanted = tree.broadcast_prefix(into, grads, is_leaf=is_spec, what="into", wanted="a P")
     paths = tree.paths(grads)
     _check_shares(leaves, flat, paths)
     out = []
     with in_phase("backward"):
-        for leaf, spec in zip(leaves, flat, strict=True):
+        for leaf, spec, target in zip(leaves, flat, wanted, strict=True):
+            result = leaf.dtype if dtype is None else torch.promote_types(leaf.dtype, dtype)
+            cuts = cuts_between(spec, target, leaf.dim())
+            leaf = scatter(leaf if dtype is None else leaf.to(dtype), cuts, must_vary=True)
             for name, axis in scope().axes.items():
-                if axis is not None and name not in spec_axes(spec):
+                if axis is not None and name not in spec_axes(target):
                     leaf = Psum.call(leaf, axis, must_vary=scope().check)
-            out.append(leaf)
+            out.append(leaf.to(result))
     return tree.unflatten(structure, out)
 
 

@@ -9,6 +9,7 @@ import torch
 from functron import compat, tree
 from functron.errors import Problem, raise_problems
 from functron.program.recorder import active
+from functron.transforms.scattered import by_row
 from functron.transforms.traced_scan import traced_scan
 
 
@@ -31,6 +32,7 @@ def scan(
     Raises:
         ValueError: the leading dims differ, or neither `xs` nor `length` gives a number of steps.
     """
+    f, xs = by_row(f, xs)
     leaves, structure = tree.flatten(xs)
     steps = _num_steps(tree.paths(xs), leaves, length)
     recorder = active()
