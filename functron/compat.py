@@ -166,6 +166,11 @@ def name_group(name: str, group: dist.ProcessGroup) -> None:
     c10d._register_process_group(key, group)
 
 
+def default_store() -> dist.Store:
+    """The store that the default process group's processes met at."""
+    return c10d._get_default_store()
+
+
 def faking() -> bool:
     """Whether a fake-tensor mode computes shapes instead of numbers here."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -1,0 +1,162 @@
+"""The manifest of a checkpoint: its files with sizes and checksums, its leaves, its metadata.
+
+Values and the database's index carry checksums of their own. The manifest covers the rest: that
+every file is there and as long as it was, and the bytes of the small ones. It has a checksum of
+itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from functron.checkpoint.dtypes import name_of
+from functron.checkpoint.placement import Leaf
+from functron.errors import Problem
+
+NAME = "functron.json"
+FORMAT = 1
+LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
+"""What Orbax writes after the manifest, and nothing here reads."""
+
+_SMALL = 1 << 20  # values and index have checksums: large files are not read twice for another
+
+
+def make(
+    folder: Path,
+    leaves: Sequence[tuple[Leaf, Sequence[int]]],
+    metadata: Mapping[str, Any],
+    origin: Mapping[str, Any],
+    progress: Callable[[], None] | None = None,
+) -> None:
+    """Write the manifest of the checkpoint in `folder`, which is complete but for it, and sync all.
+
+    Args:
+        folder: of the checkpoint.
+        leaves: each with the shape of its chunks.
+        metadata: the user's.
+        origin: where it was made: mesh, processes, versions.
+        progress: called after each file.
+    """
+    content = {
+        "format": FORMAT,
+        "metadata": dict(metadata),
+        "origin": dict(origin),
+        "leaves": {
+            leaf.path: {
+                "shape": list(leaf.shape),
+                "dtype": name_of(leaf.dtype),
+                "chunk": list(chunk),
+            }
+            for leaf, chunk in leaves
+        },
+        "files": {name: _entry(folder / name, progress) for name in files(folder)},
+    }
+    content = json.loads(json.dumps(content))  # as it will be read
+    path = folder / NAME
+    path.write_text(json.dumps({"crc32": _checksum_of(content), "content": content}))
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(directory) / name)
+        sync(Path(directory))
+
+
+def read(folder: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
+    """The manifest of a checkpoint, or None where it has none, and what is wrong with it."""
+    path = folder / NAME
+    fix = "restore an older checkpoint, or copy this one again"
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        if not _expects_manifest(folder):
+            return None, []
+        return None, [Problem(str(path), "no such file", "the checkpoint's manifest", fix)]
+    except OSError as error:
+        return None, [Problem(str(path), str(error), "a file that can be read", fix)]
+    try:
+        whole = json.loads(text)
+        content = whole["content"]
+        if whole["crc32"] != _checksum_of(content):
+            raise ValueError("another checksum than it says")
+    except (ValueError, KeyError, TypeError) as error:
+        got = f"damaged contents ({error})"
+        return None, [Problem(str(path), got, "the manifest as it was written", fix)]
+    if content.get("format") != FORMAT:
+        got = f"format {content.get('format')}"
+        problem = Problem(str(path), got, f"format {FORMAT}", "use another version of functron")
+        return None, [problem]
+    return content, []
+
+
+def check(folder: Path, content: Mapping[str, Any]) -> Iterator[Problem]:
+    """The files that are missing, or differ in length or checksum from what the manifest says."""
+    fix = "restore an older checkpoint, or copy this one again"
+    for name, entry in content["files"].items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != entry["size"]:
+                yield Problem(str(path), f"{size} bytes", f"{entry['size']} bytes", fix)
+            elif "crc32" in entry and _checksum(path) != entry["crc32"]:
+                yield Problem(str(path), "other bytes", "the bytes that were written", fix)
+        except FileNotFoundError:
+            yield Problem(str(path), "no such file", f"{entry['size']} bytes", fix)
+        except OSError as error:
+            yield Problem(str(path), str(error), "a file that can be read", fix)
+
+
+def files(folder: Path) -> list[str]:
+    """The files of a checkpoint that its manifest lists, sorted."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    names = (path.relative_to(folder).as_posix() for path in found)
+    return sorted(name for name in names if name not in (NAME, *LATER))
+
+
+def nbytes(content: Mapping[str, Any]) -> int:
+    """The bytes of all files."""
+    return sum(entry["size"] for entry in content["files"].values())
+
+
+def leaf_bytes(entry: Mapping[str, Any], itemsize: int) -> int:
+    """The bytes of the values of a leaf."""
+    return math.prod(entry["shape"]) * itemsize
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file's contents, or a folder's entries, before going on."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _expects_manifest(folder: Path) -> bool:
+    """Whether what Orbax says of a checkpoint shows that it had a manifest once."""
+    try:
+        return b'"functron"' in (folder / "_METADATA").read_bytes()
+    except OSError:
+        return False
+
+
+def _entry(path: Path, progress: Callable[[], None] | None) -> dict[str, int]:
+    size = path.stat().st_size
+    entry = {"size": size}
+    if size <= _SMALL:
+        entry["crc32"] = _checksum(path)
+    if progress is not None:
+        progress()
+    return entry
+
+
+def _checksum(path: Path) -> int:
+    return zlib.crc32(path.read_bytes())
+
+
+def _checksum_of(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

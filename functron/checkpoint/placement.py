@@ -1,0 +1,281 @@
+"""Placements: which boxes of every global leaf each process holds, and where in its own tensor.
+
+Pure arithmetic over specs, meshes, pipeline partitions and padding: nothing is communicated, and
+every process can compute the placement of every other one. A checkpoint holds the canonical form
+of a state, every leaf whole and unpadded; a placement says how that form and the tensors of one
+particular run correspond.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from functron import tree
+from functron.errors import Problem, nearest, raise_problems
+from functron.pipeline.partition import Partition
+from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.spec import P, dim_axes, is_spec, num_shards, problems
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of a state in its canonical form.
+
+    Attributes:
+        path: such as ``params/blocks/up``.
+        shape: global and unpadded.
+        dtype: of its elements.
+        spec: which mesh axes split it between steps.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spec: P
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole leaf."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Box(NamedTuple):
+    """A part of a global leaf, and where it lies in the tensor of a process that holds it.
+
+    Attributes:
+        start: its first index in the global leaf, per dim.
+        size: its extent, per dim.
+        local: its first index in the process's tensor, per dim.
+    """
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+class _Run(NamedTuple):
+    """`Box` along one dim."""
+
+    start: int
+    size: int
+    local: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which boxes of every leaf each process holds; made by `place`.
+
+    Attributes:
+        leaves: those of the canonical state, in tree order.
+        mesh: names and sizes of the axes.
+        rank: this process's; None where one process holds what all ranks of the mesh have.
+        partition: which ranks of a pipeline hold which entries and rows.
+        axis: the mesh axis of the pipeline's ranks.
+    """
+
+    leaves: tuple[Leaf, ...]
+    mesh: Mesh
+    rank: int | None = None
+    partition: Partition | None = None
+    axis: str = "pp"
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes hold the state."""
+        return 1 if self.rank is None else self.mesh.size
+
+    @property
+    def here(self) -> int:
+        """This process's number among them."""
+        return self.rank or 0
+
+    def boxes(self, leaf: Leaf, rank: int) -> tuple[Box, ...]:
+        """What process `rank` holds of a leaf, padding left out; nothing where all is padding."""
+        found = self._runs(leaf, rank)
+        if found is None:
+            return ()
+        every = itertools.product(*(runs for runs, _ in found))
+        boxes = [Box(*zip(*runs, strict=True)) if runs else Box((), (), ()) for runs in every]
+        return tuple(box for box in boxes if 0 not in box.size)
+
+    def local_shape(self, leaf: Leaf, rank: int) -> tuple[int, ...] | None:
+        """The shape, padding included, of the tensor of process `rank`; None: it has none."""
+        found = self._runs(leaf, rank)
+        return None if found is None else tuple(length for _, length in found)
+
+    def _runs(self, leaf: Leaf, rank: int) -> list[tuple[list[_Run], int]] | None:
+        """Per dim the runs that a process holds and the length of its tensor."""
+        axes = dim_axes(leaf.spec, len(leaf.shape))
+        if self.rank is None:
+            return [
+                _all_runs(n, names, self.mesh) for n, names in zip(leaf.shape, axes, strict=True)
+            ]
+        coordinate = self.mesh.coordinate(rank)
+        rows = self._rows(leaf, coordinate.get(self.axis, 0))
+        if rows is None:
+            return None
+        out = []
+        for dim, (size, names) in enumerate(zip(leaf.shape, axes, strict=True)):
+            held = rows if dim == 0 and rows else range(size)
+            begin, end, length = _span(len(held), names, self.mesh, coordinate)
+            out.append((_consecutive(held[begin:end]), length))
+        return out
+
+    def _rows(self, leaf: Leaf, stage_rank: int) -> Sequence[int] | None:
+        """The rows that a pipeline's rank holds of a leaf; empty: all; None: it holds none."""
+        if self.partition is None or self.mesh[self.axis] == 1:
+            return ()
+        entry = _entry(leaf.path, self.partition.uses)
+        if entry is None:
+            return ()  # counters, keys: the same on every rank
+        if entry not in self.partition.held(stage_rank):
+            return None
+        stacked = self.partition.uses[entry] == "t"
+        return self.partition.layers(stage_rank) if stacked else ()
+
+    def check(self, value: tree.Tree, *, what: str, some: bool = False) -> dict[str, torch.Tensor]:
+        """The leaves of what this process holds, by path, checked against the placement.
+
+        Args:
+            value: a part of the canonical tree, with this process's tensors.
+            what: the title of the error.
+            some: whether leaves may be left out.
+
+        Raises:
+            ValueError: leaves are missing, unknown, no tensors, or have another shape or dtype.
+        """
+        given = dict(zip(tree.paths(value), tree.leaves(value), strict=True))
+        known = {leaf.path: leaf for leaf in self.leaves}
+        found = [
+            Problem(path, "a leaf", "a leaf of the placement", nearest(path, known))
+            for path in given
+            if path not in known
+        ]
+        for leaf in self.leaves:
+            shape = self.local_shape(leaf, self.here)
+            if leaf.path not in given:
+                if shape is not None and not some:
+                    found.append(Problem(leaf.path, "nothing", f"{leaf.dtype} {shape}"))
+                continue
+            tensor = given[leaf.path]
+            if not isinstance(tensor, torch.Tensor):
+                found.append(
+                    Problem(leaf.path, type(tensor).__name__, "a tensor", "use torch.tensor")
+                )
+            elif shape is None:
+                found.append(Problem(leaf.path, "a leaf", "none on this rank of the pipeline"))
+            elif (tuple(tensor.shape), tensor.dtype) != (shape, leaf.dtype):
+                got = f"{tensor.dtype} {tuple(tensor.shape)}"
+                wanted = f"{leaf.dtype} {shape}, this process's part of {leaf.shape}"
+                found.append(Problem(leaf.path, got, wanted))
+        raise_problems(what, found)
+        return given
+
+
+def place(
+    like: tree.Tree,
+    specs: tree.Tree = None,
+    mesh: Mesh | BoundMesh | None = None,
+    partition: Partition | None = None,
+    *,
+    axis: str = "pp",
+) -> Placement:
+    """The placement of a state on a mesh.
+
+    On a bound mesh every rank is a process that holds its shards. On a simulated one, and without
+    any, this process holds everything.
+
+    Dims that do not divide are padded as ZeRO pads its shards: of the axes that split a dim, the
+    longest leading part that divides its size splits evenly; the others together cut what is left
+    into parts of ``ceil(size / parts)``, the last ones short or empty, and padded to that length.
+
+    Args:
+        like: the canonical state: tensors (meta ones, best) in their global, unpadded shapes. In a
+            pipeline it is the whole model's.
+        specs: how its leaves are split between steps; a prefix tree of `P`. None: not at all.
+        mesh: where it lives.
+        partition: which ranks of a pipeline hold what; the top-level entries it names are found
+            anywhere in a leaf's path, so that it holds for an optimizer's state too.
+        axis: the mesh axis of the pipeline's ranks.
+
+    Raises:
+        ValueError: a leaf is no tensor or the specs do not fit; all offenders are listed.
+    """
+    abstract = mesh.mesh if isinstance(mesh, BoundMesh) else mesh or Mesh()
+    flat = tree.broadcast_prefix(specs, like, is_leaf=is_spec, what="specs", wanted="a P")
+    found: list[Problem] = []
+    leaves = []
+    for path, leaf, spec in zip(tree.paths(like), tree.leaves(like), flat, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            found.append(Problem(path, type(leaf).__name__, "a tensor", "use torch.tensor"))
+            continue
+        spec = P() if spec is None else spec
+        found += problems(path, None, spec, abstract)
+        if len(spec) > leaf.dim():
+            got = f"{spec} for shape {tuple(leaf.shape)}"
+            found.append(Problem(path, got, f"at most {leaf.dim()} entries"))
+        leaves.append(Leaf(path, tuple(leaf.shape), leaf.dtype, spec))
+    raise_problems("cannot place the state on the mesh", found)
+    rank = mesh.rank if isinstance(mesh, BoundMesh) else None
+    return Placement(tuple(leaves), abstract, rank, partition, axis)
+
+
+def _entry(path: str, uses: Mapping[str, str]) -> str | None:
+    """The top-level entry of the parameters that a leaf of a state belongs to."""
+    return next((part for part in path.split("/") if part in uses), None)
+
+
+def _span(
+    size: int, axes: Sequence[str], mesh: Mesh, coordinate: Mapping[str, int]
+) -> tuple[int, int, int]:
+    """Where the shard at `coordinate` begins and ends in a dim, and its length with padding."""
+    begin, rest = 0, list(axes)
+    while rest and size % mesh[rest[0]] == 0:
+        name = rest.pop(0)
+        size //= mesh[name]
+        begin += coordinate.get(name, 0) * size
+    index = 0
+    for name in rest:
+        index = index * mesh[name] + coordinate.get(name, 0)
+    length = -(-size // num_shards(rest, mesh))
+    first, last = min(index * length, size), min((index + 1) * length, size)
+    return begin + first, begin + last, length
+
+
+def _all_runs(size: int, axes: Sequence[str], mesh: Mesh) -> tuple[list[_Run], int]:
+    """The runs of all shards of a dim, one after the other with their padding."""
+    runs: list[_Run] = []
+    total = 0
+    for coordinate in _coordinates(axes, mesh):
+        begin, end, length = _span(size, axes, mesh, coordinate)
+        last = runs[-1] if runs else _Run(0, 0, 0)
+        if (begin, total) == (last.start + last.size, last.local + last.size):
+            runs[-1:] = [_Run(last.start, last.size + end - begin, last.local)]
+        elif end > begin:
+            runs.append(_Run(begin, end - begin, total))
+        total += length
+    return runs, total
+
+
+def _coordinates(axes: Sequence[str], mesh: Mesh) -> Iterator[dict[str, int]]:
+    for indices in itertools.product(*(range(mesh[name]) for name in axes)):
+        yield dict(zip(axes, indices, strict=True))
+
+
+def _consecutive(held: Sequence[int]) -> list[_Run]:
+    """Increasing stretches of indices as runs: [4, 5, 9] is 4 and 5 at 0, and 9 at 2."""
+    if isinstance(held, range):
+        return [_Run(held.start, len(held), 0)]
+    runs: list[_Run] = []
+    for local, index in enumerate(held):
+        if runs and index == runs[-1].start + runs[-1].size:
+            runs[-1] = _Run(runs[-1].start, runs[-1].size + 1, runs[-1].local)
+        else:
+            runs.append(_Run(index, 1, local))
+    return runs

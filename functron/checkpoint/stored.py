@@ -1,0 +1,291 @@
+"""Checkpoints opened for reading: what they hold, and any slice of it, read when asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from functron.checkpoint import database, failures, index, manifest
+from functron.checkpoint.chunks import cells
+from functron.checkpoint.dtypes import as_array, as_tensor, from_name
+from functron.checkpoint.folder import is_complete
+from functron.checkpoint.placement import Box
+from functron.errors import Problem, nearest, raise_problems
+
+
+class Checkpoint(Mapping[str, "StoredLeaf"]):
+    """A checkpoint opened for reading: its leaves by path, of which nothing is read yet.
+
+    >>> stored = Checkpoint("run/checkpoints/100")
+    >>> stored["params/embed"].shape
+    (50304, 768)
+    >>> stored["params/embed"][:10]  # reads only the chunks that these rows are in
+
+    Its files are looked at, not read: all must be there and as long as they were, and the small
+    ones have the checksums they had. The values' checksums are compared when they are read.
+
+    Plain Orbax checkpoints open too, if they are PyTrees in OCDBT databases; what has no manifest
+    is checked less.
+
+    Args:
+        path: a complete checkpoint.
+
+    Raises:
+        ValueError: nothing is there, it is incomplete or damaged; all files at fault are listed.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = _existing(path)
+        self._content, found = manifest.read(self.path)
+        if self._content is not None:
+            found += manifest.check(self.path, self._content)
+        raise_problems(f"the checkpoint {path} is damaged", found)
+        self._context = database.context()
+        self._driver, names = ("zarr3", self._content["leaves"]) if self._content else self._orbax()
+        self._names = dict.fromkeys(names)
+        self._opened: dict[str, StoredLeaf] = {}
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What was passed to `save` as metadata."""
+        if self._content is not None:
+            return self._content["metadata"]
+        try:
+            text = (self.path / "_CHECKPOINT_METADATA").read_text()
+            return dict(json.loads(text).get("custom_metadata") or {})
+        except (OSError, ValueError):
+            return {}
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Where it was made: mesh, number of processes, time, versions; empty where unknown."""
+        return {} if self._content is None else self._content["origin"]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its files."""
+        files = (path for path in self.path.rglob("*") if path.is_file())
+        return sum(path.stat().st_size for path in files)
+
+    @property
+    def has_manifest(self) -> bool:
+        """Whether it says what its files are; those that Orbax alone wrote do not."""
+        return self._content is not None
+
+    def __getitem__(self, path: str) -> StoredLeaf:
+        """The leaf at `path`.
+
+        Raises:
+            KeyError: there is none.
+            ValueError: its description is damaged.
+        """
+        if path not in self._names:
+            raise KeyError(f"{self.path} has no leaf {path!r}; {nearest(path, self._names)}")
+        if path not in self._opened:
+            self.open([path])
+        return self._opened[path]
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def open(self, paths: Sequence[str] | None = None) -> None:
+        """Read the descriptions of these leaves, or of all, together.
+
+        Raises:
+            ValueError: some are damaged; all are listed.
+        """
+        import tensorstore as ts
+
+        wanted = [p for p in (self if paths is None else paths) if p not in self._opened]
+        opening = {
+            path: ts.open(
+                database.reading(self.path, path, self._driver),
+                read=True,
+                open=True,
+                context=self._context,
+            )
+            for path in wanted
+        }
+        found = []
+        for path, future in opening.items():
+            try:
+                leaf = StoredLeaf(self, path, future.result())
+            except Exception as error:
+                found.append(failures.of_reading(error, path, "its description"))
+                continue
+            found += leaf.differences(self._content)
+            self._opened[path] = leaf
+        raise_problems(f"the checkpoint {self.path} is damaged", found)
+
+    def file_of(self, path: str, cell: Sequence[int]) -> str:
+        """The file that a chunk lies in."""
+        key = "/".join([database.key_of(path), "c", *map(str, cell)])
+        return index.file_of(self.path, key)
+
+    def _orbax(self) -> tuple[str, list[str]]:
+        """The array format and the leaves of what has only Orbax's own metadata."""
+        path = self.path / "_METADATA"
+        problem = None
+        try:
+            found = json.loads(path.read_text())
+            entries = found["tree_metadata"].values()
+            if not found.get("use_ocdbt", True):
+                problem = Problem(str(path), "arrays in folders", "an OCDBT database")
+            names = [
+                "/".join(str(step["key"]) for step in entry["key_metadata"])
+                for entry in entries
+                if entry["value_metadata"]["value_type"] not in ("None", "Dict", "List", "Tuple")
+            ]
+            driver = "zarr3" if found.get("use_zarr3") else "zarr"
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            got = f"{type(error).__name__}: {error}"
+            problem = Problem(str(path), got, "the metadata of an Orbax PyTree")
+            driver, names = "", []
+        raise_problems(f"cannot read the checkpoint {self.path}", [problem] if problem else [])
+        return driver, names
+
+
+class StoredLeaf:
+    """A leaf of a checkpoint on disk: ``leaf[3, 10:20]`` reads what it needs.
+
+    Attributes:
+        path: in the tree.
+        shape: global and unpadded.
+        dtype: of its elements; None where torch has no such dtype.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, path: str, array: Any):
+        self._checkpoint, self._array = checkpoint, array
+        self.path = path
+        self.shape = tuple(array.shape)
+        self.dtype_name = array.dtype.name
+        self.dtype: torch.dtype | None = from_name(array.dtype.name)
+        self.chunk = tuple(array.chunk_layout.read_chunk.shape or ())
+
+    def __repr__(self) -> str:
+        return f"StoredLeaf({self.path}, {self.dtype_name}, {self.shape})"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its values."""
+        return database.nbytes_of(self.shape, self.itemsize)
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return self._array.dtype.numpy_dtype.itemsize
+
+    def __getitem__(self, where: Any) -> torch.Tensor:
+        """The values there, as a tensor on the CPU; integers and slices, as of a NumPy array.
+
+        Raises:
+            ValueError: values are damaged; the file is named.
+            IndexError: it is out of range.
+        """
+        view = self._array[where]
+        with self._reporting(None):
+            return as_tensor(np.asarray(view.read().result()))
+
+    def read(self, boxes: Sequence[Box], out: torch.Tensor, window: database.Window) -> None:
+        """Begin to read boxes of the leaf into `out`; done when the window is drained.
+
+        Chunk by chunk; straight into `out` where that is in host memory and of the same dtype.
+        """
+        size = database.nbytes_of(self.chunk, self.itemsize)
+        direct = out.device.type == "cpu" and out.dtype == self.dtype
+        for box in boxes:
+            for cell in cells(box, self.chunk):
+                region, local = _overlap(cell, self.chunk, box)
+                target = out.detach()[local]
+                begin = (
+                    self._into(target, region, cell) if direct else self._via(target, region, cell)
+                )
+                window.add(size, begin)
+
+    def checking(self, cell: Sequence[int], found: list[Problem]) -> Callable[[], None]:
+        """Begin to read a chunk; what is returned waits, and adds what is wrong to `found`."""
+        size = zip(cell, self.chunk, self.shape, strict=True)
+        region = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in size)
+        future = self._array[region].read()
+
+        def wait() -> None:
+            try:
+                future.result()
+            except Exception as error:
+                found.append(failures.of_reading(error, self.path, self._file(cell)))
+
+        return wait
+
+    def differences(self, content: Mapping[str, Any] | None) -> list[Problem]:
+        """Where its description on disk is not what the manifest says."""
+        if content is None:
+            return []
+        entry = content["leaves"][self.path]
+        got = f"{self.dtype_name} {list(self.shape)} in chunks of {list(self.chunk)}"
+        wanted = f"{entry['dtype']} {entry['shape']} in chunks of {entry['chunk']}"
+        fix = "restore an older checkpoint, or copy this one again"
+        return [] if got == wanted else [Problem(self.path, got, wanted, fix)]
+
+    def _into(self, target: torch.Tensor, region: Any, cell: Any) -> Callable[[], Callable]:
+        import tensorstore as ts
+
+        def begin() -> Callable[[], Any]:
+            source = self._array[region]
+            source = source[ts.d[:].translate_to[0]] if source.rank else source
+            return self._wait(ts.array(as_array(target)).write(source), cell)
+
+        return begin
+
+    def _via(self, target: torch.Tensor, region: Any, cell: Any) -> Callable[[], Callable]:
+        def begin() -> Callable[[], Any]:
+            wait = self._wait(self._array[region].read(), cell)
+            return lambda: target.copy_(as_tensor(np.asarray(wait())))
+
+        return begin
+
+    def _wait(self, future: Any, cell: Sequence[int]) -> Callable[[], Any]:
+        def wait() -> Any:
+            with self._reporting(cell):
+                return future.result()
+
+        return wait
+
+    def _reporting(self, cell: Sequence[int] | None) -> Any:
+        return failures.reading(self.path, lambda: self._file(cell), self._checkpoint.path)
+
+    def _file(self, cell: Sequence[int] | None) -> str:
+        if cell is None:
+            return f"a file of {self._checkpoint.path}"
+        return self._checkpoint.file_of(self.path, cell)
+
+
+def _overlap(cell: Sequence[int], chunk: Sequence[int], box: Box) -> tuple[tuple, tuple]:
+    """The part of a chunk that a box has: where in the leaf, and where in the tensor."""
+    region, local = [], []
+    for i, c, start, size, at in zip(cell, chunk, box.start, box.size, box.local, strict=True):
+        first, last = max(i * c, start), min((i + 1) * c, start + size)
+        region.append(slice(first, last))
+        local.append(slice(first - start + at, last - start + at))
+    return tuple(region), tuple(local)
+
+
+def _existing(path: str | Path) -> Path:
+    source = Path(path).absolute()
+    if not is_complete(source):
+        got = "an incomplete checkpoint" if source.is_dir() else "nothing there"
+        problem = Problem(
+            str(path), got, "a complete checkpoint", "see which there are: ls RUN/checkpoints"
+        )
+        raise_problems("cannot read the checkpoint", [problem])
+    return source

@@ -1,0 +1,160 @@
+"""One save, by all processes: the first leads it, the others write and report."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from functron.checkpoint import database, failures, manifest, orbax, writer
+from functron.checkpoint.chunks import Division
+from functron.checkpoint.ranks import Ranks
+from functron.errors import Problem, raise_problems
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be saved, and where.
+
+    Attributes:
+        target: the checkpoint's folder.
+        division: who writes what.
+        metadata: the user's, as JSON holds it.
+        in_flight: bytes that each process writes at the same time.
+    """
+
+    target: Path
+    division: Division
+    metadata: Mapping[str, Any]
+    in_flight: int = database.IN_FLIGHT
+
+
+def save_together(order: Order, source: writer.Source, ranks: Ranks) -> None:
+    """Write a checkpoint, on all processes at once; returns when it is complete and has its name.
+
+    Raises:
+        OSError: some process could not write; all of them raise.
+        TimeoutError: some process is dead, or hangs.
+        ValueError: something lies at the target.
+    """
+    if ranks.rank == 0:
+        _lead(order, source, ranks)
+    else:
+        _follow(order, source, ranks)
+
+
+def refuse(ranks: Ranks, error: BaseException) -> None:
+    """Tell the others, who are about to save, that this process cannot."""
+    if ranks.rank == 0:
+        ranks.tell("begin", _failure(error))
+    ranks.tell(f"done/{ranks.rank}" if ranks.rank else "end", _failure(error))
+
+
+def _lead(order: Order, source: writer.Source, ranks: Ranks) -> None:
+    unfinished: list[Path] = []
+    try:
+        _check_target(order.target)
+
+        def write(folder: Path) -> None:
+            unfinished.append(folder)
+            ranks.tell("begin", {"folder": str(folder)})
+            _write(order, folder, source, ranks)
+            for rank in range(1, ranks.size):
+                _check_answer(ranks.hear(f"done/{rank}", rank), rank, order)
+            writer.check_complete(folder, order.division)
+
+        def finish(folder: Path) -> None:
+            leaves = list(zip(order.division.placement.leaves, order.division.chunks, strict=True))
+            manifest.make(folder, leaves, order.metadata, _origin(order), ranks.beat)
+
+        leaves = order.division.placement.leaves
+        orbax.commit(order.target, leaves, order.metadata, write, finish)
+        for name in manifest.LATER:
+            if (order.target / name).exists():
+                manifest.sync(order.target / name)
+        manifest.sync(order.target.parent)
+    except BaseException as error:
+        for folder in unfinished:
+            shutil.rmtree(folder, ignore_errors=True)
+        refuse(ranks, error)
+        _raise_plainly(error, order)
+    ranks.tell("end", {})
+
+
+def _follow(order: Order, source: writer.Source, ranks: Ranks) -> None:
+    begin = ranks.hear("begin", 0)
+    _raise_failure(begin, 0, order)
+    try:
+        _write(order, Path(begin["folder"]), source, ranks)
+    except BaseException as error:
+        refuse(ranks, error)
+        _raise_plainly(error, order)
+    ranks.tell(f"done/{ranks.rank}", {"digest": order.division.digest})
+    _raise_failure(ranks.hear("end", 0), 0, order)
+
+
+def _write(order: Order, folder: Path, source: writer.Source, ranks: Ranks) -> None:
+    writer.write(folder, order.division, source, in_flight=order.in_flight, progress=ranks.beat)
+
+
+def _check_target(target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = failures.of_writing(error, str(target.parent), target.parent)
+        raise_problems("cannot save the checkpoint", [problem], OSError)
+    if target.exists():
+        problem = Problem(str(target), "an existing path", "a new one", "choose another")
+        raise_problems("cannot save the checkpoint", [problem])
+
+
+def _origin(order: Order) -> dict[str, Any]:
+    placement = order.division.placement
+    return {
+        "mesh": str(placement.mesh),
+        "processes": placement.num_ranks,
+        "time": time.time(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _check_answer(answer: Mapping[str, Any], rank: int, order: Order) -> None:
+    _raise_failure(answer, rank, order)
+    if answer["digest"] != order.division.digest:
+        problem = Problem(
+            f"rank {rank}",
+            "another state, mesh or specs than rank 0",
+            "the same on all ranks",
+            "build the placement from the same configuration everywhere",
+        )
+        raise_problems(f"cannot save the checkpoint {order.target}", [problem])
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    text = str(error) or type(error).__name__
+    return {"error": text, "input": isinstance(error, ValueError)}
+
+
+def _raise_failure(message: Mapping[str, Any], rank: int, order: Order) -> None:
+    """Raise what went wrong on another rank, if something did."""
+    if "error" in message:
+        kind = ValueError if message["input"] else OSError
+        raise kind(f"rank {rank} could not save the checkpoint {order.target}:\n{message['error']}")
+
+
+def _raise_plainly(error: BaseException, order: Order) -> None:
+    """Raise `error`, or an OSError that says what it means where only the system knows."""
+    if isinstance(error, OSError) and error.errno is not None:
+        what = str(error.filename or order.target)
+        problem = failures.of_writing(error, what, order.target.parent)
+        raise OSError(
+            error.errno, f"cannot save the checkpoint {order.target}\n  - {problem}"
+        ) from error
+    raise error
