@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
@@ -36,11 +37,15 @@ class GPTConfig:
         activation: of the feed-forward layer.
         gated: multiply the activation by a second projection (SwiGLU with silu).
         bias: biases on all linear layers.
+        qkv_bias: biases on queries, keys and values, also without `bias` (Qwen2).
         qk_norm: RMSNorm on queries and keys.
+        zero_centered_norm: norms multiply by 1 + scale, and scales start at 0 (Gemma).
         positions: ``"rope"``, ``"learned"`` or ``"none"``.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: Llama 3.1's frequency scaling, or None.
+        rope_scaling: stretching of the rotary frequencies for longer sequences, or None.
         tied: one matrix for embedding and unembedding.
+        embed_scale: multiplies the embedding of a token, not the unembedding; sqrt(embed_dim) in
+            Gemma.
         dropout: rate on the embedding and on what each sublayer adds. Attention probabilities are
             not dropped.
         z_loss: weight of the squared log-normaliser in the loss.
@@ -64,11 +69,14 @@ class GPTConfig:
     activation: nn.Activation = "silu"
     gated: bool = True
     bias: bool = False
+    qkv_bias: bool = False
     qk_norm: bool = False
+    zero_centered_norm: bool = False
     positions: Positions = "rope"
     rope_theta: float = 10000.0
     rope_scaling: nn.RopeScaling | None = None
     tied: bool = False
+    embed_scale: float = 1.0
     dropout: float = 0.0
     z_loss: float = 0.0
     init_stddev: float = 0.02
@@ -96,6 +104,9 @@ class GPTConfig:
                 found.append(Problem(name, repr(value), "a known name", fix))
         if not 0 <= self.dropout < 1:
             found.append(Problem("dropout", str(self.dropout), "at least 0 and below 1"))
+        if not 0 < self.embed_scale < math.inf:
+            fix = "1 leaves the embedding as it is"
+            found.append(Problem("embed_scale", str(self.embed_scale), "a positive number", fix))
         return found + misfits
 
     def _misfits(self) -> list[Problem]:
@@ -141,9 +152,10 @@ class GPTConfig:
             self.num_heads,
             self.kv_heads,
             self.head_size,
-            bias=self.bias,
+            bias=self.bias or self.qkv_bias,
             out_bias=self.bias,
             qk_norm=self.qk_norm,
+            zero_centered_norm=self.zero_centered_norm,
             norm_eps=self.norm_eps,
         )
 

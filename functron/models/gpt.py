@@ -64,12 +64,15 @@ def defs(config: GPTConfig) -> dict:
     """
     c, dtype = config, config.torch_dtype
     out_stddev = c.init_stddev / math.sqrt(2 * c.num_layers)
+    stream_norm = nn.norm_defs(
+        c.embed_dim, c.norm, axis="embed", dtype=dtype, zero_centered=c.zero_centered_norm
+    )
     block = {
-        "attention_norm": nn.norm_defs(c.embed_dim, c.norm, axis="embed", dtype=dtype),
+        "attention_norm": stream_norm,
         "attention": nn.attention_defs(
             c.attention, stddev=c.init_stddev, out_stddev=out_stddev, dtype=dtype
         ),
-        "mlp_norm": nn.norm_defs(c.embed_dim, c.norm, axis="embed", dtype=dtype),
+        "mlp_norm": stream_norm,
         "mlp": nn.mlp_defs(
             c.embed_dim,
             c.mlp_dim,
@@ -84,7 +87,7 @@ def defs(config: GPTConfig) -> dict:
     model = {
         "embed": ParamDef((c.padded_vocab, c.embed_dim), ("vocab", "embed"), normal, dtype),
         "blocks": params.stack(block, c.num_layers),
-        "norm": nn.norm_defs(c.embed_dim, c.norm, axis="embed", dtype=dtype),
+        "norm": stream_norm,
     }
     if c.positions == "learned":
         model["positions"] = ParamDef((c.max_seq, c.embed_dim), (None, "embed"), normal, dtype)
@@ -218,7 +221,7 @@ def stage(
 
     if part.embed:
         with named_scope("embed"):
-            x = nn.embed_tokens(weights["embed"], tokens, stream=stream)
+            x = nn.embed_tokens(weights["embed"], tokens, stream=stream, scale=config.embed_scale)
             if config.positions == "learned":
                 x = nn.add_positions(x, weights["positions"], stream=stream)
             x = drop(x, None if keys is None else keys[-1])
@@ -230,7 +233,7 @@ def stage(
     if not part.loss:
         return x
     with named_scope("norm"):
-        x = nn.norm(weights["norm"], x, eps=config.norm_eps)
+        x = _norm(config, weights["norm"], x)
     with named_scope("unembed"):
         unembed = weights["embed"].mT if config.tied else weights["unembed"]
         return nn.column_parallel(nn.gather_sequence(x, stream), unembed)
@@ -244,6 +247,10 @@ def uses(config: GPTConfig) -> dict[str, str]:
     if not config.tied:
         table["unembed"] = "L"
     return table
+
+
+def _norm(config: GPTConfig, weights: dict, x: Tensor) -> Tensor:
+    return nn.norm(weights, x, eps=config.norm_eps, zero_centered=config.zero_centered_norm)
 
 
 def _rope(config: GPTConfig, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -270,13 +277,13 @@ def _block(
         weights, key = layer
         keys = (None, None) if key is None else random.split(key).unbind(0)
         with named_scope("attention"):
-            y = nn.norm(weights["attention_norm"], x, eps=config.norm_eps)
+            y = _norm(config, weights["attention_norm"], x)
             y = nn.self_attention(
                 weights["attention"], y, config.attention, rope=rope, stream=stream, core=core
             )
             x = x + drop(y, keys[0])
         with named_scope("mlp"):
-            y = nn.norm(weights["mlp_norm"], x, eps=config.norm_eps)
+            y = _norm(config, weights["mlp_norm"], x)
             y = nn.mlp(weights["mlp"], y, activation=config.activation, stream=stream)
             return x + drop(y, keys[1]), None
 

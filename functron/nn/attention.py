@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from functron.nn.linear import column_parallel, gather_sequence, linear_defs, row_parallel
-from functron.nn.norm import norm_defs, rms_norm
+from functron.nn.norm import norm, norm_defs
 from functron.nn.rope import apply_rope
 from functron.ops.attention import attention
 from functron.spmd import collectives as lax
@@ -30,6 +30,7 @@ class AttentionConfig:
         out_bias: bias on the output projection.
         qk_norm: RMSNorm queries and keys per head (Dehghani et al. 2023; Qwen3).
         norm_eps: epsilon of that norm.
+        zero_centered_norm: it multiplies by 1 + scale.
     """
 
     embed_dim: int
@@ -40,6 +41,7 @@ class AttentionConfig:
     out_bias: bool = False
     qk_norm: bool = False
     norm_eps: float = 1e-6
+    zero_centered_norm: bool = False
 
 
 def attention_defs(
@@ -72,8 +74,14 @@ def attention_defs(
         ),
     }
     if config.qk_norm:
-        defs["q_norm"] = norm_defs(config.head_dim, "rms", axis=None, dtype=dtype)
-        defs["k_norm"] = norm_defs(config.head_dim, "rms", axis=None, dtype=dtype)
+        for name in ("q_norm", "k_norm"):
+            defs[name] = norm_defs(
+                config.head_dim,
+                "rms",
+                axis=None,
+                dtype=dtype,
+                zero_centered=config.zero_centered_norm,
+            )
     return defs
 
 
@@ -104,8 +112,9 @@ def self_attention(
     x = gather_sequence(x, stream, axis)
     q, k, v = (column_parallel(x, params[n]["w"], params[n].get("b")) for n in ("q", "k", "v"))
     if config.qk_norm:
-        q = rms_norm(q, params["q_norm"]["scale"], eps=config.norm_eps)
-        k = rms_norm(k, params["k_norm"]["scale"], eps=config.norm_eps)
+        eps, zero_centered = config.norm_eps, config.zero_centered_norm
+        q = norm(params["q_norm"], q, eps=eps, zero_centered=zero_centered)
+        k = norm(params["k_norm"], k, eps=eps, zero_centered=zero_centered)
     if rope is not None:
         q, k = apply_rope(q, rope), apply_rope(k, rope)
     k, v = (_match_heads(y, q.shape[-2], config, axis) for y in (k, v))

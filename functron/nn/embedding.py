@@ -17,8 +17,9 @@ def embed_tokens(
     *,
     stream: P,
     axis: str = "tp",
+    scale: float = 1.0,
 ) -> Float[Tensor, "batch seq embed"]:
-    """x_t = table[token_t], with the rows of the table split over `axis`.
+    """x_t = scale table[token_t], with the rows of the table split over `axis`.
 
     Every rank looks up the tokens whose rows it holds and contributes zeros for the others.
 
@@ -26,6 +27,7 @@ def embed_tokens(
         table: ``[vocab / n, embed]``, this rank's rows.
         tokens: ``[batch, seq]`` int64, the whole sequence on every rank.
         stream: the spec of the result.
+        scale: rounded to the table's dtype before it multiplies, as where it comes from (Gemma).
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: as `reduce_partial`.
@@ -33,6 +35,8 @@ def embed_tokens(
     rows = tokens - lax.axis_index(axis) * table.shape[0]
     here = (rows >= 0) & (rows < table.shape[0])
     found = F.embedding(rows.clamp(0, table.shape[0] - 1), table)
+    if scale != 1:
+        found = found * torch.full((), scale, dtype=found.dtype, device=found.device)
     zero = torch.zeros((), dtype=found.dtype, device=found.device)
     return reduce_partial(torch.where(here.unsqueeze(-1), found, zero), stream, axis)
 

@@ -13,9 +13,20 @@ from functron.typing import Float, Tensor
 NormKind = Literal["rms", "layer"]
 
 
-def norm_defs(size: int, kind: NormKind, *, axis: str | None, dtype: torch.dtype) -> dict:
-    """Defs ``{"scale"}`` of an RMSNorm, or ``{"scale", "bias"}`` of a LayerNorm, over `size`."""
-    defs = {"scale": ParamDef((size,), (axis,), ones, dtype, decay=False)}
+def norm_defs(
+    size: int,
+    kind: NormKind,
+    *,
+    axis: str | None,
+    dtype: torch.dtype,
+    zero_centered: bool = False,
+) -> dict:
+    """Defs ``{"scale"}`` of an RMSNorm, or ``{"scale", "bias"}`` of a LayerNorm, over `size`.
+
+    The scale starts at 1; with `zero_centered` it is what is added to 1, and starts at 0.
+    """
+    start = zeros if zero_centered else ones
+    defs = {"scale": ParamDef((size,), (axis,), start, dtype, decay=False)}
     if kind == "layer":
         defs["bias"] = ParamDef((size,), (axis,), zeros, dtype, decay=False)
     return defs
@@ -51,9 +62,20 @@ def layer_norm(
 
 
 def norm(
-    params: dict, x: Float[Tensor, "*batch embed"], *, eps: float
+    params: dict, x: Float[Tensor, "*batch embed"], *, eps: float, zero_centered: bool = False
 ) -> Float[Tensor, "*batch embed"]:
-    """The norm whose parameters these are: LayerNorm where there is a bias, else RMSNorm."""
-    if "bias" in params:
-        return layer_norm(x, params["scale"], params["bias"], eps=eps)
-    return rms_norm(x, params["scale"], eps=eps)
+    """The norm whose parameters these are: LayerNorm where there is a bias, else RMSNorm.
+
+    Args:
+        params: as `norm_defs`.
+        x: ``[..., embed]``.
+        zero_centered: multiply by 1 + scale (Gemma; Megatron's zero-centered gamma).
+    """
+    scale, bias, dtype = params["scale"], params.get("bias"), x.dtype
+    if zero_centered:
+        # in bfloat16, 1 + scale would lose the digits that this parametrisation is there to keep
+        wide = torch.promote_types(dtype, torch.float32)
+        x, scale, bias = x.to(wide), 1 + scale.to(wide), None if bias is None else bias.to(wide)
+    if bias is not None:
+        return layer_norm(x, scale, bias, eps=eps).to(dtype)
+    return rms_norm(x, scale, eps=eps).to(dtype)

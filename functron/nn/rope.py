@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -12,19 +13,23 @@ from functron.typing import Float, Int, Tensor
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of low frequencies (Grattafiori et al. 2024, section 3.4.2).
+    """Stretching of rotary wavelengths, for sequences longer than those of pretraining.
 
     Attributes:
         factor: how many times longer the longest wavelengths become.
         low_freq_factor: wavelengths above ``original_max_seq / low_freq_factor`` are stretched.
         high_freq_factor: wavelengths below ``original_max_seq / high_freq_factor`` are kept.
         original_max_seq: the sequence length of pretraining, in tokens.
+        kind: ``"llama3"`` stretches long wavelengths alone (Grattafiori et al. 2024, section
+            3.4.2); ``"linear"`` stretches all by `factor` and takes no notice of the other fields
+            (Chen et al. 2023).
     """
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq: int = 8192
+    kind: Literal["llama3", "linear"] = "llama3"
 
 
 def rope_frequencies(
@@ -35,6 +40,8 @@ def rope_frequencies(
     freqs = theta**-exponent
     if scaling is None:
         return freqs
+    if scaling.kind == "linear":
+        return freqs / scaling.factor
     wavelength = 2 * math.pi / freqs
     low = scaling.original_max_seq / scaling.low_freq_factor
     high = scaling.original_max_seq / scaling.high_freq_factor

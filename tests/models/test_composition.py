@@ -28,7 +28,15 @@ GPT2 = replace(
 )
 MODELS = {
     "llama": replace(BASE, num_kv_heads=4, rope_scaling=ft.nn.RopeScaling(original_max_seq=16)),
-    "llama-multi-query": replace(BASE, num_kv_heads=1, qk_norm=True, z_loss=1e-2),
+    "llama-multi-query": replace(
+        BASE,
+        num_kv_heads=1,
+        qk_norm=True,
+        z_loss=1e-2,
+        qkv_bias=True,
+        zero_centered_norm=True,
+        embed_scale=5.0,
+    ),
     "gpt2": GPT2,
 }
 MESHES = [

@@ -78,6 +78,8 @@ def test_every_problem_of_a_config_is_listed():
         ({"head_dim": 3}, "head_dim: got 3; wanted an even number, for rope"),
         ({"dropout": -0.1}, r"dropout: got -0\.1; wanted at least 0 and below 1"),
         ({"max_seq": 0}, "max_seq: got 0; wanted at least 1"),
+        ({"embed_scale": 0.0}, r"embed_scale: got 0\.0; wanted a positive number"),
+        ({"embed_scale": float("nan")}, "embed_scale: got nan"),
         ({"activation": "silo"}, "activation: got 'silo'.*did you mean 'silu'"),
         ({"dtype": "float16"}, "dtype: got 'float16'"),
     ],
@@ -119,6 +121,27 @@ def test_defs(config, extra):
     assert {d.shape[0] for d in tree.leaves(defs["blocks"])} == {2}
     assert {d.axes[0] for d in tree.leaves(defs["blocks"])} == {"layers"}
     assert {d.dtype for d in tree.leaves(defs)} == {torch.float64}
+
+
+def test_biases_on_queries_keys_and_values_alone():
+    attention = gpt.defs(replace(SMALL, qkv_bias=True))["blocks"]["attention"]
+    assert {name for name in attention if "b" in attention[name]} == {"q", "k", "v"}
+    everything = gpt.defs(replace(SMALL, bias=True))
+    assert tree.paths(gpt.defs(replace(SMALL, bias=True, qkv_bias=True))) == tree.paths(everything)
+
+
+def test_zero_centered_norms_are_the_same_model_at_first():
+    """Scales of 0 that 1 is added to: of the stream's norms and of those of queries and keys."""
+    tokens = tokens_of(SMALL)
+    plain, centered = (
+        replace(SMALL, qk_norm=True, zero_centered_norm=flag) for flag in (False, True)
+    )
+    scales = [w for path, w in zip(tree.paths(weights_of(centered)), tree.leaves(weights_of(centered)), strict=True)
+              if path.endswith("scale")]  # fmt: skip
+    assert len(scales) == 5
+    assert all(scale.eq(0).all() for scale in scales)
+    out, expected = (gpt.forward(c, weights_of(c), tokens) for c in (centered, plain))
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_projections_into_the_stream_start_smaller():

@@ -33,6 +33,26 @@ def test_embed_tokens(agrees, randn, mesh, stream, tokens):
     )
 
 
+def test_scaled_embedding(agrees, randn, mesh, stream, tokens):
+    agrees(
+        lambda table, tokens: nn.embed_tokens(table, tokens, stream=stream, scale=2.5),
+        lambda table, tokens: 2.5 * (F.one_hot(tokens, VOCAB).double() @ table),
+        (randn(VOCAB, EMBED),),
+        mesh,
+        (P("tp"),),
+        stream,
+        others=(tokens,),
+        other_specs=(P(DATA_AXES),),
+    )
+
+
+def test_the_scale_is_rounded_to_the_dtype_of_the_table():
+    table = torch.randn(VOCAB, EMBED, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tokens = torch.arange(VOCAB)[None]
+    out = nn.embed_tokens(table, tokens, stream=P(DATA_AXES), scale=3072**0.5)  # 55.43
+    assert torch.equal(out[0], table * torch.tensor(55.5, dtype=torch.bfloat16))
+
+
 def test_add_positions(agrees, randn, mesh, stream):
     agrees(
         lambda table, x: nn.add_positions(x, table, stream=stream),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import functron as ft
 from functron import nn
 
 EMBED = 6
@@ -35,6 +36,43 @@ def test_norm(agrees, draw, specs, randn, mesh, stream, kind, eps):
         (specs(defs), stream),
         stream,
     )
+
+
+@pytest.mark.parametrize("kind", list(FORMULAS))
+def test_zero_centered_norms_multiply_by_one_plus_scale(
+    agrees, draw, specs, randn, mesh, stream, kind
+):
+    defs = nn.norm_defs(EMBED, kind, axis="embed", dtype=torch.float64, zero_centered=True)
+
+    def formula(params, x):
+        return FORMULAS[kind]({**params, "scale": 1 + params["scale"]}, x, 1e-5)
+
+    agrees(
+        lambda params, x: nn.norm(params, x, eps=1e-5, zero_centered=True),
+        formula,
+        (draw(defs), 3 * randn(4, 8, EMBED) + 1),
+        mesh,
+        (specs(defs), stream),
+        stream,
+    )
+    start = ft.init_params(ft.random.key(0), defs)
+    assert start["scale"].eq(0).all()
+
+
+@pytest.mark.parametrize("kind", list(FORMULAS))
+def test_one_plus_scale_is_not_rounded_to_bfloat16(kind):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 256, generator=generator).bfloat16()
+    scale = torch.full((256,), 2.0**-9).bfloat16()  # 1 + scale lies between two bfloat16 numbers
+    params = {"scale": scale, "bias": torch.zeros_like(scale)}
+    if kind == "rms":
+        del params["bias"]
+    out = nn.norm(params, x, eps=1e-6, zero_centered=True)
+    exact = {name: value.double() + (name == "scale") for name, value in params.items()}
+    expected = FORMULAS[kind](exact, x.double(), 1e-6)
+    assert out.dtype == torch.bfloat16
+    # the nearest bfloat16 but where float32's own error tips a tie, so all but a few are equal
+    assert (out == expected.bfloat16()).float().mean() > 0.99
 
 
 def test_rms_norm_of_bfloat16_is_computed_in_float32():

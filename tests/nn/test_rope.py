@@ -82,6 +82,13 @@ def test_scaling(scaling):
     torch.testing.assert_close(torch.complex(cos, sin), expected, rtol=0, atol=2e-5)
 
 
+def test_linear_scaling():
+    positions = [0, 1, 5, 60]
+    cos, sin = table(positions, scaling=nn.RopeScaling(factor=4.0, kind="linear"))
+    expected = rotations([position / 4 for position in positions], HEAD_DIM, THETA)
+    torch.testing.assert_close(torch.complex(cos, sin), expected, rtol=0, atol=2e-5)
+
+
 def test_far_positions_stay_within_float32():
     positions = [8191, 131071]
     cos, sin = table(positions)
