@@ -168,15 +168,12 @@ def _cut(shape: list[int], free: list[bool], limit: int) -> tuple[int, ...]:
             parts = -(-math.prod(shape) // limit)
             if parts <= 1:
                 return tuple(shape)
-            if free[dim]:
+            if free[dim] or size <= parts:
                 shape[dim] = -(-size // parts)
                 continue
-            most = min(size, int(min(size, parts * patience)))
-            divisor = next((k for k in range(parts, most + 1) if size % k == 0), None)
-            if divisor is not None:
-                shape[dim] = size // divisor
-            elif patience == math.inf:
-                shape[dim] = 1
+            several = range(parts, int(min(size, parts * patience)) + 1)
+            divisor = next((k for k in several if size % k == 0), None)
+            shape[dim] = size if divisor is None else size // divisor
     return tuple(shape)
 
 
