@@ -1,0 +1,270 @@
+"""Hugging Face weights straight into our layout: each rank reads only what it keeps."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from functron import tree
+from functron.errors import Problem, nearest, raise_problems
+from functron.hub.config import CONFIG, differences, family_of, parse, read_table
+from functron.hub.families import Family
+from functron.hub.files import open_folder
+from functron.hub.rules import Box, Layout, Part, layouts, tensors
+from functron.models import gpt
+from functron.models.config import GPTConfig
+from functron.params import abstract_params
+from functron.spmd import BoundMesh, Mesh, P
+from functron.spmd.spec import is_spec, local_shape, offsets, validate
+
+COMPARED_ROWS = 1 << 10
+
+
+class Source(Protocol):
+    """Tensors by name, read in slices."""
+
+    def shapes(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor."""
+        ...
+
+    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
+        """These slices of a tensor."""
+        ...
+
+
+def load(
+    path: str | Path,
+    config: GPTConfig | None = None,
+    *,
+    specs: tree.Tree | None = None,
+    mesh: Mesh | BoundMesh | None = None,
+    device: torch.device | str = "cpu",
+) -> dict:
+    """The parameters of a Hugging Face model, as `gpt.defs(config)` lays them out.
+
+    Reads safetensors files, one slice at a time: beyond what it returns it needs memory for one
+    slice of one tensor. Rows of padding in the vocabulary are zeros. No collectives.
+
+    Args:
+        path: a folder with config.json and model.safetensors, or an index and its files.
+        config: what `read_config` gave, with changes that leave the model what it is (dtype,
+            dropout, vocab_multiple, a smaller max_seq); None: as it is.
+        specs: the parameters' specs, a prefix tree; needed on a bound mesh.
+        mesh: on a bound mesh this rank's shards are read, else everything.
+        device: where they are put.
+
+    Returns:
+        The tree of parameters in the config's dtype: global values, or this rank's shards.
+
+    Raises:
+        ValueError: files, tensors or entries of config.json that are missing, broken, too many, of
+            another shape or unknown; all offenders are listed.
+    """
+    table = read_table(path)
+    where = str(Path(path) / CONFIG)
+    family = family_of(table, where)
+    if config is None:
+        config = parse(table, where=where)
+    else:
+        _check_config(config, table, where)
+    source = open_folder(path)
+    return read_params(family, config, source, specs=specs, mesh=mesh, device=device)
+
+
+def _check_config(config: GPTConfig, table: Mapping, where: str) -> None:
+    longest = table.get(family_of(table).max_seq)
+    shorter = config.max_seq if longest is not None and config.max_seq < longest else None
+    stored = parse(table, max_seq=shorter, ignore=tuple(table), where=where)
+    fix = "start from hub.read_config and change only what leaves the model what it is"
+    problems = [
+        Problem(name, repr(getattr(config, name)), f"{getattr(stored, name)!r}, as stored", fix)
+        for name in differences(config, stored)
+    ]
+    raise_problems(f"the config is not that of {where}", problems)
+
+
+def from_tensors(model_type: str, config: GPTConfig, named: Mapping[str, torch.Tensor]) -> dict:
+    """Our tree from tensors by their Hugging Face names: parameters, or gradients of them.
+
+    Args:
+        model_type: the family, such as ``"llama"``.
+        config: the architecture.
+        named: a state dict; tied tensors may be there or not.
+
+    Raises:
+        ValueError: tensors are missing, too many, or of another shape; all offenders are listed.
+    """
+    return read_params(family_of({"model_type": model_type}), config, _InMemory(named))
+
+
+class _InMemory:
+    def __init__(self, named: Mapping[str, torch.Tensor]):
+        self._named = named
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (tuple(value.shape), value.dtype) for name, value in self._named.items()}
+
+    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
+        return self._named[name].detach()[tuple(slices)]
+
+
+def read_params(
+    family: Family,
+    config: GPTConfig,
+    source: Source,
+    *,
+    specs: tree.Tree | None = None,
+    mesh: Mesh | BoundMesh | None = None,
+    device: torch.device | str = "cpu",
+) -> dict:
+    """`load` of tensors that come from anywhere.
+
+    Raises:
+        ValueError: as `load`.
+    """
+    defs = gpt.defs(config)
+    found = layouts(family.rules, defs, config.vocab_size)
+    stored = match(family, config, found, source)
+    boxes = _boxes(defs, specs, mesh)
+    leaves = {}
+    for layout in found:
+        for part in layout.parts:
+            box = boxes[part.path]
+            sizes = [stop - start for start, stop in box]
+            # padding of the vocabulary is never read, and must not be garbage
+            leaf = torch.zeros(sizes, dtype=config.torch_dtype, device=device)
+            _fill_(leaf, layout, part, box, stored, source)
+            leaves[part.path] = leaf
+    structure = tree.structure(defs)
+    return tree.unflatten(structure, [leaves[path] for path in tree.paths(defs)])
+
+
+def _boxes(
+    defs: tree.Tree, specs: tree.Tree | None, mesh: Mesh | BoundMesh | None
+) -> dict[str, Box]:
+    """What this process keeps of every leaf."""
+    like, paths = abstract_params(defs), tree.paths(defs)
+    shapes = [leaf.shape for leaf in tree.leaves(like)]
+    if mesh is not None and specs is not None:
+        validate(like, specs, mesh, what="params")
+    if not isinstance(mesh, BoundMesh):
+        return {
+            path: tuple((0, size) for size in shape)
+            for path, shape in zip(paths, shapes, strict=True)
+        }
+    if specs is None:
+        problem = Problem("specs", "None", "the parameters' specs", "pass param_specs(defs, rules)")
+        raise_problems("cannot load onto a bound mesh", [problem])
+    flat = tree.broadcast_prefix(specs, like, is_leaf=is_spec, what="specs")
+    found = {}
+    for path, shape, spec in zip(paths, shapes, flat, strict=True):
+        spec = spec if spec is not None else P()
+        starts = offsets(shape, spec, mesh, mesh.coordinate)
+        sizes = local_shape(shape, spec, mesh)
+        found[path] = tuple((a, a + n) for a, n in zip(starts, sizes, strict=True))
+    return found
+
+
+def _fill_(
+    leaf: torch.Tensor,
+    layout: Layout,
+    part: Part,
+    box: Box,
+    stored: Mapping[str, str],
+    source: Source,
+) -> None:
+    """Read `box` of a leaf, row by row of its stacked dims, into `leaf`."""
+    count = len(layout.stacked)
+    inner = tuple(
+        (start, min(stop, real)) for (start, stop), real in zip(box[count:], part.real, strict=True)
+    )
+    if any(start >= stop for start, stop in inner):
+        return  # nothing but padding
+    for index in itertools.product(*(range(*rows) for rows in box[:count])):
+        name = stored[layout.name(index)]
+        piece = layout.to_ours(part, inner, source.read(name, layout.source(part, inner)))
+        row = leaf[tuple(i - start for i, (start, _) in zip(index, box[:count], strict=True))]
+        for dim, (start, stop) in enumerate(inner):
+            row = row.narrow(dim, 0, stop - start)
+        row.copy_(piece)
+
+
+def match(
+    family: Family, config: GPTConfig, found: Sequence[Layout], source: Source
+) -> dict[str, str]:
+    """By what name the source has each tensor of `found`: all of them, and nothing else.
+
+    Raises:
+        ValueError: tensors are missing, too many, or have another shape; all offenders are listed.
+    """
+    shapes = source.shapes()
+    bare = not any(name.startswith(family.prefix) for name in shapes)
+    wanted = {layout.name(index): layout for layout, index in tensors(found)}
+    stored = {name: name.removeprefix(family.prefix) if bare else name for name in wanted}
+    problems = list(_missing(found, stored, shapes))
+    extra = [name for name in shapes.keys() - set(stored.values()) if not _unused(family, name)]
+    tied = _tied_copy(family, config, extra)
+    problems += _extra([name for name in extra if name != tied], stored.values())
+    for name, layout in wanted.items():
+        shape, dtype = shapes.get(stored[name], (layout.shape, torch.float32))
+        if shape != layout.shape:
+            fix = "does config.json belong to these weights?"
+            problems.append(Problem(name, str(list(shape)), str(list(layout.shape)), fix))
+        elif not dtype.is_floating_point or dtype.itemsize == 1:
+            fix = "quantised weights cannot be read: use the unquantised model"
+            problems.append(Problem(name, str(dtype), "a floating dtype of 16 bits or more", fix))
+    if tied is not None and not problems:
+        embed = next(name for name in wanted if "embed" in wanted[name].rule.paths)
+        problems += _differing(source, tied, stored[embed], shapes[tied][0])
+    raise_problems(f"these are not the weights of this {family.model_type} model", problems)
+    return stored
+
+
+def _unused(family: Family, name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in family.unused)
+
+
+def _tied_copy(family: Family, config: GPTConfig, extra: Sequence[str]) -> str | None:
+    """The unembedding that was stored although the embedding is it."""
+    heads = [rule.name for rule in family.rules if rule.paths == ("unembed",)]
+    return next((name for name in heads if config.tied and name in extra), None)
+
+
+def _differing(source: Source, tied: str, embed: str, shape: tuple[int, ...]) -> Iterator[Problem]:
+    for start in range(0, shape[0], COMPARED_ROWS):
+        rows = (slice(start, start + COMPARED_ROWS), slice(0, shape[1]))
+        if not torch.equal(source.read(tied, rows), source.read(embed, rows)):
+            fix = 'set "tie_word_embeddings" to false in config.json if they are meant to differ'
+            got = "other numbers than the embedding"
+            yield Problem(tied, got, "the same, as config.json ties them", fix)
+            return
+
+
+def _missing(
+    found: Sequence[Layout], stored: Mapping[str, str], shapes: Mapping
+) -> Iterator[Problem]:
+    fix = "are all files there? does config.json belong to these weights?"
+    for layout in found:
+        indices = itertools.product(*map(range, layout.stacked))
+        names = [name for name in map(layout.name, indices) if stored[name] not in shapes]
+        if names:
+            others = f", nor {len(names) - 1} more of that name" if len(names) > 1 else ""
+            got = f"no such tensor{others}"
+            yield Problem(names[0], got, f"one of shape {list(layout.shape)}", fix)
+
+
+def _extra(extra: Iterable[str], known: Iterable[str]) -> Iterator[Problem]:
+    """One problem for each kind of name; names that differ by numbers alone are of one kind."""
+    kinds: dict[str, list[str]] = {}
+    for name in sorted(extra):
+        kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    for names in kinds.values():
+        got = "a tensor" if len(names) == 1 else f"a tensor, and {len(names) - 1} like it"
+        fix = nearest(names[0], known).split(" (known")[0]
+        fix = fix if fix.startswith("did you mean") else "does config.json belong to these weights?"
+        yield Problem(names[0], got, "none of this name: nothing would use it", fix)

@@ -1,0 +1,191 @@
+"""Name rules: which Hugging Face tensor holds which of our parameters, and in what layout.
+
+A family of models is a table of them, read in both directions. A rule's `dims` says, as einops
+would, how the dims of one tensor become those of ours; a dim in parentheses is a product.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from functron import tree
+
+Box = tuple[tuple[int, int], ...]
+"""From where to where, per dim."""
+
+VOCAB = "vocab"
+"""The dim that we pad: rows beyond the vocabulary's real size are zeros, and no file holds them."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Hugging Face tensor, or one of each layer, and the leaves of ours that it holds.
+
+    Attributes:
+        name: the tensor's name. A field, as in ``"layers.{layer}.ln.weight"``, stands for a number:
+            that of a row of our leaf, whose leading dims are the fields in order.
+        dims: ``"(heads head_dim) embed -> embed heads head_dim"``: the dims of the tensor, then
+            those of our leaf without the stacked ones.
+        paths: our leaves. Several are fused into one tensor.
+        fused: the tensor's dim along which the leaves of `paths` stand one after another.
+    """
+
+    name: str
+    dims: str
+    paths: tuple[str, ...]
+    fused: int = 0
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of the name, in order: our stacked dims."""
+        return tuple(re.findall(r"{(\w+)}", self.name))
+
+    @property
+    def theirs(self) -> tuple[tuple[str, ...], ...]:
+        """The factors of each dim of the Hugging Face tensor, major to minor."""
+        left = self.dims.split("->")[0]
+        return tuple(tuple(dim.strip("()").split()) for dim in re.findall(r"\([^)]*\)|\w+", left))
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """The dims of our leaf after the stacked ones."""
+        return tuple(self.dims.split("->")[1].split())
+
+    def pattern(self) -> re.Pattern[str]:
+        """What matches the names of this rule's tensors; the groups are the fields."""
+        parts = re.split(r"{\w+}", self.name)
+        return re.compile(r"(\d+)".join(map(re.escape, parts)) + r"\Z")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One leaf of ours inside one rule's tensors.
+
+    Attributes:
+        path: of the leaf.
+        shape: of the leaf, without the stacked dims, with the padding of the vocabulary.
+        real: `shape` without that padding.
+        start: where the part begins along the tensor's fused dim.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    real: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A rule with the sizes of a model filled in.
+
+    Attributes:
+        rule: the rule.
+        stacked: the sizes of the rule's fields.
+        parts: the leaves.
+        shape: of each Hugging Face tensor.
+    """
+
+    rule: Rule
+    stacked: tuple[int, ...]
+    parts: tuple[Part, ...]
+    shape: tuple[int, ...]
+
+    def name(self, index: Sequence[int]) -> str:
+        """The name of the tensor with these numbers."""
+        return self.rule.name.format(**dict(zip(self.rule.fields, index, strict=True)))
+
+    def source(self, part: Part, box: Box) -> tuple[slice, ...]:
+        """The least slices of the tensor that hold `box` of the leaf; it must not reach padding."""
+        within = dict(zip(self.rule.ours, box, strict=True))
+        size = dict(zip(self.rule.ours, part.real, strict=True))
+        slices = []
+        for dim, factors in enumerate(self.rule.theirs):
+            start, stop = within[factors[0]]
+            inner = math.prod(size[name] for name in factors[1:])
+            offset = part.start if dim == self.rule.fused else 0
+            slices.append(slice(offset + start * inner, offset + stop * inner))
+        return tuple(slices)
+
+    def to_ours(self, part: Part, box: Box, piece: torch.Tensor) -> torch.Tensor:
+        """`box` of the leaf from what `source` says of the tensor: a view."""
+        rule = self.rule
+        order = [name for factors in rule.theirs for name in factors]
+        within = dict(zip(rule.ours, box, strict=True))
+        size = dict(zip(rule.ours, part.real, strict=True))
+        outer = {factors[0] for factors in rule.theirs}
+        sizes = [
+            within[name][1] - within[name][0] if name in outer else size[name] for name in order
+        ]
+        piece = piece.reshape(sizes)
+        for dim, name in enumerate(order):
+            if name not in outer:
+                start, stop = within[name]
+                piece = piece.narrow(dim, start, stop - start)
+        return piece.permute([order.index(name) for name in rule.ours])
+
+    def to_theirs(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One tensor from the whole leaves of `parts`, in their order, without stacked dims."""
+        pieces = []
+        for part, leaf in zip(self.parts, leaves, strict=True):
+            for dim, size in enumerate(part.real):
+                leaf = leaf.narrow(dim, 0, size)
+            order = [name for factors in self.rule.theirs for name in factors]
+            leaf = leaf.permute([self.rule.ours.index(name) for name in order])
+            pieces.append(leaf.reshape(_their_shape(self.rule, part.real)))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.rule.fused)
+
+
+def layouts(rules: Sequence[Rule], defs: tree.Tree, vocab_size: int) -> list[Layout]:
+    """The rules that a model with these `ParamDef` uses, with its sizes.
+
+    A rule whose leaves the model lacks (biases, say) is left out.
+
+    Raises:
+        ValueError: some leaves stand in no rule: this family has no such models.
+    """
+    shapes = {path: d.shape for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)}
+    found = [_layout(rule, shapes, vocab_size) for rule in rules if rule.paths[0] in shapes]
+    held = [part.path for layout in found for part in layout.parts]
+    missing = sorted(shapes.keys() - set(held))
+    if missing:
+        raise ValueError(f"no tensors of this family hold {', '.join(missing)}")
+    assert len(held) == len(set(held)), held
+    return found
+
+
+def tensors(found: Sequence[Layout]) -> Iterator[tuple[Layout, tuple[int, ...]]]:
+    """Every Hugging Face tensor, as its layout and its numbers, layer by layer."""
+    for _, group in itertools.groupby(found, lambda layout: layout.rule.fields[:1]):
+        members = list(group)
+        if not members[0].stacked:
+            yield from ((layout, ()) for layout in members)
+            continue
+        for first in range(members[0].stacked[0]):
+            for layout in members:
+                for rest in itertools.product(*map(range, layout.stacked[1:])):
+                    yield layout, (first, *rest)
+
+
+def _layout(rule: Rule, shapes: Mapping[str, tuple[int, ...]], vocab_size: int) -> Layout:
+    count = len(rule.fields)
+    parts, start = [], 0
+    for path in rule.paths:
+        shape = shapes[path][count:]
+        names = zip(rule.ours, shape, strict=True)
+        real = tuple(vocab_size if name == VOCAB else size for name, size in names)
+        parts.append(Part(path, shape, real, start))
+        start += _their_shape(rule, real)[rule.fused]
+    whole = list(_their_shape(rule, parts[0].real))
+    whole[rule.fused] = start
+    return Layout(rule, shapes[rule.paths[0]][:count], tuple(parts), tuple(whole))
+
+
+def _their_shape(rule: Rule, real: tuple[int, ...]) -> tuple[int, ...]:
+    size = dict(zip(rule.ours, real, strict=True))
+    return tuple(math.prod(size[name] for name in factors) for factors in rule.theirs)

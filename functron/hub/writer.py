@@ -1,0 +1,309 @@
+"""Our parameters as Hugging Face safetensors, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from functron import tree
+from functron.errors import Problem, nearest, raise_problems
+from functron.hub.config import CONFIG, family_for, family_of, read_table, write_config
+from functron.hub.families import Family
+from functron.hub.files import INDEX, SINGLE, Planned, Writer, exists, index_of, plan
+from functron.hub.rules import Layout, layouts, tensors
+from functron.models import gpt
+from functron.models.config import GPTConfig
+from functron.spmd import BoundMesh, Mesh, P, gather
+from functron.spmd.spec import dim_axes, global_shape, is_spec, num_shards
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+          "float64": torch.float64}  # fmt: skip
+
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "preprocessor_config.json",
+)
+"""Files beside the weights that belong to the model: of the tokenizer and of generation."""
+
+
+def save(
+    path: str | Path,
+    config: GPTConfig,
+    params: tree.Tree,
+    *,
+    specs: tree.Tree | None = None,
+    mesh: Mesh | BoundMesh | None = None,
+    like: str | Path | None = None,
+    model_type: str | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a Hugging Face model that transformers, vLLM and TensorRT-LLM load.
+
+    The folder appears under its name only when it is complete. Tied weights are written once, as
+    transformers does, and the vocabulary without its padding.
+
+    On a bound mesh every rank calls it, with a path and `like` that all of them see; rank 0 writes.
+    Collectives: one all-gather per tensor and axis that splits it, so that each rank needs memory
+    for one whole tensor beyond its shards (where ranks divide the layers, for one of each), and two
+    all-reduces of a number. A failure to write is raised on all ranks.
+
+    Args:
+        path: a folder that does not exist; its parents are made.
+        config: the architecture.
+        params: the parameters, as `gpt.defs(config)`: global values, or this rank's shards.
+        specs: their specs, a prefix tree; needed on a bound mesh.
+        mesh: where they live.
+        like: the folder that the model was loaded from: its tokenizer, config.json and generation
+            settings go with the weights.
+        model_type: the family; None: that of `like`, or the first that has such models.
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``; None: the parameters'.
+        max_shard_bytes: the most data in one file; a tensor that is larger has its own.
+
+    Raises:
+        ValueError: no family has such models, the parameters are not those of the config, or
+            something lies at `path` or cannot be written; all offenders are listed.
+    """
+    kept = read_table(like) if like is not None else None
+    table = {"model_type": model_type} if model_type else kept
+    family = family_of(table) if table is not None else family_for(config)
+    _check_arguments(dtype, max_shard_bytes)
+    flat = _check_params(config, params, specs, mesh)
+    found = layouts(family.rules, gpt.defs(config), config.vocab_size)
+    kind = DTYPES[dtype] if dtype else tree.leaves(params)[0].dtype
+    name = str(kind).removeprefix("torch.")
+    entries = write_config(config, family, kept=kept, dtype=name)
+    listed = [(layout.name(index), kind, layout.shape) for layout, index in tensors(found)]
+    export = _Export(Path(path), plan(listed, max_shard_bytes), entries, like, mesh)
+    export.begin()
+    with torch.no_grad():
+        for layout, index in tensors(found):
+            export.write(layout.name(index), _whole(layout, index, params, flat, mesh))
+    export.end()
+
+
+def to_tensors(
+    config: GPTConfig, params: tree.Tree, model_type: str | None = None
+) -> dict[str, torch.Tensor]:
+    """A state dict of Hugging Face's names from our tree of global values.
+
+    Args:
+        config: the architecture.
+        params: parameters, or gradients of them.
+        model_type: the family; None: the first that has such models.
+
+    Raises:
+        ValueError: models of this family are not like that; all offenders are listed.
+    """
+    family = family_of({"model_type": model_type}) if model_type else family_for(config)
+    write_config(config, family)  # for its refusals
+    return dict(named_tensors(family, config, params))
+
+
+def named_tensors(
+    family: Family, config: GPTConfig, params: tree.Tree
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and values of every tensor of the family, in the order of the files."""
+    flat = _check_params(config, params, None, None)
+    found = layouts(family.rules, gpt.defs(config), config.vocab_size)
+    for layout, index in tensors(found):
+        yield layout.name(index), _whole(layout, index, params, flat, None)
+
+
+def _whole(
+    layout: Layout,
+    index: tuple[int, ...],
+    params: tree.Tree,
+    flat: dict[str, P],
+    mesh: Mesh | BoundMesh | None,
+) -> torch.Tensor:
+    """One Hugging Face tensor, on every rank."""
+    held = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
+    rows = [_row(held[part.path], flat[part.path], index, mesh) for part in layout.parts]
+    return layout.to_theirs(rows)
+
+
+def _row(
+    leaf: torch.Tensor, spec: P, index: tuple[int, ...], mesh: Mesh | BoundMesh | None
+) -> torch.Tensor:
+    """Global row `index` of the stacked dims of a leaf, of which this rank has a shard."""
+    if not isinstance(mesh, BoundMesh):
+        return leaf[index]
+    # Where ranks divide a stacked dim, each gives the row that stands where the wanted one stands
+    # with its owner, and the owner's is picked.
+    axes = dim_axes(spec, leaf.dim())
+    owners = []
+    for dim, wanted in enumerate(index):
+        size = leaf.shape[dim]
+        leaf = leaf.narrow(dim, wanted % size, 1)
+        owners.append(wanted // size if axes[dim] else 0)
+    if any(num_shards(names, mesh) > 1 for names in axes):
+        leaf = gather(leaf.contiguous(), spec, mesh)
+    return leaf[tuple(owners)]
+
+
+def _check_arguments(dtype: str | None, max_shard_bytes: int) -> None:
+    problems = []
+    if dtype is not None and dtype not in DTYPES:
+        fix = nearest(str(dtype), DTYPES)
+        problems.append(Problem("dtype", repr(dtype), "a dtype of weights", fix))
+    if max_shard_bytes < 1:
+        problems.append(Problem("max_shard_bytes", str(max_shard_bytes), "at least 1"))
+    raise_problems("cannot export the model", problems)
+
+
+def _check_params(
+    config: GPTConfig, params: tree.Tree, specs: tree.Tree | None, mesh: Mesh | BoundMesh | None
+) -> dict[str, P]:
+    """The spec of every leaf by its path; refuses parameters that are not those of the config."""
+    defs = gpt.defs(config)
+    leaves = tree.same_structure(defs, params, names=("the config's model", "the parameters"))
+    bound = isinstance(mesh, BoundMesh)
+    if bound and specs is None:
+        problem = Problem("specs", "None", "the parameters' specs", "pass those of the parameters")
+        raise_problems("cannot export from a bound mesh", [problem])
+    flat: Sequence[P | None] = (
+        tree.broadcast_prefix(specs, defs, is_leaf=is_spec, what="specs")
+        if isinstance(mesh, BoundMesh)
+        else [P()] * len(leaves)
+    )
+    found, problems = {}, []
+    rows = zip(tree.paths(defs), tree.leaves(defs), leaves, flat, strict=True)
+    for path, d, leaf, spec in rows:
+        found[path] = spec = spec if spec is not None else P()
+        shape = tuple(leaf.shape)
+        whole = global_shape(shape, spec, mesh) if isinstance(mesh, BoundMesh) else shape
+        if whole != tuple(d.shape):
+            wanted = f"{list(d.shape)}, as the config says"
+            problems.append(Problem(path, str(list(whole)), wanted))
+    raise_problems("these are not the parameters of the config", problems)
+    return found
+
+
+class _Export:
+    """The files of one export: only rank 0 writes, and all ranks learn whether it could.
+
+    A failure is kept until the end, because the other ranks wait for rank 0 in every collective.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        planned: Sequence[Planned],
+        entries: dict,
+        like: str | Path | None,
+        mesh: Mesh | BoundMesh | None,
+    ):
+        self._target, self._planned, self._entries = target, planned, entries
+        self._like = None if like is None else Path(like)
+        self._mesh = mesh if isinstance(mesh, BoundMesh) else None
+        self._folder = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
+        self._main = self._mesh is None or self._mesh.rank == 0
+        self._writer: Writer | None = None
+        self._failure: Exception | None = None
+
+    def begin(self) -> None:
+        """Make the folder, under a name of its own; raise on all ranks where rank 0 cannot."""
+        self._attempt(self._prepare)
+        self._agree()
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the next tensor."""
+        self._attempt(lambda: self._writer is None or self._writer.write(name, tensor))
+
+    def end(self) -> None:
+        """Write what goes with the weights, and give the folder its name."""
+        self._attempt(self._finish)
+        self._agree()
+
+    def _attempt(self, action) -> None:
+        if not self._main or self._failure is not None:
+            return
+        try:
+            action()
+        except BaseException as error:
+            if self._writer is not None:
+                self._writer.abandon()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if not isinstance(error, (OSError, ValueError)):
+                raise
+            self._failure = error
+
+    def _agree(self) -> None:
+        failed = self._failure is not None
+        if self._mesh is not None:
+            flag = torch.tensor(int(failed), device=self._mesh.device_type)
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+            failed = bool(flag)
+        if not failed:
+            return
+        problem = Problem(str(self._target), "a failure on rank 0", "no failure", "see its message")
+        if isinstance(self._failure, OSError):
+            got = self._failure.strerror or str(self._failure)
+            fix = "choose a place with room that this user may write to"
+            problem = Problem(str(self._failure.filename or self._target), got, "a new file", fix)
+        elif self._failure is not None:
+            raise self._failure
+        raise_problems(f"cannot export the model to {self._target}", [problem])
+
+    def _prepare(self) -> None:
+        if os.path.lexists(self._target):
+            problem = Problem(str(self._target), "an existing path", "a new one", "choose another")
+            raise_problems("cannot export the model", [problem])
+        self._folder.mkdir(parents=True)
+        self._writer = Writer(self._folder, self._planned)
+
+    def _finish(self) -> None:
+        write_json(self._folder / CONFIG, self._entries)
+        if [file.name for file in self._planned] != [SINGLE]:
+            write_json(self._folder / INDEX, index_of(self._planned))
+        if self._like is not None:
+            copy_companions(self._like, self._folder)
+        for place in (self._folder, self._target.parent):
+            _sync(place)
+            if place == self._folder:
+                self._folder.rename(self._target)
+
+
+def write_json(path: Path, table: dict) -> None:
+    """Write `table` as transformers does: indented, with a newline at the end."""
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps(table, indent=2) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def copy_companions(source: Path, target: Path) -> list[str]:
+    """Copy the `COMPANIONS` that `source` has into `target`, and return their names."""
+    found = [name for name in COMPANIONS if exists(source / name)]
+    for name in found:
+        shutil.copyfile(source / name, target / name)
+        _sync(target / name)
+    return found
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

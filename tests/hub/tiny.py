@@ -1,0 +1,101 @@
+"""Tiny models of every family, made and stored by transformers: the oracle of these tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5")
+transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
+
+VOCAB, LAYERS, EMBED, HEADS, MLP, MAX_SEQ = 61, 3, 32, 4, 48, 24
+VOCAB_MULTIPLE = 8  # so that 3 rows of padding follow the vocabulary
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": EMBED,
+    "intermediate_size": MLP,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_SEQ,
+}
+# in their small vocabularies; embeddings of a token for padding would have no gradients
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": EMBED,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+    "n_positions": MAX_SEQ,
+    **TOKENS,
+}
+# wavelengths of the four pairs of dims are 6, 63, 628 and 6283: kept, blended, and stretched
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", LLAMA),
+    "llama-tied": ("Llama", {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama3.1": ("Llama", {**LLAMA, "rope_parameters": LLAMA3_ROPE, "head_dim": 8}),
+    "llama-linear": ("Llama", {**LLAMA, "rope_parameters": LINEAR_ROPE}),
+    "llama-biases": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {**LLAMA, "head_dim": 12, "sliding_window": MAX_SEQ}),
+    "qwen2": ("Qwen2", LLAMA),
+    "qwen3": ("Qwen3", {**LLAMA, "head_dim": 12, "tie_word_embeddings": True}),
+    "gemma": ("Gemma", {**LLAMA, "head_dim": 12, "num_key_value_heads": 1, **TOKENS}),
+    "phi3": ("Phi3", {**LLAMA, **TOKENS}),
+    "gpt2": ("GPT2", GPT2),
+    "gpt2-untied": ("GPT2", {**GPT2, "n_inner": MLP, "tie_word_embeddings": False}),
+}
+"""Transformers' name of the family and its settings, by a name for the test."""
+
+
+def make(name: str, **changes: Any) -> torch.nn.Module:
+    """A random model in float32, in which no parameter is special: no norm is 1, no bias 0."""
+    family, settings = CASES[name]
+    config = getattr(transformers, f"{family}Config")(**{**settings, **changes})
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, family + head)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def store(model: torch.nn.Module, path: Path, files: int = 1) -> Path:
+    """The model saved by transformers, in about so many files."""
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    # transformers reads sizes as text with decimal units
+    limit = f"{max(size // files // 1000, 1)}KB" if files > 1 else "1GB"
+    model.save_pretrained(path, max_shard_size=limit)
+    return path
+
+
+def tokens() -> torch.Tensor:
+    """int64 [4, 12], the same ones each time."""
+    return torch.randint(0, VOCAB, (4, 12), generator=torch.Generator().manual_seed(1))
+
+
+def read_back(path: Path, dtype: torch.dtype | str = "auto") -> torch.nn.Module:
+    """The model in a folder, by transformers, with nothing missing, too much or of another shape."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        info
+    )
+    return model.eval()
