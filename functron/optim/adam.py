@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from functron import compat, tree
+from functron.errors import Problem, raise_problems
 from functron.ops.foreach import foreach_
 from functron.optim.learning_rate import (
     LearningRate,
@@ -18,8 +19,12 @@ from functron.optim.learning_rate import (
     scale_by_learning_rate,
 )
 from functron.optim.mask import Mask, add_decayed_weights, mask_leaves
+from functron.optim.quantise import BLOCK, Quantised, dequantise, quantisable, quantise
 from functron.optim.transformation import GradientTransformation, chain, transformation, with_step
 from functron.spmd.spec import P
+
+MomentDtype = torch.dtype | Literal["int8"] | None
+"""How a moment is stored: None as the parameter is, "int8" in blocks of 8 bits (`quantise`)."""
 
 _FUSABLE = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
@@ -29,8 +34,9 @@ class ScaleByAdamState(NamedTuple):
 
     Attributes:
         count: number of updates so far; int64, 0-dim.
-        mu: running mean of the gradients, like the parameters.
-        nu: running mean of their squares, like the parameters.
+        mu: running mean of the gradients, like the parameters; of those that are quantised a
+            `Quantised` each.
+        nu: running mean of their squares, likewise.
     """
 
     count: Any
@@ -43,7 +49,9 @@ def scale_by_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     *,
-    moment_dtype: torch.dtype | None = None,
+    mu_dtype: MomentDtype = None,
+    nu_dtype: MomentDtype = None,
+    quantised: Mask = None,
 ) -> GradientTransformation:
     """Updates divided by their running root mean square: ``mu_hat / (sqrt(nu_hat) + eps)``.
 
@@ -51,15 +59,28 @@ def scale_by_adam(
         b1: decay of the mean of gradients, per update.
         b2: decay of the mean of squared gradients, per update.
         eps: added to the root, as in Optax's `eps` (not its `eps_root`) and in torch.
-        moment_dtype: the dtype in which `mu` and `nu` are stored; None: each parameter's own. The
-            arithmetic is float32 at least, and the state is rounded once per update.
+        mu_dtype, nu_dtype: how `mu` and `nu` are stored: torch.float32, torch.bfloat16, "int8", or
+            None: in each parameter's own. The arithmetic is float32 at least, and the state is
+            rounded once per update, after its use.
+        quantised: with "int8", which leaves are: a mask such as `quantisable(defs)` gives (its rule
+            is for global shapes, which shards do not show). The others are float32. None: by the
+            shapes seen, which is right where nothing is sharded.
+
+    Raises:
+        ValueError: (when called) a shard of a quantised leaf ends within a block.
     """
 
     def init(params):
-        def zeros():
-            return tree.map(lambda p: torch.zeros_like(p, dtype=moment_dtype), params)
+        flags = _quantised_leaves(quantised, params, (mu_dtype, nu_dtype))
 
-        return ScaleByAdamState(new_count(params), zeros(), zeros())
+        def zeros(dtype: MomentDtype, *, signed: bool):
+            leaves, structure = tree.flatten(params)
+            rows = zip(leaves, flags, strict=True)
+            return tree.unflatten(structure, [_zeros(p, flag, dtype, signed) for p, flag in rows])
+
+        return ScaleByAdamState(
+            new_count(params), zeros(mu_dtype, signed=True), zeros(nu_dtype, signed=False)
+        )
 
     def update(updates, state, params=None):
         count = state.count + 1
@@ -70,10 +91,10 @@ def scale_by_adam(
         def one(g, mu, nu):
             wide = torch.promote_types(g.dtype, torch.float32)
             g32 = g.to(wide)
-            mean = b1 * mu.to(wide) + (1 - b1) * g32
-            square = b2 * nu.to(wide) + (1 - b2) * g32 * g32
+            mean = b1 * _read(mu, wide, signed=True) + (1 - b1) * g32
+            square = b2 * _read(nu, wide, signed=False) + (1 - b2) * g32 * g32
             out = (mean / bias1.to(wide)) / ((square / bias2.to(wide)).sqrt() + eps)
-            return out.to(g.dtype), mean.to(mu.dtype), square.to(nu.dtype)
+            return out.to(g.dtype), _like(mean, mu, signed=True), _like(square, nu, signed=False)
 
         flat, shape = tree.flatten(updates)
         rest = (tree.same_structure(updates, part) for part in (state.mu, state.nu))
@@ -96,7 +117,9 @@ def adamw(
     weight_decay: float = 1e-4,
     mask: Mask = None,
     *,
-    moment_dtype: torch.dtype | None = None,
+    mu_dtype: MomentDtype = None,
+    nu_dtype: MomentDtype = None,
+    quantised: Mask = None,
 ) -> GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019), with Optax's argument names, defaults and state layout.
 
@@ -107,11 +130,11 @@ def adamw(
 
     Args:
         learning_rate: a number, or a schedule: a function of the count of updates so far.
-        b1, b2, eps, moment_dtype: see `scale_by_adam`.
+        b1, b2, eps, mu_dtype, nu_dtype, quantised: see `scale_by_adam`.
         weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
     """
     plain = chain(
-        scale_by_adam(b1, b2, eps, moment_dtype=moment_dtype),
+        scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype, nu_dtype=nu_dtype, quantised=quantised),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
@@ -147,10 +170,62 @@ def adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     *,
-    moment_dtype: torch.dtype | None = None,
+    mu_dtype: MomentDtype = None,
+    nu_dtype: MomentDtype = None,
+    quantised: Mask = None,
 ) -> GradientTransformation:
     """Adam (Kingma and Ba 2015): `adamw` without weight decay; the same fused `step_`."""
-    return adamw(learning_rate, b1, b2, eps, weight_decay=0.0, moment_dtype=moment_dtype)
+    return adamw(
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        weight_decay=0.0,
+        mu_dtype=mu_dtype,
+        nu_dtype=nu_dtype,
+        quantised=quantised,
+    )
+
+
+def _quantised_leaves(mask: Mask, params: tree.Tree, dtypes: tuple) -> list[bool]:
+    """Which leaves are quantised where a moment is "int8".
+
+    Raises:
+        ValueError: one of them ends within a block.
+    """
+    if "int8" not in dtypes:
+        return [False] * len(tree.leaves(params))
+    flags = mask_leaves(quantisable if mask is None else mask, params)
+    rows = zip(tree.paths(params), tree.leaves(params), flags, strict=True)
+    raise_problems(
+        "moments in 8 bits cannot be sharded like this",
+        [
+            Problem(path, f"a shard of shape {tuple(p.shape)}", f"a last dim of blocks of {BLOCK}")
+            for path, p, flag in rows
+            if flag and (not p.dim() or p.shape[-1] % BLOCK)
+        ],
+    )
+    return flags
+
+
+def _zeros(param: torch.Tensor, flag: bool, dtype: MomentDtype, signed: bool) -> Any:
+    if dtype != "int8":
+        return torch.zeros_like(param, dtype=dtype)
+    wide = torch.promote_types(param.dtype, torch.float32)
+    zeros = torch.zeros_like(param, dtype=wide)
+    return quantise(zeros, signed=signed) if flag else zeros
+
+
+def _read(moment: Any, dtype: torch.dtype, *, signed: bool) -> torch.Tensor:
+    if isinstance(moment, Quantised):
+        return dequantise(moment, signed=signed, dtype=dtype)
+    return moment.to(dtype)
+
+
+def _like(value: torch.Tensor, before: Any, *, signed: bool) -> Any:
+    if isinstance(before, Quantised):
+        return quantise(value, signed=signed)
+    return value.to(before.dtype)
 
 
 def _columns(grads, adam: ScaleByAdamState, params) -> list[list[torch.Tensor]]:
@@ -165,6 +240,8 @@ def _columns(grads, adam: ScaleByAdamState, params) -> list[list[torch.Tensor]]:
 def _fusable(columns: list[list], count: torch.Tensor, rate: float | torch.Tensor) -> bool:
     """Whether one fused call per dtype computes the step: one count, one rate, equal dtypes."""
     if compat.is_wrapped(count) or (isinstance(rate, torch.Tensor) and compat.is_wrapped(rate)):
+        return False
+    if any(isinstance(leaf, Quantised) for column in columns for leaf in column):
         return False
     dtypes = [[leaf.dtype for leaf in column] for column in columns]
     return set(dtypes[0]) <= _FUSABLE and all(column == dtypes[0] for column in dtypes)

@@ -29,7 +29,7 @@ from functron.ops.foreach import foreach_
 from functron.optim.transformation import GradientTransformation, apply_updates
 from functron.program.recorder import active
 from functron.spmd.mesh import DATA_AXES, BoundMesh, Mesh
-from functron.spmd.shards import cut_tree, cuts_between, join, padded_shape, take
+from functron.spmd.shards import as_entry, cut_tree, cuts_between, join, padded_shape, take
 from functron.spmd.spec import P, entry_axes, is_spec, local_shape, spec_axes
 
 STACKED = "layers"
@@ -74,7 +74,7 @@ def _shard(leaf: Any, spec: P, mesh: Mesh | BoundMesh, axes: Sequence[str]) -> P
     # padded size over size; the first of the best, as its parts lie together in memory
     best = min(dims, key=lambda dim: -(-local[dim] // parts) * parts / max(local[dim], 1))
     entries = [*spec, *itertools.repeat(None, len(leaf.shape) - len(spec))]
-    entries[best] = (*entry_axes(entries[best]), *missing)
+    entries[best] = as_entry([*entry_axes(entries[best]), *missing])
     return P(*entries)
 
 
@@ -176,14 +176,10 @@ def _extend(given: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> tree.Tree:
     `given` may split dims that `specs` does not, by the ranks of a pipeline: between steps they
     hold parts of what the program sees.
     """
-    flat, structure = tree.flatten(given, is_spec)
+    flat, structure = tree.flatten(shards, is_spec)
     like = tree.unflatten(structure, [0] * len(flat))
-    rows = zip(
-        flat,
-        tree.leaves(_full(specs, like), is_spec),
-        tree.leaves(_full(shards, like), is_spec),
-        strict=True,
-    )
+    now, before = (tree.leaves(_full(part, like), is_spec) for part in (given, specs))
+    rows = zip(now, before, flat, strict=True)
     return tree.unflatten(structure, [_appended(*row) for row in rows])
 
 
@@ -191,5 +187,5 @@ def _appended(given: P, spec: P, shard: P) -> P:
     num_dims = max(len(given), len(spec), len(shard))
     entries = [*given, *itertools.repeat(None, num_dims - len(given))]
     for dim, axes in cuts_between(spec, shard, num_dims):
-        entries[dim] = (*entry_axes(entries[dim]), *axes)
+        entries[dim] = as_entry([*entry_axes(entries[dim]), *axes])
     return P(*entries)

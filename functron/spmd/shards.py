@@ -22,7 +22,7 @@ from functron.spmd.axes import Axis, axis_index, axis_size, lookup, scope
 from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.primitives import PsumScatter
-from functron.spmd.spec import P, dim_axes, entry_axes, is_spec
+from functron.spmd.spec import Entry, P, dim_axes, entry_axes, is_spec
 
 
 class Cut(NamedTuple):
@@ -69,13 +69,18 @@ def cuts_between(spec: P, into: P, num_dims: int) -> Cuts:
     )
 
 
+def as_entry(axes: Sequence[str]) -> Entry:
+    """The entry of a spec for a dim that these axes split, as one would write it."""
+    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
+
+
 def whole_over(specs: tree.Tree, axes: Sequence[str]) -> tree.Tree:
     """The specs without these axes: of what is gathered over them."""
 
     def one(spec: P | None) -> P | None:
         if spec is None:
             return None
-        return P(*(tuple(n for n in entry_axes(e) if n not in axes) or None for e in spec))
+        return P(*(as_entry([n for n in entry_axes(e) if n not in axes]) for e in spec))
 
     return tree.map(one, specs, is_leaf=is_spec)
 

@@ -218,7 +218,7 @@ def test_transposed_gradients_are_read_right():
 
 
 def test_moments_may_have_another_dtype():
-    optimizer = optim.adamw(0.1, moment_dtype=torch.bfloat16)
+    optimizer = optim.adamw(0.1, mu_dtype=torch.bfloat16, nu_dtype=torch.bfloat16)
     params, state = run_in_place(optimizer, random(0, torch.float32), torch.float32)
     assert {leaf.dtype for leaf in tree.leaves((state[0].mu, state[0].nu))} == {torch.bfloat16}
     exact, _ = run_in_place(optim.adamw(0.1), random(0))

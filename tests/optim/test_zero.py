@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import functron as ft
 from functron import Mesh, P, gpt, optim, random, tree
 from functron.nn import IGNORE_INDEX
 from functron.pipeline import Partition, even_layout, make, pipelined
-from functron.spmd.shards import pad, unpad
+from functron.spmd.shards import unpad
 from functron.spmd.spec import is_spec
 
 TOLERANCE = 1e-10
@@ -119,3 +118,72 @@ def test_stages_are_the_dense_training(name, mesh, stream, stage, num_microbatch
     close(state.params, want.params)
     specs_of_state = ft.state_specs(specs, optimizer).opt_state
     close(unpadded(state.opt_state, want.opt_state, specs_of_state, mesh), want.opt_state)
+
+
+RULES = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp"}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, fsdp=2), Mesh(fsdp=2, dp=3)], ids=str)
+def test_fully_sharded_parameters_gathered_once_per_step(mesh, zero, scatter, num_microbatches):
+    """ZeRO-3 between steps; hybrid with dp, over which the state may be cut as well."""
+    defs = gpt.defs(CONFIG)
+    specs = ft.param_specs(defs, ft.Rules(RULES))
+    if zero:
+        optimizer, _ = sharded("clip", defs, specs, mesh)
+    else:
+        optimizer = OPTIMIZERS["clip"](specs)
+    state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
+    step = ft.make_step(
+        lambda p, b, key: gpt.loss(CONFIG, p, b), gpt.num_targets, optimizer, mesh, specs,
+        num_microbatches=num_microbatches, scatter=scatter, hoist=True,
+    )  # fmt: skip
+    state, history = run(step, state)
+    want, want_history = dense("clip")
+    close(history, want_history)
+    close(state.params, want.params)
+
+
+@pytest.mark.parametrize("hoist", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_pipelines(schedule, stage, hoist):
+    mesh = Mesh(pp=2, dp=2, fsdp=2 if hoist else 1)
+    table = make(schedule, 2, 3)
+    partition = Partition(even_layout(2, CONFIG.num_layers), table.pipes, gpt.uses(CONFIG))
+
+    def stage_of(part, params, x, data, key, total):
+        y = gpt.stage_loss(CONFIG, part, params, x, data)
+        return y / total if part.loss else y
+
+    defs = gpt.defs(CONFIG)
+    specs = ft.param_specs(defs, ft.Rules(RULES if hoist else {}))
+    optimizer, _ = sharded("clip", defs, specs, mesh)
+    state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
+    step = ft.make_pipelined_step(
+        pipelined(stage_of, partition, table), gpt.num_targets, optimizer, mesh, specs,
+        scatter=stage == 2, hoist=hoist,
+    )  # fmt: skip
+    state, history = run(step, state)
+    want, want_history = dense("clip")
+    close(history, want_history)
+    close(state.params, want.params)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(dp=3)], ids=str)
+def test_compiled_and_traced(mesh, stage):
+    """The program of the step, evaluated (backend eager): simulated ranks of one process."""
+    defs = gpt.defs(CONFIG)
+    optimizer, _ = sharded("clip", defs, P(), mesh)
+    state = ft.init_state(random.key(1), defs, P(), optimizer, mesh)
+    step = ft.make_step(
+        lambda p, b, key: gpt.loss(CONFIG, p, b), gpt.num_targets, optimizer, mesh, P(),
+        num_microbatches=2, scatter=stage == 2,
+    )  # fmt: skip
+    state, history = run(ft.jit(step, donate=0, backend="eager"), state)
+    want, want_history = dense("clip")
+    close(history, want_history)
+    close(state.params, want.params)

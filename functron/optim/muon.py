@@ -1,0 +1,277 @@
+"""Muon (Jordan et al. 2024): momentum whose matrices are orthogonalised by Newton-Schulz steps.
+
+https://kellerjordan.github.io/posts/muon. For the matrices of hidden layers; `muon` leaves all
+other parameters to AdamW. An update is a function of a whole matrix, which ranks may hold in parts
+(tensor parallelism, FSDP, ZeRO): they are gathered, or exchanged so that each rank has some whole
+matrices of a stack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch.nn import functional as F
+
+from functron import tree
+from functron.errors import Problem, nearest, raise_problems
+from functron.optim.adam import adamw
+from functron.optim.learning_rate import LearningRate, scale_by_learning_rate
+from functron.optim.mask import Mask, add_decayed_weights
+from functron.optim.transformation import GradientTransformation, chain, transformation
+from functron.optim.where import where
+from functron.spmd.axes import axis_size
+from functron.spmd.collectives import all_to_all
+from functron.spmd.shards import Cut, Cuts, join, take
+from functron.spmd.spec import P, dim_axes, is_spec
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of Jordan's quintic: steepest at 0, and bounded, rather than convergent, near 1."""
+
+Scale = Literal["adamw", "spectral"]
+"""What an orthogonalised matrix of r outputs and c inputs is multiplied by: with "adamw"
+0.2 sqrt(max(r, c)), about the size of AdamW's updates, so that both share a learning rate and a
+weight decay (Liu et al. 2025); with "spectral" sqrt(max(1, r / c)), Jordan's own."""
+
+_SCALES: Mapping[str, Callable[[int, int], float]] = {
+    "adamw": lambda r, c: 0.2 * math.sqrt(max(r, c)),
+    "spectral": lambda r, c: math.sqrt(max(1, r / c)),
+}
+_STACKED = ("layers", "expert")  # logical axes along which matrices lie side by side
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How a parameter is read as matrices: ``[*batch, *inputs, *outputs]``.
+
+    Attributes:
+        num_batch: leading dims along which matrices are stacked.
+        num_inputs: the dims after these that are flattened to inputs; the rest are outputs.
+        inputs: the product of the global sizes of the former.
+        outputs: that of the latter.
+    """
+
+    num_batch: int
+    num_inputs: int
+    inputs: int
+    outputs: int
+
+
+def matrices(defs: tree.Tree) -> tree.Tree:
+    """Of every parameter the `Matrix` that Muon updates it as, or False where AdamW does.
+
+    Muon has the parameters of stacked layers (logical axis "layers") that decay and have at least
+    two dims besides those of stacks ("layers", "expert"): the weights of projections. Embedding,
+    unembedding, positions, norms and biases are AdamW's. Each parameter is one matrix as it is
+    stored: query, key and value, or gate and up, are orthogonalised each by itself, all heads of
+    one together. With more than two dims, such as [embed, heads, head_dim], those on the other side
+    of "embed" are flattened; without "embed" at either end, all but the first.
+    """
+    return tree.map(_matrix, defs)
+
+
+def _matrix(d: Any) -> Matrix | Literal[False]:
+    num_batch = 0
+    while num_batch < len(d.axes) and d.axes[num_batch] in _STACKED:
+        num_batch += 1
+    names, sizes = d.axes[num_batch:], d.shape[num_batch:]
+    if "layers" not in d.axes[:num_batch] or not d.decay or len(names) < 2:
+        return False
+    num_inputs = len(names) - 1 if names[-1] == "embed" and names[0] != "embed" else 1
+    return Matrix(
+        num_batch, num_inputs, math.prod(sizes[:num_inputs]), math.prod(sizes[num_inputs:])
+    )
+
+
+class ScaleByMuonState(NamedTuple):
+    """Muon's momentum.
+
+    Attributes:
+        momentum: running mean of the gradients, like the parameters.
+    """
+
+    momentum: tree.Tree
+
+
+def newton_schulz(
+    x: torch.Tensor,
+    steps: int = 5,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    eps: float = 1e-7,
+) -> torch.Tensor:
+    """About U V^T of matrices x = U S V^T, [..., r, c]: all singular values become 0.7 to 1.2.
+
+    Five matrix products of the smaller side per step, in the dtype of x. Rows and columns of zeros
+    stay so and change nothing else.
+    """
+    a, b, c = coefficients
+    flipped = x.shape[-2] > x.shape[-1]
+    x = x.mT if flipped else x
+    # the largest singular value must be at most 1, and the Frobenius norm is no smaller
+    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if flipped else x
+
+
+def scale_by_muon(
+    matrices: tree.Tree,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    *,
+    scale: Scale = "adamw",
+    steps: int = 5,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    eps: float = 1e-7,
+    specs: tree.Tree = None,
+    distributed: bool = False,
+    dtype: torch.dtype | None = torch.bfloat16,
+) -> GradientTransformation:
+    """Updates that are the momentum, orthogonalised matrix by matrix and scaled.
+
+    Args:
+        matrices: a prefix tree of `Matrix`, one for every leaf that this sees.
+        momentum: decay of the running mean of gradients, per update.
+        nesterov: look ahead by one more step of it.
+        scale: see `Scale`.
+        steps, coefficients, eps: see `newton_schulz`.
+        specs: how the leaves are sharded, a prefix tree: the parameters' specs, or under `zero` the
+            shards'. None: not at all.
+        distributed: where matrices are sharded, compute each on one rank: two all-to-alls of the
+            local bytes, and 1/n of the arithmetic on each of n ranks (a stack that they do not
+            divide is filled up with zeros). Otherwise every rank computes all: one all-gather of
+            the whole bytes per leaf and axis.
+        dtype: in which the matrices are multiplied (and, where sharded, sent); None: their own.
+            bfloat16 is what the authors use. float64 leaves stay float64 in any case.
+
+    Raises:
+        ValueError: an unknown `scale`, or a momentum that is not in [0, 1).
+    """
+    problems = []
+    if scale not in _SCALES:
+        problems.append(Problem("scale", repr(scale), "one of its values", nearest(scale, _SCALES)))
+    if not 0 <= momentum < 1:
+        problems.append(Problem("momentum", repr(momentum), "at least 0 and less than 1"))
+    raise_problems("scale_by_muon", problems)
+
+    def orthogonal(x: torch.Tensor, spec: P, matrix: Matrix) -> torch.Tensor:
+        factor = _SCALES[scale](matrix.outputs, matrix.inputs)
+        wide = dtype is None or x.dtype == torch.float64
+        compute = _exchanged if distributed else _gathered
+        y = compute(
+            x if wide else x.to(dtype),
+            _matrix_cuts(spec, x.dim(), matrix),
+            lambda whole, num_batch: _each(
+                whole, num_batch, matrix.num_inputs, steps, coefficients, eps
+            ),
+            matrix.num_batch,
+        )
+        return y.to(x.dtype) * factor
+
+    def update(updates, state, params=None):
+        new = tree.map(lambda g, m: m + (1 - momentum) * (g - m), updates, state.momentum)
+        ahead = tree.map(lambda g, m: g + momentum * (m - g), updates, new) if nesterov else new
+        leaves, structure = tree.flatten(ahead)
+        flat_specs = (
+            [P()] * len(leaves)
+            if specs is None
+            else tree.broadcast_prefix(specs, updates, is_leaf=is_spec, what="the specs of muon")
+        )
+        shapes = tree.broadcast_prefix(matrices, updates, what="matrices", wanted="a Matrix")
+        rows = zip(leaves, flat_specs, shapes, strict=True)
+        return tree.unflatten(structure, [orthogonal(*row) for row in rows]), ScaleByMuonState(new)
+
+    return transformation(
+        init=lambda params: ScaleByMuonState(tree.map(torch.zeros_like, params)),
+        update=update,
+        specs=lambda param_specs: ScaleByMuonState(param_specs),
+    )
+
+
+def muon(
+    learning_rate: LearningRate,
+    matrices: tree.Tree,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    mask: Mask = None,
+    *,
+    scale: Scale = "adamw",
+    steps: int = 5,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    eps: float = 1e-7,
+    specs: tree.Tree = None,
+    distributed: bool = False,
+    dtype: torch.dtype | None = torch.bfloat16,
+    others: GradientTransformation | None = None,
+) -> GradientTransformation:
+    """Muon for matrices, and AdamW for the other parameters.
+
+    Args:
+        learning_rate: a number, or a schedule: a function of the count of updates so far.
+        matrices: of every parameter a `Matrix`, or False where it is not Muon's, as `matrices`
+            says.
+        weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
+        momentum, nesterov, scale, steps, coefficients, eps, specs, distributed, dtype: see
+            `scale_by_muon`.
+        others: for the other parameters; None: `adamw` with the same learning rate, decay and mask,
+            and its defaults.
+
+    Raises:
+        ValueError: as `scale_by_muon`.
+    """
+    hidden = chain(
+        scale_by_muon(
+            matrices, momentum, nesterov, scale=scale, steps=steps, coefficients=coefficients,
+            eps=eps, specs=specs, distributed=distributed, dtype=dtype,
+        ),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )  # fmt: skip
+    rest = others or adamw(learning_rate, weight_decay=weight_decay, mask=mask)
+    return where(tree.map(lambda matrix: matrix is not False, matrices), hidden, rest)
+
+
+def scales() -> tuple[str, ...]:
+    """The names of `Scale`."""
+    return get_args(Scale)
+
+
+def _matrix_cuts(spec: P, num_dims: int, matrix: Matrix) -> Cuts:
+    """What splits the matrices themselves: not the dims along which they are stacked."""
+    rows = list(enumerate(dim_axes(spec, num_dims)))[matrix.num_batch :]
+    return tuple(Cut(dim - num_dims, axes) for dim, axes in rows if axis_size(axes) > 1)
+
+
+def _each(
+    x: torch.Tensor, num_batch: int, num_inputs: int, steps: int, coefficients, eps: float
+) -> torch.Tensor:
+    """[batch..., inputs..., outputs...]: every matrix orthogonalised."""
+    split = num_batch + num_inputs
+    flat = x.flatten(split).flatten(num_batch, split - 1)
+    return newton_schulz(flat, steps, coefficients, eps).reshape(x.shape)
+
+
+def _gathered(x: torch.Tensor, cuts: Cuts, compute: Callable, num_batch: int) -> torch.Tensor:
+    """This rank's part of `compute` of whole matrices, each of which every rank computes."""
+    return take(compute(join(x, cuts), num_batch), cuts)
+
+
+def _exchanged(x: torch.Tensor, cuts: Cuts, compute: Callable, num_batch: int) -> torch.Tensor:
+    """The same, each matrix computed by one rank."""
+    if not cuts:
+        return compute(x, num_batch)
+    stack = math.prod(x.shape[:num_batch])
+    ranks = math.prod(axis_size(axes) for _, axes in cuts)
+    y = x.reshape(stack, *x.shape[num_batch:])
+    y = F.pad(y, [0, 0] * (y.dim() - 1) + [0, -stack % ranks])
+    for dim, axes in cuts:
+        y = all_to_all(y, axes, 0, y.dim() + dim, tiled=True)
+    y = compute(y, 1)
+    for dim, axes in reversed(cuts):
+        y = all_to_all(y, axes, y.dim() + dim, 0, tiled=True)
+    return y.narrow(0, 0, stack).reshape(x.shape)

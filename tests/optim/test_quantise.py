@@ -1,0 +1,146 @@
+"""Moments in 8 bits: the paper's code, its error, and trainings that it does not change much."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functron import Mesh, P, optim, shard_map, tree
+from functron.optim.quantise import values
+from functron.params import Normal, ParamDef, abstract_params
+
+
+def paper_values(signed):
+    """Dettmers et al. 2022, section 2.1 and figure 2: 8 bits, of which one signs.
+
+    A number is a run of zero bits that gives the exponent, a 1, and a fraction in what bits are
+    left, linear between 0.1 and 1.
+    """
+    found = {0.0, 1.0}
+    bits = 7 if signed else 8
+    for zeros in range(7):
+        count = 2 ** (bits - 1 - zeros)  # fractions after `zeros` zeros and the indicator
+        edges = np.linspace(0.1, 1, count + 1)
+        means = (edges[1:] + edges[:-1]) / 2 * 10.0**-zeros
+        found |= set(means) | (set(-means) if signed else set())
+    return sorted(found)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_values_are_the_papers(signed):
+    want = paper_values(signed)
+    assert len(want) == 256
+    np.testing.assert_allclose(values(signed), want, rtol=1e-12)
+
+
+@given(seed=st.integers(0, 1000), signed=st.booleans(), log_scale=st.floats(-20, 10))
+def test_every_element_is_the_nearest_value_times_its_blocks_largest(seed, signed, log_scale):
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(seed)) * 10**log_scale
+    x = x if signed else x.square()
+    q = optim.quantise(x, signed=signed)
+    assert q.codes.dtype == torch.uint8
+    assert q.codes.shape == x.shape
+    assert q.scales.shape == (3, 2)
+    got = optim.dequantise(q, signed=signed)
+    table = np.array(paper_values(signed))
+    for row, block in np.ndindex(3, 2):
+        part = slice(64 * block, 64 * block + 64)
+        scale = x[row, part].abs().max().item()
+        unit = x[row, part].double().numpy() / scale
+        nearest = np.abs(unit[:, None] - table).min(1)
+        error = np.abs(unit - got[row, part].double().numpy() / scale)
+        np.testing.assert_allclose(error, nearest, atol=1e-6)
+
+
+def test_zeros_and_the_largest_are_exact():
+    x = torch.tensor([0.0, 3.0, 3.0, 0.0] * 16)
+    assert torch.equal(optim.dequantise(optim.quantise(x, signed=True), signed=True), x)
+    zeros = torch.zeros(2, 64)
+    assert torch.equal(optim.dequantise(optim.quantise(zeros, signed=False), signed=False), zeros)
+
+
+DEFS = {
+    "large": ParamDef((2, 64, 128), ("layers", None, None), Normal(1.0)),
+    "ragged": ParamDef((100, 100), (None, None), Normal(1.0)),
+    "small": ParamDef((64, 32, 64), ("layers", None, None), Normal(1.0)),
+    "norm": ParamDef((100, 1024), ("layers", None), Normal(1.0)),
+}
+
+
+def test_which_leaves_are_quantised_depends_on_global_shapes():
+    chosen = {"large": True, "ragged": False, "small": False, "norm": False}
+    assert optim.quantisable(DEFS) == chosen
+    optimizer = optim.scale_by_adam(mu_dtype="int8", nu_dtype="int8", quantised=chosen)
+    state = optimizer.init(abstract_params(DEFS))
+    kinds = {name: isinstance(leaf, optim.Quantised) for name, leaf in state.mu.items()}
+    assert kinds == chosen
+    assert state.nu["small"].dtype == torch.float32
+
+
+def test_a_shard_that_ends_within_a_block_is_refused():
+    specs = {"large": P(None, None, "dp"), "ragged": P("dp"), "small": P(), "norm": P()}
+    optim.check_blocks(DEFS, specs, Mesh(dp=2))
+    with pytest.raises(ValueError, match="cannot be sharded") as caught:
+        optim.check_blocks(DEFS, specs, Mesh(dp=4))
+    assert "large: got shards of 32 along the last dim" in str(caught.value)
+    optimizer = optim.scale_by_adam(mu_dtype="int8", quantised=optim.quantisable(DEFS))
+    with pytest.raises(ValueError, match="large: got a shard of shape"):
+        optimizer.init({name: torch.ones(2, 64, 32) for name in DEFS})
+
+
+def least_squares(optimizer, steps=60):
+    """The loss before and after training a linear map."""
+    generator = torch.Generator().manual_seed(0)
+    x, target = (torch.randn(256, n, generator=generator) for n in (64, 128))
+    params = {"w": torch.zeros(64, 128)}
+    state = optimizer.init(params)
+    for _ in range(steps):
+        grads = {"w": x.T @ (x @ params["w"] - target) / len(x)}
+        params, state = optimizer.step_(grads, state, params)
+    return (x @ params["w"] - target).square().mean().item(), state
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "bytes_per_parameter", "tolerance"),
+    [
+        ({"mu_dtype": torch.bfloat16, "nu_dtype": torch.bfloat16}, 4, 2e-3),
+        ({"mu_dtype": torch.bfloat16, "nu_dtype": torch.float32}, 6, 2e-3),
+        ({"mu_dtype": "int8", "nu_dtype": "int8"}, 2 * (1 + 4 / 64), 1e-2),
+        ({"mu_dtype": "int8", "nu_dtype": torch.float32}, 5 + 4 / 64, 1e-2),
+    ],
+)
+def test_training_is_that_of_float32_moments(dtypes, bytes_per_parameter, tolerance):
+    """Relative to the loss: rounding errors of 2^-9, and of 1/2 in 64 a decade, average out."""
+    want, _ = least_squares(optim.adamw(1e-2))
+    got, state = least_squares(optim.adamw(1e-2, **dtypes))
+    assert got == pytest.approx(want, rel=tolerance)
+    assert got != want
+    moments = tree.nbytes((state[0].mu, state[0].nu))
+    assert moments == bytes_per_parameter * 64 * 128
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(dp=2, tp=2)], ids=str)
+def test_shards_have_the_codes_of_the_whole(mesh):
+    """Blocks do not cross shards, so on every mesh the same numbers are rounded in the same way."""
+    specs = {"w": P(None, "tp"), "b": P("tp")}
+    params = {
+        "w": torch.randn(64, 256, generator=torch.Generator().manual_seed(0)),
+        "b": torch.ones(256),
+    }
+    optimizer = optim.adamw(
+        0.1, mu_dtype="int8", nu_dtype="int8", quantised={"w": True, "b": False}
+    )
+
+    def train(params):
+        state = optimizer.init(params)
+        for _ in range(3):
+            params, state = optimizer.step_(tree.map(torch.cos, params), state, params)
+        return params, state
+
+    want = train(tree.map(torch.clone, params))
+    shards = optim.shard_specs(params, specs, mesh)
+    assert shards == {"w": P("dp", "tp"), "b": P(("tp", "dp"))}
+    got = shard_map(train, mesh, (shards,), (shards, optimizer.specs(shards)))(params)
+    for path, a, b in zip(tree.paths(want), tree.leaves(got), tree.leaves(want), strict=True):
+        assert torch.equal(a, b), path
