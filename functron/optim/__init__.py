@@ -3,12 +3,14 @@
 from functron.optim.adam import ScaleByAdamState, adam, adamw, scale_by_adam
 from functron.optim.clip import clip, clip_by_global_norm, global_norm, norm_scale
 from functron.optim.config import (
+    MuonConfig,
     OptimizerConfig,
     ScheduleConfig,
     make_optimizer,
     make_schedule,
     optimizer_problems,
     schedule_problems,
+    torch_dtype,
 )
 from functron.optim.learning_rate import ScaleByScheduleState, scale_by_learning_rate
 from functron.optim.mask import add_decayed_weights, mask_leaves, not_norm_or_bias
@@ -50,6 +52,7 @@ __all__ = [
     "GradientTransformation",
     "MastersState",
     "Matrix",
+    "MuonConfig",
     "OptimizerConfig",
     "Quantised",
     "ScaleByAdamState",
@@ -97,6 +100,7 @@ __all__ = [
     "sgd",
     "shard_specs",
     "stateless",
+    "torch_dtype",
     "trace",
     "transformation",
     "where",

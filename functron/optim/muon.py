@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -234,11 +234,6 @@ def muon(
     )  # fmt: skip
     rest = others or adamw(learning_rate, weight_decay=weight_decay, mask=mask)
     return where(tree.map(lambda matrix: matrix is not False, matrices), hidden, rest)
-
-
-def scales() -> tuple[str, ...]:
-    """The names of `Scale`."""
-    return get_args(Scale)
 
 
 def _matrix_cuts(spec: P, num_dims: int, matrix: Matrix) -> Cuts:

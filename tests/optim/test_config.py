@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from functron import optim
-from functron.spmd import P
+from functron.params import Normal, ParamDef
+from functron.spmd import Mesh, P
 
 
 def step(optimizer):
@@ -72,3 +73,75 @@ def test_every_problem_of_a_schedule_is_named():
 def test_fields_that_a_schedule_does_not_use_are_not_judged():
     assert not optim.schedule_problems(optim.ScheduleConfig("constant", total_steps=0, decay="x"))
     assert optim.schedule_problems(optim.ScheduleConfig("linear", total_steps=0))
+
+
+DEFS = {
+    "w": ParamDef((2, 64, 128), ("layers", "embed", "mlp"), Normal(1.0)),
+    "norm": ParamDef((2, 64), ("layers", "embed"), Normal(1.0), decay=False),
+}
+
+
+def params(dtype=torch.float32):
+    return {name: torch.ones(d.shape, dtype=dtype) for name, d in DEFS.items()}
+
+
+def test_moments_masters_and_offload_are_wired():
+    config = optim.OptimizerConfig(
+        mu_dtype="int8", nu_dtype="bfloat16", fp32_masters=True, offload=True, clip_norm=0
+    )
+    state = optim.make_optimizer(config, 0.1, defs=DEFS).init(params(torch.bfloat16))
+    assert state.masters["w"].dtype == torch.float32
+    adam = state.inner[0]
+    assert adam.mu["w"].codes.dtype == torch.uint8
+    assert adam.mu["norm"].dtype == torch.float32
+    assert adam.nu["w"].dtype == torch.bfloat16
+
+
+def test_muon_is_wired():
+    settings = optim.MuonConfig(momentum=0.8, scale="spectral", dtype="")
+    config = optim.OptimizerConfig("muon", weight_decay=0.2, clip_norm=0, muon=settings)
+    meant = optim.muon(
+        0.1, optim.matrices(DEFS), 0.8, True, 0.2, MASK, scale="spectral", dtype=None,
+        others=optim.adamw(0.1, 0.9, 0.95, weight_decay=0.2, mask=MASK),
+    )  # fmt: skip
+    grads = {name: torch.randn(d.shape) for name, d in DEFS.items()}
+    got = optim.make_optimizer(config, 0.1, defs=DEFS)
+    for optimizer in (got, meant):
+        start = params()
+        copy = {name: g.clone() for name, g in grads.items()}
+        out = optimizer.step_(copy, optimizer.init(start), start)[0]
+        want = out if optimizer is got else want
+    for name in want:
+        torch.testing.assert_close(out[name], want[name], rtol=0, atol=0)
+
+
+def test_shards_make_it_zero_and_blocks_must_not_be_divided():
+    mesh, specs = Mesh(dp=4), {"w": P(None, None, "tp"), "norm": P()}
+    shards = optim.shard_specs(DEFS, specs, mesh)
+    assert shards == {"w": P(None, "dp", "tp"), "norm": P(None, "dp")}
+    config = optim.OptimizerConfig(mu_dtype="int8")
+    given = {"defs": DEFS, "specs": specs}
+    optimizer = optim.make_optimizer(config, 0.1, shards=shards, mesh=mesh, **given)
+    assert optimizer.grad_specs(specs) == shards
+    assert optimizer.specs(specs)[1][0].mu == shards
+    with pytest.raises(ValueError, match="w: got shards of 32 along the last dim"):
+        optim.make_optimizer(config, 0.1, mesh=Mesh(tp=4), **given)
+
+
+def test_every_problem_of_the_new_fields_is_named():
+    config = optim.OptimizerConfig(
+        "muon", mu_dtype="int4", grad_dtype="float8", muon=optim.MuonConfig(1.5, scale="x", steps=0)
+    )
+    with pytest.raises(ValueError, match="the optimizer cannot be built") as caught:
+        optim.make_optimizer(config, 0.1)
+    for text in (
+        "optimizer.mu_dtype: got 'int4'; wanted one of '', 'float32', 'bfloat16', 'int8'",
+        "optimizer.grad_dtype: got 'float8'",
+        "optimizer.muon.momentum: got 1.5",
+        "optimizer.muon.scale: got 'x'",
+        "optimizer.muon.steps: got 0",
+        "defs: got None",
+    ):
+        assert text in str(caught.value)
+    sgd = optim.OptimizerConfig("sgd", mu_dtype="int8")
+    assert [p.path for p in optim.optimizer_problems(sgd)] == ["optimizer.mu_dtype"]
