@@ -38,6 +38,16 @@ def named_scope(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def in_scopes(names: tuple[str, ...]) -> Iterator[None]:
+    """Let exactly these named scopes be in force in this with block: those of another place."""
+    token = _names.set(names)
+    try:
+        yield
+    finally:
+        _names.reset(token)
+
+
+@contextlib.contextmanager
 def in_phase(phase: Phase) -> Iterator[None]:
     """Say that what runs in this with block is forward, recompute or backward."""
     token = _phase.set(phase)

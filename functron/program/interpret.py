@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from functron import tree
 from functron.errors import Problem, raise_problems
-from functron.program.equations import Block, Equation, Scan, Var
+from functron.program.equations import Block, Equation, Scan, Var, contiguous_strides
 from functron.spmd.mesh import Mesh
 from functron.spmd.spec import shard, unshard
 
@@ -71,6 +71,8 @@ def _input(program: Program, given: Input, leaves: dict[str, torch.Tensor]) -> R
             if (tuple(part.shape), part.dtype) != (given.var.shape, given.var.dtype)
         ],
     )
+    if given.var.stride == contiguous_strides(given.var.shape):
+        ranks = [part.contiguous() for part in ranks]  # as traced: a cut of a minor dim is not
     return ranks
 
 

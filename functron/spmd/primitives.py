@@ -27,6 +27,23 @@ from functron import compat
 from functron.spmd.axes import Axis, SimulatedAxis
 
 
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes on the way of a value through `AllGatherAs`, and of its cotangent on the way back.
+
+    Attributes:
+        operand: of x, and of its cotangent.
+        sent: of what ranks exchange.
+        result: of what is returned.
+        summed: in which the result's cotangents are added.
+    """
+
+    operand: torch.dtype
+    sent: torch.dtype
+    result: torch.dtype
+    summed: torch.dtype
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """What a primitive needs besides tensors; opaque to functorch, which flattens containers.
@@ -35,11 +52,13 @@ class Call:
         axis: the mesh axis.
         perm: pairs of source and destination, of `Ppermute`.
         must_vary: a checked program wrote this reduction, so its operand must vary over the axis.
+        dtypes: of `AllGatherAs`.
     """
 
     axis: Axis
     perm: tuple[tuple[int, int], ...] = ()
     must_vary: bool = False
+    dtypes: Dtypes | None = None
 
 
 def _transport(value: torch.Tensor) -> torch.Tensor:
@@ -60,10 +79,15 @@ class _Primitive(Function):
 
     @classmethod
     def call(
-        cls, x: torch.Tensor, axis: Axis, perm: tuple = (), must_vary: bool = False
+        cls,
+        x: torch.Tensor,
+        axis: Axis,
+        perm: tuple = (),
+        must_vary: bool = False,
+        dtypes: Dtypes | None = None,
     ) -> torch.Tensor:
         """Apply this primitive to `x` over `axis`."""
-        out: Any = cls.apply(x, axis.token, Call(axis, perm, must_vary))
+        out: Any = cls.apply(x, axis.token, Call(axis, perm, must_vary, dtypes))
         return out
 
     @classmethod
@@ -219,6 +243,31 @@ class AllGather(_Primitive):
     @staticmethod
     def transpose(cotangent, token, call):
         return PsumScatter.apply(cotangent, token, call)
+
+
+class AllGatherAs(AllGather):
+    """`AllGather` that sends one dtype and whose transpose adds up in another; see `Dtypes`.
+
+    Casts around an `AllGather` cannot say this: a tape casts every cotangent to the dtype of what
+    it belongs to, so that the sum over ranks would be rounded to the dtype that was sent.
+    """
+
+    @classmethod
+    def forward(cls, x, token, call):
+        return super().forward(x.to(call.dtypes.sent), token, call).to(call.dtypes.result)
+
+    @staticmethod
+    def across(x, call):
+        return AllGather.across(x.to(call.dtypes.sent).to(call.dtypes.result), call)
+
+    @staticmethod
+    def replicated(x, size, call):
+        return AllGather.replicated(x.to(call.dtypes.sent).to(call.dtypes.result), size, call)
+
+    @staticmethod
+    def transpose(cotangent, token, call):
+        total = PsumScatter.apply(cotangent.to(call.dtypes.summed), token, call)
+        return total.to(call.dtypes.operand)
 
 
 class PsumScatter(_Primitive):

@@ -1,0 +1,374 @@
+"""Fully sharded parameters: each rank keeps a shard, and gathers the whole where it is used.
+
+The parameters' specs say it all: a spec that mentions a data axis (``P("fsdp")``) is a parameter of
+which each rank of that axis holds, updates and saves a part. Gathering it is differentiated as any
+collective is: the transpose of all-gather is reduce-scatter, so each rank gets the gradient of its
+own part. This is ZeRO-3 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models", section 5.3) and FSDP (Zhao et al. 2023, "PyTorch FSDP: Experiences on
+Scaling Fully Sharded Data Parallel"). With parameters of B bytes over d ranks, each rank sends
+
+| pass                                 | bytes                                        |
+|--------------------------------------|----------------------------------------------|
+| forward: all-gather                  | (d - 1) / d B, in the dtype of computation   |
+| backward: all-gather, with `regather`| (d - 1) / d B                                |
+| backward: reduce-scatter             | (d - 1) / d B, in the dtype of the reduction |
+
+Sharding over one axis and not over another (``P("fsdp")`` on a mesh with dp) is hybrid sharding:
+the shards' gradients are then summed over dp by `sync_gradients`, as any parameter's.
+
+Tried and dropped: recomputing the gathers by `remat` with a policy that keeps all else. It runs the
+whole block twice through a Python dispatch mode, where hooks on what the tape saves run nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from functron import compat, tree
+from functron.errors import Problem, raise_problems
+from functron.scopes import in_phase, in_scopes, named_scope, phase, scope_names
+from functron.spmd.axes import Axis, AxisNames, lookup, user_line
+from functron.spmd.primitives import AllGather, AllGatherAs, Dtypes
+from functron.spmd.spec import P, dim_axes, entry_axes, is_spec, spec_axes
+from functron.transforms.barrier import storage_key
+
+_MERGED_BYTES = 1 << 20
+"""Shards below this size travel together: a collective costs as much as sending so many bytes."""
+
+
+def fsdp(
+    block: Callable,
+    specs: tree.Tree,
+    *,
+    axes: AxisNames = ("fsdp",),
+    regather: bool = True,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Callable:
+    """`block`, with the leaves of its first argument gathered over `axes` before it runs.
+
+    What `block` gets is whole over `axes`, and still split by whatever other axes its specs
+    mention. Small leaves are gathered together. Works under every torch.func transform, in
+    `scan`, `remat` and pipelines; put it around `remat`, so that the gathers can be started early.
+
+    Collectives: per block one all-gather over each axis for all small leaves and one per large
+    leaf; in backward the same again with `regather`, and as many reduce-scatters of gradients.
+
+    Args:
+        block: ``(params, *args) -> out``.
+        specs: a prefix tree of the specs of `params`; what is scanned has its rows' specs.
+        axes: the data axes to gather over, as far as the specs mention them. Where several axes
+            split one dim these must be the minor ones: ``P(("tp", "fsdp"))``.
+        regather: keep the shards, not the gathered copies, between forward and backward, which
+            gathers them again. Nothing else is computed again. Where a torch.func transform
+            differentiates, copies are kept: it has no place to give them up.
+        compute_dtype: cast shards to this dtype before gathering (mixed precision); None: theirs.
+            Leaves that are not gathered are cast too.
+        reduce_dtype: reduce-scatter gradients in this dtype, such as torch.float32 where bfloat16
+            is computed in; None: the dtype that was computed in. Shards' gradients have the dtype
+            of the shards.
+
+    Raises:
+        ValueError: an axis to gather over is major to one that stays, or a spec is longer than the
+            rank; all offenders are listed when the block is called.
+        TypeError: a dtype is not floating point.
+    """
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    _check_dtypes(compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+
+    @functools.wraps(block)
+    def wrapped(params, *args, **kwargs):
+        leaves, structure = tree.flatten(params)
+        flat = tree.broadcast_prefix(
+            specs, params, is_leaf=is_spec, what="the specs of fsdp", wanted="a P, or containers"
+        )
+        places = _places(tree.paths(params), leaves, flat, names)
+        kept = [_bound(spec, names) for spec in flat]
+        gathering = _Gathering(tuple(places), tuple(kept), compute_dtype, reduce_dtype)
+        with named_scope("gather"):
+            whole = gathering.gather(leaves)
+        with _giving_up(gathering, leaves, whole) if regather else contextlib.nullcontext():
+            return block(tree.unflatten(structure, whole), *args, **kwargs)
+
+    return wrapped
+
+
+@dataclass(frozen=True)
+class Gather:
+    """How the parameters of a model are gathered at use: `fsdp` for a tree of blocks, as one value.
+
+    ``Gather()`` gathers nothing, so a model that gathers by it is the same program on one device.
+
+    Attributes:
+        specs: of all parameters, or one for all of them.
+        axes: the data axes to gather over, as far as specs mention them.
+        regather, compute_dtype, reduce_dtype: as in `fsdp`.
+    """
+
+    specs: tree.Tree = field(default_factory=P)
+    axes: tuple[str, ...] = ("dp", "fsdp")
+    regather: bool = True
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    def at(self, *names: str) -> Gather:
+        """The same for those entries of the parameters alone: of one its own, of several a dict."""
+        if is_spec(self.specs):
+            return self
+        chosen = {name: self.specs[name] for name in names}
+        return replace(self, specs=chosen if len(names) > 1 else chosen[names[0]])
+
+    def rows(self) -> Gather:
+        """The same for one row of parameters that are stacked on a leading dim."""
+        return replace(
+            self, specs=tree.map(lambda spec: P(*(spec or P())[1:]), self.specs, is_leaf=is_spec)
+        )
+
+    def __call__(self, params: tree.Tree) -> tree.Tree:
+        """The parameters, gathered; for what is used once, or at once differentiated."""
+        return self.around(lambda whole: whole, regather=False)(params)
+
+    def around(self, block: Callable, *, regather: bool = True) -> Callable:
+        """`block` with its first argument gathered; `regather` as far as this does at all."""
+        return fsdp(
+            block,
+            self.specs,
+            axes=self.axes,
+            regather=self.regather and regather,
+            compute_dtype=self.compute_dtype,
+            reduce_dtype=self.reduce_dtype,
+        )
+
+
+def _check_dtypes(**dtypes: Any) -> None:
+    raise_problems(
+        "fsdp",
+        [
+            Problem(name, repr(dtype), "a floating-point torch.dtype, or None")
+            for name, dtype in dtypes.items()
+            if dtype is not None
+            and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+        ],
+        TypeError,
+    )
+
+
+Places = tuple[tuple[int, tuple[Axis, ...]], ...]
+"""Of one leaf: the dims to gather, each with its axes of more than one rank, major to minor."""
+
+
+def _places(
+    paths: Sequence[str], leaves: Sequence[Any], specs: Sequence[P | None], names: Sequence[str]
+) -> list[Places]:
+    found: list[Places] = []
+    problems: list[Problem] = []
+    for path, leaf, spec in zip(paths, leaves, specs, strict=True):
+        entries = spec or P()
+        if isinstance(leaf, torch.Tensor) and len(entries) > leaf.dim():
+            got = f"{entries} for shape {tuple(leaf.shape)}"
+            fix = "give a scanned block the specs of one row: without the stacked dim"
+            problems.append(Problem(path or "params", got, f"at most {leaf.dim()} entries", fix))
+            continue
+        problems += _order_problems(path or "params", entries, names)
+        dims = dim_axes(entries, len(entries))
+        rows = [(dim, [name for name in row if name in names]) for dim, row in enumerate(dims)]
+        places = [(dim, tuple(lookup(row))) for dim, row in rows]
+        found.append(tuple(place for place in places if place[1]))
+    raise_problems(f"fsdp cannot gather these parameters at {user_line()}", problems)
+    return found
+
+
+def _bound(spec: P | None, names: Sequence[str]) -> frozenset[str]:
+    """The axes of more than one rank that split a leaf, without those to gather."""
+    return frozenset(name for name in spec_axes(spec or P()) if name not in names and lookup(name))
+
+
+def _order_problems(path: str, spec: P, names: Sequence[str]) -> list[Problem]:
+    """Gathering an axis that is major to one which stays would put parts in the wrong order."""
+    found = []
+    for entry in spec:
+        split = [name for name in entry_axes(entry) if lookup(name)]
+        kept = [name for name in split if name not in names]
+        wanted = [*kept, *(name for name in split if name in names)]
+        if split != wanted:
+            text = ", ".join(map(repr, wanted))
+            problem = "the axes to gather minor to those that stay"
+            found.append(Problem(path, f"{spec}", problem, f"write that dim as ({text})"))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Gathering:
+    """How the leaves of one call are gathered; holds no tensors.
+
+    Attributes:
+        places: per leaf, in order.
+        kept: per leaf the axes that go on splitting it. Only leaves that the same axes split travel
+            together: what is replicated over an axis would seem to vary over it otherwise.
+        compute: the dtype of the whole; None: that of the shards.
+        reduce: the dtype that gradients are added in; None: `compute`.
+    """
+
+    places: tuple[Places, ...]
+    kept: tuple[frozenset[str], ...]
+    compute: torch.dtype | None
+    reduce: torch.dtype | None
+
+    def gather(self, shards: Sequence[Any]) -> list:
+        """The leaves from this rank's shards; a leaf with nothing to gather or cast is itself."""
+        out = list(shards)
+        for turn in range(max((len(p) for p in self.places), default=0)):
+            groups: dict[Any, list[int]] = {}
+            for i, places in enumerate(self.places):
+                if turn < len(places):
+                    axes = places[turn][1]
+                    alone = i if out[i].nbytes >= _MERGED_BYTES else -1
+                    last = turn + 1 == len(places)
+                    names = tuple(axis.name for axis in axes)
+                    key = (out[i].dtype, last, alone, names, self.kept[i])
+                    groups.setdefault(key, []).append(i)
+            for (dtype, last, *_), group in groups.items():
+                made = self._together(
+                    [out[i] for i in group],
+                    [self.places[i][turn][0] for i in group],
+                    self.places[group[0]][turn][1],
+                    self._dtypes(dtype, shards[group[0]].dtype, last),
+                )
+                for i, whole in zip(group, made, strict=True):
+                    out[i] = whole
+        return [self._cast(value) for value in out]
+
+    def _cast(self, value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self.compute) if floating and self.compute is not None else value
+
+    def _dtypes(self, operand: torch.dtype, shard: torch.dtype, last: bool) -> Dtypes:
+        sent = (self.compute or shard) if shard.is_floating_point else shard
+        summed = (self.reduce or sent) if shard.is_floating_point else shard
+        return Dtypes(operand, sent, sent if last else summed, summed)
+
+    def _together(
+        self, shards: list, dims: Sequence[int], axes: Sequence[Axis], dtypes: Dtypes
+    ) -> list:
+        """Shards gathered over the same axes, each along its dim."""
+        if len(shards) == 1:
+            return [_joined(_all_gather(shards[0], axes, dtypes), dims[0])]
+        flat = torch.cat([shard.reshape(-1) for shard in shards])
+        parts = _all_gather(flat, axes, dtypes).split([shard.numel() for shard in shards], dim=1)
+        rows = zip(parts, shards, dims, strict=True)
+        return [_joined(part.unflatten(1, shard.shape or (1,)), dim) for part, shard, dim in rows]
+
+
+def _all_gather(x: torch.Tensor, axes: Sequence[Axis], dtypes: Dtypes) -> torch.Tensor:
+    """[...] -> [n, ...] over one or several axes, the minor ones first."""
+    shape = x.shape
+    for position, axis in enumerate(reversed(axes)):
+        last = position + 1 == len(axes)
+        # between two axes the values must carry cotangents as precisely as they are added
+        here = Dtypes(x.dtype, dtypes.sent, dtypes.result if last else dtypes.summed, dtypes.summed)
+        plain = here.operand == here.sent == here.result == here.summed
+        x = AllGather.call(x, axis) if plain else AllGatherAs.call(x, axis, dtypes=here)
+    return x.reshape(math.prod(axis.size for axis in axes), *shape)
+
+
+def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
+    """[n, ..., d, ...] -> [..., n d, ...]: the ranks' parts of a dim, one after the other."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+# --- giving gathered copies up between forward and backward
+
+
+@contextlib.contextmanager
+def _giving_up(gathering: _Gathering, shards: Sequence[Any], whole: Sequence[Any]):
+    """The tape keeps shards in place of gathered leaves that it saves inside this with block."""
+    # a second run of a rematerialised function is differentiated at once
+    kept = compat.transforms_active() or phase() == "recompute" or not torch.is_grad_enabled()
+    rows = [] if kept else list(enumerate(zip(shards, whole, strict=True)))
+    made = {storage_key(value): i for i, (shard, value) in rows if value is not shard}
+    if not made:
+        yield
+        return
+    source = _Source(gathering, [_detached(shard) for shard in shards], scope_names())
+    originals = {i: whole[i].storage_offset() for i in made.values()}
+
+    def pack(value: torch.Tensor) -> Any:
+        i = made.get(storage_key(value))
+        if i is None:
+            return value
+        source.count += 1
+        start = value.storage_offset() - originals[i]
+        return _Given(source, i, tuple(value.shape), tuple(value.stride()), start)
+
+    with saved_tensors_hooks(pack, _unpack):
+        yield
+
+
+def _unpack(kept: Any) -> torch.Tensor:
+    return kept.take() if isinstance(kept, _Given) else kept
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+@dataclass(eq=False)
+class _Source:
+    """The shards of one call, which backward gathers once for all that the tape gave up.
+
+    Attributes:
+        gathering: how.
+        shards: of what.
+        names: the named scopes that the call is in.
+        count: how many saved tensors were given up.
+        taken: how many of them were taken back in this backward.
+        whole: the gathered leaves while backward needs them.
+    """
+
+    gathering: _Gathering
+    shards: list
+    names: tuple[str, ...]
+    count: int = 0
+    taken: int = 0
+    whole: list | None = None
+
+    def leaf(self, index: int) -> torch.Tensor:
+        """A gathered leaf; the last one that backward takes lets go of all."""
+        if self.whole is None:
+            with torch.no_grad(), in_phase("recompute"), in_scopes((*self.names, "gather")):
+                self.whole = self.gathering.gather(self.shards)
+        whole = self.whole[index]
+        self.taken += 1
+        if self.taken == self.count:
+            self.taken, self.whole = 0, None
+        return whole
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """In place of a saved tensor: which gathered leaf it shows, and how."""
+
+    source: _Source
+    index: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+
+    def take(self) -> torch.Tensor:
+        """The saved tensor."""
+        whole = self.source.leaf(self.index)
+        if self.start == 0 and (tuple(whole.shape), whole.stride()) == (self.shape, self.stride):
+            return whole
+        if self.start == 0 and whole.is_contiguous() and math.prod(self.shape) == whole.numel():
+            plain = whole.view(self.shape)
+            if plain.stride() == self.stride:
+                return plain
+        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.start)
