@@ -13,17 +13,18 @@ from typing import Literal, get_args
 import torch
 
 from functron import nn, params, random
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import nearest
 from functron.models.config import GPTConfig
 from functron.models.presets import PRESETS
+from functron.models.rules import rules
 from functron.ops.attention import attention
 from functron.params import Normal, ParamDef
 from functron.pipeline.layout import Part, whole
 from functron.scopes import named_scope
-from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules
+from functron.spmd import DATA_AXES, P
 from functron.spmd import collectives as lax
 from functron.spmd.spec import entry_axes
-from functron.transforms import policies, scan
+from functron.transforms import Gather, policies, scan
 from functron.transforms import remat as rematerialise
 from functron.typing import Float, Int, Key, Scalar, Tensor
 
@@ -31,6 +32,7 @@ __all__ = [
     "PRESETS",
     "SEQUENCE_PARALLEL_STREAM",
     "STREAM",
+    "WHOLE",
     "GPTConfig",
     "defs",
     "flops_per_token",
@@ -47,6 +49,9 @@ STREAM = P(DATA_AXES)
 """The residual stream ``[batch, seq, embed]`` split by batch."""
 SEQUENCE_PARALLEL_STREAM = P(DATA_AXES, "tp")
 """The residual stream with its sequence split over the tensor-parallel ranks as well."""
+
+WHOLE = Gather()
+"""Parameters that no data axis splits: there is nothing to gather."""
 
 Remat = Literal["none", "full", "selective", "dots"]
 """What backward computes again: nothing; each block from its input; the attention core
@@ -98,56 +103,6 @@ def defs(config: GPTConfig) -> dict:
     return model
 
 
-def rules(config: GPTConfig, mesh: Mesh | BoundMesh) -> Rules:
-    """Megatron's tensor parallelism for this model on this mesh.
-
-    Heads, feed-forward features and vocabulary split over ``tp``. With fewer key/value heads than
-    tensor-parallel ranks these heads are replicated and each rank uses those of its queries.
-
-    Raises:
-        ValueError: tp does not divide what it splits, or the mesh has an axis this model does not
-            use; all offenders are listed.
-    """
-    tp = mesh["tp"]
-    replicate_kv = config.kv_heads < tp and tp % config.kv_heads == 0
-    wanted = {"num_heads": config.num_heads, "mlp_dim": config.mlp_dim}
-    if not replicate_kv:
-        wanted["num_kv_heads"] = config.kv_heads
-    found = [
-        Problem(name, str(size), f"a multiple of tp={tp}", "choose a tp that divides it")
-        for name, size in wanted.items()
-        if size % tp
-    ]
-    if config.padded_vocab % tp:
-        found.append(
-            Problem(
-                "vocab_multiple",
-                str(config.vocab_multiple),
-                f"a multiple of tp={tp}",
-                f"set vocab_multiple={math.lcm(config.vocab_multiple, tp)}",
-            )
-        )
-    found += [
-        Problem(
-            "mesh",
-            f"{axis}={mesh[axis]}",
-            f"{axis}=1: this decoder does not split anything by {axis}",
-            "put those ranks on dp or tp",
-        )
-        for axis in ("fsdp", "cp", "ep")
-        if mesh[axis] > 1
-    ]
-    raise_problems("this model cannot run on this mesh", found)
-    return Rules(
-        {
-            "vocab": "tp",
-            "heads": "tp",
-            "kv_heads": None if replicate_kv else "tp",
-            "mlp": "tp",
-        }
-    )
-
-
 def forward(
     config: GPTConfig,
     weights: dict,
@@ -157,6 +112,7 @@ def forward(
     key: Key | None = None,
     stream: P = STREAM,
     remat: Remat = "none",
+    gather: Gather = WHOLE,
 ) -> Float[Tensor, "batch seq columns"]:
     """The logits of every next token.
 
@@ -169,10 +125,13 @@ def forward(
         key: the key of dropout's masks; None switches dropout off.
         stream: `STREAM` or `SEQUENCE_PARALLEL_STREAM`.
         remat: what backward computes again; see `Remat`.
+        gather: how parameters that data axes split are gathered where they are used: the specs of
+            all of the model's, ``param_specs(defs(config), rules(config, mesh))``, and more; what
+            each block needs by itself, and again in backward.
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
-        padding. Collectives per block: see `nn.self_attention` and `nn.mlp`.
+        padding. Collectives per block: see `nn.self_attention`, `nn.mlp` and `transforms.fsdp`.
 
     Raises:
         ValueError: the sequence is longer than `max_seq`, or does not divide over the axes that
@@ -180,7 +139,9 @@ def forward(
     """
     batch = {"tokens": tokens} if rows is None else {"tokens": tokens, "rows": rows}
     part = whole(config.num_layers)
-    return stage(config, part, weights, None, batch, key=key, stream=stream, remat=remat)
+    return stage(
+        config, part, weights, None, batch, key=key, stream=stream, remat=remat, gather=gather
+    )
 
 
 def stage(
@@ -193,6 +154,7 @@ def stage(
     key: Key | None = None,
     stream: P = STREAM,
     remat: Remat = "none",
+    gather: Gather = WHOLE,
 ) -> Float[Tensor, "batch out_seq features"]:
     """What one stage of a pipeline makes of the residual stream that the stage before made.
 
@@ -205,6 +167,7 @@ def stage(
         batch: ``tokens``, of which the stage with the embedding needs the numbers, and ``rows``,
             without which each data rank's samples are taken to be its whole part of the batch.
         key, stream, remat: as in `forward`.
+        gather: as in `forward`, with the specs of the whole model's parameters.
 
     Returns:
         The residual stream with spec `stream`; at the stage with the loss, the logits of `forward`.
@@ -221,21 +184,26 @@ def stage(
 
     if part.embed:
         with named_scope("embed"):
-            x = nn.embed_tokens(weights["embed"], tokens, stream=stream, scale=config.embed_scale)
+            table = gather.at("embed")(weights["embed"])
+            _check_whole(config, table.shape[1])
+            x = nn.embed_tokens(table, tokens, stream=stream, scale=config.embed_scale)
             if config.positions == "learned":
-                x = nn.add_positions(x, weights["positions"], stream=stream)
+                x = nn.add_positions(x, gather.at("positions")(weights["positions"]), stream=stream)
             x = drop(x, None if keys is None else keys[-1])
     if part.layers:
-        block = _block(config, _rope(config, tokens), stream, drop, remat)
+        rope = _rope(config, tokens, gather.compute_dtype or config.torch_dtype)
+        block = _block(config, rope, stream, drop, remat, gather.at("blocks").rows())
         start, stop = part.layers.start, part.layers.stop
         x, _ = scan(block, x, (weights["blocks"], None if keys is None else keys[start:stop]))
     assert x is not None
     if not part.loss:
         return x
     with named_scope("norm"):
-        x = _norm(config, weights["norm"], x)
+        x = _norm(config, gather.at("norm")(weights["norm"]), x)
     with named_scope("unembed"):
-        unembed = weights["embed"].mT if config.tied else weights["unembed"]
+        name = "embed" if config.tied else "unembed"
+        unembed = gather.at(name)(weights[name])
+        unembed = unembed.mT if config.tied else unembed
         return nn.column_parallel(nn.gather_sequence(x, stream), unembed)
 
 
@@ -253,13 +221,11 @@ def _norm(config: GPTConfig, weights: dict, x: Tensor) -> Tensor:
     return nn.norm(weights, x, eps=config.norm_eps, zero_centered=config.zero_centered_norm)
 
 
-def _rope(config: GPTConfig, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+def _rope(config: GPTConfig, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     if config.positions != "rope":
         return None
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    return nn.rope_table(
-        positions, config.head_size, config.rope_theta, config.rope_scaling, config.torch_dtype
-    )
+    return nn.rope_table(positions, config.head_size, config.rope_theta, config.rope_scaling, dtype)
 
 
 def _block(
@@ -268,14 +234,15 @@ def _block(
     stream: P,
     drop: Callable,
     remat: Remat,
+    gather: Gather,
 ) -> Callable:
     """``(x, (parameters, key)) -> (x, None)``: one pre-norm transformer block, for `scan`."""
     _check_remat(remat)
     core = rematerialise(attention) if remat == "selective" else attention
 
-    def block(x: Tensor, layer: tuple) -> tuple[Tensor, None]:
-        weights, key = layer
+    def layer(weights: dict, x: Tensor, key: Tensor | None) -> Tensor:
         keys = (None, None) if key is None else random.split(key).unbind(0)
+        _check_whole(config, weights["attention_norm"]["scale"].shape[0])
         with named_scope("attention"):
             y = _norm(config, weights["attention_norm"], x)
             y = nn.self_attention(
@@ -285,10 +252,25 @@ def _block(
         with named_scope("mlp"):
             y = _norm(config, weights["mlp_norm"], x)
             y = nn.mlp(weights["mlp"], y, activation=config.activation, stream=stream)
-            return x + drop(y, keys[1]), None
+            return x + drop(y, keys[1])
 
     policy = {"full": policies.nothing, "dots": policies.dots}.get(remat, policies.everything)
-    return rematerialise(block, policy=policy)
+    # what is recomputed is inside what is gathered: so gathering depends on parameters alone
+    gathered = gather.around(rematerialise(layer, policy=policy))
+
+    def block(x: Tensor, row: tuple) -> tuple[Tensor, None]:
+        return gathered(row[0], x, row[1]), None
+
+    return block
+
+
+def _check_whole(config: GPTConfig, size: int) -> None:
+    if size != config.embed_dim:
+        raise ValueError(
+            f"forward: got parameters with {size} of embed_dim={config.embed_dim} on this rank; "
+            "wanted all of them where they are used; fix: pass gather=transforms.Gather(specs), "
+            "with the specs by which they are split"
+        )
 
 
 def _check_remat(remat: str) -> None:
@@ -319,6 +301,7 @@ def loss(
     key: Key | None = None,
     stream: P = STREAM,
     remat: Remat = "none",
+    gather: Gather = WHOLE,
 ) -> Scalar:
     """The sum of all tokens' losses over the batch of all ranks; replicated over the mesh.
 
@@ -333,7 +316,9 @@ def loss(
         one all-reduce of a scalar.
     """
     part = whole(config.num_layers)
-    return stage_loss(config, part, weights, None, batch, key=key, stream=stream, remat=remat)
+    return stage_loss(
+        config, part, weights, None, batch, key=key, stream=stream, remat=remat, gather=gather
+    )
 
 
 def stage_loss(
@@ -346,12 +331,13 @@ def stage_loss(
     key: Key | None = None,
     stream: P = STREAM,
     remat: Remat = "none",
+    gather: Gather = WHOLE,
 ) -> Tensor:
     """`stage`, but the stage with the loss returns that: what `loss` does, for one stage.
 
     Of the batch, the stage with the loss needs the ``targets`` as well.
     """
-    x = stage(config, part, weights, x, batch, key=key, stream=stream, remat=remat)
+    x = stage(config, part, weights, x, batch, key=key, stream=stream, remat=remat, gather=gather)
     if not part.loss:
         return x
     with named_scope("loss"):

@@ -190,10 +190,10 @@ def test_few_key_heads_are_replicated():
 
 def test_every_problem_of_a_mesh_is_listed():
     with pytest.raises(ValueError, match="this model cannot run on this mesh") as caught:
-        gpt.rules(replace(SMALL, mlp_dim=11), Mesh(pp=2, fsdp=2, cp=2, ep=2, tp=3))
+        gpt.rules(replace(SMALL, mlp_dim=11), Mesh(pp=2, fsdp=7, cp=2, ep=2, tp=3))
     for text in (
         "num_heads: got 4; wanted a multiple of tp=3", "mlp_dim: got 11", "num_kv_heads: got 2",
-        "vocab_multiple: got 4", "fix: set vocab_multiple=12", "fsdp=2", "cp=2", "ep=2",
+        "vocab_multiple: got 4", "fix: set vocab_multiple=12", "a multiple of fsdp=7", "cp=2", "ep=2",
     ):  # fmt: skip
         assert text in str(caught.value)
 
