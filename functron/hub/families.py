@@ -122,6 +122,12 @@ GPT2_RULES = (  # its Conv1D stores weights as we do, [in, out]
 """GPT-2's names."""
 
 
+_DECODER = (
+    settings.only("is_encoder_decoder", False, why="encoder"),
+    settings.only("add_cross_attention", False, why="attention to another sequence"),
+)
+
+
 def _llama_like(
     *,
     vocab_size: int,
@@ -153,6 +159,8 @@ def _llama_like(
         fixed("gated", True),
         fixed("positions", "rope"),
         settings.only("rope_interleaved", False, why="interleaved rope"),
+        settings.only("use_mrope", False, why="positions of images"),
+        *_DECODER,
     )
 
 
@@ -278,7 +286,7 @@ GPT2 = Family(
         settings.only(
             "scale_attn_by_inverse_layer_idx", False, why="attention scaled by its layer"
         ),
-        settings.only("add_cross_attention", False, why="attention to another sequence"),
+        *_DECODER,
     ),
     prefix="transformer.",
     max_seq="n_positions",

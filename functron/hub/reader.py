@@ -12,7 +12,14 @@ import torch
 
 from functron import tree
 from functron.errors import Problem, nearest, raise_problems
-from functron.hub.config import CONFIG, differences, family_of, parse, read_table
+from functron.hub.config import (
+    CONFIG,
+    config_problems,
+    differences,
+    family_of,
+    parse,
+    read_table,
+)
 from functron.hub.families import Family
 from functron.hub.files import open_folder
 from functron.hub.rules import Box, Layout, Part, layouts, tensors
@@ -99,7 +106,9 @@ def from_tensors(model_type: str, config: GPTConfig, named: Mapping[str, torch.T
     Raises:
         ValueError: tensors are missing, too many, or of another shape; all offenders are listed.
     """
-    return read_params(family_of({"model_type": model_type}), config, _InMemory(named))
+    family = family_of({"model_type": model_type})
+    raise_problems(f"no {model_type} model is like that", config_problems(config, family))
+    return read_params(family, config, _InMemory(named))
 
 
 class _InMemory:

@@ -359,6 +359,6 @@ GENERAL: Sequence[str] = (
     *("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
     *("num_return_sequences", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"),
     *("begin_suppress_tokens", "remove_invalid_values", "exponential_decay_length_penalty"),
-    "prefix",
+    *("prefix", "is_decoder", "tie_encoder_decoder"),
 )
 """Entries of config.json that do not change what a model computes, in every family."""

@@ -87,10 +87,10 @@ def save(
     family = family_of(table) if table is not None else family_for(config)
     _check_arguments(dtype, max_shard_bytes)
     flat = _check_params(config, params, specs, mesh)
-    found = layouts(family.rules, gpt.defs(config), config.vocab_size)
     kind = DTYPES[dtype] if dtype else tree.leaves(params)[0].dtype
     name = str(kind).removeprefix("torch.")
     entries = write_config(config, family, kept=kept, dtype=name)
+    found = layouts(family.rules, gpt.defs(config), config.vocab_size)
     listed = [(layout.name(index), kind, layout.shape) for layout, index in tensors(found)]
     export = _Export(Path(path), plan(listed, max_shard_bytes), entries, like, mesh)
     export.begin()

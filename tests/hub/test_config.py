@@ -1,0 +1,369 @@
+"""config.json and GPTConfig: published models, transformers' defaults, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+import functron as ft
+from functron import gpt, hub, nn
+from functron.hub.config import FREE, config_problems, differences, parse
+from functron.hub.families import FAMILIES, LACKING
+from tests.hub import tiny
+
+# As published; the numbers of parameters are those that the files have.
+PUBLISHED = {
+    "Llama-3.1-8B": (
+        8_030_261_248,
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu",
+            "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+            "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 128256,
+        },
+    ),
+    "SmolLM2-135M": (
+        134_515_008,
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 576,
+            "initializer_range": 0.041666666666666664, "intermediate_size": 1536,
+            "is_llama_config": True, "max_position_embeddings": 8192, "model_type": "llama",
+            "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+            "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False,
+            "rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True,
+            "vocab_size": 49152,
+        },
+    ),
+    "Qwen2.5-0.5B": (
+        494_032_768,
+        {
+            "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+            "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896,
+            "initializer_range": 0.02, "intermediate_size": 4864, "max_position_embeddings": 32768,
+            "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
+            "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True,
+            "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+        },
+    ),
+    "Qwen3-0.6B": (
+        596_049_920,
+        {
+            "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+            "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3072,
+            "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+            "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+            "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+    ),
+    "Mistral-7B-v0.3": (
+        7_248_023_552,
+        {
+            "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+            "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+            "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.42.0.dev0", "use_cache": True, "vocab_size": 32768,
+        },
+    ),
+    "gemma-2b": (
+        2_506_172_416,
+        {
+            "architectures": ["GemmaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 2, "eos_token_id": 1, "head_dim": 256, "hidden_act": "gelu",
+            "hidden_activation": None, "hidden_size": 2048, "initializer_range": 0.02,
+            "intermediate_size": 16384, "max_position_embeddings": 8192, "model_type": "gemma",
+            "num_attention_heads": 8, "num_hidden_layers": 18, "num_key_value_heads": 1,
+            "pad_token_id": 0, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000.0,
+            "torch_dtype": "bfloat16", "transformers_version": "4.38.0.dev0", "use_cache": True,
+            "vocab_size": 256000,
+        },
+    ),
+    "gpt2": (
+        124_439_808,
+        {
+            "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"],
+            "attn_pdrop": 0.1, "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256,
+            "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
+            "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+            "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+            "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
+            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+            "vocab_size": 50257,
+        },
+    ),
+}  # fmt: skip
+
+
+# entries that say nothing about the model, or say by null what others say by a number
+SILENT = {
+    "architectures", "dtype", "task_specific_params", "transformers_version", "summary_type",
+    "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "n_ctx", "n_inner",
+    "is_llama_config", "rope_interleaved", "use_mrope", "sliding_window", "max_window_layers",
+    "hidden_activation", "mlp_bias", "attention_bias", "head_dim", "type",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_published_models(name):
+    count, table = PUBLISHED[name]
+    config = parse(table)
+    rows = (config.padded_vocab - config.vocab_size) * (1 if config.tied else 2)
+    assert ft.num_params(gpt.defs(config)) == count + rows * config.embed_dim
+    assert config.dtype == ("float32" if name == "gpt2" else "bfloat16")
+    # what transformers makes of what is written is what it makes of what was published
+    theirs = settings_of(copy.deepcopy(table))
+    ours = settings_of(hub.write_config(config, FAMILIES[table["model_type"]]))
+    assert {k: v for k, v in ours.items() if k not in SILENT} == {
+        k: v for k, v in theirs.items() if k not in SILENT
+    }
+
+
+def settings_of(table) -> dict:
+    """What transformers makes of a config.json, every entry, with those of rope beside them."""
+    made = tiny.transformers.AutoConfig.for_model(**table)
+    found = json.loads(made.to_json_string(use_diff=False))
+    found |= found.pop("rope_parameters", None) or {}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def test_llama_31():
+    config = parse(PUBLISHED["Llama-3.1-8B"][1])
+    assert config == replace(
+        gpt.PRESETS["llama3-8b"],
+        rope_scaling=nn.RopeScaling(),
+        max_seq=131072,
+        dtype="bfloat16",
+    )
+
+
+def test_gpt2():
+    assert parse(PUBLISHED["gpt2"][1]) == gpt.PRESETS["gpt2"]
+
+
+def test_mistrals_window():
+    table = {**PUBLISHED["Mistral-7B-v0.3"][1], "sliding_window": 4096}
+    with pytest.raises(
+        ValueError, match=r"sliding_window: got 4096; wanted at least max_seq=32768.*max_seq=4096"
+    ):
+        parse(table)
+    assert parse(table, max_seq=4096).max_seq == 4096
+    with pytest.raises(ValueError, match="max_seq=4097"):
+        parse(table, max_seq=4097)
+    del table["sliding_window"]  # then transformers takes 4096
+    with pytest.raises(ValueError, match="sliding_window: got 4096"):
+        parse(table)
+
+
+def test_qwens_windows():
+    table = PUBLISHED["Qwen2.5-0.5B"][1]
+    used = {**table, "use_sliding_window": True, "sliding_window": 4096}
+    with pytest.raises(ValueError, match="sliding_window: got 4096"):
+        parse(used)
+    everywhere = {**used, "layer_types": ["full_attention"] * 24}
+    assert parse(everywhere).max_seq == 32768
+    with pytest.raises(ValueError, match="layer_types: got chunked_attention"):
+        parse({**table, "layer_types": ["chunked_attention"] * 24})
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_defaults_are_those_of_transformers(name):
+    """What is not in config.json is what transformers takes for it, in every entry."""
+    theirs = tiny.transformers.AutoConfig.for_model(name)
+    table = json.loads(theirs.to_json_string(use_diff=False))
+    longest = {"max_seq": 4096} if name == "mistral" else {}
+    config = parse(table, **longest)
+    assert not differences(parse({"model_type": name}, **longest), config)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_every_field_of_ours_is_accounted_for(name):
+    """A field that is added to GPTConfig must be mapped, or be refused where it is not default."""
+    covered = [field for aspect in FAMILIES[name].aspects for field in aspect.ours]
+    assert len(covered) == len(set(covered))
+    assert not set(covered) & set(FREE)
+    for field in dataclasses.fields(gpt.GPTConfig):
+        assert field.name in covered or field.name in FREE, field.name
+
+
+def test_the_family_that_a_model_fits():
+    found = {name: hub.family_for(config).model_type for name, config in gpt.PRESETS.items()}
+    assert {name: kind for name, kind in found.items() if not name.startswith("gpt")} == {
+        name: "llama" for name in gpt.PRESETS if not name.startswith("gpt")
+    }
+    assert {kind for name, kind in found.items() if name.startswith("gpt")} == {"gpt2"}
+    assert hub.family_for(gpt.GPTConfig(qkv_bias=True)).model_type == "qwen2"
+    assert hub.family_for(gpt.GPTConfig(qk_norm=True)).model_type == "qwen3"
+    # heads that do not divide the embedding: Llama's config refuses them, Mistral's does not
+    assert hub.family_for(gpt.GPTConfig(num_heads=6, head_dim=16)).model_type == "mistral"
+
+
+def test_a_model_that_no_family_fits():
+    with pytest.raises(ValueError, match="no Hugging Face family has models like this") as caught:
+        hub.family_for(gpt.GPTConfig(positions="none", embed_scale=3.0))
+    for name in FAMILIES:
+        assert f"\n  - {name}: " in str(caught.value)
+    assert "llama: positions: got 'none'; wanted 'rope' in this family" in str(caught.value)
+
+
+# Refusals
+
+
+LLAMA = {"model_type": "llama", **tiny.LLAMA}
+
+
+def refusal(table, **options) -> str:
+    with pytest.raises(ValueError, match=r"cannot use config\.json") as caught:
+        parse(table, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_act": "silo"}, "hidden_act: got 'silo'; wanted an activation.*did you mean 'silu'"),
+        ({"attention_bias": True}, "attention_bias and mlp_bias: got True and False; wanted the same"),
+        ({"hidden_size": "32"}, "hidden_size: got '32'; wanted a whole number"),
+        ({"num_hidden_layers": None}, "num_hidden_layers: got None; wanted a whole number"),
+        ({"rms_norm_eps": True}, "rms_norm_eps: got True; wanted a number"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings: got 1; wanted true or false"),
+        ({"head_dim": 8.0}, "head_dim: got 8.0; wanted a whole number or null"),
+        ({"rope_theta": -1}, "rope_theta: got -1; wanted a positive number"),
+        ({"rope_interleaved": True}, "rope_interleaved: got True; wanted False"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5; wanted 1"),
+        ({"rope_scaling": 3}, "rope_scaling: got 3; wanted an object or null"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type: got 'yarn'.*null"),
+        ({"rope_scaling": {"type": "linaer", "factor": 4.0}}, "did you mean 'linear'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: got None; wanted a positive"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 3}}, "beta_fast: got 3"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention: got"),
+        ({"logit_scale": 0.5}, r"logit_scale: got 0\.5; wanted an entry that is known.*ignore=\['log"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: got"),
+        ({"auto_map": {"AutoModel": "code.py"}}, "auto_map: got"),
+    ],
+)  # fmt: skip
+def test_settings_that_change_the_model_are_refused(changes, reason):
+    assert re.search(reason, refusal({**LLAMA, **changes}))
+
+
+def test_all_offenders_at_once():
+    text = refusal({**LLAMA, "hidden_act": "x", "hidden_size": "y", "rope_theta": 0, "z": 1})
+    assert text.count("\n  - ") == 4
+
+
+def test_entries_that_change_nothing():
+    extra = {
+        "torch_dtype": "float16",
+        "_name_or_path": "x",
+        "attention_dropout": 0.5,
+        "other": None,
+    }
+    assert parse({**LLAMA, **extra}) == parse(LLAMA)
+    assert parse({**LLAMA, "mine": 3}, ignore=["mine"]) == parse(LLAMA)
+
+
+def test_gemmas_settings():
+    gemma = {"model_type": "gemma", **tiny.LLAMA}
+    assert "use_bidirectional_attention: got True" in refusal(
+        {**gemma, "use_bidirectional_attention": True}
+    )
+    assert parse({**gemma, "hidden_act": "gelu"}).activation == "gelu_tanh"
+    assert parse({**LLAMA, "hidden_act": "gelu"}).activation == "gelu"
+    assert "hidden_activation: got 'relu'" in refusal({**gemma, "hidden_activation": "relu"})
+
+
+def test_gpt2s_settings():
+    table = {"model_type": "gpt2", **tiny.GPT2}
+    for name, value in {"scale_attn_weights": False, "add_cross_attention": True}.items():
+        assert f"{name}: got {value}" in refusal({**table, name: value})
+    assert "max_seq: got 8; wanted 24: as many as there are learned positions" in refusal(
+        table, max_seq=8
+    )
+    assert parse(table, max_seq=24).max_seq == 24
+
+
+@pytest.mark.parametrize("name", list(LACKING))
+def test_families_that_need_what_is_missing(name):
+    text = refusal({"model_type": name})
+    assert f"this decoder has no {LACKING[name]} yet" in text
+
+
+def test_unknown_families_suggest_the_nearest():
+    assert "did you mean 'qwen3'" in refusal({"model_type": "qwen_3"})
+    assert "model_type: got 'None'" in refusal({})
+
+
+def test_files(tmp_path):
+    with pytest.raises(ValueError, match=r"config.json: got No such file"):
+        hub.read_config(tmp_path)
+    for wrong in ("[1]", "{", "\udc80"):
+        (tmp_path / "config.json").write_bytes(wrong.encode(errors="surrogateescape"))
+        with pytest.raises(ValueError, match=r"config\.json: got"):
+            hub.read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert hub.read_config(tmp_path, dtype="bfloat16", max_seq=8) == replace(
+        parse(LLAMA), dtype="bfloat16", max_seq=8
+    )
+
+
+# Writing
+
+
+def test_only_what_changed_is_written_anew():
+    table = {**PUBLISHED["Llama-3.1-8B"][1], "_name_or_path": "x", "mine": [1, 2]}
+    config = parse(table, ignore=["mine"])
+    family = FAMILIES["llama"]
+    assert hub.write_config(config, family, kept=table) == table
+    # sequences that are shorter by choice of the run leave the model what it is
+    assert hub.write_config(replace(config, max_seq=512), family, kept=table) == table
+    longer = replace(config, max_seq=262144, rope_theta=1e6)
+    changed = hub.write_config(longer, family, kept=table)
+    assert {key for key in table if changed[key] != table[key]} == {
+        "max_position_embeddings", "rope_theta", "rope_scaling",
+    }  # fmt: skip
+    assert changed["rope_scaling"] == {**table["rope_scaling"], "type": "llama3"}
+    assert not differences(parse(changed, ignore=["mine"]), longer)
+
+
+def test_a_dtype_other_than_the_configs():
+    table = PUBLISHED["Llama-3.1-8B"][1]
+    assert hub.write_config(parse(table), FAMILIES["llama"], kept=table, dtype="float16") == {
+        **table, "torch_dtype": "float16",
+    }  # fmt: skip
+
+
+def test_models_that_a_family_does_not_have():
+    config = gpt.GPTConfig(
+        qk_norm=True, bias=True, embed_scale=2.0, embed_dim=100, num_heads=3, head_dim=32
+    )
+    problems = {p.path for p in config_problems(config, FAMILIES["llama"])}
+    assert problems == {"qk_norm", "embed_scale", "embed_dim"}
+    with pytest.raises(ValueError, match="this model cannot be stored as llama") as caught:
+        hub.write_config(config, FAMILIES["llama"])
+    assert str(caught.value).count("\n  - ") == 3
+    gpt2 = {
+        p.path for p in config_problems(gpt.GPTConfig(num_kv_heads=4, tied=True), FAMILIES["gpt2"])
+    }
+    assert gpt2 == {"norm", "positions", "bias", "gated", "num_kv_heads"}

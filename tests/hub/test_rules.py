@@ -1,0 +1,193 @@
+"""Name rules: every tensor used once, every layout undone, every slice the right one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import functron as ft
+from functron import gpt, hub, tree
+from functron.hub.families import FAMILIES
+from functron.hub.rules import Rule, layouts, tensors
+
+SMALL = gpt.GPTConfig(
+    vocab_size=13, num_layers=3, embed_dim=12, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=10,
+    max_seq=7, vocab_multiple=4, tied=True,
+)  # fmt: skip
+CONFIGS = {
+    "llama": SMALL,
+    "llama-biases": replace(SMALL, bias=True, tied=False),
+    "qwen2": replace(SMALL, qkv_bias=True),
+    "qwen3": replace(SMALL, qk_norm=True),
+    "mistral": replace(SMALL, tied=False),
+    "gemma": replace(
+        SMALL, activation="gelu_tanh", zero_centered_norm=True, embed_scale=math.sqrt(12)
+    ),
+    "phi3": replace(SMALL, tied=False),
+    "gpt2": replace(
+        SMALL, num_kv_heads=0, head_dim=0, norm="layer", activation="gelu_tanh", gated=False,
+        bias=True, positions="learned",
+    ),
+}  # fmt: skip
+
+
+def numbered(config) -> dict:
+    """Parameters without two equal entries: 1, 2, 3, ... throughout the tree."""
+    config = replace(config, dtype="float64")
+    start, leaves = 1, []
+    for d in tree.leaves(gpt.defs(config)):
+        stop = start + math.prod(d.shape)
+        leaves.append(torch.arange(start, stop, dtype=torch.float64).reshape(d.shape))
+        start = stop
+    return tree.unflatten(tree.structure(gpt.defs(config)), leaves)
+
+
+def real(config, params) -> dict:
+    """The parameters with zeros for the padding of the vocabulary."""
+    params = {**params, "embed": params["embed"].clone()}
+    params["embed"][config.vocab_size :] = 0
+    if "unembed" in params:
+        params["unembed"] = params["unembed"].clone()
+        params["unembed"][:, config.vocab_size :] = 0
+    return params
+
+
+@pytest.fixture(params=list(CONFIGS))
+def case(request):
+    """A family and a model of it in float64, whose padding is not zero."""
+    config = replace(CONFIGS[request.param], dtype="float64")
+    return request.param.split("-")[0], config, numbered(config)
+
+
+def test_every_number_is_exported_once(case):
+    name, config, params = case
+    named = hub.to_tensors(config, params, name)
+    exported = sorted(x for value in named.values() for x in value.flatten().tolist())
+    kept = sorted(x for leaf in tree.leaves(real(config, params)) for x in leaf[leaf != 0].tolist())
+    assert exported == kept
+
+
+def test_import_undoes_export(case):
+    name, config, params = case
+    named = hub.to_tensors(config, params, name)
+    back = hub.from_tensors(name, config, named)
+    assert tree.paths(back) == tree.paths(params)
+    for path, got, want in zip(
+        tree.paths(back), tree.leaves(back), tree.leaves(real(config, params)), strict=True
+    ):
+        assert torch.equal(got, want), path
+    again = hub.to_tensors(config, back, name)
+    assert again.keys() == named.keys()
+    assert all(torch.equal(again[key], named[key]) for key in named)
+
+
+def test_names_are_matched_by_their_rules_alone(case):
+    """Each name of a tensor matches the pattern of one rule, whose fields are its numbers."""
+    name, config, _ = case
+    rules = FAMILIES[name].rules
+    found = list(tensors(layouts(rules, gpt.defs(config), config.vocab_size)))
+    names = [layout.name(index) for layout, index in found]
+    assert len(names) == len(set(names))
+    for (layout, index), tensor in zip(found, names, strict=True):
+        matches = {rule.name: rule.pattern().match(tensor) for rule in rules}
+        hits = {rule: match for rule, match in matches.items() if match}
+        assert list(hits) == [layout.rule.name]
+        assert tuple(map(int, hits[layout.rule.name].groups())) == index
+
+
+def test_layouts_by_hand():
+    """Where entries of Llama's and GPT-2's tensors stand, written out."""
+    llama = replace(CONFIGS["mistral"], dtype="float64")
+    params = numbered(llama)
+    named = hub.to_tensors(llama, params, "mistral")
+    block, layer = params["blocks"], "model.layers.2."
+    q, out = block["attention"]["q"]["w"], block["attention"]["out"]["w"]
+    assert named[layer + "self_attn.q_proj.weight"].shape == (24, 12)
+    assert named[layer + "self_attn.q_proj.weight"][3 * 6 + 5, 7] == q[2, 7, 3, 5]
+    assert named[layer + "self_attn.o_proj.weight"][7, 3 * 6 + 5] == out[2, 3, 5, 7]
+    assert named[layer + "mlp.up_proj.weight"][9, 7] == block["mlp"]["up"]["w"][2, 7, 9]
+    assert named["lm_head.weight"].shape == (13, 12)
+    assert named["lm_head.weight"][11, 5] == params["unembed"][5, 11]
+
+    phi3 = hub.to_tensors(llama, params, "phi3")
+    fused = phi3[layer + "self_attn.qkv_proj.weight"]
+    assert fused.shape == (24 + 12 + 12, 12)
+    assert fused[24 + 1 * 6 + 5, 7] == block["attention"]["k"]["w"][2, 7, 1, 5]
+    assert fused[24 + 12 + 1 * 6 + 5, 7] == block["attention"]["v"]["w"][2, 7, 1, 5]
+    assert phi3[layer + "mlp.gate_up_proj.weight"][10 + 9, 7] == block["mlp"]["up"]["w"][2, 7, 9]
+
+    gpt2 = replace(CONFIGS["gpt2"], dtype="float64")
+    params = numbered(gpt2)
+    named = hub.to_tensors(gpt2, params, "gpt2")
+    attention = params["blocks"]["attention"]
+    fused = named["transformer.h.1.attn.c_attn.weight"]
+    assert fused.shape == (12, 36)
+    assert fused[7, 12 + 3 * 3 + 2] == attention["k"]["w"][1, 7, 3, 2]
+    bias = named["transformer.h.1.attn.c_attn.bias"]
+    assert bias[24 + 3 * 3 + 2] == attention["v"]["b"][1, 3, 2]
+    up = params["blocks"]["mlp"]["up"]["w"]
+    assert named["transformer.h.1.mlp.c_fc.weight"][7, 9] == up[1, 7, 9]
+
+
+def test_stacks_of_two_fields():
+    """A tensor for each expert of each layer: one leaf with two stacked dims."""
+    rule = Rule("l.{layer}.e.{expert}.up", "mlp embed -> embed mlp", ("up",))
+    shape = (2, 3, 4, 5)
+    leaf = torch.arange(120.0).reshape(shape)
+    defs = {"up": ft.ParamDef(shape, (None,) * 4, lambda *_: leaf)}
+    (layout,) = layouts([rule], defs, 9)
+    names = [layout.name(index) for _, index in tensors([layout])]
+    assert names == [f"l.{i}.e.{j}.up" for i, j in itertools.product(range(2), range(3))]
+    assert layout.shape == (5, 4)
+    assert torch.equal(layout.to_theirs([leaf[1, 2]]), leaf[1, 2].T)
+
+
+def boxes(shape):
+    """Any part of a value of this shape with something in it."""
+
+    def part(size):
+        return st.tuples(st.integers(0, size - 1), st.integers(1, size)).map(
+            lambda pair: (pair[0], max(pair[0] + 1, pair[1]))
+        )
+
+    return st.tuples(*map(part, shape))
+
+
+PATTERNS = [
+    ("(heads head) embed -> embed heads head", {"embed": 5, "heads": 4, "head": 3}),
+    ("embed (heads head) -> heads head embed", {"embed": 5, "heads": 4, "head": 3}),
+    ("(a b c) -> c a b", {"a": 2, "b": 3, "c": 4}),
+    ("a (b c) -> b a c", {"a": 2, "b": 3, "c": 4}),
+    ("vocab embed -> embed vocab", {"embed": 5, "vocab": 9}),
+]
+
+
+@given(st.data())
+def test_any_box_of_a_leaf_is_read_from_the_slices_named(data):
+    dims, sizes = data.draw(st.sampled_from(PATTERNS))
+    fused = data.draw(st.integers(0, len(Rule("", dims, ()).theirs) - 1))
+    rule = Rule("x", dims, ("one", "two"), fused)
+    shape = tuple(sizes[name] for name in rule.ours)
+    one, two = torch.arange(2.0 * math.prod(shape)).reshape(2, *shape)
+    if "vocab" in sizes:
+        rule = Rule("x", dims, ("one",))  # never fused with another
+    defs = {path: ft.ParamDef(shape, (None,) * len(shape), lambda *_: one) for path in rule.paths}
+    (layout,) = layouts([rule], defs, sizes.get("vocab", 0) - 2)
+    stored = layout.to_theirs([one, two][: len(rule.paths)])
+    assert tuple(stored.shape) == layout.shape
+    part, leaf = data.draw(st.sampled_from(list(zip(layout.parts, (one, two), strict=False))))
+    box = data.draw(boxes(part.real))
+    piece = stored[layout.source(part, box)]
+    expected = leaf[tuple(slice(*entry) for entry in box)]
+    assert torch.equal(layout.to_ours(part, box, piece), expected)
+
+
+def test_a_model_that_the_family_has_no_names_for():
+    with pytest.raises(ValueError, match="no tensors of this family hold positions"):
+        layouts(FAMILIES["llama"].rules, gpt.defs(CONFIGS["gpt2"]), 13)

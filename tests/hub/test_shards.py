@@ -1,0 +1,133 @@
+"""Loading onto meshes: each rank gets its shards, and reads nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import functron as ft
+from functron import BoundMesh, Mesh, P, Rules, gpt, hub, tree
+from functron.hub import files, reader
+from functron.hub.families import FAMILIES
+from functron.spmd.spec import shard
+
+LLAMA = gpt.GPTConfig(
+    vocab_size=45, num_layers=4, embed_dim=16, num_heads=8, num_kv_heads=4, head_dim=6, mlp_dim=24,
+    max_seq=8, vocab_multiple=16, init_stddev=0.3, qkv_bias=True,
+)  # fmt: skip
+GPT2 = replace(
+    LLAMA, num_kv_heads=0, head_dim=0, norm="layer", activation="gelu_tanh", gated=False,
+    bias=True, qkv_bias=False, positions="learned", tied=True,
+)  # fmt: skip
+CONFIGS = {"qwen2": LLAMA, "gpt2": GPT2}
+
+MEGATRON = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp"}
+LAYOUTS = {
+    "tp": (Mesh(tp=4), MEGATRON),
+    "dp,tp": (Mesh(dp=2, tp=2), MEGATRON),
+    "fsdp": (Mesh(fsdp=4), {"embed": "fsdp"}),
+    "fsdp,tp": (Mesh(fsdp=2, tp=2), {**MEGATRON, "embed": "fsdp"}),
+    "pp,tp": (Mesh(pp=2, tp=2), {**MEGATRON, "layers": "pp"}),
+    "one dim by two axes": (Mesh(fsdp=2, tp=2), {"vocab": ("tp", "fsdp"), "mlp": ("fsdp", "tp")}),
+}
+
+
+def bound(mesh: Mesh, rank: int) -> BoundMesh:
+    """A rank of the mesh without its process groups: loading issues no collectives."""
+    return BoundMesh(mesh, rank, mesh.coordinate(rank), {}, "cpu")
+
+
+class Counting:
+    """A source that keeps count of what is read from it."""
+
+    def __init__(self, source):
+        self.source, self.sizes = source, []
+
+    def shapes(self):
+        return self.source.shapes()
+
+    def read(self, name, slices):
+        piece = self.source.read(name, slices)
+        self.sizes.append(piece.nbytes)
+        return piece
+
+
+@pytest.fixture(params=list(CONFIGS))
+def stored(request, tmp_path):
+    """The family, config, parameters with padding of zeros, and folder of a model."""
+    config = CONFIGS[request.param]
+    params = ft.init_params(ft.random.key(0), gpt.defs(config))
+    hub.save(tmp_path / "model", config, params, model_type=request.param, max_shard_bytes=9_000)
+    return FAMILIES[request.param], config, hub.load(tmp_path / "model", config), tmp_path / "model"
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_each_rank_loads_its_shards(stored, layout):
+    _, config, whole, path = stored
+    mesh, rules = LAYOUTS[layout]
+    specs = ft.param_specs(gpt.defs(config), Rules(rules))
+    assert not all(leaf.eq(0).all() for leaf in tree.leaves(whole))
+    for rank in range(mesh.size):
+        params = hub.load(path, config, specs=specs, mesh=bound(mesh, rank))
+        rows = zip(
+            tree.paths(whole),
+            tree.leaves(params),
+            tree.leaves(whole),
+            tree.leaves(specs),
+            strict=True,
+        )
+        for leaf, got, want, spec in rows:
+            expected = shard(want, spec, mesh, mesh.coordinate(rank))
+            assert torch.equal(got, expected), (rank, leaf)
+            assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_rank_reads_what_it_keeps_piece_by_piece(stored, layout):
+    family, config, whole, path = stored
+    mesh, rules = LAYOUTS[layout]
+    specs = ft.param_specs(gpt.defs(config), Rules(rules))
+    padding = 0
+    for rank in range(mesh.size):
+        source = Counting(files.open_folder(path))
+        params = reader.read_params(family, config, source, specs=specs, mesh=bound(mesh, rank))
+        # all but the zeros of the vocabulary's padding come from the files, and no byte besides
+        ones = tree.map(torch.ones_like, whole)
+        ones["embed"][config.vocab_size :] = 0
+        if "unembed" in ones:
+            ones["unembed"][:, config.vocab_size :] = 0
+        kept = [
+            shard(leaf, spec, mesh, mesh.coordinate(rank))
+            for leaf, spec in zip(tree.leaves(ones), tree.leaves(specs), strict=True)
+        ]
+        read = sum(source.sizes)
+        assert read == 4 * sum(int(leaf.sum()) for leaf in kept)
+        padding += tree.nbytes(params) - read
+        stacked = [leaf[0].nbytes for leaf in tree.leaves(params["blocks"])]
+        flat = [leaf.nbytes for name, leaf in params.items() if name not in ("blocks", "norm")]
+        assert max(source.sizes) <= max(*stacked, *flat)  # one row of one leaf
+    assert padding > 0
+
+
+def test_simulated_meshes_load_global_values(stored):
+    _, config, whole, path = stored
+    mesh = Mesh(dp=2, tp=2)
+    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh))
+    params = hub.load(path, config, specs=specs, mesh=mesh)
+    assert all(map(torch.equal, tree.leaves(params), tree.leaves(whole)))
+
+
+def test_specs_that_do_not_fit(stored):
+    _, config, _, path = stored
+    with pytest.raises(ValueError, match=r"specs: got None; wanted the parameters' specs"):
+        hub.load(path, config, mesh=bound(Mesh(tp=2), 0))
+    uneven = replace(config, vocab_multiple=1)
+    with pytest.raises(ValueError, match="params/embed: got dim 0 of shape"):
+        hub.load(
+            path,
+            uneven,
+            specs={**dict.fromkeys(gpt.defs(uneven), P()), "embed": P("tp")},
+            mesh=bound(Mesh(tp=2), 0),
+        )
