@@ -27,12 +27,16 @@ def key_of(path: str) -> str:
 
 
 def context() -> Any:
-    """What the arrays of one checkpoint share: threads, and a cache of the database's index."""
+    """What the arrays of one checkpoint share: threads, and a cache of the database's index.
+
+    Files are not synced one by one: that is done once, at the end.
+    """
     import tensorstore as ts
 
     return ts.Context(
         {
-            "file_io_concurrency": {"limit": 32},
+            "file_io_concurrency": {"limit": 8},  # each thread keeps memory that it used
+            "file_io_sync": False,
             "cache_pool#ocdbt": {"total_bytes_limit": 64 << 20},
         }
     )

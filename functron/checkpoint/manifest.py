@@ -60,10 +60,7 @@ def make(
     content = json.loads(json.dumps(content))  # as it will be read
     path = folder / NAME
     path.write_text(json.dumps({"crc32": _checksum_of(content), "content": content}))
-    for directory, _, names in os.walk(folder):
-        for name in names:
-            sync(Path(directory) / name)
-        sync(Path(directory))
+    sync_all(folder)
 
 
 def read(folder: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
@@ -134,6 +131,15 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_all(folder: Path, progress: Callable[[], None] | None = None) -> None:
+    """Have the disk hold everything in a folder before going on."""
+    for directory, _, names in os.walk(folder):
+        for path in [*(Path(directory) / name for name in names), Path(directory)]:
+            sync(path)
+            if progress is not None:
+                progress()
 
 
 def _expects_manifest(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from functron.checkpoint import database, failures
+from functron.checkpoint import database, failures, manifest
 from functron.checkpoint.chunks import Division, Piece, grid
 from functron.checkpoint.dtypes import as_array
 from functron.checkpoint.placement import Leaf
@@ -134,6 +134,8 @@ def write(
         window.drain()
     finally:
         window.abandon()
+    if mine.exists():  # not where all of this process's values are other ones' to write
+        manifest.sync_all(mine, progress)
 
 
 def _begin(array: Any, piece: Piece, values: np.ndarray) -> Callable[[], Any]:
