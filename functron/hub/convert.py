@@ -1,0 +1,151 @@
+"""From Hugging Face folders to run folders and back: what ``functron convert`` does."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from functron import checkpoint, config
+from functron.errors import Problem, nearest, raise_problems
+from functron.hub.config import CONFIG, read_config
+from functron.hub.reader import load
+from functron.hub.writer import MAX_SHARD_BYTES, copy_companions, save
+from functron.models import gpt
+from functron.models.config import Dtype, GPTConfig
+from functron.params import abstract_params, num_params
+
+FOLDER = "hub"
+"""Where a run folder keeps the config.json and tokenizer that its model came with."""
+
+SCHEMES = ("hf", "run")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` has done.
+
+    Attributes:
+        config: the model's architecture.
+        target: the folder that was made.
+        files: the names in it that came from the source unchanged.
+    """
+
+    config: GPTConfig
+    target: Path
+    files: tuple[str, ...]
+
+    def __str__(self) -> str:
+        count = num_params(gpt.defs(self.config))
+        kept = f"; with {', '.join(self.files)}" if self.files else ""
+        return f"{count:,} parameters ({self.config.dtype}) in {self.target}{kept}"
+
+
+def convert(
+    source: str,
+    target: str,
+    *,
+    dtype: str | None = None,
+    max_seq: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Conversion:
+    """Make a run folder of a Hugging Face folder (``hf:PATH run:PATH``), or the other way.
+
+    A run folder made this way has step 0 of a training run in it: the parameters, without state of
+    an optimizer. The newest checkpoint of a run is what is exported. One process does it, in as
+    much memory as the parameters take.
+
+    Args:
+        source: ``hf:PATH`` or ``run:PATH``.
+        target: the other of them; the folder must not exist.
+        dtype: of the parameters in the target; None: as they are.
+        max_seq: the longest sequence, where the model could take longer ones (to a run only).
+        max_shard_bytes: the most data in one file (from a run only).
+
+    Raises:
+        ValueError: paths without ``hf:`` or ``run:``, or both of one kind, and what `load` and
+            `save` raise.
+    """
+    (kind, path), (other, out) = _parse(source, "from"), _parse(target, "to")
+    if kind == other:
+        fix = "functron convert hf:MODEL run:RUN, or functron convert run:RUN hf:MODEL"
+        problem = Problem("from and to", f"{kind}: and {other}:", "one hf: and one run:", fix)
+        raise_problems("nothing to convert", [problem])
+    if kind == "hf":
+        return _import(path, out, dtype=dtype, max_seq=max_seq)
+    if max_seq is not None:
+        problem = Problem("max_seq", str(max_seq), "nothing: it is the run's", "leave it out")
+        raise_problems("cannot convert", [problem])
+    return _export(path, out, dtype=dtype, max_shard_bytes=max_shard_bytes)
+
+
+def _parse(text: str, name: str) -> tuple[str, Path]:
+    kind, colon, path = text.partition(":")
+    if not colon or kind not in SCHEMES or not path:
+        fix = nearest(kind, SCHEMES) if colon else f"hf:{text} or run:{text}"
+        problem = Problem(name, repr(text), "hf:PATH or run:PATH", fix)
+        raise_problems("cannot tell what to convert", [problem])
+    return kind, Path(path)
+
+
+def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) -> Conversion:
+    _refuse_existing(out)
+    kind: Dtype | None = None
+    if dtype is not None:
+        known: dict[str, Dtype] = {name: name for name in get_args(Dtype)}
+        if dtype not in known:
+            problem = Problem("dtype", repr(dtype), "a dtype to train in", nearest(dtype, known))
+            raise_problems("cannot convert", [problem])
+        kind = known[dtype]
+    model = read_config(path, dtype=kind, max_seq=max_seq)
+    params = load(path, model)
+    run = config.TrainConfig(gpt=model, seq=min(config.TrainConfig.seq, model.max_seq))
+    kept: list[str] = []
+
+    def fill(folder: Path) -> None:
+        (folder / "config.toml").write_text(config.dump(run), encoding="utf-8")
+        (folder / FOLDER).mkdir()
+        shutil.copyfile(path / CONFIG, folder / FOLDER / CONFIG)
+        kept.extend([CONFIG, *copy_companions(path, folder / FOLDER)])
+        checkpoint.save(folder / "checkpoints" / "0", {"params": params}, {"step": 0})
+
+    _make(out, fill)
+    return Conversion(model, out, tuple(kept))
+
+
+def _export(path: Path, out: Path, *, dtype: str | None, max_shard_bytes: int) -> Conversion:
+    _refuse_existing(out)
+    model = config.load(path / "config.toml").gpt
+    newest = checkpoint.latest(path / "checkpoints")
+    like = {"params": abstract_params(gpt.defs(model))}
+    params = checkpoint.restore(newest, like)["params"]
+    kept = path / FOLDER if (path / FOLDER / CONFIG).is_file() else None
+    save(out, model, params, like=kept, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    names = () if kept is None else tuple(sorted(entry.name for entry in kept.iterdir()))
+    return Conversion(model, out, names)
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists():
+        problem = Problem(str(out), "an existing path", "a new one", "choose another")
+        raise_problems("cannot convert", [problem])
+
+
+def _make(out: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a folder under another name, and name it `out` when it is complete."""
+    partial = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        partial.mkdir(parents=True)
+        fill(partial)
+        partial.rename(out)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        got = error.strerror or str(error)
+        fix = "choose a place with room that this user may write to"
+        problem = Problem(str(error.filename or out), got, "a new folder", fix)
+        raise_problems(f"cannot write {out}", [problem])

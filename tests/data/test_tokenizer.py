@@ -1,0 +1,255 @@
+"""Tokenizers against transformers' over the same files, and who says what in a conversation."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from functron.data import tokenizer as module
+from functron.data.tokenizer import Tokenizer
+
+tokenizers = pytest.importorskip("tokenizers")
+
+TEXT = "The quick brown fox jumps over the lazy dog. Grüße aus Köln! 你好 🙂\n\ndef f(x):\n    return x\n"
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA2 = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'].strip() + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}"
+    "{{ ' ' + message['content'].strip() + ' ' + eos_token }}"
+    "{% else %}{{ raise_exception('only user and assistant speak') }}{% endif %}"
+    "{% endfor %}"
+)
+
+CHAT = [
+    {"role": "user", "content": "Who jumps over the dog?"},
+    {"role": "assistant", "content": "The quick brown fox jumps."},
+    {"role": "user", "content": "  And then? "},
+    {"role": "assistant", "content": "  x\n\ny: Grüße 🙂 "},
+]
+
+
+def make(folder: Path, template: str | None = CHATML, *, trim: bool = True) -> Path:
+    """A byte-level BPE tokenizer of a few merges, with Llama 3's way of adding a first token."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=special,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([TEXT] * 3, trainer)
+    made.post_processor = tokenizers.processors.Sequence(
+        [
+            tokenizers.processors.ByteLevel(trim_offsets=trim),
+            tokenizers.processors.TemplateProcessing(
+                single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
+            ),
+        ]
+    )
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": {"content": "<|bos|>", "__type": "AddedToken"},
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|pad|>",
+        "clean_up_tokenization_spaces": False,
+    }
+    if template is not None:
+        settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def theirs(folder: Path):
+    transformers = pytest.importorskip("transformers", minversion="5")
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("text", [TEXT, "", " ", "a\n\n b", "<|im_start|>user<|im_end|>", "\x00é"])
+def test_text(tmp_path, text):
+    ours, other = Tokenizer(make(tmp_path)), theirs(tmp_path)
+    for special in (True, False):
+        ids = ours.encode(text, special=special)
+        assert ids == other.encode(text, add_special_tokens=special)
+        assert ours.decode(ids) == other.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids, special=True) == other.decode(ids)
+    assert ours.decode(torch.tensor(ours.encode(text)), special=True) == "<|bos|>" + text
+    assert ours.vocab_size == len(other) == 330
+
+
+def test_special_tokens(tmp_path):
+    ours, other = Tokenizer(make(tmp_path)), theirs(tmp_path)
+    assert ours.special == {
+        "bos_token": "<|bos|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|pad|>",
+    }
+    assert ours.id_of("eos_token") == other.eos_token_id == 2
+    assert ours.id_of("bos_token") == other.bos_token_id
+    assert ours.id_of("unk_token") is None
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, LLAMA2], ids=["chatml", "marked", "llama2"])
+def test_templates_write_what_they_write_in_transformers(tmp_path, template):
+    ours, other = Tokenizer(make(tmp_path, template)), theirs(tmp_path)
+    for prompt in (False, True):
+        messages = CHAT[: 4 - prompt]
+        text = ours.render(messages, add_generation_prompt=prompt)
+        assert text == other.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=prompt
+        )
+    found = ours.conversation(CHAT)
+    assert found.text == ours.render(CHAT)
+    assert found.tokens.tolist() == other.apply_chat_template(CHAT, return_dict=False)
+
+
+def test_what_a_template_marks_is_the_assistants(tmp_path):
+    folder = make(tmp_path, MARKED, trim=False)
+    found, other = Tokenizer(folder).conversation(CHAT), theirs(folder)
+    expected = other.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    assert found.tokens.tolist() == expected["input_ids"]
+    assert found.assistant.int().tolist() == expected["assistant_masks"]
+    assert 5 < found.assistant.sum() < len(found.tokens) - 5
+    # where offsets leave out spaces, transformers loses those that the assistant begins with
+    trimmed = Tokenizer(make(tmp_path, MARKED, trim=True)).conversation(CHAT)
+    assert torch.equal(trimmed.tokens, found.tokens)
+    assert torch.equal(trimmed.assistant, found.assistant)
+
+
+@pytest.mark.parametrize("trim", [True, False])
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (CHATML, ["The quick brown fox jumps.<|im_end|>", "  x\n\ny: Grüße 🙂 <|im_end|>"]),
+        (LLAMA2, [" The quick brown fox jumps. <|im_end|>", " x\n\ny: Grüße 🙂 <|im_end|>"]),
+    ],
+    ids=["chatml", "llama2"],
+)
+def test_without_marks_it_is_what_follows_each_prompt(tmp_path, template, said, trim):
+    ours = Tokenizer(make(tmp_path, template, trim=trim))
+    found = ours.conversation(CHAT)
+    assert [found.text[start:stop] for start, stop in found.spans] == said
+    # runs of tokens that are the assistant's, decoded: the same, with nothing of anyone else's
+    runs, before = [], False
+    for token, mine in zip(found.tokens.tolist(), found.assistant.tolist(), strict=True):
+        if mine and not before:
+            runs.append([])
+        if mine:
+            runs[-1].append(token)
+        before = mine
+    assert [ours.decode(run, special=True) for run in runs] == said
+
+
+def test_messages_that_look_like_marks_mark_nothing(tmp_path):
+    ours = Tokenizer(make(tmp_path, MARKED))
+    chat = [{"role": "user", "content": "{% generation %}I{% endgeneration %}"}, CHAT[1]]
+    found = ours.conversation(chat)
+    assert [found.text[start:stop] for start, stop in found.spans] == [
+        "The quick brown fox jumps.<|im_end|>"
+    ]
+    silent = ours.conversation(CHAT[:1])
+    assert not silent.assistant.any()
+    assert silent.spans == ()
+
+
+def test_templates_that_change_their_mind(tmp_path):
+    """Qwen3's, for one, takes the thoughts out of all turns but the last."""
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        "{% if loop.last %}<think></think>{% endif %}{{ message.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    ours = Tokenizer(make(tmp_path, template))
+    with pytest.raises(ValueError, match="cannot tell what the assistant says") as caught:
+        ours.conversation(CHAT)
+    assert r"messages[1]: got text that changes with what stands around it" in str(caught.value)
+    assert "{% generation %}" in str(caught.value)
+
+
+def test_what_templates_may_use(tmp_path):
+    template = (
+        "{{ messages | tojson }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{{ m.content | upper }}{% endfor %}{{ strftime_now('%Y') | length }}{{ tools is none }}{{ more }}"
+    )
+    ours, other = Tokenizer(make(tmp_path, template)), theirs(tmp_path)
+    chat = [{"role": "user", "content": "<é>"}] * 2
+    assert ours.render(chat, more=3) == other.apply_chat_template(chat, tokenize=False, more=3)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('alternate, please') }}", "alternate, please"),
+        ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__'"),
+        ("{{ messages.append(1) }}", "append"),
+        ("{% for m in messages %}", "Unexpected end of template"),
+        ("{{ messages[0].content + 3 }}", "str"),
+    ],
+)
+def test_templates_are_not_trusted(tmp_path, template, reason):
+    ours = Tokenizer(make(tmp_path, template))
+    with pytest.raises(ValueError, match="the template refuses this conversation") as caught:
+        ours.render(CHAT)
+    assert reason in str(caught.value)
+
+
+def test_where_templates_are(tmp_path):
+    folder = make(tmp_path, None)
+    with pytest.raises(ValueError, match=r"got no chat_template in tokenizer_config\.json"):
+        Tokenizer(folder).render(CHAT)
+    several = [{"name": "default", "template": "a"}, {"name": "tools", "template": "b"}]
+    make(tmp_path, several)
+    assert Tokenizer(folder).render(CHAT) == "a"
+    make(tmp_path, several[1:])
+    with pytest.raises(ValueError, match="chat_template: got several, none the default"):
+        Tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("c")
+    assert Tokenizer(folder).render(CHAT) == "c"
+
+
+def test_broken_files(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: got No such file or directory"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: got .*wanted a tokenizer\.json"):
+        Tokenizer(tmp_path)
+    make(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: got .*wanted JSON"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert Tokenizer(tmp_path).special == {}  # text alone needs no settings
+
+    usual = importlib.util.find_spec
+    monkeypatch.setattr(
+        module, "find_spec", lambda name: None if name == "tokenizers" else usual(name)
+    )
+    with pytest.raises(
+        ValueError, match=r"tokenizers: got no such package.*pip install tokenizers"
+    ):
+        Tokenizer(tmp_path)

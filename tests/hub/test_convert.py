@@ -1,0 +1,116 @@
+"""Run folders of Hugging Face folders, and back."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+import functron as ft
+from functron import checkpoint, config, gpt, hub, tree
+from functron.hub.convert import convert
+from functron.params import abstract_params
+from tests.hub import tiny
+
+
+@pytest.fixture
+def model(tmp_path):
+    made = tiny.make("qwen3")
+    path = tiny.store(made, tmp_path / "model", files=3)
+    (path / "tokenizer.json").write_text("{}")
+    return made, path
+
+
+def test_there_and_back(model, tmp_path):
+    made, path = model
+    run, out = tmp_path / "run", tmp_path / "out"
+    done = convert(f"hf:{path}", f"run:{run}")
+    assert done.config == hub.read_config(path) == config.load(run / "config.toml").gpt
+    assert done.files == ("config.json", "generation_config.json", "tokenizer.json")
+    assert str(done).endswith(f"in {run}; with config.json, generation_config.json, tokenizer.json")
+    assert sorted(os.listdir(run)) == ["checkpoints", "config.toml", "hub"]
+    assert (run / "hub" / "config.json").read_bytes() == (path / "config.json").read_bytes()
+
+    like = {"params": abstract_params(gpt.defs(done.config))}
+    params = checkpoint.restore(checkpoint.latest(run / "checkpoints"), like)["params"]
+    assert checkpoint.steps(run / "checkpoints") == [0]
+    tokens = tiny.tokens()
+    logits = gpt.forward(done.config, params, tokens)[..., : tiny.VOCAB]
+    torch.testing.assert_close(logits, made(tokens).logits.detach(), rtol=1e-5, atol=1e-4)
+
+    convert(f"run:{run}", f"hf:{out}", max_shard_bytes=20_000)
+    back = tiny.read_back(out).state_dict()
+    assert all(torch.equal(back[name], value) for name, value in made.state_dict().items())
+    assert json.loads((out / "config.json").read_text()) == json.loads(
+        (path / "config.json").read_text()
+    )
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert sorted(os.listdir(tmp_path)) == ["model", "out", "run"]
+
+
+def test_the_newest_checkpoint_is_exported(model, tmp_path):
+    _, path = model
+    done = convert(f"hf:{path}", f"run:{tmp_path / 'run'}", max_seq=16)
+    assert done.config.max_seq == 16
+    params = tree.map(lambda leaf: leaf + 1, hub.load(path, done.config))
+    checkpoint.save(
+        tmp_path / "run" / "checkpoints" / "7", {"params": params, "step": torch.ones(1)}
+    )
+    convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'out'}", dtype="bfloat16")
+    found = hub.load(tmp_path / "out", replace(done.config, dtype="float32"))
+    assert torch.equal(found["norm"]["scale"], params["norm"]["scale"].bfloat16().float())
+    table = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert table["dtype"] == "bfloat16"
+    assert table["max_position_embeddings"] == tiny.MAX_SEQ  # it can still take as much
+
+
+def test_a_run_that_began_here(tmp_path):
+    model = replace(gpt.PRESETS["llama3-tiny"], num_layers=1)
+    params = ft.init_params(ft.random.key(0), gpt.defs(model))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(config.dump(config.TrainConfig(gpt=model)))
+    checkpoint.save(run / "checkpoints" / "3", {"params": params})
+    done = convert(f"run:{run}", f"hf:{tmp_path / 'out'}")
+    assert done.files == ()
+    back, tokens = tiny.read_back(tmp_path / "out"), tiny.tokens()
+    expected = gpt.forward(model, params, tokens)[..., : model.vocab_size]
+    torch.testing.assert_close(back(tokens).logits.detach(), expected, rtol=1e-4, atol=1e-5)
+    again = convert(f"hf:{tmp_path / 'out'}", f"run:{tmp_path / 'again'}", dtype="bfloat16")
+    assert again.config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "reason"),
+    [
+        ("hf:{0}", "hf:x", "from and to: got hf: and hf:; wanted one hf: and one run:"),
+        ("{0}", "run:x", r"from: got '.*'; wanted hf:PATH or run:PATH; fix: hf:"),
+        ("hf:{0}", "runs:x", "to: got 'runs:x'; wanted hf:PATH or run:PATH; fix: did you mean 'run'"),
+        ("hf:", "run:x", "from: got 'hf:'"),
+        ("hf:{0}", "run:{0}", "got an existing path; wanted a new one"),
+        ("hf:{0}/none", "run:x", r"config\.json: got No such file"),
+        ("run:{0}", "hf:x", r"config\.toml: got No such file"),
+        ("hf:{0}", "run:{0}/config.json/x", "got Not a directory; wanted a new folder"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_converted(model, tmp_path, monkeypatch, source, target, reason):
+    _, path = model
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=reason):
+        convert(source.format(path), target.format(path))
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_options(model, tmp_path):
+    _, path = model
+    with pytest.raises(ValueError, match=r"dtype: got 'float16'; wanted a dtype to train in"):
+        convert(f"hf:{path}", f"run:{tmp_path / 'run'}", dtype="float16")
+    convert(f"hf:{path}", f"run:{tmp_path / 'run'}")
+    with pytest.raises(ValueError, match="max_seq: got 3; wanted nothing"):
+        convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'out'}", max_seq=3)
+    with pytest.raises(ValueError, match="dtype: got 'bf16'"):
+        convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'out'}", dtype="bf16")
+    assert sorted(os.listdir(tmp_path)) == ["model", "run"]

@@ -1,0 +1,40 @@
+"""Loading onto processes and exporting from them, over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.hub import tiny
+
+pytestmark = pytest.mark.distributed
+
+
+LAYERS = {"qwen2": {"num_hidden_layers": 4}, "gpt2": {"n_layer": 4}}
+LAYOUTS = ("tp", "dp", "fsdp", "pp")
+
+
+def test_processes(torchrun, tmp_path):
+    models = {name: tiny.make(name, **LAYERS[name]) for name in LAYERS}
+    for name, model in models.items():
+        tiny.store(model, tmp_path / name / "model", files=3)
+    folders = [tmp_path / name for name in models]
+    done = torchrun(Path(__file__).with_name("gloo_hub.py"), 2, *folders)
+    lines = [f"{check}: ok" for check in (*LAYOUTS, "failures", "numbers")]
+    assert done.stdout.splitlines() == lines * 2
+    for name, model in models.items():
+        check_exports(tmp_path / name, model.state_dict())
+
+
+def check_exports(folder: Path, expected: dict) -> None:
+    """Every layout's export is what went in, and the same to the last byte of every file."""
+    first = {file.name: file.read_bytes() for file in (folder / "tp").iterdir()}
+    assert sum(name.endswith(".safetensors") for name in first) > 2
+    for layout in LAYOUTS:
+        back = tiny.read_back(folder / layout).state_dict()
+        assert back.keys() == expected.keys()
+        assert all(torch.equal(back[key], value) for key, value in expected.items())
+        assert {file.name: file.read_bytes() for file in (folder / layout).iterdir()} == first
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["model", *LAYOUTS])
