@@ -46,6 +46,8 @@ class TrainConfig:
             loss, | between stages, (tt|)*3 repeats).
         vocab_over_pp: divide embedding and unembedding among all ranks of the pipeline, which each
             update a part; the first and last stage gather them for a step.
+        zero: what data-parallel ranks divide instead of each holding all of it: 1: the optimizer's
+            state; 2: the gradients as well.
         remat: what backward computes again: none, full (all of a block but its input), selective
             (the core of attention) or dots (all but matrix products and attention).
         compile: compile the step with Inductor before the first one, which then takes longer.
@@ -77,6 +79,7 @@ class TrainConfig:
     chunks: int = 0
     layout: str = ""
     vocab_over_pp: bool = False
+    zero: Literal[0, 1, 2] = 0
     remat: gpt.Remat = "none"
     compile: bool = False
     seed: int = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from functron import optim, random, staging, tree
+from functron import checkpoint, optim, random, staging, tree
 from functron.config import TrainConfig
 from functron.models import gpt
 from functron.params import decay_mask, param_specs
@@ -15,8 +15,8 @@ from functron.pipeline.execute import pipelined
 from functron.pipeline.partition import Partition
 from functron.program.program import Program
 from functron.program.trace import trace
-from functron.spmd import BoundMesh, Mesh
-from functron.step import State, init_state, make_pipelined_step, make_step
+from functron.spmd import BoundMesh, Mesh, P
+from functron.step import State, init_state, make_pipelined_step, make_step, state_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         return _assemble_pipeline(config, mesh)
     defs = gpt.defs(model)
     specs = param_specs(defs, gpt.rules(model, mesh))
-    optimizer = make_optimizer(config, defs, specs)
+    optimizer = make_optimizer(config, defs, specs, _parts(config, defs, specs, mesh))
 
     def loss(params, batch, key):
         key = key if model.dropout else None
@@ -61,7 +61,13 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         return gpt.loss(model, params, batch, key=key, stream=stream, remat=config.remat)
 
     step = make_step(
-        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=config.microbatches
+        loss,
+        gpt.num_targets,
+        optimizer,
+        mesh,
+        specs,
+        num_microbatches=config.microbatches,
+        scatter=config.zero == 2,
     )
     return Recipe(defs, specs, optimizer, step)
 
@@ -72,18 +78,29 @@ def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     rank = mesh.coordinate["pp"] if isinstance(mesh, BoundMesh) else None
     defs = partition.local_defs(gpt.defs(config.gpt), rank)
     specs = param_specs(defs, gpt.rules(config.gpt, mesh))
-    optimizer = make_optimizer(config, defs, specs, partition.copies(rank))
+    parts = _parts(config, defs, specs, mesh)
+    optimizer = make_optimizer(config, defs, specs, parts, partition.copies(rank))
     settings = {} if config.compile else None
     stages = pipelined(staging.stage_of(config), partition, schedule, compile=settings)
     step = make_pipelined_step(
-        stages, gpt.num_targets, optimizer, mesh, specs, compile=config.compile
+        stages,
+        gpt.num_targets,
+        optimizer,
+        mesh,
+        specs,
+        compile=config.compile,
+        scatter=config.zero == 2,
     )
     stored = specs if rank is None else partition.storage_specs(specs)
     return Recipe(defs, stored, optimizer, step, partition)
 
 
 def make_optimizer(
-    config: TrainConfig, defs: tree.Tree, specs: tree.Tree, copies: tree.Tree = 1
+    config: TrainConfig,
+    defs: tree.Tree,
+    specs: tree.Tree,
+    parts: tree.Tree,
+    copies: tree.Tree = 1,
 ) -> optim.GradientTransformation:
     """The optimizer of `config` for parameters with these defs and specs.
 
@@ -91,12 +108,43 @@ def make_optimizer(
         config: what is to be run.
         defs: of the parameters that this process holds.
         specs: how they are split.
+        parts: how their optimizer state is; see `optim.shard_specs`.
         copies: how many ranks of a pipeline hold each of them.
     """
     schedule = optim.make_schedule(config.rate_schedule)
-    return optim.make_optimizer(
-        config.optimizer, schedule, specs=specs, copies=copies, mask=decay_mask(defs)
+    inner = optim.make_optimizer(
+        config.optimizer, schedule, specs=parts, copies=copies, mask=decay_mask(defs)
     )
+    return optim.zero(inner, specs, parts) if config.zero else inner
+
+
+def _parts(
+    config: TrainConfig, defs: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh
+) -> tree.Tree:
+    return optim.shard_specs(defs, specs, mesh) if config.zero else specs
+
+
+def placement(config: TrainConfig, mesh: Mesh | BoundMesh) -> checkpoint.Placement:
+    """Where each part of the whole state lies between steps of `assemble`'s step.
+
+    Raises:
+        ValueError: the model cannot run on the mesh.
+    """
+    whole, rules = gpt.defs(config.gpt), gpt.rules(config.gpt, mesh)
+    partition, local = None, [whole]
+    if mesh["pp"] > 1 and isinstance(mesh, BoundMesh):
+        partition = staging.partition_for(config, mesh, staging.schedule_for(config, mesh))
+        local = [partition.local_defs(whole, rank) for rank in range(mesh["pp"])]
+    specs, parts = {}, {}
+    for defs in local:
+        held = param_specs(defs, rules)
+        specs |= held
+        parts |= _parts(config, defs, held, mesh)
+    optimizer = make_optimizer(config, whole, specs, parts)
+    stored = partition.storage_specs(specs) if partition else specs
+    plain = make_optimizer(dataclasses.replace(config, zero=0), whole, P(), P())
+    like = init_state(random.key(0).to("meta"), whole, P(), plain, Mesh())
+    return checkpoint.place(like, state_specs(stored, optimizer), mesh, partition)
 
 
 def step_program(config: TrainConfig, mesh: Mesh) -> Program:

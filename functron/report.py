@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,15 @@ def jsonl(path: Path) -> Iterator[Callable[[Record], None]]:
 
 
 @contextmanager
-def loss_picture(path: Path) -> Iterator[Callable[[Record], None]]:
-    """The loss curve as SVG, redrawn every ten seconds and at the end."""
-    steps: list[float] = []
-    losses: list[float] = []
+def loss_picture(path: Path, before: Sequence[Record] = ()) -> Iterator[Callable[[Record], None]]:
+    """The loss curve as SVG, redrawn every ten seconds and at the end.
+
+    Args:
+        path: the file.
+        before: the records of steps that were taken earlier.
+    """
+    steps: list[float] = [record["step"] for record in before]
+    losses: list[float] = [record["loss"] for record in before]
     drawn = time.monotonic()
 
     def draw() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,14 @@ import torch
 import torch.distributed as dist
 
 from functron import checkpoint, metrics, optim, random, report, run_folder
-from functron.config import TrainConfig
+from functron.config import TrainConfig, dump
 from functron.data import ByteText
 from functron.loop import Meter, Outcome, loop
 from functron.models import gpt
-from functron.pipeline.collect import collect
-from functron.pipeline.partition import Partition
 from functron.program.jit import jit
-from functron.recipe import assemble, make_optimizer
-from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, gather
-from functron.step import State, init_state, state_specs
+from functron.recipe import assemble, placement
+from functron.spmd import DATA_AXES, BoundMesh, Mesh
+from functron.step import State, state_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Run:
         step: ``(state, batch) -> (state, metrics)``.
         learning_rate: of each step.
         device: where it runs.
-        partition: who holds which parameters, where ranks of a pipeline do.
+        start: steps taken already.
     """
 
     config: TrainConfig
@@ -47,7 +46,7 @@ class Run:
     step: Callable
     learning_rate: Callable
     device: torch.device
-    partition: Partition | None = None
+    start: int = 0
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """This process's part of the batch of `step`, on the device of the state."""
@@ -57,28 +56,50 @@ class Run:
         return {name: value.to(self.device) for name, value in host.items()}
 
 
-def prepare(config: TrainConfig, mesh: Mesh | BoundMesh, device: torch.device | str = "cpu") -> Run:
-    """The run that `config` describes, ready for its first step.
+def prepare(
+    config: TrainConfig,
+    mesh: Mesh | BoundMesh,
+    device: torch.device | str = "cpu",
+    begin_from: Path | None = None,
+) -> Run:
+    """The run that `config` describes, ready for its next step.
+
+    Args:
+        config: what is to be run.
+        mesh: simulated, or bound to processes.
+        device: where it runs.
+        begin_from: a checkpoint of this run, made on any mesh; None: begin with the first step.
 
     Raises:
-        ValueError: the data cannot be read, or the model cannot run on the mesh.
+        ValueError: the data cannot be read, the model cannot run on the mesh, or the checkpoint is
+            damaged or another model's.
     """
     text = ByteText(config.data or None, config.seq, seed=config.seed)
     recipe = assemble(config, mesh)
-    state = recipe.init(random.key(config.seed).to(device), mesh)
+    key = random.key(config.seed)
+    if begin_from is None:
+        state, start = recipe.init(key.to(device), mesh), 0
+    else:
+        like, where = recipe.init(key.to("meta"), mesh), placement(config, mesh)
+        state = checkpoint.restore(begin_from, like, placement=where, device=device)
+        start = int(state.step)
     specs = state_specs(recipe.specs, recipe.optimizer)
     schedule = optim.make_schedule(config.rate_schedule)
     staged = recipe.partition is not None and isinstance(mesh, BoundMesh)  # compiled by stages
     step = jit(recipe.step, donate=0) if config.compile and not staged else recipe.step
-    where = state.key.device
-    return Run(config, mesh, text, state, specs, step, schedule, where, recipe.partition)
+    return Run(config, mesh, text, state, specs, step, schedule, torch.device(device), start)
 
 
 def train(run: Run, out: Path | None) -> Outcome:
     """Take the steps of `run`, and leave what a run folder holds in `out` (None: no files).
 
-    On a bound mesh every rank calls it, with the same `out`; rank 0 writes. Collectives: those of
-    the step, one all-reduce of a scalar per step and, at a checkpoint, the gathering of the state.
+    On a bound mesh every rank calls it, with the same `out`, which all must reach: each writes its
+    part of checkpoints, while training goes on, and rank 0 all else. Collectives: those of the
+    step, and one all-reduce of a scalar per step.
+
+    Raises:
+        FloatingPointError: the loss is not finite.
+        OSError, TimeoutError: a checkpoint could not be written.
     """
     config, mesh, device = run.config, run.mesh, run.device
     bound = isinstance(mesh, BoundMesh)
@@ -90,13 +111,6 @@ def train(run: Run, out: Path | None) -> Outcome:
         value = torch.tensor(number, dtype=torch.float64, device=device)
         dist.all_reduce(value, operation)
         return float(value)
-
-    def save(state: State, step: int) -> None:
-        whole = whole_state(run, state)
-        if main and out is not None:
-            checkpoint.save(out / run_folder.CHECKPOINTS / str(step), whole, {"step": step})
-        if bound:
-            dist.barrier()
 
     if main and out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -110,39 +124,50 @@ def train(run: Run, out: Path | None) -> Outcome:
         peak_flops=across(peak, dist.ReduceOp.SUM),
         device=device,
     )
-    return loop(
-        run.step,
-        run.state,
-        run.batch,
-        steps=config.steps,
-        meter=meter,
-        save=save if out is not None else None,
-        save_every=config.save_every,
-        reporters=reporters(config, out) if main else [],
-        agree=lambda number: int(across(number, dist.ReduceOp.MAX)),
-    )
+    with ExitStack() as stack:
+        save = stack.enter_context(_saving(run, out)) if out is not None else None
+        return loop(
+            run.step,
+            run.state,
+            run.batch,
+            steps=config.steps,
+            start=run.start,
+            meter=meter,
+            save=save,
+            save_every=config.save_every,
+            reporters=reporters(config, out, run.start) if main else [],
+            agree=lambda number: int(across(number, dist.ReduceOp.MAX)),
+        )
 
 
-def whole_state(run: Run, state: State) -> State:
-    """The state with global values, on the first rank at least; every rank calls it."""
-    config, mesh = run.config, run.mesh
-    state = gather(state, run.specs, mesh)
-    if not isinstance(mesh, BoundMesh) or run.partition is None:
-        return state
-    if any(index for axis, index in mesh.coordinate.items() if axis != "pp"):
-        return state  # another rank's pipeline has the first rank in it
-    defs = gpt.defs(config.gpt)
-    optimizer = make_optimizer(config, defs, P())
-    like = init_state(random.key(0).to("meta"), defs, P(), optimizer, Mesh())
-    return collect(state, like, run.partition, mesh)
+@contextmanager
+def _saving(run: Run, out: Path) -> Iterator[Callable[[State, int], None]]:
+    """What saves the state after a step; at the end of the block all saves are complete."""
+    config = run.config
+    keep = checkpoint.Keep(config.keep_last or None, config.keep_every)
+    folder = out / run_folder.CHECKPOINTS
+    with checkpoint.Saver(folder, placement(config, run.mesh), keep=keep) as saver:
+
+        def save(state: State, step: int) -> None:
+            samples = step * config.global_batch
+            about = {"step": step, "samples": samples, "tokens": samples * config.seq}
+            about |= {"mesh": config.mesh, "config": dump(config)}
+            saver.save(step, state, about)
+
+        yield save
 
 
-def reporters(config: TrainConfig, out: Path | None) -> list[report.Reporter]:
-    """Where the records of a run go: always a progress bar, and the files of the run folder."""
-    found: list[report.Reporter] = [report.progress(config.steps)]
+def reporters(config: TrainConfig, out: Path | None, start: int = 0) -> list[report.Reporter]:
+    """Where the records of a run go: always a progress bar, and the files of the run folder.
+
+    There, records of steps after `start`, which will be taken again, are forgotten.
+    """
+    found: list[report.Reporter] = [report.progress(config.steps, start)]
     if out is None:
         return found
-    found += [report.jsonl(out / run_folder.METRICS), report.loss_picture(out / "loss.svg")]
+    before = run_folder.rewind(out, start)
+    found.append(report.jsonl(out / run_folder.METRICS))
+    found.append(report.loss_picture(out / "loss.svg", before))
     if config.tensorboard:
         found.append(report.tensorboard(out / "tensorboard"))
     if config.wandb:

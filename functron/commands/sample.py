@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 import tyro
 
-from functron import checkpoint, launch, random, tree
+from functron import checkpoint, launch, random, run_folder, tree
 from functron.commands.device import device_type
 from functron.config import load
 from functron.models import gpt
@@ -45,8 +45,8 @@ def run(arguments: Sequence[str]) -> int:
     options = tyro.cli(SampleOptions, args=arguments, prog="functron sample")
     with launch.mistakes():
         device = device_type(options.device)
-        config = load(options.run / "config.toml")
-        path = checkpoint.latest(options.run / "checkpoints")
+        config = load(options.run / run_folder.CONFIG)
+        path = checkpoint.latest(options.run / run_folder.CHECKPOINTS)
         like = {"params": abstract_params(gpt.defs(config.gpt))}
         params = tree.map(lambda leaf: leaf.to(device), checkpoint.restore(path, like)["params"])
         prompt = torch.tensor([list(options.prompt.encode())], dtype=torch.int64, device=device)

@@ -59,12 +59,20 @@ def run(arguments: Sequence[str]) -> int:
 def _assemble(config: TrainConfig, here: launch.Process | None, kind: str) -> tuple[Run, Path]:
     mesh = Mesh.parse(config.mesh)
     if here is None:
-        return prepare(config, mesh, kind), run_folder.claim(config)
+        out, begin_from = _folder(config)
+        return prepare(config, mesh, kind, begin_from), out
     bound, device = launch.join(mesh, here, kind)
-    run = prepare(config, bound, device)
-    chosen = [str(run_folder.claim(config)) if here.rank == 0 else None]
+    chosen = [_folder(config) if here.rank == 0 else None]
     dist.broadcast_object_list(chosen, device=device)
-    return run, Path(str(chosen[0]))
+    assert chosen[0] is not None
+    out, begin_from = chosen[0]
+    return prepare(config, bound, device, begin_from), out
+
+
+def _folder(config: TrainConfig) -> tuple[Path, Path | None]:
+    """The run's folder, and the checkpoint to go on from."""
+    out = run_folder.claim(config)
+    return out, run_folder.newest(out) if config.resume else None
 
 
 def _introduction(run: Run, here: launch.Process | None) -> list[str]:
@@ -82,10 +90,15 @@ def _introduction(run: Run, here: launch.Process | None) -> list[str]:
             f"mesh   {config.mesh}: {run.mesh.size} ranks simulated in this process "
             f"(--nproc {run.mesh.size} starts processes)"
         )
+    if config.resume:
+        done = f"after step {run.start}" if run.start else "with the first step: none is saved yet"
+        lines.append(f"resume {config.out}, {done}")
     return lines
 
 
 def _conclusion(outcome: Outcome, out: Path) -> list[str]:
+    if not outcome.history:
+        return [f"nothing to do: the run in {out} has all its steps; more: --steps"]
     first, last = outcome.history[0], outcome.history[-1]
     done = f"stopped after step {last['step']}" if outcome.stopped_by else "done"
     return [
@@ -97,7 +110,8 @@ def _conclusion(outcome: Outcome, out: Path) -> list[str]:
 def parse_train(arguments: Sequence[str]) -> TrainConfig:
     """The configuration that these options ask for: defaults, preset, file, options, in this order.
 
-    A --model among the options replaces the architecture of the file.
+    A --model among the options replaces the architecture of the file. With --resume the file is
+    that of the run, unless another one is given.
 
     Raises:
         ValueError: an unknown preset, or what `functron.config.load` raises.
@@ -106,9 +120,13 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config", type=Path)
     first.add_argument("--model")
+    first.add_argument("--out", type=Path)
+    first.add_argument("--resume", action="store_true")
     early, _ = first.parse_known_args(arguments)
-    if early.config is not None:
-        base = load(early.config, model=early.model)
+    begun = early.out / run_folder.CONFIG if early.resume and early.out else None
+    file = early.config or (begun if begun is not None and begun.is_file() else None)
+    if file is not None:
+        base = load(file, model=early.model)
     else:
         base = with_model(TrainConfig(), early.model) if early.model else TrainConfig()
     return tyro.cli(

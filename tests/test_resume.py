@@ -1,0 +1,172 @@
+"""Runs that end and go on: on the same mesh to the bit, on any other to rounding."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from functron import checkpoint, run_folder, tree
+from functron.cli import main
+
+SMALL = [
+    "--data", argparse.__file__, "--seq", "16", "--global-batch", "8", "--gpt.num-layers", "2", "--gpt.embed-dim", "32",
+    "--gpt.num-heads", "4", "--gpt.num-kv-heads", "2", "--gpt.mlp-dim", "48",
+    "--learning-rate.total-steps", "6",
+]  # fmt: skip
+
+
+def train(*arguments) -> int:
+    return main(["train", *map(str, arguments)])
+
+
+def losses(run) -> list[float]:
+    return [record["loss"] for record in run_folder.records(run)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of 6 steps, of which 3 and 6 are saved, that nothing interrupted."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    assert train(*SMALL, "--steps", 6, "--save-every", 3, "--out", run) == 0
+    assert checkpoint.steps(run / "checkpoints") == [3, 6]
+    return run
+
+
+@pytest.fixture
+def cut(whole, tmp_path):
+    """The same run, ended after step 4 without being asked whether that is convenient."""
+    run = tmp_path / "cut"
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoints" / "6")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(lines[:4]) + '\n{"step": 5, "lo')
+    return run
+
+
+def test_goes_on_to_the_bit(whole, cut, capsys):
+    assert train("--out", cut, "--resume") == 0
+    assert "resume" in capsys.readouterr().out
+    assert losses(cut) == losses(whole)
+    assert [record["step"] for record in run_folder.records(cut)] == [1, 2, 3, 4, 5, 6]
+    ends = [checkpoint.restore(run / "checkpoints" / "6") for run in (whole, cut)]
+    for path, a, b in zip(tree.paths(ends[0]), *map(tree.leaves, ends), strict=True):
+        assert torch.equal(a, b), path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--mesh dp=2,tp=2 --sequence-parallel",
+        "--mesh dp=4 --zero 1 --microbatches 2",
+        "--mesh dp=2,tp=2 --zero 2 --remat full",
+        "--mesh pp=2,dp=2 --zero 2 --schedule gpipe --microbatches 2",
+        "--mesh pp=2 --microbatches 2 --vocab-over-pp",
+    ],
+)
+def test_goes_on_on_another_mesh_and_back(options, whole, cut):
+    assert train("--out", cut, "--resume", *options.split(), "--steps", 5) == 0
+    plain = "--mesh= --zero 0 --microbatches 1 --schedule 1f1b --chunks 0 --no-vocab-over-pp"
+    assert (
+        train("--out", cut, "--resume", *plain.split(), "--no-sequence-parallel", "--steps", 6) == 0
+    )
+    torch.testing.assert_close(losses(cut), losses(whole), rtol=2e-6, atol=0)
+
+
+def test_processes_go_on_and_back(whole, cut, tmp_path):
+    options = [
+        "--mesh",
+        "pp=2,dp=2",
+        "--zero",
+        "2",
+        "--vocab-over-pp",
+        "--microbatches",
+        "2",
+        "--nproc",
+        "4",
+    ]
+    assert _command("train", "--out", cut, "--resume", *options, "--steps", 5) == 0
+    options = ["--mesh", "dp=2", "--zero", "1", "--no-vocab-over-pp", "--nproc", "2"]
+    assert _command("train", "--out", cut, "--resume", *options, "--steps", 6) == 0
+    torch.testing.assert_close(losses(cut), losses(whole), rtol=2e-6, atol=0)
+
+
+def _command(*arguments) -> int:
+    command = [sys.executable, "-m", "functron", *map(str, arguments)]
+    return subprocess.run(command, timeout=300, check=False).returncode
+
+
+def test_begins_where_nothing_is_saved_yet(whole, tmp_path, capsys):
+    run = tmp_path / "new"
+    assert train(*SMALL, "--steps", 3, "--out", run, "--resume") == 0
+    assert "none is saved yet" in capsys.readouterr().out
+    assert losses(run) == losses(whole)[:3]
+    shutil.rmtree(run / "checkpoints")  # killed before the first save
+    assert train("--steps", 3, "--out", run, "--resume") == 0
+    assert losses(run) == losses(whole)[:3]
+
+
+def test_a_checkpoint_half_written_is_no_checkpoint(whole, cut):
+    shutil.copytree(whole / "checkpoints" / "6", cut / "checkpoints" / "6")
+    (cut / "checkpoints" / "6").rename(cut / "checkpoints" / "6.orbax-checkpoint-tmp")
+    assert run_folder.newest(cut) == cut / "checkpoints" / "3"
+    assert train("--out", cut, "--resume") == 0
+    assert losses(cut) == losses(whole)
+
+
+def test_a_finished_run_has_nothing_to_do(whole, cut, capsys):
+    assert train("--out", whole, "--resume") == 0
+    assert "has all its steps" in capsys.readouterr().out
+    assert len(losses(whole)) == 6
+
+
+def test_what_a_run_cannot_change(cut, capsys):
+    changed = ["--seed", 3, "--gpt.mlp-dim", 64, "--global-batch", 4, "--data", cut / "config.toml"]
+    assert train("--out", cut, "--resume", *changed) == 2
+    said = capsys.readouterr().err
+    for line in (
+        "seed: got 3; wanted 0, as in the run; fix: leave it out, or begin a new run in another",
+        "gpt.mlp_dim: got 64; wanted 48, as in the run",
+        "global_batch: got 4; wanted 8, as in the run",
+        "data: got ",
+    ):
+        assert line in said
+    assert train("--resume") == 2
+    assert "resume: got no run folder; wanted the one to go on with; fix: name it: --out RUN" in (
+        capsys.readouterr().err
+    )
+    assert train(*SMALL, "--out", cut) == 2
+    assert "to go on with the run in it, --resume" in capsys.readouterr().err
+
+
+def test_another_optimizer_is_another_state(cut, capsys):
+    assert train("--out", cut, "--resume", "--optimizer.name", "sgd") == 2
+    assert "opt_state/" in capsys.readouterr().err
+
+
+def test_damage_is_seen(cut, capsys):
+    files = [p for p in (cut / "checkpoints" / "3").rglob("*") if p.is_file()]
+    largest = max(files, key=lambda p: p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    assert train("--out", cut, "--resume") == 2
+    assert str(largest.relative_to(cut / "checkpoints")) in capsys.readouterr().err
+
+
+def test_old_checkpoints_go(tmp_path):
+    run = tmp_path / "run"
+    kept = ["--save-every", 1, "--keep-last", 2, "--keep-every", 3]
+    assert train(*SMALL, "--steps", 6, "--out", run, *kept) == 0
+    assert checkpoint.steps(run / "checkpoints") == [3, 5, 6]
+
+
+def test_records_are_not_guessed(cut):
+    lines = (cut / "metrics.jsonl").read_text().splitlines()
+    (cut / "metrics.jsonl").write_text("\n".join(["{", *lines]))
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 1: got '{'; wanted a JSON object"):
+        run_folder.records(cut)
