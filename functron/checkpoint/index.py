@@ -13,12 +13,14 @@ from functron.checkpoint import database
 def file_of(folder: Path, key: str) -> str:
     """The path of the file that holds a key; that of the folder where the index does not say."""
     try:
-        found = next((location for name, location in _entries(folder) if name == key), "")
+        found = next((location for name, location in _entries(folder) if name == key), None)
     except Exception:  # the index is damaged too
-        found = ""
-    # "<file>:<offset>:<length>", percent-encoded, below a type in some places
-    file = next((part for part in found.split(":") if "/" in unquote(part)), "")
-    return str(folder / unquote(file))
+        found = None
+    if found is None:
+        return str(folder)
+    # "value:<folder>:<file in it>:<offset>:<length>", percent-encoded
+    parts = found.split(":")
+    return str(folder / unquote("".join(parts[1:-2])))
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,282 @@
+"""Damaged files, full disks, dead ranks: errors that say what and where, never other values."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from functron import Mesh, P, checkpoint, tree
+from functron.checkpoint import database, manifest
+from functron.checkpoint.folder import COMMITTED
+from functron.spmd.spec import shard
+
+FLIPS = 200
+SPECS = {"large": P("tp"), "small": {"w": P(None, "tp"), "b": P()}, "step": P()}
+
+
+def values() -> dict:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "large": torch.randn(600, 1000, generator=generator),
+        "small": {
+            "w": torch.randn(30, 40, generator=generator).bfloat16(),
+            "b": torch.arange(7.0, dtype=torch.float64),
+        },
+        "step": torch.tensor(2**53 + 1),
+    }
+
+
+@pytest.fixture
+def path(tmp_path, on_ranks) -> Path:
+    """A checkpoint that two ranks wrote."""
+    whole = values()
+    flat = tree.broadcast_prefix(SPECS, whole, is_leaf=lambda s: isinstance(s, P))
+
+    def save(mesh, store):
+        leaves = zip(tree.leaves(whole), flat, strict=True)
+        mine = [shard(leaf, spec, mesh, mesh.coordinate) for leaf, spec in leaves]
+        value = tree.unflatten(tree.structure(whole), mine)
+        placement = checkpoint.place(whole, SPECS, mesh)
+        checkpoint.save(tmp_path / "1", value, {"a": 1}, placement=placement, store=store)
+
+    on_ranks(Mesh(tp=2), save)
+    return tmp_path / "1"
+
+
+def assert_right(restored) -> None:
+    for a, b in zip(tree.leaves(restored), tree.leaves(values()), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+def flip(file: Path, choice: random.Random) -> tuple[int, int]:
+    """Flip a bit of a file; where, and what the byte was."""
+    at = choice.randrange(file.stat().st_size)
+    with file.open("r+b") as handle:
+        handle.seek(at)
+        (byte,) = handle.read(1)
+        handle.seek(at)
+        handle.write(bytes([byte ^ 1 << choice.randrange(8)]))
+    return at, byte
+
+
+def put_back(file: Path, at: int, byte: int) -> None:
+    with file.open("r+b") as handle:
+        handle.seek(at)
+        handle.write(bytes([byte]))
+
+
+def error_of(fn: Callable, *args) -> str | None:
+    """What the ValueError of a call says, if it raises one."""
+    try:
+        fn(*args)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_no_flipped_bit_goes_unnoticed(path):
+    """`verify` finds each, but in bytes that nothing reads: there the values are the right ones."""
+    choice = random.Random(0)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    noticed = 0
+    for _ in range(FLIPS):
+        file = choice.choice(files)
+        at, byte = flip(file, choice)
+        found = error_of(checkpoint.verify, path)
+        if found is None:
+            assert file.name in manifest.LATER or file.stat().st_size > 1 << 20, file
+        else:
+            noticed += 1
+            for part in ("got", "wanted", str(path)):
+                assert part in found
+        if error_of(checkpoint.restore, path) is None:
+            assert_right(checkpoint.restore(path))
+        else:
+            assert found is not None
+        put_back(file, at, byte)
+    unread = sum(file.name in manifest.LATER for file in files) / len(files)
+    assert noticed > FLIPS * (1 - unread) * 0.8
+    checkpoint.verify(path)
+
+
+def test_flipped_values_are_named_with_their_leaf_and_file(path):
+    """In the large files, whose bytes only the values' own checksums cover."""
+    choice = random.Random(1)
+    large = [file for file in path.rglob("d/*") if file.stat().st_size > 1 << 20]
+    assert large
+    for file in large * 5:
+        at, byte = flip(file, choice)
+        for read in (checkpoint.verify, checkpoint.restore):
+            with pytest.raises(ValueError, match="is damaged") as caught:
+                read(path)
+            text = str(caught.value)
+            assert "large: got" in text
+            assert str(file) in text
+            assert "fix: restore an older checkpoint" in text
+        # what is elsewhere can still be read
+        like = {"small": tree.map(lambda leaf: leaf.to("meta"), values()["small"])}
+        assert torch.equal(checkpoint.restore(path, like)["small"]["b"], values()["small"]["b"])
+        put_back(file, at, byte)
+
+
+def test_missing_and_truncated_files_are_named(path, tmp_path):
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    assert len(files) >= 8
+    for file in files:
+        for damage in ("missing", "truncated"):
+            copy = tmp_path / "copy"
+            shutil.copytree(path, copy)
+            target = copy / file.relative_to(path)
+            if damage == "missing":
+                target.unlink()
+            else:
+                os.truncate(target, target.stat().st_size // 2)
+            if file.name in manifest.LATER:
+                assert_right(checkpoint.restore(copy))  # Orbax's notes, which nothing reads
+            else:
+                with pytest.raises(ValueError, match="damaged") as caught:
+                    checkpoint.restore(copy)
+                assert str(target) in str(caught.value)
+                got = "no such file" if damage == "missing" else r"\d+ bytes|damaged contents"
+                assert re.search(f"got ({got})", str(caught.value))
+            shutil.rmtree(copy)
+
+
+def test_all_damaged_files_are_listed(path):
+    (path / "_METADATA").write_text("{}")
+    index = path / "manifest.ocdbt"
+    index.unlink()
+    with pytest.raises(ValueError, match="damaged") as caught:
+        checkpoint.Checkpoint(path)
+    assert f"{path / '_METADATA'}: got 2 bytes" in str(caught.value)
+    assert f"{index}: got no such file" in str(caught.value)
+
+
+def test_a_checkpoint_without_marks_of_completion_does_not_exist(path):
+    for name in (manifest.NAME, COMMITTED):
+        (path / name).unlink()
+    assert checkpoint.steps(path.parent) == []
+    with pytest.raises(ValueError, match="an incomplete checkpoint"):
+        checkpoint.restore(path)
+
+
+# --- writing
+
+
+def save_with_limit(folder: Path, nbytes: int) -> subprocess.CompletedProcess[str]:
+    """Save 4 MB in a process whose files may only have so many bytes, like a disk that is full."""
+    program = (
+        "import resource, sys, torch\n"
+        "from functron import checkpoint\n"
+        f"checkpoint.save({str(folder / 'first')!r}, {{'x': torch.ones(2)}})\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({nbytes}, {nbytes}))\n"
+        "try:\n"
+        f"    checkpoint.save({str(folder / '1')!r}, {{'big': torch.ones(1000, 1000)}})\n"
+        "except OSError as error:\n"
+        "    print(error)\n"
+    )
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_full_disk(tmp_path):
+    done = save_with_limit(tmp_path, 1 << 20)
+    assert done.returncode == 0, done.stderr
+    assert "big: got" in done.stdout
+    assert f"wanted room for it in {tmp_path}" in done.stdout
+    assert "fix: free space on that disk" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first"]
+
+
+def test_no_folder_can_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="Not a directory") as caught:
+        checkpoint.save(tmp_path / "file" / "checkpoints" / "1", {"x": torch.ones(1)})
+    assert "wanted to be written in" in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_no_permission(tmp_path):
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o500)
+    with pytest.raises(OSError, match="wanted permission to write in") as caught:
+        checkpoint.save(folder / "1", {"x": torch.ones(1)})
+    assert "fix: save somewhere else" in str(caught.value)
+
+
+def test_a_chunk_that_a_rank_did_not_write_is_noticed(tmp_path, on_ranks, monkeypatch):
+    """As where the ranks' folder is not the same: what rank 1 writes goes elsewhere."""
+    real = database.writing
+
+    def elsewhere(folder, leaf, chunk):
+        if folder.name.endswith("_1"):
+            folder = tmp_path / "elsewhere" / folder.name
+            folder.mkdir(parents=True, exist_ok=True)
+        return real(folder, leaf, chunk)
+
+    monkeypatch.setattr(database, "writing", elsewhere)
+    whole = {"x": torch.ones(4, 4)}
+
+    def save(mesh, store):
+        placement = checkpoint.place(whole, P("tp"), mesh)
+        value = {"x": whole["x"][:2]}
+        with pytest.raises(OSError, match=r"x: got 1 of 3 chunks missing; wanted all of them"):
+            checkpoint.save(tmp_path / "c" / "1", value, placement=placement, store=store)
+
+    on_ranks(Mesh(tp=2), save)
+    assert list((tmp_path / "c").iterdir()) == []
+
+
+def test_a_rank_that_dies_does_not_hang_the_others(tmp_path, on_ranks):
+    whole = {"x": torch.ones(4, 4)}
+
+    def save(mesh, store):
+        if mesh.rank == 1:
+            return  # dead
+        placement = checkpoint.place(whole, P("tp"), mesh)
+        missing = "rank 1" if mesh.rank == 0 else "rank 0|no sign of life from rank 1"
+        with pytest.raises(OSError, match=f"{missing}.*"):
+            checkpoint.save(
+                tmp_path / "1", {"x": whole["x"][:1]}, placement=placement, store=store, timeout=1
+            )
+
+    on_ranks(Mesh(tp=4), save)
+    assert checkpoint.steps(tmp_path) == []
+
+
+def test_a_rank_that_fails_tells_the_others(tmp_path, on_ranks):
+    whole = {"x": torch.ones(4, 4)}
+
+    def save(mesh, store):
+        placement = checkpoint.place(whole, P("tp"), mesh)
+        shape = (2, 4) if mesh.rank == 0 else (3, 4)
+        with pytest.raises(ValueError, match=r"x: got torch.float32 \(3, 4\)") as caught:
+            checkpoint.save(
+                tmp_path / "1", {"x": torch.ones(shape)}, placement=placement, store=store
+            )
+        return str(caught.value)
+
+    texts = on_ranks(Mesh(tp=2), save)
+    assert texts[0].startswith("rank 1 could not save the checkpoint")
+    assert checkpoint.steps(tmp_path) == []
+
+
+def test_ranks_that_disagree_are_noticed(tmp_path, on_ranks):
+    def save(mesh, store):
+        whole = {"x": torch.ones(4, 4 + 2 * mesh.rank)}
+        placement = checkpoint.place(whole, P("tp"), mesh)
+        with pytest.raises(ValueError, match="rank 1: got another state, mesh or specs"):
+            checkpoint.save(tmp_path / "1", {"x": whole["x"][:2]}, placement=placement, store=store)
+
+    on_ranks(Mesh(tp=2), save)
+    assert checkpoint.steps(tmp_path) == []
