@@ -100,7 +100,9 @@ def parse(
         Problem(name, repr(value), "an entry that is known here", fix.format(name=name))
         for name, value in table.items()
         # null and empty containers switch nothing on, and names with _ are transformers' own
-        if name not in known and not name.startswith("_") and value not in (None, {}, [], "")
+        if name not in known
+        and not (name.startswith("_") or name.endswith("_token_id"))
+        and value not in (None, {}, [], "")
     ]
     if max_seq is not None:
         problems += _shorten_problems(family, table, max_seq)

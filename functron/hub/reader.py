@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from functron import tree
+from functron.checkpoint import Placement
 from functron.errors import Problem, nearest, raise_problems
 from functron.hub.config import (
     CONFIG,
@@ -50,6 +52,8 @@ def load(
     *,
     specs: tree.Tree | None = None,
     mesh: Mesh | BoundMesh | None = None,
+    placement: Placement | None = None,
+    at: str = "params",
     device: torch.device | str = "cpu",
 ) -> dict:
     """The parameters of a Hugging Face model, as `gpt.defs(config)` lays them out.
@@ -63,10 +67,14 @@ def load(
             dropout, vocab_multiple, a smaller max_seq); None: as it is.
         specs: the parameters' specs, a prefix tree; needed on a bound mesh.
         mesh: on a bound mesh this rank's shards are read, else everything.
+        placement: in place of specs and mesh, what this process holds of a state of which the
+            parameters are a part: layers of a pipeline's rank too.
+        at: where in that state the parameters are; empty: they are all of it.
         device: where they are put.
 
     Returns:
-        The tree of parameters in the config's dtype: global values, or this rank's shards.
+        The tree of parameters in the config's dtype: global values, or this rank's shards; without
+        the entries that its part of a pipeline does not use.
 
     Raises:
         ValueError: files, tensors or entries of config.json that are missing, broken, too many, of
@@ -80,7 +88,12 @@ def load(
     else:
         _check_config(config, table, where)
     source = open_folder(path)
-    return read_params(family, config, source, specs=specs, mesh=mesh, device=device)
+    held = (
+        held_by_placement(placement, at)
+        if placement is not None
+        else held_on_mesh(config, specs, mesh)
+    )
+    return read_params(family, config, source, held, device=device)
 
 
 def _check_config(config: GPTConfig, table: Mapping, where: str) -> None:
@@ -108,7 +121,7 @@ def from_tensors(model_type: str, config: GPTConfig, named: Mapping[str, torch.T
     """
     family = family_of({"model_type": model_type})
     raise_problems(f"no {model_type} model is like that", config_problems(config, family))
-    return read_params(family, config, _InMemory(named))
+    return read_params(family, config, _InMemory(named), held_on_mesh(config, None, None))
 
 
 class _InMemory:
@@ -122,60 +135,92 @@ class _InMemory:
         return self._named[name].detach()[tuple(slices)]
 
 
+@dataclass(frozen=True)
+class Held:
+    """What this process holds of a leaf.
+
+    Attributes:
+        shape: of its tensor.
+        boxes: start in the whole leaf, size, and start in the tensor, of each part of it.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
+
+
 def read_params(
     family: Family,
     config: GPTConfig,
     source: Source,
+    held: Mapping[str, Held],
     *,
-    specs: tree.Tree | None = None,
-    mesh: Mesh | BoundMesh | None = None,
     device: torch.device | str = "cpu",
 ) -> dict:
-    """`load` of tensors that come from anywhere.
+    """`load` of tensors that come from anywhere, of the leaves that are held.
 
     Raises:
         ValueError: as `load`.
     """
-    defs = gpt.defs(config)
-    found = layouts(family.rules, defs, config.vocab_size)
+    found = layouts(family.rules, gpt.defs(config), config.vocab_size)
     stored = match(family, config, found, source)
-    boxes = _boxes(defs, specs, mesh)
-    leaves = {}
-    for layout in found:
-        for part in layout.parts:
-            box = boxes[part.path]
-            sizes = [stop - start for start, stop in box]
-            # padding of the vocabulary is never read, and must not be garbage
-            leaf = torch.zeros(sizes, dtype=config.torch_dtype, device=device)
-            _fill_(leaf, layout, part, box, stored, source)
-            leaves[part.path] = leaf
-    structure = tree.structure(defs)
-    return tree.unflatten(structure, [leaves[path] for path in tree.paths(defs)])
+    parts = {part.path: (layout, part) for layout in found for part in layout.parts}
+    params: dict = {}
+    for path, (layout, part) in parts.items():
+        if path not in held:
+            continue
+        # padding, of the vocabulary or of shards, is never read, and must not be garbage
+        leaf = torch.zeros(held[path].shape, dtype=config.torch_dtype, device=device)
+        for start, size, local in held[path].boxes:
+            view = leaf
+            for dim, (first, count) in enumerate(zip(local, size, strict=True)):
+                view = view.narrow(dim, first, count)
+            box = tuple((a, a + n) for a, n in zip(start, size, strict=True))
+            _fill_(view, layout, part, box, stored, source)
+        *above, name = path.split("/")
+        node = params
+        for key in above:
+            node = node.setdefault(key, {})
+        node[name] = leaf
+    return params
 
 
-def _boxes(
-    defs: tree.Tree, specs: tree.Tree | None, mesh: Mesh | BoundMesh | None
-) -> dict[str, Box]:
-    """What this process keeps of every leaf."""
-    like, paths = abstract_params(defs), tree.paths(defs)
-    shapes = [leaf.shape for leaf in tree.leaves(like)]
+def held_on_mesh(
+    config: GPTConfig, specs: tree.Tree | None, mesh: Mesh | BoundMesh | None
+) -> dict[str, Held]:
+    """What this process holds of parameters with these specs: all, or one box of each leaf."""
+    like = abstract_params(gpt.defs(config))
+    shapes = {
+        path: tuple(leaf.shape)
+        for path, leaf in zip(tree.paths(like), tree.leaves(like), strict=True)
+    }
     if mesh is not None and specs is not None:
         validate(like, specs, mesh, what="params")
     if not isinstance(mesh, BoundMesh):
-        return {
-            path: tuple((0, size) for size in shape)
-            for path, shape in zip(paths, shapes, strict=True)
-        }
+        return {path: _one_box((0,) * len(shape), shape) for path, shape in shapes.items()}
     if specs is None:
         problem = Problem("specs", "None", "the parameters' specs", "pass param_specs(defs, rules)")
         raise_problems("cannot load onto a bound mesh", [problem])
     flat = tree.broadcast_prefix(specs, like, is_leaf=is_spec, what="specs")
     found = {}
-    for path, shape, spec in zip(paths, shapes, flat, strict=True):
+    for (path, shape), spec in zip(shapes.items(), flat, strict=True):
         spec = spec if spec is not None else P()
-        starts = offsets(shape, spec, mesh, mesh.coordinate)
-        sizes = local_shape(shape, spec, mesh)
-        found[path] = tuple((a, a + n) for a, n in zip(starts, sizes, strict=True))
+        start = offsets(shape, spec, mesh, mesh.coordinate)
+        found[path] = _one_box(start, local_shape(shape, spec, mesh))
+    return found
+
+
+def _one_box(start: tuple[int, ...], size: tuple[int, ...]) -> Held:
+    return Held(size, ((start, size, (0,) * len(size)),))
+
+
+def held_by_placement(placement: Placement, at: str) -> dict[str, Held]:
+    """What this process holds of the leaves of a state that stand under `at`."""
+    found = {}
+    for leaf in placement.leaves:
+        shape = placement.local_shape(leaf, placement.here)
+        path = leaf.path.removeprefix(f"{at}/") if at else leaf.path
+        if shape is not None and (not at or path != leaf.path):
+            found[path] = Held(shape, placement.boxes(leaf, placement.here))
     return found
 
 

@@ -352,13 +352,14 @@ GENERAL: Sequence[str] = (
     *("use_cache", "pretraining_tp", "reorder_and_upcast_attn", "chunk_size_feed_forward"),
     *("torchscript", "use_bfloat16", "tf_legacy_loss", "return_dict", "return_dict_in_generate"),
     *("output_hidden_states", "output_attentions", "output_scores", "attn_implementation"),
-    # token ids and generation
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+    # generation
     *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
     *("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty"),
     *("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
-    *("num_return_sequences", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"),
+    *("num_return_sequences", "suppress_tokens"),
     *("begin_suppress_tokens", "remove_invalid_values", "exponential_decay_length_penalty"),
     *("prefix", "is_decoder", "tie_encoder_decoder"),
 )
-"""Entries of config.json that do not change what a model computes, in every family."""
+"""Entries of config.json that do not change what a model computes, in every family.
+
+Nor do names that end in ``_token_id``."""

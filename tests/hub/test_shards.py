@@ -8,9 +8,12 @@ import pytest
 import torch
 
 import functron as ft
-from functron import BoundMesh, Mesh, P, Rules, gpt, hub, tree
+from functron import BoundMesh, Mesh, P, Rules, checkpoint, gpt, hub, tree
 from functron.hub import files, reader
 from functron.hub.families import FAMILIES
+from functron.params import abstract_params
+from functron.pipeline.layout import layout_of
+from functron.pipeline.partition import Partition
 from functron.spmd.spec import shard
 
 LLAMA = gpt.GPTConfig(
@@ -92,7 +95,8 @@ def test_a_rank_reads_what_it_keeps_piece_by_piece(stored, layout):
     padding = 0
     for rank in range(mesh.size):
         source = Counting(files.open_folder(path))
-        params = reader.read_params(family, config, source, specs=specs, mesh=bound(mesh, rank))
+        held = reader.held_on_mesh(config, specs, bound(mesh, rank))
+        params = reader.read_params(family, config, source, held)
         # all but the zeros of the vocabulary's padding come from the files, and no byte besides
         ones = tree.map(torch.ones_like, whole)
         ones["embed"][config.vocab_size :] = 0
@@ -117,6 +121,56 @@ def test_simulated_meshes_load_global_values(stored):
     specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh))
     params = hub.load(path, config, specs=specs, mesh=mesh)
     assert all(map(torch.equal, tree.leaves(params), tree.leaves(whole)))
+
+
+PIPES = (((0, 0), (1, 0), (0, 1), (1, 1)),)  # four stages, two to each of two ranks
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["plain", "vocabulary over pp"])
+def test_ranks_of_a_pipeline_load_their_layers(stored, spread):
+    """Also layers that do not follow each other, and entries that only one rank uses."""
+    _, config, whole, path = stored
+    config = replace(config, vocab_multiple=32)  # divides by pp and tp
+    whole = hub.load(path, config)
+    defs, mesh = gpt.defs(config), Mesh(pp=2, tp=2)
+    names = {"embed": 0, "unembed": 1} if "unembed" in whole and spread else {}
+    partition = Partition(layout_of([1, 1, 1, 1]), PIPES, gpt.uses(config), names)
+    specs = partition.storage_specs(ft.param_specs(defs, Rules(MEGATRON)))
+    state = {"params": abstract_params(defs), "step": torch.empty((), device="meta")}
+    for rank in range(mesh.size):
+        place = checkpoint.place(
+            state, {"params": specs, "step": P()}, bound(mesh, rank), partition
+        )
+        params = hub.load(path, config, placement=place)
+        stage = mesh.coordinate(rank)["pp"]
+        assert tree.paths(params) == tree.paths(partition.local_defs(defs, stage))
+        for name, leaf in params.items():
+            value = whole[name]
+            if name == "blocks":
+                rows = torch.tensor(partition.layers(stage))
+                assert rows.tolist() == [stage, stage + 2]
+                value = tree.map(lambda x, rows=rows: x[rows], value)
+            pairs = zip(
+                tree.leaves(leaf), tree.leaves(value), tree.leaves(specs[name]), strict=True
+            )
+            for got, want, spec in pairs:
+                assert torch.equal(got, shard(want, spec, mesh, mesh.coordinate(rank))), name
+
+
+def test_a_placement_of_the_parameters_alone(stored):
+    _, config, whole, path = stored
+    for mesh in (None, Mesh(tp=2)):
+        specs = ft.param_specs(gpt.defs(config), Rules(MEGATRON))
+        place = checkpoint.place(abstract_params(gpt.defs(config)), specs, mesh)
+        params = hub.load(path, config, placement=place, at="")
+        assert all(map(torch.equal, tree.leaves(params), tree.leaves(whole)))
+    uneven = Mesh(fsdp=3)  # parts of 6, 6 and 4 of 16, as ZeRO cuts: the last with padding
+    place = checkpoint.place(
+        abstract_params(gpt.defs(config)), {**dict.fromkeys(whole, P()), "norm": P("fsdp")},
+        bound(uneven, 2),
+    )  # fmt: skip
+    scale = hub.load(path, config, placement=place, at="")["norm"]["scale"]
+    assert torch.equal(scale, torch.cat([whole["norm"]["scale"][12:], torch.zeros(2)]))
 
 
 def test_specs_that_do_not_fit(stored):
