@@ -33,8 +33,6 @@ def reading(what: str, file: Callable[[], str], checkpoint: Path) -> Iterator[No
     try:
         yield
     except Exception as error:
-        if isinstance(error, IndexError):
-            raise
         problem = of_reading(error, what, file())
         raise_problems(f"the checkpoint {checkpoint} is damaged", [problem])
 

@@ -187,13 +187,13 @@ class StoredLeaf:
         return self._array.dtype.numpy_dtype.itemsize
 
     def __getitem__(self, where: Any) -> torch.Tensor:
-        """The values there, as a tensor on the CPU; integers and slices, as of a NumPy array.
+        """The values there, as a tensor on the CPU: integers, slices and ``...``, as for a tensor.
 
         Raises:
-            ValueError: values are damaged; the file is named.
-            IndexError: it is out of range.
+            ValueError: values are damaged.
+            IndexError: it is out of range, or something else than these.
         """
-        view = self._array[where]
+        view = self._array[_position(where, self.shape)]
         with self._reporting(None):
             return as_tensor(np.asarray(view.read().result()))
 
@@ -278,6 +278,27 @@ def _overlap(cell: Sequence[int], chunk: Sequence[int], box: Box) -> tuple[tuple
         region.append(slice(first, last))
         local.append(slice(first - start + at, last - start + at))
     return tuple(region), tuple(local)
+
+
+def _position(where: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
+    """An index with one entry per dim, none of them negative."""
+    entries = list(where) if isinstance(where, tuple) else [where]
+    if len(entries) - entries.count(...) > len(shape):
+        raise IndexError(f"got {len(entries)} indices; wanted at most {len(shape)}, one per dim")
+    at = entries.index(...) if ... in entries else len(entries)
+    after = entries[at + 1 :]
+    rest = [slice(None)] * (len(shape) - at - len(after))
+    out: list[int | slice] = []
+    for dim, (entry, size) in enumerate(zip([*entries[:at], *rest, *after], shape, strict=True)):
+        if isinstance(entry, slice) and (entry.step is None or entry.step > 0):
+            start, stop, step = entry.indices(size)
+            out.append(slice(start, max(start, stop), step))
+        elif isinstance(entry, int) and -size <= entry < size:
+            out.append(entry % size)
+        else:
+            wanted = f"an integer from {-size} to {size - 1}, or a slice with a positive step"
+            raise IndexError(f"dim {dim}: got {entry!r}; wanted {wanted}")
+    return tuple(out)
 
 
 def _existing(path: str | Path) -> Path:

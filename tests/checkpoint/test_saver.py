@@ -1,0 +1,173 @@
+"""Saving in the background: what is copied when, what goes wrong when, and what stays."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from functron import Mesh, P, checkpoint
+from functron.checkpoint import folder as folders
+from functron.checkpoint import together
+from functron.checkpoint.chunks import Division
+from functron.checkpoint.database import Window
+from functron.checkpoint.folder import Keep
+from functron.checkpoint.writer import Snapshot
+
+
+def saver(path: Path, **settings) -> checkpoint.Saver:
+    return checkpoint.Saver(path, checkpoint.place({"x": torch.ones(1000)}), **settings)
+
+
+@pytest.fixture
+def held_up(monkeypatch):
+    """Saves that begin, but write nothing before the event is set."""
+    event, real = threading.Event(), together.save_together
+
+    def late(*arguments):
+        assert event.wait(30)
+        real(*arguments)
+
+    monkeypatch.setattr(together, "save_together", late)
+    return event
+
+
+def test_the_state_may_change_while_it_is_written(tmp_path, held_up):
+    with saver(tmp_path) as one:
+        x = torch.full((1000,), 7.0)
+        one.save(1, {"x": x}, {"loss": 0.5})
+        x.zero_()
+        assert checkpoint.steps(tmp_path) == []
+        held_up.set()
+        one.wait()
+        assert checkpoint.restore(tmp_path / "1")["x"].eq(7).all()
+        assert checkpoint.metadata(tmp_path / "1") == {"loss": 0.5}
+
+
+def test_one_save_at_a_time(tmp_path, held_up):
+    with saver(tmp_path) as one:
+        one.save(1, {"x": torch.ones(1000)})
+        timer = threading.Timer(0.2, held_up.set)
+        timer.start()
+        one.save(2, {"x": torch.ones(1000)})  # waits for the first
+        assert checkpoint.steps(tmp_path)[0] == 1
+    assert checkpoint.steps(tmp_path) == [1, 2]  # and the end of the block for the second
+
+
+def test_an_error_of_the_thread_comes_with_the_next_call(tmp_path):
+    with saver(tmp_path) as one:
+        one.save(1, {"x": torch.ones(1000)}, wait=True)
+        one.save(1, {"x": torch.ones(1000)})
+        with pytest.raises(ValueError, match="got an existing path; wanted a new one"):
+            one.save(2, {"x": torch.ones(1000)})
+        one.save(2, {"x": torch.ones(1000)}, wait=True)  # once
+        with pytest.raises(ValueError, match="an existing path"):
+            one.save(2, {"x": torch.ones(1000)}, wait=True)
+    assert checkpoint.steps(tmp_path) == [1, 2]
+
+
+def test_another_state_than_announced_is_refused(tmp_path):
+    with saver(tmp_path) as one:
+        with pytest.raises(ValueError, match=r"x: got torch.float32 \(2,\)"):
+            one.save(1, {"x": torch.ones(2)})
+        with pytest.raises(ValueError, match=r"metadata: got .* not JSON serializable"):
+            one.save(1, {"x": torch.ones(1000)}, {"t": torch.ones(1)})
+        one.save(1, {"x": torch.ones(1000)})
+    assert checkpoint.steps(tmp_path) == [1]
+
+
+def test_a_snapshot_uses_its_memory_again():
+    tensor = torch.arange(6.0).view(2, 3).t()  # not contiguous
+    division = Division(checkpoint.place({"x": tensor}))
+    snapshot = Snapshot(division)
+    (piece,) = division.pieces[0]
+    snapshot.take([tensor])
+    first = snapshot.source(0, piece)
+    assert first.tolist() == tensor.tolist()
+    snapshot.take([tensor + 1])
+    second = snapshot.source(0, piece)
+    assert second.ctypes.data == first.ctypes.data
+    assert second.tolist() == (tensor + 1).tolist()
+
+
+def test_ranks_copy_only_what_they_write():
+    from functron.spmd import BoundMesh
+
+    mesh = Mesh(dp=4)
+    like = {"x": torch.empty(1024, 1024, device="meta")}
+    sizes = []
+    for rank in range(4):
+        bound = BoundMesh(mesh, rank, mesh.coordinate(rank), {}, "cpu")
+        sizes.append(Snapshot(Division(checkpoint.place(like, P(), bound))).nbytes)
+    assert sizes == [1 << 20] * 4
+
+
+def test_bytes_in_flight_are_bounded():
+    running, most = [0], [0]
+
+    def begin(nbytes: int):
+        running[0] += nbytes
+        most[0] = max(most[0], running[0])
+
+        def wait():
+            running[0] -= nbytes
+
+        return wait
+
+    window = Window(100)
+    for nbytes in (40, 40, 40, 10, 250, 1):
+        window.add(nbytes, lambda nbytes=nbytes: begin(nbytes))
+        assert running[0] <= max(100, nbytes)
+    window.drain()
+    assert (running[0], most[0]) == (0, 250)
+
+
+# --- which stay
+
+
+def test_keep_by_hand():
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: 4.0, 6: 5.0}
+    found = {step: {"loss": loss} for step, loss in losses.items()} | {7: {}}
+    assert Keep().choose(found) == {1, 2, 3, 4, 5, 6, 7}
+    assert Keep(last=2).choose(found) == {6, 7}
+    assert Keep(last=1, every=3).choose(found) == {3, 6, 7}
+    assert Keep(last=1, best=2).choose(found) == {2, 3, 7}
+    assert Keep(last=1, best=2, largest=True).choose(found) == {5, 6, 7}
+    assert Keep(last=1, best=1, metric="accuracy").choose(found) == {7}
+
+
+def test_a_bad_choice_is_refused():
+    with pytest.raises(ValueError, match="no such choice") as caught:
+        Keep(last=0, every=-1, best=-2)
+    assert "Keep.last: got 0; wanted at least 1, or None" in str(caught.value)
+    assert "Keep.every: got -1; wanted at least 0" in str(caught.value)
+    assert "Keep.best: got -2; wanted at least 0" in str(caught.value)
+
+
+def test_a_saver_keeps_what_it_should(tmp_path):
+    losses = [5.0, 1.0, 4.0, 3.0, 2.0]
+    with saver(tmp_path, keep=Keep(last=2, best=1)) as one:
+        for step, loss in enumerate(losses, 1):
+            one.save(step, {"x": torch.full((1000,), loss)}, {"loss": loss})
+    assert checkpoint.steps(tmp_path) == [2, 4, 5]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "5"]
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path):
+    for name in ("7.orbax-checkpoint-tmp", "8.orbax-checkpoint-tmp-removed", "9", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text("")
+    with saver(tmp_path) as one:
+        one.save(1, {"x": torch.ones(1000)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "9", "notes"]
+
+
+def test_a_checkpoint_is_invisible_before_its_files_are_removed(tmp_path, monkeypatch):
+    with saver(tmp_path) as one:
+        for step in (1, 2):
+            one.save(step, {"x": torch.ones(1000)})
+    monkeypatch.setattr(folders.shutil, "rmtree", lambda *_, **__: None)  # killed here
+    folders.prune(tmp_path, Keep(last=1))
+    assert checkpoint.steps(tmp_path) == [2]
