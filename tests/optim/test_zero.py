@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import functron as ft
 from functron import Mesh, P, gpt, optim, random, tree
 from functron.nn import IGNORE_INDEX
 from functron.pipeline import Partition, even_layout, make, pipelined
+from functron.program.equations import Scan
 from functron.spmd.shards import unpad
 from functron.spmd.spec import is_spec
 
@@ -18,9 +21,12 @@ TOLERANCE = 1e-10
 STEPS, BATCH, SEQ, VOCAB = 3, 24, 6, 20
 
 CONFIG = gpt.GPTConfig(
-    vocab_size=VOCAB, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, max_seq=SEQ,
+    vocab_size=VOCAB, num_layers=2, embed_dim=14, num_heads=4, head_dim=4, mlp_dim=24, max_seq=SEQ,
     init_stddev=0.3, dtype="float64",
 )  # fmt: skip
+
+TENSOR = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp"}
+RULES = {**TENSOR, "embed": "fsdp"}
 
 
 def batch(step: int) -> dict:
@@ -33,18 +39,18 @@ def batch(step: int) -> dict:
     return {"tokens": tokens[:, :-1], "targets": targets, "rows": torch.arange(BATCH)}
 
 
-def adamw(specs, copies=1, clip=0.0, wrap=lambda t: t):
-    """AdamW that decays all but norms, and what is around it; `wrap` is between both."""
+def adamw(specs, copies=1, wrap=lambda t: t):
+    """Clipping, and AdamW that decays all but norms with `wrap` around it."""
     rate = optim.linear(1e-2, 10)
     inner = wrap(optim.adamw(rate, weight_decay=0.1, mask=optim.not_norm_or_bias))
-    return optim.chain(optim.clip_by_global_norm(clip, specs, copies), inner) if clip else inner
+    return optim.chain(optim.clip_by_global_norm(0.05, specs, copies), inner)
 
 
-OPTIMIZERS = {
-    "adamw": adamw,
-    "clip": functools.partial(adamw, clip=0.05),
-    "momentum": lambda specs, copies=1, wrap=lambda t: t: wrap(optim.sgd(0.1, 0.9)),
-}
+def muon(specs, copies=1, wrap=lambda t: t):
+    return wrap(optim.muon(1e-2, optim.matrices(gpt.defs(CONFIG)), specs=specs, distributed=True))
+
+
+OPTIMIZERS = {"adamw": adamw, "muon": muon}
 
 
 def sharded(name, defs, specs, mesh, copies=1):
@@ -89,6 +95,25 @@ def unpadded(state, like, specs, mesh):
     return tree.unflatten(tree.structure(like), leaves)
 
 
+def test_parts_are_cut_where_sizes_divide_and_never_between_layers():
+    """By hand; 14 is no multiple of 3 or 4, and 4 heads are a multiple of 4."""
+    defs = gpt.defs(CONFIG)
+    specs = ft.param_specs(defs, ft.Rules(RULES))
+    parts = optim.shard_specs(defs, specs, Mesh(dp=4, tp=2))
+    assert parts["embed"] == P(("tp", "dp"), "fsdp")
+    assert parts["blocks"]["attention"]["q"]["w"] == P(None, "fsdp", "tp", "dp")
+    assert parts["blocks"]["mlp"]["down"]["w"] == P(None, ("tp", "dp"), "fsdp")
+    assert parts["blocks"]["mlp_norm"]["scale"] == P(None, ("fsdp", "dp"))
+    shapes = optim.padded_shapes(defs, parts, Mesh(dp=4, tp=2))
+    assert shapes["blocks"]["mlp_norm"]["scale"] == (2, 16)
+    assert shapes["blocks"]["mlp"]["down"]["w"] == (2, 24, 14)
+    assert shapes["embed"] == defs["embed"].shape  # padded for other reasons already
+    parts = optim.shard_specs(defs, specs, Mesh(dp=3, fsdp=2))
+    assert parts["norm"]["scale"] == P(("fsdp", "dp"))
+    assert optim.padded_shapes(defs, parts, Mesh(dp=3, fsdp=2))["norm"]["scale"] == (18,)
+    assert optim.shard_specs({"x": torch.ones(())}, P(), Mesh(dp=2)) == {"x": P()}
+
+
 CASES = [
     (Mesh(dp=2), gpt.STREAM),
     (Mesh(dp=4), gpt.STREAM),
@@ -96,16 +121,16 @@ CASES = [
     (Mesh(dp=2, tp=2), gpt.STREAM),
     (Mesh(dp=2, tp=2), gpt.SEQUENCE_PARALLEL_STREAM),
     (Mesh(tp=2, dp=3), gpt.STREAM),
+    (Mesh(dp=2, fsdp=2), gpt.STREAM),
 ]
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("stage", "num_microbatches"), [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize(("mesh", "stream"), CASES, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stages_are_the_dense_training(name, mesh, stream, stage, num_microbatches):
     defs = gpt.defs(CONFIG)
-    specs = ft.param_specs(defs, gpt.rules(CONFIG, mesh))
+    specs = ft.param_specs(defs, ft.Rules(TENSOR))
     optimizer, _ = sharded(name, defs, specs, mesh)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     step = ft.make_step(
@@ -120,28 +145,31 @@ def test_stages_are_the_dense_training(name, mesh, stream, stage, num_microbatch
     close(unpadded(state.opt_state, want.opt_state, specs_of_state, mesh), want.opt_state)
 
 
-RULES = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp"}
+FULLY = [
+    (hoist, zero, scatter, count)
+    for hoist, zero in [(True, False), (True, True), (False, True)]
+    for scatter, count in [(False, 2), (True, 1), (True, 2)]
+]  # without ZeRO, what is gathered at use scatters by itself: test_fsdp_composition.py
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("scatter", [False, True])
-@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize(("hoist", "zero", "scatter", "num_microbatches"), FULLY)
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, fsdp=2), Mesh(fsdp=2, dp=3)], ids=str)
-def test_fully_sharded_parameters_gathered_once_per_step(mesh, zero, scatter, num_microbatches):
-    """ZeRO-3 between steps; hybrid with dp, over which the state may be cut as well."""
+def test_fully_sharded_parameters(mesh, hoist, zero, scatter, num_microbatches):
+    """ZeRO-3, gathered once per step or at use; hybrid with dp, over which ZeRO may cut as well."""
     defs = gpt.defs(CONFIG)
     specs = ft.param_specs(defs, ft.Rules(RULES))
     if zero:
-        optimizer, _ = sharded("clip", defs, specs, mesh)
+        optimizer, _ = sharded("adamw", defs, specs, mesh)
     else:
-        optimizer = OPTIMIZERS["clip"](specs)
+        optimizer = OPTIMIZERS["adamw"](specs)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
+    options = {} if hoist else {"gather": ft.transforms.Gather(specs)}
     step = ft.make_step(
-        lambda p, b, key: gpt.loss(CONFIG, p, b), gpt.num_targets, optimizer, mesh, specs,
-        num_microbatches=num_microbatches, scatter=scatter, hoist=True,
+        lambda p, b, key: gpt.loss(CONFIG, p, b, **options), gpt.num_targets, optimizer, mesh,
+        specs, num_microbatches=num_microbatches, scatter=scatter, hoist=hoist,
     )  # fmt: skip
     state, history = run(step, state)
-    want, want_history = dense("clip")
+    want, want_history = dense("adamw")
     close(history, want_history)
     close(state.params, want.params)
 
@@ -160,14 +188,14 @@ def test_pipelines(schedule, stage, hoist):
 
     defs = gpt.defs(CONFIG)
     specs = ft.param_specs(defs, ft.Rules(RULES if hoist else {}))
-    optimizer, _ = sharded("clip", defs, specs, mesh)
+    optimizer, _ = sharded("adamw", defs, specs, mesh)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     step = ft.make_pipelined_step(
         pipelined(stage_of, partition, table), gpt.num_targets, optimizer, mesh, specs,
         scatter=stage == 2, hoist=hoist,
     )  # fmt: skip
     state, history = run(step, state)
-    want, want_history = dense("clip")
+    want, want_history = dense("adamw")
     close(history, want_history)
     close(state.params, want.params)
 
@@ -177,13 +205,123 @@ def test_pipelines(schedule, stage, hoist):
 def test_compiled_and_traced(mesh, stage):
     """The program of the step, evaluated (backend eager): simulated ranks of one process."""
     defs = gpt.defs(CONFIG)
-    optimizer, _ = sharded("clip", defs, P(), mesh)
+    optimizer, _ = sharded("adamw", defs, P(), mesh)
     state = ft.init_state(random.key(1), defs, P(), optimizer, mesh)
     step = ft.make_step(
         lambda p, b, key: gpt.loss(CONFIG, p, b), gpt.num_targets, optimizer, mesh, P(),
         num_microbatches=2, scatter=stage == 2,
     )  # fmt: skip
     state, history = run(ft.jit(step, donate=0, backend="eager"), state)
-    want, want_history = dense("clip")
+    want, want_history = dense("adamw")
     close(history, want_history)
     close(state.params, want.params)
+
+
+def counts(program):
+    """Collectives by name, those of a scan once per iteration."""
+    found = Counter()
+
+    def add(block, times):
+        for equation in block.equations:
+            if isinstance(equation.op, Scan):
+                add(equation.op.body, times * equation.op.length)
+            else:
+                found[equation.name] += times
+
+    add(program.block, 1)
+    return found
+
+
+def traced(stage, num_microbatches):
+    mesh = Mesh(dp=2)
+    defs = gpt.defs(CONFIG)
+    optimizer, _ = sharded("adamw", defs, P(), mesh)
+    state = ft.init_state(random.key(1).to("meta"), defs, P(), optimizer, mesh)
+    step = ft.make_step(
+        lambda p, b, key: gpt.loss(CONFIG, p, b), gpt.num_targets, optimizer, mesh, P(),
+        num_microbatches=num_microbatches, scatter=stage == 2,
+    )  # fmt: skip
+    data = tree.map(lambda x: x.to("meta"), batch(0))
+    return ft.trace(step, donate=0)(state, data)
+
+
+def test_stage_2_scatters_in_every_layer_and_microbatch_and_keeps_parts_only():
+    """12 parameters, of which 9 are of 2 stacked layers."""
+    defs = gpt.defs(CONFIG)
+    stacked, single = len(tree.leaves(defs["blocks"])), 3
+    assert (stacked, len(tree.leaves(defs))) == (9, 12)
+    first, second = (traced(stage, 3) for stage in (1, 2))
+    assert counts(first)["psum_scatter"] == 12
+    assert counts(second)["psum_scatter"] == 3 * (2 * stacked + single)
+    assert counts(first)["all_gather"] == counts(second)["all_gather"] == 12
+    less = first.memory().peak_bytes - second.memory().peak_bytes
+    assert less > 0.4 * 8 * ft.num_params(defs)  # half of the gradients, and some padding
+
+
+DTYPES = {
+    "own": {},
+    "float32": {"grad_dtype": torch.float32, "reduce_dtype": torch.float32},
+    "float32 sent as bfloat16": {"grad_dtype": torch.float32, "reduce_dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(dp=3)], ids=str)
+def test_low_precision_with_masters(mesh, dtypes):
+    """In bfloat16 the mesh decides what is rounded, so the reference is the same mesh without ZeRO.
+
+    Stage 1 rounds in the same places; stage 2 sums ranks before microbatches: one float32 (or, where
+    it is asked to, one bfloat16) rounding of a gradient, which AdamW's first steps pass on to where
+    a parameter's update is below it.
+    """
+    config = replace(CONFIG, dtype="bfloat16")
+    defs = gpt.defs(config)
+
+    def train(stage):
+        shards = optim.shard_specs(defs, P(), mesh)
+        optimizer = optim.with_fp32_masters(optim.adamw(1e-2, eps=1e-3))
+        optimizer = optim.zero(optimizer, P(), shards) if stage else optimizer
+        state = ft.init_state(random.key(1), defs, P(), optimizer, mesh)
+        step = ft.make_step(
+            lambda p, b, key: gpt.loss(config, p, b), gpt.num_targets, optimizer, mesh, P(),
+            num_microbatches=2, scatter=stage == 2, **DTYPES[dtypes],
+        )  # fmt: skip
+        state, history = run(step, state)
+        return state, history, optimizer.specs(shards if not stage else P())
+
+    want, want_history, _ = train(0)
+    for stage in (1, 2):
+        state, history, specs = train(stage)
+        exact = stage == 1 or dtypes == "float32"
+        close(history, want_history, 1e-6 if exact else 2**-7)
+        masters = unpadded(state.opt_state.masters, want.opt_state.masters, specs.masters, mesh)
+        close(masters, want.opt_state.masters, 1e-6 if exact else 2**-7)
+        rounded = tree.map(torch.Tensor.bfloat16, masters)
+        assert all(map(torch.equal, tree.leaves(state.params), tree.leaves(rounded)))
+
+
+@pytest.mark.parametrize("into", [P(), P("dp")], ids=str)
+@pytest.mark.parametrize(
+    ("given", "dtype", "total", "result"),
+    [
+        (torch.bfloat16, None, 256.0, torch.bfloat16),
+        (torch.bfloat16, torch.float32, 257.0, torch.float32),
+        (torch.float32, torch.bfloat16, 256.0, torch.float32),
+        (torch.float32, None, 257.0, torch.float32),
+    ],
+)
+def test_the_dtype_of_the_sum_over_ranks(into, given, dtype, total, result):
+    """256 + 1 needs 9 bits, and bfloat16 has 8."""
+    sync = lambda g: ft.sync_gradients(g, P(), into, dtype=dtype)
+    shares = torch.tensor([256.0, 1.0]).to(given).repeat_interleave(3)
+    got = ft.shard_map(sync, Mesh(dp=2), (P("dp"),), into)(shares)
+    assert got.dtype == result
+    assert got[:3].tolist() == [total] * 3
+    assert got.shape == ((4,) if into else (3,))
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="zero: got params=None"):
+        optim.zero(optim.adamw(0.1), P(), P()).update({}, ())
+    with pytest.raises(ValueError, match=r"dim 0: got P\('dp'\), from P\('tp'\); wanted the axes"):
+        optim.zero(optim.adamw(0.1), P("tp"), P("dp")).init({"w": torch.ones(4)})

@@ -1,0 +1,168 @@
+"""Run by test_processes.py under torchrun with 4 processes: every rank with its own parts, for real."""
+
+from __future__ import annotations
+
+import sys
+
+import test_zero as cases
+import torch
+import torch.distributed as dist
+
+import functron as ft
+from functron import Mesh, P, compat, gpt, optim, random, tree
+from functron import step as steps
+from functron.pipeline import Partition, even_layout, make, pipelined
+
+torch.set_num_threads(1)
+
+
+def mine(mesh, step: int) -> dict:
+    """This rank's part of a batch."""
+    part, parts = mesh.coordinate.get("dp", 0), mesh["dp"]
+    return {name: value.chunk(parts)[part] for name, value in cases.batch(step).items()}
+
+
+def compare(mesh, state, history, specs, optimizer, name):
+    """Parameters and history against one rank's, and the state's parts against its parts."""
+    want, want_history = cases.dense(name)
+    cases.close(torch.tensor(history, dtype=torch.float64), want_history)
+    cases.close(ft.gather(state.params, specs, mesh), want.params)
+    layout = optimizer.specs(specs)
+    whole = ft.gather(state.opt_state, layout, mesh)
+    cases.close(cases.unpadded(whole, want.opt_state, layout, mesh.mesh), want.opt_state)
+
+
+def run(step, state, mesh):
+    history = []
+    for index in range(cases.STEPS):
+        state, metrics = step(state, mine(mesh, index))
+        history.append([metrics["loss"].item(), metrics["grad_norm"].item()])
+    return state, history
+
+
+def training(sizes, stage, compiled=False):
+    """The dense training on a mesh of processes."""
+    mesh = Mesh(**sizes).bind()
+    defs = gpt.defs(cases.CONFIG)
+    specs = ft.param_specs(defs, gpt.rules(cases.CONFIG, mesh))
+    optimizer, _ = cases.sharded("adamw", defs, specs, mesh)
+    state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
+    step = ft.make_step(
+        lambda p, b, key: gpt.loss(cases.CONFIG, p, b), gpt.num_targets, optimizer, mesh, specs,
+        num_microbatches=2, scatter=stage == 2,
+    )  # fmt: skip
+    step = ft.jit(step, donate=0, backend="eager") if compiled else step
+    state, history = run(step, state, mesh)
+    compare(mesh, state, history, specs, optimizer, "adamw")
+
+
+def pipeline(stage):
+    """Two stages of two data-parallel ranks each; every rank compares the layers it has."""
+    mesh = Mesh(pp=2, dp=2).bind()
+    rank = mesh.coordinate["pp"]
+    table = make("1f1b", 2, 3)
+    partition = Partition(
+        even_layout(2, cases.CONFIG.num_layers), table.pipes, gpt.uses(cases.CONFIG)
+    )
+
+    def stage_of(part, params, x, data, key, total):
+        y = gpt.stage_loss(cases.CONFIG, part, params, x, data)
+        return y / total if part.loss else y
+
+    defs = partition.local_defs(gpt.defs(cases.CONFIG), rank)
+    specs = ft.param_specs(defs, ft.Rules({}))
+    optimizer, _ = cases.sharded("adamw", defs, specs, mesh, copies=partition.copies(rank))
+    state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
+    step = ft.make_pipelined_step(
+        pipelined(stage_of, partition, table), gpt.num_targets, optimizer, mesh, specs,
+        scatter=stage == 2,
+    )  # fmt: skip
+    state, history = run(step, state, mesh)
+    want, want_history = cases.dense("adamw")
+    cases.close(torch.tensor(history, dtype=torch.float64), want_history)
+    rows = partition.layers(rank)
+    held = {name: want.params[name] for name in state.params}
+    held["blocks"] = tree.map(lambda x: x[rows], held["blocks"])
+    cases.close(state.params, held)
+
+
+def memory(stage):
+    """Bytes per parameter: bfloat16 parameters, float32 gradients, masters and moments."""
+    mesh, ranks = Mesh(dp=4).bind(), 4
+    config = gpt.GPTConfig(
+        vocab_size=256, num_layers=2, embed_dim=64, num_heads=4, mlp_dim=256, max_seq=8,
+        dtype="bfloat16",
+    )  # fmt: skip
+    defs = gpt.defs(config)
+    specs = ft.param_specs(defs, ft.Rules({"embed": "dp"} if stage == 3 else {}))
+    optimizer = optim.make_optimizer(
+        optim.OptimizerConfig(fp32_masters=True), 1e-3, specs=specs, defs=defs,
+        shards=optim.shard_specs(defs, specs, mesh) if stage < 3 else None,
+    )  # fmt: skip
+    state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
+    step = ft.make_step(
+        lambda p, b, key: gpt.loss(config, p, b), gpt.num_targets, optimizer, mesh, specs,
+        num_microbatches=2, scatter=stage >= 2, hoist=stage == 3, grad_dtype=torch.float32,
+    )  # fmt: skip
+    found, update = [], steps.update
+
+    def watched(state, grads, *args, **kwargs):
+        leaves = tree.leaves(grads)
+        if not compat.is_wrapped(leaves[0]):  # not in the check before the first run
+            storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in leaves}
+            found.append(sum(storage.nbytes() for storage in storages.values()))
+        return update(state, grads, *args, **kwargs)
+
+    steps.update = watched
+    tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(mesh.rank))
+    state, _ = step(
+        state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(2)}
+    )
+    steps.update = update
+    held = tree.nbytes((state.params, state.opt_state)) + found[-1]
+    wanted = {1: 6 + 12 / ranks, 2: 2 + 16 / ranks, 3: 18 / ranks}[stage] * ft.num_params(defs)
+    assert abs(held / wanted - 1) < 0.03, (stage, held / ft.num_params(defs))
+    if mesh.rank == 0:
+        print(f"stage {stage}: {held / ft.num_params(defs):.3f} bytes per parameter")
+
+
+def muon():
+    """Matrices of layers, each computed by one of the ranks that hold its parts."""
+    mesh = Mesh(dp=2, tp=2).bind()
+    defs = gpt.defs(cases.CONFIG)
+    specs = ft.param_specs(defs, gpt.rules(cases.CONFIG, mesh))
+    shards = optim.shard_specs(defs, specs, mesh)
+    results = []
+    for distributed, place in ((False, Mesh()), (True, mesh)):
+        config = optim.OptimizerConfig("muon", muon=optim.MuonConfig(distributed=distributed))
+        given = {"specs": specs, "shards": shards} if place is mesh else {}
+        optimizer = optim.make_optimizer(config, 1e-2, defs=defs, **given)
+        split = specs if place is mesh else P()
+        state = ft.init_state(random.key(1), defs, split, optimizer, place)
+        step = ft.make_step(
+            lambda p, b, key: gpt.loss(cases.CONFIG, p, b), gpt.num_targets, optimizer, place, split
+        )
+        for index in range(cases.STEPS):
+            data = mine(mesh, index) if place is mesh else cases.batch(index)
+            state, _ = step(state, data)
+        results.append(ft.gather(state.params, split, place))
+    cases.close(*results)
+
+
+CHECKS = {
+    "training": lambda: [training({"dp": 2, "tp": 2}, 1), training({"dp": 4}, 2)],
+    "pipeline": lambda: pipeline(2),
+    "compiled": lambda: training({"dp": 2, "tp": 2}, 2, compiled=True),
+    "memory": lambda: [memory(stage) for stage in (1, 2, 3)],
+    "muon": muon,
+}
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    for check in sys.argv[1:]:
+        CHECKS[check]()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"{check}: ok", flush=True)
+    dist.destroy_process_group()
