@@ -16,6 +16,7 @@ from functron.pipeline import Partition, even_layout, make, pipelined
 from functron.program.equations import Scan
 from functron.spmd.shards import unpad
 from functron.spmd.spec import is_spec
+from functron.transforms import Gather
 
 TOLERANCE = 1e-10
 STEPS, BATCH, SEQ, VOCAB = 3, 24, 6, 20
@@ -163,7 +164,7 @@ def test_fully_sharded_parameters(mesh, hoist, zero, scatter, num_microbatches):
     else:
         optimizer = OPTIMIZERS["adamw"](specs)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
-    options = {} if hoist else {"gather": ft.transforms.Gather(specs)}
+    options = {} if hoist else {"gather": Gather(specs)}
     step = ft.make_step(
         lambda p, b, key: gpt.loss(CONFIG, p, b, **options), gpt.num_targets, optimizer, mesh,
         specs, num_microbatches=num_microbatches, scatter=scatter, hoist=hoist,
