@@ -117,10 +117,13 @@ def parse(
 def _shorten_problems(family: Family, table: Mapping[str, Any], max_seq: int) -> list[Problem]:
     learned = any("positions" in rule.paths for rule in family.rules)
     stored = table.get(family.max_seq)
-    if not learned or stored in (None, max_seq):
+    if not isinstance(stored, int) or (max_seq == stored if learned else 1 <= max_seq <= stored):
         return []
-    wanted = f"{stored}: as many as there are learned positions"
-    return [Problem("max_seq", str(max_seq), wanted, "leave it out; samples may be shorter")]
+    wanted, fix = f"at most {stored}, as config.json says", "leave it out"
+    if learned:
+        wanted = f"{stored}: as many as there are learned positions"
+        fix = "leave it out; samples may be shorter"
+    return [Problem("max_seq", str(max_seq), wanted, fix)]
 
 
 def stored_dtype(table: Mapping[str, Any]) -> Dtype:

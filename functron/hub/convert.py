@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from functron import checkpoint, config
+from functron import checkpoint, config, tree
 from functron.errors import Problem, nearest, raise_problems
 from functron.hub.config import CONFIG, read_config
 from functron.hub.reader import load
 from functron.hub.writer import MAX_SHARD_BYTES, copy_companions, save
 from functron.models import gpt
 from functron.models.config import Dtype, GPTConfig
-from functron.params import abstract_params, num_params
+from functron.params import num_params
 
 FOLDER = "hub"
 """Where a run folder keeps the config.json and tokenizer that its model came with."""
@@ -55,8 +55,8 @@ def convert(
     """Make a run folder of a Hugging Face folder (``hf:PATH run:PATH``), or the other way.
 
     A run folder made this way has step 0 of a training run in it: the parameters, without state of
-    an optimizer. The newest checkpoint of a run is what is exported. One process does it, in as
-    much memory as the parameters take.
+    an optimizer. The newest checkpoint of a run is what is exported. One process does it: into a
+    run in as much memory as the parameters take, from one in as much as one tensor takes.
 
     Args:
         source: ``hf:PATH`` or ``run:PATH``.
@@ -119,9 +119,14 @@ def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) ->
 def _export(path: Path, out: Path, *, dtype: str | None, max_shard_bytes: int) -> Conversion:
     _refuse_existing(out)
     model = config.load(path / "config.toml").gpt
-    newest = checkpoint.latest(path / "checkpoints")
-    like = {"params": abstract_params(gpt.defs(model))}
-    params = checkpoint.restore(newest, like)["params"]
+    stored = checkpoint.Checkpoint(checkpoint.latest(path / "checkpoints"))
+    defs = gpt.defs(model)
+    missing = [place for place in tree.paths(defs) if f"params/{place}" not in stored]
+    wanted = "a parameter, as config.toml says"
+    problems = [Problem(f"params/{place}", "no such leaf", wanted) for place in missing]
+    raise_problems(f"{stored.path} is no checkpoint of this run's model", problems)
+    # leaves that are read where they are used: a row of one at a time
+    params = tree.map_with_path(lambda place, _: stored[f"params/{place}"], defs)
     kept = path / FOLDER if (path / FOLDER / CONFIG).is_file() else None
     save(out, model, params, like=kept, dtype=dtype, max_shard_bytes=max_shard_bytes)
     names = () if kept is None else tuple(sorted(entry.name for entry in kept.iterdir()))

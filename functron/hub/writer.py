@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -93,11 +93,15 @@ def save(
     found = layouts(family.rules, gpt.defs(config), config.vocab_size)
     listed = [(layout.name(index), kind, layout.shape) for layout, index in tensors(found)]
     export = _Export(Path(path), plan(listed, max_shard_bytes), entries, like, mesh)
-    export.begin()
-    with torch.no_grad():
-        for layout, index in tensors(found):
-            export.write(layout.name(index), _whole(layout, index, params, flat, mesh))
-    export.end()
+    try:
+        export.begin()
+        with torch.no_grad():
+            for layout, index in tensors(found):
+                export.write(layout.name(index), _whole(layout, index, params, flat, mesh))
+        export.end()
+    except BaseException:
+        export.abandon()
+        raise
 
 
 def to_tensors(
@@ -234,18 +238,21 @@ class _Export:
         self._attempt(self._finish)
         self._agree()
 
-    def _attempt(self, action) -> None:
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        if self._writer is not None:
+            self._writer.abandon()
+        if self._main:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
         if not self._main or self._failure is not None:
             return
         try:
             action()
-        except BaseException as error:
-            if self._writer is not None:
-                self._writer.abandon()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            if not isinstance(error, (OSError, ValueError)):
-                raise
+        except (OSError, ValueError) as error:
             self._failure = error
+            self.abandon()
 
     def _agree(self) -> None:
         failed = self._failure is not None

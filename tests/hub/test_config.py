@@ -304,6 +304,12 @@ def test_gpt2s_settings():
     assert parse(table, max_seq=24).max_seq == 24
 
 
+def test_sequences_may_only_be_shorter():
+    assert parse(LLAMA, max_seq=tiny.MAX_SEQ).max_seq == tiny.MAX_SEQ
+    for wrong in (25, 0, -1):
+        assert f"max_seq: got {wrong}; wanted at most 24" in refusal(LLAMA, max_seq=wrong)
+
+
 @pytest.mark.parametrize("name", list(LACKING))
 def test_families_that_need_what_is_missing(name):
     text = refusal({"model_type": name})

@@ -83,6 +83,37 @@ def test_a_run_that_began_here(tmp_path):
     assert again.config.dtype == "bfloat16"
 
 
+def test_a_checkpoint_of_another_model(tmp_path):
+    model = replace(gpt.PRESETS["llama3-tiny"], num_layers=1)
+    params = ft.init_params(ft.random.key(0), gpt.defs(replace(model, tied=True)))
+    params["norm"]["scale"] = torch.ones(3)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(config.dump(config.TrainConfig(gpt=model)))
+    checkpoint.save(run / "checkpoints" / "3", {"params": params})
+    with pytest.raises(ValueError, match="params/unembed: got no such leaf; wanted a parameter"):
+        convert(f"run:{run}", f"hf:{tmp_path / 'out'}")
+    (run / "config.toml").write_text(config.dump(config.TrainConfig(gpt=replace(model, tied=True))))
+    with pytest.raises(
+        ValueError, match=r"norm/scale: got \[3\]; wanted \[64\], as the config says"
+    ):
+        convert(f"run:{run}", f"hf:{tmp_path / 'out'}")
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_a_damaged_checkpoint_leaves_nothing(model, tmp_path):
+    _, path = model
+    convert(f"hf:{path}", f"run:{tmp_path / 'run'}")
+    data = [file for file in (tmp_path / "run" / "checkpoints").rglob("*") if file.is_file()]
+    largest = max(data, key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with pytest.raises(ValueError, match="damaged"):
+        convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'out'}")
+    assert sorted(os.listdir(tmp_path)) == ["model", "run"]
+
+
 @pytest.mark.parametrize(
     ("source", "target", "reason"),
     [
