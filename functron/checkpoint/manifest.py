@@ -8,7 +8,6 @@ itself.
 from __future__ import annotations
 
 import json
-import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +59,7 @@ def make(
     content = json.loads(json.dumps(content))  # as it will be read
     path = folder / NAME
     path.write_text(json.dumps({"crc32": _checksum_of(content), "content": content}))
-    sync_all(folder)
+    sync_all(folder, progress)
 
 
 def read(folder: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
@@ -112,16 +111,6 @@ def files(folder: Path) -> list[str]:
     found = (path for path in folder.rglob("*") if path.is_file())
     names = (path.relative_to(folder).as_posix() for path in found)
     return sorted(name for name in names if name not in (NAME, *LATER))
-
-
-def nbytes(content: Mapping[str, Any]) -> int:
-    """The bytes of all files."""
-    return sum(entry["size"] for entry in content["files"].values())
-
-
-def leaf_bytes(entry: Mapping[str, Any], itemsize: int) -> int:
-    """The bytes of the values of a leaf."""
-    return math.prod(entry["shape"]) * itemsize
 
 
 def sync(path: Path) -> None:
