@@ -72,11 +72,6 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
         files = (path for path in self.path.rglob("*") if path.is_file())
         return sum(path.stat().st_size for path in files)
 
-    @property
-    def has_manifest(self) -> bool:
-        """Whether it says what its files are; those that Orbax alone wrote do not."""
-        return self._content is not None
-
     def __getitem__(self, path: str) -> StoredLeaf:
         """The leaf at `path`.
 
@@ -194,7 +189,8 @@ class StoredLeaf:
             IndexError: it is out of range, or something else than these.
         """
         view = self._array[_position(where, self.shape)]
-        with self._reporting(None):
+        folder = self._checkpoint.path
+        with failures.reading(self.path, lambda: f"a file of {folder}", folder):
             return as_tensor(np.asarray(view.read().result()))
 
     def read(self, boxes: Sequence[Box], out: torch.Tensor, window: database.Window) -> None:
@@ -208,10 +204,8 @@ class StoredLeaf:
             for cell in cells(box, self.chunk):
                 region, local = _overlap(cell, self.chunk, box)
                 target = out.detach()[local]
-                begin = (
-                    self._into(target, region, cell) if direct else self._via(target, region, cell)
-                )
-                window.add(size, begin)
+                reader = self._into if direct else self._via
+                window.add(size, reader(target, region, cell))
 
     def checking(self, cell: Sequence[int], found: list[Problem]) -> Callable[[], None]:
         """Begin to read a chunk; what is returned waits, and adds what is wrong to `found`."""
@@ -256,17 +250,12 @@ class StoredLeaf:
 
     def _wait(self, future: Any, cell: Sequence[int]) -> Callable[[], Any]:
         def wait() -> Any:
-            with self._reporting(cell):
+            with failures.reading(self.path, lambda: self._file(cell), self._checkpoint.path):
                 return future.result()
 
         return wait
 
-    def _reporting(self, cell: Sequence[int] | None) -> Any:
-        return failures.reading(self.path, lambda: self._file(cell), self._checkpoint.path)
-
-    def _file(self, cell: Sequence[int] | None) -> str:
-        if cell is None:
-            return f"a file of {self._checkpoint.path}"
+    def _file(self, cell: Sequence[int]) -> str:
         return self._checkpoint.file_of(self.path, cell)
 
 
