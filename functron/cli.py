@@ -1,4 +1,4 @@
-"""The command line: ``functron train | sample | params | trace | schedule``."""
+"""The command line: ``functron train | sample | checkpoint | convert | ...``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from functron import launch
-from functron.commands import params, sample, schedule, trace, train
+from functron.commands import checkpoint, convert, params, sample, schedule, trace, train
 from functron.errors import nearest
 
 USAGE = """usage: functron COMMAND [OPTIONS]
 
-  train     train a language model; without options, a small one on this Python's own text
-  sample    continue a prompt with a trained model
-  params    show the parameters of a model, and how a mesh splits them
-  trace     show what one rank of a mesh computes, sends and holds in a training step
-  schedule  draw a pipeline schedule, with its bubble and its live activations
+  train       train a language model; without options, a small one on this Python's own text
+  sample      continue a prompt with a trained model
+  checkpoint  list the checkpoints of a run, show what is in one, verify it
+  convert     make a run folder of a Hugging Face model, and the other way
+  params      show the parameters of a model, and how a mesh splits them
+  trace       show what one rank of a mesh computes, sends and holds in a training step
+  schedule    draw a pipeline schedule, with its bubble and its live activations
 
 functron COMMAND --help lists the options.
 """
@@ -25,6 +27,8 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType(
     {
         "train": train.run,
         "sample": sample.run,
+        "checkpoint": checkpoint.run,
+        "convert": convert.run,
         "params": params.run,
         "trace": trace.run,
         "schedule": schedule.run,

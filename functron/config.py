@@ -47,7 +47,11 @@ class TrainConfig:
         vocab_over_pp: divide embedding and unembedding among all ranks of the pipeline, which each
             update a part; the first and last stage gather them for a step.
         zero: what data-parallel ranks divide instead of each holding all of it: 1: the optimizer's
-            state; 2: the gradients as well.
+            state; 2: the gradients as well; 3: the parameters as well, as the mesh axis fsdp does
+            without being asked.
+        gather: when parameters that are so divided are gathered: use: by every block, and again in
+            backward; keep: by every block, until backward; step: all at once, before the
+            microbatches.
         remat: what backward computes again: none, full (all of a block but its input), selective
             (the core of attention) or dots (all but matrix products and attention).
         compile: compile the step with Inductor before the first one, which then takes longer.
@@ -79,7 +83,8 @@ class TrainConfig:
     chunks: int = 0
     layout: str = ""
     vocab_over_pp: bool = False
-    zero: Literal[0, 1, 2] = 0
+    zero: Literal[0, 1, 2, 3] = 0
+    gather: Literal["use", "keep", "step"] = "use"
     remat: gpt.Remat = "none"
     compile: bool = False
     seed: int = 0

@@ -37,9 +37,9 @@ class Recipe:
     step: Callable
     partition: Partition | None = None
 
-    def init(self, key: torch.Tensor, mesh: Mesh | BoundMesh) -> State:
-        """The state before the first step."""
-        return init_state(key, self.defs, self.specs, self.optimizer, mesh)
+    def init(self, key: torch.Tensor, mesh: Mesh | BoundMesh, params: tree.Tree = None) -> State:
+        """The state before the first step, with these parameters or random ones."""
+        return init_state(key, self.defs, self.specs, self.optimizer, mesh, params)
 
 
 def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
@@ -52,13 +52,16 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     if mesh["pp"] > 1:
         return _assemble_pipeline(config, mesh)
     defs = gpt.defs(model)
-    specs = param_specs(defs, gpt.rules(model, mesh))
-    optimizer = make_optimizer(config, defs, specs, _parts(config, defs, specs, mesh))
+    specs = param_specs(defs, staging.rules_of(config, mesh))
+    optimizer = make_optimizer(config, defs, specs, mesh)
+    settings = {
+        "stream": staging.stream_of(config),
+        "remat": config.remat,
+        "gather": staging.gather_of(config, mesh),
+    }
 
     def loss(params, batch, key):
-        key = key if model.dropout else None
-        stream = staging.stream_of(config)
-        return gpt.loss(model, params, batch, key=key, stream=stream, remat=config.remat)
+        return gpt.loss(model, params, batch, key=key if model.dropout else None, **settings)
 
     step = make_step(
         loss,
@@ -68,6 +71,9 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         specs,
         num_microbatches=config.microbatches,
         scatter=config.zero == 2,
+        hoist=config.gather == "step",
+        grad_dtype=optim.torch_dtype(config.optimizer.grad_dtype),
+        reduce_dtype=optim.torch_dtype(config.optimizer.reduce_dtype),
     )
     return Recipe(defs, specs, optimizer, step)
 
@@ -77,11 +83,15 @@ def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     partition = staging.partition_for(config, mesh, schedule)
     rank = mesh.coordinate["pp"] if isinstance(mesh, BoundMesh) else None
     defs = partition.local_defs(gpt.defs(config.gpt), rank)
-    specs = param_specs(defs, gpt.rules(config.gpt, mesh))
-    parts = _parts(config, defs, specs, mesh)
-    optimizer = make_optimizer(config, defs, specs, parts, partition.copies(rank))
-    settings = {} if config.compile else None
-    stages = pipelined(staging.stage_of(config), partition, schedule, compile=settings)
+    specs = param_specs(defs, staging.rules_of(config, mesh))
+    optimizer = make_optimizer(config, defs, specs, mesh, partition.copies(rank))
+    stages = pipelined(
+        staging.stage_of(config, mesh),
+        partition,
+        schedule,
+        dtype=optim.torch_dtype(config.optimizer.grad_dtype),
+        compile={} if config.compile else None,
+    )
     step = make_pipelined_step(
         stages,
         gpt.num_targets,
@@ -90,6 +100,8 @@ def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         specs,
         compile=config.compile,
         scatter=config.zero == 2,
+        hoist=config.gather == "step",
+        reduce_dtype=optim.torch_dtype(config.optimizer.reduce_dtype),
     )
     stored = specs if rank is None else partition.storage_specs(specs)
     return Recipe(defs, stored, optimizer, step, partition)
@@ -99,8 +111,9 @@ def make_optimizer(
     config: TrainConfig,
     defs: tree.Tree,
     specs: tree.Tree,
-    parts: tree.Tree,
+    mesh: Mesh | BoundMesh,
     copies: tree.Tree = 1,
+    parts: tree.Tree = None,
 ) -> optim.GradientTransformation:
     """The optimizer of `config` for parameters with these defs and specs.
 
@@ -108,43 +121,54 @@ def make_optimizer(
         config: what is to be run.
         defs: of the parameters that this process holds.
         specs: how they are split.
-        parts: how their optimizer state is; see `optim.shard_specs`.
+        mesh: over which ranks.
         copies: how many ranks of a pipeline hold each of them.
+        parts: how ZeRO's optimizer state is split; None: as `optim.shard_specs` says.
     """
-    schedule = optim.make_schedule(config.rate_schedule)
-    inner = optim.make_optimizer(
-        config.optimizer, schedule, specs=parts, copies=copies, mask=decay_mask(defs)
+    if config.zero in (1, 2) and parts is None:
+        parts = optim.shard_specs(defs, specs, mesh)
+    return optim.make_optimizer(
+        config.optimizer,
+        optim.make_schedule(config.rate_schedule),
+        specs=specs,
+        copies=copies,
+        mask=decay_mask(defs),
+        defs=defs,
+        shards=parts,
+        mesh=mesh,
     )
-    return optim.zero(inner, specs, parts) if config.zero else inner
 
 
-def _parts(
-    config: TrainConfig, defs: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh
-) -> tree.Tree:
-    return optim.shard_specs(defs, specs, mesh) if config.zero else specs
-
-
-def placement(config: TrainConfig, mesh: Mesh | BoundMesh) -> checkpoint.Placement:
+def placement(
+    config: TrainConfig, mesh: Mesh | BoundMesh, *, processes: bool | None = None
+) -> checkpoint.Placement:
     """Where each part of the whole state lies between steps of `assemble`'s step.
+
+    Args:
+        config: what is to be run.
+        mesh: where.
+        processes: whether each rank is a process; None: whether the mesh is bound.
 
     Raises:
         ValueError: the model cannot run on the mesh.
     """
-    whole, rules = gpt.defs(config.gpt), gpt.rules(config.gpt, mesh)
+    processes = isinstance(mesh, BoundMesh) if processes is None else processes
+    whole, rules = gpt.defs(config.gpt), staging.rules_of(config, mesh)
     partition, local = None, [whole]
-    if mesh["pp"] > 1 and isinstance(mesh, BoundMesh):
+    if mesh["pp"] > 1 and processes:
         partition = staging.partition_for(config, mesh, staging.schedule_for(config, mesh))
         local = [partition.local_defs(whole, rank) for rank in range(mesh["pp"])]
     specs, parts = {}, {}
-    for defs in local:
+    for defs in local:  # ZeRO goes by the shapes that a rank of the pipeline has
         held = param_specs(defs, rules)
         specs |= held
-        parts |= _parts(config, defs, held, mesh)
-    optimizer = make_optimizer(config, whole, specs, parts)
+        parts |= optim.shard_specs(defs, held, mesh) if config.zero in (1, 2) else {}
+    optimizer = make_optimizer(config, whole, specs, mesh, parts=parts or None)
     stored = partition.storage_specs(specs) if partition else specs
-    plain = make_optimizer(dataclasses.replace(config, zero=0), whole, P(), P())
+    plain = make_optimizer(dataclasses.replace(config, zero=0), whole, P(), Mesh())
     like = init_state(random.key(0).to("meta"), whole, P(), plain, Mesh())
-    return checkpoint.place(like, state_specs(stored, optimizer), mesh, partition)
+    found = checkpoint.place(like, state_specs(stored, optimizer), mesh, partition)
+    return dataclasses.replace(found, rank=found.here if processes else None)
 
 
 def step_program(config: TrainConfig, mesh: Mesh) -> Program:

@@ -6,8 +6,11 @@ import dataclasses
 import itertools
 import json
 import os
+import tomllib
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from functron import checkpoint
 from functron.config import TrainConfig, dump
@@ -49,8 +52,12 @@ def newest(path: Path) -> Path | None:
 
 def write_config(path: Path, config: TrainConfig) -> None:
     """Write the whole configuration, without where this run happens to lie and how it went on."""
-    text = dump(dataclasses.replace(config, out="", resume=False))
-    _replace(path / CONFIG, text)
+    _replace(path / CONFIG, tomli_w.dumps(settings(config)))
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """What `write_config` writes, as plain nested dicts."""
+    return tomllib.loads(dump(dataclasses.replace(config, out="", resume=False)))
 
 
 def records(path: Path) -> list[dict[str, Any]]:

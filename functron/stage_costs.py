@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from functron import optim, random, staging, tree
+from functron import checkpoint, optim, random, staging, tree
 from functron.config import TrainConfig
 from functron.models import gpt
-from functron.params import ParamDef, decay_mask, param_specs
+from functron.params import ParamDef, abstract_params, param_specs
 from functron.pipeline.layout import Part
 from functron.pipeline.partition import Partition
 from functron.pipeline.pieces import Stage, trace_stage
@@ -20,9 +20,10 @@ from functron.pipeline.timeline import Costs, Timeline
 from functron.pipeline.work import Call
 from functron.program.cost import bytes_text, count_text
 from functron.program.text import aligned
+from functron.recipe import placement
 from functron.spmd import DATA_AXES, Mesh, P
-from functron.spmd.spec import is_spec, local_shape
-from functron.step import init_state, state_specs
+from functron.spmd.shards import whole_over
+from functron.spmd.spec import local_shape
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _traced(
 ) -> tuple[Stage, torch.Tensor]:
     """The pieces of a stage, and what it would be sent by the one before."""
     model, plain, part = config.gpt, mesh.without("pp"), partition.layout[number]
-    specs = param_specs(gpt.defs(model), gpt.rules(model, mesh))
+    specs = param_specs(gpt.defs(model), staging.rules_of(config, mesh))
     rank = partition.holders(number)[0]
     defs = partition.local_defs(gpt.defs(model), rank)
 
@@ -164,23 +165,27 @@ def _traced(
     shared = (random.key(0).to("meta"), torch.empty((), dtype=torch.int64, device="meta"))
     params = partition.stage_params(weights, number, rank)
     call = Call(number, part, part.loss, params, None if part.embed else x, batch, shared, {})
-    return trace_stage(staging.stage_of(config), call, plain), x
+    return trace_stage(staging.stage_of(config, plain), call, plain), x
 
 
 def _state_bytes(config: TrainConfig, mesh: Mesh, partition: Partition, rank: int) -> int:
+    """What a pipeline's rank holds between steps, and the sums of its gradients."""
+    here = next(r for r in range(mesh.size) if mesh.coordinate(r)["pp"] == rank)
     defs = partition.local_defs(gpt.defs(config.gpt), rank)
-    specs = param_specs(defs, gpt.rules(config.gpt, mesh))
-    schedule = optim.make_schedule(config.rate_schedule)
-    optimizer = optim.make_optimizer(config.optimizer, schedule, mask=decay_mask(defs))
-    state = init_state(random.key(0).to("meta"), defs, specs, optimizer, Mesh())
-    sums = state.params
-    whole = (state, sums)
-    stored = partition.storage_specs(specs)
-    prefix = (state_specs(stored, optimizer), stored)
-    flat = tree.broadcast_prefix(prefix, whole, is_leaf=is_spec)
+    specs = param_specs(defs, staging.rules_of(config, mesh))
+    if config.zero == 2:
+        specs = optim.shard_specs(defs, specs, mesh)
+    if config.gather == "step":
+        specs = whole_over(specs, DATA_AXES)
+    dtype = optim.torch_dtype(config.optimizer.grad_dtype)
+    sums = tree.map(lambda leaf: leaf.to(dtype or leaf.dtype), abstract_params(defs))
+    held = (
+        placement(config, mesh, processes=True),
+        replace(checkpoint.place(sums, partition.storage_specs(specs), mesh), rank=here),
+    )
+    shapes = [(leaf, each.local_shape(leaf, here)) for each in held for leaf in each.leaves]
     return sum(
-        math.prod(local_shape(leaf.shape, spec or P(), mesh)) * leaf.dtype.itemsize
-        for leaf, spec in zip(tree.leaves(whole), flat, strict=True)
+        math.prod(shape) * leaf.dtype.itemsize for leaf, shape in shapes if shape is not None
     )
 
 

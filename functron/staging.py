@@ -12,6 +12,7 @@ import torch
 from functron import params as parameters
 from functron.errors import Problem, raise_problems
 from functron.models import gpt
+from functron.optim import torch_dtype
 from functron.params import ParamDef
 from functron.pipeline.layout import Layout, Part, balanced_layout, even_layout, parse_layout
 from functron.pipeline.partition import Partition
@@ -19,8 +20,9 @@ from functron.pipeline.registry import make
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.work import loss_of, seeds
 from functron.program.trace import trace
-from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
+from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules, shard_map
 from functron.spmd.spec import validate
+from functron.transforms import Gather
 from functron.transforms.gradient import vjp
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def partition_for(config: TrainConfig, mesh: Mesh | BoundMesh, schedule: Schedul
         if config.vocab_over_pp and isinstance(entry, ParamDef) and "vocab" in entry.axes
     }
     partition = Partition(layout, schedule.pipes, gpt.uses(config.gpt), spread)
-    stored = partition.storage_specs(parameters.param_specs(defs, gpt.rules(config.gpt, mesh)))
+    stored = partition.storage_specs(parameters.param_specs(defs, rules_of(config, mesh)))
     validate(parameters.abstract_params(defs), stored, mesh, what="params")
     return partition
 
@@ -88,15 +90,39 @@ def stream_of(config: TrainConfig) -> P:
     return gpt.SEQUENCE_PARALLEL_STREAM if config.sequence_parallel else gpt.STREAM
 
 
-def stage_of(config: TrainConfig) -> Callable:
+def rules_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Rules:
+    """How the parameters are split over `mesh`.
+
+    Raises:
+        ValueError: the model cannot run on the mesh.
+    """
+    axes = ("dp", "fsdp") if config.zero == 3 else ("fsdp",)
+    return gpt.rules(config.gpt, mesh, fsdp=axes)
+
+
+def gather_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Gather:
+    """How parameters that data axes split are gathered where they are used."""
+    if config.gather == "step":
+        return gpt.WHOLE  # the step has gathered them
+    return Gather(
+        parameters.param_specs(gpt.defs(config.gpt), rules_of(config, mesh)),
+        regather=config.gather == "use",
+        reduce_dtype=torch_dtype(config.optimizer.reduce_dtype),
+    )
+
+
+def stage_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Callable:
     """``(part, params, x, batch, key, total) -> y``: a stage, the last dividing its loss."""
     model = config.gpt
+    settings = {
+        "stream": stream_of(config),
+        "remat": config.remat,
+        "gather": gather_of(config, mesh),
+    }
 
     def stage(part, params, x, batch, key, total):
         key = key if model.dropout else None
-        y = gpt.stage_loss(
-            model, part, params, x, batch, key=key, stream=stream_of(config), remat=config.remat
-        )
+        y = gpt.stage_loss(model, part, params, x, batch, key=key, **settings)
         return y / total if part.loss else y
 
     return stage
@@ -112,7 +138,7 @@ def stage_flops(config: TrainConfig, mesh: Mesh | BoundMesh, part: Part) -> floa
     whole = Partition((part,), (((0, 0),),), gpt.uses(model))
     defs = gpt.defs(model)
     names = whole.names(0)
-    specs = parameters.param_specs(defs, gpt.rules(model, plain))
+    specs = parameters.param_specs(defs, rules_of(config, plain))
     weights = parameters.abstract_params({name: defs[name] for name in names})
     weights = whole.stage_params(weights, 0, None)
     rows = config.global_batch // config.microbatches
@@ -123,7 +149,7 @@ def stage_flops(config: TrainConfig, mesh: Mesh | BoundMesh, part: Part) -> floa
     key = torch.empty(2, dtype=torch.int64, device="meta")
 
     def both(weights, x, batch, key):
-        f = functools.partial(stage_of(config), part)
+        f = functools.partial(stage_of(config, plain), part)
         y, pull = vjp(lambda w, x: f(w, x, batch, key, 1), weights, x)
         return pull(seeds(loss_of(y)) if part.loss else torch.ones_like(y))
 

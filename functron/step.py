@@ -48,6 +48,7 @@ def init_state(
     specs: tree.Tree,
     optimizer: optim.GradientTransformation,
     mesh: Mesh | BoundMesh,
+    params: tree.Tree = None,
 ) -> State:
     """The state before the first step: the same numbers on every mesh.
 
@@ -57,9 +58,10 @@ def init_state(
         specs: their specs, one per parameter.
         optimizer: the gradient transformation that will update them.
         mesh: simulated (global values) or bound (this rank's shards).
+        params: to begin with; None: random ones.
     """
     init_key, step_key = random.split(key).unbind(0)
-    weights = init_params(init_key, defs, specs, mesh)
+    weights = init_params(init_key, defs, specs, mesh) if params is None else params
     zero = torch.zeros((), dtype=torch.int64, device=key.device)
     # every rank makes its own part; axes of a pipeline are as good as any others for that
     init = shard_map(optimizer.init, mesh, (specs,), optimizer.specs(specs), check=False)

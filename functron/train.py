@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from functron import checkpoint, metrics, optim, random, report, run_folder
-from functron.config import TrainConfig, dump
+from functron.config import TrainConfig
 from functron.data import ByteText
 from functron.loop import Meter, Outcome, loop
 from functron.models import gpt
 from functron.program.jit import jit
-from functron.recipe import assemble, placement
+from functron.recipe import Recipe, assemble, placement
 from functron.spmd import DATA_AXES, BoundMesh, Mesh
 from functron.step import State, state_specs
 
@@ -68,7 +68,8 @@ def prepare(
         config: what is to be run.
         mesh: simulated, or bound to processes.
         device: where it runs.
-        begin_from: a checkpoint of this run, made on any mesh; None: begin with the first step.
+        begin_from: a checkpoint of this run, made on any mesh, or of parameters alone, with which
+            it begins; None: begin with random ones.
 
     Raises:
         ValueError: the data cannot be read, the model cannot run on the mesh, or the checkpoint is
@@ -78,16 +79,31 @@ def prepare(
     recipe = assemble(config, mesh)
     key = random.key(config.seed)
     if begin_from is None:
-        state, start = recipe.init(key.to(device), mesh), 0
+        state = recipe.init(key.to(device), mesh)
     else:
-        like, where = recipe.init(key.to("meta"), mesh), placement(config, mesh)
-        state = checkpoint.restore(begin_from, like, placement=where, device=device)
-        start = int(state.step)
+        state = _restored(begin_from, recipe, placement(config, mesh), key, mesh, device)
+    start = int(state.step)
     specs = state_specs(recipe.specs, recipe.optimizer)
     schedule = optim.make_schedule(config.rate_schedule)
     staged = recipe.partition is not None and isinstance(mesh, BoundMesh)  # compiled by stages
     step = jit(recipe.step, donate=0) if config.compile and not staged else recipe.step
     return Run(config, mesh, text, state, specs, step, schedule, torch.device(device), start)
+
+
+def _restored(
+    path: Path,
+    recipe: Recipe,
+    where: checkpoint.Placement,
+    key: torch.Tensor,
+    mesh: Mesh | BoundMesh,
+    device: torch.device | str,
+) -> State:
+    if any(name.startswith("opt_state/") for name in checkpoint.Checkpoint(path)):
+        like = recipe.init(key.to("meta"), mesh)
+        return checkpoint.restore(path, like, placement=where, device=device)
+    like = {"params": recipe.init(key.to("meta"), mesh).params}
+    params = checkpoint.restore(path, like, placement=where, device=device)["params"]
+    return recipe.init(key.to(device), mesh, params)
 
 
 def train(run: Run, out: Path | None) -> Outcome:
@@ -145,13 +161,13 @@ def _saving(run: Run, out: Path) -> Iterator[Callable[[State, int], None]]:
     """What saves the state after a step; at the end of the block all saves are complete."""
     config = run.config
     keep = checkpoint.Keep(config.keep_last or None, config.keep_every)
-    folder = out / run_folder.CHECKPOINTS
+    folder, settings = out / run_folder.CHECKPOINTS, run_folder.settings(config)
     with checkpoint.Saver(folder, placement(config, run.mesh), keep=keep) as saver:
 
         def save(state: State, step: int) -> None:
             samples = step * config.global_batch
             about = {"step": step, "samples": samples, "tokens": samples * config.seq}
-            about |= {"mesh": config.mesh, "config": dump(config)}
+            about |= {"mesh": config.mesh, "config": settings}
             saver.save(step, state, about)
 
         yield save

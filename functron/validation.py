@@ -12,7 +12,6 @@ from functron import report, run_folder, staging
 from functron.config import TrainConfig, load
 from functron.data import ByteText
 from functron.errors import Problem, raise_problems
-from functron.models import gpt
 from functron.optim import optimizer_problems, schedule_problems
 from functron.spmd import DATA_AXES, Mesh
 
@@ -32,8 +31,9 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
     mesh = _try(lambda: Mesh.parse(config.mesh), messages)
     if mesh is not None:
         problems += _mesh_problems(config, mesh, processes)
+        problems += _data_problems(config, mesh)
         _pipeline_problems(config, mesh, messages)
-        _try(lambda: gpt.rules(config.gpt, mesh), messages)
+        _try(lambda: staging.rules_of(config, mesh), messages)
     problems += _number_problems(config)
     problems += optimizer_problems(config.optimizer)
     if config.steps >= 1:
@@ -91,6 +91,21 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
         fix = f"start torchrun with --nproc-per-node {mesh.size}, or change --mesh"
         got = f"{processes} processes for a mesh of {mesh.size}"
         yield Problem("mesh", got, "one process per rank", fix)
+
+
+def _data_problems(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
+    """What is wrong with how data-parallel ranks divide the state."""
+    fix = "leave it out, or add dp=N"
+    if config.zero in (1, 2) and mesh["dp"] == 1:
+        wanted = "several dp ranks that hold the same parameters"
+        yield Problem("zero", f"{config.zero} on {str(mesh) or 'one rank'}", wanted, fix)
+    if config.zero == 3 and mesh["dp"] * mesh["fsdp"] == 1:
+        yield Problem("zero", f"3 on {str(mesh) or 'one rank'}", "several dp or fsdp ranks", fix)
+    divided = mesh["fsdp"] > 1 or config.zero == 3
+    if config.gather != "use" and not divided:
+        wanted = "nothing where no rank holds a part of a parameter"
+        fix = "leave it out, add fsdp=N, or --zero 3"
+        yield Problem("gather", repr(config.gather), wanted, fix)
 
 
 def _pipeline_problems(config: TrainConfig, mesh: Mesh, messages: list[str]) -> None:
@@ -151,10 +166,12 @@ def _resume_problems(config: TrainConfig) -> Sequence[Problem]:
     if not run_folder.is_run(path):
         return _out_problems(config.out)
     begun = load(path / run_folder.CONFIG)
+    newest = run_folder.newest(path)
+    begun_steps = newest is not None and int(newest.name) > 0  # else no sample was seen
     fix = "leave it out, or begin a new run in another folder"
     found = [
         Problem(name, repr(getattr(config, name)), f"{getattr(begun, name)!r}, as in the run", fix)
-        for name in ("data", "seed", "seq", "global_batch")
+        for name in (("data", "seed", "seq", "global_batch") if begun_steps else ())
         if getattr(config, name) != getattr(begun, name)
     ]
     here, there = dataclasses.asdict(config.gpt), dataclasses.asdict(begun.gpt)

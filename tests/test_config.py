@@ -133,11 +133,25 @@ def test_every_problem_is_reported_at_once(tmp_path):
     assert dataclasses.asdict(config) == before
 
 
-@pytest.mark.parametrize("axis", ["fsdp", "cp", "ep"])
+@pytest.mark.parametrize("axis", ["cp", "ep"])
 def test_axes_that_are_not_there_yet(axis):
     text = problems(TrainConfig(mesh=f"{axis}=2"))
     assert f"mesh: got {axis}=2" in text
-    assert "put those ranks on dp or tp" in text
+    assert "put those ranks on dp, fsdp or tp" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"zero": 1}, "zero: got 1 on one rank; wanted several dp ranks that hold the same"),
+        ({"zero": 2, "mesh": "fsdp=2"}, "zero: got 2 on fsdp=2; wanted several dp ranks"),
+        ({"zero": 3, "mesh": "tp=2"}, "zero: got 3 on tp=2; wanted several dp or fsdp ranks"),
+        ({"gather": "step", "mesh": "dp=2"}, "gather: got 'step'; wanted nothing where no rank"),
+        ({"mesh": "fsdp=5", "global_batch": 5}, "embed_dim: got 256; wanted a multiple of fsdp=5"),
+    ],
+)
+def test_divisions_among_data_parallel_ranks_that_cannot_be(fields, line):
+    assert line in problems(TrainConfig(**fields))
 
 
 def test_unknown_axes_and_wrong_process_counts():

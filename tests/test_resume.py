@@ -64,13 +64,15 @@ def test_goes_on_to_the_bit(whole, cut, capsys):
         "--mesh dp=2,tp=2 --sequence-parallel",
         "--mesh dp=4 --zero 1 --microbatches 2",
         "--mesh dp=2,tp=2 --zero 2 --remat full",
+        "--mesh dp=2,fsdp=2 --zero 1 --microbatches 2 --gather step",
+        "--mesh dp=2,tp=2 --zero 3",
         "--mesh pp=2,dp=2 --zero 2 --schedule gpipe --microbatches 2",
         "--mesh pp=2 --microbatches 2 --vocab-over-pp",
     ],
 )
 def test_goes_on_on_another_mesh_and_back(options, whole, cut):
     assert train("--out", cut, "--resume", *options.split(), "--steps", 5) == 0
-    plain = "--mesh= --zero 0 --microbatches 1 --schedule 1f1b --chunks 0 --no-vocab-over-pp"
+    plain = "--mesh= --zero 0 --gather use --microbatches 1 --schedule 1f1b --chunks 0 --no-vocab-over-pp"
     assert (
         train("--out", cut, "--resume", *plain.split(), "--no-sequence-parallel", "--steps", 6) == 0
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import tyro
 
@@ -31,6 +32,8 @@ class TraceOptions:
         chunks: stages per pipeline rank; 0: what the schedule is made for.
         layout: which stage has which layers, as in functron train.
         vocab_over_pp: divide the vocabulary among the ranks of the pipeline, as in functron train.
+        zero: what data-parallel ranks divide, as in functron train.
+        gather: when parameters that are so divided are gathered, as in functron train.
         sequence_parallel: split the residual stream's sequence over tp.
         remat: what backward recomputes, as in functron train.
         program: print the whole program as well (not with pp).
@@ -45,6 +48,8 @@ class TraceOptions:
     chunks: int = 0
     layout: str = ""
     vocab_over_pp: bool = False
+    zero: Literal[0, 1, 2, 3] = 0
+    gather: Literal["use", "keep", "step"] = "use"
     sequence_parallel: bool = False
     remat: gpt.Remat = "none"
     program: bool = False
@@ -67,6 +72,8 @@ def run(arguments: Sequence[str]) -> int:
             chunks=options.chunks,
             layout=options.layout,
             vocab_over_pp=options.vocab_over_pp,
+            zero=options.zero,
+            gather=options.gather,
             sequence_parallel=options.sequence_parallel,
             remat=options.remat,
         )

@@ -1,0 +1,43 @@
+"""``functron convert``: a Hugging Face model into a run folder, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+from functron import launch
+from functron.hub import convert
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Convert a Hugging Face model into a run folder, or the newest checkpoint of a run back.
+
+    Attributes:
+        source: hf:PATH, a folder with config.json and safetensors, or run:PATH, a run folder.
+        target: the other of them, which must not exist.
+        dtype: of the parameters in the target; empty: as they are.
+        max_seq: the longest sequence, where the model could take longer ones; 0: what it takes.
+    """
+
+    source: tyro.conf.Positional[str]
+    target: tyro.conf.Positional[str]
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    max_seq: int = 0
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Convert, and print what became of it."""
+    options = tyro.cli(ConvertOptions, args=arguments, prog="functron convert")
+    with launch.mistakes():
+        done = convert.convert(
+            options.source,
+            options.target,
+            dtype=options.dtype or None,
+            max_seq=options.max_seq or None,
+        )
+        print(done)
+    return 0
