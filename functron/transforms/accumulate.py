@@ -51,14 +51,47 @@ def accumulate(
             batch = tuple(_stacked(args[p], num_microbatches, p) for p in positions)
             return _scanned(recorder, one, batch)
         parts = {p: microbatches(args[p], num_microbatches, f"argument {p}") for p in positions}
-        total = None
+        total = _Total(dtype)
         for index in range(num_microbatches):
             chosen = [parts[p][index] if p in parts else arg for p, arg in enumerate(args)]
-            out = tree.map(lambda leaf: _cast(leaf, dtype), f(*chosen, **kwargs))
-            total = out if total is None else tree.map(torch.add, total, out)
-        return total
+            total.add(f(*chosen, **kwargs))
+        return total.value
 
     return wrapped
+
+
+class _Total:
+    """A running sum of trees.
+
+    Attributes:
+        dtype: of its floating-point leaves; None: theirs.
+        value: the sum; None before the first summand.
+    """
+
+    def __init__(self, dtype: torch.dtype | None):
+        self.dtype, self.value = dtype, None
+        self._own: list[bool] = []
+
+    def add(self, summand: tree.Tree) -> None:
+        """Add a tree; in place where the sum so far is memory that only this has seen."""
+        leaves, structure = tree.flatten(summand)
+        if self.value is None:
+            after = [_cast(leaf, self.dtype) for leaf in leaves]
+            new = [a is not b for a, b in zip(after, leaves, strict=True)]
+        else:
+            before = tree.same_structure(summand, self.value)
+            in_place = not compat.transforms_active()
+            own = zip(before, leaves, self._own, strict=True)
+            after = [
+                a.add_(b) if in_place and mine and not _tracked(a, b) else a + _cast(b, self.dtype)
+                for a, b, mine in own
+            ]
+            new = [True] * len(after)
+        self.value, self._own = tree.unflatten(structure, after), new
+
+
+def _tracked(*leaves: Any) -> bool:
+    return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
 
 
 def _one(f: Callable, args: tuple, kwargs: dict, positions: tuple, dtype, batch: tuple) -> Any:

@@ -43,3 +43,35 @@ def test_errors_name_every_leaf():
     assert "1/x" not in str(e.value)
     with pytest.raises(ValueError, match="num_microbatches=0"):
         ft.accumulate(lambda w, b: w, 0)
+
+
+def test_sums_are_added_in_place_and_nobody_elses_memory_is_written():
+    """A function may return what it was given; only what accumulate made itself is overwritten."""
+    given, seen = torch.ones(3), []
+
+    def f(params, part):
+        out = {"gradient": part.sum(0), "given": params}
+        seen.append(out["gradient"])
+        return out
+
+    batch = torch.arange(12.0).view(4, 3)
+    for dtype in (None, torch.float64):
+        seen.clear()
+        total = ft.accumulate(f, 4, dtype=dtype)(given, batch)
+        assert total["gradient"].tolist() == [18.0, 22.0, 26.0]
+        assert total["given"].tolist() == [4.0] * 3
+        assert given.tolist() == [1.0] * 3
+        for part, row in zip(seen, batch, strict=True):
+            assert part.tolist() == row.tolist()
+
+
+def test_low_precision_summands_are_not_cast_one_by_one(peak_bytes):
+    """Of bfloat16 summands in a float32 sum, a microbatch's and the sum are there at a time."""
+    size = 1 << 20
+
+    def f(params, part):
+        return params + part.sum()  # 2 bytes
+
+    params, batch = torch.ones(size, dtype=torch.bfloat16), torch.ones(4, 1, dtype=torch.bfloat16)
+    peak = peak_bytes(lambda: ft.accumulate(f, 4, dtype=torch.float32)(params, batch))
+    assert peak < (4 + 2) * size * 1.1
