@@ -29,7 +29,8 @@ from functron.program.donation import (
 from functron.program.driver import Compiled, Routine, routine
 from functron.program.equations import Var, contiguous_strides
 from functron.program.lower import graph_module
-from functron.program.segments import Kernel, Plan, plan
+from functron.program.segments import plan
+from functron.program.steps import Kernel, Plan
 from functron.program.unroll import unroll as unrolled
 from functron.spmd.mesh import BoundMesh, Mesh
 
@@ -118,6 +119,7 @@ def compile(  # noqa: A001  (read as program.compile, next to trace, check and c
     cache: Path | str | None = None,
     options: Mapping[str, Any] | None = None,
     overlap: bool = True,
+    prefetch: bool = True,
     unroll: bool = False,
     backend: Backend = "inductor",
 ) -> Executable:
@@ -131,6 +133,8 @@ def compile(  # noqa: A001  (read as program.compile, next to trace, check and c
             reads the others'.
         options: of Inductor (`torch._inductor.config`), such as ``{"triton.cudagraphs": True}``.
         overlap: issue collectives early and wait for them late, and merge small reductions.
+        prefetch: gather the parameters of a scanned layer while the one before is computed, and
+            reduce its gradients while the next one is; see `functron.program.overlap`.
         unroll: compile scans as one long graph instead of their body once: compile time then grows
             with depth, and kernels may fuse across iterations.
         backend: "eager" runs the same graphs without compiling them, for tests.
@@ -148,7 +152,8 @@ def compile(  # noqa: A001  (read as program.compile, next to trace, check and c
     if unroll:
         program = unrolled(program)
     donations = takers(program)
-    steps = plan(program.block, program.block.outputs, donated=donations)
+    prefetch = prefetch and program.mesh.size > 1
+    steps = plan(program.block, program.block.outputs, donated=donations, prefetch=prefetch)
     made = _compiled(steps, mesh, settings, None if cache is None else Path(cache), backend)
     arguments = [given for given in program.inputs if given.role == "argument"]
     inside = set(steps.inside.values()) | {v for v in steps.outputs if isinstance(v, Var)}
@@ -157,7 +162,7 @@ def compile(  # noqa: A001  (read as program.compile, next to trace, check and c
         program,
         tuple(dict.fromkeys(text for _, text in made.values())),
         tuple(given.path for given in arguments if given.donated and given.var in inside),
-        routine(steps, {kernel: function for kernel, (function, _) in made.items()}),
+        routine(steps, {kernel: function for kernel, (function, _) in made.items()}, _groups(mesh)),
         {i: given.path for i, given in enumerate(arguments) if given.donated},
         tuple(_hidden(program, mesh)),
     )
@@ -205,7 +210,7 @@ def _check(program: Program, mesh, settings: Mapping[str, Any], backend, known: 
 def _compiled(
     steps: Plan, mesh, settings: Mapping[str, Any], cache: Path | None, backend: Backend
 ) -> dict[Kernel, tuple[Compiled, str]]:
-    groups = dict(mesh.groups) if isinstance(mesh, BoundMesh) else {}
+    groups = _groups(mesh)
     rank = mesh.rank if isinstance(mesh, BoundMesh) else 0
     kernels = steps.kernels()
     graphs = {kernel: graph_module(kernel, groups) for kernel in kernels}
@@ -221,6 +226,10 @@ def _compiled(
             options = {**_threefry_options(kernel), **settings}
             made[kernel] = inductor.compiled(graphs[kernel], kernel.reads, options, folder)
     return {kernel: made[kernel] for kernel in kernels}
+
+
+def _groups(mesh: Mesh | BoundMesh | None) -> dict[str, str]:
+    return dict(mesh.groups) if isinstance(mesh, BoundMesh) else {}
 
 
 def _eager(graph: fx.GraphModule) -> Compiled:

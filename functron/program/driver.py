@@ -15,7 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from functron.program.equations import Equation, Scan, Var
-from functron.program.segments import Copy, Eager, Kernel, Loop, Plan
+from functron.program.neighbours import neighbours
+from functron.program.steps import Copy, Eager, Kernel, Loop, Plan
 
 Compiled = Callable[[list], Sequence[torch.Tensor]]
 """A compiled kernel: takes a list of tensors, which it may empty; gives the results."""
@@ -61,8 +62,10 @@ class Routine:
         return [value if slot is None else slots[slot] for slot, value in self.outputs]
 
 
-def routine(plan: Plan, compiled: Mapping[Kernel, Compiled]) -> Routine:
-    """What runs a plan with compiled kernels."""
+def routine(
+    plan: Plan, compiled: Mapping[Kernel, Compiled], groups: Mapping[str, str] | None = None
+) -> Routine:
+    """What runs a plan with compiled kernels; `groups` names the process group of each axis."""
     slots: dict[Var, int] = {value: i for i, value in enumerate(plan.inputs)}
     for step in plan.steps:
         for value in step.results:
@@ -80,7 +83,7 @@ def routine(plan: Plan, compiled: Mapping[Kernel, Compiled]) -> Routine:
         if slot not in kept:
             dead.setdefault(index, []).append(slot)
     steps = tuple(
-        _step(step, slots, tuple(sorted(dead.get(index, ()))), compiled)
+        _step(step, slots, tuple(sorted(dead.get(index, ()))), compiled, groups or {})
         for index, step in enumerate(plan.steps)
     )
     outputs = tuple(
@@ -89,7 +92,7 @@ def routine(plan: Plan, compiled: Mapping[Kernel, Compiled]) -> Routine:
     return Routine(size, steps, outputs)
 
 
-def _step(step, slots: dict[Var, int], dead: tuple[int, ...], compiled) -> Callable:
+def _step(step, slots: dict[Var, int], dead: tuple[int, ...], compiled, groups) -> Callable:
     if isinstance(step, Kernel):
         reads = tuple(slots[value] for value in step.reads)
         return _kernel(compiled[step], reads, tuple(slots[v] for v in step.results), dead)
@@ -97,7 +100,7 @@ def _step(step, slots: dict[Var, int], dead: tuple[int, ...], compiled) -> Calla
         return _copy(slots[step.target], slots[step.value])
     if isinstance(step, Eager):
         return _eager(step, slots, dead)
-    return _loop(step, slots, dead, compiled)
+    return _loop(step, slots, dead, compiled, groups)
 
 
 def _kernel(fn: Compiled, reads: tuple, results: tuple, dead: tuple) -> Callable:
@@ -170,9 +173,10 @@ def _any(equation: Equation, slots: dict[Var, int]) -> Callable:
     return run
 
 
-def _loop(step: Loop, slots: dict[Var, int], dead: tuple, compiled) -> Callable:
+def _loop(step: Loop, slots: dict[Var, int], dead: tuple, compiled, groups) -> Callable:
     op: Scan = step.op
-    body = routine(step.body, compiled)
+    body = routine(step.body, compiled, groups)
+    beside = neighbours(step, lambda plan: routine(plan, compiled, groups).run, groups)
     operands = [slots[value] for value in step.equation.args]
     split = op.num_consts + op.num_carry
     consts, carries, xs = (
@@ -204,16 +208,26 @@ def _loop(step: Loop, slots: dict[Var, int], dead: tuple, compiled) -> Callable:
             slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             rows.append(slots[slot].unbind(0))
         made: list[list] = [[None] * len(order) for _ in columns]
-        for index in order:
+
+        def take(index: int) -> list:
             x = [source[index] for source in sources]
             for source in emptied:
                 source[index] = None
-            inputs = [*fixed, *carry, *x, *(row[index] for row in rows)]
-            del carry, x
-            outputs = body.run(inputs)
-            carry = outputs[:num_carry]
-            for column, value in zip(made, outputs[num_carry:], strict=False):  # then updates
+            return x
+
+        def give(index: int, values: Sequence, first: int) -> None:
+            for column, value in zip(made[first:], values, strict=False):  # then updates
                 column[index] = value
+
+        if beside is not None and order:
+            carry = beside.run(body.run, order, fixed, carry, take, give, rows)
+        else:
+            for index in order:
+                inputs = [*fixed, *carry, *take(index), *(row[index] for row in rows)]
+                del carry
+                outputs = body.run(inputs)
+                carry = outputs[:num_carry]
+                give(index, outputs[num_carry:], 0)
         for slot, value in zip(finals, carry, strict=True):
             if slot is not None:
                 slots[slot] = value

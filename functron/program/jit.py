@@ -29,6 +29,7 @@ def jit(
     cache: Path | str | None = None,
     options: Mapping[str, Any] | None = None,
     overlap: bool = True,
+    prefetch: bool = True,
     unroll: bool = False,
     backend: Backend = "inductor",
 ) -> Callable:
@@ -57,6 +58,8 @@ def jit(
         cache: where compiled code is kept for later processes; None: where torch.compile keeps its.
         options: of Inductor (`torch._inductor.config`), such as ``{"triton.cudagraphs": True}``.
         overlap: issue collectives early and wait for them late, and merge small reductions.
+        prefetch: gather the parameters of a scanned layer while the one before is computed, and
+            reduce its gradients while the next one is; see `functron.program.overlap`.
         unroll: write scans out instead of compiling their body once; see `compile`.
         backend: "eager" runs the same graphs without compiling them, for tests.
 
@@ -67,6 +70,7 @@ def jit(
         "cache": cache,
         "options": options,
         "overlap": overlap,
+        "prefetch": prefetch,
         "unroll": unroll,
         "backend": backend,
     }

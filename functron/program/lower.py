@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from functron import compat
 from functron.program.equations import Equation, Var
-from functron.program.segments import Kernel
+from functron.program.steps import Kernel
 from functron.spmd.traced import LIBRARY
 
 _c10d = torch.ops._c10d_functional

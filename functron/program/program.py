@@ -165,6 +165,7 @@ class Program:
         cache: Path | str | None = None,
         options: Mapping[str, Any] | None = None,
         overlap: bool = True,
+        prefetch: bool = True,
         unroll: bool = False,
         backend: compiling.Backend = "inductor",
     ) -> compiling.Executable:
@@ -175,6 +176,7 @@ class Program:
             cache=cache,
             options=options,
             overlap=overlap,
+            prefetch=prefetch,
             unroll=unroll,
             backend=backend,
         )

@@ -12,136 +12,14 @@ overwritten likewise, by the kernel that computes the value that takes their mem
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 from functron.program.equations import Block, Equation, Scan, Var
+from functron.program.overlap import Split, split
 from functron.program.placement import costly_scalars
 from functron.program.recorder import live_equations
-
-
-@dataclass(frozen=True, eq=False)
-class Kernel:
-    """Equations that are compiled as one graph.
-
-    Attributes:
-        equations: in the order in which they were traced.
-        reads: its operands.
-        results: what later steps need of what it computes.
-        updates: pairs of an operand and the value that overwrites it in the end.
-    """
-
-    equations: tuple[Equation, ...]
-    reads: tuple[Var, ...]
-    results: tuple[Var, ...]
-    updates: tuple[tuple[Var, Var], ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Eager:
-    """An equation that the driver runs itself: a view, or a side effect."""
-
-    equation: Equation
-
-    @property
-    def reads(self) -> tuple[Var, ...]:
-        """Its operands."""
-        return tuple(dict.fromkeys(self.equation.operands))
-
-    @property
-    def results(self) -> tuple[Var, ...]:
-        """What it gives."""
-        return tuple(self.equation.results)
-
-
-@dataclass(frozen=True, eq=False)
-class Copy:
-    """The driver copies a value into an operand of the block."""
-
-    target: Var
-    value: Var
-
-    @property
-    def reads(self) -> tuple[Var, ...]:
-        """Both."""
-        return self.target, self.value
-
-    @property
-    def results(self) -> tuple[Var, ...]:
-        """None."""
-        return ()
-
-
-@dataclass(frozen=True, eq=False)
-class Loop:
-    """A scan.
-
-    Attributes:
-        equation: with a `Scan` for its operation.
-        body: the steps of an iteration. Its inputs are the body's, then one slice of each stack;
-            its outputs are the next carry, then the ys of `columns`, then those of `updates`.
-        columns: results that are lists of slices, in the order of the body's outputs.
-        stacks: results that the body writes into slices of one tensor.
-        updates: results that the body writes into the slices of an operand, and that operand.
-    """
-
-    equation: Equation
-    body: Plan
-    columns: tuple[Var, ...]
-    stacks: tuple[Var, ...]
-    updates: tuple[tuple[Var, Var], ...] = ()
-
-    @property
-    def op(self) -> Scan:
-        """The scan."""
-        assert isinstance(self.equation.op, Scan)
-        return self.equation.op
-
-    @property
-    def carries(self) -> tuple[Var | None, ...]:
-        """The results that are the last carry."""
-        return self.equation.outputs[: self.op.num_carry]
-
-    @property
-    def reads(self) -> tuple[Var, ...]:
-        """Its operands."""
-        return tuple(dict.fromkeys(self.equation.operands))
-
-    @property
-    def results(self) -> tuple[Var, ...]:
-        """What it gives."""
-        carries = (v for v in self.carries if v is not None)
-        return (*carries, *self.columns, *self.stacks, *(value for value, _ in self.updates))
-
-
-Step = Kernel | Eager | Copy | Loop
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """How a block runs.
-
-    Attributes:
-        inputs: of the block, then those that are only written to.
-        steps: in order.
-        outputs: of the block: values and constants.
-        inside: values that live in the memory of an input, and that input.
-    """
-
-    inputs: tuple[Var, ...]
-    steps: tuple[Step, ...]
-    outputs: tuple[Any, ...]
-    inside: Mapping[Var, Var] = field(default_factory=dict)
-
-    def kernels(self) -> list[Kernel]:
-        """All kernels, those of loops' bodies included."""
-        found: list[Kernel] = []
-        for step in self.steps:
-            if isinstance(step, Kernel):
-                found.append(step)
-            elif isinstance(step, Loop):
-                found += step.body.kernels()
-        return found
+from functron.program.steps import Ahead, Behind, Copy, Eager, Kernel, Loop, Plan, Step
 
 
 def plan(
@@ -150,6 +28,7 @@ def plan(
     *,
     into: Mapping[Var, Var] | None = None,
     donated: Mapping[Var, Var] | None = None,
+    prefetch: bool = False,
 ) -> Plan:
     """The steps that compute `outputs` of a block.
 
@@ -159,15 +38,19 @@ def plan(
         into: new inputs that must be overwritten, and the values of the block to write there.
         donated: values that may take the memory of an input, and that input. Those that cannot,
             since the old value is needed afterwards, are left out of `Plan.inside`.
+        prefetch: let iterations of scans overlap; see `functron.program.overlap`.
     """
-    return _Planner(block, outputs, dict(into or {}), dict(donated or {})).plan()
+    return _Planner(block, outputs, dict(into or {}), dict(donated or {}), prefetch).plan()
 
 
 class _Planner:
     """Cuts one block into steps."""
 
-    def __init__(self, block, outputs, into: dict[Var, Var], donated: dict[Var, Var]):
+    def __init__(
+        self, block, outputs, into: dict[Var, Var], donated: dict[Var, Var], prefetch: bool
+    ):
         self.block, self.outputs, self.into, self.donated = block, tuple(outputs), into, donated
+        self.prefetch = prefetch
         self.wanted = [v for v in [*outputs, *self.into.values()] if isinstance(v, Var)]
         self.equations = live_equations(block.equations, self.wanted)
         self.operands = {e: e.operands for e in self.equations}
@@ -296,23 +179,73 @@ class _Planner:
         )
         columns = [(inner, y) for inner, y in ys if y in xs_only]
         stacks = [(inner, y) for inner, y in ys if y in used and y not in xs_only]
-        outputs = [*op.body.outputs[: op.num_carry], *(inner for inner, _ in columns)]
-        taken = self._taken(equation, stacks)
-        donated = {inner: slot for inner, _, slot, _ in taken}
-        # a row that something else of an iteration reads after its update cannot be updated
-        inside = plan(op.body, [*outputs, *donated], donated=donated).inside if taken else {}
-        updates = [row for row in taken if row[0] in inside]
+        carry = list(op.body.outputs[: op.num_carry])
+        parts = self._split(op, [*carry, *(inner for inner, _ in [*columns, *stacks])])
+        late = parts.late if parts else frozenset()
+        # what the tail makes comes last
+        columns.sort(key=lambda row: row[0] in late)
+        stacks.sort(key=lambda row: row[0] in late)
+        made = [*carry, *(inner for inner, _ in columns)]
+        updates = self._updates(equation, made, self._taken(equation, stacks), parts)
         updated = {y for _, y, _, _ in updates}
         stacks = [(inner, y) for inner, y in stacks if y not in updated]
         rows = {_row(y, position): inner for position, (inner, y) in enumerate(stacks)}
-        body = plan(
-            op.body, [*outputs, *(inner for inner, *_ in updates)], into=rows,
-            donated={inner: slot for inner, _, slot, _ in updates},
-        )  # fmt: skip
-        return Loop(
-            equation, body, tuple(y for _, y in columns), tuple(y for _, y in stacks),
+        slots = {inner: slot for inner, _, slot, _ in updates}
+        loop = Loop(
+            equation, self._core(op, [*made, *slots], rows, slots, parts),
+            tuple(y for _, y in columns), tuple(y for _, y in stacks),
             tuple((y, operand) for _, y, _, operand in updates),
         )  # fmt: skip
+        return loop if parts is None else self._overlapped(loop, parts, columns, rows, slots)
+
+    def _split(self, op: Scan, wanted: Sequence[Any]) -> Split | None:
+        return split(op, wanted) if self.prefetch else None
+
+    def _core(self, op: Scan, outputs: Sequence[Any], rows, slots, parts: Split | None) -> Plan:
+        """The plan of an iteration, or of that part of it that waits for the one before."""
+        if parts is None:
+            return plan(op.body, outputs, into=rows, donated=slots, prefetch=self.prefetch)
+        early = [v for v in outputs if v not in parts.late]
+        ends = [*(v for e in parts.scatters for v in e.operands), *parts.passed]
+        return plan(
+            parts.core, [*early, *ends], prefetch=self.prefetch,
+            into={row: v for row, v in rows.items() if v not in parts.late},
+            donated={v: slot for v, slot in slots.items() if v not in parts.late},
+        )  # fmt: skip
+
+    def _tail(self, parts: Split, columns: Sequence[Any], rows, slots) -> Plan:
+        late = {v: slot for v, slot in slots.items() if v in parts.late}
+        return plan(
+            parts.tail, [*(v for v in columns if v in parts.late), *late], prefetch=self.prefetch,
+            into={row: v for row, v in rows.items() if v in parts.late}, donated=late,
+        )  # fmt: skip
+
+    def _overlapped(self, loop: Loop, parts: Split, columns, rows, slots) -> Loop:
+        """The loop with what runs beside neighbouring iterations."""
+        ahead = behind = None
+        if parts.gathers:
+            ahead = Ahead(plan(parts.head, parts.head.outputs), parts.gathers)
+        if parts.scatters:
+            inner = [v for v, _ in columns]
+            counts = [sum(v in parts.late for v in group) for group in (inner, rows.values())]
+            tail = self._tail(parts, inner, rows, slots)
+            behind = Behind(parts.scatters, parts.passed, tail, *counts)
+        return replace(loop, ahead=ahead, behind=behind)
+
+    def _updates(
+        self, scan: Equation, made: list, taken: Sequence[tuple], parts: Split | None
+    ) -> list[tuple[Var, Var, Var, Var]]:
+        """Those of `taken` whose row nothing else of an iteration reads after it was updated."""
+        op: Any = scan.op
+        if not taken:
+            return []
+        slots = {inner: slot for inner, _, slot, _ in taken}
+        inside = set(self._core(op, [*made, *slots], {}, slots, parts).inside)
+        if parts is not None:
+            shown = {v.storage for v in parts.tail.inputs}
+            inside = {v for v in inside if slots[v].storage not in shown}
+            inside |= set(self._tail(parts, made, {}, slots).inside)
+        return [row for row in taken if row[0] in inside]
 
     def _taken(self, scan: Equation, stacks: Sequence[tuple]) -> list[tuple[Var, Var, Var, Var]]:
         """Stacks that may take the memory of an operand that only this scan reads, row by row.

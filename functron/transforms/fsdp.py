@@ -119,18 +119,17 @@ class Gather:
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
-    def at(self, *names: str) -> Gather:
-        """The same for those entries of the parameters alone: of one its own, of several a dict."""
-        if is_spec(self.specs):
-            return self
-        chosen = {name: self.specs[name] for name in names}
-        return replace(self, specs=chosen if len(names) > 1 else chosen[names[0]])
+    def at(self, name: str) -> Gather:
+        """The same for that entry of the parameters alone."""
+        return self if is_spec(self.specs) else replace(self, specs=self.specs[name])
 
     def rows(self) -> Gather:
         """The same for one row of parameters that are stacked on a leading dim."""
-        return replace(
-            self, specs=tree.map(lambda spec: P(*(spec or P())[1:]), self.specs, is_leaf=is_spec)
-        )
+
+        def row(spec: P | None) -> P:
+            return P(*list(spec or ())[1:])
+
+        return replace(self, specs=tree.map(row, self.specs, is_leaf=is_spec))
 
     def __call__(self, params: tree.Tree) -> tree.Tree:
         """The parameters, gathered; for what is used once, or at once differentiated."""

@@ -1,0 +1,148 @@
+"""Iterations that overlap: how scans are cut for it; test_prefetch_ranks.py runs them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import functron as ft
+from functron import Mesh, P, gpt, lax, optim, random
+from functron.program.equations import Scan
+from functron.program.overlap import split
+from functron.program.segments import plan
+from functron.program.steps import Loop
+from functron.transforms import Gather
+
+CONFIG = gpt.GPTConfig(
+    vocab_size=32, num_layers=3, embed_dim=16, num_heads=4, mlp_dim=24, max_seq=8,
+    init_stddev=0.3, vocab_multiple=4, dtype="float64",
+)  # fmt: skip
+
+
+def batch(rows: int = 8) -> dict:
+    tokens = torch.randint(0, 32, (rows, 9), generator=torch.Generator().manual_seed(0))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(rows)}
+
+
+def training(
+    mesh, *, remat="none", stream=gpt.STREAM, microbatches=1, axes=("fsdp",), dropout=0.2, **options
+):
+    config = replace(CONFIG, dropout=dropout)
+    defs = gpt.defs(config)
+    specs = ft.param_specs(defs, gpt.rules(config, mesh, fsdp=axes))
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), optim.adamw(1e-2))
+
+    def loss(params, data, key):
+        return gpt.loss(
+            config,
+            params,
+            data,
+            key=key,
+            stream=stream,
+            remat=remat,
+            gather=Gather(specs, **options),
+        )
+
+    step = ft.make_step(
+        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=microbatches
+    )
+    return step, ft.init_state(random.key(1), defs, specs, optimizer, mesh), specs
+
+
+def loops(steps):
+    """All loops of a plan, those inside loops after them."""
+    for step in steps.steps:
+        if isinstance(step, Loop):
+            yield step
+            yield from loops(step.body)
+
+
+def traced(mesh, **options):
+    step, state, _ = training(mesh, **options)
+    return ft.trace(step, donate=0)(state, batch())
+
+
+# --- how scans are cut
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "selective", "dots"])
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, fsdp=2, tp=2)], ids=str)
+def test_both_scans_of_layers_gather_ahead_and_reduce_behind(mesh, remat):
+    program = traced(mesh, remat=remat, stream=gpt.SEQUENCE_PARALLEL_STREAM)
+    steps = plan(program.block, program.block.outputs, prefetch=True)
+    forward, backward = loops(steps)
+    # one for what tp splits as well, one for the rest
+    count = 1 if mesh["tp"] == 1 else 2
+    for loop in (forward, backward):
+        assert loop.ahead is not None
+        assert [(e.name, e.args[1]) for e in loop.ahead.gathers] == [("all_gather", "fsdp")] * count
+        kernels = loop.body.kernels()
+        inside = [(e.name, e.args[1]) for k in kernels for e in k.equations if "gather" in e.name]
+        assert ("all_gather", "fsdp") not in inside
+    assert forward.behind is None
+    assert backward.behind is not None
+    assert [(e.name, e.args[1]) for e in backward.behind.scatters] == [
+        ("psum_scatter", "fsdp")
+    ] * count
+    names = [e.name for k in backward.behind.plan.kernels() for e in k.equations]
+    assert not {"mm", "bmm"} & set(names)
+
+
+def test_microbatches_are_loops_around_loops():
+    program = traced(Mesh(fsdp=2), microbatches=2)
+    outer, *inner = loops(plan(program.block, program.block.outputs, prefetch=True))
+    assert outer.ahead is None  # what all microbatches gather is no slice
+    assert outer.behind is None
+    assert all(loop.ahead is not None for loop in inner)
+    assert sum(loop.behind is not None for loop in inner) == 1
+
+
+def scan_of(f, *args, mesh=None) -> Scan:
+    mapped = ft.shard_map(f, mesh or Mesh(fsdp=2), P("fsdp"), P("fsdp"), check=False)
+    program = ft.trace(mapped)(*args)
+    return next(e.op for e in program.block.equations if isinstance(e.op, Scan))
+
+
+def test_what_depends_on_the_carry_is_not_started_early():
+    x = torch.ones(4, 6)
+
+    def f(x):
+        body = lambda c, row: (
+            lax.all_gather(c * row, "fsdp").sum(0),
+            lax.psum_scatter(c, "fsdp", tiled=True),
+        )
+        return ft.scan(body, torch.ones(6), x)[1]
+
+    op = scan_of(f, x)
+    parts = split(op, op.body.outputs)
+    assert parts is not None
+    assert parts.gathers == ()
+    assert [e.name for e in parts.scatters] == ["psum_scatter"]  # which leads to ys alone
+
+
+def test_a_reduction_that_is_carried_is_not_ended_late():
+    def f(x):
+        def body(c, row):
+            part = lax.psum_scatter(lax.all_gather(row, "fsdp", tiled=True), "fsdp", tiled=True)
+            return c + part, None
+
+        return ft.scan(body, torch.ones(6), x)[0]
+
+    op = scan_of(f, torch.ones(4, 6))
+    parts = split(op, op.body.outputs)
+    assert parts is not None
+    assert [e.name for e in parts.gathers] == ["all_gather"]
+    assert parts.scatters == ()
+
+
+def test_one_iteration_has_no_neighbour():
+    def f(x):
+        return ft.scan(
+            lambda c, row: (c + lax.all_gather(row, "fsdp").sum(0), None), torch.ones(6), x
+        )[0]
+
+    op = scan_of(f, torch.ones(2, 6))
+    assert op.length == 1
+    assert split(op, op.body.outputs) is None
