@@ -8,15 +8,12 @@ import numpy as np
 import torch
 
 from functron.data.documents import Documents, find, python_text
-from functron.data.permutation import permute
+from functron.data.windows import Windows
 from functron.errors import Problem, raise_problems
 
 
-class ByteText:
+class ByteText(Windows):
     """Text as byte tokens, cut into windows of `seq` tokens and shuffled anew in every epoch.
-
-    There is no iterator state: what a batch holds follows from its step. Windows do not overlap
-    but for the one token that is the last target of one and the first token of the next.
 
     Args:
         path: a file or a folder of text files (see `functron.data.documents.find`); None is the
@@ -25,8 +22,6 @@ class ByteText:
         seed: selects the order of the samples.
 
     Attributes:
-        seq: tokens per sample.
-        num_windows: samples in an epoch.
         num_tokens: bytes in the whole text.
         num_documents: files it is made of.
         num_skipped: files of the folder that were left out.
@@ -42,81 +37,18 @@ class ByteText:
     def __init__(self, path: str | Path | None, seq: int, *, seed: int = 0):
         files, self.num_skipped = (python_text(), 0) if path is None else find(path)
         self._documents = Documents(files)
-        self.seq, self.seed = seq, seed
-        self.num_tokens, self.num_documents = len(self._documents), self._documents.count
-        self.num_windows = (self.num_tokens - 1) // seq if seq >= 1 else 0
+        self.num_documents = self._documents.count
         what = f"data {path}" if path is not None else "data"
-        problems = []
-        if seq < 1:
-            problems.append(Problem("seq", str(seq), "at least 1"))
-        elif self.num_windows < 1:
-            got = f"{self.num_tokens} bytes"
-            fix = f"use at most seq={self.num_tokens - 1}, or more text"
-            wanted = f"at least seq + 1 = {seq + 1}"
-            problems.append(Problem(what, got, wanted, fix if self.num_tokens > 1 else "more text"))
-        raise_problems("cannot cut the text into samples", problems)
+        super().__init__(len(self._documents), seq, seed, what=what, unit="bytes")
 
-    def sample(self, index: int) -> np.ndarray:
-        """The bytes of window `index`, uint8 ``[seq + 1]``: `seq` tokens and the last one's target.
+    def read(self, start: int, length: int) -> np.ndarray:
+        """The bytes from `start` on, as uint8 ``[length]``."""
+        return self._documents.read(start, length)
 
-        Raises:
-            IndexError: there is no such window.
-        """
-        if not 0 <= index < self.num_windows:
-            raise IndexError(f"sample {index}: wanted 0 to {self.num_windows - 1}")
-        return self._documents.read(index * self.seq, self.seq + 1)
-
-    def batch(
-        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
-    ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`: the same samples however many parts there are.
-
-        Row r of step s is sample number ``s * global_batch + r``; an epoch is `num_windows` of
-        them, in an order of its own. The parts' batches, concatenated in order, are the batch of
-        part ``(0, 1)``.
-
-        Args:
-            step: from 0.
-            global_batch: rows of all parts together.
-            part: ``(index, count)``: which of how many contiguous parts.
-
-        Returns:
-            ``tokens`` and ``targets`` int64 ``[rows, seq]`` and ``rows`` int64 ``[rows]``, the
-            rows' indices in the global batch.
-
-        Raises:
-            ValueError: `count` does not divide `global_batch`, or no such part.
-        """
-        index, count = part
-        problems = []
-        if count < 1 or not 0 <= index < count or step < 0:
-            got = f"part ({index}, {count}) of step {step}"
-            problems.append(Problem("part", got, "0 <= index < count, and a step from 0"))
-        elif global_batch < 1 or global_batch % count:
-            fix = f"use a global batch of {max(-(-global_batch // count), 1) * count}"
-            problems.append(
-                Problem("global_batch", str(global_batch), f"a positive multiple of {count}", fix)
-            )
-        raise_problems("cannot cut the batch into parts", problems)
-        size = global_batch // count
-        rows = np.arange(index * size, (index + 1) * size, dtype=np.int64)
-        samples = np.stack([self.sample(int(i)) for i in self._order(step * global_batch + rows)])
-        tokens = torch.from_numpy(samples.astype(np.int64))
-        return {
-            "tokens": tokens[:, :-1].contiguous(),
-            "targets": tokens[:, 1:].contiguous(),
-            "rows": torch.from_numpy(rows),
-        }
-
-    def _order(self, numbers: np.ndarray) -> np.ndarray:
-        epochs, within = np.divmod(numbers, self.num_windows)
-        windows = np.empty_like(within)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            # an odd multiplier makes the keys of two (seed, epoch) pairs differ below 2^32 epochs
-            key = self.seed * 0x1_0000_0001 + int(epoch)
-            windows[chosen] = permute(within[chosen], self.num_windows, key)
-        return windows
+    def summary(self) -> str:
+        """What there is, in a few words for the user."""
+        skipped = f", {self.num_skipped} files skipped (not text)" if self.num_skipped else ""
+        return f"{self.num_tokens:,} bytes in {self.num_documents} documents{skipped}"
 
 
 def check_tokens(batch: dict[str, torch.Tensor], vocab_size: int, ignore_index: int = -100) -> None:

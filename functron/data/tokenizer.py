@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import uuid
@@ -23,6 +24,7 @@ TEMPLATE = "chat_template.jinja"
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "..."}``, and what else the template reads."""
 
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 
 
@@ -48,10 +50,14 @@ class Tokenizer:
 
     Args:
         path: a folder with tokenizer.json and, for special tokens and conversations,
-            tokenizer_config.json and perhaps chat_template.jinja.
+            tokenizer_config.json and perhaps chat_template.jinja; or a file like tokenizer.json,
+            beside which these are.
 
     Attributes:
+        path: the folder.
         vocab_size: ids are below it.
+        num_ordinary: how many ids there are without tokens added for special purposes, which some
+            models that read text alone have no embeddings for.
         special: special tokens by what they are for: ``{"bos_token": "<s>", ...}``.
         template: Jinja source that writes conversations; None where the model has none.
 
@@ -60,13 +66,17 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self._tokenizer = _read_tokenizer(self.path / TOKENIZER)
+        path = Path(path)
+        file = path if path.is_file() else path / TOKENIZER
+        self.path = file.parent
+        self._tokenizer = _read_tokenizer(file)
         settings = _read_settings(self.path / SETTINGS)
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.num_ordinary: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         named = {name: _content(settings.get(name)) for name in _SPECIAL}
         self.special = {name: token for name, token in named.items() if token is not None}
         self.template = _find_template(self.path, settings)
+        self._mark = uuid.uuid4().hex  # which no message can have in it
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The token ids of `text`.
@@ -91,6 +101,29 @@ class Tokenizer:
         """The id of the special token that is for `name` (``"eos_token"``); None without one."""
         token = self.special.get(name)
         return None if token is None else self._tokenizer.token_to_id(token)
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that stands between documents: of eos_token, or of what it is usually called."""
+        for token in (self.special.get("eos_token"), *_ENDS):
+            found = None if token is None else self._tokenizer.token_to_id(token)
+            if found is not None:
+                return found
+        return None
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """The ids after which a model has finished: of a text, and of its turn to speak."""
+        found = {self.end_of_text}
+        try:
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            last = self.conversation(messages)
+        except ValueError:  # no template, or none that takes such messages
+            return frozenset(found - {None})
+        said = last.tokens[last.assistant]
+        if len(said) > 1 and not self.decode(said[-1:]):  # a special token, not a part of "b"
+            found.add(int(said[-1]))
+        return frozenset(found - {None})
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **more: Any
@@ -164,23 +197,34 @@ class Tokenizer:
         self, messages: Sequence[Message], prompt: bool, more: Mapping[str, Any]
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the spans of it that the template marks."""
+        self.require_template()
         from jinja2 import TemplateError
 
-        if self.template is None:
-            got = f"no chat_template in {SETTINGS} and no {TEMPLATE}"
-            fix = f"write one: {self.path / TEMPLATE}"
-            raise_problems("no template", [Problem(str(self.path), got, "a template", fix)])
-            raise AssertionError("unreachable")
         variables = {"messages": list(messages), "add_generation_prompt": prompt, "tools": None}
         variables |= {"documents": None, **self.special, **more}
-        mark = uuid.uuid4().hex  # which no message can have in it
         try:
-            marked = _environment(mark).from_string(self.template).render(**variables)
+            marked = self._compiled.render(**variables)
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             problem = Problem("messages", str(error), "messages that the model's template takes")
             raise_problems("the template refuses this conversation", [problem])
             raise AssertionError("unreachable") from error
-        return _unmark(marked, mark)
+        return _unmark(marked, self._mark)
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        return _environment(self._mark).from_string(self.template or "")
+
+    def require_template(self) -> None:
+        """Check that conversations can be written at all.
+
+        Raises:
+            ValueError: the model has no template, or the package jinja2 is missing.
+        """
+        if self.template is None:
+            got = f"no chat_template in {SETTINGS} and no {TEMPLATE}"
+            fix = f"write one: {self.path / TEMPLATE}"
+            raise_problems("no template", [Problem(str(self.path), got, "a template", fix)])
+        _require("jinja2", "cannot write conversations")
 
 
 def _unmark(marked: str, mark: str) -> tuple[str, list[tuple[int, int]]]:
@@ -228,11 +272,15 @@ def _environment(mark: str) -> Any:
     return environment
 
 
+def _require(package: str, title: str) -> None:
+    if find_spec(package) is None:
+        fix = f"pip install {package}, or functron[hub]"
+        problem = Problem(package, "no such package", "the package installed", fix)
+        raise_problems(title, [problem])
+
+
 def _read_tokenizer(file: Path) -> Any:
-    if find_spec("tokenizers") is None:
-        fix = "pip install tokenizers, or functron[hub]"
-        problem = Problem("tokenizers", "no such package", "the package installed", fix)
-        raise_problems("cannot read a tokenizer", [problem])
+    _require("tokenizers", "cannot read a tokenizer")
     import tokenizers
 
     text = _read(file, "a model with a fast tokenizer; transformers' save_pretrained writes one")

@@ -1,0 +1,196 @@
+"""Conversations to fine-tune on: batches of tokens whose targets are what the assistant says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from functron.data.conversations import Line, chat_files, read_conversations
+from functron.data.order import rows_of, shuffled
+from functron.data.token_text import MAX_LISTED, check_vocabulary, token_dtype
+from functron.data.tokenizer import Conversation, Tokenizer
+from functron.errors import Problem, raise_problems
+
+IGNORED = -100
+"""The target that stands for none; `functron.nn.IGNORE_INDEX`."""
+
+Overlong = Literal["refuse", "cut", "drop"]
+
+
+class Chat:
+    """Conversations as a tokenizer's template writes them, one a sample, shuffled in every epoch.
+
+    Targets are the tokens that the assistant says, to the end of each of its turns (see
+    `Tokenizer.conversation`); all others are `IGNORED`. Shorter conversations are padded at the
+    end to `seq` tokens, which causal attention does not see. Conversations in which the assistant
+    says nothing are left out, so that no batch is without targets.
+
+    All conversations are tokenised when this is made, and stay in memory, 3 or 5 bytes a token:
+    about a second for a thousand, which is for up to some hundred thousand of them.
+
+    Args:
+        path: a JSONL file or a folder of them (see `functron.data.conversations`).
+        tokenizer: a model's, with its template.
+        seq: tokens per sample.
+        seed: selects the order of the samples.
+        overlong: what becomes of conversations of more than ``seq + 1`` tokens: ``refuse`` them
+            all, ``cut`` off their ends, or ``drop`` them.
+        vocab_size: how many ids the model has; None: as many as there are.
+
+    Attributes:
+        seq: tokens per sample.
+        num_samples: samples in an epoch.
+        num_skipped: conversations left out because they are too long, or the assistant says
+            nothing in the part that fits.
+        num_cut: conversations whose end was cut off.
+        num_tokens: in all samples, without padding.
+        num_targets: how many of them are targets.
+        vocab_size: one more than the largest id that occurs.
+
+    Raises:
+        ValueError: the file cannot be read, lines are no conversations or the template refuses
+            them, they are too long, or the assistant says nothing in any. The first 20 lines at
+            fault are listed. Or the tokenizer has no template, or an id is not among the model's.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: Tokenizer,
+        seq: int,
+        *,
+        seed: int = 0,
+        overlong: Overlong = "refuse",
+        vocab_size: int | None = None,
+    ):
+        raise_problems("cannot make samples", _argument_problems(seq, overlong))
+        tokenizer.require_template()
+        self.seq, self.seed = seq, seed
+        self.num_skipped = self.num_cut = 0
+        pad = tokenizer.id_of("pad_token")
+        # any id does where there is none: no target is predicted from it
+        self._pad = 0 if pad is None or pad >= (vocab_size or pad + 1) else pad
+        kind = token_dtype(tokenizer)
+        tokens, said = [np.zeros(0, kind)], [np.zeros(0, bool)]
+        for conversation in self._kept(path, tokenizer, overlong):
+            tokens.append(conversation.tokens[: seq + 1].numpy().astype(kind))
+            said.append(conversation.assistant[: seq + 1].numpy())
+        self._ends = np.cumsum([len(piece) for piece in tokens])
+        self._tokens, self._said = np.concatenate(tokens), np.concatenate(said)
+        self.num_samples = len(tokens) - 1
+        self.num_tokens = len(self._tokens)
+        self.num_targets = int(self._said.sum()) - sum(bool(piece[0]) for piece in said[1:])
+        if not self.num_samples:
+            got = f"{self.num_skipped} conversations, none with a word of the assistant"
+            got += f" in what fits into {seq + 1} tokens"
+            fix = "check its roles and the template, or raise seq"
+            wanted = "something to learn from"
+            raise_problems("cannot fine-tune", [Problem(f"data {path}", got, wanted, fix)])
+        self.vocab_size = int(self._tokens.max()) + 1
+        check_vocabulary(self.vocab_size, vocab_size)
+
+    def _kept(
+        self, path: str | Path, tokenizer: Tokenizer, overlong: str
+    ) -> Iterator[Conversation]:
+        """The conversations that become samples; at the end, an error for all that cannot."""
+        problems: list[Problem] = []
+        fits = self.seq + 1
+        for line in read_conversations(chat_files(path)):
+            found = _rendered(line, tokenizer, problems)
+            if found is None:
+                continue
+            size = len(found.tokens)
+            if size > fits and overlong == "refuse":
+                fix = f"set seq to {size - 1} or more, or --overlong cut or drop"
+                wanted = f"at most seq + 1 = {fits}"
+                problems.append(Problem(line.where, f"{size} tokens", wanted, fix))
+                continue
+            learns = bool(found.assistant[1:fits].any())
+            if not learns or (size > fits and overlong == "drop"):
+                self.num_skipped += 1
+                continue
+            self.num_cut += size > fits
+            yield found
+        more = f": the first {MAX_LISTED} of {len(problems)} mistakes"
+        title = f"cannot use {path}" + (more if len(problems) > MAX_LISTED else "")
+        raise_problems(title, problems[:MAX_LISTED])
+
+    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and targets of conversation `index`, int64 ``[seq]`` each.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index}: wanted 0 to {self.num_samples - 1}")
+        part = slice(int(self._ends[index]), int(self._ends[index + 1]))
+        ids = self._tokens[part].astype(np.int64)
+        tokens = np.full(self.seq, self._pad, np.int64)
+        targets = np.full(self.seq, IGNORED, np.int64)
+        tokens[: len(ids) - 1] = ids[:-1]
+        targets[: len(ids) - 1] = np.where(self._said[part][1:], ids[1:], IGNORED)
+        return tokens, targets
+
+    def batch(
+        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
+    ) -> dict[str, torch.Tensor]:
+        """This part's rows of the batch of `step`: the same samples however many parts there are.
+
+        Row r of step s is sample number ``s * global_batch + r``; an epoch is `num_samples` of
+        them, in an order of its own.
+
+        Args:
+            step: from 0.
+            global_batch: rows of all parts together.
+            part: ``(index, count)``: which of how many contiguous parts.
+
+        Returns:
+            ``tokens`` and ``targets`` int64 ``[rows, seq]`` and ``rows`` int64 ``[rows]``, the
+            rows' indices in the global batch.
+
+        Raises:
+            ValueError: `count` does not divide `global_batch`, or no such part.
+        """
+        rows = rows_of(step, global_batch, part)
+        order = shuffled(step * global_batch + rows, self.num_samples, self.seed)
+        tokens, targets = zip(*(self.sample(int(index)) for index in order), strict=True)
+        return {
+            "tokens": torch.from_numpy(np.stack(tokens)),
+            "targets": torch.from_numpy(np.stack(targets)),
+            "rows": torch.from_numpy(rows),
+        }
+
+    def summary(self) -> str:
+        """What there is, in a few words for the user."""
+        cut = f", {self.num_cut} cut off" if self.num_cut else ""
+        skipped = f", {self.num_skipped} left out" if self.num_skipped else ""
+        counts = f"{self.num_tokens:,} tokens, {self.num_targets:,} of them targets"
+        return f"{counts}, in {self.num_samples:,} conversations{cut}{skipped}"
+
+
+def _argument_problems(seq: int, overlong: str) -> Iterator[Problem]:
+    if seq < 1:
+        yield Problem("seq", str(seq), "at least 1")
+    if overlong not in ("refuse", "cut", "drop"):
+        yield Problem("overlong", repr(overlong), "refuse, cut or drop")
+
+
+def _rendered(line: Line, tokenizer: Tokenizer, problems: list[Problem]) -> Conversation | None:
+    """The conversation of a line; None, and what is wrong in `problems`, where there is none."""
+    if line.problems:
+        problems.extend(line.problems)
+        return None
+    try:
+        return tokenizer.conversation(line.messages, tools=line.tools)
+    except ValueError as error:
+        form = r"^  - (.*?): got (.*?); wanted ([^\n]*?)(?:; fix: ([^\n]*))?$"
+        said = re.findall(form, str(error), re.M | re.S)
+        problems += [Problem(f"{line.where}: {where}", *rest) for where, *rest in said]
+        if not said:  # such as text that is no Unicode
+            problems.append(Problem(line.where, str(error), "a conversation"))
+        return None

@@ -1,0 +1,77 @@
+"""Which samples a step trains on: rows of a batch, and shuffled epochs, by arithmetic alone."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from functron.data.permutation import permute
+from functron.errors import Problem, raise_problems
+
+
+class Samples(Protocol):
+    """What a training run draws its batches from: `ByteText`, `TokenText` or `Chat`.
+
+    Attributes:
+        vocab_size: a model of these samples needs at least as many token ids.
+    """
+
+    vocab_size: int
+
+    def batch(
+        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
+    ) -> dict[str, torch.Tensor]:
+        """This part's rows of the batch of `step`: a pure function of its arguments."""
+        ...
+
+    def summary(self) -> str:
+        """What there is, in a few words for the user."""
+        ...
+
+
+def rows_of(step: int, global_batch: int, part: tuple[int, int] = (0, 1)) -> np.ndarray:
+    """The rows of a global batch that one of its equal, contiguous parts has: int64.
+
+    Args:
+        step: from 0.
+        global_batch: rows of all parts together.
+        part: ``(index, count)``: which of how many.
+
+    Raises:
+        ValueError: `count` does not divide `global_batch`, or no such part.
+    """
+    index, count = part
+    problems = []
+    if count < 1 or not 0 <= index < count or step < 0:
+        got = f"part ({index}, {count}) of step {step}"
+        problems.append(Problem("part", got, "0 <= index < count, and a step from 0"))
+    elif global_batch < 1 or global_batch % count:
+        fix = f"use a global batch of {max(-(-global_batch // count), 1) * count}"
+        problems.append(
+            Problem("global_batch", str(global_batch), f"a positive multiple of {count}", fix)
+        )
+    raise_problems("cannot cut the batch into parts", problems)
+    size = global_batch // count
+    return np.arange(index * size, (index + 1) * size, dtype=np.int64)
+
+
+def shuffled(numbers: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """Which samples come as number n of a run: every epoch has all `size`, in an order of its own.
+
+    Args:
+        numbers: from 0, any shape; number n is in epoch ``n // size``.
+        size: how many samples there are.
+        seed: selects the orders.
+
+    Returns:
+        int64 in ``range(size)``, the shape of `numbers`.
+    """
+    epochs, within = np.divmod(numbers, size)
+    found = np.empty_like(within)
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        # an odd multiplier makes the keys of two (seed, epoch) pairs differ below 2^32 epochs
+        found[chosen] = permute(within[chosen], size, seed * 0x1_0000_0001 + int(epoch))
+    return found

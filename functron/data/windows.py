@@ -1,0 +1,92 @@
+"""A long row of tokens, cut into samples: what text as bytes and text as tokens have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+
+from functron.data.order import rows_of, shuffled
+from functron.errors import Problem, raise_problems
+
+
+class Windows(ABC):
+    """Tokens in a row, cut into windows of `seq` tokens that every epoch shuffles anew.
+
+    There is no iterator state: what a batch holds follows from its step. Windows do not overlap
+    but for the one token that is the last target of one and the first token of the next.
+
+    Args:
+        num_tokens: how many there are.
+        seq: tokens per sample.
+        seed: selects the order of the samples.
+        what: what the user calls the text.
+        unit: what the user calls a token of it.
+
+    Attributes:
+        seq: tokens per sample.
+        num_windows: samples in an epoch.
+        num_tokens: tokens in the whole text.
+
+    Raises:
+        ValueError: the text is shorter than one sample and its last target.
+    """
+
+    def __init__(self, num_tokens: int, seq: int, seed: int, *, what: str, unit: str):
+        self.seq, self.seed, self.num_tokens = seq, seed, num_tokens
+        self.num_windows = (num_tokens - 1) // seq if seq >= 1 else 0
+        problems = []
+        if seq < 1:
+            problems.append(Problem("seq", str(seq), "at least 1"))
+        elif self.num_windows < 1:
+            got = f"{num_tokens} {unit}"
+            fix = f"use at most seq={num_tokens - 1}, or more text"
+            wanted = f"at least seq + 1 = {seq + 1}"
+            problems.append(Problem(what, got, wanted, fix if num_tokens > 1 else "more text"))
+        raise_problems("cannot cut the text into samples", problems)
+
+    @abstractmethod
+    def read(self, start: int, length: int) -> np.ndarray:
+        """The tokens from `start` on, unsigned integers ``[length]``."""
+
+    def sample(self, index: int) -> np.ndarray:
+        """The tokens of window `index`, ``[seq + 1]``: `seq` of them and the last one's target.
+
+        Raises:
+            IndexError: there is no such window.
+        """
+        if not 0 <= index < self.num_windows:
+            raise IndexError(f"sample {index}: wanted 0 to {self.num_windows - 1}")
+        return self.read(index * self.seq, self.seq + 1)
+
+    def batch(
+        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
+    ) -> dict[str, torch.Tensor]:
+        """This part's rows of the batch of `step`: the same samples however many parts there are.
+
+        Row r of step s is sample number ``s * global_batch + r``; an epoch is `num_windows` of
+        them, in an order of its own. The parts' batches, concatenated in order, are the batch of
+        part ``(0, 1)``.
+
+        Args:
+            step: from 0.
+            global_batch: rows of all parts together.
+            part: ``(index, count)``: which of how many contiguous parts.
+
+        Returns:
+            ``tokens`` and ``targets`` int64 ``[rows, seq]`` and ``rows`` int64 ``[rows]``, the
+            rows' indices in the global batch.
+
+        Raises:
+            ValueError: `count` does not divide `global_batch`, or no such part.
+        """
+        rows = rows_of(step, global_batch, part)
+        order = shuffled(step * global_batch + rows, self.num_windows, self.seed)
+        samples = np.stack([self.sample(int(index)) for index in order])
+        tokens = torch.from_numpy(samples.astype(np.int64))
+        return {
+            "tokens": tokens[:, :-1].contiguous(),
+            "targets": tokens[:, 1:].contiguous(),
+            "rows": torch.from_numpy(rows),
+        }
