@@ -12,6 +12,7 @@ import functron as ft
 from functron import Mesh, P, compat, gpt, optim, random, tree
 from functron import step as steps
 from functron.pipeline import Partition, even_layout, make, pipelined
+from functron.spmd.shards import whole_over
 
 torch.set_num_threads(1)
 
@@ -57,22 +58,26 @@ def training(sizes, stage, compiled=False):
 
 
 def pipeline(stage):
-    """Two stages of two data-parallel ranks each; every rank compares the layers it has."""
+    """Two stages of two data-parallel ranks each, which divide the vocabulary among all."""
     mesh = Mesh(pp=2, dp=2).bind()
-    rank = mesh.coordinate["pp"]
+    rank, config = mesh.coordinate["pp"], cases.CONFIG
     table = make("1f1b", 2, 3)
     partition = Partition(
-        even_layout(2, cases.CONFIG.num_layers), table.pipes, gpt.uses(cases.CONFIG)
+        even_layout(2, config.num_layers), table.pipes, gpt.uses(config), {"embed": 0, "unembed": 1}
     )
 
     def stage_of(part, params, x, data, key, total):
-        y = gpt.stage_loss(cases.CONFIG, part, params, x, data)
+        y = gpt.stage_loss(config, part, params, x, data)
         return y / total if part.loss else y
 
-    defs = partition.local_defs(gpt.defs(cases.CONFIG), rank)
+    defs = partition.local_defs(gpt.defs(config), rank)
     specs = ft.param_specs(defs, ft.Rules({}))
-    optimizer, _ = cases.sharded("adamw", defs, specs, mesh, copies=partition.copies(rank))
-    state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
+    stored = partition.storage_specs(specs)
+    shards = whole_over(optim.shard_specs(defs, stored, mesh), ("pp",))
+    optimizer = cases.adamw(
+        shards, partition.copies(rank), lambda inner: optim.zero(inner, specs, shards)
+    )
+    state = ft.init_state(random.key(1), defs, stored, optimizer, mesh)
     step = ft.make_pipelined_step(
         pipelined(stage_of, partition, table), gpt.num_targets, optimizer, mesh, specs,
         scatter=stage == 2,
@@ -83,7 +88,11 @@ def pipeline(stage):
     rows = partition.layers(rank)
     held = {name: want.params[name] for name in state.params}
     held["blocks"] = tree.map(lambda x: x[rows], held["blocks"])
+    held["embed"] = held["embed"].chunk(2, 0)[rank]
+    held["unembed"] = held["unembed"].chunk(2, 1)[rank]
     cases.close(state.params, held)
+    moments = tree.leaves(state.opt_state[1][0].mu["embed"])[0]
+    assert moments.shape == (config.padded_vocab // 4, config.embed_dim)
 
 
 def memory(stage):
@@ -151,7 +160,7 @@ def muon():
 
 CHECKS = {
     "training": lambda: [training({"dp": 2, "tp": 2}, 1), training({"dp": 4}, 2)],
-    "pipeline": lambda: pipeline(2),
+    "pipeline": lambda: [pipeline(stage) for stage in (1, 2)],
     "compiled": lambda: training({"dp": 2, "tp": 2}, 2, compiled=True),
     "memory": lambda: [memory(stage) for stage in (1, 2, 3)],
     "muon": muon,
