@@ -5,7 +5,7 @@ makes of both a per-rank program with explicit collectives. Simulate it in this 
 the mesh to processes and run it unchanged.
 """
 
-from functron import debug, nn, optim, params, pipeline, random, tree
+from functron import checkpoint, debug, hub, nn, optim, params, pipeline, random, tree
 from functron.models import gpt
 from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
 from functron.program.jit import jit
@@ -18,8 +18,10 @@ from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules, gather, shard, s
 from functron.spmd import collectives as lax
 from functron.step import State, init_state, make_pipelined_step, make_step, state_specs
 from functron.transforms import (
+    Gather,
     accumulate,
     checkpoint_name,
+    fsdp,
     grad,
     policies,
     remat,
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DATA_AXES",
     "BoundMesh",
+    "Gather",
     "Mesh",
     "P",
     "ParamDef",
@@ -42,13 +45,16 @@ __all__ = [
     "State",
     "abstract_params",
     "accumulate",
+    "checkpoint",
     "checkpoint_name",
     "debug",
     "eval_shape",
+    "fsdp",
     "gather",
     "generate",
     "gpt",
     "grad",
+    "hub",
     "init_params",
     "init_state",
     "jit",

@@ -43,9 +43,16 @@ def raise_problems(
         raise error("\n".join([title, *(f"  - {problem}" for problem in found)]))
 
 
+_LISTED = 30
+"""More names than these do not help who looks for one."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The sentence that suggests the known names closest to `name`."""
+    """The sentence that suggests the known name closest to `name`, of many no others."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
-    listed = ", ".join(names) or "none"
+    if close and len(names) > _LISTED:
+        return f"did you mean {close[0]!r}?"
+    listed = ", ".join(names[:_LISTED]) or "none"
+    listed += f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return f"did you mean {close[0]!r}? (known: {listed})" if close else f"use one of: {listed}"
