@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ from typing import Any
 import tomli_w
 
 from functron import checkpoint
-from functron.config import TrainConfig, dump
+from functron.config import TrainConfig, dump, load
+from functron.data.tokenizer import TOKENIZER
+from functron.hub.convert import FOLDER
+from functron.hub.writer import TOKENIZER_FILES
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+BYTES = "bytes"
+"""The tokenizer that is none."""
 
 
 def is_run(path: Path) -> bool:
@@ -58,6 +64,44 @@ def write_config(path: Path, config: TrainConfig) -> None:
 def settings(config: TrainConfig) -> dict[str, Any]:
     """What `write_config` writes, as plain nested dicts."""
     return tomllib.loads(dump(dataclasses.replace(config, out="", resume=False)))
+
+
+def tokenizer_path(config: TrainConfig) -> Path | None:
+    """Where the tokenizer of a run lies, which its folder keeps once it began; None: bytes.
+
+    Raises:
+        ValueError: the configuration of the run cannot be read.
+    """
+    if config.tokenizer == BYTES:
+        return None
+    kept = Path(config.out) / FOLDER if config.out else None
+    if kept is None or not (kept / TOKENIZER).is_file():
+        return Path(config.tokenizer) if config.tokenizer else None
+    run = Path(config.out)
+    # a run that begins may have another than the model that it begins from came with
+    same = is_run(run) and load(run / CONFIG).tokenizer == config.tokenizer
+    return kept if same or not config.tokenizer else Path(config.tokenizer)
+
+
+def keep_tokenizer(path: Path, config: TrainConfig) -> None:
+    """Copy the tokenizer of a run into its folder, if it has one of its own.
+
+    Must precede `write_config`, after which the copy is what other processes read.
+    """
+    source = tokenizer_path(dataclasses.replace(config, out=str(path)))
+    kept = path / FOLDER
+    if source is None or source == kept:
+        return
+    kept.mkdir(exist_ok=True)
+    folder = source.parent if source.is_file() else source
+    for name in TOKENIZER_FILES:
+        file = source if source.is_file() and name == TOKENIZER else folder / name
+        if file.is_file():
+            beside = kept / (name + ".new")
+            shutil.copyfile(file, beside)
+            beside.replace(kept / name)
+        else:
+            (kept / name).unlink(missing_ok=True)  # of another tokenizer
 
 
 def records(path: Path) -> list[dict[str, Any]]:

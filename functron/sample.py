@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ def generate(
     *,
     temperature: float = 1.0,
     key: Tensor | None = None,
+    stop: Collection[int] = (),
     logits: Callable[[tree.Tree, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Continue each row of `tokens` by `num_tokens` draws from softmax(logits / temperature).
@@ -34,18 +35,22 @@ def generate(
         num_tokens: how many to add.
         temperature: 0 takes the most likely token; needs no key.
         key: the key of the draws.
+        stop: tokens after which a row has ended: it repeats that token while others go on, and
+            when all rows have ended no more are drawn.
         logits: ``(params, tokens)`` to the logits of every next token, ``[batch, seq, vocab]``; the
             same on all ranks. None: `gpt.forward` on one rank. A mapped forward runs on a mesh, and
             one through a `pipeline.Pipeline` on the ranks of a pipeline.
 
     Returns:
-        int64 ``[batch, seq + num_tokens]``.
+        int64 ``[batch, seq + num_tokens]``, or shorter where all rows have ended.
 
     Raises:
         ValueError: an empty prompt, a token outside the vocabulary, a negative temperature, or a
             missing key.
     """
     raise_problems("cannot sample", _problems(config, tokens, num_tokens, temperature, key))
+    stops = torch.tensor(sorted(stop), dtype=tokens.dtype, device=tokens.device)
+    ended = torch.zeros_like(tokens[:, :1], dtype=torch.bool)
     for index in range(num_tokens):
         context = tokens[:, -config.max_seq :]
         found = logits(params, context) if logits else gpt.forward(config, params, context)
@@ -54,7 +59,12 @@ def generate(
             # the argmax of logits plus Gumbel noise is a draw from their softmax
             uniform = random.uniform(random.fold_in(key, index), last.shape, minval=1e-20)
             last = last / temperature - (-uniform.log()).log()
-        tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], dim=1)
+        drawn = torch.where(ended, tokens[:, -1:], last.argmax(-1, keepdim=True))
+        tokens = torch.cat([tokens, drawn], dim=1)
+        if stop:
+            ended = torch.isin(drawn, stops)
+            if bool(ended.all()):
+                break
     return tokens
 
 

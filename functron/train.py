@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from functron import checkpoint, metrics, optim, random, report, run_folder
+from functron import checkpoint, corpus, metrics, optim, random, report, run_folder
 from functron.config import TrainConfig
-from functron.data import ByteText
+from functron.data import Samples
 from functron.loop import Meter, Outcome, loop
 from functron.models import gpt
 from functron.program.jit import jit
@@ -40,7 +40,7 @@ class Run:
 
     config: TrainConfig
     mesh: Mesh | BoundMesh
-    text: ByteText
+    text: Samples
     state: State
     specs: State
     step: Callable
@@ -75,7 +75,7 @@ def prepare(
         ValueError: the data cannot be read, the model cannot run on the mesh, or the checkpoint is
             damaged or another model's.
     """
-    text = ByteText(config.data or None, config.seq, seed=config.seed)
+    text = corpus.open_samples(config)
     recipe = assemble(config, mesh)
     key = random.key(config.seed)
     if begin_from is None:
@@ -130,6 +130,7 @@ def train(run: Run, out: Path | None) -> Outcome:
 
     if main and out is not None:
         out.mkdir(parents=True, exist_ok=True)
+        run_folder.keep_tokenizer(out, config)
         run_folder.write_config(out, config)
     # measured on all ranks at the same time, as they will run
     peak = metrics.peak_flops(device, config.gpt.torch_dtype)

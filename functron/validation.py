@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from functron import report, run_folder, staging
+from functron import corpus, report, run_folder, staging
 from functron.config import TrainConfig, load
-from functron.data import ByteText
 from functron.errors import Problem, raise_problems
 from functron.optim import optimizer_problems, schedule_problems
 from functron.spmd import DATA_AXES, Mesh
@@ -39,12 +38,10 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
     if config.steps >= 1:
         problems += schedule_problems(config.rate_schedule, "learning_rate")
     problems += _resume_problems(config) if config.resume else _out_problems(config.out)
-    if config.gpt.vocab_size < ByteText.vocab_size:
-        got = f"{config.gpt.vocab_size} token ids"
-        wanted = f"at least {ByteText.vocab_size}: the text is read as bytes"
-        problems.append(Problem("gpt.vocab_size", got, wanted, "set it to 256 or choose a model"))
+    problems += _try(lambda: list(corpus.problems_of(config)), messages) or []
+    _try(lambda: corpus.check_tokenizer(config), messages)
     if config.seq >= 1:
-        _try(lambda: ByteText(config.data or None, config.seq), messages)
+        _try(lambda: corpus.check(config), messages)
     for package in ("tensorboard", "wandb"):
         if getattr(config, package):
             _try(lambda name=package: report.require(name), messages)
@@ -158,6 +155,10 @@ def _out_problems(out: str) -> Sequence[Problem]:
     return []
 
 
+_ORDER = ("data", "tokenizer", "format", "overlong", "seed", "seq", "global_batch")
+"""What determines which samples each step sees."""
+
+
 def _resume_problems(config: TrainConfig) -> Sequence[Problem]:
     """What a run cannot change half-way: its parameters, and which samples each step sees."""
     if not config.out:
@@ -171,7 +172,7 @@ def _resume_problems(config: TrainConfig) -> Sequence[Problem]:
     fix = "leave it out, or begin a new run in another folder"
     found = [
         Problem(name, repr(getattr(config, name)), f"{getattr(begun, name)!r}, as in the run", fix)
-        for name in (("data", "seed", "seq", "global_batch") if begun_steps else ())
+        for name in (_ORDER if begun_steps else ())
         if getattr(config, name) != getattr(begun, name)
     ]
     here, there = dataclasses.asdict(config.gpt), dataclasses.asdict(begun.gpt)

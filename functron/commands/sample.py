@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 import tyro
 
-from functron import checkpoint, launch, random, run_folder, tree
+from functron import checkpoint, corpus, launch, random, run_folder, tree
 from functron.commands.device import device_type
 from functron.config import load
+from functron.data import Tokenizer
+from functron.errors import Problem, raise_problems
 from functron.models import gpt
 from functron.params import abstract_params
 from functron.sample import generate
@@ -25,7 +27,8 @@ class SampleOptions:
     Attributes:
         run: the run folder that training left.
         prompt: the text to continue.
-        tokens: how many tokens (bytes) to add.
+        tokens: how many tokens (bytes, where the run has no tokenizer) to add at most.
+        chat: take the prompt for what a user says, and print the answer alone.
         temperature: 1 samples from the model's distribution, below 1 from its likelier part, 0
             takes the likeliest.
         seed: of the draws.
@@ -35,13 +38,14 @@ class SampleOptions:
     run: tyro.conf.Positional[Path]
     prompt: str
     tokens: int = 200
+    chat: bool = False
     temperature: float = 0.8
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the continued prompt."""
+    """Print the continued prompt, or the answer to it."""
     options = tyro.cli(SampleOptions, args=arguments, prog="functron sample")
     with launch.mistakes():
         device = device_type(options.device)
@@ -49,11 +53,40 @@ def run(arguments: Sequence[str]) -> int:
         path = checkpoint.latest(options.run / run_folder.CHECKPOINTS)
         like = {"params": abstract_params(gpt.defs(config.gpt))}
         params = tree.map(lambda leaf: leaf.to(device), checkpoint.restore(path, like)["params"])
-        prompt = torch.tensor([list(options.prompt.encode())], dtype=torch.int64, device=device)
+        tokenizer = corpus.open_tokenizer(replace(config, out=str(options.run)))
+        ids = _encoded(options, tokenizer)
+        prompt = torch.tensor([ids], dtype=torch.int64, device=device)
         key = random.key(options.seed).to(device)
         tokens = generate(
-            params, config.gpt, prompt, options.tokens, temperature=options.temperature, key=key
+            params,
+            config.gpt,
+            prompt,
+            options.tokens,
+            temperature=options.temperature,
+            key=key,
+            stop=tokenizer.stops if tokenizer else (),
         )
-    # a model may have more ids than there are bytes
-    print(bytes(t for t in tokens[0].tolist() if t < 256).decode(errors="replace"))
+    said = tokens[0, len(ids) :] if options.chat else tokens[0]
+    print(_decoded(said.tolist(), tokenizer))
     return 0
+
+
+def _encoded(options: SampleOptions, tokenizer: Tokenizer | None) -> list[int]:
+    """The prompt's tokens."""
+    if options.chat:
+        if tokenizer is None:
+            fix = "leave it out, or train with --tokenizer"
+            problem = Problem("chat", "a run on bytes", "one with a tokenizer's template", fix)
+            raise_problems("cannot write a conversation", [problem])
+            raise AssertionError("unreachable")
+        messages = [{"role": "user", "content": options.prompt}]
+        text = tokenizer.render(messages, add_generation_prompt=True)
+        return tokenizer.encode(text, special=False)
+    return list(options.prompt.encode()) if tokenizer is None else tokenizer.encode(options.prompt)
+
+
+def _decoded(tokens: list[int], tokenizer: Tokenizer | None) -> str:
+    if tokenizer is not None:
+        return tokenizer.decode(tokens)
+    # a model may have more ids than there are bytes
+    return bytes(t for t in tokens if t < 256).decode(errors="replace")

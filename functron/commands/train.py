@@ -14,6 +14,7 @@ import tyro
 from functron import launch, run_folder
 from functron.commands.device import device_type
 from functron.config import TrainConfig, load, with_model
+from functron.corpus import is_chat
 from functron.loop import Outcome, exit_code
 from functron.models import gpt
 from functron.params import num_params
@@ -52,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
     outcome = train(made, out)
     launch.leave()
     if main_rank:
-        print("\n".join(_conclusion(outcome, out)), flush=True)
+        print("\n".join(_conclusion(outcome, out, is_chat(made.config))), flush=True)
     return exit_code(outcome.stopped_by)
 
 
@@ -78,11 +79,13 @@ def _folder(config: TrainConfig) -> tuple[Path, Path | None]:
 def _introduction(run: Run, here: launch.Process | None) -> list[str]:
     config, text = run.config, run.text
     name = config.data or "this Python's documentation and standard library"
-    skipped = f", {text.num_skipped} files skipped (not text)" if text.num_skipped else ""
     lines = [
         f"model  {config.model}: {num_params(gpt.defs(config.gpt)):,} parameters",
-        f"data   {name}: {text.num_tokens:,} bytes in {text.num_documents} documents{skipped}",
+        f"data   {name}: {text.summary()}",
     ]
+    tokenizer = run_folder.tokenizer_path(config)
+    if tokenizer is not None:
+        lines.append(f"tokens {tokenizer}")
     if here is not None:
         lines.append(f"mesh   {config.mesh or 'one rank'}: {here.world_size} processes")
     elif run.mesh.size > 1:
@@ -96,14 +99,15 @@ def _introduction(run: Run, here: launch.Process | None) -> list[str]:
     return lines
 
 
-def _conclusion(outcome: Outcome, out: Path) -> list[str]:
+def _conclusion(outcome: Outcome, out: Path, chat: bool) -> list[str]:
     if not outcome.history:
         return [f"nothing to do: the run in {out} has all its steps; more: --steps"]
     first, last = outcome.history[0], outcome.history[-1]
     done = f"stopped after step {last['step']}" if outcome.stopped_by else "done"
+    prompt = "'Who are you?' --chat" if chat else "'def '"
     return [
         f"{done}: loss {first['loss']:.3f} -> {last['loss']:.3f}; the run is in {out}",
-        f"try it: functron sample {out} --prompt 'def '",
+        f"try it: functron sample {out} --prompt {prompt}",
     ]
 
 

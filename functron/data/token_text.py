@@ -88,7 +88,7 @@ def check_vocabulary(needed: int, vocab_size: int | None) -> None:
         ValueError: it has not.
     """
     if vocab_size is not None and needed > vocab_size:
-        got = f"a text with token id {needed - 1}"
+        got = f"token ids up to {needed - 1}"
         fix = f"set gpt.vocab_size to {needed} or more, or use the model's own tokenizer"
         problem = Problem("tokenizer", got, f"ids below gpt.vocab_size={vocab_size}", fix)
         raise_problems("tokens outside the vocabulary", [problem])

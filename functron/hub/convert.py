@@ -129,7 +129,9 @@ def _export(path: Path, out: Path, *, dtype: str | None, max_shard_bytes: int) -
     params = tree.map_with_path(lambda place, _: stored[f"params/{place}"], defs)
     kept = path / FOLDER if (path / FOLDER / CONFIG).is_file() else None
     save(out, model, params, like=kept, dtype=dtype, max_shard_bytes=max_shard_bytes)
-    names = () if kept is None else tuple(sorted(entry.name for entry in kept.iterdir()))
+    if kept is None:  # a run that began with random weights may have a tokenizer all the same
+        return Conversion(model, out, tuple(copy_companions(path / FOLDER, out)))
+    names = tuple(sorted(entry.name for entry in kept.iterdir()))
     return Conversion(model, out, names)
 
 

@@ -28,8 +28,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
           "float64": torch.float64}  # fmt: skip
 
-COMPANIONS = (
-    "generation_config.json",
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -39,8 +38,10 @@ COMPANIONS = (
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
-    "preprocessor_config.json",
 )
+"""Files of a tokenizer."""
+
+COMPANIONS = ("generation_config.json", *TOKENIZER_FILES, "preprocessor_config.json")
 """Files beside the weights that belong to the model: of the tokenizer and of generation."""
 
 
