@@ -13,7 +13,7 @@ from functron.optim.config import (
     torch_dtype,
 )
 from functron.optim.learning_rate import ScaleByScheduleState, scale_by_learning_rate
-from functron.optim.mask import add_decayed_weights, mask_leaves, not_norm_or_bias
+from functron.optim.mask import add_decayed_weights, mask_leaves, masked, not_norm_or_bias
 from functron.optim.masters import MastersState, with_fp32_masters
 from functron.optim.muon import (
     Matrix,
@@ -81,6 +81,7 @@ __all__ = [
     "make_optimizer",
     "make_schedule",
     "mask_leaves",
+    "masked",
     "matrices",
     "muon",
     "newton_schulz",

@@ -42,6 +42,40 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Mask = None) -> Gradien
     return stateless(decay)
 
 
+def masked(inner: GradientTransformation, mask: tree.Tree) -> GradientTransformation:
+    """`inner` for the parameters that `mask` picks; the others are left alone, bit for bit.
+
+    Nothing is remembered for those that are left alone, and no gradients are needed of them: both
+    gradients and updates have None in their places, as ``tree.partition(params, mask)[0]`` has.
+    Put it around all that belongs to the optimizer (`zero`, clipping), which then sees such trees.
+    Collectives are those of `inner`.
+
+    Args:
+        inner: for the parameters that train.
+        mask: a tree or prefix tree of bools.
+    """
+
+    def chosen(value: tree.Tree) -> tree.Tree:
+        return tree.partition(value, mask)[0]
+
+    def run(method: Callable, updates, state, params):
+        return method(chosen(updates), state, None if params is None else chosen(params))
+
+    def step_(grads, state, params):
+        mine, others = tree.partition(params, mask)
+        mine, state = inner.step_(chosen(grads), state, mine)
+        return tree.join(mine, others), state
+
+    return GradientTransformation(
+        lambda params: inner.init(chosen(params)),
+        lambda updates, state, params=None: run(inner.update, updates, state, params),
+        inner.specs,
+        lambda updates, state, params=None: run(inner.update_, updates, state, params),
+        step_,
+        inner.grad_specs,
+    )
+
+
 def mask_leaves(mask: Mask, params: Params) -> list[bool]:
     """One bool per leaf of `params`: whether `mask` picks it.
 

@@ -126,7 +126,11 @@ def zero(
         return _extend(param_specs, specs, shards)
 
     def init(params):
-        return inner.init(parts(params))
+        # copies, lest state made like a view has its strides, or is one
+        own = tree.map(
+            lambda part: part.clone(memory_format=torch.contiguous_format), parts(params)
+        )
+        return inner.init(own)
 
     def run(method: Any, updates, state, params):
         if params is None:
