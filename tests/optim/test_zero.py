@@ -164,9 +164,9 @@ def test_fully_sharded_parameters(mesh, hoist, zero, scatter, num_microbatches):
     else:
         optimizer = OPTIMIZERS["adamw"](specs)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
-    options = {} if hoist else {"gather": Gather(specs)}
+    gather = Gather() if hoist else Gather(specs)
     step = ft.make_step(
-        lambda p, b, key: gpt.loss(CONFIG, p, b, **options), gpt.num_targets, optimizer, mesh,
+        lambda p, b, key: gpt.loss(CONFIG, p, b, gather=gather), gpt.num_targets, optimizer, mesh,
         specs, num_microbatches=num_microbatches, scatter=scatter, hoist=hoist,
     )  # fmt: skip
     state, history = run(step, state)
