@@ -62,6 +62,16 @@ def ones(key, shape, dtype, index=None) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class Constant:
+    """x = value."""
+
+    value: float
+
+    def __call__(self, key, shape, dtype, index=None) -> torch.Tensor:
+        return torch.full(_shape_at(shape, index), self.value, dtype=dtype, device=key.device)
+
+
+@dataclass(frozen=True)
 class Normal:
     """x ~ N(0, stddev^2), drawn in float32 at least and rounded to the dtype."""
 

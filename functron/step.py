@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import optim, random, tree
+from functron.errors import Problem, raise_problems
 from functron.params import init_params
 from functron.pipeline.execute import Pipeline
 from functron.program.jit import jit
@@ -80,6 +81,7 @@ def make_step(
     hoist: bool = False,
     grad_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    trainable: tree.Tree = True,
 ) -> Callable:
     """The function ``(state, batch) -> (state, metrics)`` that takes one optimization step.
 
@@ -102,6 +104,9 @@ def make_step(
         grad_dtype: add up gradients of microbatches in this dtype, such as torch.float32 for
             bfloat16 parameters; None: the parameters' own.
         reduce_dtype: sum gradients over ranks in this dtype; None: their own. See `sync_gradients`.
+        trainable: which parameters are differentiated, a tree or prefix tree of bools; the others
+            cost no gradients, no reductions and, with ``optim.masked(optimizer, trainable)``, which
+            is then to be passed as `optimizer`, no state.
 
     Returns:
         The step. Its metrics are float scalars ``loss`` (mean over targets) and ``grad_norm``
@@ -112,17 +117,17 @@ def make_step(
     wanted = optimizer.grad_specs(specs)
 
     def gradients(params, batch, key, total):
-        def mean_loss(params, microbatch):
-            return loss(params, microbatch, key) / total
+        def mean_loss(chosen, microbatch):
+            return loss(tree.join(chosen, frozen), microbatch, key) / total
 
-        whole = gathered(params, specs, used)
+        whole, frozen = tree.partition(gathered(params, specs, used), trainable)
         if not scatter:
             summed = accumulate(value_and_grad(mean_loss), num_microbatches, dtype=grad_dtype)
             return summed(whole, batch)
 
         def loss_of_parts(parts, microbatch):
-            with scattered(parts, whole, used, wanted, dtype=reduce_dtype) as params:
-                return mean_loss(params, microbatch)
+            with scattered(parts, whole, used, wanted, dtype=reduce_dtype) as chosen:
+                return mean_loss(chosen, microbatch)
 
         parts = stand_ins(whole, used, wanted, dtype=grad_dtype)
         return accumulate(value_and_grad(loss_of_parts), num_microbatches)(parts, batch)
@@ -191,6 +196,7 @@ def make_pipelined_step(
     scatter: bool = False,
     hoist: bool = False,
     reduce_dtype: torch.dtype | None = None,
+    trainable: tree.Tree = True,
 ) -> Callable:
     """`make_step` for a model whose stages are divided among the ranks of `axis`.
 
@@ -209,16 +215,22 @@ def make_pipelined_step(
         scatter, hoist, reduce_dtype: as in `make_step`. What `Partition.spread` divides among the
             pipeline's ranks is reduced at the end in any case. The dtype in which gradients are
             added up is that of `stages`.
+        trainable: as in `make_step`, of what this process holds; all, where something is spread.
 
     Returns:
         The step; see `make_step`. Its metrics have ``aux`` too where the last stage returns that.
+
+    Raises:
+        ValueError: parameters are frozen, and others spread among the pipeline's ranks.
     """
     rank = mesh.coordinate[axis] if isinstance(mesh, BoundMesh) and mesh[axis] > 1 else None
     copies = stages.partition.copies(rank)
 
     layout = state_specs(specs, optimizer)
     used = whole_over(specs, DATA_AXES) if hoist else specs
-    arrived = used
+    arrived, partly = used, trainable is not True
+    if partly:
+        stages = _with_frozen(stages, rank)
     if scatter:
         spread = stages.partition.spread
         wanted = optimizer.grad_specs(specs)
@@ -227,12 +239,12 @@ def make_pipelined_step(
 
     def gradients(state: State, batch: tree.Tree) -> tuple[Any, tree.Tree]:
         key = random.fold_in(state.key, state.step)
-        whole = gathered(state.params, specs, used)
-        total = num_targets(batch)
+        whole, frozen = tree.partition(gathered(state.params, specs, used), trainable)
+        shared = (*((frozen,) if partly else ()), key, num_targets(batch))
         if not scatter:
-            return stages.value_and_grad(whole, batch, key, total)
+            return stages.value_and_grad(whole, batch, *shared)
         parts = stand_ins(whole, used, arrived)
-        return stages.value_and_grad(parts, batch, whole, key, total)
+        return stages.value_and_grad(parts, batch, whole, *shared)
 
     def updated(state: State, grads: tree.Tree) -> tuple[State, torch.Tensor]:
         return update(state, grads, optimizer, specs, copies, arrived=arrived, dtype=reduce_dtype)
@@ -255,6 +267,21 @@ def make_pipelined_step(
     if first is not gradients:
         return step
     return shard_map(step, mesh, (layout, P(DATA_AXES)), (layout, P()), stages=axis)
+
+
+def _with_frozen(stages: Pipeline, rank: int | None) -> Pipeline:
+    """`stages` of what is differentiated; the other parameters are the first that is shared."""
+    partition = stages.partition
+    if partition.spread:
+        got = f"{', '.join(partition.spread)} spread over the pipeline's ranks, and frozen ones"
+        problem = Problem("trainable", got, "True", "train all, or spread nothing")
+        raise_problems("cannot train a part of these parameters", [problem])
+
+    def stage(part, chosen, x, batch, frozen, *shared):
+        rest = partition.stage_params(frozen, partition.layout.index(part), rank)
+        return stages.stage(part, tree.join(chosen, rest), x, batch, *shared)
+
+    return Pipeline(stage, partition, stages.schedule, stages.dtype, stages.compile, stages.observe)
 
 
 def _scattering(

@@ -169,6 +169,33 @@ def _children(tree: Tree) -> dict[Any, Tree]:
     return dict(zip(entries, children, strict=True))
 
 
+def partition(tree: Tree, mask: Tree) -> tuple[Tree, Tree]:
+    """The leaves that `mask` picks, and the others: two trees with None where the other has a leaf.
+
+    `join` is the inverse. ``partition({"a": 1, "b": 2}, {"a": True, "b": False})`` is
+    ``({"a": 1, "b": None}, {"a": None, "b": 2})``.
+
+    Args:
+        tree: any tree.
+        mask: a tree or prefix tree of bools.
+
+    Raises:
+        ValueError: `mask` is not a prefix of `tree`.
+    """
+    flat, shape = flatten(tree)
+    flags = broadcast_prefix(mask, tree, what="mask", wanted="a bool, or containers")
+    rows = list(zip(flat, flags, strict=True))
+    first = unflatten(shape, [leaf if flag else None for leaf, flag in rows])
+    return first, unflatten(shape, [None if flag else leaf for leaf, flag in rows])
+
+
+def join(first: Tree, second: Tree) -> Tree:
+    """The tree that `partition` divided: the leaves of both, each where the other has None."""
+    return optree.tree_map(
+        lambda one, other: other if one is None else one, first, second, none_is_leaf=True
+    )
+
+
 def size(tree: Tree) -> int:
     """The number of elements in all tensor leaves: a model's parameter count."""
     return sum(leaf.numel() for leaf in leaves(tree) if isinstance(leaf, torch.Tensor))

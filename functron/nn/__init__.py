@@ -4,6 +4,7 @@ from functron.nn.attention import AttentionConfig, attention_defs, self_attentio
 from functron.nn.dropout import dropout
 from functron.nn.embedding import add_positions, embed_tokens, stream_positions
 from functron.nn.linear import (
+    Adapter,
     column_parallel,
     gather_sequence,
     linear_defs,
@@ -19,6 +20,7 @@ __all__ = [
     "ACTIVATIONS",
     "IGNORE_INDEX",
     "Activation",
+    "Adapter",
     "AttentionConfig",
     "NormKind",
     "RopeScaling",

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from functron.nn.linear import column_parallel, gather_sequence, linear_defs, row_parallel
+from functron.nn.linear import (
+    column_parallel,
+    gather_sequence,
+    linear_defs,
+    row_parallel,
+    weights,
+)
 from functron.nn.norm import norm, norm_defs
 from functron.nn.rope import apply_rope
 from functron.ops.attention import attention
@@ -110,7 +116,7 @@ def self_attention(
         bytes forward and one backward; with a split sequence, all-gather and reduce-scatter each.
     """
     x = gather_sequence(x, stream, axis)
-    q, k, v = (column_parallel(x, params[n]["w"], params[n].get("b")) for n in ("q", "k", "v"))
+    q, k, v = (column_parallel(x, *weights(params[n])) for n in ("q", "k", "v"))
     if config.qk_norm:
         eps, zero_centered = config.norm_eps, config.zero_centered_norm
         q = norm(params["q_norm"], q, eps=eps, zero_centered=zero_centered)
@@ -119,7 +125,7 @@ def self_attention(
         q, k = apply_rope(q, rope), apply_rope(k, rope)
     k, v = (_match_heads(y, q.shape[-2], config, axis) for y in (k, v))
     y = core(q, k, v, causal=True)
-    return row_parallel(y, params["out"]["w"], params["out"].get("b"), stream=stream, axis=axis)
+    return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
 
 
 def _match_heads(x: Tensor, num_local: int, config: AttentionConfig, axis: str) -> Tensor:

@@ -14,12 +14,30 @@ No backward rule is written anywhere: the transposes of these collectives are th
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from functron.params import Normal, ParamDef, zeros
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P, entry_axes
 from functron.typing import Float, Tensor
 
 SEQ_DIM = 1
+
+
+class Adapter(NamedTuple):
+    """A low-rank addition to a matrix w (Hu et al. 2021): x w becomes x w + scale (x a) b.
+
+    It stands beside w in a layer's parameters, as ``"lora"``; see `functron.lora`.
+
+    Attributes:
+        a: ``[*in, rank]``, its leading dims split as w's are.
+        b: ``[rank, *out]``, its other dims split as w's are.
+        scale: a scalar; a tensor, so that parameters say by themselves what they compute.
+    """
+
+    a: Any
+    b: Any
+    scale: Any
 
 
 def sequence_axes(stream: P) -> tuple[str, ...]:
@@ -51,10 +69,23 @@ def reduce_partial(
     return lax.psum(y, axis)
 
 
+def _product(x: Tensor, w: Tensor, lora: Adapter | None) -> Tensor:
+    """x w + scale (x a) b for a matrix w ``[in, out]``; w + scale a b is never formed.
+
+    Linear in x and in the rows of w and a, so that it may be any rank's part of a sum.
+    """
+    y = x @ w
+    if lora is None:
+        return y
+    narrow = x @ lora.a.flatten(0, -2)
+    return y + (narrow * lora.scale.to(narrow.dtype)) @ lora.b.flatten(1)
+
+
 def column_parallel(
     x: Float[Tensor, "*batch embed"],
     w: Float[Tensor, "embed *features"],
     bias: Float[Tensor, "*features"] | None = None,
+    lora: Adapter | None = None,
 ) -> Float[Tensor, "*batch *features"]:
     """y = x w + b, with the columns of w split.
 
@@ -62,11 +93,13 @@ def column_parallel(
         x: ``[..., embed]``, the same on all ranks of the axis (call `gather_sequence` first).
         w: ``[embed, *features]``, this rank's columns; several feature dims are kept apart.
         bias: ``[*features]``.
+        lora: a low-rank addition to w, this rank's columns of its b.
 
     Returns:
         ``[..., *features]``, this rank's features. No collectives.
     """
-    y = (x @ w.flatten(1)).unflatten(-1, w.shape[1:]) if w.dim() > 2 else x @ w
+    y = _product(x, w.flatten(1), lora)
+    y = y.unflatten(-1, w.shape[1:]) if w.dim() > 2 else y
     return y if bias is None else y + bias
 
 
@@ -74,6 +107,7 @@ def row_parallel(
     x: Float[Tensor, "batch whole_seq *features"],
     w: Float[Tensor, "*features embed"],
     bias: Float[Tensor, " embed"] | None = None,
+    lora: Adapter | None = None,
     *,
     stream: P,
     axis: str = "tp",
@@ -84,13 +118,14 @@ def row_parallel(
         x: ``[batch, seq, *features]``, this rank's features.
         w: ``[*features, embed]``, this rank's rows.
         bias: ``[embed]``, replicated.
+        lora: a low-rank addition to w, this rank's rows of its a.
         stream: the spec of the result; decides between all-reduce and reduce-scatter.
         axis: the mesh axis that splits the features.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: as `reduce_partial`.
     """
-    y = reduce_partial(x.flatten(SEQ_DIM + 1) @ w.flatten(0, -2), stream, axis)
+    y = reduce_partial(_product(x.flatten(SEQ_DIM + 1), w.flatten(0, -2), lora), stream, axis)
     return y if bias is None else y + bias
 
 
@@ -108,3 +143,8 @@ def linear_defs(
     if bias is not None:
         defs["b"] = ParamDef(bias, bias_axes, zeros, dtype, decay=False)
     return defs
+
+
+def weights(layer: dict) -> tuple[Tensor, Tensor | None, Adapter | None]:
+    """The matrix, the bias and the low-rank addition of a linear layer's parameters."""
+    return layer["w"], layer.get("b"), layer.get("lora")

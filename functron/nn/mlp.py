@@ -9,7 +9,13 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from functron.nn.linear import column_parallel, gather_sequence, linear_defs, row_parallel
+from functron.nn.linear import (
+    column_parallel,
+    gather_sequence,
+    linear_defs,
+    row_parallel,
+    weights,
+)
 from functron.spmd.spec import P
 from functron.typing import Float, Tensor
 
@@ -85,11 +91,9 @@ def mlp(
     """
     x = gather_sequence(x, stream, axis)
     act = ACTIVATIONS[activation]
-    up = column_parallel(x, params["up"]["w"], params["up"].get("b"))
+    up = column_parallel(x, *weights(params["up"]))
     if "gate" in params:
-        hidden = act(column_parallel(x, params["gate"]["w"], params["gate"].get("b"))) * up
+        hidden = act(column_parallel(x, *weights(params["gate"]))) * up
     else:
         hidden = act(up)
-    return row_parallel(
-        hidden, params["down"]["w"], params["down"].get("b"), stream=stream, axis=axis
-    )
+    return row_parallel(hidden, *weights(params["down"]), stream=stream, axis=axis)

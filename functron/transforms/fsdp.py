@@ -232,7 +232,9 @@ class _Gathering:
                     alone = i if out[i].nbytes >= _MERGED_BYTES else -1
                     last = turn + 1 == len(places)
                     names = tuple(axis.name for axis in axes)
-                    key = (out[i].dtype, last, alone, names, self.kept[i])
+                    # what is not differentiated travels apart: nothing is reduced for it
+                    moves = out[i].requires_grad
+                    key = (out[i].dtype, last, alone, names, self.kept[i], moves)
                     groups.setdefault(key, []).append(i)
             for (dtype, last, *_), group in groups.items():
                 made = self._together(

@@ -303,6 +303,8 @@ def differentiated_outside(f: Callable, args: tree.Tree) -> bool:
 
 def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, list, Callable]:
     """``out, aux = f(*leaves)``, and the function from out's cotangent to those of `leaves`."""
+    if not leaves:  # torch.func.vjp wants some
+        return *f(), lambda cotangent: []
     if compat.transforms_active() or keep:
         made: Any = torch.func.vjp(f, *leaves, has_aux=True)
         out, pull, aux = made
