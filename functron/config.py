@@ -14,6 +14,7 @@ from typing import Any, Literal
 import tomli_w
 
 from functron.errors import Problem, nearest, raise_problems
+from functron.lora import LoRA
 from functron.models import gpt
 from functron.models.gpt import GPTConfig
 from functron.optim import (
@@ -60,6 +61,10 @@ class TrainConfig:
         gather: when parameters that are so divided are gathered: use: by every block, and again in
             backward; keep: by every block, until backward; step: all at once, before the
             microbatches.
+        lora_rank: of low-rank additions to frozen matrices (LoRA), which alone are trained then; 0:
+            train all parameters.
+        lora_alpha: they are multiplied by lora_alpha / lora_rank.
+        lora_targets: the linear layers that have them: patterns of paths, separated by commas.
         remat: what backward computes again: none, full (all of a block but its input), selective
             (the core of attention) or dots (all but matrix products and attention).
         compile: compile the step with Inductor before the first one, which then takes longer.
@@ -96,6 +101,9 @@ class TrainConfig:
     vocab_over_pp: bool = False
     zero: Literal[0, 1, 2, 3] = 0
     gather: Literal["use", "keep", "step"] = "use"
+    lora_rank: int = 0
+    lora_alpha: float = LoRA.alpha
+    lora_targets: str = ",".join(LoRA.targets)
     remat: gpt.Remat = "none"
     compile: bool = False
     seed: int = 0
@@ -111,6 +119,14 @@ class TrainConfig:
     learning_rate: ScheduleConfig = field(
         default_factory=lambda: ScheduleConfig(name="cosine", peak=2e-3, total_steps=0, end=1e-4)
     )
+
+    @property
+    def lora(self) -> LoRA | None:
+        """The low-rank additions; None where all parameters are trained."""
+        if not self.lora_rank:
+            return None
+        targets = (target.strip() for target in self.lora_targets.split(","))
+        return LoRA(self.lora_rank, self.lora_alpha, tuple(filter(None, targets)))
 
     @property
     def rate_schedule(self) -> ScheduleConfig:

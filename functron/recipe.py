@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from functron import checkpoint, optim, random, staging, tree
+from functron import checkpoint, lora, optim, random, staging, tree
 from functron.config import TrainConfig
 from functron.models import gpt
 from functron.params import decay_mask, param_specs
@@ -51,7 +51,7 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     model = config.gpt
     if mesh["pp"] > 1:
         return _assemble_pipeline(config, mesh)
-    defs = gpt.defs(model)
+    defs = staging.defs_of(config)
     specs = param_specs(defs, staging.rules_of(config, mesh))
     optimizer = make_optimizer(config, defs, specs, mesh)
     settings = {
@@ -74,6 +74,7 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         hoist=config.gather == "step",
         grad_dtype=optim.torch_dtype(config.optimizer.grad_dtype),
         reduce_dtype=optim.torch_dtype(config.optimizer.reduce_dtype),
+        trainable=trained(config, defs),
     )
     return Recipe(defs, specs, optimizer, step)
 
@@ -82,7 +83,7 @@ def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     schedule = staging.schedule_for(config, mesh)
     partition = staging.partition_for(config, mesh, schedule)
     rank = mesh.coordinate["pp"] if isinstance(mesh, BoundMesh) else None
-    defs = partition.local_defs(gpt.defs(config.gpt), rank)
+    defs = partition.local_defs(staging.defs_of(config), rank)
     specs = param_specs(defs, staging.rules_of(config, mesh))
     optimizer = make_optimizer(config, defs, specs, mesh, partition.copies(rank))
     stages = pipelined(
@@ -101,10 +102,16 @@ def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         compile=config.compile,
         scatter=config.zero == 2,
         hoist=config.gather == "step",
+        trainable=trained(config, defs),
         reduce_dtype=optim.torch_dtype(config.optimizer.reduce_dtype),
     )
     stored = specs if rank is None else partition.storage_specs(specs)
     return Recipe(defs, stored, optimizer, step, partition)
+
+
+def trained(config: TrainConfig, defs: tree.Tree) -> tree.Tree:
+    """Which parameters train: True, or a tree of bools."""
+    return True if config.lora is None else lora.trainable(defs)
 
 
 def make_optimizer(
@@ -127,7 +134,9 @@ def make_optimizer(
     """
     if config.zero in (1, 2) and parts is None:
         parts = optim.shard_specs(defs, specs, mesh)
-    return optim.make_optimizer(
+    mask = trained(config, defs)
+    defs, _ = tree.partition(defs, mask)
+    made = optim.make_optimizer(
         config.optimizer,
         optim.make_schedule(config.rate_schedule),
         specs=specs,
@@ -137,6 +146,7 @@ def make_optimizer(
         shards=parts,
         mesh=mesh,
     )
+    return made if mask is True else optim.masked(made, mask)
 
 
 def placement(
@@ -153,7 +163,7 @@ def placement(
         ValueError: the model cannot run on the mesh.
     """
     processes = isinstance(mesh, BoundMesh) if processes is None else processes
-    whole, rules = gpt.defs(config.gpt), staging.rules_of(config, mesh)
+    whole, rules = staging.defs_of(config), staging.rules_of(config, mesh)
     partition, local = None, [whole]
     if mesh["pp"] > 1 and processes:
         partition = staging.partition_for(config, mesh, staging.schedule_for(config, mesh))

@@ -10,7 +10,6 @@ import torch
 
 from functron import checkpoint, optim, random, staging, tree
 from functron.config import TrainConfig
-from functron.models import gpt
 from functron.params import ParamDef, abstract_params, param_specs
 from functron.pipeline.layout import Part
 from functron.pipeline.partition import Partition
@@ -149,9 +148,9 @@ def _traced(
 ) -> tuple[Stage, torch.Tensor]:
     """The pieces of a stage, and what it would be sent by the one before."""
     model, plain, part = config.gpt, mesh.without("pp"), partition.layout[number]
-    specs = param_specs(gpt.defs(model), staging.rules_of(config, mesh))
+    specs = param_specs(staging.defs_of(config), staging.rules_of(config, mesh))
     rank = partition.holders(number)[0]
-    defs = partition.local_defs(gpt.defs(model), rank)
+    defs = partition.local_defs(staging.defs_of(config), rank)
 
     def local(d: ParamDef, spec: P) -> torch.Tensor:
         return torch.empty(local_shape(d.shape, spec, plain), dtype=d.dtype, device="meta")
@@ -171,7 +170,7 @@ def _traced(
 def _state_bytes(config: TrainConfig, mesh: Mesh, partition: Partition, rank: int) -> int:
     """What a pipeline's rank holds between steps, and the sums of its gradients."""
     here = next(r for r in range(mesh.size) if mesh.coordinate(r)["pp"] == rank)
-    defs = partition.local_defs(gpt.defs(config.gpt), rank)
+    defs = partition.local_defs(staging.defs_of(config), rank)
     specs = param_specs(defs, staging.rules_of(config, mesh))
     if config.zero == 2:
         specs = optim.shard_specs(defs, specs, mesh)

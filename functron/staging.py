@@ -11,6 +11,7 @@ import torch
 
 from functron import params as parameters
 from functron.errors import Problem, raise_problems
+from functron.lora import lora_defs
 from functron.models import gpt
 from functron.optim import torch_dtype
 from functron.params import ParamDef
@@ -73,7 +74,7 @@ def partition_for(config: TrainConfig, mesh: Mesh | BoundMesh, schedule: Schedul
         ValueError: the layout does not fit, or the vocabulary does not divide.
     """
     layout = layout_for(config, mesh, schedule.num_stages)
-    defs = gpt.defs(config.gpt)
+    defs = defs_of(config)
     spread = {
         name: entry.axes.index("vocab")
         for name, entry in defs.items()
@@ -88,6 +89,16 @@ def partition_for(config: TrainConfig, mesh: Mesh | BoundMesh, schedule: Schedul
 def stream_of(config: TrainConfig) -> P:
     """The spec of the residual stream."""
     return gpt.SEQUENCE_PARALLEL_STREAM if config.sequence_parallel else gpt.STREAM
+
+
+def defs_of(config: TrainConfig) -> dict:
+    """The parameters of the whole model, with those of LoRA where it has any.
+
+    Raises:
+        ValueError: LoRA's targets are none of its layers.
+    """
+    defs = gpt.defs(config.gpt)
+    return defs if config.lora is None else lora_defs(defs, config.lora)
 
 
 def rules_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Rules:
@@ -105,7 +116,7 @@ def gather_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Gather:
     if config.gather == "step":
         return gpt.WHOLE  # the step has gathered them
     return Gather(
-        parameters.param_specs(gpt.defs(config.gpt), rules_of(config, mesh)),
+        parameters.param_specs(defs_of(config), rules_of(config, mesh)),
         regather=config.gather == "use",
         reduce_dtype=torch_dtype(config.optimizer.reduce_dtype),
     )
@@ -136,7 +147,7 @@ def stage_flops(config: TrainConfig, mesh: Mesh | BoundMesh, part: Part) -> floa
     model = config.gpt
     plain = (mesh.mesh if isinstance(mesh, BoundMesh) else mesh).without("pp")
     whole = Partition((part,), (((0, 0),),), gpt.uses(model))
-    defs = gpt.defs(model)
+    defs = defs_of(config)
     names = whole.names(0)
     specs = parameters.param_specs(defs, rules_of(config, plain))
     weights = parameters.abstract_params({name: defs[name] for name in names})

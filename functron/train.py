@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from functron import checkpoint, corpus, metrics, optim, random, report, run_folder
+from functron import checkpoint, corpus, lora, metrics, optim, random, report, run_folder, tree
 from functron.config import TrainConfig
 from functron.data import Samples
 from functron.loop import Meter, Outcome, loop
 from functron.models import gpt
+from functron.params import init_params
 from functron.program.jit import jit
 from functron.recipe import Recipe, assemble, placement
 from functron.spmd import DATA_AXES, BoundMesh, Mesh
@@ -98,11 +99,19 @@ def _restored(
     mesh: Mesh | BoundMesh,
     device: torch.device | str,
 ) -> State:
-    if any(name.startswith("opt_state/") for name in checkpoint.Checkpoint(path)):
+    names = list(checkpoint.Checkpoint(path))
+    adapted = lora.has_adapters(leaf.path for leaf in where.leaves)
+    new = adapted and not lora.has_adapters(names)
+    if not new and any(name.startswith("opt_state/") for name in names):
         like = recipe.init(key.to("meta"), mesh)
         return checkpoint.restore(path, like, placement=where, device=device)
-    like = {"params": recipe.init(key.to("meta"), mesh).params}
+    params = recipe.init(key.to("meta"), mesh).params
+    like = {"params": lora.split(params)[0] if new else params}
     params = checkpoint.restore(path, like, placement=where, device=device)["params"]
+    if new:  # the model's own parameters are there, and nothing was added to them yet
+        init_key, _ = random.split(key.to(device)).unbind(0)
+        adapters = init_params(init_key, lora.split(recipe.defs)[1], recipe.specs, mesh)
+        params = tree.join(params, adapters)
     return recipe.init(key.to(device), mesh, params)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from functron import corpus, report, run_folder, staging
 from functron.config import TrainConfig, load
 from functron.errors import Problem, raise_problems
+from functron.models import gpt
 from functron.optim import optimizer_problems, schedule_problems
 from functron.spmd import DATA_AXES, Mesh
 
@@ -34,6 +35,7 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
         _pipeline_problems(config, mesh, messages)
         _try(lambda: staging.rules_of(config, mesh), messages)
     problems += _number_problems(config)
+    problems += _lora_problems(config)
     problems += optimizer_problems(config.optimizer)
     if config.steps >= 1:
         problems += schedule_problems(config.rate_schedule, "learning_rate")
@@ -127,6 +129,14 @@ def _pipeline_problems(config: TrainConfig, mesh: Mesh, messages: list[str]) -> 
     _try(lambda: raise_problems("these are for pipelines", unused), messages)
 
 
+def _lora_problems(config: TrainConfig) -> Iterator[Problem]:
+    if config.lora is not None:
+        yield from config.lora.problems(gpt.defs(config.gpt))
+        if config.vocab_over_pp:
+            fix = "leave one of them out"
+            yield Problem("vocab_over_pp", "true with lora_rank", "all parameters to train", fix)
+
+
 def _number_problems(config: TrainConfig) -> Iterator[Problem]:
     least = {"steps": 1, "seq": 1, "global_batch": 1, "microbatches": 1}
     least |= dict.fromkeys(("nproc", "seed", "chunks", "save_every", "keep_last", "keep_every"), 0)
@@ -158,6 +168,8 @@ def _out_problems(out: str) -> Sequence[Problem]:
 _ORDER = ("data", "tokenizer", "format", "overlong", "seed", "seq", "global_batch")
 """What determines which samples each step sees."""
 
+_LORA = ("lora_rank", "lora_alpha", "lora_targets")
+
 
 def _resume_problems(config: TrainConfig) -> Sequence[Problem]:
     """What a run cannot change half-way: its parameters, and which samples each step sees."""
@@ -172,7 +184,7 @@ def _resume_problems(config: TrainConfig) -> Sequence[Problem]:
     fix = "leave it out, or begin a new run in another folder"
     found = [
         Problem(name, repr(getattr(config, name)), f"{getattr(begun, name)!r}, as in the run", fix)
-        for name in (_ORDER if begun_steps else ())
+        for name in ((*_ORDER, *_LORA) if begun_steps else ())
         if getattr(config, name) != getattr(begun, name)
     ]
     here, there = dataclasses.asdict(config.gpt), dataclasses.asdict(begun.gpt)

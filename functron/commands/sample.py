@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 import tyro
 
-from functron import checkpoint, corpus, launch, random, run_folder, tree
+from functron import checkpoint, corpus, launch, lora, random, run_folder, tree
 from functron.commands.device import device_type
 from functron.config import load
 from functron.data import Tokenizer
@@ -51,8 +51,9 @@ def run(arguments: Sequence[str]) -> int:
         device = device_type(options.device)
         config = load(options.run / run_folder.CONFIG)
         path = checkpoint.latest(options.run / run_folder.CHECKPOINTS)
-        like = {"params": abstract_params(gpt.defs(config.gpt))}
-        params = tree.map(lambda leaf: leaf.to(device), checkpoint.restore(path, like)["params"])
+        defs = lora.defs_in(gpt.defs(config.gpt), config.lora, checkpoint.Checkpoint(path))
+        found = checkpoint.restore(path, {"params": abstract_params(defs)})["params"]
+        params = tree.map(lambda leaf: leaf.to(device), lora.merge(found))
         tokenizer = corpus.open_tokenizer(replace(config, out=str(options.run)))
         ids = _encoded(options, tokenizer)
         prompt = torch.tensor([ids], dtype=torch.int64, device=device)

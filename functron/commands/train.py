@@ -11,7 +11,7 @@ from typing import Annotated
 import torch.distributed as dist
 import tyro
 
-from functron import launch, run_folder
+from functron import launch, lora, run_folder, staging, tree
 from functron.commands.device import device_type
 from functron.config import TrainConfig, load, with_model
 from functron.corpus import is_chat
@@ -86,6 +86,12 @@ def _introduction(run: Run, here: launch.Process | None) -> list[str]:
     tokenizer = run_folder.tokenizer_path(config)
     if tokenizer is not None:
         lines.append(f"tokens {tokenizer}")
+    if config.lora is not None:
+        defs = staging.defs_of(config)
+        count = num_params(tree.partition(defs, lora.trainable(defs))[0])
+        lines.append(
+            f"lora   rank {config.lora_rank}: {count:,} parameters more, which alone train"
+        )
     if here is not None:
         lines.append(f"mesh   {config.mesh or 'one rank'}: {here.world_size} processes")
     elif run.mesh.size > 1:

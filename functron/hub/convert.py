@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from functron import checkpoint, config, tree
+from functron import checkpoint, config, lora, tree
 from functron.errors import Problem, nearest, raise_problems
 from functron.hub.config import CONFIG, read_config
 from functron.hub.reader import load
@@ -118,15 +118,16 @@ def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) ->
 
 def _export(path: Path, out: Path, *, dtype: str | None, max_shard_bytes: int) -> Conversion:
     _refuse_existing(out)
-    model = config.load(path / "config.toml").gpt
+    settings = config.load(path / "config.toml")
+    model = settings.gpt
     stored = checkpoint.Checkpoint(checkpoint.latest(path / "checkpoints"))
-    defs = gpt.defs(model)
+    defs = lora.defs_in(gpt.defs(model), settings.lora, stored)
     missing = [place for place in tree.paths(defs) if f"params/{place}" not in stored]
     wanted = "a parameter, as config.toml says"
     problems = [Problem(f"params/{place}", "no such leaf", wanted) for place in missing]
     raise_problems(f"{stored.path} is no checkpoint of this run's model", problems)
     # leaves that are read where they are used: a row of one at a time
-    params = tree.map_with_path(lambda place, _: stored[f"params/{place}"], defs)
+    params = lora.merge(tree.map_with_path(lambda place, _: stored[f"params/{place}"], defs))
     kept = path / FOLDER if (path / FOLDER / CONFIG).is_file() else None
     save(out, model, params, like=kept, dtype=dtype, max_shard_bytes=max_shard_bytes)
     if kept is None:  # a run that began with random weights may have a tokenizer all the same

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from functron import tree
+from functron import lora, tree
 from functron.errors import Problem, nearest, raise_problems
 from functron.hub.config import CONFIG, family_for, family_of, read_table, write_config
 from functron.hub.families import Family
@@ -71,6 +71,7 @@ def save(
         path: a folder that does not exist; its parents are made.
         config: the architecture.
         params: the parameters, as `gpt.defs(config)`: global values, or this rank's shards.
+            Low-rank additions (`functron.lora`) are merged.
         specs: their specs, a prefix tree; needed on a bound mesh.
         mesh: where they live.
         like: the folder that the model was loaded from: its tokenizer, config.json and generation
@@ -83,6 +84,7 @@ def save(
         ValueError: no family has such models, the parameters are not those of the config, or
             something lies at `path` or cannot be written; all offenders are listed.
     """
+    params, specs = lora.merge(params), lora.plain(specs)
     kept = read_table(like) if like is not None else None
     table = {"model_type": model_type} if model_type else kept
     family = family_of(table) if table is not None else family_for(config)
