@@ -10,7 +10,7 @@ from functron.data import ByteText, Chat, Samples, Tokenizer, TokenText
 from functron.data.conversations import chat_files
 from functron.data.documents import find
 from functron.data.token_text import check_vocabulary
-from functron.errors import Problem
+from functron.errors import Problem, raise_problems
 
 
 def is_chat(config: TrainConfig) -> bool:
@@ -34,6 +34,7 @@ def open_samples(config: TrainConfig) -> Samples:
     Raises:
         ValueError: it cannot be read, or does not fit the model.
     """
+    raise_problems("cannot train on this", problems_of(config))
     tokenizer = open_tokenizer(config)
     if tokenizer is None:
         return ByteText(config.data or None, config.seq, seed=config.seed)

@@ -152,3 +152,19 @@ def test_all_problems_at_once(weights):
     with pytest.raises(ValueError, match="cannot sample") as caught:
         ft.generate(weights, CONFIG, torch.tensor([[99]]), -1, temperature=1.0)
     assert str(caught.value).count("\n  - ") == 3
+
+
+def test_stops(weights):
+    tokens = prompt(rows=4)
+    free = ft.generate(weights, CONFIG, tokens, 8, temperature=0)
+    stop = int(free[0, 3])
+    out = ft.generate(weights, CONFIG, tokens, 8, temperature=0, stop={stop, 10**6})
+    ends = []
+    for row, whole in zip(out.tolist(), free.tolist(), strict=True):
+        said = whole[2:]
+        end = said.index(stop) + 1 if stop in said else len(said)
+        ends.append(end)
+        assert row[2 : 2 + end] == said[:end]
+        assert all(token == stop for token in row[2 + end :])
+    assert ends[0] <= 2
+    assert out.shape[1] == 2 + max(ends)

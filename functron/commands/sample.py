@@ -50,12 +50,12 @@ def run(arguments: Sequence[str]) -> int:
     with launch.mistakes():
         device = device_type(options.device)
         config = load(options.run / run_folder.CONFIG)
+        tokenizer = corpus.open_tokenizer(replace(config, out=str(options.run)))
+        ids = _encoded(options, tokenizer)
         path = checkpoint.latest(options.run / run_folder.CHECKPOINTS)
         defs = lora.defs_in(gpt.defs(config.gpt), config.lora, checkpoint.Checkpoint(path))
         found = checkpoint.restore(path, {"params": abstract_params(defs)})["params"]
         params = tree.map(lambda leaf: leaf.to(device), lora.merge(found))
-        tokenizer = corpus.open_tokenizer(replace(config, out=str(options.run)))
-        ids = _encoded(options, tokenizer)
         prompt = torch.tensor([ids], dtype=torch.int64, device=device)
         key = random.key(options.seed).to(device)
         tokens = generate(

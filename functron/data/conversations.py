@@ -78,7 +78,7 @@ def read_conversations(files: Sequence[Path]) -> Iterator[Line]:
 
 def _read(where: str, line: bytes) -> Line:
     try:
-        found = json.loads(line.decode("utf-8-sig"))
+        found = json.loads(line.rstrip().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         got = f"byte {line[error.start]:#04x} at offset {error.start} of the line"
         return Line(where, (), problems=(Problem(where, got, "UTF-8"),))
@@ -149,10 +149,20 @@ def _turns(where: str, name: str, turns: Any, problems: list[Problem]) -> list[d
             fix = nearest(role, ROLES) if isinstance(role, str) else ""
             problems.append(Problem(f"{place}.role", got, f"one of {', '.join(ROLES)}", fix))
         calls = role == "assistant" and turn.get("tool_calls") and content is None
-        if not isinstance(content, str) and not calls:
+        if not calls and not (isinstance(content, str) and _is_unicode(content)):
             got = "no content" if content is None else _kind(content)
+            got = "half of a surrogate pair" if isinstance(content, str) else got
             problems.append(Problem(f"{place}.content", got, "text"))
     return turns if len(problems) == before else []
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text has no lone surrogates, which JSON can write and no encoding can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _kind(value: Any) -> str:

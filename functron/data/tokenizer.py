@@ -114,16 +114,17 @@ class Tokenizer:
     @property
     def stops(self) -> frozenset[int]:
         """The ids after which a model has finished: of a text, and of its turn to speak."""
-        found = {self.end_of_text}
+        end = self.end_of_text
+        found = set() if end is None else {end}
         try:
             messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
             last = self.conversation(messages)
         except ValueError:  # no template, or none that takes such messages
-            return frozenset(found - {None})
+            return frozenset(found)
         said = last.tokens[last.assistant]
         if len(said) > 1 and not self.decode(said[-1:]):  # a special token, not a part of "b"
             found.add(int(said[-1]))
-        return frozenset(found - {None})
+        return frozenset(found)
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **more: Any
