@@ -1,0 +1,347 @@
+"""Low-rank adapters: the dense W + s A B, on every mesh; frozen leaves stay; merged at the end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import functron as ft
+from functron import Mesh, checkpoint, gpt, hub, lora, optim, random, tree
+from functron.commands import sample
+from functron.config import TrainConfig, dump
+from functron.hub.convert import convert
+from functron.lora import LoRA
+from functron.optim import OptimizerConfig
+from functron.params import abstract_params
+from functron.recipe import assemble, placement, step_program
+from functron.staging import defs_of
+from functron.train import prepare, train
+
+CONFIG = gpt.GPTConfig(
+    vocab_size=256, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24,
+    max_seq=12, init_stddev=0.2, dtype="float64", vocab_multiple=8,
+)  # fmt: skip
+RANK, ALPHA = 3, 7.0
+RUN = TrainConfig(
+    gpt=CONFIG, seq=12, global_batch=4, lora_rank=RANK, lora_alpha=ALPHA,
+    optimizer=OptimizerConfig(clip_norm=0.5, weight_decay=0.1),
+)  # fmt: skip
+DEFS = defs_of(RUN)
+# the subscripts of x W for each matrix of a layer, with r for the rank
+PRODUCTS = {
+    ("attention", "q"): "lir,lrhd->lihd",
+    ("attention", "k"): "lir,lrhd->lihd",
+    ("attention", "v"): "lir,lrhd->lihd",
+    ("attention", "out"): "lhdr,lro->lhdo",
+    ("mlp", "up"): "lir,lro->lio",
+    ("mlp", "gate"): "lir,lro->lio",
+    ("mlp", "down"): "lir,lro->lio",
+}
+
+
+def batch(step: int) -> dict:
+    tokens = torch.randint(0, 256, (4, 13), generator=torch.Generator().manual_seed(step))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(4)}
+
+
+def begun(defs=DEFS) -> dict:
+    """Parameters as if trained for a while: with B that is not zero."""
+    source = torch.Generator().manual_seed(5)
+
+    def one(path: str, leaf: torch.Tensor) -> torch.Tensor:
+        drawn = torch.randn(leaf.shape, generator=source, dtype=torch.float64)
+        return (0.3 * drawn).to(leaf.dtype) if path.endswith("lora/b") else leaf
+
+    return tree.map_with_path(one, ft.init_params(random.key(0), defs))
+
+
+def dense(params: dict) -> dict:
+    """The model's own parameters with W + s A B, written out per matrix."""
+    made = lora.plain(params)
+    for (group, name), product in PRODUCTS.items():
+        layer = params["blocks"][group][name]
+        added = torch.einsum(product, layer["lora"].a, layer["lora"].b)
+        made["blocks"][group][name]["w"] = layer["w"] + ALPHA / RANK * added
+    return made
+
+
+def close(got, want, tolerance=1e-10):
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def test_the_model_begins_as_it_was():
+    plain = ft.init_params(random.key(0), gpt.defs(CONFIG))
+    adapted = ft.init_params(random.key(0), DEFS)
+    assert all(map(torch.equal, tree.leaves(lora.plain(adapted)), tree.leaves(plain)))
+    tokens = batch(0)["tokens"]
+    logits = [gpt.forward(CONFIG, params, tokens) for params in (plain, adapted)]
+    assert torch.equal(*logits)
+    a = adapted["blocks"]["mlp"]["down"]["lora"].a
+    assert a.shape == (2, 24, RANK)
+    assert 0.7 < a.std() * math.sqrt(24) < 1.3
+
+
+def test_logits_and_gradients_are_those_of_the_dense_sum():
+    params, data = begun(), batch(0)
+    chosen, frozen = tree.partition(params, lora.trainable(params))
+
+    def mine(chosen):
+        return gpt.loss(CONFIG, tree.join(chosen, frozen), data)
+
+    leaves, structure = tree.flatten(chosen)
+
+    def reference(leaves):
+        full = tree.join(tree.unflatten(structure, leaves), frozen)
+        return gpt.loss(CONFIG, dense(full), data)
+
+    close(mine(chosen), reference(leaves))
+    want = torch.func.grad(reference)(leaves)
+    assert len(want) == 2 * len(PRODUCTS)
+    assert all(grad.abs().max() > 1e-3 for grad in want)
+    for got, grad in zip(tree.leaves(ft.grad(mine)(chosen)), want, strict=True):
+        close(got, grad)
+
+
+def test_merged_parameters_give_the_same_logits():
+    params, tokens = begun(), batch(0)["tokens"]
+    merged = lora.merge(params)
+    assert tree.paths(merged) == tree.paths(gpt.defs(CONFIG))
+    close(gpt.forward(CONFIG, merged, tokens), gpt.forward(CONFIG, params, tokens))
+    for got, want in zip(tree.leaves(merged), tree.leaves(dense(params)), strict=True):
+        close(got, want)
+    assert lora.merge(merged)["blocks"]["mlp"]["up"]["w"] is merged["blocks"]["mlp"]["up"]["w"]
+
+
+def test_low_precision_is_merged_in_float32():
+    params = begun(defs_of(replace(RUN, gpt=replace(CONFIG, dtype="bfloat16"))))
+    layer = params["blocks"]["mlp"]["up"]
+    assert layer["lora"].scale.dtype == torch.float32
+    wide = dense(tree.map(torch.Tensor.double, params))["blocks"]["mlp"]["up"]["w"]
+    # rounded once: nothing is nearer among the numbers of bfloat16
+    assert torch.equal(lora.merge(params)["blocks"]["mlp"]["up"]["w"], wide.bfloat16())
+
+
+STEPS = 2
+
+
+def taken(config: TrainConfig):
+    mesh = Mesh.parse(config.mesh)
+    recipe = assemble(config, mesh)
+    state = recipe.init(random.key(1), mesh, begun())
+    history = []
+    for index in range(STEPS):
+        state, metrics = recipe.step(state, batch(index))
+        history.append(torch.stack([metrics["loss"], metrics["grad_norm"]]))
+    return state, torch.stack(history)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return taken(RUN)
+
+
+def test_steps_are_those_of_torch_optim(alone):
+    """AdamW on A and B of the dense sum, clipped: nothing else moves or counts in the norm."""
+    params = begun()
+    chosen, frozen = tree.partition(params, lora.trainable(params))
+    leaves, structure = tree.flatten(chosen)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    settings = RUN.optimizer
+    adamw = torch.optim.AdamW(
+        leaves, betas=(settings.b1, settings.b2), eps=settings.eps, weight_decay=0.1
+    )
+    rate = optim.make_schedule(RUN.rate_schedule)
+    history = []
+    for index in range(STEPS):
+        data = batch(index)
+        adamw.param_groups[0]["lr"] = float(rate(torch.tensor(index)))
+        full = tree.join(tree.unflatten(structure, leaves), frozen)
+        value = gpt.loss(CONFIG, dense(full), data) / 48
+        adamw.zero_grad()
+        value.backward()
+        norm = torch.nn.utils.clip_grad_norm_(leaves, settings.clip_norm)
+        adamw.step()
+        history.append(torch.stack([value.detach(), norm]))
+    state, got = alone
+    close(got, torch.stack(history), 1e-6)  # learning rates are float32, rounded differently
+    found = tree.leaves(tree.partition(state.params, lora.trainable(params))[0])
+    for leaf, want in zip(found, leaves, strict=True):
+        close(leaf, want.detach(), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mesh": "dp=2", "microbatches": 2},
+        {"mesh": "tp=2"},
+        {"mesh": "dp=2,tp=2", "sequence_parallel": True, "remat": "full"},
+        {"mesh": "fsdp=2", "microbatches": 2},
+        {"mesh": "fsdp=2,tp=2", "remat": "full"},
+        {"mesh": "fsdp=2", "gather": "step", "microbatches": 2},
+        {"mesh": "dp=2", "zero": 1},
+        {"mesh": "dp=2", "zero": 2, "microbatches": 2},
+        {"mesh": "dp=2,tp=2", "zero": 2, "remat": "dots"},
+        {"mesh": "dp=2", "zero": 3},
+        {"mesh": "pp=2", "microbatches": 2},
+        {"mesh": "pp=2,dp=2", "microbatches": 2, "zero": 2, "layout": "E|ttL"},
+        {"mesh": "pp=2", "microbatches": 4, "schedule": "zb-h1"},
+        {"mesh": "pp=2,fsdp=2", "microbatches": 2, "gather": "step"},
+    ],
+    ids=lambda changes: "-".join(str(value) for value in changes.values()),
+)
+def test_every_mesh_trains_the_same_adapters(changes, alone):
+    state, history = taken(replace(RUN, **changes))
+    close(history, alone[1])
+    rows = zip(
+        tree.leaves(state.params),
+        tree.leaves(alone[0].params),
+        tree.leaves(begun()),
+        tree.leaves(lora.trainable(DEFS)),
+        strict=True,
+    )
+    for got, want, before, trains in rows:
+        close(got, want)
+        assert torch.equal(got, before) != trains
+
+
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+def test_other_optimizers(name):
+    config = replace(RUN, optimizer=OptimizerConfig(name=name))
+    state, _ = taken(config)
+    rows = zip(tree.leaves(state.params), tree.leaves(begun()), strict=True)
+    moved = [not torch.equal(got, before) for got, before in rows]
+    assert moved == tree.leaves(lora.trainable(DEFS))
+
+
+def traffic(program, op: str, phase: str = "backward") -> int:
+    found = program.cost().collectives
+    return sum(t.payload_bytes for t in found if t.op == op and t.phase == phase)
+
+
+def test_frozen_parameters_cost_no_gradients():
+    """Read in the traced programs: reductions, FLOPs and the optimizer's state."""
+    chosen = tree.partition(DEFS, lora.trainable(DEFS))[0]
+    trained = ft.num_params(chosen)
+    frozen = step_program(replace(RUN, mesh="dp=2"), Mesh(dp=2))
+    # the adapters' gradients once, and two numbers: the loss's cotangent and a count
+    assert trained * 8 <= traffic(frozen, "psum") <= trained * 8 + 16
+
+    split = sum(math.prod(d.shape) for d in tree.leaves(chosen) if "embed" in d.axes)
+    program = step_program(replace(RUN, mesh="fsdp=2", microbatches=2), Mesh(fsdp=2))
+    assert traffic(program, "psum_scatter") == 2 * 8 * split
+    whole = step_program(replace(RUN, mesh="fsdp=2", microbatches=2, lora_rank=0), Mesh(fsdp=2))
+    assert traffic(whole, "psum_scatter") > 3 * traffic(program, "psum_scatter")
+
+    # of 6 FLOPs per frozen weight and token, the 2 of its gradient are not computed
+    full = step_program(replace(RUN, lora_rank=0), Mesh()).cost().hardware_flops
+    tokens = RUN.global_batch * RUN.seq
+    matrices = sum(math.prod(d.shape) for d in tree.leaves(lora.plain(DEFS)) if len(d.shape) > 1)
+    saved = 2 * tokens * (matrices - 256 * 16 - 2 * 2 * 16)  # no product: look-up, scales of norms
+    added = 6 * tokens * trained
+    assert step_program(RUN, Mesh()).cost().hardware_flops <= full - saved + added
+
+    state = assemble(RUN, Mesh()).init(random.key(0), Mesh(), begun())
+    counters = 2
+    assert tree.size(state.opt_state) <= 2 * trained + counters
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A run of adapters that began with a plain checkpoint; its folder and the plain one's."""
+    model = replace(CONFIG, dtype="float32")
+    config = replace(RUN, gpt=model, steps=1, data=__file__)
+    base = ft.init_params(random.key(3), gpt.defs(model))
+    checkpoint.save(tmp_path / "base" / "0", {"params": base}, {"step": 0})
+    run = prepare(config, Mesh(), begin_from=tmp_path / "base" / "0")
+    drawn = ft.init_params(random.split(random.key(config.seed))[0], defs_of(config))
+    for got, want in zip(tree.leaves(lora.plain(run.state.params)), tree.leaves(base), strict=True):
+        assert torch.equal(got, want)
+    fresh = (tree.leaves(lora.split(value)[1]) for value in (run.state.params, drawn))
+    assert all(map(torch.equal, *fresh))
+    assert run.start == 0
+    train(run, tmp_path / "run")
+    return config, base, tmp_path / "run"
+
+
+def test_a_run_from_a_plain_checkpoint_and_its_export(finished, tmp_path, capsys):
+    config, base, folder = finished
+    path = checkpoint.latest(folder / "checkpoints")
+    like = {"params": abstract_params(defs_of(config))}
+    params = checkpoint.restore(path, like)["params"]
+    for got, want in zip(tree.leaves(lora.plain(params)), tree.leaves(base), strict=True):
+        assert torch.equal(got, want)
+    assert params["blocks"]["mlp"]["up"]["lora"].b.abs().max() > 0
+
+    again = prepare(replace(config, mesh="fsdp=2"), Mesh(fsdp=2), begin_from=path)
+    assert again.start == 1
+    assert all(map(torch.equal, tree.leaves(again.state.params), tree.leaves(params)))
+
+    convert(f"run:{folder}", f"hf:{tmp_path / 'hf'}")
+    hub.save(tmp_path / "direct", config.gpt, params)
+    for out in ("hf", "direct"):
+        loaded = hub.load(tmp_path / out, config.gpt)
+        for got, want in zip(tree.leaves(loaded), tree.leaves(lora.merge(params)), strict=True):
+            assert torch.equal(got, want)
+
+    told = {}
+    for name, settings in {"run": config, "merged": replace(config, lora_rank=0)}.items():
+        if name == "merged":
+            there = tmp_path / name
+            checkpoint.save(there / "checkpoints" / "0", {"params": lora.merge(params)}, {})
+            (there / "config.toml").write_text(dump(settings))
+        where = ["--prompt", "def ", "--tokens", "8", "--temperature", "0", "--device", "cpu"]
+        assert sample.run([str(tmp_path / name), *where]) == 0
+        told[name] = capsys.readouterr().out
+    assert told["run"] == told["merged"]
+
+
+def test_placement_knows_adapters():
+    """What ranks of a pipeline hold is theirs: rows of their layers, optimizer state included."""
+    where = placement(replace(RUN, mesh="pp=2", microbatches=2), Mesh(pp=2), processes=True)
+    shapes = {leaf.path: where.local_shape(leaf, 1) for leaf in where.leaves}
+    assert shapes["params/blocks/mlp/up/lora/a"] == (1, 16, RANK)
+    moments = [path for path in shapes if path.startswith("opt_state/") and path.endswith("/a")]
+    assert len(moments) == 2 * len(PRODUCTS)
+    assert not [path for path in shapes if "opt_state" in path and path.endswith("/w")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (LoRA(rank=0), "lora_rank: got 0; wanted at least 1"),
+        (LoRA(alpha=0.0), "lora_alpha: got 0.0; wanted a positive number"),
+        (LoRA(targets=()), "lora_targets: got nothing"),
+        (LoRA(targets=("blocks/atention/q",)), "did you mean 'blocks/attention/q'"),
+        (LoRA(targets=("embed",)), "lora_targets: got 'embed'; wanted a linear layer"),
+    ],
+)
+def test_refusals(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        lora.lora_defs(gpt.defs(CONFIG), wrong)
+
+
+def test_everything_wrong_is_said_at_once():
+    with pytest.raises(ValueError, match=r"(?s)lora_rank.*lora_alpha.*blocks/foo"):
+        lora.lora_defs(gpt.defs(CONFIG), LoRA(-1, -1.0, ("blocks/foo",)))
+
+
+def test_only_targets_are_adapted():
+    defs = lora.lora_defs(gpt.defs(CONFIG), LoRA(targets=("blocks/*/q", "blocks/mlp/up")))
+    found = {path.split("/lora/")[0] for path in tree.paths(defs) if "/lora/" in path}
+    assert found == {"blocks/attention/q", "blocks/mlp/up"}
+
+
+def test_a_checkpoint_of_adapters_without_their_rank_is_refused(finished):
+    config, _, folder = finished
+    (folder / "config.toml").write_text(dump(replace(config, lora_rank=0)))
+    with pytest.raises(ValueError, match="lora_rank"):
+        convert(f"run:{folder}", f"hf:{folder}-hf")
+
+
+def test_frozen_parameters_cannot_be_spread_over_a_pipeline():
+    config = replace(RUN, mesh="pp=2", microbatches=2, vocab_over_pp=True)
+    with pytest.raises(ValueError, match="spread over the pipeline"):
+        assemble(config, Mesh(pp=2))
