@@ -200,3 +200,30 @@ def test_bytes_have_no_conversations(config, tmp_path, capsys):
     assert "chat: got a run on bytes; wanted one with a tokenizer" in capsys.readouterr().err
     with pytest.raises(ValueError, match="got none for conversations"):
         open_samples(replace(config, tokenizer=""))
+
+
+def test_which_tokenizer_a_run_has(config, folder, tmp_path):
+    def path(**changes):
+        return run_folder.tokenizer_path(replace(config, **changes))
+
+    run, other = tmp_path / "run", make_tokenizer(tmp_path / "other", None)
+    assert path() == folder
+    assert path(tokenizer="") is path(tokenizer="bytes") is None
+    assert path(out=str(run)) == folder  # which has not begun
+    run.mkdir()
+    run_folder.keep_tokenizer(run, config)
+    assert (run / "hub" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    run_folder.write_config(run, config)
+    kept = run / "hub"
+    assert path(out=str(run)) == path(out=str(run), tokenizer="") == kept
+    assert path(out=str(run), tokenizer="bytes") is None
+    # a run that begins from a converted model may bring another one, which takes its place
+    changed = replace(config, tokenizer=str(other / "tokenizer.json"), out=str(run))
+    assert run_folder.tokenizer_path(changed) == other / "tokenizer.json"
+    (kept / "merges.txt").touch()
+    (kept / "config.json").touch()
+    run_folder.keep_tokenizer(run, changed)
+    names = {file.name for file in kept.iterdir()}
+    assert names == {"tokenizer.json", "tokenizer_config.json", "config.json"}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (kept / name).read_bytes() == (other / name).read_bytes()

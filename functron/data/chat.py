@@ -30,8 +30,8 @@ class Chat:
     end to `seq` tokens, which causal attention does not see. Conversations in which the assistant
     says nothing are left out, so that no batch is without targets.
 
-    All conversations are tokenised when this is made, and stay in memory, 3 or 5 bytes a token:
-    about a second for a thousand, which is for up to some hundred thousand of them.
+    All conversations are tokenised when this is made, and stay in memory, 3 or 5 bytes a token: at
+    some 200,000 tokens a second, which is for up to some tens of thousands of them.
 
     Args:
         path: a JSONL file or a folder of them (see `functron.data.conversations`).
