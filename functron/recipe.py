@@ -16,6 +16,7 @@ from functron.pipeline.partition import Partition
 from functron.program.program import Program
 from functron.program.trace import trace
 from functron.spmd import BoundMesh, Mesh, P
+from functron.spmd.shards import whole_over
 from functron.step import State, init_state, make_pipelined_step, make_step, state_specs
 
 
@@ -85,7 +86,8 @@ def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     rank = mesh.coordinate["pp"] if isinstance(mesh, BoundMesh) else None
     defs = partition.local_defs(staging.defs_of(config), rank)
     specs = param_specs(defs, staging.rules_of(config, mesh))
-    optimizer = make_optimizer(config, defs, specs, mesh, partition.copies(rank))
+    parts = _parts(config, defs, specs, mesh, None if rank is None else partition)
+    optimizer = make_optimizer(config, defs, specs, mesh, partition.copies(rank), parts)
     stages = pipelined(
         staging.stage_of(config, mesh),
         partition,
@@ -130,10 +132,10 @@ def make_optimizer(
         specs: how they are split.
         mesh: over which ranks.
         copies: how many ranks of a pipeline hold each of them.
-        parts: how ZeRO's optimizer state is split; None: as `optim.shard_specs` says.
+        parts: how ZeRO's optimizer state is split, where processes of a pipeline divide some
+            parameters; None: as `optim.shard_specs` says.
     """
-    if config.zero in (1, 2) and parts is None:
-        parts = optim.shard_specs(defs, specs, mesh)
+    parts = _parts(config, defs, specs, mesh) if parts is None else parts
     mask = trained(config, defs)
     defs, _ = tree.partition(defs, mask)
     made = optim.make_optimizer(
@@ -147,6 +149,20 @@ def make_optimizer(
         mesh=mesh,
     )
     return made if mask is True else optim.masked(made, mask)
+
+
+def _parts(
+    config: TrainConfig,
+    defs: tree.Tree,
+    specs: tree.Tree,
+    mesh: Mesh | BoundMesh,
+    partition: Partition | None = None,
+) -> tree.Tree:
+    """How ZeRO's optimizer state is split of what a rank of the pipeline holds between steps."""
+    if config.zero not in (1, 2):
+        return None
+    stored = specs if partition is None else partition.storage_specs(specs)
+    return whole_over(optim.shard_specs(defs, stored, mesh), ("pp",))
 
 
 def placement(
@@ -172,7 +188,7 @@ def placement(
     for defs in local:  # ZeRO goes by the shapes that a rank of the pipeline has
         held = param_specs(defs, rules)
         specs |= held
-        parts |= optim.shard_specs(defs, held, mesh) if config.zero in (1, 2) else {}
+        parts |= _parts(config, defs, held, mesh, partition) or {}
     optimizer = make_optimizer(config, whole, specs, mesh, parts=parts or None)
     stored = partition.storage_specs(specs) if partition else specs
     plain = make_optimizer(dataclasses.replace(config, zero=0), whole, P(), Mesh())
