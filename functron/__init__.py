@@ -5,7 +5,7 @@ makes of both a per-rank program with explicit collectives. Simulate it in this 
 the mesh to processes and run it unchanged.
 """
 
-from functron import checkpoint, debug, hub, nn, optim, params, pipeline, random, tree
+from functron import checkpoint, debug, hub, lora, nn, optim, params, pipeline, random, tree
 from functron.models import gpt
 from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
 from functron.program.jit import jit
@@ -59,6 +59,7 @@ __all__ = [
     "init_state",
     "jit",
     "lax",
+    "lora",
     "make_pipelined_step",
     "make_step",
     "named_scope",
