@@ -10,9 +10,9 @@ from functron import random, tree
 from functron.cli import main
 from functron.config import TrainConfig
 from functron.models import gpt
+from functron.recipe import assemble, step_program
 from functron.spmd import Mesh
 from functron.stage_costs import pipeline_cost
-from functron.recipe import assemble, step_program
 
 CONFIG = TrainConfig(
     gpt=replace(gpt.PRESETS["tiny"], num_layers=8), global_batch=16, microbatches=8, seq=64
