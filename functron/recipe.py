@@ -166,23 +166,22 @@ def _parts(
 
 
 def placement(
-    config: TrainConfig, mesh: Mesh | BoundMesh, *, processes: bool | None = None
+    config: TrainConfig, mesh: Mesh | BoundMesh, partition: Partition | None = None
 ) -> checkpoint.Placement:
     """Where each part of the whole state lies between steps of `assemble`'s step.
 
     Args:
         config: what is to be run.
         mesh: where.
-        processes: whether each rank is a process; None: whether the mesh is bound.
+        partition: who holds which parameters, where the ranks of a pipeline are processes; None:
+            one process has what all of them hold.
 
     Raises:
         ValueError: the model cannot run on the mesh.
     """
-    processes = isinstance(mesh, BoundMesh) if processes is None else processes
     whole, rules = staging.defs_of(config), staging.rules_of(config, mesh)
-    partition, local = None, [whole]
-    if mesh["pp"] > 1 and processes:
-        partition = staging.partition_for(config, mesh, staging.schedule_for(config, mesh))
+    local = [whole]
+    if partition is not None:
         local = [partition.local_defs(whole, rank) for rank in range(mesh["pp"])]
     specs, parts = {}, {}
     for defs in local:  # ZeRO goes by the shapes that a rank of the pipeline has
@@ -194,7 +193,7 @@ def placement(
     plain = make_optimizer(dataclasses.replace(config, zero=0), whole, P(), Mesh())
     like = init_state(random.key(0).to("meta"), whole, P(), plain, Mesh())
     found = checkpoint.place(like, state_specs(stored, optimizer), mesh, partition)
-    return dataclasses.replace(found, rank=found.here if processes else None)
+    return found if partition is None else dataclasses.replace(found, rank=found.here)
 
 
 def step_program(config: TrainConfig, mesh: Mesh) -> Program:

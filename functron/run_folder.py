@@ -11,17 +11,17 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from functron import checkpoint
 from functron.config import TrainConfig, dump, load
 from functron.data.tokenizer import TOKENIZER
-from functron.hub.convert import FOLDER
 from functron.hub.writer import TOKENIZER_FILES
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+HUB = "hub"
+"""Where the config.json and tokenizer lie that a run's model came with."""
+
 BYTES = "bytes"
 """The tokenizer that is none."""
 
@@ -58,12 +58,16 @@ def newest(path: Path) -> Path | None:
 
 def write_config(path: Path, config: TrainConfig) -> None:
     """Write the whole configuration, without where this run happens to lie and how it went on."""
-    _replace(path / CONFIG, tomli_w.dumps(settings(config)))
+    _replace(path / CONFIG, _lasting(config))
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
     """What `write_config` writes, as plain nested dicts."""
-    return tomllib.loads(dump(dataclasses.replace(config, out="", resume=False)))
+    return tomllib.loads(_lasting(config))
+
+
+def _lasting(config: TrainConfig) -> str:
+    return dump(dataclasses.replace(config, out="", resume=False))
 
 
 def tokenizer_path(config: TrainConfig) -> Path | None:
@@ -74,7 +78,7 @@ def tokenizer_path(config: TrainConfig) -> Path | None:
     """
     if config.tokenizer == BYTES:
         return None
-    kept = Path(config.out) / FOLDER if config.out else None
+    kept = Path(config.out) / HUB if config.out else None
     if kept is None or not (kept / TOKENIZER).is_file():
         return Path(config.tokenizer) if config.tokenizer else None
     run = Path(config.out)
@@ -89,7 +93,7 @@ def keep_tokenizer(path: Path, config: TrainConfig) -> None:
     Must precede `write_config`, after which the copy is what other processes read.
     """
     source = tokenizer_path(dataclasses.replace(config, out=str(path)))
-    kept = path / FOLDER
+    kept = path / HUB
     if source is None or source == kept:
         return
     kept.mkdir(exist_ok=True)

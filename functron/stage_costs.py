@@ -117,10 +117,11 @@ def pipeline_cost(config: TrainConfig, mesh: Mesh) -> PipelineCost:
         stages.append(StageCost(part, found.flops, found.held_bytes, found.sent_bytes))
     forward, inner, weights = zip(*(stage.flops for stage in stages), strict=True)
     costs = Costs(forward, None, inner, weights)
+    where = placement(config, mesh, partition)
     ranks = tuple(
         RankCost(
             partition.stages(rank),
-            _state_bytes(config, mesh, partition, rank),
+            _state_bytes(config, mesh, partition, where, rank),
             _activation_bytes(schedule, stages, rank),
         )
         for rank in range(schedule.num_ranks)
@@ -167,7 +168,9 @@ def _traced(
     return trace_stage(staging.stage_of(config, plain), call, plain), x
 
 
-def _state_bytes(config: TrainConfig, mesh: Mesh, partition: Partition, rank: int) -> int:
+def _state_bytes(
+    config: TrainConfig, mesh: Mesh, partition: Partition, where: checkpoint.Placement, rank: int
+) -> int:
     """What a pipeline's rank holds between steps, and the sums of its gradients."""
     here = next(r for r in range(mesh.size) if mesh.coordinate(r)["pp"] == rank)
     defs = partition.local_defs(staging.defs_of(config), rank)
@@ -179,7 +182,7 @@ def _state_bytes(config: TrainConfig, mesh: Mesh, partition: Partition, rank: in
     dtype = optim.torch_dtype(config.optimizer.grad_dtype)
     sums = tree.map(lambda leaf: leaf.to(dtype or leaf.dtype), abstract_params(defs))
     held = (
-        placement(config, mesh, processes=True),
+        where,
         replace(checkpoint.place(sums, partition.storage_specs(specs), mesh), rank=here),
     )
     shapes = [(leaf, each.local_shape(leaf, here)) for each in held for leaf in each.leaves]

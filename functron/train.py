@@ -36,6 +36,7 @@ class Run:
         step: ``(state, batch) -> (state, metrics)``.
         learning_rate: of each step.
         device: where it runs.
+        placement: where each part of the whole state lies, for checkpoints.
         start: steps taken already.
     """
 
@@ -47,6 +48,7 @@ class Run:
     step: Callable
     learning_rate: Callable
     device: torch.device
+    placement: checkpoint.Placement
     start: int = 0
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
@@ -78,17 +80,20 @@ def prepare(
     """
     text = corpus.open_samples(config)
     recipe = assemble(config, mesh)
+    partition = recipe.partition if isinstance(mesh, BoundMesh) else None
+    where = placement(config, mesh, partition)
     key = random.key(config.seed)
     if begin_from is None:
         state = recipe.init(key.to(device), mesh)
     else:
-        state = _restored(begin_from, recipe, placement(config, mesh), key, mesh, device)
+        state = _restored(begin_from, recipe, where, key, mesh, device)
     start = int(state.step)
     specs = state_specs(recipe.specs, recipe.optimizer)
     schedule = optim.make_schedule(config.rate_schedule)
-    staged = recipe.partition is not None and isinstance(mesh, BoundMesh)  # compiled by stages
+    staged = partition is not None  # compiled by stages
     step = jit(recipe.step, donate=0) if config.compile and not staged else recipe.step
-    return Run(config, mesh, text, state, specs, step, schedule, torch.device(device), start)
+    on = torch.device(device)
+    return Run(config, mesh, text, state, specs, step, schedule, on, where, start)
 
 
 def _restored(
@@ -172,7 +177,7 @@ def _saving(run: Run, out: Path) -> Iterator[Callable[[State, int], None]]:
     config = run.config
     keep = checkpoint.Keep(config.keep_last or None, config.keep_every)
     folder, settings = out / run_folder.CHECKPOINTS, run_folder.settings(config)
-    with checkpoint.Saver(folder, placement(config, run.mesh), keep=keep) as saver:
+    with checkpoint.Saver(folder, run.placement, keep=keep) as saver:
 
         def save(state: State, step: int) -> None:
             samples = step * config.global_batch

@@ -300,7 +300,8 @@ def test_a_run_from_a_plain_checkpoint_and_its_export(finished, tmp_path, capsys
 
 def test_placement_knows_adapters():
     """What ranks of a pipeline hold is theirs: rows of their layers, optimizer state included."""
-    where = placement(replace(RUN, mesh="pp=2", microbatches=2), Mesh(pp=2), processes=True)
+    config = replace(RUN, mesh="pp=2", microbatches=2)
+    where = placement(config, Mesh(pp=2), assemble(config, Mesh(pp=2)).partition)
     shapes = {leaf.path: where.local_shape(leaf, 1) for leaf in where.leaves}
     assert shapes["params/blocks/mlp/up/lora/a"] == (1, 16, RANK)
     moments = [path for path in shapes if path.startswith("opt_state/") and path.endswith("/a")]

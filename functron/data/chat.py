@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from functron.data.conversations import Line, chat_files, read_conversations
-from functron.data.order import rows_of, shuffled
+from functron.data.order import picked
 from functron.data.token_text import MAX_LISTED, check_vocabulary, token_dtype
 from functron.data.tokenizer import Conversation, Tokenizer
 from functron.errors import Problem, raise_problems
@@ -156,8 +156,7 @@ class Chat:
         Raises:
             ValueError: `count` does not divide `global_batch`, or no such part.
         """
-        rows = rows_of(step, global_batch, part)
-        order = shuffled(step * global_batch + rows, self.num_samples, self.seed)
+        rows, order = picked(step, global_batch, part, self.num_samples, self.seed)
         tokens, targets = zip(*(self.sample(int(index)) for index in order), strict=True)
         return {
             "tokens": torch.from_numpy(np.stack(tokens)),

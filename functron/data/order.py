@@ -31,6 +31,21 @@ class Samples(Protocol):
         ...
 
 
+def picked(
+    step: int, global_batch: int, part: tuple[int, int], size: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of the batch of `step` that a part has, and which of `size` samples these are.
+
+    Row r of step s is sample number ``s * global_batch + r``; an epoch is `size` of them, in an
+    order of its own. Both int64 ``[rows]``.
+
+    Raises:
+        ValueError: what `rows_of` raises.
+    """
+    rows = rows_of(step, global_batch, part)
+    return rows, shuffled(step * global_batch + rows, size, seed)
+
+
 def rows_of(step: int, global_batch: int, part: tuple[int, int] = (0, 1)) -> np.ndarray:
     """The rows of a global batch that one of its equal, contiguous parts has: int64.
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
-from functron.data.order import rows_of, shuffled
+from functron.data.order import picked
 from functron.errors import Problem, raise_problems
 
 
@@ -81,8 +81,7 @@ class Windows(ABC):
         Raises:
             ValueError: `count` does not divide `global_batch`, or no such part.
         """
-        rows = rows_of(step, global_batch, part)
-        order = shuffled(step * global_batch + rows, self.num_windows, self.seed)
+        rows, order = picked(step, global_batch, part, self.num_windows, self.seed)
         samples = np.stack([self.sample(int(index)) for index in order])
         tokens = torch.from_numpy(samples.astype(np.int64))
         return {

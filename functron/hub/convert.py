@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from functron import checkpoint, config, lora, tree
+from functron import checkpoint, config, lora, run_folder, tree
 from functron.errors import Problem, nearest, raise_problems
 from functron.hub.config import CONFIG, read_config
 from functron.hub.reader import load
@@ -17,9 +17,6 @@ from functron.hub.writer import MAX_SHARD_BYTES, copy_companions, save
 from functron.models import gpt
 from functron.models.config import Dtype, GPTConfig
 from functron.params import num_params
-
-FOLDER = "hub"
-"""Where a run folder keeps the config.json and tokenizer that its model came with."""
 
 SCHEMES = ("hf", "run")
 
@@ -106,11 +103,11 @@ def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) ->
     kept: list[str] = []
 
     def fill(folder: Path) -> None:
-        (folder / "config.toml").write_text(config.dump(run), encoding="utf-8")
-        (folder / FOLDER).mkdir()
-        shutil.copyfile(path / CONFIG, folder / FOLDER / CONFIG)
-        kept.extend([CONFIG, *copy_companions(path, folder / FOLDER)])
-        checkpoint.save(folder / "checkpoints" / "0", {"params": params}, {"step": 0})
+        (folder / run_folder.CONFIG).write_text(config.dump(run), encoding="utf-8")
+        (folder / run_folder.HUB).mkdir()
+        shutil.copyfile(path / CONFIG, folder / run_folder.HUB / CONFIG)
+        kept.extend([CONFIG, *copy_companions(path, folder / run_folder.HUB)])
+        checkpoint.save(folder / run_folder.CHECKPOINTS / "0", {"params": params}, {"step": 0})
 
     _make(out, fill)
     return Conversion(model, out, tuple(kept))
@@ -118,9 +115,9 @@ def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) ->
 
 def _export(path: Path, out: Path, *, dtype: str | None, max_shard_bytes: int) -> Conversion:
     _refuse_existing(out)
-    settings = config.load(path / "config.toml")
+    settings = config.load(path / run_folder.CONFIG)
     model = settings.gpt
-    stored = checkpoint.Checkpoint(checkpoint.latest(path / "checkpoints"))
+    stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
     defs = lora.defs_in(gpt.defs(model), settings.lora, stored)
     missing = [place for place in tree.paths(defs) if f"params/{place}" not in stored]
     wanted = "a parameter, as config.toml says"
@@ -128,10 +125,10 @@ def _export(path: Path, out: Path, *, dtype: str | None, max_shard_bytes: int) -
     raise_problems(f"{stored.path} is no checkpoint of this run's model", problems)
     # leaves that are read where they are used: a row of one at a time
     params = lora.merge(tree.map_with_path(lambda place, _: stored[f"params/{place}"], defs))
-    kept = path / FOLDER if (path / FOLDER / CONFIG).is_file() else None
+    kept = path / run_folder.HUB if (path / run_folder.HUB / CONFIG).is_file() else None
     save(out, model, params, like=kept, dtype=dtype, max_shard_bytes=max_shard_bytes)
     if kept is None:  # a run that began with random weights may have a tokenizer all the same
-        return Conversion(model, out, tuple(copy_companions(path / FOLDER, out)))
+        return Conversion(model, out, tuple(copy_companions(path / run_folder.HUB, out)))
     names = tuple(sorted(entry.name for entry in kept.iterdir()))
     return Conversion(model, out, names)
 

@@ -170,6 +170,7 @@ _PLAIN = (
     settings.fixed("embed_scale", 1.0),
 )
 _NO_QK_NORM = settings.fixed("qk_norm", False)
+_NO_BIASES = (settings.fixed("bias", False), settings.fixed("qkv_bias", False))
 
 _Sizes = dict[str, Any]
 _QWEN: _Sizes = {"vocab_size": 151936, "embed_dim": 4096, "mlp_dim": 22016, "num_layers": 32,
@@ -198,8 +199,7 @@ MISTRAL = Family(
         *_PLAIN,
         _NO_QK_NORM,
         settings.window(4096, switched=False),
-        settings.fixed("bias", False),
-        settings.fixed("qkv_bias", False),
+        *_NO_BIASES,
     ),
 )
 QWEN2 = Family(
@@ -224,8 +224,7 @@ QWEN3 = Family(
         settings.fixed("qk_norm", True),
         settings.window(4096, switched=True),
         settings.only("attention_bias", False, why="biases on attention alone"),
-        settings.fixed("bias", False),
-        settings.fixed("qkv_bias", False),
+        *_NO_BIASES,
     ),
 )
 PHI3 = Family(
@@ -237,8 +236,7 @@ PHI3 = Family(
         *_PLAIN,
         _NO_QK_NORM,
         settings.window(None, switched=False),
-        settings.fixed("bias", False),
-        settings.fixed("qkv_bias", False),
+        *_NO_BIASES,
     ),
     ignored=("original_max_position_embeddings",),
 )
@@ -256,8 +254,7 @@ GEMMA = Family(
         settings.fixed("zero_centered_norm", True),
         settings.scaled_embedding(),
         _NO_QK_NORM,
-        settings.fixed("bias", False),
-        settings.fixed("qkv_bias", False),
+        *_NO_BIASES,
     ),
 )
 GPT2 = Family(
