@@ -134,15 +134,17 @@ def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     """The rank that failed first, and how.
 
     torch orders failures by whole seconds, in which the others have long failed as well for want
-    of the first; so the finer time that `record_failure` wrote decides.
+    of the first; so the finer time that `record_failure` wrote decides. SIGTERM is what the
+    launcher stops the others with: who died of it is first only where nothing else happened.
     """
-    return min(error.failures.items(), key=lambda row: _failure_time(row[1]))
+    return min(error.failures.items(), key=lambda row: _failure_order(row[1]))
 
 
-def _failure_time(failure: ProcessFailure) -> float:
+def _failure_order(failure: ProcessFailure) -> tuple[bool, float]:
     # What dies without a word (killed, out of memory) is noticed only when the launcher next looks,
     # by when the others have complained.
-    return float(_details(failure).get("time", failure.timestamp - NOTICED_WITHIN_SECONDS))
+    seconds = _details(failure).get("time", failure.timestamp - NOTICED_WITHIN_SECONDS)
+    return failure.exitcode == -signal.SIGTERM, float(seconds)
 
 
 def _details(failure: ProcessFailure) -> dict[str, Any]:
@@ -170,7 +172,10 @@ def record_failure(here: Process, error: BaseException, text: str) -> None:
         now = time.time()
         info = {"py_callstack": text, "timestamp": str(int(now)), "time": now}
         message = {"message": f"{type(error).__name__}: {error}", "extraInfo": info}
-        Path(here.error_file).write_text(json.dumps({"message": message}), encoding="utf-8")
+        # whole or not at all: the launcher may stop this process while it writes
+        unfinished = Path(here.error_file + ".unfinished")
+        unfinished.write_text(json.dumps({"message": message}), encoding="utf-8")
+        unfinished.replace(here.error_file)
 
 
 class InputError(Exception):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from functron import checkpoint, launch, tree
 from functron.config import TrainConfig, with_model
@@ -63,6 +64,28 @@ def test_a_failing_rank_takes_the_job_down_with_its_traceback_first(tmp_path):
     written = (tmp_path / "r" / "metrics.jsonl").stat().st_mtime
     assert time.time() - written < 30  # two steps were recorded; then it did not hang
     assert not (tmp_path / "r" / "checkpoints").exists()
+
+
+def died(rank: int, exitcode: int, seconds: float, record: Path | None = None) -> ProcessFailure:
+    """A failure as torch's launcher reports it: seen at `seconds`, with what the process left."""
+    if record:
+        info = {"py_callstack": "", "timestamp": str(int(seconds)), "time": seconds}
+        record.write_text(json.dumps({"message": {"message": "an error", "extraInfo": info}}))
+    failure = ProcessFailure(rank, 100 + rank, exitcode, str(record or "none"))
+    failure.timestamp = int(seconds)
+    return failure
+
+
+def test_the_first_failure_is_not_a_process_that_the_launcher_stopped(tmp_path):
+    def first(*failures: ProcessFailure) -> int:
+        by_rank = {failure.local_rank: failure for failure in failures}
+        return launch.first_failure(ChildFailedError("program", by_rank))[0]
+
+    complained = died(1, 1, 100.8, tmp_path / "1")
+    later = died(2, 1, 100.9, tmp_path / "2")
+    assert first(died(0, -signal.SIGTERM, 101), complained, later) == 1
+    assert first(died(0, -signal.SIGKILL, 101), complained, later) == 0
+    assert first(died(0, -signal.SIGTERM, 101), died(1, -signal.SIGTERM, 100)) == 1
 
 
 def test_a_killed_rank_takes_the_job_down(tmp_path):
