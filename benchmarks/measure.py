@@ -143,8 +143,9 @@ class Program:
 
 
 def reason(errors: str) -> str:
-    """The line of a traceback that says what went wrong."""
+    """The line of a traceback that says what went wrong, in the rank where it did."""
     lines = [line.strip() for line in errors.splitlines() if "Error" in line or "skip:" in line]
+    lines.sort(key=lambda line: "by peer" in line)  # what the other ranks say of it
     return (lines or [errors.strip() or "it ended without a word"])[0][:300]
 
 

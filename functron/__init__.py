@@ -14,7 +14,17 @@ from functron.program.shapes import eval_shape
 from functron.program.trace import trace
 from functron.sample import generate
 from functron.scopes import named_scope
-from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules, gather, shard, shard_map
+from functron.spmd import (
+    CONTEXT_AXES,
+    DATA_AXES,
+    BoundMesh,
+    Mesh,
+    P,
+    Rules,
+    gather,
+    shard,
+    shard_map,
+)
 from functron.spmd import collectives as lax
 from functron.step import State, init_state, make_pipelined_step, make_step, state_specs
 from functron.transforms import (
@@ -34,6 +44,7 @@ from functron.transforms import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "CONTEXT_AXES",
     "DATA_AXES",
     "BoundMesh",
     "Gather",

@@ -12,11 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from functron import compat
 from functron.errors import Problem, nearest, raise_problems
 
-STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
+STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ulysses", "ep", "tp")
 """The axes that layers may name on any mesh; where a mesh lacks one, it has size 1."""
 
 DATA_AXES = ("dp", "fsdp", "ep")
 """The axes that split the batch, major to minor; ``ep`` is a data axis for all but the experts."""
+
+CONTEXT_AXES = ("cp", "ulysses")
+"""The axes that split every sequence, major to minor: attention passes keys and values along ``cp``
+(Liu et al. 2023), and exchanges heads for sequence along ``ulysses`` (Jacobs et al. 2023)."""
 
 
 @dataclass(frozen=True, init=False)
