@@ -1,0 +1,101 @@
+"""Losses that keep experts evenly used and logits small, and the bias that balances without one.
+
+With k choices of E experts, f_e the fraction of tokens that choose expert e times E / k, and P_e
+the mean of its share of the tokens' scores, the load-balancing loss is
+
+    sum over e of f_e P_e
+
+which is 1 for even routing: eq. 4 to 6 of Fedus et al. 2021, divided by k as in DeepSeek-V3, eq.
+17 to 20. (transformers' Mixtral and its kin do not divide: a weight of w there is k w here.) f has
+no gradient. It counts what tokens would choose without the bias that balances them (eq. 18), and
+before any are dropped.
+
+All of it is over tokens that count, and weighted by how many these are, as the loss is a sum over
+tokens: dividing that by their number gives the mean over tokens of loss and balance alike.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from functron.nn.linear import SEQ_DIM, sequence_axes
+from functron.nn.moe.config import MoEConfig
+from functron.nn.moe.router import Routing, top_k_experts
+from functron.nn.moe.statistics import distribution, expert_load, over_context
+from functron.spmd import DATA_AXES
+from functron.spmd import collectives as lax
+from functron.spmd.spec import P
+from functron.typing import Bool, Scalar, Tensor
+
+
+def auxiliary(
+    params: dict,
+    routing: Routing,
+    config: MoEConfig,
+    *,
+    counted: Bool[Tensor, "batch seq"],
+    stream: P,
+) -> Scalar:
+    """This rank's share of what the layer adds to the loss.
+
+    The sum of ``aux_loss`` times the load-balancing loss (of each sequence times its tokens, or of
+    the microbatch times its tokens), ``z_loss`` times the squared log-normaliser of each token's
+    logits, and of a term for the bias that balances. The latter is 0, and its derivative by that
+    bias is num_experts times each expert's load minus that of all: an integer that is positive for
+    those with more than their part. A rule that subtracts `balance_rate` times its sign is that of
+    Wang et al. 2024.
+
+    Args:
+        params: this rank's `router_defs`.
+        routing: of `route`.
+        counted: bool ``[batch, seq]``, tokens with a target.
+        stream: the spec of the residual stream.
+
+    Returns:
+        A scalar, whose psum over the data and context axes is the term. Collectives: for the load-
+        balancing loss one all-reduce of ``[batch, experts]`` or ``[experts]`` integers over the
+        axes that split what it balances; under sequence parallelism one of a scalar. In backward
+        the latter alone.
+    """
+    zero = torch.zeros_like(routing.logits[:1, :1, 0]).sum()
+    share = lax.stop_gradient(zero)
+    if config.aux_loss:
+        share = share + config.aux_loss * _imbalance(routing, config, counted, stream)
+    if config.z_loss:
+        lse = routing.logits.logsumexp(-1)
+        share = share + config.z_loss * torch.where(counted, lse.square(), 0).sum()
+    if "balance" in params:
+        share = share + _against_load(params["balance"], routing, config, counted)
+    return over_context(share, stream)
+
+
+def _imbalance(routing: Routing, config: MoEConfig, counted: Tensor, stream: P) -> Tensor:
+    """The sum over this rank's tokens t of sum over e of f_e P_te.
+
+    f is of all ranks' tokens and P of this rank's own, so that backward needs no collective.
+    """
+    chosen = routing.experts
+    if config.balance_bias:
+        chosen = top_k_experts(routing.scores, config)
+    taken = counted.unsqueeze(-1).expand_as(chosen)
+    load = expert_load(chosen, taken, config.num_experts)
+    tokens = counted.sum(SEQ_DIM, keepdim=True)
+    if config.aux == "sequence":
+        load, tokens = lax.psum((load, tokens), sequence_axes(stream))
+    else:
+        axes = (*DATA_AXES, *sequence_axes(stream))
+        load, tokens = lax.psum((load.sum(0, keepdim=True), tokens.sum(0, keepdim=True)), axes)
+    shares = distribution(routing, config)
+    shares = torch.where(counted.unsqueeze(-1), shares, torch.zeros_like(shares)).sum(SEQ_DIM)
+    f = load.to(shares.dtype) * config.num_experts / (config.top_k * tokens.clamp_min(1))
+    return (f * shares).sum()
+
+
+def _against_load(balance: Tensor, routing: Routing, config: MoEConfig, counted: Tensor) -> Tensor:
+    """0, with the derivative by `balance` that `auxiliary` says: of what tokens did choose."""
+    taken = counted.unsqueeze(-1).expand_as(routing.experts)
+    load = expert_load(routing.experts, taken, config.num_experts).sum(0)
+    # whole numbers, so that the sign is right also where experts differ by one token
+    excess = (load * config.num_experts - load.sum()).to(balance.dtype)
+    wide = routing.logits.dtype
+    return ((balance - lax.stop_gradient(balance)) * excess).sum().to(wide)

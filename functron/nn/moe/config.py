@@ -1,0 +1,225 @@
+"""A mixture of experts as a frozen config that refuses what cannot be built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, get_args
+
+import torch
+
+from functron.errors import Problem, nearest, raise_problems
+
+Score = Literal["softmax", "sigmoid"]
+Normalise = Literal["before", "after"]
+GroupScore = Literal["top2", "max"]
+RoutingKind = Literal["top_k", "expert_choice", "sinkhorn"]
+Drop = Literal["position", "probability"]
+Balance = Literal["sequence", "batch"]
+RouterDtype = Literal["float32", "float64"]
+Dispatch = Literal["alltoall", "gather"]
+
+_CHOICES = MappingProxyType(
+    {
+        "score": Score,
+        "normalise": Normalise,
+        "group_score": GroupScore,
+        "routing": RoutingKind,
+        "drop": Drop,
+        "aux": Balance,
+        "router_dtype": RouterDtype,
+        "dispatch": Dispatch,
+    }
+)
+_POSITIVE = ("num_experts", "top_k", "expert_dim", "num_groups", "top_groups", "sinkhorn_steps")
+_NOT_NEGATIVE = (
+    "balance_rate", "capacity_factor", "aux_loss", "z_loss", "shared_dim", "latent_dim",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A layer of experts of which each token uses a few.
+
+    | model               | what it sets                                                          |
+    |---------------------|-----------------------------------------------------------------------|
+    | Switch (2021)       | top_k 1, jitter, capacity_factor 1.25, aux_loss 1e-2 "batch"          |
+    | Mixtral (2024)      | 8 experts, top_k 2, renormalise, aux_loss "batch"                     |
+    | Qwen3-MoE (2025)    | 128 experts, top_k 8, renormalise, aux_loss 1e-3 "batch"              |
+    | GPT-OSS (2025)      | top_k 4, normalise "after", router_bias, expert_bias                  |
+    | DeepSeek-V2 (2024)  | top_k 6, 8 groups of which 3, group_score "max", scale 16, shared_dim |
+    | DeepSeek-V3 (2024)  | top_k 8 of 256, score "sigmoid", renormalise, scale 2.5, 8 groups of  |
+    |                     | which 4 by "top2", balance_bias, aux_loss 1e-4 "sequence", shared_dim |
+    | ST-MoE (2022)       | top_k 2, capacity_factor 1.25, aux_loss 1e-2, z_loss 1e-3             |
+    | S-BASE (2022)       | top_k 1, routing "sinkhorn"                                           |
+    | Zhou et al. (2022)  | routing "expert_choice", top_k 1, capacity_factor 2                   |
+
+    Capacity, "expert_choice" and "sinkhorn" couple the tokens of one sequence: what a token gets
+    depends on others, for the latter two and drop "probability" also on later ones.
+
+    Attributes:
+        num_experts: experts of the layer, over all ranks.
+        top_k: experts of a token; under "expert_choice" that of the mean token at capacity 1.
+        expert_dim: hidden width of one expert.
+        score: ``"softmax"`` or ``"sigmoid"`` of the logits. Experts are chosen by it.
+        normalise: ``"before"`` takes the weights of the chosen experts from the scores of all;
+            ``"after"`` is the softmax over the chosen experts' logits alone.
+        renormalise: divide a token's weights by their sum, to which 1e-20 is added (as DeepSeek's
+            ``norm_topk_prob``). With softmax scores it is what "after" computes.
+        scale: multiplies all weights (``routed_scaling_factor``).
+        num_groups: groups of neighbouring experts, from some of which alone a token chooses.
+        top_groups: the groups that a token chooses from.
+        group_score: ranks groups by the sum of the ``"top2"`` scores in them (DeepSeek-V3), or by
+            the ``"max"`` (DeepSeek-V2).
+        routing: tokens choose the ``"top_k"`` experts; experts choose tokens, ``"expert_choice"``
+            (Zhou et al. 2022); or tokens choose by scores that Sinkhorn's iteration balances over
+            their sequence, ``"sinkhorn"`` (Clark et al. 2022), with the weights of the plain ones.
+        sinkhorn_steps: iterations.
+        router_bias: a bias on the logits.
+        balance_bias: a bias on the scores, in choosing alone, that moves against the load (Wang et
+            al. 2024, "auxiliary-loss-free"; DeepSeek-V3, eq. 16). Weights do not have it.
+        balance_rate: how far that bias moves in a step.
+        jitter: the router's input is multiplied by uniform numbers of 1 - jitter to 1 + jitter
+            (Fedus et al. 2021). The input of the experts is not.
+        capacity_factor: an expert computes at most ceil(factor * tokens * top_k / num_experts) of
+            the tokens of a sequence; 0 means all of them (dropless).
+        drop: where that is too few, keep assignments by ``"position"``: all first choices of a
+            sequence in its order before the second ones (Lepikhin et al. 2020, algorithm 1); or by
+            ``"probability"``: of the largest weights.
+        aux_loss: weight of the load-balancing loss.
+        aux: balance over each ``"sequence"`` (DeepSeek-V3, eq. 17) or the ``"batch"``, which is a
+            microbatch over all ranks (Fedus et al. 2021, eq. 4).
+        z_loss: weight of the router's squared log-normaliser (Zoph et al. 2022, eq. 5).
+        shared_dim: hidden width of an expert of all tokens; 0 means none.
+        shared_gate: multiply what that expert adds by a sigmoid of the token (Qwen2-MoE).
+        latent_dim: experts work in a space of this width that all of them share; 0 means that of
+            the stream.
+        expert_bias: biases on the experts' layers.
+        router_dtype: of logits, scores and weights, or that of the stream where it is wider.
+        dispatch: how tokens reach experts on other ranks: ``"alltoall"`` sends each to the ranks of
+            its experts; ``"gather"`` brings all to all.
+    """
+
+    num_experts: int = 8
+    top_k: int = 2
+    expert_dim: int = 1024
+    score: Score = "softmax"
+    normalise: Normalise = "before"
+    renormalise: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "top2"
+    routing: RoutingKind = "top_k"
+    sinkhorn_steps: int = 8
+    router_bias: bool = False
+    balance_bias: bool = False
+    balance_rate: float = 1e-3
+    jitter: float = 0.0
+    capacity_factor: float = 0.0
+    drop: Drop = "position"
+    aux_loss: float = 0.0
+    aux: Balance = "sequence"
+    z_loss: float = 0.0
+    shared_dim: int = 0
+    shared_gate: bool = False
+    latent_dim: int = 0
+    expert_bias: bool = False
+    router_dtype: RouterDtype = "float32"
+    dispatch: Dispatch = "alltoall"
+
+    def __post_init__(self):
+        raise_problems("MoEConfig describes no mixture of experts", self._problems())
+
+    @property
+    def choices(self) -> int:
+        """Assignments of one token that routing returns: `top_k`, or all under "expert_choice"."""
+        return self.num_experts if self.routing == "expert_choice" else self.top_k
+
+    @property
+    def torch_router_dtype(self) -> torch.dtype:
+        """`router_dtype` as torch's."""
+        return getattr(torch, self.router_dtype)
+
+    def _problems(self) -> list[Problem]:
+        found = [*self._bad_names(), *self._bad_numbers()]
+        # sizes that are wrong by themselves would only be reported again
+        return found or [*self._misfits(), *self._conflicts()]
+
+    def _bad_names(self) -> Iterator[Problem]:
+        for name, kind in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                yield Problem(
+                    name, repr(value), "a known name", nearest(str(value), get_args(kind))
+                )
+
+    def _bad_numbers(self) -> Iterator[Problem]:
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                yield Problem(name, str(getattr(self, name)), "at least 1")
+        for name in _NOT_NEGATIVE:
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                fix = "0 drops no token" if name == "capacity_factor" else "0 switches it off"
+                yield Problem(name, str(value), "a number of at least 0", fix)
+        if not 0 < self.scale < math.inf:
+            yield Problem("scale", str(self.scale), "a positive number", "1 leaves weights alone")
+        if not 0 <= self.jitter < 1:
+            yield Problem("jitter", str(self.jitter), "at least 0 and below 1")
+
+    def _misfits(self) -> Iterator[Problem]:
+        """Sizes that are fine one by one and do not fit together."""
+        if self.top_k > self.num_experts:
+            wanted = f"at most num_experts={self.num_experts}"
+            yield Problem("top_k", str(self.top_k), wanted, "lower it, or add experts")
+        if self.num_experts % self.num_groups:
+            wanted = f"a divisor of num_experts={self.num_experts}"
+            yield Problem("num_groups", str(self.num_groups), wanted, "1 means no groups")
+            return
+        group = self.num_experts // self.num_groups
+        if self.top_groups > self.num_groups:
+            wanted = f"at most num_groups={self.num_groups}"
+            yield Problem("top_groups", str(self.top_groups), wanted)
+        elif self.top_groups * group < self.top_k <= self.num_experts:
+            wanted = f"enough groups of {group} experts for top_k={self.top_k}"
+            fix = f"at least {-(-self.top_k // group)}"
+            yield Problem("top_groups", str(self.top_groups), wanted, fix)
+        if self.num_groups > 1 and self.group_score == "top2" and group < 2:
+            got = f"'top2' of groups of {group} expert"
+            fix = "use group_score='max', or fewer groups"
+            yield Problem("group_score", got, "two experts in a group at least", fix)
+
+    def _conflicts(self) -> Iterator[Problem]:
+        """Options that exclude each other."""
+        if self.score == "sigmoid" and self.normalise == "after":
+            wanted = "score='softmax': a sigmoid has nothing to normalise"
+            fix = "use normalise='before' with renormalise=True"
+            yield Problem("normalise", "'after' with score='sigmoid'", wanted, fix)
+        if self.shared_gate and not self.shared_dim:
+            wanted = "the width of the shared expert that is gated"
+            yield Problem("shared_dim", "0 with shared_gate=True", wanted, "set shared_dim")
+        if self.routing == "top_k":
+            return
+        if self.routing == "expert_choice" and not self.capacity_factor:
+            wanted = "a positive number: how many tokens an expert chooses"
+            fix = "2 gives every token 2 * top_k experts on average"
+            yield Problem("capacity_factor", "0 with routing='expert_choice'", wanted, fix)
+        balances = f"routing={self.routing!r} balances the load by itself"
+        excluded = {
+            "aux_loss": (0, balances),
+            "balance_bias": (False, balances),
+            "num_groups": (1, "groups limit the experts that tokens choose"),
+        }
+        if self.routing == "expert_choice":
+            excluded |= {
+                "renormalise": (False, "a token has any number of experts, also none"),
+                "normalise": ("before", "a token has any number of experts, also none"),
+            }
+        for name, (value, reason) in excluded.items():
+            if getattr(self, name) != value:
+                got = f"{getattr(self, name)!r} with routing={self.routing!r}"
+                fix = f"set it to {value!r}, or use routing='top_k'"
+                yield Problem(name, got, f"{value!r}: {reason}", fix)

@@ -1,0 +1,200 @@
+"""Routers: which experts each token goes to, and with which weights.
+
+The router's weight is whole on every rank, and each rank routes its own tokens. Over the tensor-
+parallel ranks tokens are the same, or other ones under sequence parallelism; either way gradients
+are right because specs do not mention the axis, and nothing here asks which. Where tokens compete
+(capacity, expert choice, Sinkhorn) they do so within their sequence: see `capacity`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from functron import random
+from functron.nn.linear import SEQ_DIM, linear_defs, sequence_axes
+from functron.nn.moe.capacity import capacity, keep
+from functron.nn.moe.config import MoEConfig
+from functron.params import ParamDef, zeros
+from functron.spmd import collectives as lax
+from functron.spmd.spec import P
+from functron.typing import Float, Int, Key, Tensor
+
+_RENORMALISE_EPS = 1e-20  # DeepSeek's: a token whose scores all vanish gets weights of 0
+_SINKHORN_EPS = 1e-8  # for experts whose share of every token vanishes
+
+
+class Routing(NamedTuple):
+    """Where tokens go: this rank's part of the stream, with `MoEConfig.choices` experts for each.
+
+    Attributes:
+        experts: int64 ``[batch, seq, choices]``, no expert twice; a token's best first, or all in
+            order where experts choose.
+        weights: ``[batch, seq, choices]`` in float32 at least: what the expert's output is
+            multiplied by, exactly 0 where it is not kept. No gradient flows through those.
+        kept: bool ``[batch, seq, choices]``: False where the expert does not compute the token.
+        scores: ``[batch, seq, experts]`` in float32 at least, of all experts, without the bias that
+            balances them.
+        logits: ``[batch, seq, experts]``, what they are the softmax or sigmoid of.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    kept: Tensor
+    scores: Tensor
+    logits: Tensor
+
+
+def router_defs(config: MoEConfig, embed_dim: int, *, stddev: float, dtype: torch.dtype) -> dict:
+    """Defs ``{"w", "b"?, "balance"?}``: of the logits, and the bias that balances the load.
+
+    The latter is float32 whatever the `dtype`: it moves by small steps.
+    """
+    bias = (config.num_experts,) if config.router_bias else None
+    defs = linear_defs(
+        (embed_dim, config.num_experts),
+        ("embed", None),
+        stddev=stddev,
+        bias=bias,
+        bias_axes=(None,),
+        dtype=dtype,
+    )
+    if config.balance_bias:
+        defs["balance"] = ParamDef((config.num_experts,), (None,), zeros, decay=False)
+    return defs
+
+
+def route(
+    params: dict,
+    x: Float[Tensor, "batch seq embed"],
+    config: MoEConfig,
+    *,
+    stream: P,
+    rows: Int[Tensor, " batch"],
+    positions: Int[Tensor, "batch seq"],
+    key: Key | None = None,
+) -> Routing:
+    """Choose the experts of every token.
+
+    Equal scores go to the expert of the lowest index, so that choices are the same on every mesh.
+
+    Args:
+        params: this rank's `router_defs`.
+        x: ``[batch, seq, embed]`` with spec `stream`.
+        rows: int64 ``[batch]``, the index of each sample within the global batch, for jitter.
+        positions: int64 ``[batch, seq]``: distinct within a sample and in the order of the original
+            sequence, such as 0, 1, ... wherever the tokens are now; for what is packed and then
+            rearranged, its document times the length of the sample, plus the place in it.
+        key: the key of the jitter, or None for none (evaluation).
+
+    Returns:
+        This rank's `Routing`. Collectives: none for top-k without capacity; see `keep`, which
+        "expert_choice" uses as well; "sinkhorn" sums one number per sample and expert over the axes
+        that split the sequence in each step. None in backward.
+    """
+    if key is not None and config.jitter:
+        x = x * _noise(key, x, config, rows, positions, stream)
+    logits = _logits(params, x, config)
+    scores = logits.sigmoid() if config.score == "sigmoid" else logits.softmax(-1)
+    if config.routing == "expert_choice":
+        every = torch.arange(config.num_experts, device=x.device)
+        experts = every.expand_as(scores)
+        weights, drop = scores, "probability"
+    else:
+        experts = _choose(params, logits, scores, config, stream)
+        weights, drop = _weights(logits, scores, experts, config), config.drop
+    if config.capacity_factor:
+        seq = x.shape[SEQ_DIM] * lax.axis_size(sequence_axes(stream))
+        limit = capacity(config, seq)
+        kept = keep(experts, weights, limit=limit, drop=drop, positions=positions, stream=stream)
+    else:
+        kept = torch.ones_like(experts, dtype=torch.bool)
+    # a zero alone would hide what is dropped from the loss but not from the gradient
+    weights = torch.where(kept, weights * config.scale, torch.zeros_like(weights))
+    return Routing(experts, weights, kept, scores, logits)
+
+
+def top_k_experts(
+    scores: Float[Tensor, "batch seq experts"],
+    config: MoEConfig,
+    balance: Float[Tensor, " experts"] | None = None,
+) -> Int[Tensor, "batch seq choices"]:
+    """The `top_k` experts of each token by score plus `balance`, in the chosen groups; best first.
+
+    Args:
+        scores: ``[batch, seq, experts]``; no gradient flows.
+        balance: ``[experts]``, added to the scores of all tokens.
+    """
+    ranking = lax.stop_gradient(scores)
+    if balance is not None:
+        ranking = ranking + lax.stop_gradient(balance).to(ranking.dtype)
+    if config.num_groups > 1:
+        groups = ranking.unflatten(-1, (config.num_groups, -1))
+        if config.group_score == "max":
+            group_scores = groups.amax(-1)
+        else:
+            group_scores = groups.topk(2, dim=-1).values.sum(-1)
+        chosen = _best(group_scores, config.top_groups).unsqueeze(-1)
+        index = torch.arange(config.num_groups, device=chosen.device)
+        allowed = (chosen == index).any(-2).unsqueeze(-1)
+        ranking = torch.where(allowed, groups, -torch.inf).flatten(-2)
+    return _best(ranking, config.top_k)
+
+
+def _best(x: Tensor, num: int) -> Tensor:
+    """The indices of the `num` largest of the last dim, in order; of equals the first."""
+    return torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :num]
+
+
+def _noise(
+    key: Tensor, x: Tensor, config: MoEConfig, rows: Tensor, positions: Tensor, stream: P
+) -> Tensor:
+    """Uniform numbers around 1, a function of the token's place in the global batch."""
+    seq = x.shape[SEQ_DIM] * lax.axis_size(sequence_axes(stream))
+    places = (rows.unsqueeze(-1) * seq + positions).flatten()
+    bounds = (1 - config.jitter, 1 + config.jitter)
+    wide = torch.promote_types(x.dtype, config.torch_router_dtype)
+    shape = (places.shape[0], x.shape[-1])
+    return random.uniform(key, shape, wide, *bounds, index=(places, None)).view_as(x)
+
+
+def _logits(params: dict, x: Tensor, config: MoEConfig) -> Tensor:
+    wide = torch.promote_types(x.dtype, config.torch_router_dtype)
+    logits = x.to(wide) @ params["w"].to(wide)
+    return logits + params["b"].to(wide) if "b" in params else logits
+
+
+def _choose(params: dict, logits: Tensor, scores: Tensor, config: MoEConfig, stream: P) -> Tensor:
+    if config.routing == "sinkhorn":
+        return _best(
+            _sinkhorn(lax.stop_gradient(logits), config.sinkhorn_steps, stream), config.top_k
+        )
+    return top_k_experts(scores, config, params.get("balance"))
+
+
+def _weights(logits: Tensor, scores: Tensor, experts: Tensor, config: MoEConfig) -> Tensor:
+    """The weights of the chosen experts before `scale`, in which dropping has no part."""
+    if config.normalise == "after":
+        return logits.gather(-1, experts).softmax(-1)
+    chosen = scores.gather(-1, experts)
+    if config.renormalise:
+        return chosen / (chosen.sum(-1, keepdim=True) + _RENORMALISE_EPS)
+    return chosen
+
+
+def _sinkhorn(logits: Tensor, steps: int, stream: P) -> Tensor:
+    """exp(logits) with experts scaled so that a sequence gives each of them as much as the others.
+
+    Sinkhorn's iteration also scales tokens, to one each; what is returned leaves that out, as it
+    does not change the order of a token's experts.
+    """
+    axes = sequence_axes(stream)
+    tokens = logits.shape[SEQ_DIM] * lax.axis_size(axes)
+    cost = (logits - logits.amax(-1, keepdim=True)).exp()
+    column = torch.ones_like(cost[:, :1])
+    for _ in range(steps):
+        row = 1 / (tokens * ((column * cost).sum(-1, keepdim=True) + _SINKHORN_EPS))
+        share = lax.psum((row * cost).sum(SEQ_DIM, keepdim=True), axes)
+        column = 1 / (cost.shape[-1] * (share + _SINKHORN_EPS))
+    return column * cost
