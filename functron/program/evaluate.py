@@ -249,6 +249,18 @@ def _checkpoint_name(x: torch.Tensor, name: str) -> Sequence[Any]:
     return [checkpoint_name(x, name)]
 
 
+def _grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: torch.Tensor) -> Sequence[Any]:
+    from functron.ops.grouped_matmul import grouped_matmul  # as above
+
+    return [grouped_matmul(x, w, sizes)]
+
+
+def _grouped_matmul_weight(x, y, sizes, groups: int) -> Sequence[Any]:
+    from functron.ops.grouped_matmul import grouped_matmul_weight  # as above
+
+    return [grouped_matmul_weight(x, y, sizes, groups)]
+
+
 def _debug_print(text: str, values: Sequence[Any], axes, indices, dims: Sequence[str]) -> list:
     """Print on every rank that there is here, each element of the user's own vmaps by itself."""
     from functron import debug  # as above
@@ -267,6 +279,8 @@ _OTHERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "barrier": _barrier,
     "checkpoint_name": _checkpoint_name,
     "debug_print": _debug_print,
+    "grouped_matmul": _grouped_matmul,
+    "grouped_matmul_weight": _grouped_matmul_weight,
 }
 _STATEMENTS: Mapping[str, Callable[[torch.Tensor, Axis], torch.Tensor]] = {
     "vary": Vary.call,
