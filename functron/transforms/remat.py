@@ -9,24 +9,22 @@ again (`functron.transforms.remember`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
 from functron import compat, tree
-from functron.closure import hoist
 from functron.program.recorder import active
-from functron.scopes import in_phase, named_scope, scope_names
-from functron.spmd.axes import SimulatedAxis, enter, scope
+from functron.scopes import in_phase
 from functron.transforms.barrier import Reach, tie
 from functron.transforms.gradient import vjp
 from functron.transforms.policies import Policy, nothing
 from functron.transforms.remember import Memory
+from functron.transforms.rerun import Site, differentiated, fresh, map_level, partial_of
 
 
 def remat(f: Callable | None = None, *, policy: Policy = nothing) -> Callable:
@@ -66,57 +64,22 @@ def remat(f: Callable | None = None, *, policy: Policy = nothing) -> Callable:
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
-        hidden, close = hoist(function)
-        leaves, structure = tree.flatten((args, kwargs))
-        outer, names = scope(), scope_names()
-        simulated = [axis for axis in outer.axes.values() if isinstance(axis, SimulatedAxis)]
-        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        tensors = [leaves[i] for i in positions]
-        memory = Memory(policy, needed=_differentiated([*hidden, *tensors]))
+        site = Site(function, (args, kwargs))
+        memory = Memory(policy, needed=differentiated(site.tensors))
         result: list[tree.Structure] = []
 
-        def flat(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            # axes are rebound to the tokens of whatever vmap level this runs at
-            num_axes, num_hidden = len(simulated), len(hidden)
-            axes = {
-                axis.name: replace(axis, token=token)
-                for axis, token in zip(simulated, operands[:num_axes], strict=True)
-            }
-            full = list(leaves)
-            for i, value in zip(positions, operands[num_axes + num_hidden :], strict=True):
-                full[i] = value
-            closed = close(list(operands[num_axes : num_axes + num_hidden]))
-            new_args, new_kwargs = tree.unflatten(structure, full)
-            with enter(replace(outer, axes={**outer.axes, **axes})), _named(names), memory.watch():
+        def flat(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            with site.entered(operands) as (closed, arguments), memory.watch():
+                new_args, new_kwargs = arguments
                 outputs, out_structure = tree.flatten(closed(*new_args, **new_kwargs))
             result[:] = [out_structure]
             return tuple(outputs)
 
-        tokens = [axis.token for axis in simulated]
         program = _Program(flat, memory, compat.innermost_is_grad())
-        outputs = _Remat.apply(program, *tokens, *hidden, *tensors)
+        outputs = _Remat.apply(program, *site.operands)
         return tree.unflatten(result[0], outputs)
 
     return wrapped
-
-
-def _differentiated(tensors: list[torch.Tensor]) -> bool:
-    """Whether there will be a backward run."""
-    taped = torch.is_grad_enabled() and any(compat.requires_grad(x) for x in tensors)
-    return taped or compat.differentiating()
-
-
-@contextlib.contextmanager
-def _named(names: tuple[str, ...]):
-    """Put those named scopes in force that backward, which runs elsewhere, is not in."""
-    here = scope_names()
-    same = 0
-    while same < min(len(here), len(names)) and here[same] == names[same]:
-        same += 1
-    with contextlib.ExitStack() as stack:
-        for name in names[same:]:
-            stack.enter_context(named_scope(name))
-        yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,12 +87,12 @@ class _Program:
     """A flat function, opaque to functorch.
 
     Attributes:
-        f: of the operands; returns a tuple of tensors.
+        f: of the sequence of operands; returns a tuple of tensors.
         memory: what is kept for backward, shared by all vmap levels of one call.
         tracked: whether a torch.func level will run its backward, rather than torch's tape.
     """
 
-    f: Callable[..., tuple[torch.Tensor, ...]]
+    f: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
     memory: Memory
     tracked: bool
 
@@ -140,30 +103,18 @@ class _Program:
         is found again by its place among the operations.
         """
         if self.memory.state != "fresh" or active() is not None:
-            return self.f(*operands)
+            return self.f(operands)
         if self.tracked:
             return _under_grad(self.f, operands)
         if any(value.requires_grad for value in operands):
-            return vjp(self.f, *operands)[0]
-        return self.f(*operands)
+            return vjp(lambda *values: self.f(values), *operands)[0]
+        return self.f(operands)
 
 
 def _under_grad(f: Callable, operands: tuple) -> tuple[torch.Tensor, ...]:
     floats = [i for i, value in enumerate(operands) if value.is_floating_point()]
-    made: Any = torch.func.vjp(_of(f, operands, floats), *(operands[i] for i in floats))
+    made: Any = torch.func.vjp(partial_of(f, operands, floats), *(operands[i] for i in floats))
     return made[0]
-
-
-def _of(f: Callable, operands: Sequence, moving: list[int]) -> Callable:
-    """`f` as a function of the operands at these positions."""
-
-    def partial(*values):
-        full = list(operands)
-        for i, value in zip(moving, values, strict=True):
-            full[i] = value
-        return f(*full)
-
-    return partial
 
 
 class _Remat(Function):
@@ -177,11 +128,7 @@ class _Remat(Function):
             program.memory.tied = reach.choose()
         else:
             outputs = program.forward(operands)
-        # an operand returned as it is must not be mistaken for one modified in place
-        return tuple(
-            value.view_as(value) if any(value is operand for operand in operands) else value
-            for value in outputs
-        )
+        return fresh(outputs, operands)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -202,7 +149,7 @@ class _Remat(Function):
                     operands[position] = tie(operands[position], after)
             moving = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
             with program.memory.recalling(after):
-                partial = _of(program.f, operands, moving)
+                partial = partial_of(program.f, operands, moving)
                 outputs, pullback = vjp(partial, *(operands[i] for i in moving))
         given = tuple(
             torch.zeros_like(out) if value is None else value
@@ -221,20 +168,9 @@ class _Remat(Function):
     def vmap(info, in_dims, program, *operands):
         varying: list[bool] = []
 
-        def batched(*values):
-            def ranks(token, *rest):
-                outputs = program.forward(rest)
-                level = compat.level_of(token)
-                varying[:] = [compat.is_batched_at(value, level) for value in outputs]
-                return outputs
-
-            token = torch.arange(info.batch_size)
-            dims = (0, *in_dims[1:])
-            outputs = torch.func.vmap(ranks, in_dims=dims, randomness="error")(token, *values)
-            # vmap gives every output a batch dim; one that does not vary must stay without, or
-            # it would no longer count as replicated
-            pairs = zip(outputs, varying, strict=True)
-            return tuple(value if batch else value.select(0, 0) for value, batch in pairs)
+        def batched(values):
+            outputs, varying[:] = map_level(program.forward, info.batch_size, in_dims[1:], values)
+            return outputs
 
         outer = _Program(batched, program.memory, compat.innermost_is_grad())
         outputs = _Remat.apply(outer, *operands)

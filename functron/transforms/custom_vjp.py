@@ -1,0 +1,378 @@
+"""Functions with a backward of their own, in which ranks may communicate as in forward.
+
+JAX's `custom_vjp`, for per-rank programs: an autograd Function whose forward and backward run with
+the mesh axes rebound at whatever vmap level they are at (`functron.transforms.rerun`), so that
+`functron.lax` works in both. Needed where the derivative of a function is cheaper than what
+differentiating its operations gives, such as a ring that computes scores again instead of keeping
+those of every step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from functron import compat, tree
+from functron.scopes import in_phase
+from functron.spmd.axes import user_line
+from functron.transforms.gradient import vjp
+from functron.transforms.rerun import Site, differentiated, fresh, map_level, partial_of
+
+_Tensors = Sequence[torch.Tensor]
+
+
+def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
+    """The function that computes `f` and is differentiated by `forward` and `backward`.
+
+    ``forward(*args)`` returns ``(f(*args), residuals)`` with any tree of residuals, and
+    ``backward(residuals, cotangents)`` returns one tree of cotangents per argument, with None for
+    an argument or leaf that is not floating point or does not matter. All three are per-rank
+    programs: every collective of `functron.lax` may be used in each. `backward` gets every rank's
+    own cotangent of a replicated output (their sum is its cotangent), must be linear in
+    cotangents, and returns every rank's own share, as `functron.grad` does.
+
+    Only arguments, residuals and outputs are kept between forward and backward. Residuals that
+    are arguments or outputs cost nothing more. Where nothing is differentiated `f` itself runs.
+
+    Derivatives of derivatives, and forward mode, differentiate the operations of `forward` and
+    `backward`, as in JAX.
+
+    Args:
+        f: takes trees with tensors; positional arguments only. Returns a tree of tensors.
+        forward: as `f`, returning its residuals too.
+        backward: the pullback.
+
+    Raises:
+        ValueError: a function closes over a tensor that is being differentiated (make it an
+            argument), or `backward` returned another number of cotangents than there are
+            arguments.
+        TypeError: a leaf of `forward`'s output is no tensor.
+    """
+
+    @functools.wraps(f)
+    def wrapped(*args):
+        def functions():
+            return forward, backward
+
+        site = Site(functions, args)
+        if not differentiated(site.tensors):
+            return f(*args)
+        rule = _Rule(site)
+        made: Any = _CustomVjp.apply(_Level(rule, rule.forward, rule.backward), *site.operands)
+        return tree.unflatten(rule.out_structure, made[: rule.num_outputs])
+
+    return wrapped
+
+
+class _Rule:
+    """Forward and backward as functions of flat operands.
+
+    Attributes:
+        site: where they were called.
+        moving: the operands that have cotangents.
+        num_outputs: how many of the tensors that forward makes are the outputs; the others are
+            those residuals that are neither operands nor outputs.
+        floats: the outputs that have cotangents.
+        out_structure: of the outputs.
+    """
+
+    def __init__(self, site: Site):
+        self.site = site
+        first = site.first_argument
+        self.moving = [
+            i for i, x in enumerate(site.operands) if i >= first and x.is_floating_point()
+        ]
+        self.num_outputs = 0
+        self.floats: list[int] = []
+        self.out_structure: Any = None
+        self._kept_structure: Any = None
+        self._recipe: list[tuple[str, Any]] = []
+
+    def forward(self, operands: _Tensors) -> tuple[torch.Tensor, ...]:
+        """The outputs, then what else backward needs."""
+        with self.site.entered(operands) as (functions, args):
+            out, residuals = functions()[0](*args)
+        outputs, self.out_structure = tree.flatten(out)
+        for leaf in outputs:
+            if not isinstance(leaf, torch.Tensor):
+                raise TypeError(
+                    f"custom_vjp at {user_line()}: forward returned {type(leaf).__name__} in its "
+                    "output; wanted a tree of tensors; fix: return what is static outside"
+                )
+        self.num_outputs = len(outputs)
+        self.floats = [i for i, leaf in enumerate(outputs) if leaf.is_floating_point()]
+        kept, self._kept_structure = tree.flatten(residuals)
+        made = list(outputs)
+        self._recipe = [_source(leaf, operands, made) for leaf in kept]
+        return tuple(made)
+
+    def backward(
+        self, operands: _Tensors, made: _Tensors, cotangents: _Tensors
+    ) -> tuple[torch.Tensor, ...]:
+        """The cotangents of the operands `moving`, from those of the outputs `floats`."""
+        pools = {"operand": operands, "made": made}
+        kept = [pools[pool][at] if pool in pools else at for pool, at in self._recipe]
+        residuals = tree.unflatten(self._kept_structure, kept)
+        given: list[Any] = [None] * self.num_outputs
+        for i, cotangent in zip(self.floats, cotangents, strict=True):
+            given[i] = cotangent
+        with self.site.entered(operands, check=False) as (functions, args):
+            grads = functions()[1](residuals, tree.unflatten(self.out_structure, given))
+        leaves = _leaves_like(args, grads)
+        first = self.site.first_argument
+        flat = [leaves[self.site.positions[i - first]] for i in self.moving]
+        return tuple(
+            torch.zeros_like(operands[i]) if grad is None else grad
+            for i, grad in zip(self.moving, flat, strict=True)
+        )
+
+
+def _source(leaf: Any, operands: _Tensors, made: list) -> tuple[str, Any]:
+    """Where backward finds a residual; one that is found nowhere yet is appended to `made`."""
+    if not isinstance(leaf, torch.Tensor):
+        return "static", leaf
+    for pool, values in (("operand", operands), ("made", made)):
+        for i, value in enumerate(values):
+            if value is leaf:
+                return pool, i
+    made.append(leaf)
+    return "made", len(made) - 1
+
+
+def _leaves_like(args: tuple, grads: Any) -> list:
+    """The leaves of `grads`, one per leaf of `args`; None stands for a whole tree of None."""
+    if not isinstance(grads, (tuple, list)) or len(grads) != len(args):
+        got = f"{len(grads)}" if isinstance(grads, (tuple, list)) else type(grads).__name__
+        raise ValueError(
+            f"custom_vjp: backward returned {got} cotangents; wanted a tuple with one for each of "
+            f"the {len(args)} arguments; fix: return None for those without"
+        )
+    leaves = []
+    for arg, grad in zip(args, grads, strict=True):
+        arg_leaves, structure = tree.flatten(arg)
+        leaves += [None] * len(arg_leaves) if grad is None else structure.flatten_up_to(grad)
+    return leaves
+
+
+@dataclass(eq=False)
+class _Level:
+    """Forward and backward at one vmap level of the call; opaque to functorch.
+
+    Attributes:
+        rule: what they are made of; the same at all levels.
+        forward: operands to what is made.
+        backward: operands, what was made and cotangents to cotangents.
+        varying: which of what is made is batched at this level.
+    """
+
+    rule: _Rule
+    forward: Callable[[_Tensors], tuple[torch.Tensor, ...]]
+    backward: Callable[[_Tensors, _Tensors, _Tensors], tuple[torch.Tensor, ...]]
+    varying: list[bool] = field(default_factory=list)
+
+    def over(self, size: int, in_dims: Sequence[int | None]) -> _Level:
+        """The same with one vmap of `size` around it."""
+
+        def forward(operands):
+            made, outer.varying = map_level(self.forward, size, in_dims, operands)
+            return made
+
+        def backward(operands, made, cotangents):
+            given = [
+                # the ranks that hold one value hold equal shares of its cotangent
+                value if outer.varying[i] else (value / size).expand(size, *value.shape)
+                for i, value in zip(self.rule.floats, cotangents, strict=True)
+            ]
+            made_dims = [0 if varies else None for varies in outer.varying]
+            ends = len(operands), len(operands) + len(made)
+
+            def flat(values):
+                return self.backward(
+                    values[: ends[0]], values[ends[0] : ends[1]], values[ends[1] :]
+                )
+
+            dims = (*in_dims, *made_dims, *[0] * len(given))
+            grads, batched = map_level(flat, size, dims, (*operands, *made, *given))
+            rows = zip(grads, batched, self.rule.moving, strict=True)
+            return tuple(_unmapped(grad, b, in_dims[i], size) for grad, b, i in rows)
+
+        outer = _Level(self.rule, forward, backward)
+        return outer
+
+
+def _unmapped(grad: torch.Tensor, batched: bool, dim: int | None, size: int) -> torch.Tensor:
+    """The cotangent of an operand that has its batch dim at `dim`, or none and all rows use it."""
+    if dim is None:
+        return grad.sum(0) if batched else grad * size
+    return (grad if batched else grad.expand(size, *grad.shape)).movedim(0, dim)
+
+
+class _CustomVjp(Function):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(level: _Level, *operands):
+        return fresh(level.forward(operands), operands)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.level, ctx.num_operands, ctx.num_made = inputs[0], len(inputs) - 1, len(output)
+        rule = ctx.level.rule
+        still = [i for i in range(rule.num_outputs) if i not in rule.floats]
+        ctx.mark_non_differentiable(*(output[i] for i in still), *output[rule.num_outputs :])
+        ctx.save_for_backward(*inputs[1:], *output)
+        ctx.save_for_forward(*inputs[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *cotangents) -> Any:
+        level, count = ctx.level, ctx.num_operands
+        saved = [compat.unwrap_if_dead(value) for value in ctx.saved_tensors]
+        operands, made = saved[:count], saved[count:]
+        site = level.rule.site
+        if any(ctx.needs_input_grad[1 + site.num_tokens : 1 + site.first_argument]):
+            raise ValueError(
+                "custom_vjp: forward or backward closes over a tensor that is being "
+                "differentiated, for which backward returns no cotangent; fix: make it an argument"
+            )
+        floats = level.rule.floats
+        if all(cotangents[i] is None for i in floats):
+            return None, *(None for _ in operands)
+        given = [
+            torch.zeros_like(made[i]) if cotangents[i] is None else cotangents[i] for i in floats
+        ]
+        pull = _Pull.of(level, count, len(made))
+        moved: Any = _Backward.apply(pull, *operands, *made, *given)
+        grads: list[Any] = [None] * count
+        for i, grad in zip(level.rule.moving, moved, strict=True):
+            grads[i] = grad
+        return None, *grads
+
+    @staticmethod
+    def jvp(ctx, *tangents) -> Any:
+        compat.refuse_nested_jvp()
+        level, floats = ctx.level, ctx.level.rule.floats
+
+        def outputs(operands):
+            made = level.forward(operands)
+            return tuple(made[i] for i in floats)
+
+        moved = iter(_push(outputs, ctx.saved_tensors, tangents[1:]))
+        return tuple(next(moved) if i in floats else None for i in range(ctx.num_made))
+
+    @staticmethod
+    def vmap(info, in_dims, level: _Level, *operands):
+        outer = level.over(info.batch_size, in_dims[1:])
+        made = _CustomVjp.apply(outer, *operands)
+        return made, tuple(0 if varies else None for varies in outer.varying)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pull:
+    """Backward as a function of all it is computed from; opaque to functorch.
+
+    Attributes:
+        run: operands, what forward made, and cotangents (one sequence) to cotangents.
+        again: operands and cotangents to the same, running forward again; its derivative is that
+            of `run`, in which what forward made depends on the operands.
+        num_operands: how many there are.
+        num_made: how many tensors forward made.
+    """
+
+    run: Callable[[_Tensors], tuple[torch.Tensor, ...]]
+    again: Callable[[_Tensors], tuple[torch.Tensor, ...]]
+    num_operands: int
+    num_made: int
+
+    @classmethod
+    def of(cls, level: _Level, num_operands: int, num_made: int) -> _Pull:
+        """The pullback of a `_Level`."""
+        end = num_operands + num_made
+
+        def run(values):
+            return level.backward(values[:num_operands], values[num_operands:end], values[end:])
+
+        def again(values):
+            operands = values[:num_operands]
+            return level.backward(operands, level.forward(operands), values[num_operands:])
+
+        return cls(run, again, num_operands, num_made)
+
+    def without_made(self, values: Sequence) -> list:
+        """What `again` takes, of what `run` takes."""
+        return [*values[: self.num_operands], *values[self.num_operands + self.num_made :]]
+
+    def over(self, size: int, in_dims: Sequence[int | None]) -> tuple[_Pull, list[bool]]:
+        """The same with one vmap around it, and (once it has run) which results are batched."""
+        varying: list[bool] = []
+
+        def run(values):
+            outputs, varying[:] = map_level(self.run, size, in_dims, values)
+            return outputs
+
+        def again(values):
+            dims = self.without_made(in_dims)
+            outputs, batched = map_level(self.again, size, dims, values)
+            rows = zip(outputs, batched, varying, strict=True)
+            return tuple(
+                value.expand(size, *value.shape) if wanted and not has else value
+                for value, has, wanted in rows
+            )
+
+        return _Pull(run, again, self.num_operands, self.num_made), varying
+
+
+class _Backward(Function):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(pull: _Pull, *values):
+        return fresh(pull.run(values), values)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.pull = inputs[0]
+        kept = ctx.pull.without_made(inputs[1:])
+        ctx.save_for_backward(*kept)
+        ctx.save_for_forward(*kept)
+
+    @staticmethod
+    def backward(ctx, *cotangents) -> Any:
+        pull = ctx.pull
+        values = [compat.unwrap_if_dead(value) for value in ctx.saved_tensors]
+        needed = pull.without_made(ctx.needs_input_grad[1:])
+        moving = [i for i, wanted in enumerate(needed) if wanted]
+        with in_phase("recompute"):
+            partial = partial_of(pull.again, values, moving)
+            _, pullback = vjp(partial, *(values[i] for i in moving))
+        grads: list[Any] = [None] * len(values)
+        for i, grad in zip(moving, pullback(cotangents), strict=True):
+            grads[i] = grad
+        count = pull.num_operands
+        return None, *grads[:count], *[None] * pull.num_made, *grads[count:]
+
+    @staticmethod
+    def jvp(ctx, *tangents) -> Any:
+        compat.refuse_nested_jvp()
+        return _push(ctx.pull.again, ctx.saved_tensors, ctx.pull.without_made(tangents[1:]))
+
+    @staticmethod
+    def vmap(info, in_dims, pull: _Pull, *values):
+        outer, varying = pull.over(info.batch_size, in_dims[1:])
+        outputs = _Backward.apply(outer, *values)
+        return outputs, tuple(0 if batched else None for batched in varying)
+
+
+def _push(f: Callable, primals: Sequence, tangents: Sequence) -> tuple:
+    """The tangents of ``f(primals)``; a tangent of None is zero."""
+    moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+    partial = partial_of(f, primals, moving)
+    moved: Any = torch.func.jvp(
+        partial, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving)
+    )
+    return moved[1]
