@@ -20,7 +20,7 @@ from functron.pipeline.work import Call
 from functron.program.cost import bytes_text, count_text
 from functron.program.text import aligned
 from functron.recipe import placement
-from functron.spmd import DATA_AXES, Mesh, P
+from functron.spmd import CONTEXT_AXES, DATA_AXES, FSDP_AXES, Mesh, P
 from functron.spmd.shards import whole_over
 from functron.spmd.spec import local_shape
 
@@ -110,7 +110,7 @@ def pipeline_cost(config: TrainConfig, mesh: Mesh) -> PipelineCost:
     known: dict[tuple, StageCost] = {}
     stages = []
     for number, part in enumerate(partition.layout):
-        kind = (len(part.layers), part.embed, part.loss)
+        kind = partition.kind(number)
         if kind not in known:
             known[kind] = _stage_cost(config, mesh, partition, number)
         found = known[kind]
@@ -158,8 +158,9 @@ def _traced(
 
     weights = tree.map(local, defs, partition.local(specs, rank))
     rows = config.global_batch // config.microbatches // math.prod(mesh[a] for a in DATA_AXES)
-    tokens = torch.empty(rows, config.seq, dtype=torch.int64, device="meta")
-    seq = config.seq // mesh["tp"] if config.sequence_parallel else config.seq
+    seq = config.seq // math.prod(mesh[axis] for axis in CONTEXT_AXES)
+    tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
+    seq = seq // mesh["tp"] if config.sequence_parallel else seq
     x = torch.empty(rows, seq, model.embed_dim, dtype=model.torch_dtype, device="meta")
     batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
     shared = (random.key(0).to("meta"), torch.empty((), dtype=torch.int64, device="meta"))
@@ -178,7 +179,7 @@ def _state_bytes(
     if config.zero == 2:
         specs = optim.shard_specs(defs, specs, mesh)
     if config.gather == "step":
-        specs = whole_over(specs, DATA_AXES)
+        specs = whole_over(specs, FSDP_AXES)
     dtype = optim.torch_dtype(config.optimizer.grad_dtype)
     sums = tree.map(lambda leaf: leaf.to(dtype or leaf.dtype), abstract_params(defs))
     held = (

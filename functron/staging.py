@@ -21,7 +21,7 @@ from functron.pipeline.registry import make
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.work import loss_of, seeds
 from functron.program.trace import trace
-from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules, shard_map
+from functron.spmd import BoundMesh, Mesh, P, Rules, shard_map
 from functron.spmd.spec import validate
 from functron.transforms import Gather
 from functron.transforms.gradient import vjp
@@ -55,8 +55,8 @@ def layout_for(config: TrainConfig, mesh: Mesh | BoundMesh, num_stages: int) -> 
     if text in ("", "even"):
         return even_layout(num_stages, num_layers)
     if text == "cost":
-        layer, embed, loss = (stage_flops(config, mesh, part) for part in _PARTS)
-        return balanced_layout(num_stages, [layer] * num_layers, embed=embed, loss=loss)
+        embed, loss = (stage_flops(config, mesh, part) for part in _END_PARTS)
+        return balanced_layout(num_stages, _layer_flops(config, mesh), embed=embed, loss=loss)
     ends = _ENDS.fullmatch(text)
     if ends is not None and any(ends.groups()):
         first, last = (int(n) if n else None for n in ends.groups())
@@ -64,7 +64,7 @@ def layout_for(config: TrainConfig, mesh: Mesh | BoundMesh, num_stages: int) -> 
     return parse_layout(text, num_layers, num_stages)
 
 
-_PARTS = (Part(range(1)), Part(range(0), embed=True), Part(range(0), loss=True))
+_END_PARTS = (Part(range(0), embed=True), Part(range(0), loss=True))
 
 
 def partition_for(config: TrainConfig, mesh: Mesh | BoundMesh, schedule: Schedule) -> Partition:
@@ -89,6 +89,11 @@ def partition_for(config: TrainConfig, mesh: Mesh | BoundMesh, schedule: Schedul
 def stream_of(config: TrainConfig) -> P:
     """The spec of the residual stream."""
     return gpt.SEQUENCE_PARALLEL_STREAM if config.sequence_parallel else gpt.STREAM
+
+
+def context_of(config: TrainConfig) -> gpt.Context:
+    """How attention reaches across the ranks that split sequences."""
+    return gpt.Context(config.context, "zigzag" if config.zigzag else "contiguous")
 
 
 def defs_of(config: TrainConfig) -> dict:
@@ -129,6 +134,7 @@ def stage_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Callable:
         "stream": stream_of(config),
         "remat": config.remat,
         "gather": gather_of(config, mesh),
+        "context": context_of(config),
     }
 
     def stage(part, params, x, batch, key, total):
@@ -137,6 +143,19 @@ def stage_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Callable:
         return y / total if part.loss else y
 
     return stage
+
+
+def _layer_flops(config: TrainConfig, mesh: Mesh | BoundMesh) -> list[float]:
+    """Of every layer; of those with rows in the same stacks only one is traced."""
+    known: dict[tuple, float] = {}
+    out = []
+    for layer in range(config.gpt.num_layers):
+        part = Part(range(layer, layer + 1))
+        kind = Partition((part,), (((0, 0),),), gpt.uses(config.gpt)).kind(0)
+        if kind not in known:
+            known[kind] = stage_flops(config, mesh, part)
+        out.append(known[kind])
+    return out
 
 
 def stage_flops(config: TrainConfig, mesh: Mesh | BoundMesh, part: Part) -> float:
@@ -165,5 +184,5 @@ def stage_flops(config: TrainConfig, mesh: Mesh | BoundMesh, part: Part) -> floa
         return pull(seeds(loss_of(y)) if part.loss else torch.ones_like(y))
 
     kept = {name: specs[name] for name in names}
-    mapped = shard_map(both, plain, (kept, stream, P(DATA_AXES), P()), P(), check=False)
+    mapped = shard_map(both, plain, (kept, stream, gpt.batch_specs(), P()), P(), check=False)
     return trace(mapped)(weights, x, batch, key).cost().hardware_flops

@@ -18,7 +18,7 @@ import torch
 
 from functron import tree
 from functron.errors import Problem, nearest, raise_problems
-from functron.pipeline.partition import Partition
+from functron.pipeline.partition import Partition, Use
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P, dim_axes, is_spec, num_shards, problems
 
@@ -136,8 +136,8 @@ class Placement:
             return ()  # counters, keys: the same on every rank
         if entry not in self.partition.held(stage_rank):
             return None
-        stacked = self.partition.uses[entry] == "t"
-        return self.partition.layers(stage_rank) if stacked else ()
+        stacked = self.partition.stack(entry) is not None
+        return self.partition.rows(entry, stage_rank) if stacked else ()
 
     def check(self, value: tree.Tree, *, what: str, some: bool = False) -> dict[str, torch.Tensor]:
         """The leaves of what this process holds, by path, checked against the placement.
@@ -226,7 +226,7 @@ def place(
     return Placement(tuple(leaves), abstract, rank, partition, axis)
 
 
-def _entry(path: str, uses: Mapping[str, str]) -> str | None:
+def _entry(path: str, uses: Mapping[str, Use]) -> str | None:
     """The top-level entry of the parameters that a leaf of a state belongs to."""
     return next((part for part in path.split("/") if part in uses), None)
 

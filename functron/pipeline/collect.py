@@ -39,13 +39,16 @@ def collect(
     if me != 0:
         return None
     device = next(leaf.device for leaf in held.values() if isinstance(leaf, torch.Tensor))
-    rows = [partition.layers(rank) for rank in range(mesh[axis])]
-    stacked = {name for name, letters in partition.uses.items() if letters == "t"}
+    rows = {
+        name: [partition.rows(name, rank) for rank in range(mesh[axis])]
+        for name in partition.uses
+        if partition.stack(name) is not None
+    }
     whole, missing = [], []
     for path, wanted in zip(tree.paths(like), tree.leaves(like), strict=True):
         parts = [(rank, ranks[path]) for rank, ranks in enumerate(everyone) if path in ranks]
-        by_layer = not stacked.isdisjoint(path.split("/"))
-        found = _assemble(parts, wanted, rows if by_layer else None)
+        entry = next((name for name in path.split("/") if name in partition.uses), "")
+        found = _assemble(parts, wanted, rows.get(entry))
         whole.append(found.to(device) if isinstance(found, torch.Tensor) else found)
         if found is None:
             missing.append(Problem(path, "no rank that holds it whole or by layer", "one at least"))

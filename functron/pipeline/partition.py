@@ -18,6 +18,9 @@ from functron.spmd.spec import P, entry_axes, is_spec
 
 _LETTERS = "EtL"
 
+Use = str | range
+"""Which stages use an entry of the parameters: letters, or a stack's layers; see `Partition`."""
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -27,12 +30,26 @@ class Partition:
     one: the top-level entries that its stages use, and of those stacked by layer the rows of its
     layers, chunk after chunk. Names and inner structure are the model's on every rank.
 
+    Models whose layers are of several kinds have a stack of each. With three dense layers before 58
+    of experts (DeepSeek-V3) on two ranks, the first holds all rows of one stack and some of the
+    other, and the second has no entry ``"dense"``::
+
+        >>> from functron.pipeline import even_layout, make
+        >>> uses = {"embed": "E", "dense": range(3), "blocks": range(3, 61), "norm": "L"}
+        >>> two = Partition(even_layout(2, 61), make("1f1b", 2, 4).pipes, uses)
+        >>> two.held(0), two.held(1)
+        (['embed', 'dense', 'blocks'], ['blocks', 'norm'])
+        >>> len(two.rows("dense", 0)), len(two.rows("blocks", 0)), len(two.rows("blocks", 1))
+        (3, 28, 30)
+
     Attributes:
         layout: what each stage computes.
         pipes: per pipe, per stage, the (rank, chunk) that holds it, as in a `Schedule`.
         uses: which stages use each top-level entry of the parameters: "E" the one with the
-            embedding, "t" each its own layers' rows, "L" the one with the loss; "EL" both, which
-            then hold copies whose gradients are added (tied embeddings).
+            embedding, "L" the one with the loss; "EL" both, which then hold copies whose gradients
+            are added (tied embeddings); "t" each its own layers' rows of a stack with one per layer
+            of the model; a range, as "t", but the stack has one row per layer in the range, in
+            order: ``range(3)``, ``range(3, 61)``, every second one ``range(1, 48, 2)``.
         spread: entries of "E" and "L" that are divided among all ranks of the pipeline, by the dim
             that is: between steps each rank holds, and updates, a part of the vocabulary. In a step
             those that use an entry gather it, and its gradient is divided again.
@@ -44,19 +61,15 @@ class Partition:
 
     layout: Layout
     pipes: tuple[Pipe, ...]
-    uses: Mapping[str, str]
+    uses: Mapping[str, Use]
     spread: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self):
-        found = [
-            Problem(f"uses/{name}", repr(letters), "t alone, or E, L or both")
-            for name, letters in self.uses.items()
-            if not letters or set(letters) - set(_LETTERS) or ("t" in letters and len(letters) > 1)
-        ]
+        found = [p for name, use in self.uses.items() for p in _use_problems(name, use)]
         found += [
             Problem(f"spread/{name}", f"an entry that uses={self.uses.get(name)!r}", "E, L or both")
             for name in self.spread
-            if set(self.uses.get(name, "t")) - set("EL")
+            if _stacked(self.uses.get(name, "t")) or set(self.uses[name]) - set("EL")
         ]
         if len(self.layout) != len(self.pipes[0]):
             got = f"{len(self.layout)} stages, {format_layout(self.layout)}"
@@ -104,11 +117,46 @@ class Partition:
         """The layers of a rank, in the order of its rows; all of them, in order, for None."""
         return [layer for stage in self.stages(rank) for layer in self.layout[stage].layers]
 
+    def stack(self, name: str) -> range | None:
+        """The layers that a top-level entry has rows of, one each; None: it is not stacked."""
+        use = self.uses[name]
+        if use == "t":
+            return range(max((part.layers.stop for part in self.layout if part.layers), default=0))
+        return use if isinstance(use, range) else None
+
+    def rows(self, name: str, rank: int | None) -> list[int]:
+        """Which rows of the model's stack `name` a rank holds, in its order; all for None.
+
+        Raises:
+            ValueError: the entry is not stacked by layer.
+        """
+        stack = self.stack(name)
+        if stack is None:
+            raise ValueError(
+                f"rows: got {name!r} with uses={self.uses[name]!r}; wanted a stack, with t or a "
+                "range of layers; fix: take the whole entry"
+            )
+        if rank is None:
+            return list(range(len(stack)))
+        return _rows_in(stack, self.layers(rank))
+
     def names(self, stage: int) -> list[str]:
         """The top-level entries of the parameters that a stage uses."""
         part = self.layout[stage]
-        has = "E" * part.embed + "t" * bool(part.layers) + "L" * part.loss
-        return [name for name, letters in self.uses.items() if set(letters) & set(has)]
+        has = {*("E" * part.embed), *("L" * part.loss)}
+        return [
+            name
+            for name, use in self.uses.items()
+            if (part.layers and use == "t")
+            or (not has.isdisjoint(use) if isinstance(use, str) else _rows_in(use, part.layers))
+        ]
+
+    def kind(self, stage: int) -> tuple:
+        """What a stage computes: the same for stages that have as many rows of every stack."""
+        part = self.layout[stage]
+        stacks = ((name, self.stack(name)) for name in self.names(stage))
+        counts = {name: len(_rows_in(s, part.layers)) for name, s in stacks if s is not None}
+        return part.embed, part.loss, tuple(counts.items())
 
     def sharers(self, name: str) -> tuple[int, ...]:
         """The ranks that hold a top-level entry that is not stacked by layer, in order."""
@@ -130,21 +178,19 @@ class Partition:
         """
         if rank is None:
             return 1
-        counts = {s: len(self.holders(s)) for s in self.stages(rank) if self.layout[s].layers}
-        if len(set(counts.values())) > 1:
-            got = " and ".join(
-                f"{[s for s in counts if counts[s] == n]} with {n}"
-                for n in sorted(set(counts.values()))
-            )
-            wanted = "as many copies of each, so that the norm can count them"
-            fix = "let pipes meet on all stages of a rank or on none"
-            problem = Problem(f"pipes, rank {rank}", f"stages {got} copies", wanted, fix)
-            raise_problems("cannot compute the norm of gradients on these pipes", [problem])
-        return {
-            name: max(counts.values()) if letters == "t" else len(self.sharers(name))
-            for name, letters in self.uses.items()
-            if name in self.held(rank)
-        } | dict.fromkeys(self.spread, 1)
+        copies: dict[str, int] = {}
+        met: dict[str, dict[int, int]] = {}  # how many hold each stage, where that differs
+        for name in self.held(rank):
+            if self.stack(name) is None:
+                copies[name] = len(self.sharers(name))
+                continue
+            stages = [s for s in self.stages(rank) if name in self.names(s)]
+            counts = {s: len(self.holders(s)) for s in stages}
+            copies[name] = max(counts.values())
+            if len(set(counts.values())) > 1:
+                met[name] = counts
+        raise_problems("cannot compute the norm of gradients on these pipes", _unequal(met, rank))
+        return copies | dict.fromkeys(self.spread, 1)
 
     def local(self, value: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
         """The top-level entries that a rank holds, whole: of specs, say.
@@ -183,51 +229,52 @@ class Partition:
         """The definitions of the parameters that a rank holds: the numbers are the whole model's.
 
         Raises:
-            ValueError: `defs` has other entries than `uses`, or a stacked one that has not one row
-                per layer.
+            ValueError: `defs` has other entries than `uses`, a stack is of layers that the layout
+                has not, or has not one row per layer.
         """
         kept = self.local(defs, rank)
-        total = sum(len(part.layers) for part in self.layout)
-        raise_problems(
-            "cannot divide these parameters by layer",
-            [
-                Problem(f"{name}/{path}", f"shape {d.shape}", f"({total}, ...), a row per layer")
-                for name, entry in kept.items()
-                if self.uses[name] == "t"
-                for path, d in zip(tree.paths(entry), tree.leaves(entry), strict=True)
-                if d.shape[:1] != (total,)
-            ],
-        )
-        if rank is None:
-            return kept
-        rows = self.layers(rank)
-        return {
-            name: tree.map(lambda d: _rows_of(d, rows), entry) if self.uses[name] == "t" else entry
-            for name, entry in kept.items()
-        }
+        stacks = {name: stack for name in self.uses if (stack := self.stack(name)) is not None}
+        known = self.layers(None)
+        found = [
+            Problem(f"uses/{name}", f"{stack}", f"some of the layout's {len(known)} layers")
+            for name, stack in stacks.items()
+            if not {*stack} <= {*known}
+        ]
+        found += [
+            Problem(f"{name}/{path}", f"shape {d.shape}", f"({len(stack)}, ...), a row per layer")
+            for name, stack in stacks.items()
+            if name in kept
+            for path, d in zip(tree.paths(kept[name]), tree.leaves(kept[name]), strict=True)
+            if d.shape[:1] != (len(stack),)
+        ]
+        raise_problems("cannot divide these parameters by layer", found)
+        for name in stacks:
+            if rank is not None and name in kept:
+                rows = self.rows(name, rank)
+                kept[name] = tree.map(lambda d, rows=rows: _rows_of(d, rows), kept[name])
+        return kept
 
     def stage_params(self, params: Mapping[str, Any], stage: int, rank: int | None) -> dict:
         """The parameters of a stage, as views, from those that `rank` holds (None: all)."""
-        held, mine = self.layers(rank), self.layout[stage].layers
-        first = held.index(mine[0]) if mine else 0
-
-        def rows(leaf: torch.Tensor) -> torch.Tensor:
-            return leaf.narrow(0, first, len(mine))
-
-        return {
-            name: tree.map(rows, params[name]) if self.uses[name] == "t" else params[name]
-            for name in self.names(stage)
-        }
+        out = {name: params[name] for name in self.names(stage)}
+        for name in out:
+            stack = self.stack(name)
+            if stack is not None:  # a stage's layers follow each other: so do its rows
+                mine = _rows_in(stack, self.layout[stage].layers)
+                first = self.rows(name, rank).index(mine[0])
+                at = (0, first, len(mine))
+                out[name] = tree.map(lambda leaf, at=at: leaf.narrow(*at), out[name])
+        return out
 
     def join(self, stages: Mapping[int, Mapping[str, Any]], rank: int | None) -> dict[str, Any]:
         """What `rank` holds, from what its stages have: rows stacked again, copies added."""
         held = [stages[stage] for stage in self.stages(rank)]
         out = {}
-        for name, letters in self.uses.items():
+        for name, use in self.uses.items():
             entries = [entry[name] for entry in held if name in entry]
             if len(entries) == 1:
                 out[name] = entries[0]
-            elif entries and letters == "t":
+            elif entries and _stacked(use):
                 out[name] = tree.map(lambda *rows: torch.cat(rows), *entries)
             elif entries:
                 out[name] = tree.map(lambda *copies: sum(copies[1:], copies[0]), *entries)
@@ -249,6 +296,38 @@ class Partition:
                 ),
             ],
         )
+
+
+def _stacked(use: Use) -> bool:
+    return use == "t" or isinstance(use, range)
+
+
+def _rows_in(stack: range, layers: Sequence[int]) -> list[int]:
+    """The rows that a stack has for those of `layers` that it has any for."""
+    return [stack.index(layer) for layer in layers if layer in stack]
+
+
+def _use_problems(name: str, use: Use) -> list[Problem]:
+    if isinstance(use, range):
+        wanted = "layers of the model, in order"
+        bad = not use or use.start < 0 or use.step < 1
+        return [Problem(f"uses/{name}", f"{use}", wanted)] if bad else []
+    bad = not use or set(use) - set(_LETTERS) or ("t" in use and len(use) > 1)
+    return [Problem(f"uses/{name}", repr(use), "t alone, or E, L or both")] if bad else []
+
+
+def _unequal(met: Mapping[str, Mapping[int, int]], rank: int) -> list[Problem]:
+    """That a rank's stages of a stack are held by different numbers of ranks, by stack."""
+    wanted = "as many copies of each, so that the norm can count them"
+    fix = "let pipes meet on all stages of a rank or on none"
+    told = {}
+    for counts in met.values():
+        got = " and ".join(
+            f"{[s for s in counts if counts[s] == n]} with {n}"
+            for n in sorted(set(counts.values()))
+        )
+        told[got] = Problem(f"pipes, rank {rank}", f"stages {got} copies", wanted, fix)
+    return list(told.values())
 
 
 def _rows_of(d: ParamDef, rows: Sequence[int]) -> ParamDef:
