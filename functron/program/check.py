@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from functron.program.program import Input, Output, Program
 
 _EQUAL_AFTER = {"psum", "pmax", "pmin", "all_gather", "assume_replicated"}
-_DIFFER_AFTER = {"psum_scatter", "all_to_all", "ppermute"}
+_DIFFER_AFTER = {"psum_scatter", "all_to_all", "ppermute", "ragged_all_to_all"}
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ _SENT: Mapping[str, Callable[[int], float]] = MappingProxyType(
         "all_gather": lambda n: (n - 1) / n,
         "psum_scatter": lambda n: (n - 1) / n,
         "all_to_all": lambda n: (n - 1) / n,
+        "ragged_all_to_all": lambda n: (n - 1) / n,
         "ppermute": lambda n: 1.0,
     }
 )
@@ -74,8 +75,9 @@ class Traffic:
         count: how many run.
         payload_bytes: the bytes of the operands (of an all_gather: of the results), per rank.
         sent_bytes: the bytes that each rank sends, by ring algorithms over n ranks: 2(n-1)/n of the
-            payload for reductions, (n-1)/n for all_gather, psum_scatter and all_to_all, all of it
-            for ppermute.
+            payload for reductions, (n-1)/n for all_gather, psum_scatter and all_to_all (a ragged
+            one sends at most that: its payload is all rows of the operand), all of it for
+            ppermute.
     """
 
     axis: str

@@ -33,6 +33,7 @@ from functron.spmd.primitives import (
     PsumScatter,
     Vary,
 )
+from functron.spmd.ragged import RaggedAllToAll, RaggedCall
 from functron.spmd.traced import TracedAxis
 
 _aten = torch.ops.aten
@@ -230,6 +231,10 @@ def _functron(equation: Equation, args: Sequence[Any], kwargs: Mapping[str, Any]
         )
     if name == "ppermute":
         return [Ppermute.call(x, found[0], tuple(zip(*sizes[1:], strict=True)))]
+    if name == "ragged_all_to_all":
+        _, sends, receives, capacity = sizes
+        call = RaggedCall(found[0], capacity)
+        return [RaggedAllToAll.apply(x, sends, receives, found[0].token, call)]
     return [_COLLECTIVES[name].call(x, found[0], **kwargs)]
 
 

@@ -96,7 +96,8 @@ def _equation(equation: Equation, environment: dict[Var, Ranks], mesh: Mesh) -> 
         return _scan(equation.op, operands, mesh)
     collective = _COLLECTIVES.get(equation.name)
     if collective is not None and equation.op.namespace == "functron":
-        return [collective(environment[equation.args[0]], mesh, *equation.args[1:])]
+        ranks = [environment[x] if isinstance(x, Var) else x for x in equation.args]
+        return [collective(ranks[0], mesh, *ranks[1:])]
     outputs = []
     for rank in range(mesh.size):
         args, kwargs = pytree.tree_map_only(
@@ -142,13 +143,20 @@ def _groups(mesh: Mesh, axis: str) -> list[list[int]]:
     return list(groups.values())
 
 
-def _among(fn: Callable[..., Sequence[torch.Tensor]]) -> Callable:
-    """A collective from what it does to the values of one group."""
+def _among(fn: Callable[..., Sequence[torch.Tensor]], others: int = 0) -> Callable:
+    """A collective from what it does to the values of one group.
 
-    def collective(values: Ranks, mesh: Mesh, axis: str, *rest: Any) -> Ranks:
+    Args:
+        fn: takes the group's values, the axis' size, for each of `others` the group's values of
+            another operand, and what else the operation takes.
+        others: how many operands there are besides the first.
+    """
+
+    def collective(values: Ranks, mesh: Mesh, axis: str, size: int, *rest: Any) -> Ranks:
         out: Ranks = [None] * mesh.size
         for group in _groups(mesh, axis):
-            results = fn([values[rank] for rank in group], *rest)
+            more = [[ranks[rank] for rank in group] for ranks in rest[:others]]
+            results = fn([values[rank] for rank in group], size, *more, *rest[others:])
             for rank, result in zip(group, results, strict=True):
                 out[rank] = result
         return out
@@ -171,6 +179,16 @@ def _permute(xs, size, sources, destinations):
     return out
 
 
+def _ragged(xs, size, sends, receives, capacity):
+    blocks = [x[: sum(sizes)].split(sizes) for x, s in zip(xs, sends, strict=True)
+              for sizes in (s.tolist(),)]  # fmt: skip
+    out = []
+    for rank in range(size):
+        rows = torch.cat([sent[rank] for sent in blocks])
+        out.append(torch.cat([rows, rows.new_zeros(capacity - len(rows), *rows.shape[1:])]))
+    return out
+
+
 _COLLECTIVES = {
     "psum": _among(_reduce(lambda stacked: stacked.sum(0, dtype=stacked.dtype))),
     "pmax": _among(_reduce(lambda stacked: stacked.amax(0))),
@@ -181,4 +199,5 @@ _COLLECTIVES = {
     ),
     "all_to_all": _among(lambda xs, size: [torch.stack([x[r] for x in xs]) for r in range(size)]),
     "ppermute": _among(_permute),
+    "ragged_all_to_all": _among(_ragged, others=2),
 }

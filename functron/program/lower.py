@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from functron import compat
 from functron.program.equations import Equation, Var
 from functron.program.steps import Kernel
+from functron.spmd import ragged  # noqa: F401  (defines functron::ragged_ranks)
 from functron.spmd.traced import LIBRARY
 
 _c10d = torch.ops._c10d_functional
@@ -149,6 +150,11 @@ def _ppermute(graph, groups, x, axis, size, sources: Sequence[int], destinations
     return graph.call_function(op, (x, groups[axis], list(sources), list(destinations)))
 
 
+def _ragged(graph, groups, x, axis, size, sends, receives, capacity: int):
+    op = torch.ops.functron.ragged_ranks.default
+    return graph.call_function(op, (x, groups[axis], sends, receives, capacity))
+
+
 def _same(graph, groups, x, axis):
     return x
 
@@ -161,6 +167,7 @@ _LOWERINGS: dict[str, Callable[..., fx.Node]] = {
     "functron::psum_scatter": _reduce_scatter,
     "functron::all_to_all": _all_to_all,
     "functron::ppermute": _ppermute,
+    "functron::ragged_all_to_all": _ragged,
     "functron::vary": _same,
     "functron::assume_replicated": _same,
     "functron::require_replicated": _same,

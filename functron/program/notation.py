@@ -37,9 +37,12 @@ DTYPES: Mapping[str, torch.dtype] = {
 _SHORT = {dtype: name for name, dtype in DTYPES.items()}
 
 COLLECTIVES = frozenset(
-    {"psum", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute"}
-)
-"""The operations of `functron.spmd.traced` that communicate."""
+    {
+        "psum", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute",
+        "ragged_all_to_all",
+    }
+)  # fmt: skip
+"""The operations of `functron.spmd.traced` and `functron.spmd.ragged` that communicate."""
 
 _WORD = re.compile(r"[\w./<>+*-]+")
 

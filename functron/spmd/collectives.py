@@ -41,6 +41,7 @@ from functron.spmd.primitives import (
     Psum,
     PsumScatter,
 )
+from functron.spmd.ragged import ragged_all_to_all
 
 __all__ = [
     "all_gather",
@@ -56,6 +57,7 @@ __all__ = [
     "ppermute",
     "psum",
     "psum_scatter",
+    "ragged_all_to_all",
     "stop_gradient",
 ]
 

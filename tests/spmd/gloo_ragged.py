@@ -1,0 +1,74 @@
+"""Run by test_ragged.py under torchrun with 4 processes: the ragged all-to-all against simulation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import functron as ft
+from functron import Mesh, P, lax
+from functron.spmd import spec as sharding
+
+MESH = Mesh(ep=2, tp=2)
+EVERY = P(("ep", "tp"))
+AXES = {"ep": 2, "tp": 2, ("ep", "tp"): 4, ("tp", "ep"): 4}
+ROWS = 5
+generator = torch.Generator().manual_seed(0)
+
+
+def arguments(parts):
+    targets = torch.randint(0, parts + 1, (4, ROWS), generator=generator)
+    sizes = torch.stack([(targets == part).sum(1) for part in range(parts)], 1).reshape(-1)
+    return torch.randn(4 * ROWS, 3, generator=generator, dtype=torch.float64), sizes
+
+
+def step(axes, capacity):
+    def local(x, sizes):
+        def loss(x):
+            rows, got = lax.ragged_all_to_all(x, sizes, axes, capacity=capacity)
+            weight = torch.arange(capacity, dtype=x.dtype).unsqueeze(1)
+            return lax.psum((rows.sin() * weight).sum(), ("ep", "tp")), (rows, got)
+
+        (value, (rows, got)), gradient = ft.value_and_grad(loss, has_aux=True)(x)
+        return value, rows, got, gradient
+
+    return local
+
+
+def compare(run, axes, parts, bound):
+    args = arguments(parts)
+    specs = (P(), EVERY, EVERY, EVERY)
+    local = step(axes, parts * ROWS)
+    want = ft.shard_map(local, MESH, EVERY, specs)(*args)
+    mine = [sharding.shard(x, EVERY, MESH, bound.coordinate) for x in args]
+    got = run(ft.shard_map(local, bound, EVERY, specs))(*mine)
+    for a, b, spec in zip(got, want, specs, strict=True):
+        part = sharding.shard(b, spec, MESH, bound.coordinate)
+        torch.testing.assert_close(a, part, rtol=1e-12, atol=1e-12)
+
+
+def check_values(bound):
+    for axes, parts in AXES.items():
+        compare(lambda f: f, axes, parts, bound)
+
+
+def check_compiled(bound):
+    compare(ft.jit, ("ep", "tp"), 4, bound)
+
+
+def check_refusal(bound):
+    x, sizes = torch.ones(4, 1), torch.tensor([2, 2])
+    local = lambda x, sizes: lax.ragged_all_to_all(x, sizes, "ep", capacity=3)[0]
+    with pytest.raises(ValueError, match="got 4 rows for capacity=3"):
+        ft.shard_map(local, bound, (P(), P()), P("ep"))(x, sizes)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    mesh = MESH.bind()
+    for check in (check_values, check_refusal, check_compiled):
+        check(mesh)
+        if mesh.rank == 0:
+            print(f"{check.__name__}: ok", flush=True)
+    dist.destroy_process_group()
