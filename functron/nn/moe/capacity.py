@@ -60,37 +60,74 @@ def keep(
         bool ``[batch, seq, choices]``, this rank's part. Collectives: one all-gather of experts and
         one of positions (and weights) over the axes that split the sequence; none in backward.
     """
-    axes = sequence_axes(stream)
-    local = experts.shape[SEQ_DIM]
-
-    def whole(x: Tensor) -> Tensor:
-        return lax.all_gather(x, axes, axis=SEQ_DIM, tiled=True)
-
-    experts, order = whole(experts), _rank(whole(positions))
+    experts, positions = _whole(experts, stream), _whole(positions, stream)
     seq, choices = experts.shape[SEQ_DIM:]
     choice = torch.arange(choices, device=experts.device)
-    # sorting by the last key first, as all these sorts are stable
-    entries = torch.argsort((choice * seq + order.unsqueeze(-1)).flatten(1), dim=-1)
+    rank = _inverse(_argsort(positions))  # as positions may have gaps
+    # sorting by the last key first: all these sorts are stable
+    entries = _inverse((choice * seq + rank.unsqueeze(-1)).flatten(1))
     if drop == "probability":
-        by_weight = whole(lax.stop_gradient(weights)).flatten(1).gather(-1, entries)
-        entries = entries.gather(-1, _stable_argsort(by_weight, descending=True))
+        by_weight = _whole(lax.stop_gradient(weights), stream).flatten(1).gather(-1, entries)
+        entries = entries.gather(-1, _argsort(by_weight, descending=True))
     flat = experts.flatten(1)
-    entries = entries.gather(-1, _stable_argsort(flat.gather(-1, entries)))
+    entries = entries.gather(-1, _argsort(flat.gather(-1, entries)))
     fits = _rank_in_run(flat.gather(-1, entries)) < limit
-    kept = torch.zeros_like(fits).scatter(-1, entries, fits).unflatten(1, (seq, choices))
-    if not lax.axis_size(axes) > 1:
-        return kept
-    mine = lax.global_index(local, axes, device=kept.device)
-    return torch.index_select(kept, SEQ_DIM, mine)
+    kept = torch.zeros_like(fits).scatter(-1, entries, fits)
+    return _own(kept.unflatten(1, (seq, choices)), stream)
 
 
-def _stable_argsort(x: Tensor, descending: bool = False) -> Tensor:
+def choose_tokens(
+    scores: Float[Tensor, "batch seq experts"],
+    *,
+    limit: int,
+    positions: Int[Tensor, "batch seq"],
+    stream: P,
+) -> Bool[Tensor, "batch seq experts"]:
+    """Which tokens are among the `limit` of their sequence that score highest for each expert.
+
+    Equal scores are ordered by position (Zhou et al. 2022, section 3.1).
+
+    Args:
+        scores: ``[batch, seq, experts]``, this rank's part; no gradient flows.
+        limit, positions, stream: as for `keep`.
+
+    Returns:
+        bool ``[batch, seq, experts]``, this rank's part. Collectives: one all-gather of scores and
+        one of positions over the axes that split the sequence; none in backward.
+    """
+    in_order = _argsort(_whole(positions, stream)).unsqueeze(1)
+    tokens = _whole(lax.stop_gradient(scores), stream).mT
+    in_order = in_order.expand_as(tokens)
+    best = _argsort(tokens.gather(-1, in_order), descending=True)[..., :limit]
+    best = in_order.gather(-1, best)
+    chosen = torch.zeros_like(tokens, dtype=torch.bool)
+    return _own(chosen.scatter(-1, best, torch.ones_like(best, dtype=torch.bool)).mT, stream)
+
+
+def _whole(x: Tensor, stream: P) -> Tensor:
+    """The whole sequence, on all ranks that share it, in the order in which they hold it."""
+    return lax.all_gather(x, sequence_axes(stream), axis=SEQ_DIM, tiled=True)
+
+
+def _own(x: Tensor, stream: P) -> Tensor:
+    """This rank's part of what is known of the whole sequence."""
+    axes = sequence_axes(stream)
+    parts = lax.axis_size(axes)
+    if parts == 1:
+        return x
+    mine = lax.global_index(x.shape[SEQ_DIM] // parts, axes, device=x.device)
+    return torch.index_select(x, SEQ_DIM, mine)
+
+
+def _argsort(x: Tensor, descending: bool = False) -> Tensor:
+    """Indices that sort the last dim; equals keep their order."""
     return torch.sort(x, dim=-1, descending=descending, stable=True).indices
 
 
-def _rank(x: Tensor) -> Tensor:
-    """How many of the entries of the last dim are smaller than each: their ranks, if distinct."""
-    return torch.argsort(torch.argsort(x, dim=-1), dim=-1)
+def _inverse(permutation: Tensor) -> Tensor:
+    """The place of each of 0, 1, ... in the last dim: of indices that sort, the ranks."""
+    place = torch.arange(permutation.shape[-1], device=permutation.device)
+    return torch.zeros_like(permutation).scatter(-1, permutation, place.expand_as(permutation))
 
 
 def _rank_in_run(x: Tensor) -> Tensor:
