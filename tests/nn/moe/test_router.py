@@ -166,6 +166,22 @@ def test_ties_go_to_the_first_experts(params, configs, layout, name):
         assert torch.equal(got.kept, first.unsqueeze(-1).expand_as(got.kept))
 
 
+def test_ties_go_to_the_first_tokens(params, configs, layout):
+    """Where experts choose and nothing tells tokens apart: in the original order."""
+    config = configs["expert-choice"]
+    weights = tree.map(torch.zeros_like, params(config))
+    x = torch.ones(BATCH, SEQ, EMBED, dtype=torch.float64)
+
+    def per_rank(params, x, rows, positions):
+        routing = route(params, x, config, stream=layout.stream, rows=rows, positions=positions)
+        return routing.kept
+
+    mapped = ft.shard_map(per_rank, layout.mesh, specs(layout, weights), layout.stream)
+    kept = mapped(weights, x, ROWS, layout.positions)
+    first = layout.positions < 3  # ceil(1.2 * 8 * 2 / 8)
+    assert torch.equal(kept, first.unsqueeze(-1).expand_as(kept))
+
+
 @pytest.mark.parametrize("factor", [0.0, 1.0])
 def test_all_tokens_to_one_expert(params, randn, configs, layout, factor):
     """Seven experts have no token; gradients are finite, and capacity keeps the first tokens."""
@@ -247,6 +263,8 @@ def test_defs(configs):
     assert defs["b"].shape == defs["balance"].shape == (EXPERTS,)
     assert defs["balance"].dtype == torch.float32
     assert not defs["balance"].decay
+    assert defs["balance"].balance
+    assert not defs["w"].balance
     plain = replace(config, router_bias=False, balance_bias=False)
     assert set(router_defs(plain, EMBED, stddev=0.1, dtype=torch.float32)) == {"w"}
 
