@@ -1,0 +1,317 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1; DeepSeek-V3), split over heads.
+
+Keys and values of all heads are linear in one narrow latent c per token, and one rotary key is
+shared by all heads; so c and that key are all that generation needs to remember of a token:
+
+    c = norm(x W_c)            k_rope = rope(x W_kr)            queries: norm(x W_cq) W_q, or x W_q
+    k_h = [c W_uk,h ; k_rope]  v_h = c W_uv,h                   q_h = [q_nope,h ; rope(q_rope,h)]
+    y = sum_h softmax(q_h k_h^T scale) v_h W_o,h
+
+`mla` computes that. `mla_absorbed` computes the same without keys and values, from what `mla_cache`
+makes: q k^T = (q_nope W_uk^T) c^T + q_rope k_rope^T, and (p c) W_uv: one key head of width kv_rank
++ rope_head_dim, which is more work per pair of tokens and far less to read.
+
+| parameter           | over tp                                                                    |
+|---------------------|----------------------------------------------------------------------------|
+| q_down, kv_down, norms | replicated; with a split sequence each rank computes its own tokens'    |
+| q_up (or q), kv_up  | columns: this rank's heads                                                 |
+| out                 | rows: this rank's heads                                                    |
+
+What is replicated is used by every rank's heads: its gradient is the sum over ranks, which
+`sync_gradients` takes since the spec does not mention tp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from functron.errors import Problem, raise_problems
+from functron.nn.attention import causal_attention
+from functron.nn.linear import (
+    column_parallel,
+    gather_sequence,
+    linear_defs,
+    row_parallel,
+    sequence_axes,
+    weights,
+)
+from functron.nn.norm import norm, norm_defs
+from functron.nn.rope import apply_rope
+from functron.spmd.spec import P
+from functron.typing import Bool, Float, Tensor
+
+_SIZES = ("embed_dim", "num_heads", "kv_rank", "nope_head_dim", "rope_head_dim", "v_head_dim")
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Shapes and options of multi-head latent attention.
+
+    | model            | heads | q_rank | kv_rank | nope, rope, v dims |
+    |------------------|-------|--------|---------|--------------------|
+    | DeepSeek-V2-Lite | 16    | 0      | 512     | 128, 64, 128       |
+    | DeepSeek-V3      | 128   | 1536   | 512     | 128, 64, 128       |
+
+    Attributes:
+        embed_dim: width of the stream.
+        num_heads: of queries, keys and values.
+        q_rank: width of the queries' latent; 0: queries are computed from the stream.
+        kv_rank: width of the latent of keys and values.
+        nope_head_dim: dims of a query and key without positions.
+        rope_head_dim: dims of a query, and of the shared key, that are rotated.
+        v_head_dim: dims of a value.
+        bias: biases on the down and output projections.
+        norm_eps: epsilon of the latents' RMSNorms.
+        softmax_factor: multiplies 1 / sqrt(nope_head_dim + rope_head_dim); under yarn
+            `RopeScaling.softmax_factor`.
+        interleaved: the layout of the rotated dims; see `functron.nn.rope`. DeepSeek's weights have
+            the interleaved one.
+
+    Raises:
+        ValueError: a size is not positive, or an odd number of dims would be rotated.
+    """
+
+    embed_dim: int
+    num_heads: int
+    q_rank: int
+    kv_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    v_head_dim: int
+    bias: bool = False
+    norm_eps: float = 1e-6
+    softmax_factor: float = 1.0
+    interleaved: bool = True
+
+    def __post_init__(self):
+        found = [
+            Problem(name, str(getattr(self, name)), "at least 1")
+            for name in _SIZES
+            if getattr(self, name) < 1
+        ]
+        if self.q_rank < 0:
+            found.append(Problem("q_rank", str(self.q_rank), "at least 0, which compresses none"))
+        if self.rope_head_dim % 2:
+            found.append(Problem("rope_head_dim", str(self.rope_head_dim), "pairs: an even number"))
+        if not 0 < self.softmax_factor < math.inf:
+            found.append(Problem("softmax_factor", str(self.softmax_factor), "a positive number"))
+        raise_problems("this is no latent attention", found)
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Dims of a query and key."""
+        return self.nope_head_dim + self.rope_head_dim
+
+
+class Latents(NamedTuple):
+    """What generation remembers of tokens; the same on all ranks of tp.
+
+    Attributes:
+        c: ``[batch, seq, kv_rank]``, normed: keys and values of all heads are linear in it.
+        k_rope: ``[batch, seq, rope_head_dim]``, rotated: the shared key.
+    """
+
+    c: Tensor
+    k_rope: Tensor
+
+
+def mla_defs(config: MLAConfig, *, stddev: float, out_stddev: float, dtype: torch.dtype) -> dict:
+    """Defs ``{"q_down", "q_norm", "q_up", "kv_down", "kv_norm", "kv_up", "out"}``.
+
+    Without queries' latents ``{"q"}`` takes the place of the first three. Columns of ``kv_down``
+    are those of the latent, then those of the shared key; those of ``q_up``, ``q`` and ``kv_up``
+    are heads, in each the dims without positions, then those rotated, or those of values: as in
+    DeepSeek's checkpoints. The rows of ``q_up`` and ``kv_up`` have the logical axis "latent".
+    """
+    c = config
+
+    def down(width: int) -> dict:
+        bias = (width,) if c.bias else None
+        axes = ("embed", None)
+        return linear_defs(
+            (c.embed_dim, width), axes, stddev=stddev, bias=bias, bias_axes=(None,), dtype=dtype
+        )
+
+    def up(width: int, axis: str, head_dim: int) -> dict:
+        shape, axes = (width, c.num_heads, head_dim), (axis, "heads", None)
+        return linear_defs(shape, axes, stddev=stddev, dtype=dtype)
+
+    defs = {
+        "kv_down": down(c.kv_rank + c.rope_head_dim),
+        "kv_norm": norm_defs(c.kv_rank, "rms", axis=None, dtype=dtype),
+        "kv_up": up(c.kv_rank, "latent", c.nope_head_dim + c.v_head_dim),
+        "out": linear_defs(
+            (c.num_heads, c.v_head_dim, c.embed_dim),
+            ("heads", None, "embed"),
+            stddev=out_stddev,
+            bias=(c.embed_dim,) if c.bias else None,
+            bias_axes=("embed",),
+            dtype=dtype,
+        ),
+    }
+    if not c.q_rank:
+        return {"q": up(c.embed_dim, "embed", c.qk_head_dim), **defs}
+    queries = {
+        "q_down": down(c.q_rank),
+        "q_norm": norm_defs(c.q_rank, "rms", axis=None, dtype=dtype),
+        "q_up": up(c.q_rank, "latent", c.qk_head_dim),
+    }
+    return {**queries, **defs}
+
+
+def mla(
+    params: dict,
+    x: Float[Tensor, "batch seq embed"],
+    config: MLAConfig,
+    *,
+    rope: tuple[Tensor, Tensor],
+    stream: P,
+    axis: str = "tp",
+    core: Callable | None = None,
+) -> Float[Tensor, "batch seq embed"]:
+    """Multi-head latent attention over the stream, with the heads split over `axis`.
+
+    Args:
+        params: this rank's part of `mla_defs`.
+        x: ``[batch, seq, embed]`` with spec `stream`.
+        config: the shapes.
+        rope: tables of `rope_table` of width `rope_head_dim`, for the tokens of all ranks of `axis`
+            together.
+        stream: the spec of x and of the result.
+        axis: the mesh axis that splits the heads.
+        core: computes softmax(q k^T / sqrt(q's dims)) v of this rank's heads, ``(q, k, v) -> out``,
+            v being of `v_head_dim`; None: `causal_attention`. For example `context_attention`.
+
+    Returns:
+        ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce of the result's
+        bytes forward and one backward; with a split sequence one all-gather of the latents (q_rank
+        + kv_rank + rope_head_dim numbers per token, where other attention gathers embed_dim) and
+        one reduce-scatter of the result, and the transposes of both backward.
+    """
+    c = config
+    narrow = (_before_queries(params, x, c), *_latents(params, x, c))
+    ahead, latent, k_rope = _whole(narrow, stream, axis)
+    q = torch.cat(_queries(params, ahead, c, rope), -1)
+    up = column_parallel(latent, *weights(params["kv_up"]))
+    k_nope, v = up.split([c.nope_head_dim, c.v_head_dim], -1)
+    shared = apply_rope(k_rope.unsqueeze(-2), rope, interleaved=c.interleaved)
+    # one key for all heads: expanding it is what sums its gradient over them
+    k = torch.cat([k_nope, shared.expand(*k_nope.shape[:-1], -1)], -1)
+    y = padded_attention(q, k, v) if core is None else core(q, k, v)
+    return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
+
+
+def mla_cache(
+    params: dict,
+    x: Float[Tensor, "batch seq embed"],
+    config: MLAConfig,
+    *,
+    rope: tuple[Tensor, Tensor],
+    stream: P,
+    axis: str = "tp",
+) -> Latents:
+    """What `mla_absorbed` needs of tokens that it attends to; arguments are those of `mla`.
+
+    Collectives: with a split sequence one all-gather of the result.
+    """
+    latent, k_rope = _whole(_latents(params, x, config), stream, axis)
+    shared = apply_rope(k_rope.unsqueeze(-2), rope, interleaved=config.interleaved)
+    return Latents(latent, shared.squeeze(-2))
+
+
+def mla_absorbed(
+    params: dict,
+    x: Float[Tensor, "batch seq embed"],
+    cache: Latents,
+    config: MLAConfig,
+    *,
+    rope: tuple[Tensor, Tensor],
+    stream: P,
+    axis: str = "tp",
+    visible: Bool[Tensor, "*rows queries keys"] | None = None,
+) -> Float[Tensor, "batch seq embed"]:
+    """`mla` from latents alone, keys and values never formed (DeepSeek-V2, section 2.1.2).
+
+    Args:
+        params, config, stream, axis: as for `mla`.
+        x: ``[batch, seq, embed]`` with spec `stream`: the tokens that attend.
+        cache: of all tokens that are attended to, those of x among them; on every rank of `axis`.
+        rope: the tables for the tokens of x.
+        visible: which cached tokens each query sees, ``[queries, keys]`` or ``[batch, queries,
+            keys]``; None: x are the last tokens of the cache, each sees those up to itself.
+
+    Returns:
+        ``[batch, seq, embed]`` with spec `stream`. Collectives: as `mla`.
+    """
+    c = config
+    (ahead,) = _whole((_before_queries(params, x, c),), stream, axis)
+    nope, rotated = _queries(params, ahead, c, rope)
+    w_uk, w_uv = params["kv_up"]["w"].split([c.nope_head_dim, c.v_head_dim], -1)
+    absorbed = torch.einsum("bqhn,rhn->bqhr", nope, w_uk)
+    scores = torch.einsum("bqhr,bkr->bhqk", absorbed, cache.c)
+    scores = scores + torch.einsum("bqhn,bkn->bhqk", rotated, cache.k_rope)
+    if visible is None:
+        queries, keys = (torch.arange(n, device=x.device) for n in scores.shape[-2:])
+        visible = keys <= queries.unsqueeze(-1) + (scores.shape[-1] - scores.shape[-2])
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    scores = scores / math.sqrt(c.qk_head_dim)
+    scores = scores.masked_fill(~visible.unsqueeze(-3), float("-inf"))
+    p = torch.softmax(scores, -1).to(x.dtype)
+    mixed = torch.einsum("bhqk,bkr->bqhr", p, cache.c)
+    y = torch.einsum("bqhr,rhv->bqhv", mixed, w_uv)
+    return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
+
+
+def padded_attention(
+    q: Float[Tensor, "batch seq heads head_dim"],
+    k: Float[Tensor, "batch seq heads head_dim"],
+    v: Float[Tensor, "batch seq heads v_dim"],
+) -> Float[Tensor, "batch seq heads v_dim"]:
+    """`causal_attention` of values of another width: the narrower ones end in zeros.
+
+    Kernels want one width. Zeros add nothing to scores and come out as zeros, but are multiplied.
+    """
+    width, v_dim = q.shape[-1], v.shape[-1]
+    if v_dim > width:
+        q, k = (F.pad(y, (0, v_dim - width)) for y in (q * math.sqrt(v_dim / width), k))
+    return causal_attention(q, k, F.pad(v, (0, max(width - v_dim, 0))))[..., :v_dim]
+
+
+def _whole(parts: tuple[Tensor, ...], stream: P, axis: str) -> tuple[Tensor, ...]:
+    """Tensors of the stream's tokens with these whole over `axis`: one all-gather for all."""
+    if axis not in sequence_axes(stream):
+        return parts
+    together = gather_sequence(torch.cat(parts, -1), stream, axis)
+    return together.split([part.shape[-1] for part in parts], -1)
+
+
+def _before_queries(params: dict, x: Tensor, config: MLAConfig) -> Tensor:
+    """What queries are linear in: their latent, or the stream."""
+    if not config.q_rank:
+        return x
+    down = column_parallel(x, *weights(params["q_down"]))
+    return norm(params["q_norm"], down, eps=config.norm_eps)
+
+
+def _latents(params: dict, x: Tensor, config: MLAConfig) -> tuple[Tensor, Tensor]:
+    """The latent of keys and values, normed, and the shared key, not yet rotated."""
+    down = column_parallel(x, *weights(params["kv_down"]))
+    latent, k_rope = down.split([config.kv_rank, config.rope_head_dim], -1)
+    return norm(params["kv_norm"], latent, eps=config.norm_eps), k_rope
+
+
+def _queries(
+    params: dict, ahead: Tensor, config: MLAConfig, rope: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """This rank's queries, times `softmax_factor`: the dims without positions, and the rotated."""
+    c = config
+    q = column_parallel(ahead, *weights(params["q_up" if c.q_rank else "q"]))
+    q = q * c.softmax_factor if c.softmax_factor != 1 else q
+    nope, rotated = q.split([c.nope_head_dim, c.rope_head_dim], -1)
+    return nope, apply_rope(rotated, rope, interleaved=c.interleaved)
