@@ -1,0 +1,165 @@
+"""Tokens to experts and back, against a loop over tokens and their choices."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import functron as ft
+from functron import Mesh, P, lax, tree
+from functron.nn.moe.dispatch import dispatched, permute, sort_by_expert, unpermute
+from functron.ops.grouped_matmul import grouped_matmul
+
+EXPERTS, EMBED, OUT, TOKENS = 8, 3, 4, 3  # tokens of each rank
+
+MESHES = {
+    "": ("ep",),
+    "ep=2": ("ep",),
+    "ep=4": ("ep",),
+    "ep=2,tp=2": ("ep", "tp"),
+    "dp=2,ep=2": ("dp", "ep"),
+    "dp=2,ep=2 ep": ("ep",),
+    "cp=2,ep=2": ("cp", "ep"),
+    "dp=2,ep=2,tp=2": ("tp", "ep", "dp"),
+}
+ROUTINGS = ("random", "dropped", "one expert", "all experts", "limited", "none")
+
+
+def draw_routing(kind: str, tokens: int, groups: int):
+    """experts, weights, kept and per_expert for all tokens; per_expert is for each of `groups`."""
+    generator = torch.Generator().manual_seed(1)
+    k = {"one expert": 1, "all experts": EXPERTS, "limited": EXPERTS}.get(kind, 3)
+    experts = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :k]
+    weights = torch.rand(tokens, k, generator=generator, dtype=torch.float64)
+    kept = torch.ones(tokens, k, dtype=torch.bool)
+    if kind == "one expert":
+        experts = torch.full_like(experts, EXPERTS - 1)
+    if kind == "dropped":
+        kept = torch.rand(tokens, k, generator=generator) < 0.5
+    if kind == "none":
+        kept = torch.zeros_like(kept)
+    if kind == "limited":
+        experts = torch.arange(EXPERTS).expand(tokens, EXPERTS)
+        # each expert chooses one token of each group
+        rows = torch.rand(groups, tokens // groups, k, generator=generator)
+        kept = (rows.argsort(1).argsort(1) == 0).flatten(0, 1)
+    return experts, weights, kept, 1 if kind == "limited" else None
+
+
+def dense(x, weights, w, experts, kept):
+    out = []
+    for token in range(x.shape[0]):
+        y = x.new_zeros(OUT)
+        for choice in range(experts.shape[1]):
+            if kept[token, choice]:
+                y = y + weights[token, choice] * (x[token] @ w[experts[token, choice]]).tanh()
+        out.append(y)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("kind", ["alltoall", "gather"])
+@pytest.mark.parametrize("where", list(MESHES))
+def test_dispatched(agrees, randn, where, kind, routing):
+    mesh, axes = Mesh.parse(where.split()[0] if where else ""), MESHES[where]
+    split = P(mesh.axis_names)
+    experts, weights, kept, per_expert = draw_routing(routing, TOKENS * mesh.size, mesh.size)
+
+    def layer(x, weights, w, experts, kept):
+        def compute(rows, sizes):
+            return grouped_matmul(rows, w, sizes).tanh()
+
+        return dispatched(
+            x, experts, weights, kept, compute,
+            num_experts=EXPERTS, axes=axes, kind=kind, per_expert=per_expert,
+        )  # fmt: skip
+
+    args = randn(TOKENS * mesh.size, EMBED), weights, randn(EXPERTS, EMBED, OUT)
+    specs = (split, split, P(axes))
+    agrees(layer, dense, args, mesh, specs, split, (experts, kept), (split, split))
+
+
+@pytest.mark.parametrize("rows", [12, 7])
+def test_permute_and_unpermute_are_transposes(randn, rows):
+    experts = torch.tensor([[0, 3, 1], [3, 1, 0], [2, 0, 3], [1, 0, 2]])
+    kept = torch.tensor([[True, False, True]] * 3 + [[False, False, True]])
+    order = sort_by_expert(experts, kept, 4, rows=rows)
+    assert order.sizes.tolist() == [2, 1, 2, 2]
+    at = experts.flatten()[order.assignment[:7]]
+    assert at.tolist() == sorted(at.tolist())
+    assert kept.flatten()[order.assignment[:7]].all()
+    x, y = randn(4, 5), randn(rows, 5)
+    ones = kept.to(x.dtype)
+    y = torch.where(kept.flatten()[order.assignment].unsqueeze(1), y, 0)
+    torch.testing.assert_close((permute(x, order) * y).sum(), (x * unpermute(y, ones, order)).sum())
+
+
+def test_one_rank_has_a_row_for_each_assignment_and_no_more(randn):
+    seen = []
+
+    def compute(rows, sizes):
+        seen.append((tuple(rows.shape), sizes.tolist()))
+        return rows
+
+    experts, weights, kept, _ = draw_routing("random", 6, 1)
+    dispatched(randn(6, EMBED), experts, weights, kept, compute, num_experts=EXPERTS, axes=())
+    counts = [int((experts == expert).sum()) for expert in range(EXPERTS)]
+    assert seen == [((18, EMBED), counts)]
+
+
+@pytest.mark.parametrize("routing", ["random", "limited"])
+@pytest.mark.parametrize("kind", ["alltoall", "gather"])
+@pytest.mark.parametrize("where", ["ep=2", "ep=2,tp=2"])
+def test_traced_and_compiled(randn, where, kind, routing):
+    mesh, axes = Mesh.parse(where), MESHES[where]
+    split = P(mesh.axis_names)
+    experts, weights, kept, per_expert = draw_routing(routing, TOKENS * mesh.size, mesh.size)
+
+    def step(x, weights, w, experts, kept):
+        def loss(x, weights, w):
+            y = dispatched(
+                x, experts, weights, kept, lambda rows, sizes: grouped_matmul(rows, w, sizes),
+                num_experts=EXPERTS, axes=axes, kind=kind, per_expert=per_expert,
+            )  # fmt: skip
+            return lax.psum(y.sin().sum(), mesh.axis_names)
+
+        return ft.value_and_grad(loss, (0, 1, 2))(x, weights, w)
+
+    specs = (split, split, P(axes), split, split)
+    f = ft.shard_map(step, mesh, specs, (P(), (split, split, P(axes))))
+    args = randn(TOKENS * mesh.size, EMBED), weights, randn(EXPERTS, EMBED, OUT), experts, kept
+    program = ft.trace(f)(*args)
+    program.check()
+    assert not program.diff(str(program))
+    expected = tree.leaves(f(*args))
+    for got, want in zip(tree.leaves(program(*args)), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    # the simulation of all ranks, as one graph; compiling it takes long
+    backend = "inductor" if (where, kind, routing) == ("ep=2", "alltoall", "random") else "eager"
+    compiled = ft.jit(f, backend=backend)
+    for got, want in zip(tree.leaves(compiled(*args)), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    traffic = [row for row in program.cost().collectives if row.op == "ragged_all_to_all"]
+    if kind == "gather":
+        assert not traffic
+        return
+    # of one axis: rows there, results back, cotangents there and back
+    k, ranks = experts.shape[1], math.prod(mesh[axis] for axis in axes)
+    rows = min(TOKENS * k, EXPERTS * (per_expert or TOKENS))
+    if ranks == 2:
+        forward = next(row for row in traffic if row.phase == "forward")
+        room = min(TOKENS * k, EXPERTS // 2 * (per_expert or TOKENS)) * ranks
+        assert forward.payload_bytes == 8 * (rows * EMBED + room * OUT)
+
+
+def test_refuses_experts_that_do_not_divide(randn):
+    def layer(x):
+        experts = torch.zeros(x.shape[0], 1, dtype=torch.int64)
+        return dispatched(
+            x, experts, x[:, :1], experts == 0, lambda rows, sizes: rows, num_experts=3
+        )
+
+    with pytest.raises(ValueError, match="num_experts: got 3; wanted a multiple of 2"):
+        ft.shard_map(layer, Mesh(ep=2), P("ep"), P("ep"))(randn(4, EMBED))
