@@ -79,6 +79,7 @@ def route(
     """Choose the experts of every token.
 
     Equal scores go to the expert of the lowest index, so that choices are the same on every mesh.
+    Every token takes part, also those without a target: a prompt needs experts too.
 
     Args:
         params: this rank's `router_defs`.

@@ -312,3 +312,16 @@ def test_traces(params, randn, configs, name):
     text = str(ft.trace(mapped)(weights, x, ROWS, POSITIONS))
     gathers = text.count("all_gather(")
     assert (gathers > 0) == bool(config.capacity_factor), text
+
+
+@pytest.mark.gpu
+def test_a_gpu_chooses_what_the_cpu_chooses(randn, params, config):
+    """Among many ties as well: stream and weights are small whole numbers."""
+    weights, x = tree.map(torch.round, (params(config), randn(BATCH, SEQ, EMBED)))
+    operands = (weights, x, ROWS, POSITIONS)
+
+    def run(weights, x, rows, positions):
+        return route(weights, x, config, stream=STREAM, rows=rows, positions=positions)
+
+    got = run(*tree.map(lambda leaf: leaf.cuda(), operands))
+    torch.testing.assert_close(tree.map(lambda leaf: leaf.cpu(), got), run(*operands))
