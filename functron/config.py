@@ -42,6 +42,11 @@ class TrainConfig:
         mesh: axes and sizes, such as dp=2,tp=2; empty: one rank.
         nproc: processes to start, one per rank of the mesh; 0: simulate the mesh in this process.
         sequence_parallel: split the residual stream's sequence over tp.
+        context: what the ranks of cp do, each of which has a part of every sequence: ring: keys and
+            values go round; gather: every rank gathers them. Ranks of ulysses, which have parts of
+            sequences too, exchange heads for sequence.
+        zigzag: ranks of cp each take an early and a late part of every sequence, so that causal
+            attention costs all the same.
         steps: optimization steps.
         seq: tokens per sample.
         global_batch: samples per step, over all ranks and microbatches.
@@ -91,6 +96,8 @@ class TrainConfig:
     mesh: str = ""
     nproc: int = 0
     sequence_parallel: bool = False
+    context: Literal["ring", "gather"] = "ring"
+    zigzag: bool = True
     steps: int = 200
     seq: int = 128
     global_batch: int = 8

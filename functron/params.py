@@ -35,6 +35,8 @@ class ParamDef:
         init: the initialiser.
         dtype: the parameter's dtype.
         decay: whether weight decay applies (matrices yes, norms and biases no).
+        balance: whether it is no weight but what balances the load of experts (`nn.moe`): its
+            gradient says only which way to go, and is no part of the gradients' norm.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +44,7 @@ class ParamDef:
     init: Initializer
     dtype: torch.dtype = torch.float32
     decay: bool = True
+    balance: bool = False
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
@@ -113,6 +116,11 @@ def abstract_params(defs: tree.Tree) -> tree.Tree:
 def decay_mask(defs: tree.Tree) -> tree.Tree:
     """True where weight decay applies."""
     return tree.map(lambda d: d.decay, defs)
+
+
+def weight_mask(defs: tree.Tree) -> tree.Tree:
+    """True for weights, False for what balances the load of experts."""
+    return tree.map(lambda d: not d.balance, defs)
 
 
 def num_params(defs: tree.Tree) -> int:

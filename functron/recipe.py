@@ -59,6 +59,7 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         "stream": staging.stream_of(config),
         "remat": config.remat,
         "gather": staging.gather_of(config, mesh),
+        "context": staging.context_of(config),
     }
 
     def loss(params, batch, key):
@@ -76,6 +77,7 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         grad_dtype=optim.torch_dtype(config.optimizer.grad_dtype),
         reduce_dtype=optim.torch_dtype(config.optimizer.reduce_dtype),
         trainable=trained(config, defs),
+        batch_specs=gpt.batch_specs(),
     )
     return Recipe(defs, specs, optimizer, step)
 
@@ -106,6 +108,7 @@ def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         hoist=config.gather == "step",
         trainable=trained(config, defs),
         reduce_dtype=optim.torch_dtype(config.optimizer.reduce_dtype),
+        batch_specs=gpt.batch_specs(),
     )
     stored = specs if rank is None else partition.storage_specs(specs)
     return Recipe(defs, stored, optimizer, step, partition)

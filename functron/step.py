@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,10 +17,12 @@ from functron.params import init_params
 from functron.pipeline.execute import Pipeline
 from functron.program.jit import jit
 from functron.scopes import named_scope
-from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
+from functron.spmd import DATA_AXES, FSDP_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd.shards import cut_tree, join, whole_over
 from functron.transforms import accumulate, sync_gradients, value_and_grad
 from functron.transforms.scattered import scattered, stand_ins
+
+_SAMPLES = P(DATA_AXES)
 
 
 class State(NamedTuple):
@@ -82,6 +85,9 @@ def make_step(
     grad_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     trainable: tree.Tree = True,
+    batch_specs: tree.Tree = _SAMPLES,
+    normed: tree.Tree = True,
+    has_aux: bool = False,
 ) -> Callable:
     """The function ``(state, batch) -> (state, metrics)`` that takes one optimization step.
 
@@ -107,22 +113,30 @@ def make_step(
         trainable: which parameters are differentiated, a tree or prefix tree of bools; the others
             cost no gradients, no reductions and, with ``optim.masked(optimizer, trainable)``, which
             is then to be passed as `optimizer`, no state.
+        batch_specs: how the batch is split, a spec or a tree of them, such as ``gpt.batch_specs()``
+            where axes split sequences as well.
+        normed: whose gradients make up ``grad_norm``, a tree or prefix tree of bools, such as
+            `weight_mask`.
+        has_aux: `loss` returns ``(sum, aux)``, where aux is a tree of sums that are replicated; the
+            sums over microbatches are then in the metrics, as ``aux``.
 
     Returns:
         The step. Its metrics are float scalars ``loss`` (mean over targets) and ``grad_norm``
         (before clipping). Raises ValueError where the batch does not divide.
     """
 
-    used = whole_over(specs, DATA_AXES) if hoist else specs
+    used = whole_over(specs, FSDP_AXES) if hoist else specs
     wanted = optimizer.grad_specs(specs)
+    both = functools.partial(value_and_grad, has_aux=has_aux)
 
     def gradients(params, batch, key, total):
         def mean_loss(chosen, microbatch):
-            return loss(tree.join(chosen, frozen), microbatch, key) / total
+            out = loss(tree.join(chosen, frozen), microbatch, key)
+            return (out[0] / total, out[1]) if has_aux else out / total
 
         whole, frozen = tree.partition(gathered(params, specs, used), trainable)
         if not scatter:
-            summed = accumulate(value_and_grad(mean_loss), num_microbatches, dtype=grad_dtype)
+            summed = accumulate(both(mean_loss), num_microbatches, dtype=grad_dtype)
             return summed(whole, batch)
 
         def loss_of_parts(parts, microbatch):
@@ -130,17 +144,17 @@ def make_step(
                 return mean_loss(chosen, microbatch)
 
         parts = stand_ins(whole, used, wanted, dtype=grad_dtype)
-        return accumulate(value_and_grad(loss_of_parts), num_microbatches)(parts, batch)
+        return accumulate(both(loss_of_parts), num_microbatches)(parts, batch)
 
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
         key = random.fold_in(state.key, state.step)
         value, grads = gradients(state.params, batch, key, num_targets(batch))
-        arrived = wanted if scatter else used
-        state, norm = update(state, grads, optimizer, specs, arrived=arrived, dtype=reduce_dtype)
-        return state, {"loss": value, "grad_norm": norm}
+        how = {"arrived": wanted if scatter else used, "dtype": reduce_dtype, "normed": normed}
+        state, norm = update(state, grads, optimizer, specs, **how)
+        return state, _metrics(value, norm)
 
     layout = state_specs(specs, optimizer)
-    return shard_map(step, mesh, (layout, P(DATA_AXES)), (layout, P()))
+    return shard_map(step, mesh, (layout, batch_specs), (layout, P()))
 
 
 def update(
@@ -152,6 +166,7 @@ def update(
     *,
     arrived: tree.Tree = None,
     dtype: torch.dtype | None = None,
+    normed: tree.Tree = True,
 ) -> tuple[State, torch.Tensor]:
     """The state after a step, from every rank's shares of the gradients, and the gradients' norm.
 
@@ -166,12 +181,14 @@ def update(
         copies: how many ranks of a pipeline hold each parameter.
         arrived: the specs with which the gradients come; None: the parameters'.
         dtype: sum gradients over ranks in this dtype; None: their own.
+        normed: whose gradients the norm is of, as in `make_step`.
     """
     wanted = optimizer.grad_specs(specs)
     with named_scope("sync"):
         grads = sync_gradients(grads, specs if arrived is None else arrived, wanted, dtype=dtype)
     with named_scope("update"):
-        norm = optim.global_norm(grads, wanted, copies)
+        counted = tree.partition(grads, normed)[0]
+        norm = optim.global_norm(counted, wanted, copies)
         params, opt_state = optimizer.step_(grads, state.opt_state, state.params)
     return State(state.step + 1, params, opt_state, state.key), norm
 
@@ -197,6 +214,8 @@ def make_pipelined_step(
     hoist: bool = False,
     reduce_dtype: torch.dtype | None = None,
     trainable: tree.Tree = True,
+    batch_specs: tree.Tree = _SAMPLES,
+    normed: tree.Tree = True,
 ) -> Callable:
     """`make_step` for a model whose stages are divided among the ranks of `axis`.
 
@@ -216,6 +235,7 @@ def make_pipelined_step(
             pipeline's ranks is reduced at the end in any case. The dtype in which gradients are
             added up is that of `stages`.
         trainable: as in `make_step`, of what this process holds; all, where something is spread.
+        batch_specs, normed: as in `make_step`; the latter of what this process holds.
 
     Returns:
         The step; see `make_step`. Its metrics have ``aux`` too where the last stage returns that.
@@ -227,7 +247,7 @@ def make_pipelined_step(
     copies = stages.partition.copies(rank)
 
     layout = state_specs(specs, optimizer)
-    used = whole_over(specs, DATA_AXES) if hoist else specs
+    used = whole_over(specs, FSDP_AXES) if hoist else specs
     arrived, partly = used, trainable is not True
     if partly:
         stages = _with_frozen(stages, rank)
@@ -247,11 +267,12 @@ def make_pipelined_step(
         return stages.value_and_grad(parts, batch, whole, *shared)
 
     def updated(state: State, grads: tree.Tree) -> tuple[State, torch.Tensor]:
-        return update(state, grads, optimizer, specs, copies, arrived=arrived, dtype=reduce_dtype)
+        how = {"arrived": arrived, "dtype": reduce_dtype, "normed": normed}
+        return update(state, grads, optimizer, specs, copies, **how)
 
     if compile and isinstance(mesh, BoundMesh):
         # every rank's own shares leave the first program as they are, and enter the second
-        first = shard_map(gradients, mesh, (layout, P(DATA_AXES)), P(), stages=axis, check=False)
+        first = shard_map(gradients, mesh, (layout, batch_specs), P(), stages=axis, check=False)
         last = shard_map(updated, mesh, (layout, arrived), (layout, P()), stages=axis, check=False)
         second = jit(last, donate=0)
     else:
@@ -260,13 +281,11 @@ def make_pipelined_step(
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
         value, grads = first(state, batch)
         state, norm = second(state, grads)
-        loss, *aux = value if isinstance(value, tuple) else (value,)
-        metrics = {"loss": loss, "grad_norm": norm}
-        return state, {**metrics, "aux": aux[0]} if aux else metrics
+        return state, _metrics(value, norm)
 
     if first is not gradients:
         return step
-    return shard_map(step, mesh, (layout, P(DATA_AXES)), (layout, P()), stages=axis)
+    return shard_map(step, mesh, (layout, batch_specs), (layout, P()), stages=axis)
 
 
 def _with_frozen(stages: Pipeline, rank: int | None) -> Pipeline:
@@ -303,3 +322,10 @@ def _scattering(
             return stages.stage(part, params, x, batch, *shared)
 
     return Pipeline(stage, partition, stages.schedule, stages.dtype, stages.compile, stages.observe)
+
+
+def _metrics(value: Any, norm: torch.Tensor) -> dict:
+    """The metrics of a step with the loss `value`, or with a pair of it and sums beside it."""
+    loss, *aux = value if isinstance(value, tuple) else (value,)
+    metrics = {"loss": loss, "grad_norm": norm}
+    return {**metrics, "aux": aux[0]} if aux else metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from functron.models import gpt
 from functron.params import init_params
 from functron.program.jit import jit
 from functron.recipe import Recipe, assemble, placement
-from functron.spmd import DATA_AXES, BoundMesh, Mesh
+from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.step import State, state_specs
 
 
@@ -54,8 +54,15 @@ class Run:
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """This process's part of the batch of `step`, on the device of the state."""
         config, mesh = self.config, self.mesh
-        part = data_part(mesh) if isinstance(mesh, BoundMesh) else (0, 1)
-        host = self.text.batch(step, config.global_batch, part)
+        if not isinstance(mesh, BoundMesh):
+            host = self.text.batch(step, config.global_batch)
+        else:
+            host = self.text.batch(step, config.global_batch, part_of(mesh, DATA_AXES))
+            index, count = part_of(mesh, CONTEXT_AXES)
+            host = {
+                name: x.chunk(count, 1)[index].contiguous() if x.dim() > 1 else x
+                for name, x in host.items()
+            }
         return {name: value.to(self.device) for name, value in host.items()}
 
 
@@ -206,10 +213,10 @@ def reporters(config: TrainConfig, out: Path | None, start: int = 0) -> list[rep
     return found
 
 
-def data_part(mesh: BoundMesh) -> tuple[int, int]:
-    """Which part of a batch this rank gets, ``(index, count)``: row-major over the data axes."""
+def part_of(mesh: BoundMesh, axes: Sequence[str]) -> tuple[int, int]:
+    """Which part of what `axes` split this rank gets, ``(index, count)``: row-major over them."""
     index, count = 0, 1
-    for axis in DATA_AXES:
+    for axis in axes:
         index = index * mesh[axis] + mesh.coordinate.get(axis, 0)
         count *= mesh[axis]
     return index, count

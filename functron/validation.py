@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from functron.config import TrainConfig, load
 from functron.errors import Problem, raise_problems
 from functron.models import gpt
 from functron.optim import optimizer_problems, schedule_problems
-from functron.spmd import DATA_AXES, Mesh
+from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
 
 
 def validate(config: TrainConfig, *, processes: int | None = None) -> None:
@@ -75,13 +76,13 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
             f"{config.microbatches}",
             f"set it to {-(-config.global_batch // share) * share}",
         )
-    if config.sequence_parallel and config.seq % mesh["tp"]:
-        yield Problem(
-            "seq",
-            str(config.seq),
-            f"a multiple of tp={mesh['tp']} under sequence_parallel",
-            f"set it to {-(-config.seq // mesh['tp']) * mesh['tp']}",
-        )
+    parts, why = _sequence_parts(config, mesh)
+    if config.seq % parts:
+        fix = f"set it to {-(-config.seq // parts) * parts}"
+        yield Problem("seq", str(config.seq), f"a multiple of {parts}: {why}", fix)
+    if config.context != TrainConfig.context and mesh["cp"] == 1:
+        wanted = "nothing without cp in the mesh"
+        yield Problem("context", repr(config.context), wanted, "leave it out, or add cp=N")
     if config.nproc and config.nproc != mesh.size:
         fix = f"set nproc={mesh.size}, or 0 to simulate, or change the mesh"
         got = f"{config.nproc} for a mesh of {mesh.size}"
@@ -92,11 +93,21 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
         yield Problem("mesh", got, "one process per rank", fix)
 
 
+def _sequence_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
+    """Into how many equal parts a sequence is cut, and by what."""
+    counts = {f"{axis}={mesh[axis]}": mesh[axis] for axis in CONTEXT_AXES if mesh[axis] > 1}
+    if mesh["cp"] > 1 and config.zigzag:
+        counts["2 for zigzag"] = 2
+    if config.sequence_parallel and mesh["tp"] > 1:
+        counts[f"tp={mesh['tp']} under sequence_parallel"] = mesh["tp"]
+    return math.prod(counts.values()), " x ".join(counts)
+
+
 def _data_problems(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
     """What is wrong with how data-parallel ranks divide the state."""
     fix = "leave it out, or add dp=N"
-    if config.zero in (1, 2) and mesh["dp"] == 1:
-        wanted = "several dp ranks that hold the same parameters"
+    if config.zero in (1, 2) and all(mesh[axis] == 1 for axis in ("dp", *CONTEXT_AXES)):
+        wanted = "several dp, cp or ulysses ranks that hold the same parameters"
         yield Problem("zero", f"{config.zero} on {str(mesh) or 'one rank'}", wanted, fix)
     if config.zero == 3 and mesh["dp"] * mesh["fsdp"] == 1:
         yield Problem("zero", f"3 on {str(mesh) or 'one rank'}", "several dp or fsdp ranks", fix)

@@ -51,6 +51,8 @@ class TraceOptions:
     zero: Literal[0, 1, 2, 3] = 0
     gather: Literal["use", "keep", "step"] = "use"
     sequence_parallel: bool = False
+    context: Literal["ring", "gather"] = "ring"
+    zigzag: bool = True
     remat: gpt.Remat = "none"
     program: bool = False
 
@@ -75,6 +77,8 @@ def run(arguments: Sequence[str]) -> int:
             zero=options.zero,
             gather=options.gather,
             sequence_parallel=options.sequence_parallel,
+            context=options.context,
+            zigzag=options.zigzag,
             remat=options.remat,
         )
         samples = f"{config.global_batch} samples of {config.seq} tokens"

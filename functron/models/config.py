@@ -11,6 +11,7 @@ import torch
 
 from functron import nn
 from functron.errors import Problem, nearest, raise_problems
+from functron.nn.moe import MoEConfig
 
 Positions = Literal["rope", "learned", "none"]
 Dtype = Literal["float32", "float64", "bfloat16"]
@@ -43,6 +44,14 @@ class GPTConfig:
         positions: ``"rope"``, ``"learned"`` or ``"none"``.
         rope_theta: base of the rotary frequencies.
         rope_scaling: stretching of the rotary frequencies for longer sequences, or None.
+        window: each query sees so many keys at most, its own among them (Beltagy et al. 2020); 0:
+            all before it.
+        global_every: where there is a window, every so-manieth layer, counted from 1, has none (2
+            in GPT-OSS); 0: every layer has it.
+        sinks: each head has a learned logit that takes part in the softmax of attention and has no
+            value (GPT-OSS).
+        moe: layers of experts in place of feed-forward layers; None: there are none.
+        dense_layers: how many of the first layers have a feed-forward layer nonetheless.
         tied: one matrix for embedding and unembedding.
         embed_scale: multiplies the embedding of a token, not the unembedding; sqrt(embed_dim) in
             Gemma.
@@ -75,6 +84,11 @@ class GPTConfig:
     positions: Positions = "rope"
     rope_theta: float = 10000.0
     rope_scaling: nn.RopeScaling | None = None
+    window: int = 0
+    global_every: int = 0
+    sinks: bool = False
+    moe: MoEConfig | None = None
+    dense_layers: int = 0
     tied: bool = False
     embed_scale: float = 1.0
     dropout: float = 0.0
@@ -96,6 +110,11 @@ class GPTConfig:
         if self.head_dim < 0 or self.num_kv_heads < 0:
             got = f"{self.head_dim} and {self.num_kv_heads}"
             found.append(Problem("head_dim and num_kv_heads", got, "at least 0 (0: derived)"))
+        found += [
+            Problem(name, str(getattr(self, name)), "at least 0")
+            for name in ("window", "global_every", "dense_layers")
+            if getattr(self, name) < 0
+        ]
         misfits = [] if found else self._misfits()
         for name, kind in _CHOICES.items():
             value = getattr(self, name)
@@ -125,6 +144,13 @@ class GPTConfig:
             found.append(
                 Problem("num_kv_heads", str(self.kv_heads), f"a divisor of {self.num_heads}")
             )
+        if self.global_every and not self.window:
+            got = f"{self.global_every} without a window"
+            found.append(Problem("global_every", got, "0", "set window, or leave it out"))
+        if self.dense_layers > (self.num_layers if self.moe else 0):
+            got = f"{self.dense_layers} of {self.num_layers} layers"
+            wanted = "at most num_layers, and 0 without moe: all layers are dense then"
+            found.append(Problem("dense_layers", got, wanted, "lower it, or set moe"))
         if self.positions == "rope" and self.head_size % 2:
             found.append(Problem("head_dim", str(self.head_size), "an even number, for rope"))
         return found
@@ -138,6 +164,20 @@ class GPTConfig:
     def head_size(self) -> int:
         """Width of a head."""
         return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def stacks(self) -> dict[str, range]:
+        """The layers of each stack of equal ones, by its name in the parameters."""
+        first = self.dense_layers if self.moe else 0
+        found = {"dense": range(first), "blocks": range(first, self.num_layers)}
+        return {name: layers for name, layers in found.items() if layers}
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The window of each layer; 0: none."""
+        every = self.global_every
+        wide = (every and (layer + 1) % every == 0 for layer in range(self.num_layers))
+        return tuple(0 if each else self.window for each in wide)
 
     @property
     def padded_vocab(self) -> int:

@@ -6,11 +6,8 @@ import math
 
 from functron.errors import Problem, raise_problems
 from functron.models.config import GPTConfig
-from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
 from functron.spmd.spec import Rules
-
-_DATA = ("dp", "fsdp")
-_UNUSED = ("cp", "ep")
 
 
 def rules(config: GPTConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)) -> Rules:
@@ -51,16 +48,11 @@ def rules(config: GPTConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = 
                 f"set vocab_multiple={math.lcm(config.vocab_multiple, tp)}",
             )
         )
-    found += [
-        Problem(
-            "mesh",
-            f"{axis}={mesh[axis]}",
-            f"{axis}=1: this decoder does not split anything by {axis}",
-            "put those ranks on dp, fsdp or tp",
+    if mesh["ep"] > 1:
+        wanted = "ep=1: this decoder has no experts"
+        found.append(
+            Problem("mesh", f"ep={mesh['ep']}", wanted, "put those ranks on dp, fsdp or tp")
         )
-        for axis in _UNUSED
-        if mesh[axis] > 1
-    ]
     found += _fsdp_problems(config, mesh, fsdp)
     raise_problems("this model cannot run on this mesh", found)
     split = tuple(axis for axis in fsdp if mesh[axis] > 1)
@@ -79,7 +71,7 @@ def rules(config: GPTConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = 
 def _fsdp_problems(
     config: GPTConfig, mesh: Mesh | BoundMesh, fsdp: tuple[str, ...]
 ) -> list[Problem]:
-    unknown = [axis for axis in fsdp if axis not in _DATA]
+    unknown = [axis for axis in fsdp if axis not in FSDP_AXES]
     found = [
         Problem("fsdp", repr(axis), "data axes: 'dp', 'fsdp' or both", "leave it out")
         for axis in unknown

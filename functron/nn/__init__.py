@@ -1,6 +1,6 @@
 """Layers: pure functions of this rank's parameters and activations, with explicit collectives."""
 
-from functron.nn.attention import AttentionConfig, attention_defs, self_attention
+from functron.nn.attention import AttentionConfig, attention_defs, causal_attention, self_attention
 from functron.nn.dropout import dropout
 from functron.nn.embedding import add_positions, embed_tokens, stream_positions
 from functron.nn.linear import (
@@ -27,6 +27,7 @@ __all__ = [
     "add_positions",
     "apply_rope",
     "attention_defs",
+    "causal_attention",
     "column_parallel",
     "cross_entropy",
     "dropout",

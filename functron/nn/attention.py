@@ -91,25 +91,47 @@ def attention_defs(
     return defs
 
 
+def causal_attention(
+    q: Float[Tensor, "batch seq heads head_dim"],
+    k: Float[Tensor, "batch seq kv_heads head_dim"],
+    v: Float[Tensor, "batch seq kv_heads head_dim"],
+) -> Float[Tensor, "batch seq heads head_dim"]:
+    """`functron.ops.attention.attention` of whole sequences, each query seeing keys up to its own.
+
+    Args:
+        q: ``[batch, seq, heads, head_dim]``.
+        k: ``[batch, seq, kv_heads, head_dim]``; each head serves ``heads / kv_heads`` of q's.
+        v: as `k`.
+    """
+    group = q.shape[-2] // k.shape[-2]
+    if group > 1:
+        k, v = (
+            x.unsqueeze(-2).expand(*x.shape[:-1], group, x.shape[-1]).flatten(-3, -2)
+            for x in (k, v)
+        )
+    return attention(q, k, v, causal=True)
+
+
 def self_attention(
     params: dict,
     x: Float[Tensor, "batch seq embed"],
     config: AttentionConfig,
     *,
-    rope: tuple[Float[Tensor, "whole_seq half"], Float[Tensor, "whole_seq half"]] | None,
+    rope: tuple[Tensor, Tensor] | None,
     stream: P,
     axis: str = "tp",
-    core: Callable = attention,
+    core: Callable = causal_attention,
 ) -> Float[Tensor, "batch seq embed"]:
     """Causal self-attention over the stream, with the heads split over `axis`.
 
     Args:
         params: this rank's part of `attention_defs`.
         x: ``[batch, seq, embed]`` with spec `stream`.
-        rope: tables for the whole sequence, or None without rotary positions.
+        rope: tables of `rope_table` for the tokens of all ranks of `axis` together, or None without
+            rotary positions.
         stream: the spec of x and of the result.
-        core: computes softmax(q k^T) v as `functron.ops.attention.attention` does; for example that
-            under `functron.remat`.
+        core: computes softmax(q k^T) v as `causal_attention` does, of this rank's heads; for
+            example `context_attention`, where axes of the mesh split the sequence.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce of the result's
@@ -123,17 +145,15 @@ def self_attention(
         k = norm(params["k_norm"], k, eps=eps, zero_centered=zero_centered)
     if rope is not None:
         q, k = apply_rope(q, rope), apply_rope(k, rope)
-    k, v = (_match_heads(y, q.shape[-2], config, axis) for y in (k, v))
-    y = core(q, k, v, causal=True)
-    return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
+    k, v = (_own_heads(y, q.shape[-2], config, axis) for y in (k, v))
+    return row_parallel(core(q, k, v), *weights(params["out"]), stream=stream, axis=axis)
 
 
-def _match_heads(x: Tensor, num_local: int, config: AttentionConfig, axis: str) -> Tensor:
-    """Keys or values with one head for each of this rank's `num_local` query heads."""
+def _own_heads(x: Tensor, num_local: int, config: AttentionConfig, axis: str) -> Tensor:
+    """The heads of keys or values that this rank's `num_local` query heads use."""
     group = config.num_heads // config.num_kv_heads
     if x.shape[-2] * group == num_local:
-        repeated = x.unsqueeze(-2).expand(*x.shape[:-1], group, x.shape[-1])
-        return repeated.flatten(-3, -2) if group > 1 else x
-    # fewer key heads than ranks: every rank holds all of them and takes those of its queries
-    heads = lax.global_index(num_local, axis, device=x.device) // group
-    return torch.index_select(x, -2, heads)
+        return x
+    # fewer key heads than ranks: every rank holds all of them and takes the one of its queries
+    head = lax.global_index(num_local, axis, device=x.device)[:1] // group
+    return torch.index_select(x, -2, head)

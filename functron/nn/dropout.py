@@ -19,6 +19,7 @@ def dropout(
     rate: float,
     rows: Int[Tensor, " batch"],
     stream: P,
+    positions: Int[Tensor, " whole_seq"] | None = None,
 ) -> Float[Tensor, "batch seq *features"]:
     """y = x * mask / (1 - rate), mask ~ Bernoulli(1 - rate) (Srivastava et al. 2014).
 
@@ -31,6 +32,7 @@ def dropout(
         rate: the fraction dropped; 0 is the identity.
         rows: ``[batch]`` int64, the index of each sample within the global batch.
         stream: the spec of x.
+        positions: as in `stream_positions`, of places in the sample and not in its documents.
 
     Raises:
         ValueError: the rate is not in [0, 1).
@@ -42,6 +44,6 @@ def dropout(
     seq = x.shape[SEQ_DIM] * lax.axis_size(sequence_axes(stream))
     # the batch size does not enter the numbers: the first dim is the slowest of the counter
     shape = (x.shape[0], seq, *x.shape[SEQ_DIM + 1 :])
-    index = (rows, stream_positions(x, stream), *[None] * (x.dim() - 2))
+    index = (rows, stream_positions(x, stream, positions), *[None] * (x.dim() - 2))
     keep = random.bernoulli(key, 1 - rate, shape, index=index)
     return torch.where(keep, x / (1 - rate), torch.zeros((), dtype=x.dtype, device=x.device))

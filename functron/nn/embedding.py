@@ -41,18 +41,40 @@ def embed_tokens(
     return reduce_partial(torch.where(here.unsqueeze(-1), found, zero), stream, axis)
 
 
-def stream_positions(x: Float[Tensor, "batch seq *features"], stream: P) -> Int[Tensor, " seq"]:
-    """The positions in the sequence, int64 ``[seq]``, of the part of the stream that x holds."""
-    return lax.global_index(x.shape[SEQ_DIM], sequence_axes(stream), device=x.device)
+def stream_positions(
+    x: Float[Tensor, "batch seq *features"],
+    stream: P,
+    positions: Int[Tensor, "*batch whole_seq"] | None = None,
+    axis: str = "tp",
+) -> Int[Tensor, "*batch seq"]:
+    """The positions in the sequence, int64 ``[seq]``, of the part of the stream that x holds.
+
+    Args:
+        x: this rank's part of the stream.
+        stream: its spec.
+        positions: those of the tokens that all ranks of `axis` hold together, ``[whole_seq]`` or
+            ``[batch, whole_seq]``; None: they are in order (see `functron.nn.zigzag`).
+    """
+    size, axes = x.shape[SEQ_DIM], sequence_axes(stream)
+    if positions is None:
+        return lax.global_index(size, axes, device=x.device)
+    if axis not in axes or lax.axis_size(axis) == 1:
+        return positions
+    return torch.index_select(positions, -1, lax.global_index(size, axis, device=x.device))
 
 
 def add_positions(
-    x: Float[Tensor, "batch seq embed"], table: Float[Tensor, "max_seq embed"], *, stream: P
+    x: Float[Tensor, "batch seq embed"],
+    table: Float[Tensor, "max_seq embed"],
+    *,
+    stream: P,
+    positions: Int[Tensor, "*batch whole_seq"] | None = None,
 ) -> Float[Tensor, "batch seq embed"]:
     """x_t + table[t] (learned absolute positions; Radford et al. 2019).
 
     Args:
         x: ``[batch, seq, embed]`` with spec `stream`.
         table: ``[max_seq, embed]``, replicated.
+        positions: as in `stream_positions`.
     """
-    return x + F.embedding(stream_positions(x, stream), table)
+    return x + F.embedding(stream_positions(x, stream, positions), table)

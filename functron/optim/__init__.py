@@ -33,7 +33,7 @@ from functron.optim.schedules import (
     linear,
     wsd,
 )
-from functron.optim.sgd import TraceState, sgd, trace
+from functron.optim.sgd import TraceState, sgd, sign_sgd, trace
 from functron.optim.transformation import (
     GradientTransformation,
     apply_updates,
@@ -100,6 +100,7 @@ __all__ = [
     "schedule_problems",
     "sgd",
     "shard_specs",
+    "sign_sgd",
     "stateless",
     "torch_dtype",
     "trace",

@@ -19,6 +19,7 @@ from functron.optim.transformation import (
     GradientTransformation,
     chain,
     identity,
+    stateless,
     transformation,
     with_step,
 )
@@ -88,6 +89,15 @@ def sgd(
         return params, (momentum_state, schedule)
 
     return with_step(plain, step_)
+
+
+def sign_sgd(learning_rate: float) -> GradientTransformation:
+    """``params - learning_rate sign(gradient)``: every entry goes one step of the same length.
+
+    Bernstein et al. 2018; Optax's `sign_sgd`. What balances the load of experts without a loss is
+    updated so (DeepSeek-V3, section 2.1.2). Works on tensors as small as those; nothing is fused.
+    """
+    return stateless(lambda updates, params: tree.map(lambda g: -learning_rate * g.sign(), updates))
 
 
 def _step_(grads, traces, params, rate, momentum, nesterov) -> None:

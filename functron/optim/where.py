@@ -28,7 +28,6 @@ def where(
     """`chosen` for the leaves where `mask` is true and `others` for those where it is not.
 
     Each sees trees with None in place of the other's leaves, and so remembers nothing for them.
-    Neither may want gradients sharded in another way than the parameters are: put `zero` around.
     Collectives are theirs.
 
     Args:
@@ -39,6 +38,7 @@ def where(
     Raises:
         ValueError: (when called) the mask has another structure than the parameters.
     """
+    both = (chosen, others)
     structure, flags = tree.structure(mask), [bool(flag) for flag in tree.leaves(mask)]
 
     def split(value: tree.Tree, what: str) -> tuple[tree.Tree, tree.Tree]:
@@ -73,11 +73,21 @@ def where(
         first, second = split(tree.unflatten(structure, flat), "specs")
         return WhereState(chosen.specs(first), others.specs(second))
 
+    def grad_specs(param_specs):
+        flat = tree.broadcast_prefix(param_specs, mask, is_leaf=is_spec, what="specs")
+        sides = split(tree.unflatten(structure, flat), "specs")
+        first, second = (t.grad_specs(side) for t, side in zip(both, sides, strict=True))
+        rows = (
+            tree.broadcast_prefix(side, mask, is_leaf=is_spec, what="specs")
+            for side in (first, second)
+        )
+        chosen_rows = [x if flag else y for x, y, flag in zip(*rows, flags, strict=True)]
+        return tree.unflatten(structure, chosen_rows)
+
     def step_(grads, state, params):
         _, state = run([chosen.step_, others.step_], grads, state, params)
         return params, state
 
-    both = (chosen, others)
     return transformation(
         lambda params: WhereState(
             *(t.init(side) for t, side in zip(both, split(params, "params"), strict=True))
@@ -88,4 +98,5 @@ def where(
             [t.update_ for t in both], updates, state, params
         ),
         step_=step_,
+        grad_specs=grad_specs,
     )

@@ -28,7 +28,7 @@ from functron import tree
 from functron.ops.foreach import foreach_
 from functron.optim.transformation import GradientTransformation, apply_updates
 from functron.program.recorder import active
-from functron.spmd.mesh import DATA_AXES, BoundMesh, Mesh
+from functron.spmd.mesh import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.spmd.shards import as_entry, cut_tree, cuts_between, join, padded_shape, take
 from functron.spmd.spec import P, entry_axes, is_spec, local_shape, spec_axes
 
@@ -40,9 +40,9 @@ def shard_specs(
     defs: tree.Tree,
     specs: tree.Tree,
     mesh: Mesh | BoundMesh,
-    axes: Sequence[str] = DATA_AXES,
+    axes: Sequence[str] = (*DATA_AXES, *CONTEXT_AXES),
 ) -> tree.Tree:
-    """The specs of every rank's part of the parameters: their own, cut over the data axes.
+    """The specs of every rank's part of the parameters: their own, cut over data and context axes.
 
     The axes of `axes` that the mesh has and a leaf's spec does not mention are appended, minor, to
     one of its dims: the first that they divide, or else the one that needs the least padding. Never
@@ -52,7 +52,7 @@ def shard_specs(
         defs: the parameters' `ParamDef`s; or anything with shapes, where no dim is of layers.
         specs: the parameters' specs, a prefix tree.
         mesh: the ranks.
-        axes: that split the batch, major to minor.
+        axes: that split the batch, by samples or by tokens, major to minor.
 
     Raises:
         ValueError: a shape cannot be split as its spec says; all offenders are listed.

@@ -2,13 +2,14 @@
 
 from functron.spmd import collectives
 from functron.spmd.distributed import gather, shard
-from functron.spmd.mesh import CONTEXT_AXES, DATA_AXES, STANDARD_AXES, BoundMesh, Mesh
+from functron.spmd.mesh import CONTEXT_AXES, DATA_AXES, FSDP_AXES, STANDARD_AXES, BoundMesh, Mesh
 from functron.spmd.shard_map import shard_map
 from functron.spmd.spec import P, Rules, spec_axes
 
 __all__ = [
     "CONTEXT_AXES",
     "DATA_AXES",
+    "FSDP_AXES",
     "STANDARD_AXES",
     "BoundMesh",
     "Mesh",

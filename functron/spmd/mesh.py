@@ -18,6 +18,9 @@ STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ulysses", "ep", "tp")
 DATA_AXES = ("dp", "fsdp", "ep")
 """The axes that split the batch, major to minor; ``ep`` is a data axis for all but the experts."""
 
+FSDP_AXES = ("dp", "fsdp")
+"""Of these, those that parameters may be split over, to be gathered where they are used."""
+
 CONTEXT_AXES = ("cp", "ulysses")
 """The axes that split every sequence, major to minor: attention passes keys and values along ``cp``
 (Liu et al. 2023), and exchanges heads for sequence along ``ulysses`` (Jacobs et al. 2023)."""

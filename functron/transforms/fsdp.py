@@ -36,6 +36,7 @@ from functron import compat, tree
 from functron.errors import Problem, raise_problems
 from functron.scopes import in_phase, in_scopes, named_scope, phase, scope_names
 from functron.spmd.axes import Axis, AxisNames, lookup, user_line
+from functron.spmd.mesh import FSDP_AXES
 from functron.spmd.primitives import AllGather, AllGatherAs, Dtypes
 from functron.spmd.spec import P, dim_axes, entry_axes, is_spec, spec_axes
 from functron.transforms.barrier import storage_key
@@ -114,7 +115,7 @@ class Gather:
     """
 
     specs: tree.Tree = field(default_factory=P)
-    axes: tuple[str, ...] = ("dp", "fsdp")
+    axes: tuple[str, ...] = FSDP_AXES
     regather: bool = True
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None

@@ -1,0 +1,217 @@
+"""One pre-norm transformer block: its parameters, and the per-rank program that `scan` runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+
+from functron import nn, random, tree
+from functron.errors import nearest
+from functron.models.config import GPTConfig
+from functron.models.sequence import Context, Sequence
+from functron.nn.moe import RouterSums
+moe = moe_defs = None
+from functron.scopes import named_scope
+from functron.spmd import CONTEXT_AXES, DATA_AXES, P
+from functron.transforms import Gather, policies
+from functron.transforms import remat as rematerialise
+from functron.typing import Key, Scalar, Tensor
+
+Rope = tuple[Tensor, Tensor]
+
+STREAM = P(DATA_AXES, CONTEXT_AXES)
+"""The residual stream ``[batch, seq, embed]`` split by batch, and by the axes of long contexts."""
+SEQUENCE_PARALLEL_STREAM = P(DATA_AXES, (*CONTEXT_AXES, "tp"))
+"""The residual stream with its sequence split over the tensor-parallel ranks as well."""
+
+WHOLE = Gather()
+"""Parameters that no data axis splits: there is nothing to gather."""
+
+RING = Context()
+"""Keys and values go round, among tokens in zig-zag order."""
+
+Remat = Literal["none", "full", "selective", "dots"]
+"""What backward computes again: nothing; each block from its input; the attention core
+softmax(q k^T) v alone (Korthikanti et al. 2022, section 5); all but matrix products and attention.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class How:
+    """How a decoder is run; see `gpt.forward`."""
+
+    key: Key | None = None
+    stream: P = STREAM
+    remat: Remat = "none"
+    gather: Gather = WHOLE
+    context: Context = RING
+    experts: tuple[str, ...] = ("ep",)
+
+    def drop(self, config: GPTConfig, sequence: Sequence, x: Tensor, key: Tensor | None) -> Tensor:
+        """Dropout on the stream or on what is added to it."""
+        return nn.dropout(
+            x,
+            key,
+            rate=config.dropout,
+            rows=sequence.rows,
+            stream=self.stream,
+            positions=sequence.slots,
+        )
+
+
+class Routed(NamedTuple):
+    """What layers of experts say beside their results.
+
+    Attributes:
+        share: a scalar whose psum over data and context axes is their auxiliary loss.
+        sums: this rank's statistics; of several layers, with a leading dim of them.
+    """
+
+    share: Scalar
+    sums: RouterSums
+
+
+Passed = Tensor | tuple[Tensor, Routed]
+"""What a stage of a pipeline hands on: the stream, and what routers have said, if there are any."""
+
+
+def joined(before: Routed | None, said: Routed, start: int, total: int) -> Routed:
+    """What routers have said up to here, a row for each of all `total` layers of experts.
+
+    Args:
+        before: what those of the stages before have said, in such rows.
+        said: what some have said, a row for each of them.
+        start: which of all layers of experts is the first of these.
+    """
+
+    def placed(rows: Tensor) -> Tensor:
+        after = rows.new_zeros(total - start - rows.shape[0], *rows.shape[1:])
+        return torch.cat([rows.new_zeros(start, *rows.shape[1:]), rows, after])
+
+    sums = tree.map(placed, said.sums) if said.sums.tokens.shape[0] < total else said.sums
+    mine = Routed(said.share, sums)
+    return mine if before is None else tree.map(torch.add, before, mine)
+
+
+def block_defs(config: GPTConfig, *, experts: bool) -> dict:
+    """Defs ``{"attention_norm", "attention", "mlp_norm", "mlp"}``, or "moe" for the last."""
+    c, dtype = config, config.torch_dtype
+    out_stddev = c.init_stddev / math.sqrt(2 * c.num_layers)
+    stddevs = {"stddev": c.init_stddev, "out_stddev": out_stddev, "dtype": dtype}
+    block = {
+        "attention_norm": norm_defs(config),
+        "attention": nn.attention_defs(c.attention, **stddevs),
+        "mlp_norm": norm_defs(config),
+    }
+    if experts:
+        assert c.moe is not None
+        return block | {"moe": moe_defs(c.moe, c.embed_dim, gated=c.gated, **stddevs)}
+    mlp = nn.mlp_defs(c.embed_dim, c.mlp_dim, gated=c.gated, bias=c.bias, **stddevs)
+    return block | {"mlp": mlp}
+
+
+def norm_defs(config: GPTConfig) -> dict:
+    """Defs of a norm of the stream."""
+    c = config
+    return nn.norm_defs(
+        c.embed_dim, c.norm, axis="embed", dtype=c.torch_dtype, zero_centered=c.zero_centered_norm
+    )
+
+
+def norm(config: GPTConfig, weights: dict, x: Tensor) -> Tensor:
+    """A norm of the stream."""
+    return nn.norm(weights, x, eps=config.norm_eps, zero_centered=config.zero_centered_norm)
+
+
+def block(config: GPTConfig, sequence: Sequence, how: How, gather: Gather) -> Callable:
+    """``(x, (parameters, key, window)) -> (x, Routed or None)``: one block, for `scan`.
+
+    Args:
+        config: the architecture; a block whose parameters have "moe" is one of experts.
+        sequence: the rank's tokens.
+        how: the settings of the whole model.
+        gather: of one block's parameters.
+    """
+    _check_remat(how.remat)
+    window = config.window if not config.global_every else None  # None: each row says its own
+    rope = _rope(config, sequence, gather.compute_dtype or config.torch_dtype)
+
+    def layer(weights: dict, x: Tensor, key: Tensor | None, own: Tensor | None) -> Any:
+        keys = (None, None, None) if key is None else random.split(key, 3).unbind(0)
+        core = sequence.core(how.context, window if own is None else own)
+        core = rematerialise(core) if how.remat == "selective" else core
+        check_whole(config, weights["attention_norm"]["scale"].shape[0])
+        with named_scope("attention"):
+            y = norm(config, weights["attention_norm"], x)
+            y = nn.self_attention(
+                weights["attention"], y, config.attention, rope=rope, stream=how.stream, core=core
+            )
+            x = x + how.drop(config, sequence, y, keys[0])
+        if "moe" in weights:
+            with named_scope("moe"):
+                y = norm(config, weights["mlp_norm"], x)
+                y, routed = _moe(config, weights["moe"], y, sequence, how, keys[2])
+                return x + how.drop(config, sequence, y, keys[1]), routed
+        with named_scope("mlp"):
+            y = norm(config, weights["mlp_norm"], x)
+            y = nn.mlp(weights["mlp"], y, activation=config.activation, stream=how.stream)
+            return x + how.drop(config, sequence, y, keys[1]), None
+
+    policy = {"full": policies.nothing, "dots": policies.dots}.get(how.remat, policies.everything)
+    # what is recomputed is inside what is gathered: so gathering depends on parameters alone
+    gathered = gather.around(rematerialise(layer, policy=policy))
+
+    def block(x: Tensor, row: tuple) -> tuple[Tensor, Routed | None]:
+        return gathered(row[0], x, *row[1:])
+
+    return block
+
+
+def _moe(
+    config: GPTConfig, weights: dict, x: Tensor, sequence: Sequence, how: How, key: Tensor | None
+) -> tuple[Tensor, Routed]:
+    assert config.moe is not None
+    tokens, targets = sequence.tokens, sequence.targets
+    counted = torch.ones_like(tokens) if targets is None else targets != nn.IGNORE_INDEX
+    places = sequence.slots.expand_as(tokens)
+    counted, places = (nn.stream_positions(x, how.stream, each) for each in (counted, places))
+    y, share, sums = moe(
+        weights,
+        x,
+        config.moe,
+        activation=config.activation,
+        stream=how.stream,
+        axes=how.experts,
+        key=key,
+        rows=sequence.rows,
+        positions=places,
+        counted=counted != 0,
+    )
+    return y, Routed(share, sums)
+
+
+def _rope(config: GPTConfig, sequence: Sequence, dtype: torch.dtype) -> Rope | None:
+    if config.positions != "rope":
+        return None
+    scaling, positions = config.rope_scaling, sequence.positions
+    return nn.rope_table(positions, config.head_size, config.rope_theta, scaling, dtype)
+
+
+def check_whole(config: GPTConfig, size: int) -> None:
+    """Raise ValueError where a parameter with an "embed" dim of `size` has not been gathered."""
+    if size != config.embed_dim:
+        raise ValueError(
+            f"forward: got parameters with {size} of embed_dim={config.embed_dim} on this rank; "
+            "wanted all of them where they are used; fix: pass gather=transforms.Gather(specs), "
+            "with the specs by which they are split"
+        )
+
+
+def _check_remat(remat: str) -> None:
+    known = get_args(Remat)
+    if remat not in known:
+        raise ValueError(f"forward: got remat={remat!r}; {nearest(str(remat), known)}")

@@ -1,0 +1,155 @@
+"""Where the tokens of a batch lie: which rank has which, and what attention may see of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from functron.errors import Problem, nearest, raise_problems
+from functron.nn import zigzag
+from functron.nn.context import context_attention
+from functron.spmd import CONTEXT_AXES, DATA_AXES
+from functron.spmd import collectives as lax
+from functron.typing import Int, Tensor
+
+Batch = Mapping[str, Tensor]
+"""``tokens`` and ``targets`` int64 [B, T], and ``rows`` int64 [B], indices in the global batch; of
+packed documents also ``positions`` and ``segments`` int64 [B, T], see `Sequence`."""
+
+SAMPLE_AXES = (*DATA_AXES, *CONTEXT_AXES)
+"""The axes over which losses are summed: those that split the batch, by samples and by tokens."""
+
+Kind = Literal["ring", "gather"]
+Order = Literal["zigzag", "contiguous", "balanced"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """How attention reaches across the ranks that split sequences, ``cp`` and ``ulysses``.
+
+    Attributes:
+        kind: what ranks of ``cp`` do: ``"ring"``: keys and values go round, one rank at a time (Liu
+            et al. 2023); ``"gather"``: every rank gathers all of them (Llama 3, section 3.3.2).
+            Ranks of ``ulysses`` exchange heads for sequence in either case.
+        order: ``"zigzag"``: ranks exchange tokens at the start, after which each has an early and a
+            late part of every sequence, so that causal attention costs all the same; the numbers
+            are those of ``"contiguous"``, which leaves tokens where they are. ``"balanced"``: the
+            batch has been arranged, document by document (`functron.data.packing`).
+        ring_size: keys and values go round among so many neighbouring ranks only, where no document
+            of the batch lies on more; 0: among all.
+
+    Raises:
+        ValueError: a value is none of these.
+    """
+
+    kind: Kind = "ring"
+    order: Order = "zigzag"
+    ring_size: int = 0
+
+    def __post_init__(self):
+        found = [
+            Problem(name, repr(value), "a known one", nearest(str(value), get_args(kinds)))
+            for name, value, kinds in (("kind", self.kind, Kind), ("order", self.order, Order))
+            if value not in get_args(kinds)
+        ]
+        if self.ring_size < 0 or (self.ring_size and self.order != "balanced"):
+            got = f"{self.ring_size} with order={self.order!r}"
+            wanted = 'at least 0, and 0 unless order="balanced"'
+            found.append(Problem("ring_size", got, wanted, "leave it out"))
+        raise_problems("this is no way to split sequences", found)
+
+    @property
+    def halves(self) -> bool:
+        """Whether each rank of cp holds an early and a late half."""
+        return self.order != "contiguous"
+
+
+class Sequence(NamedTuple):
+    """A rank's tokens in the order in which it computes: T of them, whole over tp.
+
+    Attributes:
+        tokens: int64 ``[B, T]``.
+        targets: int64 ``[B, T]``; None where nobody asked.
+        rows: int64 ``[B]``, the samples' indices in the global batch.
+        slots: int64 ``[T]``, the tokens' places in their samples (as the batch has them).
+        positions: int64 ``[T]`` or ``[B, T]``, their places in their documents.
+        segments: int64 ``[B, T]``, the numbers of their documents; None: a sample is one.
+    """
+
+    tokens: Tensor
+    targets: Tensor | None
+    rows: Tensor
+    slots: Tensor
+    positions: Tensor
+    segments: Tensor | None
+
+    def core(self, context: Context, window: int | Tensor = 0) -> Callable:
+        """What `nn.self_attention` calls to attend to what these tokens may see."""
+        return functools.partial(
+            context_attention,
+            positions=self.positions if context.order == "balanced" else None,
+            segments=self.segments,
+            window=window,
+            kind=context.kind,
+            balanced=context.halves,
+            ring_size=context.ring_size or None,
+        )
+
+
+def arranged(batch: Batch, context: Context) -> Sequence:
+    """This rank's tokens as `context` orders them.
+
+    Collectives: none, except that under zigzag every entry of the batch with a sequence is
+    exchanged along cp (`nn.zigzag.to_balanced`).
+
+    Raises:
+        ValueError: the sequence does not divide.
+    """
+
+    def moved(x: Int[Tensor, "batch seq"] | None) -> Tensor | None:
+        move = x is not None and context.order == "zigzag"
+        return zigzag.to_balanced(x, 1) if move else x
+
+    tokens = batch["tokens"]
+    rows = batch.get("rows")
+    if rows is None:
+        rows = lax.global_index(tokens.shape[0], DATA_AXES, device=tokens.device)
+    order = "zigzag" if context.order == "zigzag" else "contiguous"
+    slots = zigzag.positions(tokens.shape[1], order, device=tokens.device)
+    positions = moved(batch.get("positions"))
+    return Sequence(
+        tokens=_given(moved(tokens)),
+        targets=moved(batch.get("targets")),
+        rows=rows,
+        slots=slots,
+        positions=slots if positions is None else positions,
+        segments=moved(batch.get("segments")),
+    )
+
+
+def _given(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
+
+
+def check_length(seq: int, max_seq: int, split: int) -> None:
+    """Raise ValueError unless samples of which ranks hold `seq` tokens each are short enough.
+
+    Args:
+        seq: the tokens of a rank.
+        max_seq: the most of a whole sample.
+        split: how many ranks of tp split these again.
+    """
+    whole = seq * lax.axis_size(CONTEXT_AXES)
+    if whole > max_seq:
+        raise ValueError(
+            f"forward: got {whole} tokens per sample; wanted at most max_seq={max_seq}; "
+            "shorten the samples or raise max_seq"
+        )
+    if seq % split:
+        raise ValueError(
+            f"forward: got {whole} tokens per sample, {seq} on a rank; wanted a multiple of "
+            f"{split} there, the ranks of tp that split them again; change the sequence length"
+        )
