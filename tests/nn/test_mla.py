@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 import functron as ft
 from functron import DATA_AXES, Mesh, P, nn
+from functron.nn.context import context_attention
 from functron.nn.mla import (
     Latents,
     MLAConfig,
@@ -147,6 +149,30 @@ def test_another_core_is_called_with_whole_heads(draw, randn, kind):
     assert torch.equal(mla(params, x, c, core=core, **how), mla(params, x, c, **how))
     width = (BATCH, SEQ, HEADS, c.nope_head_dim + c.rope_head_dim)
     assert seen == [(width, width, (BATCH, SEQ, HEADS, c.v_head_dim))]
+
+
+# --- long contexts
+
+
+@pytest.mark.parametrize("split", [("cp", "ulysses"), ("cp", "ulysses", "tp")], ids=["", "sp"])
+@pytest.mark.parametrize("mesh", ["cp=2", "ulysses=4", "cp=2,ulysses=2,tp=2", "dp=2,cp=2,tp=2"])
+@pytest.mark.parametrize("kind", ["ring", "gather"])
+def test_sequences_over_ranks(agrees, draw, specs, randn, mesh, split, kind):
+    """Keys, wider than values, go round; positions come with the tokens."""
+    stream, mesh = P(DATA_AXES, split), Mesh.parse(mesh)
+    defs = mla_defs(CONFIG, stddev=1.0, out_stddev=1.0, dtype=torch.float64)
+    tables = tuple(part.unsqueeze(0) for part in rotary())
+
+    def layer(params, x, *rope):
+        core = functools.partial(context_attention, kind=kind)
+        return mla(params, x, CONFIG, rope=rope, stream=stream, core=core)
+
+    def dense(params, x, *rope):
+        return formula(CONFIG, rope)(params, x)
+
+    args = (draw(defs), randn(BATCH, SEQ, EMBED))
+    whole = P(None, ("cp", "ulysses"))
+    agrees(layer, dense, args, mesh, (specs(defs), stream), stream, tables, (whole, whole))
 
 
 # --- absorbed
