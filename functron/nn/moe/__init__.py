@@ -3,15 +3,22 @@
 from functron.nn.moe.balance import auxiliary
 from functron.nn.moe.capacity import capacity
 from functron.nn.moe.config import MoEConfig
+from functron.nn.moe.experts import ExpertActivation, expert_defs, experts
+from functron.nn.moe.layer import moe, moe_defs
 from functron.nn.moe.router import Routing, route, router_defs
 from functron.nn.moe.statistics import RouterSums, statistics, summary
 
 __all__ = [
+    "ExpertActivation",
     "MoEConfig",
     "RouterSums",
     "Routing",
     "auxiliary",
     "capacity",
+    "expert_defs",
+    "experts",
+    "moe",
+    "moe_defs",
     "route",
     "router_defs",
     "statistics",
