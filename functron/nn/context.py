@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from functron.errors import Problem, nearest, raise_problems
 from functron.nn.ring import Kind, Ring, Tests, needed_steps, ring_attention
+from functron.nn.zigzag import own_part
 from functron.ops.attention import attention
 from functron.spmd import collectives as lax
 from functron.typing import Float, Int, Tensor
@@ -85,10 +86,10 @@ def context_attention(
         ``[batch, seq, heads, value_dim]`` in q's dtype.
 
     Raises:
-        ValueError: heads, halves, ring size or positions do not fit.
+        ValueError: heads, halves, window or ring size do not fit.
     """
     size = lax.axis_size(axis) if ring_size is None else ring_size
-    _check(q, k, positions, segments, window, kind, balanced, axis, ulysses, ring_size)
+    _check(q, k, window, kind, balanced, axis, ulysses, ring_size)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     static_window = window if isinstance(window, int) else 0
     q, k, v = _exchange_heads(q, k, v, ulysses)
@@ -106,7 +107,7 @@ def context_attention(
     return lax.all_to_all(out, ulysses, _SEQ, _HEADS, tiled=True)
 
 
-def _check(q, k, positions, segments, window, kind, balanced, axis, ulysses, ring_size) -> None:
+def _check(q, k, window, kind, balanced, axis, ulysses, ring_size) -> None:
     """Raise ValueError for everything that does not fit."""
     size, group = lax.axis_size(axis), lax.axis_size(ulysses)
     heads, kv_heads = q.shape[_HEADS], k.shape[_HEADS]
@@ -124,7 +125,9 @@ def _check(q, k, positions, segments, window, kind, balanced, axis, ulysses, rin
             Problem("kind", repr(kind), "ring or gather", nearest(kind, ("ring", "gather")))
         )
     if ring < 1 or size % ring:
-        problems.append(Problem("ring_size", str(ring), f"a divisor of {axis!r}'s size {size}"))
+        problems.append(
+            Problem("ring_size", str(ring), f"a divisor of the {size} ranks of {axis!r}")
+        )
     elif kind == "gather" and ring not in (1, size):
         problems.append(
             Problem("ring_size", f'{ring} with kind="gather"', f"1 or {size}", 'use kind="ring"')
@@ -137,11 +140,6 @@ def _check(q, k, positions, segments, window, kind, balanced, axis, ulysses, rin
         )  # fmt: skip
     if isinstance(window, int) and window < 0:
         problems.append(Problem("window", str(window), "0 for no window, or a number of keys"))
-    if segments is None and positions is not None and positions.dim() == 2:
-        problems.append(
-            Problem("positions", "positions per document without segments", "both or neither",
-                    "pass segments, or leave positions out")
-        )  # fmt: skip
     raise_problems("context_attention", problems)
 
 
@@ -155,9 +153,7 @@ def _exchange_heads(q: Tensor, k: Tensor, v: Tensor, ulysses: str) -> tuple[Tens
 
 
 def _own_sinks(sinks: Tensor | None, heads: int, ulysses: str) -> Tensor | None:
-    if sinks is None or lax.axis_size(ulysses) == 1:
-        return sinks
-    return torch.index_select(sinks, 0, lax.global_index(heads, ulysses, device=sinks.device))
+    return None if sinks is None else own_part(sinks, heads, 0, ulysses)
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

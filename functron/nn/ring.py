@@ -148,7 +148,9 @@ def parts(ring: Ring, step: int) -> tuple[Part, ...]:
     """The blocks of a step of the ring, other than the first."""
     from_before = ring.rank() >= step  # or else the ring has closed, and it is a rank after mine
     if not ring.balanced:
-        return (Part(None, None, from_before),)
+        # a tensor on every mesh: a rank that left a block out would differ from the others in
+        # which collectives the derivatives of this have
+        return (Part(None, None, torch.as_tensor(from_before)),)
     after = (not from_before) if isinstance(from_before, bool) else ~from_before
     return (Part(True, False), Part(after, after))
 
@@ -276,8 +278,6 @@ def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: T
     out, lse = (_Rows(upcast(x), ring.balanced) for x in first)
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
         for part in parts(ring, step):
-            if part.valid is False:
-                continue
             there = take(k_there, part.keys, 2), take(v_there, part.keys, 2)
             visible = tests.visible(number, part.queries, part.keys)
             mine = take(q, part.queries, 2)
@@ -301,8 +301,6 @@ def _backward(ring: Ring, residuals: tuple, cotangent: Tensor):
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
         given = [_Rows(torch.zeros_like(upcast(x)), ring.balanced) for x in (k_there, v_there)]
         for part in parts(ring, step):
-            if part.valid is False:
-                continue
             there = take(k_there, part.keys, 2), take(v_there, part.keys, 2)
             visible = tests.visible(number, part.queries, part.keys)
             d_mine, q_mine, out_mine, lse_mine = (take(x, part.queries, 2) for x in rows)

@@ -73,7 +73,7 @@ def to_balanced(x: Tensor, dim: int, axis: str = "cp", ulysses: str = "ulysses")
     even, odd = _routes(size)
     first, second = lax.ppermute(first, axis, even), lax.ppermute(second, axis, odd)
     # an even rank's early chunk and an odd rank's late chunk have even numbers
-    return _own_slice(_ordered(first, second, axis, dim), x.shape[dim], dim, ulysses)
+    return own_part(_ordered(first, second, axis, dim), x.shape[dim], dim, ulysses)
 
 
 def to_contiguous(x: Tensor, dim: int, axis: str = "cp", ulysses: str = "ulysses") -> Tensor:
@@ -92,7 +92,7 @@ def to_contiguous(x: Tensor, dim: int, axis: str = "cp", ulysses: str = "ulysses
         lax.ppermute(half, axis, [(target, source) for source, target in route])
         for half, route in zip(halves, _routes(size), strict=True)
     ]
-    return _own_slice(torch.cat(parts, dim), x.shape[dim], dim, ulysses)
+    return own_part(torch.cat(parts, dim), x.shape[dim], dim, ulysses)
 
 
 def _chunk(local_seq: int, axis: str, ulysses: str) -> int:
@@ -129,7 +129,19 @@ def _whole(x: Tensor, dim: int, ulysses: str) -> Tensor:
     return lax.all_gather(x, ulysses, axis=dim, tiled=True)
 
 
-def _own_slice(x: Tensor, size: int, dim: int, ulysses: str) -> Tensor:
-    if lax.axis_size(ulysses) == 1:
+def own_part(x: Tensor, size: int, dim: int, axis: str) -> Tensor:
+    """Of a value that all ranks of `axis` hold whole, this rank's `size` rows of dim `dim`.
+
+    Replicated -> varying; no collectives. A sum over all parts but one masked, not an index:
+    Inductor (torch 2.11 to 2.13) gets gradients of indices that differ between simulated ranks
+    wrong.
+    """
+    count = lax.axis_size(axis)
+    if count == 1:
         return x
-    return torch.index_select(x, dim, lax.global_index(size, ulysses, device=x.device))
+    parts = x.unflatten(dim, (count, size))
+    mine = torch.arange(count, device=x.device) == lax.axis_index(axis)
+    mine = mine.view(-1, *[1] * (x.dim() - dim))
+    return torch.where(mine, parts, torch.zeros((), dtype=x.dtype, device=x.device)).sum(
+        dim, dtype=x.dtype
+    )

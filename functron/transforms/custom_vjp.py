@@ -39,7 +39,7 @@ def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
     Only arguments, residuals and outputs are kept between forward and backward. Residuals that
     are arguments or outputs cost nothing more. Where nothing is differentiated `f` itself runs.
 
-    Derivatives of derivatives, and forward mode, differentiate the operations of `forward` and
+    Derivatives of derivatives, in reverse mode, differentiate the operations of `forward` and
     `backward`, as in JAX.
 
     Args:
@@ -49,8 +49,8 @@ def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
 
     Raises:
         ValueError: a function closes over a tensor that is being differentiated (make it an
-            argument), or `backward` returned another number of cotangents than there are
-            arguments.
+            argument); `backward` returned another number of cotangents than there are arguments;
+            or in forward-mode differentiation.
         TypeError: a leaf of `forward`'s output is no tensor.
     """
 
@@ -221,12 +221,11 @@ class _CustomVjp(Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.level, ctx.num_operands, ctx.num_made = inputs[0], len(inputs) - 1, len(output)
+        ctx.level, ctx.num_operands = inputs[0], len(inputs) - 1
         rule = ctx.level.rule
         still = [i for i in range(rule.num_outputs) if i not in rule.floats]
         ctx.mark_non_differentiable(*(output[i] for i in still), *output[rule.num_outputs :])
         ctx.save_for_backward(*inputs[1:], *output)
-        ctx.save_for_forward(*inputs[1:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -254,16 +253,8 @@ class _CustomVjp(Function):
         return None, *grads
 
     @staticmethod
-    def jvp(ctx, *tangents) -> Any:
-        compat.refuse_nested_jvp()
-        level, floats = ctx.level, ctx.level.rule.floats
-
-        def outputs(operands):
-            made = level.forward(operands)
-            return tuple(made[i] for i in floats)
-
-        moved = iter(_push(outputs, ctx.saved_tensors, tangents[1:]))
-        return tuple(next(moved) if i in floats else None for i in range(ctx.num_made))
+    def jvp(ctx, *tangents):
+        _refuse_forward_mode()
 
     @staticmethod
     def vmap(info, in_dims, level: _Level, *operands):
@@ -337,9 +328,7 @@ class _Backward(Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.pull = inputs[0]
-        kept = ctx.pull.without_made(inputs[1:])
-        ctx.save_for_backward(*kept)
-        ctx.save_for_forward(*kept)
+        ctx.save_for_backward(*ctx.pull.without_made(inputs[1:]))
 
     @staticmethod
     def backward(ctx, *cotangents) -> Any:
@@ -357,9 +346,8 @@ class _Backward(Function):
         return None, *grads[:count], *[None] * pull.num_made, *grads[count:]
 
     @staticmethod
-    def jvp(ctx, *tangents) -> Any:
-        compat.refuse_nested_jvp()
-        return _push(ctx.pull.again, ctx.saved_tensors, ctx.pull.without_made(tangents[1:]))
+    def jvp(ctx, *tangents):
+        _refuse_forward_mode()
 
     @staticmethod
     def vmap(info, in_dims, pull: _Pull, *values):
@@ -368,11 +356,9 @@ class _Backward(Function):
         return outputs, tuple(0 if batched else None for batched in varying)
 
 
-def _push(f: Callable, primals: Sequence, tangents: Sequence) -> tuple:
-    """The tangents of ``f(primals)``; a tangent of None is zero."""
-    moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
-    partial = partial_of(f, primals, moving)
-    moved: Any = torch.func.jvp(
-        partial, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving)
+def _refuse_forward_mode():
+    raise ValueError(
+        "custom_vjp in forward-mode differentiation (jvp, jacfwd), for which it has no rule; "
+        "wanted reverse mode; fix: for a Hessian-vector product take the vjp of the gradient, "
+        "torch.func.vjp(torch.func.grad(f), x)[1](v)"
     )
-    return moved[1]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from functron import Mesh, P
+import functron as ft
+from functron import Mesh, P, lax
 from functron.nn.context import context_attention
+from functron.nn.ring import needed_steps
 from functron.nn.zigzag import to_balanced, to_contiguous
+from functron.ops import chunked
 
 BATCH, SEQ, HEADS, DIM = 2, 16, 4, 4
 STREAM = P("dp", ("cp", "ulysses"))
@@ -19,7 +23,6 @@ BALANCED = pytest.mark.parametrize("balanced", [False, True], ids=["contiguous",
 ON = pytest.mark.parametrize("mesh", MESHES, ids=str)
 # boundaries on and off the boundaries of ranks and chunks; a document of one token
 SEGMENTS = torch.tensor([[0] * 5 + [1] * 1 + [2] * 7 + [3] * 3, [4] * 8 + [5] * 8])
-PLACES = torch.tensor([[*range(5), 0, *range(7), *range(3)], [*range(8), *range(8)]])
 
 
 def formula(window=0, segments=None, scale=None):
@@ -156,3 +159,251 @@ def test_one_device(check):
 def test_with_other_axes(check):
     check(Mesh(dp=2, cp=2, tp=2), balanced=True, segments=SEGMENTS)
     check(Mesh(cp=2, ulysses=2, dp=2))
+
+
+def arrangement(lengths, size):
+    """Where each token of the balanced order comes from, and its document: every document in 2n
+    chunks, of which rank r has r, then 2n - 1 - r; early ones of all documents come first."""
+    source, documents, place = [], [], []
+    for rank in range(size):
+        for chunk_of in (lambda rank: rank, lambda rank: 2 * size - 1 - rank):
+            start = 0
+            for number, length in enumerate(lengths):
+                chunk = length // (2 * size)
+                first = chunk_of(rank) * chunk
+                source += range(start + first, start + first + chunk)
+                documents += [number] * chunk
+                place += range(first, first + chunk)
+                start += length
+    return torch.tensor(source), torch.tensor([documents]), torch.tensor([place])
+
+
+@KIND
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(cp=2, ulysses=2), Mesh(cp=4)], ids=str)
+def test_documents_balanced_by_the_data(agrees, randn, mesh, kind, window):
+    lengths = (8, 16) if mesh["cp"] == 4 else (4, 12, 8)
+    source, documents, places = arrangement(lengths, mesh["cp"])
+    back = torch.argsort(source)
+    segments, places = documents.expand(BATCH, -1), places.expand(BATCH, -1)
+
+    def dense(q, k, v, *_):
+        ordered = (x[:, back] for x in (q, k, v))
+        return formula(window, segments[:, back])(*ordered)[:, source]
+
+    def program(q, k, v, segments, places):
+        return context_attention(
+            q, k, v, segments=segments, positions=places, window=window, kind=kind, balanced=True
+        )
+
+    args = tuple(randn(BATCH, 24, heads, DIM) for heads in (4, 2, 2))
+    agrees(program, dense, args, mesh, (STREAM,) * 3, STREAM, (segments, places), (STREAM,) * 2)
+
+
+@BALANCED
+@pytest.mark.parametrize("ring_size", [1, 2, 4])
+@pytest.mark.parametrize("window", [0, 3])
+def test_rings_of_some_ranks(agrees, randn, balanced, ring_size, window):
+    """Each aligned group of ranks has a sequence of its own."""
+    seq, groups = 16, 4 // ring_size
+    segments = torch.arange(seq)[None].expand(BATCH, -1) // (seq // groups)
+    source = torch.arange(seq)
+    if balanced:
+        order, _, _ = arrangement([seq // groups], ring_size)
+        source = torch.cat([order + group * (seq // groups) for group in range(groups)])
+    back = torch.argsort(source)
+
+    def dense(q, k, v):
+        return formula(window, segments)(*(x[:, back] for x in (q, k, v)))[:, source]
+
+    def program(q, k, v):
+        return context_attention(q, k, v, balanced=balanced, ring_size=ring_size, window=window)
+
+    args = tuple(randn(BATCH, seq, heads, DIM) for heads in (4, 2, 2))
+    agrees(program, dense, args, Mesh(cp=4), (STREAM,) * 3, STREAM)
+
+
+def test_needed_steps():
+    assert needed_steps(8, 4, 0, False) == needed_steps(8, 4, 0, True) == tuple(range(1, 8))
+    assert needed_steps(8, 4, 1, False) == needed_steps(8, 4, 1, True) == ()
+    assert needed_steps(8, 4, 5, False) == (1,)
+    assert needed_steps(8, 4, 6, False) == (1, 2)
+    # chunks of two: the late neighbour's keys come the other way round the ring
+    assert needed_steps(8, 4, 3, True) == (1, 7)
+    assert needed_steps(8, 4, 4, True) == (1, 2, 6, 7)
+    assert needed_steps(1, 4, 3, True) == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ring_size": 3}, "a divisor of the 4 ranks of 'cp'"),
+        ({"kind": "gather", "ring_size": 2}, 'use kind="ring"'),
+        ({"window": -1}, "0 for no window"),
+        ({"heads": 3}, "a divisor of q's 3"),
+        ({"seq": 4, "balanced": True}, "two halves"),
+    ],
+)
+def test_refusals(randn, options, message):
+    seq, heads = options.pop("seq", 16), options.pop("heads", 4)
+    q, k, v = (randn(1, seq, n, DIM) for n in (heads, 2, 2))
+    run = lambda *x: context_attention(*x, **options)
+    with pytest.raises(ValueError, match=message):
+        ft.shard_map(run, Mesh(cp=4), STREAM, STREAM)(q, k, v)
+
+
+def test_too_few_heads(randn):
+    mapped = ft.shard_map(lambda *x: context_attention(*x), Mesh(ulysses=4), STREAM, STREAM)
+    with pytest.raises(ValueError, match="a multiple of the 4 ranks of 'ulysses'"):
+        mapped(*(randn(1, 16, 2, DIM) for _ in range(3)))
+
+
+def both_energies(mesh, kind, balanced, randn):
+    """Scalars of (q, k, v, sinks), ours and the formula's, nonlinear in the output."""
+    program, weights = layer(balanced, kind=kind, window=6), randn(BATCH, SEQ, HEADS, DIM)
+    specs = (*[STREAM] * 3, P(), STREAM, STREAM)
+
+    def local(q, k, v, sinks, segments, weights):
+        out = program(q, k, v, sinks, segments)
+        return lax.psum((out.sin() * weights).sum(), ("dp", "cp", "ulysses"))
+
+    mapped = ft.shard_map(local, mesh, specs, P())
+    dense = formula(6, SEGMENTS)
+    ours = lambda *x: mapped(*x, SEGMENTS, weights)
+    return ours, lambda *x: (dense(*x).sin() * weights).sum()
+
+
+@KIND
+@BALANCED
+@pytest.mark.parametrize("mesh", [Mesh(cp=4), Mesh(cp=2, ulysses=2)], ids=str)
+def test_hessian_vector_products(randn, mesh, kind, balanced):
+    ours, dense = both_energies(mesh, kind, balanced, randn)
+    shapes = [(BATCH, SEQ, heads, DIM) for heads in (4, 2, 2)]
+    args = (*(randn(*shape) for shape in shapes), randn(HEADS))
+    along = (*(randn(*shape) for shape in shapes), randn(HEADS))
+    every = (0, 1, 2, 3)
+    want = torch.func.vjp(torch.func.grad(dense, every), *args)[1](along)
+    got = torch.func.vjp(torch.func.grad(ours, every), *args)[1](along)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    taped = tuple(x.clone().requires_grad_() for x in args)
+    first = torch.autograd.grad(ours(*taped), taped, create_graph=True)
+    got = torch.autograd.grad(first, taped, along)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_hessian_vector_product_of_plain_blocks(randn):
+    """The kernels' own second derivatives."""
+    args = tuple(randn(1, 8, heads, DIM) for heads in (2, 1, 1))
+    along = tuple(x.cos() for x in args)
+    mapped = ft.shard_map(layer(True), Mesh(cp=2), STREAM, STREAM)
+    energy = lambda f: lambda *x: f(*x).sin().square().sum()
+    product = lambda f: torch.func.vjp(torch.func.grad(energy(f), (0, 1, 2)), *args)[1](along)
+    torch.testing.assert_close(product(mapped), product(formula()), rtol=1e-10, atol=1e-10)
+
+
+def step(mesh, program, num_args=3):
+    """Loss and gradients of a layer, as a training step computes them."""
+    specs = (STREAM,) * num_args
+
+    def run(*args):
+        def loss(*x):
+            return lax.psum(program(*x, *args[3:]).sin().sum(), ("dp", "cp", "ulysses"))
+
+        value, grads = ft.value_and_grad(loss, (0, 1, 2))(*args[:3])
+        return value, ft.sync_gradients(grads, specs[:3])
+
+    return ft.shard_map(run, mesh, specs, (P(), specs[:3]))
+
+
+def test_compiled(randn):
+    args = tuple(randn(1, SEQ, heads, DIM) for heads in (2, 1, 1))
+    run = step(Mesh(cp=2, ulysses=2), layer(True))
+    torch.testing.assert_close(ft.jit(run)(*args), run(*args), rtol=1e-10, atol=1e-10)
+
+
+def traffic(program):
+    return {
+        (row.axis, row.op, row.phase): (row.count, row.payload_bytes)
+        for row in program.cost().collectives
+        if row.op != "psum"
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "steps"), [(0, 3), (3, 2)])
+def test_bytes_of_the_ring(dtype, window, steps):
+    batch, seq, kv_heads, dim, value_dim = 2, 16, 2, 8, 4
+    shapes = [(batch, seq, 4, dim), (batch, seq, kv_heads, dim), (batch, seq, kv_heads, value_dim)]
+    args = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+    segments = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+    tokens = batch * seq // 4
+    numbers = tokens * kv_heads * (dim + value_dim)
+
+    def program(q, k, v, segments):
+        return context_attention(q, k, v, segments=segments, balanced=True, window=window)
+
+    got = traffic(ft.trace(step(Mesh(cp=4), program, 4))(*args, segments))
+    # without a window 3 steps; of the window's two steps the ring jumps over the one between
+    assert got == {
+        ("cp", "ppermute", "forward"): (
+            3 * steps, steps * (numbers * dtype.itemsize + 4 * tokens)
+        ),
+        ("cp", "ppermute", "backward"): (4 * steps, steps * numbers * (dtype.itemsize + 4)),
+    }  # fmt: skip
+
+
+def test_bytes_of_gathers_and_ulysses():
+    batch, seq, heads, kv_heads, dim = 2, 16, 8, 2, 8
+    args = [
+        torch.empty(batch, seq, n, dim, dtype=torch.bfloat16, device="meta")
+        for n in (heads, kv_heads, kv_heads)
+    ]
+    mesh = Mesh(cp=2, ulysses=4)
+    program = ft.trace(step(mesh, lambda *x: context_attention(*x, kind="gather")))(*args)
+    tokens = batch * seq // 8
+    # two heads of keys are too few for four ranks: each is sent twice
+    exchanged = tokens * dim * 2 * (heads + 2 * 4 + heads)
+    gathered = 2 * 2 * tokens * 4 * dim * 2
+    assert traffic(program) == {
+        ("ulysses", "all_to_all", "forward"): (4, exchanged),
+        ("ulysses", "all_to_all", "backward"): (4, exchanged),
+        ("cp", "all_gather", "forward"): (2, gathered),
+        ("cp", "psum_scatter", "backward"): (2, gathered),
+    }
+
+
+def most_numbers(program):
+    """Of any tensor that a traced program makes."""
+    made = [var for equation in program.block.equations for var in equation.results]
+    return max(math.prod(var.shape) for var in made)
+
+
+def test_long_sequences_make_no_matrix_of_scores():
+    seq, heads, dim = 2**17, 2, 8
+    args = [torch.empty(1, seq, heads, dim, device="meta") for _ in range(3)]
+    plain = ft.trace(step(Mesh(cp=8), layer(True)))(*args)
+    assert most_numbers(plain) == seq // 8 * heads * dim
+    args = [x[:, : 2**15] for x in args]
+    segments = torch.empty(1, 2**15, dtype=torch.int64, device="meta")
+    program = lambda q, k, v, s: context_attention(q, k, v, segments=s, window=2000)
+    masked = ft.trace(step(Mesh(cp=16), program, 4))(*args, segments)
+    local = 2**15 // 16
+    assert most_numbers(masked) == heads * chunked.CHUNK**2 < heads * local**2 / 8
+
+
+def test_a_long_sequence_on_simulated_ranks(randn):
+    """Rows of the result against their own formula; the whole matrix would have 2 ** 30 scores."""
+    seq, dim = 2**15, 4
+    q, k, v = (randn(1, seq, 1, dim) for _ in range(3))
+    out = ft.shard_map(layer(True), Mesh(cp=8), STREAM, STREAM)(*(x.float() for x in (q, k, v)))
+    for row in (0, 5000, seq - 1):
+        scores = (k[0, : row + 1, 0] @ q[0, row, 0]) / math.sqrt(dim)
+        want = torch.softmax(scores, 0) @ v[0, : row + 1, 0]
+        torch.testing.assert_close(out[0, row, 0].double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.distributed
+def test_processes(torchrun):
+    done = torchrun(Path(__file__).with_name("gloo_context.py"), 4, timeout=180)
+    assert "cp=4: ok" in done.stdout
+    assert "cp=2,ulysses=2: ok" in done.stdout
