@@ -101,7 +101,7 @@ def context_attention(
         if balanced and positions is not None and positions.dim() == 2:
             static_window = 0  # parts of short documents are short: near in another sense
         steps = needed_steps(size, seq, static_window, balanced)
-        ring = Ring(axis, size, kind, balanced and size > 1, seq, steps, scale)
+        ring = Ring(axis, size, kind, balanced and size > 1, seq, steps, static_window, scale)
         tests = _tests(ring, q, positions, segments, window, ulysses)
         out = _ring(ring, q, k, v, tests, _own_sinks(sinks, q.shape[_HEADS], ulysses))
     return lax.all_to_all(out, ulysses, _SEQ, _HEADS, tiled=True)

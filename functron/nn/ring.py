@@ -44,6 +44,7 @@ class Ring:
         seq: tokens of a rank.
         steps: how far the ranks are, around the ring, whose keys somebody needs; 0 is not among
             them.
+        window: how many keys a query sees, where chunks at a distance are out of its reach; else 0.
         scale: of the scores.
     """
 
@@ -53,6 +54,7 @@ class Ring:
     balanced: bool
     seq: int
     steps: tuple[int, ...]
+    window: int
     scale: float
 
     def rank(self) -> int | Tensor:
@@ -66,24 +68,44 @@ class Ring:
         return lax.ppermute(x, self.axis, pairs)
 
 
+def distances(size: int, step: int, balanced: bool) -> tuple[int, ...]:
+    """How many chunks lie at least between the queries and the keys of each part of a step."""
+    if not balanced:
+        return (step,)
+    late_early = min(2 * size - 1 - rank - (rank - step) % size for rank in range(size))
+    return late_early, min(step, size - step)
+
+
+def in_reach(window: int, chunk: int, distance: int) -> bool:
+    """Whether a window reaches from one chunk into another; 0 is no window."""
+    return not window or (distance - 1) * chunk + 1 < window
+
+
 def needed_steps(size: int, seq: int, window: int, balanced: bool) -> tuple[int, ...]:
-    """The distances around the ring at which some rank sees keys; all, unless there is a window.
-
-    ``window`` is 0 where nothing is known about it.
-    """
-    if not window:
-        return tuple(range(1, size))
+    """The distances around the ring at which some rank sees keys; all, unless there is a window."""
     chunk = seq // 2 if balanced else seq
-    reach = -(-(window - 1) // chunk)  # chunks before its own that a query sees
+    return tuple(
+        step
+        for step in range(1, size)
+        if any(in_reach(window, chunk, d) for d in distances(size, step, balanced))
+    )
 
-    def chunks(rank: int) -> tuple[int, ...]:
-        return (rank, 2 * size - 1 - rank) if balanced else (rank,)
 
-    def seen(rank: int, step: int) -> bool:
-        sources = chunks((rank - step) % size)
-        return any(0 <= mine - other <= reach for mine in chunks(rank) for other in sources)
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One block of a step.
 
-    return tuple(s for s in range(1, size) if any(seen(r, s) for r in range(size)))
+    Attributes:
+        queries: which half of its rows: False the early, True the late one; None for all.
+        keys: which half.
+        valid: whether there is anything to see.
+        apart: as in `functron.ops.chunked.Visible`.
+    """
+
+    queries: Flag | None = None
+    keys: Flag | None = None
+    valid: Flag = True
+    apart: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,22 +122,20 @@ class Tests:
     positions: list[Int[Tensor, "_ seq"]] = field(default_factory=list)
     window: int | Tensor = 0
 
-    def visible(self, at: int, queries: Flag | None = None, keys: Flag | None = None) -> Any:
-        """The test of these halves of own queries and of keys of the source number `at`.
-
-        A half of None is the whole, False the early and True the late one. None: nothing to test.
-        """
+    def visible(self, at: int, part: Part) -> Any:
+        """The test of a part of the step number `at`; None where there is nothing to test."""
         if not self.segments and not self.positions:
             return None
         none: Any = (None, None)
         segments = (self.segments[0], self.segments[at]) if self.segments else none
         positions = (self.positions[0], self.positions[at]) if self.positions else none
         return Visible(
-            take(segments[0], queries, 1),
-            take(segments[1], keys, 1),
-            take(positions[0], queries, 1),
-            take(positions[1], keys, 1),
+            take(segments[0], part.queries, 1),
+            take(segments[1], part.keys, 1),
+            take(positions[0], part.queries, 1),
+            take(positions[1], part.keys, 1),
             self.window,
+            part.apart,
         )
 
 
@@ -129,40 +149,24 @@ def take(x: Any, half: Flag | None, dim: int) -> Any:
     return torch.where(half, late, early)
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """One block of a step.
-
-    Attributes:
-        queries: which half; None for all.
-        keys: which half.
-        valid: whether there is anything to see.
-    """
-
-    queries: Flag | None
-    keys: Flag | None
-    valid: Flag = True
-
-
-def parts(ring: Ring, step: int) -> tuple[Part, ...]:
-    """The blocks of a step of the ring, other than the first."""
+def parts(ring: Ring, step: int) -> list[Part]:
+    """The blocks of a step that some rank needs."""
+    if step == 0:
+        return [Part(apart=0 if ring.window else None)]
     from_before = ring.rank() >= step  # or else the ring has closed, and it is a rank after mine
-    if not ring.balanced:
+    if ring.balanced:
+        after = _not(from_before)
+        halves = [(True, False, True), (after, after, True)]
+    else:
         # a tensor on every mesh: a rank that left a block out would differ from the others in
         # which collectives the derivatives of this have
-        return (Part(None, None, torch.as_tensor(from_before)),)
-    after = (not from_before) if isinstance(from_before, bool) else ~from_before
-    return (Part(True, False), Part(after, after))
-
-
-def _both(valid: Flag, half: Flag | None, late: bool) -> Flag:
-    """Whether a part with these concerns this half of a rank's rows."""
-    chosen = True if half is None else (half if late else _not(half))
-    if isinstance(valid, bool):
-        return chosen if valid else False
-    if isinstance(chosen, bool):
-        return valid if chosen else False
-    return valid & chosen
+        halves = [(None, None, torch.as_tensor(from_before))]
+    chunk = ring.seq // 2 if ring.balanced else ring.seq
+    return [
+        Part(*which, distance * chunk if ring.window else None)
+        for which, distance in zip(halves, distances(ring.size, step, ring.balanced), strict=True)
+        if in_reach(ring.window, chunk, distance)
+    ]
 
 
 def _not(flag: Flag) -> Flag:
@@ -174,30 +178,31 @@ def _where(flag: Flag, x: Tensor, otherwise: float) -> Tensor:
 
 
 class _Rows:
-    """A sum, or a merge, over parts that each concern some rows of dim 2: kept by halves."""
+    """What parts that concern some rows of dim 2 sum up to; kept by halves where balanced."""
 
     def __init__(self, whole: Tensor, balanced: bool):
         self.pieces = list(whole.chunk(2, 2)) if balanced else [whole]
 
-    def add(self, part: Tensor, half: Flag | None, valid: Flag = True) -> None:
+    def concerned(self, half: Flag | None, valid: Flag = True) -> list[tuple[int, Flag]]:
+        """The pieces that a part is about, and whether it is."""
+        if half is None:
+            return [(0, valid)]
+        return [(i, flag) for i, flag in enumerate((_not(half), half)) if flag is not False]
+
+    def add(self, part: Tensor, half: Flag | None) -> None:
         """Add to the rows of that half."""
-        for late, piece in enumerate(self.pieces):
-            chosen = _both(valid, half, bool(late))
-            if chosen is not False:
-                self.pieces[late] = piece + _where(chosen, part, 0.0)
+        for i, flag in self.concerned(half):
+            self.pieces[i] = self.pieces[i] + _where(flag, part, 0.0)
 
     def whole(self) -> Tensor:
         """All rows."""
         return torch.cat(self.pieces, 2) if len(self.pieces) > 1 else self.pieces[0]
 
 
-def _merge(out: _Rows, lse: _Rows, part: tuple[Tensor, Tensor], which: Part) -> None:
-    for late in range(len(out.pieces)):
-        chosen = _both(which.valid, which.queries, bool(late))
-        if chosen is not False:
-            more = _where(chosen, part[1], float("-inf"))
-            joined = merge(out.pieces[late], lse.pieces[late], part[0], more)
-            out.pieces[late], lse.pieces[late] = joined
+def _merge(out: _Rows, lse: _Rows, made: tuple[Tensor, Tensor], part: Part) -> None:
+    for i, flag in out.concerned(part.queries, part.valid):
+        more = _where(flag, made[1], float("-inf"))
+        out.pieces[i], lse.pieces[i] = merge(out.pieces[i], lse.pieces[i], made[0], more)
 
 
 class _Keys:
@@ -274,12 +279,13 @@ def _keys(ring: Ring, k: Tensor, v: Tensor) -> _Keys:
 
 def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: Tensor | None):
     keys = _keys(ring, k, v)
-    first = block(q, *keys.own(), tests.visible(0), causal=True, scale=ring.scale)
+    (whole,) = parts(ring, 0)
+    first = block(q, *keys.own(), tests.visible(0, whole), causal=True, scale=ring.scale)
     out, lse = (_Rows(upcast(x), ring.balanced) for x in first)
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
         for part in parts(ring, step):
             there = take(k_there, part.keys, 2), take(v_there, part.keys, 2)
-            visible = tests.visible(number, part.queries, part.keys)
+            visible = tests.visible(number, part)
             mine = take(q, part.queries, 2)
             made = block(mine, *there, visible, causal=False, scale=ring.scale)
             _merge(out, lse, made, part)
@@ -294,15 +300,16 @@ def _backward(ring: Ring, residuals: tuple, cotangent: Tensor):
     q, k, v, tests, sinks, out, lse = residuals
     keys, options = _keys(ring, k, v), {"scale": ring.scale}
     rows = (cotangent, q, out, lse)
+    (whole,) = parts(ring, 0)
     dq_first, *own = block_backward(
-        cotangent, q, *keys.own(), out, lse, tests.visible(0), causal=True, **options
+        cotangent, q, *keys.own(), out, lse, tests.visible(0, whole), causal=True, **options
     )
     dq, own = _Rows(upcast(dq_first), ring.balanced), [upcast(x) for x in own]
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
         given = [_Rows(torch.zeros_like(upcast(x)), ring.balanced) for x in (k_there, v_there)]
         for part in parts(ring, step):
             there = take(k_there, part.keys, 2), take(v_there, part.keys, 2)
-            visible = tests.visible(number, part.queries, part.keys)
+            visible = tests.visible(number, part)
             d_mine, q_mine, out_mine, lse_mine = (take(x, part.queries, 2) for x in rows)
             # exp(score - lse) is 0 then, whatever the keys that are not to be seen
             lse_mine = _where(part.valid, lse_mine, torch.finfo(lse.dtype).max / 4)

@@ -32,6 +32,8 @@ class Visible:
         key_positions: of the keys.
         window: how many keys a query sees at most, itself included; 0 for all. An int, or an
             integer scalar tensor.
+        apart: at least so many positions lie between a query and the key of its number, on every
+            rank; with an int for a window, chunks out of reach are not computed. None: not known.
     """
 
     query_segments: Int[Tensor, "_ seq"] | None = None
@@ -39,6 +41,13 @@ class Visible:
     query_positions: Int[Tensor, "_ seq"] | None = None
     key_positions: Int[Tensor, "_ keys"] | None = None
     window: int | Int[Tensor, ""] = 0
+    apart: int | None = None
+
+    def reaches(self, rows: slice, columns: slice) -> bool:
+        """Whether some of these queries may see some of these keys."""
+        if self.apart is None or isinstance(self.window, Tensor) or not self.window:
+            return True
+        return self.apart + rows.start - (columns.stop - 1) < self.window
 
     def chunk(self, rows: slice, columns: slice) -> Bool[Tensor, "_ rows columns"] | None:
         """The test for a chunk of queries and of keys; None where all pass."""
@@ -82,7 +91,10 @@ class _Mask:
 
     def past(self, rows: slice, size: int) -> Iterator[slice]:
         """The chunks of keys that some of these queries may see."""
-        return (c for c in slices(size) if not self.causal or c.start < rows.stop)
+        for columns in slices(size):
+            later = self.causal and columns.start >= rows.stop
+            if not later and (self.visible is None or self.visible.reaches(rows, columns)):
+                yield columns
 
     def hidden(self, rows: slice, columns: slice) -> Tensor | None:
         """What is masked, ``[batch or 1, 1, 1, rows, columns]``; None where nothing is."""
@@ -118,7 +130,10 @@ def block(
         for columns in mask.past(rows, k.shape[2]):
             part = _softmax(_scores(q5, k, rows, columns, mask, scale), v[..., columns, :])
             total = part if total is None else merge(*total, *part)
-        assert total is not None
+        if total is None:
+            empty = upcast(q5[..., rows, :].flatten(2, 3))
+            out = torch.zeros_like(empty[..., :1]).expand(*empty.shape[:-1], v.shape[-1])
+            total = out, torch.full_like(empty[..., 0], float("-inf"))
         outs.append(total[0].unflatten(2, (q5.shape[2], -1)))
         sums.append(total[1].unflatten(2, (q5.shape[2], -1)))
     out, lse = torch.cat(outs, 3).flatten(1, 2), torch.cat(sums, 3).flatten(1, 2)
@@ -189,7 +204,6 @@ def block_backward(
     q5, cotangent5, lse4, delta4 = (
         _grouped(x, k.shape[1]) for x in (q, cotangent, _finite(lse), delta)
     )
-    columns_of = list(slices(k.shape[2]))
     dk: dict[int, Tensor] = {}
     dv: dict[int, Tensor] = {}
     dq: list[Tensor] = []
@@ -205,14 +219,23 @@ def block_backward(
             at = columns.start
             dk[at] = _add(dk.get(at), ds.mT @ queries)
             dv[at] = _add(dv.get(at), p.to(v.dtype).mT @ given)
-        assert total is not None
+        if total is None:
+            total = torch.zeros_like(upcast(queries))
         dq.append(total.unflatten(2, (q5.shape[2], -1)))
-    starts = [c.start for c in columns_of]
     return (
         torch.cat(dq, 3).flatten(1, 2).to(q.dtype),
-        torch.cat([dk[at] for at in starts], 2).to(k.dtype),
-        torch.cat([dv[at] for at in starts], 2).to(v.dtype),
+        _joined(dk, k),
+        _joined(dv, v),
     )
+
+
+def _joined(parts: dict[int, Tensor], like: Tensor) -> Tensor:
+    """The chunks by their starts, joined; zeros where there is none."""
+    chunks = [
+        parts[c.start].to(like.dtype) if c.start in parts else torch.zeros_like(like[..., c, :])
+        for c in slices(like.shape[2])
+    ]
+    return torch.cat(chunks, 2)
 
 
 def _add(total: Tensor | None, part: Tensor) -> Tensor:

@@ -402,6 +402,26 @@ def test_a_long_sequence_on_simulated_ranks(randn):
         torch.testing.assert_close(out[0, row, 0].double(), want, rtol=1e-4, atol=1e-5)
 
 
+@BALANCED
+@pytest.mark.parametrize("window", [1, 3, 7, 12])
+def test_chunks_out_of_a_windows_reach_are_left_out(check, monkeypatch, balanced, window):
+    monkeypatch.setattr(chunked, "CHUNK", 2)
+    segments = torch.cat([SEGMENTS, 6 + SEGMENTS], 1)
+    for mesh in (Mesh(), Mesh(cp=2), Mesh(cp=4)):
+        check(mesh, balanced=balanced, window=window, seq=32)
+        check(mesh, balanced=balanced, window=window, seq=32, segments=segments, sinks=True)
+
+
+def test_work_of_a_window_does_not_grow_with_the_sequence():
+    def products(seq, ranks):
+        args = [torch.empty(1, seq, 1, 8, device="meta") for _ in range(3)]
+        program = lambda *x: context_attention(*x, window=500)
+        return ft.trace(step(Mesh(cp=ranks), program))(*args).cost().model_flops
+
+    assert products(2**15, 16) == products(2**14, 8)  # of one rank
+    assert products(2**15, 8) < 2.1 * products(2**14, 8)
+
+
 @pytest.mark.distributed
 def test_processes(torchrun):
     done = torchrun(Path(__file__).with_name("gloo_context.py"), 4, timeout=180)
