@@ -17,16 +17,18 @@ rank's experts, but what is sent between processes, and what is multiplied, are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import Function
 
+from functron import compat
 from functron.errors import Problem, raise_problems
 from functron.nn.moe.config import Dispatch
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
 from functron.spmd.ragged import exchange
-from functron.spmd.rows import add_rows, copy_rows, inverse, swap_blocks
+from functron.spmd.rows import add_rows, copy_rows, inverse, pick, swap_blocks
 from functron.typing import Bool, Float, Int, Tensor
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -90,9 +92,48 @@ def unpermute(
 
     Rows of assignments that are not kept must have weight 0.
     """
+    if compat.transforms_active():
+        scaled = rows * _of_rows(weights, order).unsqueeze(1)
+        return add_rows(scaled, order.token, order.slots, whole=order.whole)
+    out: Any = _Unpermute.apply(rows, weights, order)
+    return out
+
+
+def _of_rows(values: Tensor, order: Order) -> Tensor:
+    """``[N, choices]`` by assignment as ``[R]`` by row."""
     places = order.slots.flatten().unsqueeze(1)
-    of_row = copy_rows(weights.flatten(), order.assignment, places, whole=order.whole)
-    return add_rows(rows * of_row.unsqueeze(1), order.token, order.slots, whole=order.whole)
+    return copy_rows(values.flatten(), order.assignment, places, whole=order.whole)
+
+
+class _Unpermute(Function):
+    """`unpermute` on torch's tape, without the intermediates that the tape would keep."""
+
+    @staticmethod
+    def forward(rows, weights, order):
+        total = pick(rows, order.slots[:, 0], order.whole) * weights[:, :1]
+        for choice in range(1, weights.shape[1]):
+            row = pick(rows, order.slots[:, choice], order.whole)
+            total.addcmul_(row.to(total.dtype), weights[:, choice : choice + 1])
+        return total
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        rows, weights, ctx.order = inputs
+        ctx.save_for_backward(rows, weights)
+
+    @staticmethod
+    def backward(ctx, *cotangents) -> Any:
+        (rows, weights), order = ctx.saved_tensors, ctx.order
+        gradient = copy_rows(cotangents[0], order.token, order.slots, whole=order.whole)
+        of_row = _of_rows(weights, order).unsqueeze(1)
+        product = (gradient * rows).sum(1, dtype=weights.dtype)
+        at = order.slots.flatten()
+        for_weights = add_rows(product, order.assignment, at.unsqueeze(1), whole=order.whole)
+        if torch.is_grad_enabled():
+            gradient = gradient * of_row
+        else:
+            gradient.mul_(of_row)
+        return gradient.to(rows.dtype), for_weights.view(weights.shape), None
 
 
 def dispatched(

@@ -96,6 +96,33 @@ def test_permute_and_unpermute_are_transposes(randn, rows):
     torch.testing.assert_close((permute(x, order) * y).sum(), (x * unpermute(y, ones, order)).sum())
 
 
+@pytest.mark.parametrize("rows", [6, 4])
+def test_second_derivatives_on_the_tape(randn, rows):
+    experts = torch.tensor([[0, 1], [2, 1], [0, 2]])
+    kept = torch.tensor([[True, False], [True, True], [True, rows == 6]])
+    order = sort_by_expert(experts, kept, 3, rows=rows)
+
+    def function(x, weights):
+        weights = torch.where(kept, weights, 0)
+        return unpermute(permute(x, order).sin(), weights, order)
+
+    leaves = randn(3, 2).requires_grad_(), randn(3, 2).requires_grad_()
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+def test_low_precision_is_weighted_in_that_of_the_router(randn):
+    experts, weights, kept, _ = draw_routing("random", 5, 1)
+    order = sort_by_expert(experts, kept, EXPERTS, rows=15)
+    rows = randn(15, 2).bfloat16().requires_grad_()
+    y = unpermute(rows, weights.float(), order)
+    assert y.dtype == torch.float32
+    exact = unpermute(rows.double(), weights.float().double(), order)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=1e-6)
+    (gradient,) = torch.autograd.grad(y.sum(), rows)
+    assert gradient.dtype == torch.bfloat16
+
+
 def test_one_rank_has_a_row_for_each_assignment_and_no_more(randn):
     seen = []
 
