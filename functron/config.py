@@ -47,6 +47,9 @@ class TrainConfig:
             sequences too, exchange heads for sequence.
         zigzag: ranks of cp each take an early and a late part of every sequence, so that causal
             attention costs all the same.
+        expert_axes: the axes that experts are divided over: ep; ep,tp with sequence_parallel, where
+            experts are whole (Megatron's folding with expert tensor parallelism 1); cp and ulysses
+            may be among them too.
         steps: optimization steps.
         seq: tokens per sample.
         global_batch: samples per step, over all ranks and microbatches.
@@ -98,6 +101,7 @@ class TrainConfig:
     sequence_parallel: bool = False
     context: Literal["ring", "gather"] = "ring"
     zigzag: bool = True
+    expert_axes: str = "ep"
     steps: int = 200
     seq: int = 128
     global_batch: int = 8
@@ -134,6 +138,11 @@ class TrainConfig:
             return None
         targets = (target.strip() for target in self.lora_targets.split(","))
         return LoRA(self.lora_rank, self.lora_alpha, tuple(filter(None, targets)))
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """`expert_axes`, one by one."""
+        return tuple(filter(None, (axis.strip() for axis in self.expert_axes.split(","))))
 
     @property
     def rate_schedule(self) -> ScheduleConfig:

@@ -43,6 +43,7 @@ class Meter:
         flops_per_token: model FLOPs of a token, forward and backward.
         peak_flops: FLOP/s of all devices together.
         device: whose memory is recorded.
+        details: makes more entries of a record out of what a step's metrics have as ``aux``.
     """
 
     learning_rate: Callable[[int], Any] | None = None
@@ -50,6 +51,7 @@ class Meter:
     flops_per_token: float | None = None
     peak_flops: float | None = None
     device: torch.device | str = "cpu"
+    details: Callable[[Any], Mapping[str, float]] | None = None
 
     def record(self, index: int, batch: Any, values: Mapping[str, float], seconds: float) -> dict:
         """The record of step `index` (from 0): every key, None where unknown.
@@ -127,6 +129,8 @@ def loop(
             # reading the numbers waits for the device, so the time is that of the whole step
             values = {name: float(metrics[name]) for name in METRICS if name in metrics}
             record = meter.record(index, batch, values, time.perf_counter() - began)
+            if meter.details is not None:
+                record |= meter.details(metrics["aux"])
             history.append(record)
             for write in writers:
                 write(record)

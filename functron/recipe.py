@@ -10,7 +10,7 @@ import torch
 from functron import checkpoint, lora, optim, random, staging, tree
 from functron.config import TrainConfig
 from functron.models import gpt
-from functron.params import decay_mask, param_specs
+from functron.params import decay_mask, param_specs, weight_mask
 from functron.pipeline.execute import pipelined
 from functron.pipeline.partition import Partition
 from functron.program.program import Program
@@ -60,10 +60,12 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         "remat": config.remat,
         "gather": staging.gather_of(config, mesh),
         "context": staging.context_of(config),
+        "experts": config.experts,
     }
+    summed = gpt.loss_and_details if model.has_details else gpt.loss
 
     def loss(params, batch, key):
-        return gpt.loss(model, params, batch, key=key if model.dropout else None, **settings)
+        return summed(model, params, batch, key=key if model.random else None, **settings)
 
     step = make_step(
         loss,
@@ -78,6 +80,8 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         reduce_dtype=optim.torch_dtype(config.optimizer.reduce_dtype),
         trainable=trained(config, defs),
         batch_specs=gpt.batch_specs(),
+        normed=weight_mask(defs),
+        has_aux=model.has_details,
     )
     return Recipe(defs, specs, optimizer, step)
 
@@ -109,6 +113,7 @@ def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         trainable=trained(config, defs),
         reduce_dtype=optim.torch_dtype(config.optimizer.reduce_dtype),
         batch_specs=gpt.batch_specs(),
+        normed=weight_mask(defs),
     )
     stored = specs if rank is None else partition.storage_specs(specs)
     return Recipe(defs, stored, optimizer, step, partition)
@@ -139,7 +144,8 @@ def make_optimizer(
             parameters; None: as `optim.shard_specs` says.
     """
     parts = _parts(config, defs, specs, mesh) if parts is None else parts
-    mask = trained(config, defs)
+    weights, frozen = weight_mask(defs), config.lora is not None
+    mask = trained(config, defs) if frozen else weights
     defs, _ = tree.partition(defs, mask)
     made = optim.make_optimizer(
         config.optimizer,
@@ -151,7 +157,12 @@ def make_optimizer(
         shards=parts,
         mesh=mesh,
     )
-    return made if mask is True else optim.masked(made, mask)
+    if frozen:
+        return optim.masked(made, mask)
+    moe = config.gpt.moe
+    if moe is None or not moe.balance_bias:
+        return made
+    return optim.where(weights, made, optim.sign_sgd(moe.balance_rate))
 
 
 def _parts(

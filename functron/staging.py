@@ -113,7 +113,7 @@ def rules_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Rules:
         ValueError: the model cannot run on the mesh.
     """
     axes = ("dp", "fsdp") if config.zero == 3 else ("fsdp",)
-    return gpt.rules(config.gpt, mesh, fsdp=axes)
+    return gpt.rules(config.gpt, mesh, fsdp=axes, experts=config.experts)
 
 
 def gather_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Gather:
@@ -135,12 +135,15 @@ def stage_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Callable:
         "remat": config.remat,
         "gather": gather_of(config, mesh),
         "context": context_of(config),
+        "experts": config.experts,
     }
 
     def stage(part, params, x, batch, key, total):
-        key = key if model.dropout else None
+        key = key if model.random else None
         y = gpt.stage_loss(model, part, params, x, batch, key=key, **settings)
-        return y / total if part.loss else y
+        if not part.loss:
+            return y
+        return (y[0] / total, y[1]) if isinstance(y, tuple) else y / total
 
     return stage
 

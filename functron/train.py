@@ -161,6 +161,7 @@ def train(run: Run, out: Path | None) -> Outcome:
         flops_per_token=gpt.flops_per_token(config.gpt, config.seq),
         peak_flops=across(peak, dist.ReduceOp.SUM),
         device=device,
+        details=gpt.summary if config.gpt.has_details else None,
     )
     with ExitStack() as stack:
         save = stack.enter_context(_saving(run, out)) if out is not None else None

@@ -80,6 +80,13 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
     if config.seq % parts:
         fix = f"set it to {-(-config.seq // parts) * parts}"
         yield Problem("seq", str(config.seq), f"a multiple of {parts}: {why}", fix)
+    if "tp" in config.experts and mesh["tp"] > 1 and not config.sequence_parallel:
+        wanted = "tokens that tp splits, where experts are divided over it"
+        fix = "add --sequence-parallel, or leave tp out of it"
+        yield Problem("expert_axes", repr(config.expert_axes), wanted, fix)
+    if config.expert_axes != TrainConfig.expert_axes and config.gpt.moe is None:
+        wanted = "nothing for a model without experts"
+        yield Problem("expert_axes", repr(config.expert_axes), wanted, "leave it out")
     if config.context != TrainConfig.context and mesh["cp"] == 1:
         wanted = "nothing without cp in the mesh"
         yield Problem("context", repr(config.context), wanted, "leave it out, or add cp=N")
@@ -106,8 +113,8 @@ def _sequence_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
 def _data_problems(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
     """What is wrong with how data-parallel ranks divide the state."""
     fix = "leave it out, or add dp=N"
-    if config.zero in (1, 2) and all(mesh[axis] == 1 for axis in ("dp", *CONTEXT_AXES)):
-        wanted = "several dp, cp or ulysses ranks that hold the same parameters"
+    if config.zero in (1, 2) and all(mesh[axis] == 1 for axis in ("dp", "ep", *CONTEXT_AXES)):
+        wanted = "several dp, ep, cp or ulysses ranks that hold the same parameters"
         yield Problem("zero", f"{config.zero} on {str(mesh) or 'one rank'}", wanted, fix)
     if config.zero == 3 and mesh["dp"] * mesh["fsdp"] == 1:
         yield Problem("zero", f"3 on {str(mesh) or 'one rank'}", "several dp or fsdp ranks", fix)

@@ -35,6 +35,9 @@ class TraceOptions:
         zero: what data-parallel ranks divide, as in functron train.
         gather: when parameters that are so divided are gathered, as in functron train.
         sequence_parallel: split the residual stream's sequence over tp.
+        context: what the ranks of cp do, as in functron train.
+        zigzag: ranks of cp have an early and a late part of every sequence, as in functron train.
+        expert_axes: the axes that experts are divided over, as in functron train.
         remat: what backward recomputes, as in functron train.
         program: print the whole program as well (not with pp).
     """
@@ -53,6 +56,7 @@ class TraceOptions:
     sequence_parallel: bool = False
     context: Literal["ring", "gather"] = "ring"
     zigzag: bool = True
+    expert_axes: str = "ep"
     remat: gpt.Remat = "none"
     program: bool = False
 
@@ -79,6 +83,7 @@ def run(arguments: Sequence[str]) -> int:
             sequence_parallel=options.sequence_parallel,
             context=options.context,
             zigzag=options.zigzag,
+            expert_axes=options.expert_axes,
             remat=options.remat,
         )
         samples = f"{config.global_batch} samples of {config.seq} tokens"

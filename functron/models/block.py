@@ -13,8 +13,7 @@ from functron import nn, random, tree
 from functron.errors import nearest
 from functron.models.config import GPTConfig
 from functron.models.sequence import Context, Sequence
-from functron.nn.moe import RouterSums
-moe = moe_defs = None
+from functron.nn.moe import RouterSums, moe, moe_defs
 from functron.scopes import named_scope
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.transforms import Gather, policies
@@ -63,6 +62,16 @@ class How:
         )
 
 
+Details = dict[str, Any]
+"""The terms of a loss, and what made them: sums over the batch of all ranks.
+
+* ``targets``: int64, how many count;
+* ``next_token``: the sum of their losses;
+* ``ahead``: ``[depth]``, the sums of the losses of tokens further ahead, if any are predicted;
+* ``routers``: `nn.moe.RouterSums`, a row for each layer of experts, if there are any.
+"""
+
+
 class Routed(NamedTuple):
     """What layers of experts say beside their results.
 
@@ -104,7 +113,9 @@ def block_defs(config: GPTConfig, *, experts: bool) -> dict:
     stddevs = {"stddev": c.init_stddev, "out_stddev": out_stddev, "dtype": dtype}
     block = {
         "attention_norm": norm_defs(config),
-        "attention": nn.attention_defs(c.attention, **stddevs),
+        "attention": nn.attention_defs(c.attention, **stddevs)
+        if c.latent is None
+        else nn.mla_defs(c.latent, **stddevs),
         "mlp_norm": norm_defs(config),
     }
     if experts:
@@ -137,7 +148,7 @@ def block(config: GPTConfig, sequence: Sequence, how: How, gather: Gather) -> Ca
         gather: of one block's parameters.
     """
     _check_remat(how.remat)
-    window = config.window if not config.global_every else None  # None: each row says its own
+    window = 0 if config.global_every else config.window  # else each row says its own
     rope = _rope(config, sequence, gather.compute_dtype or config.torch_dtype)
 
     def layer(weights: dict, x: Tensor, key: Tensor | None, own: Tensor | None) -> Any:
@@ -147,15 +158,18 @@ def block(config: GPTConfig, sequence: Sequence, how: How, gather: Gather) -> Ca
         check_whole(config, weights["attention_norm"]["scale"].shape[0])
         with named_scope("attention"):
             y = norm(config, weights["attention_norm"], x)
-            y = nn.self_attention(
-                weights["attention"], y, config.attention, rope=rope, stream=how.stream, core=core
-            )
+            settings = {"rope": rope, "stream": how.stream, "core": core}
+            if config.latent is None:
+                y = nn.self_attention(weights["attention"], y, config.attention, **settings)
+            else:
+                y = nn.mla(weights["attention"], y, config.latent, **settings)
             x = x + how.drop(config, sequence, y, keys[0])
         if "moe" in weights:
             with named_scope("moe"):
                 y = norm(config, weights["mlp_norm"], x)
                 y, routed = _moe(config, weights["moe"], y, sequence, how, keys[2])
                 return x + how.drop(config, sequence, y, keys[1]), routed
+        assert config.activation != "clamped_swiglu"
         with named_scope("mlp"):
             y = norm(config, weights["mlp_norm"], x)
             y = nn.mlp(weights["mlp"], y, activation=config.activation, stream=how.stream)
@@ -176,7 +190,7 @@ def _moe(
 ) -> tuple[Tensor, Routed]:
     assert config.moe is not None
     tokens, targets = sequence.tokens, sequence.targets
-    counted = torch.ones_like(tokens) if targets is None else targets != nn.IGNORE_INDEX
+    counted = torch.ones_like(tokens) if targets is None else (targets != nn.IGNORE_INDEX).long()
     places = sequence.slots.expand_as(tokens)
     counted, places = (nn.stream_positions(x, how.stream, each) for each in (counted, places))
     y, share, sums = moe(
@@ -198,7 +212,8 @@ def _rope(config: GPTConfig, sequence: Sequence, dtype: torch.dtype) -> Rope | N
     if config.positions != "rope":
         return None
     scaling, positions = config.rope_scaling, sequence.positions
-    return nn.rope_table(positions, config.head_size, config.rope_theta, scaling, dtype)
+    size = config.rope_head_dim if config.kv_rank else config.head_size
+    return nn.rope_table(positions, size, config.rope_theta, scaling, dtype)
 
 
 def check_whole(config: GPTConfig, size: int) -> None:

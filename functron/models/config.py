@@ -11,12 +11,12 @@ import torch
 
 from functron import nn
 from functron.errors import Problem, nearest, raise_problems
-from functron.nn.moe import MoEConfig
+from functron.nn.moe import ExpertActivation, MoEConfig
 
 Positions = Literal["rope", "learned", "none"]
 Dtype = Literal["float32", "float64", "bfloat16"]
 _CHOICES = MappingProxyType(
-    {"norm": nn.NormKind, "activation": nn.Activation, "positions": Positions, "dtype": Dtype}
+    {"norm": nn.NormKind, "activation": ExpertActivation, "positions": Positions, "dtype": Dtype}
 )
 
 
@@ -35,7 +35,7 @@ class GPTConfig:
         max_seq: longest sequence, in tokens.
         norm: ``"rms"`` or ``"layer"``, before each sublayer and at the end.
         norm_eps: epsilon of the norms.
-        activation: of the feed-forward layer.
+        activation: of feed-forward layers and experts; "clamped_swiglu" (GPT-OSS) of experts alone.
         gated: multiply the activation by a second projection (SwiGLU with silu).
         bias: biases on all linear layers.
         qkv_bias: biases on queries, keys and values, also without `bias` (Qwen2).
@@ -50,8 +50,18 @@ class GPTConfig:
             in GPT-OSS); 0: every layer has it.
         sinks: each head has a learned logit that takes part in the softmax of attention and has no
             value (GPT-OSS).
+        kv_rank: keys and values are made of so many numbers per token, which is all that
+            generation keeps of it beside a rotary key: multi-head latent attention (DeepSeek-V2,
+            section 2.1); 0: they are projections of the stream. Then `head_dim` counts the dims
+            of a query and key that are not rotated.
+        q_rank: queries are made of so many; 0: of the stream.
+        rope_head_dim: rotated dims of a query and key, under latent attention.
+        v_head_dim: dims of a value, under latent attention.
+        rope_interleaved: rotated dims lie in pairs next to each other, under latent attention.
         moe: layers of experts in place of feed-forward layers; None: there are none.
         dense_layers: how many of the first layers have a feed-forward layer nonetheless.
+        mtp_depth: modules that each predict one token further ahead (DeepSeek-V3, section 2.2).
+        mtp_weight: of their losses' mean beside the loss.
         tied: one matrix for embedding and unembedding.
         embed_scale: multiplies the embedding of a token, not the unembedding; sqrt(embed_dim) in
             Gemma.
@@ -75,7 +85,7 @@ class GPTConfig:
     max_seq: int = 1024
     norm: nn.NormKind = "rms"
     norm_eps: float = 1e-5
-    activation: nn.Activation = "silu"
+    activation: ExpertActivation = "silu"
     gated: bool = True
     bias: bool = False
     qkv_bias: bool = False
@@ -87,8 +97,15 @@ class GPTConfig:
     window: int = 0
     global_every: int = 0
     sinks: bool = False
+    kv_rank: int = 0
+    q_rank: int = 0
+    rope_head_dim: int = 0
+    v_head_dim: int = 0
+    rope_interleaved: bool = True
     moe: MoEConfig | None = None
     dense_layers: int = 0
+    mtp_depth: int = 0
+    mtp_weight: float = 0.3
     tied: bool = False
     embed_scale: float = 1.0
     dropout: float = 0.0
@@ -112,7 +129,7 @@ class GPTConfig:
             found.append(Problem("head_dim and num_kv_heads", got, "at least 0 (0: derived)"))
         found += [
             Problem(name, str(getattr(self, name)), "at least 0")
-            for name in ("window", "global_every", "dense_layers")
+            for name in ("window", "global_every", "dense_layers", "mtp_depth", "mtp_weight")
             if getattr(self, name) < 0
         ]
         misfits = [] if found else self._misfits()
@@ -151,9 +168,65 @@ class GPTConfig:
             got = f"{self.dense_layers} of {self.num_layers} layers"
             wanted = "at most num_layers, and 0 without moe: all layers are dense then"
             found.append(Problem("dense_layers", got, wanted, "lower it, or set moe"))
-        if self.positions == "rope" and self.head_size % 2:
+        if self.activation == "clamped_swiglu" and (self.moe is None or self.dense_layers):
+            fix = "use silu, or make all layers ones of experts"
+            got = f"{self.activation!r} on layers without experts"
+            found.append(Problem("activation", got, "one of feed-forward layers", fix))
+        found += self._latent_misfits()
+        if self.positions == "rope" and not self.kv_rank and self.head_size % 2:
             found.append(Problem("head_dim", str(self.head_size), "an even number, for rope"))
         return found
+
+    def _latent_misfits(self) -> list[Problem]:
+        """What does not fit latent attention, or is nothing without it."""
+        sizes = {name: getattr(self, name) for name in ("q_rank", "rope_head_dim", "v_head_dim")}
+        if not self.kv_rank:
+            return [
+                Problem(name, str(size), "0 without kv_rank", "set kv_rank, or leave it out")
+                for name, size in sizes.items()
+                if size
+            ]
+        wrong = {
+            "positions": self.positions != "rope",
+            "qk_norm": self.qk_norm,
+            "sinks": self.sinks,
+            "window": bool(self.window),
+            "num_kv_heads": self.kv_heads != self.num_heads,
+        }
+        found = [
+            Problem(name, repr(getattr(self, name)), "its default with kv_rank", "leave it out")
+            for name, bad in wrong.items()
+            if bad
+        ]
+        if min(sizes["rope_head_dim"], sizes["v_head_dim"]) < 1:
+            got = f"rope_head_dim={self.rope_head_dim}, v_head_dim={self.v_head_dim}"
+            found.append(Problem("kv_rank", got, "dims of rotated keys and of values", "set both"))
+        return found
+
+    @property
+    def latent(self) -> nn.MLAConfig | None:
+        """The shapes of latent attention, where the layers have that."""
+        if not self.kv_rank:
+            return None
+        scaling = self.rope_scaling
+        return nn.MLAConfig(
+            self.embed_dim,
+            self.num_heads,
+            self.q_rank,
+            self.kv_rank,
+            self.head_size,
+            self.rope_head_dim,
+            self.v_head_dim,
+            bias=self.bias,
+            norm_eps=self.norm_eps,
+            softmax_factor=1.0 if scaling is None else scaling.softmax_factor,
+            interleaved=self.rope_interleaved,
+        )
+
+    @property
+    def has_details(self) -> bool:
+        """Whether the loss is more than that of the next token."""
+        return self.moe is not None or self.mtp_depth > 0
 
     @property
     def kv_heads(self) -> int:
@@ -166,11 +239,21 @@ class GPTConfig:
         return self.head_dim or self.embed_dim // self.num_heads
 
     @property
+    def random(self) -> bool:
+        """Whether training draws random numbers."""
+        return self.dropout > 0 or (self.moe is not None and self.moe.jitter > 0)
+
+    @property
     def stacks(self) -> dict[str, range]:
         """The layers of each stack of equal ones, by its name in the parameters."""
         first = self.dense_layers if self.moe else 0
         found = {"dense": range(first), "blocks": range(first, self.num_layers)}
         return {name: layers for name, layers in found.items() if layers}
+
+    @property
+    def num_routers(self) -> int:
+        """How many layers of experts there are, those of `mtp_depth` last."""
+        return self.num_layers - self.dense_layers + self.mtp_depth if self.moe else 0
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -197,6 +280,7 @@ class GPTConfig:
             qk_norm=self.qk_norm,
             zero_centered_norm=self.zero_centered_norm,
             norm_eps=self.norm_eps,
+            sinks=self.sinks,
         )
 
     @property

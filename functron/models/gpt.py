@@ -8,45 +8,31 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from functron import nn, params, random
+from functron import nn, params
+from functron.models import decoder
+from functron.models.ahead import ahead_defs
 from functron.models.block import (
     RING,
     SEQUENCE_PARALLEL_STREAM,
     STREAM,
     WHOLE,
+    Details,
     How,
     Passed,
     Remat,
-    Routed,
-    block,
     block_defs,
-    check_whole,
-    joined,
-    norm,
     norm_defs,
 )
 from functron.models.config import GPTConfig
 from functron.models.presets import PRESETS
 from functron.models.rules import rules
-from functron.models.sequence import (
-    SAMPLE_AXES,
-    Batch,
-    Context,
-    Sequence,
-    arranged,
-    check_length,
-)
-from functron.nn import zigzag
-from functron.nn.linear import sequence_axes
-from functron.nn.moe import RouterSums
+from functron.models.sequence import SAMPLE_AXES, Batch, Context, arranged
+from functron.nn import moe
 from functron.params import Normal, ParamDef
 from functron.pipeline.layout import Part, whole
-from functron.scopes import named_scope
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd import collectives as lax
-from functron.transforms import Gather, scan
+from functron.transforms import Gather
 from functron.typing import Float, Int, Key, Scalar, Tensor
 
 __all__ = [
@@ -56,6 +42,7 @@ __all__ = [
     "STREAM",
     "WHOLE",
     "Context",
+    "Details",
     "GPTConfig",
     "Remat",
     "batch_specs",
@@ -63,17 +50,18 @@ __all__ = [
     "flops_per_token",
     "forward",
     "loss",
-    "loss_and_routing",
+    "loss_and_details",
     "num_targets",
     "rules",
     "stage",
     "stage_loss",
+    "summary",
     "uses",
 ]
 
 
 def defs(config: GPTConfig) -> dict:
-    """The parameters: ``{"embed", "positions"?, "dense"?, "blocks", "norm", "unembed"?}``.
+    """The parameters: ``{"embed", "positions"?, "dense"?, "blocks", "norm", "unembed"?, "mtp"?}``.
 
     Those of all blocks are stacked on a leading "layers" dim; where the first blocks are dense and
     the others have experts, these are "dense" and those "blocks".
@@ -87,6 +75,8 @@ def defs(config: GPTConfig) -> dict:
     for name, layers in c.stacks.items():
         layer = block_defs(c, experts=c.moe is not None and name == "blocks")
         model[name] = params.stack(layer, len(layers))
+    if c.mtp_depth:
+        model["mtp"] = ahead_defs(c)
     if c.positions == "learned":
         model["positions"] = ParamDef((c.max_seq, c.embed_dim), (None, "embed"), normal, dtype)
     if not c.tied:
@@ -139,9 +129,8 @@ def forward(
     batch = {"tokens": tokens} if rows is None else {"tokens": tokens, "rows": rows}
     part = whole(config.num_layers)
     how = How(key, stream, remat, gather, context, experts)
-    sequence = arranged(batch, context)
-    x, _ = _stream(config, part, weights, None, sequence, how)
-    return _logits(config, weights, x, how, in_order=True)
+    x, _ = decoder.stream(config, part, weights, None, arranged(batch, context), how)
+    return decoder.logits(config, weights, x, how)
 
 
 def stage(
@@ -176,69 +165,10 @@ def stage(
         there are layers of experts up to here; at the stage with the loss, the logits of `forward`.
     """
     how = How(key, stream, remat, gather, context, experts)
-    x, routed = _stream(config, part, weights, x, arranged(batch, context), how)
+    x, routed = decoder.stream(config, part, weights, x, arranged(batch, context), how)
     if part.loss:
-        return _logits(config, weights, x, how, in_order=True)
+        return decoder.logits(config, weights, x, how)
     return x if routed is None else (x, routed)
-
-
-def _logits(config: GPTConfig, weights: dict, x: Tensor, how: How, *, in_order: bool) -> Tensor:
-    """The logits of the stream after all layers: `in_order`, or where the tokens are."""
-    with named_scope("norm"):
-        x = norm(config, how.gather.at("norm")(weights["norm"]), x)
-    with named_scope("unembed"):
-        name = "embed" if config.tied else "unembed"
-        unembed = how.gather.at(name)(weights[name])
-        unembed = unembed.mT if config.tied else unembed
-        x = nn.gather_sequence(x, how.stream)
-        if in_order and how.context.order == "zigzag":
-            x = zigzag.to_contiguous(x, 1)
-        return nn.column_parallel(x, unembed)
-
-
-def _stream(
-    config: GPTConfig,
-    part: Part,
-    weights: dict,
-    passed: Passed | None,
-    sequence: Sequence,
-    how: How,
-) -> tuple[Tensor, Routed | None]:
-    """The residual stream after the layers of `part`, and what routers have said so far."""
-    split = lax.axis_size(tuple(a for a in sequence_axes(how.stream) if a not in CONTEXT_AXES))
-    check_length(sequence.tokens.shape[1], config.max_seq, split)
-    x, routed = passed if isinstance(passed, tuple) else (passed, None)
-    keys = None if how.key is None else random.split(how.key, config.num_layers + 1)
-    if part.embed:
-        with named_scope("embed"):
-            x = _embedded(config, weights, sequence, how, None if keys is None else keys[-1])
-    assert x is not None
-    windows = None
-    if config.global_every:
-        windows = torch.tensor(config.windows, device=x.device)
-    for name, layers in config.stacks.items():
-        start, stop = max(part.layers.start, layers.start), min(part.layers.stop, layers.stop)
-        if start >= stop:
-            continue
-        layer = block(config, sequence, how, how.gather.at(name).rows())
-        own = (None if rows is None else rows[start:stop] for rows in (keys, windows))
-        x, said = scan(layer, x, (weights[name], *own))
-        if said is not None:
-            said = Routed(said.share.sum(), said.sums)
-            routed = joined(routed, said, start - layers.start, len(layers))
-    return x, routed
-
-
-def _embedded(
-    config: GPTConfig, weights: dict, sequence: Sequence, how: How, key: Tensor | None
-) -> Tensor:
-    table = how.gather.at("embed")(weights["embed"])
-    check_whole(config, table.shape[1])
-    x = nn.embed_tokens(table, sequence.tokens, stream=how.stream, scale=config.embed_scale)
-    if config.positions == "learned":
-        table = how.gather.at("positions")(weights["positions"])
-        x = nn.add_positions(x, table, stream=how.stream, positions=sequence.positions)
-    return how.drop(config, sequence, x, key)
 
 
 def batch_specs(*, packed: bool = False) -> dict[str, P]:
@@ -253,12 +183,14 @@ def batch_specs(*, packed: bool = False) -> dict[str, P]:
 
 def uses(config: GPTConfig) -> dict[str, str | range]:
     """Which stages of a pipeline use each entry of `defs`, as `pipeline.Partition` wants it."""
-    embed = "EL" if config.tied else "E"
+    embed = "EL" if config.tied or config.mtp_depth else "E"
     table: dict[str, str | range] = {"embed": embed, **config.stacks, "norm": "L"}
     if config.positions == "learned":
         table["positions"] = "E"
     if not config.tied:
         table["unembed"] = "L"
+    if config.mtp_depth:
+        table["mtp"] = "L"
     return table
 
 
@@ -287,11 +219,12 @@ def loss(
         one all-reduce of a scalar.
     """
     how = How(key, stream, remat, gather, context, experts)
-    out = _loss(config, whole(config.num_layers), weights, None, batch, how)
-    return out if config.moe is None else out[0]
+    part, sequence = whole(config.num_layers), arranged(batch, context)
+    out = decoder.loss(config, part, weights, None, sequence, how)
+    return out[0] if config.has_details else out
 
 
-def loss_and_routing(
+def loss_and_details(
     config: GPTConfig,
     weights: dict,
     batch: Batch,
@@ -302,14 +235,15 @@ def loss_and_routing(
     gather: Gather = WHOLE,
     context: Context = RING,
     experts: tuple[str, ...] = ("ep",),
-) -> tuple[Scalar, RouterSums]:
-    """`loss` of a model with experts, and what its routers did over the batch of all ranks.
+) -> tuple[Scalar, Details]:
+    """`loss` where it has several terms (`GPTConfig.has_details`), and what they are made of.
 
-    For `make_step` with ``has_aux=True``; `nn.moe.summary` says it in a few numbers. Collectives:
-    one more all-reduce of a few numbers per expert and layer.
+    For `make_step` with ``has_aux=True``. Collectives: one more all-reduce of a few numbers, per
+    expert and layer if there are experts.
     """
     how = How(key, stream, remat, gather, context, experts)
-    return _loss(config, whole(config.num_layers), weights, None, batch, how)
+    part, sequence = whole(config.num_layers), arranged(batch, context)
+    return decoder.loss(config, part, weights, None, sequence, how)
 
 
 def stage_loss(
@@ -328,28 +262,29 @@ def stage_loss(
 ) -> Any:
     """`stage`, but the stage with the loss returns that: what `loss` does, for one stage.
 
-    With layers of experts it returns what `loss_and_routing` does. Of the batch, the stage with the
-    loss needs the ``targets`` as well, and so do those with layers of experts.
+    With terms beside the loss of the next token it returns what `loss_and_details` does. Of the
+    batch, the stage with the loss needs ``targets`` too, and so do those with layers of experts.
     """
     how = How(key, stream, remat, gather, context, experts)
-    return _loss(config, part, weights, x, batch, how)
+    return decoder.loss(config, part, weights, x, arranged(batch, context), how)
 
 
-def _loss(
-    config: GPTConfig, part: Part, weights: dict, x: Passed | None, batch: Batch, how: How
-) -> Any:
-    sequence = arranged(batch, how.context)
-    x, routed = _stream(config, part, weights, x, sequence, how)
-    if not part.loss:
-        return x if routed is None else (x, routed)
-    logits = _logits(config, weights, x, how, in_order=False)
-    with named_scope("loss"):
-        targets, settings = sequence.targets, {"vocab_size": config.vocab_size}
-        losses = nn.cross_entropy(logits, targets, z_loss=config.z_loss, **settings)
-        total = losses.sum()
-        if routed is None:
-            return lax.psum(total, SAMPLE_AXES)
-        return lax.psum(total + routed.share, SAMPLE_AXES), lax.psum(routed.sums, SAMPLE_AXES)
+def summary(details: Details) -> dict[str, float]:
+    """What `Details` say, in a few numbers on the host.
+
+    Returns:
+        ``next_token_loss``; ``ahead_loss_1``, ...; and ``router_load_ratio`` and so on, of
+        `nn.moe.summary`.
+    """
+    count = details["targets"].double().clamp_min(1)
+    out = {"next_token_loss": float(details["next_token"] / count)}
+    if "ahead" in details:
+        losses = (details["ahead"] / count).tolist()
+        out |= {f"ahead_loss_{depth}": loss for depth, loss in enumerate(losses, 1)}
+    if "routers" in details:
+        said = moe.summary(moe.RouterSums(*details["routers"]))
+        out |= {f"router_{name}": value for name, value in said.items()}
+    return out
 
 
 def num_targets(batch: Batch) -> Int[Tensor, ""]:
@@ -360,12 +295,21 @@ def num_targets(batch: Batch) -> Int[Tensor, ""]:
 def flops_per_token(config: GPTConfig, seq: int) -> int:
     """Model FLOPs of forward and backward per token: 6 N + 12 L H D T.
 
-    N counts the parameters that multiply activations (embedding look-ups do not); the second term
-    is attention over `seq` tokens, uncorrected for causality (Chowdhery et al. 2022, appendix B).
+    N counts the parameters that multiply a token's activations: embedding look-ups do not, and of
+    the experts those that it chooses. The second term is attention over `seq` tokens, or over a
+    window, uncorrected for causality (Chowdhery et al. 2022, appendix B).
     """
     total = params.num_params(defs(config))
-    lookups = 0 if config.tied else config.padded_vocab * config.embed_dim
+    total -= 0 if config.tied else config.padded_vocab * config.embed_dim
     if config.positions == "learned":
-        lookups += config.max_seq * config.embed_dim
-    attention = 12 * config.num_layers * config.num_heads * config.head_size * seq
-    return 6 * (total - lookups) + attention
+        total -= config.max_seq * config.embed_dim
+    if config.moe is not None:
+        m, width = config.moe, config.moe.latent_dim or config.embed_dim
+        matrices = (3 if config.gated else 2) * width * m.expert_dim
+        total -= config.num_routers * (m.num_experts - m.top_k) * matrices
+    total += config.mtp_depth * config.padded_vocab * config.embed_dim  # each unembeds once more
+    qk, v = config.head_size, config.head_size
+    if config.kv_rank:
+        qk, v = config.head_size + config.rope_head_dim, config.v_head_dim
+    seen = sum(min(window, seq) if window else seq for window in config.windows)
+    return 6 * total + 6 * config.num_heads * (qk + v) * (seen + config.mtp_depth * seq)

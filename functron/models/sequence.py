@@ -109,8 +109,9 @@ def arranged(batch: Batch, context: Context) -> Sequence:
     """
 
     def moved(x: Int[Tensor, "batch seq"] | None) -> Tensor | None:
-        move = x is not None and context.order == "zigzag"
-        return zigzag.to_balanced(x, 1) if move else x
+        if x is None or context.order != "zigzag":
+            return x
+        return zigzag.to_balanced(x, 1)
 
     tokens = batch["tokens"]
     rows = batch.get("rows")
@@ -120,18 +121,13 @@ def arranged(batch: Batch, context: Context) -> Sequence:
     slots = zigzag.positions(tokens.shape[1], order, device=tokens.device)
     positions = moved(batch.get("positions"))
     return Sequence(
-        tokens=_given(moved(tokens)),
+        tokens=tokens if context.order != "zigzag" else zigzag.to_balanced(tokens, 1),
         targets=moved(batch.get("targets")),
         rows=rows,
         slots=slots,
         positions=slots if positions is None else positions,
         segments=moved(batch.get("segments")),
     )
-
-
-def _given(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x
 
 
 def check_length(seq: int, max_seq: int, split: int) -> None:

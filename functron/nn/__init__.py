@@ -1,6 +1,7 @@
 """Layers: pure functions of this rank's parameters and activations, with explicit collectives."""
 
 from functron.nn.attention import AttentionConfig, attention_defs, causal_attention, self_attention
+from functron.nn.context import context_attention
 from functron.nn.dropout import dropout
 from functron.nn.embedding import add_positions, embed_tokens, stream_positions
 from functron.nn.linear import (
@@ -12,7 +13,9 @@ from functron.nn.linear import (
     row_parallel,
 )
 from functron.nn.loss import IGNORE_INDEX, cross_entropy
+from functron.nn.mla import Latents, MLAConfig, mla, mla_absorbed, mla_cache, mla_defs
 from functron.nn.mlp import ACTIVATIONS, Activation, mlp, mlp_defs
+from functron.nn.multi_token import Predictions, ahead, multi_token, multi_token_defs, shifted
 from functron.nn.norm import NormKind, layer_norm, norm, norm_defs, rms_norm
 from functron.nn.rope import RopeScaling, apply_rope, rope_table
 
@@ -22,21 +25,32 @@ __all__ = [
     "Activation",
     "Adapter",
     "AttentionConfig",
+    "Latents",
+    "MLAConfig",
     "NormKind",
+    "Predictions",
     "RopeScaling",
     "add_positions",
+    "ahead",
     "apply_rope",
     "attention_defs",
     "causal_attention",
     "column_parallel",
+    "context_attention",
     "cross_entropy",
     "dropout",
     "embed_tokens",
     "gather_sequence",
     "layer_norm",
     "linear_defs",
+    "mla",
+    "mla_absorbed",
+    "mla_cache",
+    "mla_defs",
     "mlp",
     "mlp_defs",
+    "multi_token",
+    "multi_token_defs",
     "norm",
     "norm_defs",
     "reduce_partial",
@@ -44,5 +58,6 @@ __all__ = [
     "rope_table",
     "row_parallel",
     "self_attention",
+    "shifted",
     "stream_positions",
 ]

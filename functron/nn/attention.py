@@ -17,6 +17,7 @@ from functron.nn.linear import (
 from functron.nn.norm import norm, norm_defs
 from functron.nn.rope import apply_rope
 from functron.ops.attention import attention
+from functron.params import Normal, ParamDef
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
 from functron.typing import Float, Tensor
@@ -37,6 +38,7 @@ class AttentionConfig:
         qk_norm: RMSNorm queries and keys per head (Dehghani et al. 2023; Qwen3).
         norm_eps: epsilon of that norm.
         zero_centered_norm: it multiplies by 1 + scale.
+        sinks: a learned logit per head that takes part in the softmax and has no value (GPT-OSS).
     """
 
     embed_dim: int
@@ -48,12 +50,13 @@ class AttentionConfig:
     qk_norm: bool = False
     norm_eps: float = 1e-6
     zero_centered_norm: bool = False
+    sinks: bool = False
 
 
 def attention_defs(
     config: AttentionConfig, *, stddev: float, out_stddev: float, dtype: torch.dtype
 ) -> dict:
-    """Defs ``{"q", "k", "v", "out"}``, each ``{"w", "b"?}``, and ``{"q_norm", "k_norm"}``."""
+    """Defs ``{"q", "k", "v", "out", "q_norm"?, "k_norm"?, "sinks"?}``."""
 
     def projection(num_heads: int, axis: str) -> dict:
         shape = (num_heads, config.head_dim)
@@ -88,6 +91,9 @@ def attention_defs(
                 dtype=dtype,
                 zero_centered=config.zero_centered_norm,
             )
+    if config.sinks:
+        shape = (config.num_heads,)
+        defs["sinks"] = ParamDef(shape, ("heads",), Normal(stddev), dtype, decay=False)
     return defs
 
 
@@ -131,7 +137,8 @@ def self_attention(
             rotary positions.
         stream: the spec of x and of the result.
         core: computes softmax(q k^T) v as `causal_attention` does, of this rank's heads; for
-            example `context_attention`, where axes of the mesh split the sequence.
+            example `context_attention`, where axes of the mesh split the sequence, or where there
+            are sinks, which it is given as ``sinks=``.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce of the result's
@@ -146,7 +153,8 @@ def self_attention(
     if rope is not None:
         q, k = apply_rope(q, rope), apply_rope(k, rope)
     k, v = (_own_heads(y, q.shape[-2], config, axis) for y in (k, v))
-    return row_parallel(core(q, k, v), *weights(params["out"]), stream=stream, axis=axis)
+    y = core(q, k, v, sinks=params["sinks"]) if config.sinks else core(q, k, v)
+    return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
 
 
 def _own_heads(x: Tensor, num_local: int, config: AttentionConfig, axis: str) -> Tensor:

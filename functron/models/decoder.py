@@ -1,0 +1,153 @@
+"""A decoder as a per-rank program, stage by stage: embedding, stacks of blocks, logits and loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from functron import nn, random, tree
+from functron.models.ahead import predict_ahead
+from functron.models.block import Details, How, Passed, Routed, block, check_whole, joined, norm
+from functron.models.config import GPTConfig
+from functron.models.sequence import SAMPLE_AXES, Sequence, check_length
+from functron.nn import zigzag
+from functron.nn.linear import sequence_axes
+from functron.pipeline.layout import Part
+from functron.scopes import named_scope
+from functron.spmd import CONTEXT_AXES
+from functron.spmd import collectives as lax
+from functron.transforms import scan
+from functron.typing import Tensor
+
+
+def loss(
+    config: GPTConfig, part: Part, weights: dict, x: Passed | None, sequence: Sequence, how: How
+) -> Any:
+    """What the stage `part` makes of what the one before made; the loss at the last.
+
+    Returns:
+        What `stream` returns, or at the last stage the sum of the losses over the batch of all
+        ranks; with layers of experts or tokens further ahead, a pair of that and `Details`.
+    """
+    x, routed = stream(config, part, weights, x, sequence, how)
+    if not part.loss:
+        return x if routed is None else (x, routed)
+    return _total(config, weights, x, routed, sequence, how)
+
+
+def _total(
+    config: GPTConfig,
+    weights: dict,
+    x: Tensor,
+    routed: Routed | None,
+    sequence: Sequence,
+    how: How,
+) -> Any:
+    """The loss of the stream after all layers, and `Details` if it has any."""
+    targets = sequence.targets
+    with named_scope("norm"):
+        normed = norm(config, how.gather.at("norm")(weights["norm"]), x)
+    with named_scope("unembed"):
+        matrix = _unembedding(config, weights, how)
+
+    def losses(x: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+        with named_scope("unembed"):
+            out = nn.column_parallel(nn.gather_sequence(x, how.stream), matrix)
+        with named_scope("loss"):
+            return nn.cross_entropy(out, targets, vocab_size=config.vocab_size, z_loss=z_loss)
+
+    assert targets is not None
+    first = losses(normed, targets, config.z_loss).sum()
+    if not config.has_details:
+        with named_scope("loss"):
+            return lax.psum(first, SAMPLE_AXES)
+    share, further = first, None
+    if config.mtp_depth:
+        with named_scope("ahead"):
+            further, said = predict_ahead(
+                config,
+                weights["mtp"],
+                normed,
+                sequence,
+                how,
+                embed=lambda tokens: _tokens(config, weights, tokens, how),
+                head=losses,
+            )
+        share = share + config.mtp_weight * further.mean()
+        for depth, each in enumerate(said):
+            row = Routed(each.share, tree.map(lambda s: s[None], each.sums))
+            start = config.num_routers - config.mtp_depth + depth
+            routed = joined(routed, row, start, config.num_routers)
+    if routed is not None:
+        share = share + routed.share
+    details: Details = {"targets": (targets != nn.IGNORE_INDEX).sum(), "next_token": first}
+    if further is not None:
+        details["ahead"] = further
+    if routed is not None:
+        details["routers"] = routed.sums
+    return lax.psum(share, SAMPLE_AXES), lax.psum(lax.stop_gradient(details), SAMPLE_AXES)
+
+
+def logits(config: GPTConfig, weights: dict, x: Tensor, how: How) -> Tensor:
+    """The logits of the stream after all layers, in the order that the batch came in."""
+    with named_scope("norm"):
+        x = norm(config, how.gather.at("norm")(weights["norm"]), x)
+    with named_scope("unembed"):
+        x = nn.gather_sequence(x, how.stream)
+        if how.context.order == "zigzag":
+            x = zigzag.to_contiguous(x, 1)
+        return nn.column_parallel(x, _unembedding(config, weights, how))
+
+
+def _unembedding(config: GPTConfig, weights: dict, how: How) -> Tensor:
+    name = "embed" if config.tied else "unembed"
+    matrix = how.gather.at(name)(weights[name])
+    return matrix.mT if config.tied else matrix
+
+
+def stream(
+    config: GPTConfig,
+    part: Part,
+    weights: dict,
+    passed: Passed | None,
+    sequence: Sequence,
+    how: How,
+) -> tuple[Tensor, Routed | None]:
+    """The residual stream after the layers of `part`, and what routers have said so far."""
+    split = lax.axis_size(tuple(a for a in sequence_axes(how.stream) if a not in CONTEXT_AXES))
+    check_length(sequence.tokens.shape[1], config.max_seq, split)
+    x, routed = passed if isinstance(passed, tuple) else (passed, None)
+    keys = None if how.key is None else random.split(how.key, config.num_layers + 1)
+    if part.embed:
+        with named_scope("embed"):
+            x = _embedded(config, weights, sequence, how, None if keys is None else keys[-1])
+    assert x is not None
+    windows = torch.tensor(config.windows, device=x.device) if config.global_every else None
+    for name, layers in config.stacks.items():
+        start, stop = max(part.layers.start, layers.start), min(part.layers.stop, layers.stop)
+        if start >= stop:
+            continue
+        layer = block(config, sequence, how, how.gather.at(name).rows())
+        own = (None if rows is None else rows[start:stop] for rows in (keys, windows))
+        x, said = scan(layer, x, (weights[name], *own))
+        if said is not None:
+            said = Routed(said.share.sum(), said.sums)
+            routed = joined(routed, said, start - layers.start, config.num_routers)
+    return x, routed
+
+
+def _embedded(
+    config: GPTConfig, weights: dict, sequence: Sequence, how: How, key: Tensor | None
+) -> Tensor:
+    x = _tokens(config, weights, sequence.tokens, how)
+    if config.positions == "learned":
+        table = how.gather.at("positions")(weights["positions"])
+        x = nn.add_positions(x, table, stream=how.stream, positions=sequence.positions)
+    return how.drop(config, sequence, x, key)
+
+
+def _tokens(config: GPTConfig, weights: dict, tokens: Tensor, how: How) -> Tensor:
+    table = how.gather.at("embed")(weights["embed"])
+    check_whole(config, table.shape[1])
+    return nn.embed_tokens(table, tokens, stream=how.stream, scale=config.embed_scale)
