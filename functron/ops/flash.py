@@ -186,7 +186,7 @@ class _Flash(Function):
 
     @staticmethod
     def backward(ctx, *cotangents) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse = map(compat.unwrap_if_dead, ctx.saved_tensors)
         d_out, d_lse = cotangents
         if d_out is None and d_lse is None:
             return (None,) * 5
@@ -238,7 +238,8 @@ class _FlashBackward(Function):
     @staticmethod
     def backward(ctx, *cotangents) -> Any:
         formula = _FlashBackward._formula(*ctx.static)
-        pullback = torch.func.vjp(formula, *ctx.saved_tensors)[1]
+        saved = [compat.unwrap_if_dead(value) for value in ctx.saved_tensors]
+        pullback = torch.func.vjp(formula, *saved)[1]
         return *pullback(tuple(cotangents)), None, None
 
     @staticmethod

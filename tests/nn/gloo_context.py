@@ -14,7 +14,7 @@ from functron.spmd import spec as sharding
 STREAM = P(None, ("cp", "ulysses"))
 SPECS = (STREAM, STREAM, STREAM, P(), STREAM)
 CASES = (
-    (Mesh(cp=4), ({}, {"balanced": True})),
+    (Mesh(cp=4), ({}, {"balanced": True, "plain": True})),
     (Mesh(cp=2, ulysses=2), ({"kind": "gather", "window": 5}, {"balanced": True, "window": 5})),
 )
 
@@ -22,10 +22,15 @@ CASES = (
 def step(mesh, options):
     """Value, gradients and a Hessian-vector product of attention in the balanced order."""
 
+    plain = options.get("plain", False)
+
     def loss(q, k, v, sinks, segments):
+        rest = {name: option for name, option in options.items() if name != "plain"}
         if options.get("balanced"):
             q, k, v, segments = (to_balanced(x, 1) for x in (q, k, v, segments))
-        out = context_attention(q, k, v, sinks=sinks, segments=segments, **options)
+        if not plain:
+            rest.update(sinks=sinks, segments=segments)
+        out = context_attention(q, k, v, **rest)
         out = to_contiguous(out, 1) if options.get("balanced") else out
         return lax.psum(out.sin().square().sum(), ("cp", "ulysses"))
 

@@ -300,6 +300,19 @@ def test_hessian_vector_product_of_plain_blocks(randn):
     product = lambda f: torch.func.vjp(torch.func.grad(energy(f), (0, 1, 2)), *args)[1](along)
     torch.testing.assert_close(product(mapped), product(formula()), rtol=1e-10, atol=1e-10)
 
+    def inside(*args):
+        def loss(*x):
+            return lax.psum(energy(layer(True))(*x), ("cp",))
+
+        def along(*x):
+            rows = zip(ft.grad(loss, (0, 1, 2))(*x), args, strict=True)
+            return lax.psum(sum((g * y.cos()).sum() for g, y in rows), ("cp",))
+
+        return ft.grad(along, (0, 1, 2))(*args)
+
+    got = ft.shard_map(inside, Mesh(cp=2), STREAM, (STREAM,) * 3)(*args)
+    torch.testing.assert_close(got, product(formula()), rtol=1e-10, atol=1e-10)
+
 
 def step(mesh, program, num_args=3):
     """Loss and gradients of a layer, as a training step computes them."""

@@ -220,6 +220,11 @@ def test_vmap(heads, causal, in_dims):
             vmap(f(ours(None, causal)), in_dims)(*x),
             vmap(f(formula(None, causal)), in_dims)(*x),
         )
+    product = lambda e: lambda *x: vjp(grad(energy(e), (0, 1, 2)), *x)[1](tuple(y.cos() for y in x))
+    close(
+        vmap(product(ours(None, causal)), in_dims)(*x),
+        vmap(product(formula(None, causal)), in_dims)(*x),
+    )
     outside = lambda e: grad(lambda *x: vmap(energy(e), in_dims)(*x).square().sum(), (0, 1, 2))(*x)
     close(outside(ours(None, causal)), outside(formula(None, causal)))
 
