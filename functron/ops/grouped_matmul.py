@@ -111,8 +111,8 @@ def _spans(rows: int, sizes: Tensor) -> list[tuple[int, int]]:
 
 
 def _product(x: Tensor, w: Tensor, sizes: Tensor) -> Tensor:
-    if _has_kernel(x, w, sizes):
-        return _kernel_product(x, w, sizes)
+    if has_kernel(x, w, sizes):
+        return kernel_product(x, w, sizes)
     y, done = x.new_empty(x.shape[0], w.shape[2]), 0
     for index, (start, stop) in enumerate(_spans(x.shape[0], sizes)):
         y[done:start].zero_()  # what a block has beyond its last group
@@ -125,8 +125,8 @@ def _product(x: Tensor, w: Tensor, sizes: Tensor) -> Tensor:
 
 def _weight_product(x: Tensor, y: Tensor, sizes: Tensor, groups: int) -> Tensor:
     """w[g] = sum over the rows r of group g of the outer product of x[r] and y[r]: [G, D, F]."""
-    if _has_kernel(x, y, sizes):
-        return _kernel_weight_product(x, y, sizes)
+    if has_kernel(x, y, sizes):
+        return kernel_weight_product(x, y, sizes)
     w = x.new_empty(groups, x.shape[1], y.shape[1])
     seen: set[int] = set()
     for index, (start, stop) in enumerate(_spans(x.shape[0], sizes)):
@@ -140,7 +140,7 @@ def _weight_product(x: Tensor, y: Tensor, sizes: Tensor, groups: int) -> Tensor:
     return w
 
 
-def _has_kernel(x: Tensor, y: Tensor, sizes: Tensor) -> bool:
+def has_kernel(x: Tensor, y: Tensor, sizes: Tensor) -> bool:
     """Whether torch's kernel takes these: bfloat16 on CUDA, with rows of whole 16 bytes."""
     aligned = x.shape[1] % 8 == 0 and y.shape[-1] % 8 == 0
     return (
@@ -153,7 +153,8 @@ def _has_kernel(x: Tensor, y: Tensor, sizes: Tensor) -> bool:
     )
 
 
-def _kernel_product(x: Tensor, w: Tensor, sizes: Tensor) -> Tensor:
+def kernel_product(x: Tensor, w: Tensor, sizes: Tensor) -> Tensor:
+    """`grouped_matmul` by torch's kernel; nothing waits for sizes."""
     ends = sizes.cumsum(0)
     y = F.grouped_mm(x.contiguous(), w, offs=ends.to(torch.int32))
     # the kernel leaves rows beyond the last group as it finds them
@@ -161,7 +162,8 @@ def _kernel_product(x: Tensor, w: Tensor, sizes: Tensor) -> Tensor:
     return torch.where(real.unsqueeze(1), y, torch.zeros((), dtype=y.dtype, device=y.device))
 
 
-def _kernel_weight_product(x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
+def kernel_weight_product(x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
+    """`grouped_matmul_weight` by torch's kernel."""
     offsets = sizes.cumsum(0).to(torch.int32)
     w = F.grouped_mm(x.contiguous().mT, y.contiguous(), offs=offsets)
     empty = (sizes == 0).view(-1, 1, 1)

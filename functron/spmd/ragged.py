@@ -88,7 +88,7 @@ def _check(sizes: Tensor, ranks: int) -> None:
 
 
 def exchange(
-    x: Tensor, sizes: Tensor, axes: Sequence[Axis], *, capacity: int
+    x: Tensor, sizes: Tensor, axes: Sequence[Axis], *, capacity: int, wait: bool = True
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """`ragged_all_to_all` for rows that are sorted by destination and then by something else.
 
@@ -98,6 +98,8 @@ def exchange(
             of K kinds; blocks of rows are in row-major order.
         axes: the axes, major to minor.
         capacity: a bound on what any rank can receive.
+        wait: for the rows; otherwise they may still be on their way, and only `arrived` may touch
+            them, after whatever does not need them.
 
     Returns:
         rows: ``[capacity, ...]``; on processes, outside of a trace, exactly the rows that came.
@@ -122,10 +124,17 @@ def exchange(
         bound = capacity * later
         if later > 1 and not isinstance(axis, BoundAxis):  # whose ranks may differ in rows by now
             bound = min(bound, rows.shape[0] * axis.size)
-        call = RaggedCall(axis, _exactly(receives, axis, bound))
+        last = position == len(axes) - 1
+        call = RaggedCall(axis, _exactly(receives, axis, bound), wait or not last)
         sent: Any = RaggedAllToAll.apply(rows, sends, receives, axis.token, call)
         rows, sizes = sent, incoming.movedim(0, position)
     return rows, sizes, layout
+
+
+def arrived(rows: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """The rows of an `exchange` over `axes` that did not wait."""
+    out: Any = _Wait.apply(rows) if axes and isinstance(axes[-1], BoundAxis) else rows
+    return out
 
 
 def _resized(x: Tensor, sizes: Tensor, capacity: int) -> Tensor:
@@ -165,10 +174,12 @@ class RaggedCall:
     Attributes:
         axis: the mesh axis.
         capacity: the rows of the result.
+        wait: for them; see `exchange`.
     """
 
     axis: Axis
     capacity: int
+    wait: bool = True
 
 
 class RaggedAllToAll(Function):
@@ -189,7 +200,7 @@ class RaggedAllToAll(Function):
             )
         if sends.dim() == 1:
             return _send(x, sends, receives, call)
-        samples = zip(x, sends, receives, strict=True)
+        samples, call = zip(x, sends, receives, strict=True), replace(call, wait=True)
         return torch.stack([_send(*sample, call) for sample in samples])
 
     @staticmethod
@@ -205,7 +216,7 @@ class RaggedAllToAll(Function):
         if cotangents[0] is None:
             return None, None, None, None, None
         sends, receives = ctx.saved_tensors
-        call = replace(ctx.call, capacity=ctx.rows)
+        call = replace(ctx.call, capacity=ctx.rows, wait=True)
         back = RaggedAllToAll.apply(cotangents[0], receives, sends, ctx.token, call)
         return back, None, None, None, None
 
@@ -215,7 +226,8 @@ class RaggedAllToAll(Function):
             compat.refuse_nested_jvp()
         if tangents[0] is None:
             return None
-        return RaggedAllToAll.apply(tangents[0], *ctx.saved_tensors, ctx.token, ctx.call)
+        call = replace(ctx.call, wait=True)
+        return RaggedAllToAll.apply(tangents[0], *ctx.saved_tensors, ctx.token, call)
 
     @staticmethod
     def vmap(info, in_dims, x, sends, receives, token, call) -> Any:
@@ -266,10 +278,12 @@ def _send(x: Tensor, sends: Tensor, receives: Tensor, call: RaggedCall) -> Tenso
         op = torch.ops.functron.ragged_all_to_all
         return op(x, axis.name, axis.size, sends, receives, call.capacity)
     assert isinstance(axis, BoundAxis)
-    return _ragged_ranks(x, axis.group, sends, receives, call.capacity)
+    return _ragged_ranks(x, axis.group, sends, receives, call.capacity, call.wait)
 
 
-def _ragged_ranks(x: Tensor, group: str, sends: Tensor, receives: Tensor, capacity: int) -> Tensor:
+def _ragged_ranks(
+    x: Tensor, group: str, sends: Tensor, receives: Tensor, capacity: int, wait: bool = True
+) -> Tensor:
     """The exchange between the processes of a group.
 
     One operation for the compiler, since how much is sent where is data. The host waits for sizes.
@@ -278,10 +292,36 @@ def _ragged_ranks(x: Tensor, group: str, sends: Tensor, receives: Tensor, capaci
     total = sum(incoming)
     _check_capacity(total, capacity)
     real = x[: sum(outgoing)].contiguous()
-    got = _c10d.wait_tensor(_c10d.all_to_all_single(real, incoming, outgoing, group))
+    got = _c10d.all_to_all_single(real, incoming, outgoing, group)
     if total == capacity:
-        return got
-    return torch.cat([got, x.new_zeros(capacity - total, *x.shape[1:])])
+        return _c10d.wait_tensor(got) if wait else got
+    return torch.cat([_c10d.wait_tensor(got), x.new_zeros(capacity - total, *x.shape[1:])])
+
+
+class _Wait(Function):
+    """y = x, when it is there."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x):
+        return _c10d.wait_tensor(x).view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *cotangents) -> Any:
+        return cotangents[0]
+
+    @staticmethod
+    def jvp(ctx, *tangents) -> Any:
+        return tangents[0].view_as(tangents[0])
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return _Wait.apply(x), in_dims[0]
 
 
 def _traced(x, axis, size, sends, receives, capacity):

@@ -7,10 +7,12 @@ import itertools
 import pytest
 import torch
 from torch.func import jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import functron as ft
 from functron import P
+from functron.ops import grouped_matmul as grouped
 from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
 
 ROWS, INNER, OUTER = 7, 3, 5
@@ -147,6 +149,43 @@ def test_low_precision(randn):
     y = grouped_matmul(x, w, sizes)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y, dense(x.double(), w.double(), sizes).bfloat16())
+
+
+def run_kernels(device, sizes, rows=24, inner=16, outer=8):
+    """Through torch's kernel: ours and the oracle's value and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (
+        torch.randn(*shape, generator=generator).bfloat16().to(device)
+        for shape in ((rows, inner), (3, inner, outer), (rows, outer))
+    )
+    sizes = torch.tensor(sizes, device=device)
+    wide = lambda *tensors: [value.cpu().double() for value in tensors]
+    expected, pullback = vjp(lambda x, w: dense(x, w, sizes.cpu()), *wide(x, w))
+    actual = (
+        grouped.kernel_product(x, w, sizes),
+        grouped.kernel_product(dy, w.mT, sizes),
+        grouped.kernel_weight_product(x, dy, sizes),
+    )
+    for got, want in zip(actual, (expected, *pullback(dy.cpu().double())), strict=True):
+        torch.testing.assert_close(got.cpu().double(), want, rtol=2e-2, atol=2e-2)
+
+
+KERNEL_SIZES = [[8, 0, 11], [0, 24, 0], [0, 0, 0], [5, 6, 7]]
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped_mm")
+@pytest.mark.parametrize("sizes", KERNEL_SIZES)
+def test_torch_kernel(sizes):
+    """How torch's kernel is called; on the CPU it is a loop, but takes the same arguments."""
+    run_kernels("cpu", sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", KERNEL_SIZES)
+def test_torch_kernel_on_gpu(sizes):
+    run_kernels("cuda", sizes)
+    assert grouped.has_kernel(*(torch.ones(8, 8, device="cuda").bfloat16(),) * 2,
+                              torch.tensor([8], device="cuda"))  # fmt: skip
 
 
 def test_is_one_operation_when_traced(randn):

@@ -27,7 +27,7 @@ from functron.errors import Problem, raise_problems
 from functron.nn.moe.config import Dispatch
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
-from functron.spmd.ragged import exchange
+from functron.spmd.ragged import arrived, exchange
 from functron.spmd.rows import add_rows, copy_rows, inverse, pick, swap_blocks
 from functron.typing import Bool, Float, Int, Tensor
 
@@ -147,6 +147,7 @@ def dispatched(
     axes: tuple[str, ...] = ("ep",),
     kind: Dispatch = "alltoall",
     per_expert: int | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Float[Tensor, "tokens out_dim"]:
     """y[n] = sum over the kept choices j of weights[n, j] * expert experts[n, j] of x[n].
 
@@ -162,6 +163,8 @@ def dispatched(
         kind: see the module.
         per_expert: the most tokens among one rank's N that an expert can have, where routing limits
             them (capacity); it makes results smaller. None: all N.
+        meanwhile: called when tokens are on their way to other ranks, before they are waited for:
+            for what the program has to do besides, such as an expert of all tokens.
 
     Returns:
         ``[N, D_out]`` in x's dtype. Collectives: "alltoall": one of ``[E]`` integers, and two of
@@ -180,20 +183,27 @@ def dispatched(
     weights = torch.where(kept, weights, torch.zeros_like(weights))
     most = x.shape[0] if per_expert is None else min(per_expert, x.shape[0])
     if ranks > 1 and kind == "gather":
+        meanwhile()
         return _gathered(x, experts, weights, kept, compute, num_experts // ranks, axes, most)
     rows = min(experts.numel(), num_experts * most)
     order = sort_by_expert(experts, kept, num_experts, rows=rows)
     permuted = permute(x, order)
     if ranks == 1:
+        meanwhile()
         made = compute(permuted, order.sizes)
     else:
         room = min(x.shape[0] * experts.shape[1], num_experts // ranks * most)
-        made = _exchanged(permuted, order.sizes, compute, axes, ranks * room)
+        made = _exchanged(permuted, order.sizes, compute, axes, ranks * room, meanwhile)
     return unpermute(made, weights, order).to(x.dtype)
 
 
 def _exchanged(
-    rows: Tensor, sizes: Tensor, compute: Compute, axes: tuple[str, ...], capacity: int
+    rows: Tensor,
+    sizes: Tensor,
+    compute: Compute,
+    axes: tuple[str, ...],
+    capacity: int,
+    meanwhile: Callable[[], None],
 ) -> Tensor:
     """What experts make of this rank's rows, sorted by expert over all ranks; rows there and back.
 
@@ -204,9 +214,10 @@ def _exchanged(
     by_rank = tuple(range(len(ranks) + 1))  # dims of sizes: the other rank, then the expert there
     by_expert = (by_rank[-1], *by_rank[:-1])
     outgoing = sizes.view(*ranks, sizes.shape[0] // lax.axis_size(axes))
-    arrived, incoming, layout = exchange(rows, outgoing, found, capacity=capacity)
-    arrived = _reordered(arrived, incoming, layout, by_expert)
-    made = compute(arrived, incoming.flatten(0, -2).sum(0))
+    there, incoming, layout = exchange(rows, outgoing, found, capacity=capacity, wait=False)
+    meanwhile()
+    there = _reordered(arrived(there, found), incoming, layout, by_expert)
+    made = compute(there, incoming.flatten(0, -2).sum(0))
     made = _reordered(made, incoming, by_expert, by_rank)
     back, returned, layout = exchange(made, incoming, found, capacity=rows.shape[0])
     back = _reordered(back, returned, layout, by_rank)

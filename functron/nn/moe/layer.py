@@ -10,10 +10,12 @@ Tokens and experts are split over `axes`. What the tensor-parallel axis does is 
 
 The last is Megatron's parallel folding (Liu et al. 2025): more experts apart, and no collectives
 but the dispatch's. Routing is of each rank's own part of the stream in every case.
+The shared expert is computed while rows are on their way to others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -140,11 +142,18 @@ def moe(
         params["router"], x, config, stream=stream, rows=rows, positions=positions, key=key
     )
     narrow = x @ params["latent"]["down"]["w"] if config.latent_dim else x
-    y = _routed(params["experts"], narrow, routing, config, activation, stream, axes, axis)
+    shared: list[Tensor] = []
+
+    def meanwhile() -> None:
+        if config.shared_dim:
+            shared.append(_shared(params, x, activation, stream, axis))
+
+    y = _routed(
+        params["experts"], narrow, routing, config, activation, stream, axes, axis, meanwhile
+    )
     if config.latent_dim:
         y = y @ params["latent"]["up"]["w"]
-    if config.shared_dim:
-        y = y + _shared(params, x, activation, stream, axis)
+    y = sum(shared, y)
     share = auxiliary(params["router"], routing, config, counted=counted, stream=stream)
     return y, share, statistics(routing, config, counted=counted, stream=stream)
 
@@ -158,6 +167,7 @@ def _routed(
     stream: P,
     axes: tuple[str, ...],
     axis: str,
+    meanwhile: Callable[[], None],
 ) -> Tensor:
     """What the experts of each token add, weighted; with spec `stream`."""
     parts = 1 if axis in axes else lax.axis_size(axis)
@@ -183,6 +193,7 @@ def _routed(
         axes=axes,
         kind=config.dispatch,
         per_expert=most,
+        meanwhile=meanwhile,
     ).unflatten(0, (batch, seq))
     return reduce_partial(y, stream, axis) if parts > 1 else y
 

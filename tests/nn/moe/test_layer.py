@@ -211,6 +211,9 @@ def test_traced_and_compiled(problem, backend):
         program.check()
         names = [equation.name for equation in program.block.equations]
         assert names.count("ragged_all_to_all") == 4
+        # the shared expert's gate is computed while rows are on their way
+        sent, used = names.index("ragged_all_to_all"), names.index("grouped_matmul")
+        assert sent < names.index("sigmoid") < used
         close(program(*args, *others), expected)
         rows = BATCH * SEQ * config.top_k  # the worst case: all assignments of both ranks
         grouped = {k: v for k, v in program.cost().flops_by_op.items() if "grouped" in k}
