@@ -120,7 +120,7 @@ def test_every_problem_is_reported_at_once(tmp_path):
     for line in (
         "mlp_dim: got 100; wanted a multiple of tp=8",
         "global_batch: got 8; wanted a multiple of 6: data-parallel ranks 3 x microbatches 2; fix: set it to 12",
-        "seq: got 67; wanted a multiple of tp=8 under sequence_parallel; fix: set it to 72",
+        "seq: got 67; wanted a multiple of 8: tp=8 under sequence_parallel; fix: set it to 72",
         "seq: got 67; wanted at most gpt.max_seq=64",
         "nproc: got 5 for a mesh of 48; wanted one process per rank; fix: set nproc=48",
         "gpt.vocab_size: got 128 token ids; wanted at least 256",
@@ -133,18 +133,27 @@ def test_every_problem_is_reported_at_once(tmp_path):
     assert dataclasses.asdict(config) == before
 
 
-@pytest.mark.parametrize("axis", ["cp", "ep"])
-def test_axes_that_are_not_there_yet(axis):
-    text = problems(TrainConfig(mesh=f"{axis}=2"))
-    assert f"mesh: got {axis}=2" in text
+def test_experts_and_long_contexts_that_cannot_be():
+    text = problems(TrainConfig(mesh="ep=2"))
+    assert "mesh: got ep=2; wanted ep=1: this decoder has no experts" in text
     assert "put those ranks on dp, fsdp or tp" in text
+    text = problems(TrainConfig(mesh="cp=4,ulysses=3", seq=100, context="gather"))
+    assert "seq: got 100; wanted a multiple of 24: cp=4 x ulysses=3 x 2 for zigzag" in text
+    assert "num_heads: got 8; wanted a multiple of tp=1 x ulysses=3" in text
+    assert "context: got 'gather'" in problems(TrainConfig(context="gather"))
+    mixtral = with_model(TrainConfig(), "mixtral-tiny")
+    text = problems(dataclasses.replace(mixtral, mesh="ep=3,tp=2", expert_axes="ep,tp"))
+    assert "moe.num_experts: got 8; wanted a multiple of ep=3 x tp=2" in text
+    assert "expert_axes: got 'ep,tp'; wanted tokens that tp splits" in text
+    text = problems(dataclasses.replace(mixtral, mesh="dp=2", expert_axes="dp"))
+    assert "experts: got ('dp',); wanted some of ('ep', 'cp', 'ulysses', 'tp'), each once" in text
 
 
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({"zero": 1}, "zero: got 1 on one rank; wanted several dp ranks that hold the same"),
-        ({"zero": 2, "mesh": "fsdp=2"}, "zero: got 2 on fsdp=2; wanted several dp ranks"),
+        ({"zero": 1}, "zero: got 1 on one rank; wanted several dp, ep, cp or ulysses ranks"),
+        ({"zero": 2, "mesh": "fsdp=2"}, "zero: got 2 on fsdp=2; wanted several dp, ep"),
         ({"zero": 3, "mesh": "tp=2"}, "zero: got 3 on tp=2; wanted several dp or fsdp ranks"),
         ({"gather": "step", "mesh": "dp=2"}, "gather: got 'step'; wanted nothing where no rank"),
         ({"mesh": "fsdp=5", "global_batch": 5}, "embed_dim: got 256; wanted a multiple of fsdp=5"),

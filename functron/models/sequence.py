@@ -146,6 +146,6 @@ def check_length(seq: int, max_seq: int, split: int) -> None:
         )
     if seq % split:
         raise ValueError(
-            f"forward: got {whole} tokens per sample, {seq} on a rank; wanted a multiple of "
-            f"{split} there, the ranks of tp that split them again; change the sequence length"
+            f"forward: got {whole} tokens per sample; wanted a multiple of {split * whole // seq}, "
+            "the ranks that split the sequence; change its length"
         )
