@@ -187,7 +187,9 @@ def _extend(given: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> tree.Tree:
     return tree.unflatten(structure, [_appended(*row) for row in rows])
 
 
-def _appended(given: P, spec: P, shard: P) -> P:
+def _appended(given: P | None, spec: P, shard: P) -> P | None:
+    if given is None:  # another transformation's, as in `where`
+        return None
     num_dims = max(len(given), len(spec), len(shard))
     entries = [*given, *itertools.repeat(None, num_dims - len(given))]
     for dim, axes in cuts_between(spec, shard, num_dims):

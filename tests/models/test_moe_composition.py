@@ -139,7 +139,7 @@ def assert_equal(value, grads, want_value, want_grads):
         assert (got.double() - want.double()).abs().max() <= TOLERANCE * max(want.abs().max(), 1)
     rows = zip(tree.paths(grads), tree.leaves(grads), tree.leaves(want_grads), strict=True)
     for path, got, want in rows:
-        unused = path.endswith("attention/k/b") or path.endswith("balance")
+        unused = path.endswith(("attention/k/b", "balance"))
         assert want.abs().max() > 0 or unused, path
         error = (got - want).abs().max() / want.abs().max().clamp(min=1e-3)
         limit = TOLERANCE if want.dtype == torch.float64 else 1e-6  # the balance is float32 always

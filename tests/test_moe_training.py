@@ -1,0 +1,128 @@
+"""Training steps of mixtures of experts: every mesh, schedule and ZeRO stage is the dense run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from functron import Mesh, gpt, random, tree
+from functron.config import TrainConfig
+from functron.nn.moe import MoEConfig
+from functron.optim import OptimizerConfig, ScheduleConfig
+from functron.recipe import assemble
+from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL, VOCAB
+
+STEPS, SEQ, BATCH = 3, 16, 8
+DEEP = replace(DEEPSEEK, num_layers=4)
+PER_SEQUENCE = replace(MIXTRAL, num_layers=4, moe=replace(_moe := MIXTRAL.moe, aux="sequence"))
+assert isinstance(_moe, MoEConfig)
+CONFIG = TrainConfig(
+    seq=SEQ,
+    global_batch=BATCH,
+    microbatches=2,
+    steps=STEPS,
+    optimizer=OptimizerConfig(name="sgd", clip_norm=0.5),
+    learning_rate=ScheduleConfig(name="constant", peak=0.1),
+)
+
+
+def trained(model: gpt.GPTConfig, mesh: str, **fields) -> tuple[list[dict], dict]:
+    """The metrics of some steps, and the parameters after them."""
+    config = replace(CONFIG, gpt=model, mesh=mesh, **fields)
+    recipe = assemble(config, Mesh.parse(mesh))
+    state, history = recipe.init(random.key(0), Mesh.parse(mesh)), []
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
+        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(BATCH)}
+        state, metrics = recipe.step(state, batch)
+        history.append({k: tree.map(lambda x: x.clone(), v) for k, v in metrics.items()})
+    return history, state.params
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return {name: trained(model, "") for name, model in MODELS.items()}
+
+
+MODELS = {"deepseek": DEEP, "mixtral": PER_SEQUENCE}
+FOLDED = {"sequence_parallel": True, "expert_axes": "ep,tp"}
+ROWS = [
+    ("ep=2", {}),
+    ("dp=2,ep=2", {"zero": 1}),
+    ("dp=2,ep=2", {"zero": 2}),
+    ("dp=2,ep=2,tp=2", {"zero": 3, "gather": "step"}),
+    ("fsdp=2,ep=2", {"gather": "keep", "remat": "full"}),
+    ("ep=2,tp=2", FOLDED),
+    ("ep=2,cp=2", {"expert_axes": "ep,cp", "context": "gather"}),
+    ("pp=2", {}),
+    ("pp=2,ep=2,tp=2", FOLDED),
+    ("pp=2,cp=2", {"layout": "first=1,last=3"}),
+    ("pp=2,ep=2", {"schedule": "interleaved", "zero": 2}),
+    ("pp=2,fsdp=2", {"schedule": "zb-h1"}),
+    ("pp=4,ep=2", {"schedule": "1f1b"}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "fields"), ROWS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_mesh_trains_as_one_device_does(dense, name, mesh, fields):
+    history, params = trained(MODELS[name], mesh, **fields)
+    want_history, want_params = dense[name]
+    for got, want in zip(history, want_history, strict=True):
+        assert tree.paths(got) == tree.paths(want)
+        for path, a, b in zip(tree.paths(got), tree.leaves(got), tree.leaves(want), strict=True):
+            assert (a.double() - b.double()).abs().max() <= 1e-9 * b.abs().max().clamp(min=1), path
+    for path, got, want in zip(
+        tree.paths(params), tree.leaves(params), tree.leaves(want_params), strict=True
+    ):
+        limit = 1e-9 if want.dtype == torch.float64 else 1e-6
+        assert (got - want).abs().max() <= limit * want.abs().max().clamp(min=1e-2), path
+
+
+def test_the_balance_moves_against_the_load(dense):
+    history, params = dense["deepseek"]
+    load = history[-1]["aux"]["routers"].load.double()
+    assert load.shape == (4, 8)  # three layers of experts, and that of the module ahead
+    balance = params["blocks"]["moe"]["router"]["balance"]
+    steps = balance / DEEP.moe.balance_rate
+    assert torch.allclose(steps, steps.round(), atol=1e-3)  # the rate is float32
+    assert steps.abs().max() <= STEPS
+    assert (balance != 0).any()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("model", "mesh", "options"),
+    [
+        ("deepseek-v3-tiny", "ep=2,tp=2", ["--sequence-parallel", "--expert-axes", "ep,tp"]),
+        ("llama-tiny", "cp=4", []),
+        ("gpt-oss-tiny", "cp=2,ulysses=2", ["--context", "gather"]),
+    ],
+)
+def test_processes_train_as_their_simulation_does(tmp_path, model, mesh, options):
+    losses = []
+    for nproc in ("0", "4"):
+        out = tmp_path / nproc
+        command = [sys.executable, "-m", "functron", "train", "--model", model, "--mesh", mesh]
+        command += [
+            "--nproc",
+            nproc,
+            "--steps",
+            "3",
+            "--seq",
+            "64",
+            "--global-batch",
+            "4",
+            *options,
+        ]
+        subprocess.run([*command, "--out", str(out)], check=True, timeout=240, capture_output=True)
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row["loss"] for row in rows])
+    for simulated, bound in zip(*losses, strict=True):
+        assert abs(simulated - bound) <= 1e-5 * simulated
