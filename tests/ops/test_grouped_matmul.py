@@ -210,6 +210,24 @@ def test_is_one_operation_when_traced(randn):
     close(ft.jit(step)(*args), expected)
 
 
+@pytest.mark.parametrize(("policy", "again"), [("dots", 0), ("nothing", 2)])
+def test_remat_keeps_it_among_the_dots(randn, policy, again):
+    sizes = torch.tensor(SIZES["some"])
+
+    def layer(x, w, v):
+        return grouped_matmul(grouped_matmul(x, w, sizes).sin(), v, sizes).cos()
+
+    def loss(x, w, v):
+        return ft.remat(layer, policy=getattr(ft.policies, policy))(x, w, v).sum()
+
+    args = randn(ROWS, INNER), randn(3, INNER, OUTER), randn(3, OUTER, INNER)
+    program = ft.trace(ft.grad(loss, (0, 1, 2)))(*args)
+    phases = [e.where.phase for e in program.block.equations if e.name == "grouped_matmul"]
+    assert phases.count("recompute") == again
+    plain = lambda x, w, v: dense(dense(x, w, sizes).sin(), v, sizes).cos().sum()
+    close(ft.grad(loss, (0, 1, 2))(*args), torch.func.grad(plain, (0, 1, 2))(*args))
+
+
 def test_compiled_simulation(randn):
     """Of simulated ranks, one operation for all of them."""
     mesh = ft.Mesh(dp=2, ep=2)

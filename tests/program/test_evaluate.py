@@ -99,6 +99,9 @@ COLLECTIVES = {
     "psum_scatter": lambda x: lax.psum_scatter(x, "tp", scatter_dimension=1, tiled=True),
     "all_to_all": lambda x: lax.all_to_all(x, "tp", 1, 0, tiled=True),
     "ppermute": lambda x: lax.ppermute(x, "dp", [(0, 1)]),
+    "ragged_all_to_all": lambda x: lax.ragged_all_to_all(
+        x, torch.arange(2) + lax.axis_index("tp"), "tp", capacity=8
+    )[0],
     "assume_replicated": lambda x: x - lax.assume_replicated(lax.all_gather(x, "tp").sum(0), "tp"),
     "axis_index": lambda x: x * (1 + lax.axis_index(("dp", "tp"))),
     "gradient": lambda x: ft.grad(lambda x: lax.psum((x**2).sum(), ("dp", "tp")))(x),
