@@ -1,13 +1,14 @@
 """One attention block with its logsumexp, for any mask, in pieces that bound its memory.
 
-The formula of `functron.ops.flash` in plain operations: masks by document and by window that may
-differ between ranks, every dtype and device, and derivatives of every order. Scores exist for one
-chunk of queries and one chunk of keys at a time (online softmax: Milakov & Gimelshein 2018).
+Masks by document and by window, which may differ between ranks, exist for one chunk of queries and
+one chunk of keys at a time, and so do scores (online softmax: Milakov & Gimelshein 2018). A chunk
+is computed by `attend`, the formula in plain operations for every dtype and device, with
+derivatives of every order, or by a kernel that `functron.ops.flash` passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -73,16 +74,6 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _scores(q: Tensor, k: Tensor, rows: slice, columns: slice, mask: _Mask, scale: float) -> Tensor:
-    """Masked scores ``[batch, kv_heads, group * rows, columns]`` of a chunk, float32 at least."""
-    s = upcast(q[..., rows, :].flatten(2, 3) @ k[..., columns, :].mT) * scale
-    hidden = mask.hidden(rows, columns)
-    if hidden is None:
-        return s
-    split = s.unflatten(2, (q.shape[2], -1))
-    return split.masked_fill(hidden, float("-inf")).flatten(2, 3)
-
-
 @dataclass(frozen=True, eq=False)
 class _Mask:
     visible: Visible | None
@@ -97,7 +88,7 @@ class _Mask:
                 yield columns
 
     def hidden(self, rows: slice, columns: slice) -> Tensor | None:
-        """What is masked, ``[batch or 1, 1, 1, rows, columns]``; None where nothing is."""
+        """What is masked, ``[batch or 1, 1, rows, columns]``; None where nothing is."""
         seen = None if self.visible is None else self.visible.chunk(rows, columns)
         hidden = None if seen is None else ~seen
         if self.causal and columns.stop - 1 > rows.start:
@@ -105,50 +96,76 @@ class _Mask:
             keys = torch.arange(columns.start, columns.stop, device=self.device)
             later = (keys[None, :] > queries[:, None])[None]
             hidden = later if hidden is None else hidden | later
-        return None if hidden is None else hidden[:, None, None]
+        return None if hidden is None else hidden[:, None]
 
 
-def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """``[batch, heads, ...]`` as ``[batch, kv_heads, group, ...]``."""
-    return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads))
+def _folded(x: Tensor, kv_heads: int) -> Tensor:
+    """``[batch, heads, rows, ...]`` as ``[batch, kv_heads, group * rows, ...]``."""
+    return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads)).flatten(2, 3)
 
 
-def block(
+def _unfolded(x: Tensor, heads: int) -> Tensor:
+    """The inverse of `_folded`."""
+    return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """Masked scores ``[batch, kv_heads, group * rows, columns]``, float32 at least."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    s = upcast(_folded(q, kv_heads) @ k.mT) * scale
+    if hidden is None:
+        return s
+    return _folded(_unfolded(s, heads).masked_fill(hidden, float("-inf")), kv_heads)
+
+
+def attend(
     q: Float[Tensor, "batch heads seq head_dim"],
     k: Float[Tensor, "batch kv_heads keys head_dim"],
     v: Float[Tensor, "batch kv_heads keys value_dim"],
-    visible: Visible | None,
-    causal: bool,
+    hidden: Bool[Tensor, "#batch 1 seq keys"] | None,
     scale: float,
 ) -> tuple[Float[Tensor, "batch heads seq value_dim"], Float[Tensor, "batch heads seq"]]:
-    """`functron.ops.flash.block` in plain operations; memory grows with CHUNK squared."""
-    q5 = _grouped(q, k.shape[1])
-    mask = _Mask(visible, causal, q.device)
-    outs, sums = [], []
-    for rows in slices(q.shape[2]):
-        total: tuple[Tensor, Tensor] | None = None
-        for columns in mask.past(rows, k.shape[2]):
-            part = _softmax(_scores(q5, k, rows, columns, mask, scale), v[..., columns, :])
-            total = part if total is None else merge(*total, *part)
-        if total is None:
-            empty = upcast(q5[..., rows, :].flatten(2, 3))
-            out = torch.zeros_like(empty[..., :1]).expand(*empty.shape[:-1], v.shape[-1])
-            total = out, torch.full_like(empty[..., 0], float("-inf"))
-        outs.append(total[0].unflatten(2, (q5.shape[2], -1)))
-        sums.append(total[1].unflatten(2, (q5.shape[2], -1)))
-    out, lse = torch.cat(outs, 3).flatten(1, 2), torch.cat(sums, 3).flatten(1, 2)
-    return out.to(q.dtype), lse
+    """softmax(scale q k^T) v without the keys that are `hidden`, and the logsumexp.
 
-
-def _softmax(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """softmax(scores) v and the logsumexp; 0 and -inf in rows that are all -inf."""
+    The whole matrix of scores at once. Both float32 at least; 0 and -inf in rows that see nothing.
+    """
+    scores = _scores(q, k, hidden, scale)
     top = _finite(scores.amax(-1, keepdim=True).detach())
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
     positive = torch.where(total == 0, 1, total)
     out = upcast(weights.to(v.dtype) @ v) / positive
     lse = torch.where(total == 0, float("-inf"), top + positive.log())
-    return out, lse.squeeze(-1)
+    return _unfolded(out, q.shape[1]), _unfolded(lse.squeeze(-1), q.shape[1])
+
+
+def attend_backward(
+    cotangent: Float[Tensor, "batch heads seq value_dim"],
+    q: Float[Tensor, "batch heads seq head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    out: Float[Tensor, "batch heads seq value_dim"],
+    lse: Float[Tensor, "batch heads seq"],
+    hidden: Bool[Tensor, "#batch 1 seq keys"] | None,
+    scale: float,
+) -> tuple[
+    Float[Tensor, "batch heads seq head_dim"],
+    Float[Tensor, "batch kv_heads keys head_dim"],
+    Float[Tensor, "batch kv_heads keys value_dim"],
+]:
+    """The cotangents of q, k and v, from the result and the logsumexp over all keys.
+
+    P = exp(S - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = scale dS K, dK = scale
+    dS^T Q, all of these summed over the queries that share a key head (Dao et al. 2022, section
+    B.2). All float32 at least.
+    """
+    delta = (upcast(cotangent) * upcast(out)).sum(-1)
+    lse, delta = (_folded(x, k.shape[1]).unsqueeze(-1) for x in (_finite(lse), delta))
+    queries, given = (_folded(x, k.shape[1]) for x in (q, cotangent))
+    p = (_scores(q, k, hidden, scale) - lse).exp()
+    ds = (p * (upcast(given @ v.mT) - delta) * scale).to(q.dtype)
+    dv = p.to(v.dtype).mT @ given
+    return _unfolded(upcast(ds @ k), q.shape[1]), upcast(ds.mT @ queries), upcast(dv)
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -178,6 +195,34 @@ def merge(
     return out, lse
 
 
+def block(
+    q: Float[Tensor, "batch heads seq head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    visible: Visible | None,
+    causal: bool,
+    scale: float,
+    attend: Callable = attend,
+) -> tuple[Float[Tensor, "batch heads seq value_dim"], Float[Tensor, "batch heads seq"]]:
+    """`functron.ops.flash.block`, every chunk by `attend`; memory grows with CHUNK squared."""
+    mask = _Mask(visible, causal, q.device)
+    outs, sums = [], []
+    for rows in slices(q.shape[2]):
+        mine = q[..., rows, :]
+        total: tuple[Tensor, Tensor] | None = None
+        for columns in mask.past(rows, k.shape[2]):
+            there = k[..., columns, :], v[..., columns, :]
+            part = attend(mine, *there, mask.hidden(rows, columns), scale)
+            total = part if total is None else merge(*total, *part)
+        if total is None:
+            nothing = torch.zeros_like(upcast(mine[..., :1]))
+            out = nothing.expand(*mine.shape[:-1], v.shape[-1])
+            total = out, torch.full_like(nothing[..., 0], float("-inf"))
+        outs.append(total[0].to(q.dtype))
+        sums.append(total[1])
+    return torch.cat(outs, 2), torch.cat(sums, 2)
+
+
 def block_backward(
     cotangent: Float[Tensor, "batch heads seq value_dim"],
     q: Float[Tensor, "batch heads seq head_dim"],
@@ -188,45 +233,28 @@ def block_backward(
     visible: Visible | None,
     causal: bool,
     scale: float,
+    attend_backward: Callable = attend_backward,
 ) -> tuple[
     Float[Tensor, "batch heads seq head_dim"],
     Float[Tensor, "batch kv_heads keys head_dim"],
     Float[Tensor, "batch kv_heads keys value_dim"],
 ]:
-    """`functron.ops.flash.block_backward` in plain operations; memory grows with CHUNK squared.
-
-    P = exp(S - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = scale dS K, dK = scale
-    dS^T Q, all of these summed over the queries that share a key head (Dao et al. 2022, section
-    B.2).
-    """
+    """`functron.ops.flash.block_backward`, every chunk by `attend_backward`."""
     mask = _Mask(visible, causal, q.device)
-    delta = (upcast(cotangent) * upcast(out)).sum(-1)
-    q5, cotangent5, lse4, delta4 = (
-        _grouped(x, k.shape[1]) for x in (q, cotangent, _finite(lse), delta)
-    )
+    dq: dict[int, Tensor] = {}
     dk: dict[int, Tensor] = {}
     dv: dict[int, Tensor] = {}
-    dq: list[Tensor] = []
     for rows in slices(q.shape[2]):
-        queries, given = (x[..., rows, :].flatten(2, 3) for x in (q5, cotangent5))
-        row_lse, row_delta = (x[..., rows].flatten(2, 3).unsqueeze(-1) for x in (lse4, delta4))
-        total = None
+        given, mine, out_mine = (x[..., rows, :] for x in (cotangent, q, out))
         for columns in mask.past(rows, k.shape[2]):
-            keys, values = k[..., columns, :], v[..., columns, :]
-            p = (_scores(q5, k, rows, columns, mask, scale) - row_lse).exp()
-            ds = (p * (upcast(given @ values.mT) - row_delta) * scale).to(q.dtype)
-            total = _add(total, ds @ keys)
-            at = columns.start
-            dk[at] = _add(dk.get(at), ds.mT @ queries)
-            dv[at] = _add(dv.get(at), p.to(v.dtype).mT @ given)
-        if total is None:
-            total = torch.zeros_like(upcast(queries))
-        dq.append(total.unflatten(2, (q5.shape[2], -1)))
-    return (
-        torch.cat(dq, 3).flatten(1, 2).to(q.dtype),
-        _joined(dk, k),
-        _joined(dv, v),
-    )
+            there = k[..., columns, :], v[..., columns, :]
+            moved = attend_backward(
+                given, mine, *there, out_mine, lse[..., rows], mask.hidden(rows, columns), scale
+            )
+            places = (rows.start, columns.start, columns.start)
+            for total, at, part in zip((dq, dk, dv), places, moved, strict=True):
+                total[at] = upcast(part) + total[at] if at in total else upcast(part)
+    return _joined(dq, q), _joined(dk, k), _joined(dv, v)
 
 
 def _joined(parts: dict[int, Tensor], like: Tensor) -> Tensor:
@@ -236,8 +264,3 @@ def _joined(parts: dict[int, Tensor], like: Tensor) -> Tensor:
         for c in slices(like.shape[2])
     ]
     return torch.cat(chunks, 2)
-
-
-def _add(total: Tensor | None, part: Tensor) -> Tensor:
-    part = upcast(part)
-    return part if total is None else total + part

@@ -3,9 +3,9 @@
 Attention over keys that are split into blocks is computed block by block: every block gives its
 own softmax and its logsumexp, `merge` joins two of them, and backward takes the logsumexp of the
 whole, which makes each block's cotangents exact without the others (Liu et al. 2023, ring
-attention; Dao et al. 2022). On the CPU, and on CUDA in half precision, blocks without masks run
-torch's flash kernels, with the ranks of a simulated mesh folded into the batch; others are
-`functron.ops.chunked`.
+attention; Dao et al. 2022). Torch's flash kernels compute them, with the ranks of a simulated mesh
+folded into the batch: on the CPU all, masked ones in chunks; on CUDA in half precision those
+without masks. Others are the formula of `functron.ops.chunked`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ def block(
         ``(out, lse)`` in q's dtype and in float32 at least. Rows that see nothing give 0 and -inf.
         No collectives.
     """
-    if visible is not None or not _has_kernel(q, v):
+    if not _has_kernel(q, v, visible):
         return chunked.block(q, k, v, visible, causal, scale)
-    both: Any = _Flash.apply(q, k, v, causal, scale)
+    if visible is not None:
+        return chunked.block(q, k, v, visible, causal, scale, _attend)
+    both: Any = _Flash.apply(q, k, v, None, causal, scale)
     return both
 
 
@@ -85,15 +87,30 @@ def block_backward(
         ``(dq, dk, dv)``: summed over the blocks of a query, dq is its cotangent; dk and dv are
         summed over the heads that share them. In the dtypes of q, k and v. No collectives.
     """
-    if visible is not None or not _has_kernel(q, v):
-        return chunked.block_backward(cotangent, q, k, v, out, lse, visible, causal, scale)
-    grads: Any = _FlashBackward.apply(cotangent, q, k, v, out, lse, causal, scale)
+    operands = (cotangent, q, k, v, out, lse)
+    if not _has_kernel(q, v, visible):
+        return chunked.block_backward(*operands, visible, causal, scale)
+    if visible is not None:
+        return chunked.block_backward(*operands, visible, causal, scale, _attend_backward)
+    grads: Any = _FlashBackward.apply(*operands, None, causal, scale)
     return grads
 
 
-def _has_kernel(q: Tensor, v: Tensor) -> bool:
+def _attend(q, k, v, hidden, scale) -> Any:
+    return _Flash.apply(q, k, v, hidden, False, scale)
+
+
+def _attend_backward(cotangent, q, k, v, out, lse, hidden, scale) -> Any:
+    # the logsumexp of a row that sees nothing must be finite: its scores are all -inf
+    lse = torch.where(lse == float("-inf"), 0, lse)
+    return _FlashBackward.apply(cotangent, q, k, v, out, lse, hidden, False, scale)
+
+
+def _has_kernel(q: Tensor, v: Tensor, visible: Visible | None) -> bool:
     if q.device.type == "cpu":
         return active() is None or compat.flash_attention_traces(q.dtype)
+    if visible is not None:
+        return False
     half = q.dtype in (torch.float16, torch.bfloat16)
     return q.device.type == "cuda" and half and max(q.shape[-1], v.shape[-1]) <= 256
 
@@ -114,17 +131,33 @@ def _kernel_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     return q, k, v
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _bias(hidden: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """What the kernel adds to the scores of the operands it is given."""
+    if hidden is None:
+        return None
+    if hidden.shape[0] > 1 and q.shape[1] > k.shape[1]:
+        hidden = hidden.repeat_interleave(k.shape[1], 0)
+    return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(
+        hidden, float("-inf")
+    )
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     operands = _kernel_operands(q, k, v)
     if q.device.type == "cpu":
         flash = _aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = flash(*operands, 0.0, causal, scale=scale)
+        out, lse = flash(*operands, 0.0, causal, attn_mask=_bias(hidden, q, k), scale=scale)
     else:
         out, lse = _aten._scaled_dot_product_flash_attention(
             *operands, 0.0, causal, False, scale=scale
         )[:2]
-    out = out[..., : v.shape[-1]]
-    return out.reshape(*q.shape[:3], v.shape[-1]), lse.reshape(q.shape[:3])
+    out = out[..., : v.shape[-1]].reshape(*q.shape[:3], v.shape[-1])
+    lse = lse.reshape(q.shape[:3])
+    if hidden is not None:  # the kernel says 0
+        lse = lse.masked_fill(hidden.all(-1), float("-inf"))
+    return out, lse
 
 
 def _backward(
@@ -134,6 +167,7 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    hidden: Tensor | None,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,7 +177,8 @@ def _backward(
     operands = (cotangent, wide_q, wide_k, wide_v, out, lse.reshape(wide_q.shape[:-1]))
     if q.device.type == "cpu":
         flash = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = flash(*operands, 0.0, causal, scale=scale)
+        bias = _bias(hidden, q, k)
+        dq, dk, dv = flash(*operands, 0.0, causal, attn_mask=bias, scale=scale)
     else:
         # without dropout the kernel reads neither the lengths of a packed batch nor random state
         nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -164,6 +199,14 @@ def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
     return x.flatten(0, 1)
 
 
+def _fold_mask(hidden: Tensor | None, dim: int | None, size: int, batch: int) -> Tensor | None:
+    """`hidden` ``[batch or 1, ...]`` for operands of a batch that was folded."""
+    if hidden is None or (dim is None and hidden.shape[0] == 1):
+        return hidden
+    hidden = hidden.expand(size, *hidden.shape) if dim is None else hidden.movedim(dim, 0)
+    return hidden.expand(size, batch, *hidden.shape[2:]).flatten(0, 1)
+
+
 def _unfold(outputs: Any, size: int) -> tuple[Tensor, ...]:
     return tuple(x.unflatten(0, (size, -1)) for x in outputs)
 
@@ -174,42 +217,42 @@ class _Flash(Function):
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(q, k, v, causal, scale):
-        return _forward(q, k, v, causal, scale)
+    def forward(q, k, v, hidden, causal, scale):
+        return _forward(q, k, v, hidden, causal, scale)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, *ctx.static = inputs
-        ctx.save_for_backward(q, k, v, *output)
-        ctx.save_for_forward(q, k, v)
+        *tensors, causal, scale = inputs
+        ctx.static = causal, scale
+        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, *cotangents) -> Any:
-        q, k, v, out, lse = map(compat.unwrap_if_dead, ctx.saved_tensors)
+        q, k, v, hidden, out, lse = _saved(ctx)
         d_out, d_lse = cotangents
         if d_out is None and d_lse is None:
-            return (None,) * 5
+            return (None,) * 6
         if d_lse is None:  # as in training, where only merged results are differentiated
-            return *_FlashBackward.apply(d_out, q, k, v, out, lse, *ctx.static), None, None
+            grads = _FlashBackward.apply(d_out, q, k, v, out, lse, hidden, *ctx.static)
+            return *grads, None, None, None  # type: ignore
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        pullback = torch.func.vjp(_Flash._formula(*ctx.static), q, k, v)[1]
-        return *pullback((d_out, d_lse)), None, None
-
-    @staticmethod
-    def _formula(causal, scale):
-        return lambda q, k, v: chunked.block(q, k, v, None, causal, scale)
+        pullback = torch.func.vjp(_formula(hidden, *ctx.static), q, k, v)[1]
+        return *pullback((d_out, d_lse)), None, None, None
 
     @staticmethod
     def jvp(ctx, *tangents) -> Any:
         compat.refuse_nested_jvp()
-        return _push(_Flash._formula(*ctx.static), ctx.saved_tensors[:3], tangents)
+        *primals, hidden = ctx.saved_tensors[:4]
+        return _push(_formula(hidden, *ctx.static), primals, tangents)
 
     @staticmethod
-    def vmap(info, in_dims, q, k, v, causal, scale):
+    def vmap(info, in_dims, q, k, v, hidden, causal, scale):
         size = info.batch_size
         folded = [_fold(x, d, size) for x, d in zip((q, k, v), in_dims[:3], strict=True)]
-        return _unfold(_Flash.apply(*folded, causal, scale), size), (0, 0)
+        mask = _fold_mask(hidden, in_dims[3], size, folded[0].shape[0] // size)
+        return _unfold(_Flash.apply(*folded, mask, causal, scale), size), (0, 0)
 
 
 class _FlashBackward(Function):
@@ -218,8 +261,8 @@ class _FlashBackward(Function):
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(cotangent, q, k, v, out, lse, causal, scale):
-        return _backward(cotangent, q, k, v, out, lse, causal, scale)
+    def forward(cotangent, q, k, v, out, lse, hidden, causal, scale):
+        return _backward(cotangent, q, k, v, out, lse, hidden, causal, scale)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -229,30 +272,54 @@ class _FlashBackward(Function):
         ctx.save_for_forward(*tensors)
 
     @staticmethod
-    def _formula(causal, scale):
-        def backward(cotangent, q, k, v, out, lse):
-            return chunked.block_backward(cotangent, q, k, v, out, lse, None, causal, scale)
-
-        return backward
-
-    @staticmethod
     def backward(ctx, *cotangents) -> Any:
-        formula = _FlashBackward._formula(*ctx.static)
-        saved = [compat.unwrap_if_dead(value) for value in ctx.saved_tensors]
-        pullback = torch.func.vjp(formula, *saved)[1]
-        return *pullback(tuple(cotangents)), None, None
+        *saved, hidden = _saved(ctx)
+        pullback = torch.func.vjp(_formula_backward(hidden, *ctx.static), *saved)[1]
+        return *pullback(tuple(cotangents)), None, None, None
 
     @staticmethod
     def jvp(ctx, *tangents) -> Any:
         compat.refuse_nested_jvp()
-        return _push(_FlashBackward._formula(*ctx.static), ctx.saved_tensors, tangents)
+        *primals, hidden = ctx.saved_tensors
+        return _push(_formula_backward(hidden, *ctx.static), primals, tangents)
 
     @staticmethod
     def vmap(info, in_dims, *operands):
-        *tensors, causal, scale = operands
+        *tensors, hidden, causal, scale = operands
         size = info.batch_size
-        folded = [_fold(x, d, size) for x, d in zip(tensors, in_dims, strict=False)]
-        return _unfold(_FlashBackward.apply(*folded, causal, scale), size), (0, 0, 0)
+        folded = [_fold(x, d, size) for x, d in zip(tensors, in_dims[:6], strict=True)]
+        mask = _fold_mask(hidden, in_dims[6], size, folded[0].shape[0] // size)
+        return _unfold(_FlashBackward.apply(*folded, mask, causal, scale), size), (0, 0, 0)
+
+
+def _saved(ctx: Any) -> list:
+    """What was saved, without wrappers of torch.func levels that have returned."""
+    return [None if x is None else compat.unwrap_if_dead(x) for x in ctx.saved_tensors]
+
+
+def _formula(hidden: Tensor | None, causal: bool, scale: float) -> Any:
+    """What `_Flash` computes, of q, k and v."""
+    if hidden is None:
+        return lambda q, k, v: chunked.block(q, k, v, None, causal, scale)
+
+    def masked(q, k, v):
+        out, lse = chunked.attend(q, k, v, hidden, scale)
+        return out.to(q.dtype), lse
+
+    return masked
+
+
+def _formula_backward(hidden: Tensor | None, causal: bool, scale: float) -> Any:
+    """What `_FlashBackward` computes, of the cotangent, q, k, v, out and lse."""
+
+    def backward(cotangent, q, k, v, out, lse):
+        operands = (cotangent, q, k, v, out, lse)
+        if hidden is None:
+            return chunked.block_backward(*operands, None, causal, scale)
+        moved = chunked.attend_backward(*operands, hidden, scale)
+        return tuple(x.to(y.dtype) for x, y in zip(moved, (q, k, v), strict=True))
+
+    return backward
 
 
 def _push(formula: Any, primals: Any, tangents: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.func import grad, jvp, vjp, vmap
 
-from functron.ops import chunked
+from functron.ops import chunked, flash
 from functron.ops.flash import Visible, block, block_backward, merge
 
 BATCH, SEQ, KEYS, DIM = 2, 7, 5, 4
@@ -16,10 +16,12 @@ SCALE = 0.3
 HEADS = pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    """Chunks that end inside of the blocks."""
+@pytest.fixture(autouse=True, params=["kernel", "formula"])
+def route(monkeypatch, request):
+    """By torch's kernels and without, in chunks that end inside of the blocks."""
     monkeypatch.setattr(chunked, "CHUNK", 3)
+    if request.param == "formula":
+        monkeypatch.setattr(flash, "_has_kernel", lambda *_: False)
 
 
 def operands(heads=(4, 2), keys=KEYS, value_dim=DIM, lead=(), dtype=torch.float64):
