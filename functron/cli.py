@@ -7,7 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from functron import launch
-from functron.commands import checkpoint, convert, params, sample, schedule, trace, train
+from functron.commands import (
+    checkpoint,
+    convert,
+    params,
+    sample,
+    schedule,
+    trace,
+    train,
+    upcycle,
+)
 from functron.errors import nearest
 
 USAGE = """usage: functron COMMAND [OPTIONS]
@@ -16,6 +25,7 @@ USAGE = """usage: functron COMMAND [OPTIONS]
   sample      continue a prompt with a trained model
   checkpoint  list the checkpoints of a run, show what is in one, verify it
   convert     make a run folder of a Hugging Face model, and the other way
+  upcycle     make a mixture of experts of a dense run
   params      show the parameters of a model, and how a mesh splits them
   trace       show what one rank of a mesh computes, sends and holds in a training step
   schedule    draw a pipeline schedule, with its bubble and its live activations
@@ -29,6 +39,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType(
         "sample": sample.run,
         "checkpoint": checkpoint.run,
         "convert": convert.run,
+        "upcycle": upcycle.run,
         "params": params.run,
         "trace": trace.run,
         "schedule": schedule.run,
