@@ -113,8 +113,14 @@ class _Program:
 
 def _under_grad(f: Callable, operands: tuple) -> tuple[torch.Tensor, ...]:
     floats = [i for i, value in enumerate(operands) if value.is_floating_point()]
-    made: Any = torch.func.vjp(partial_of(f, operands, floats), *(operands[i] for i in floats))
-    return made[0]
+    partial = partial_of(f, operands, floats)
+
+    def split(*values):
+        outputs = partial(*values)
+        return [x for x in outputs if x.is_floating_point()], outputs  # vjp refuses integers
+
+    made: Any = torch.func.vjp(split, *(operands[i] for i in floats), has_aux=True)
+    return made[2]
 
 
 class _Remat(Function):

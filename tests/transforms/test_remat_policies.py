@@ -542,3 +542,26 @@ def test_without_derivatives_nothing_is_remembered():
     before = storages()
     out = f(W, X)
     assert bytes_since(before) == out.nbytes
+
+
+@every_policy
+def test_integers_among_the_results(policy):
+    """What a layer counts comes out beside what it computes, also in simulation."""
+
+    def layer(w, x):
+        hidden = checkpoint_name(torch.sin(x @ w), "hidden")
+        return checkpoint_name(hidden @ w, "out"), (hidden > 0).sum(), torch.arange(2)
+
+    def gradient(w, x):
+        def loss(w):
+            out, count, _ = ft.remat(layer, policy=policy)(w, x)
+            return lax.psum((out**2).sum(), "dp"), lax.psum(count, "dp")
+
+        grads, counted = ft.grad(loss, has_aux=True)(w)
+        return ft.sync_gradients(grads, P()), counted
+
+    plain = torch.func.grad(lambda w: (layer(w, X)[0] ** 2).sum())(W)
+    for mesh in (Mesh(), Mesh(dp=2)):
+        grads, counted = ft.shard_map(gradient, mesh, (P(), P("dp")), P())(W, X)
+        torch.testing.assert_close(grads, plain)
+        assert counted == layer(W, X)[1]
