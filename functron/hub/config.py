@@ -9,18 +9,24 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from functron.errors import Problem, nearest, raise_problems
-from functron.hub import files
-from functron.hub.families import FAMILIES, LACKING, Family
-from functron.hub.settings import GENERAL
+from functron.hub import experts, files
+from functron.hub.families import FAMILIES, LACKING
+from functron.hub.family import Family
+from functron.hub.settings import GENERAL, LONGEST
 from functron.models.config import Dtype, GPTConfig
 
 CONFIG = "config.json"
 
 _NO_TOKENS = MappingProxyType({"bos_token_id": None, "eos_token_id": None, "pad_token_id": None})
 
-FREE = ("dropout", "z_loss", "init_stddev", "vocab_multiple", "dtype")
+FREE = ("dropout", "z_loss", "init_stddev", "vocab_multiple", "dtype", "mtp_weight")
 """Fields of `GPTConfig` that config.json says nothing about: they do not change what the model is
-(but for the rounding of its dtype)."""
+(but for the rounding of its dtype). Nor does it say what `experts.FREE` has."""
+
+_UNQUANTISED = (
+    "quantised weights are not read: use the model's files in bfloat16, or make them: "
+    "transformers' from_pretrained with the method's dequantize=True, then save_pretrained"
+)
 
 
 def read_config(
@@ -30,12 +36,15 @@ def read_config(
     dtype: Dtype | None = None,
     ignore: Sequence[str] = (),
 ) -> GPTConfig:
-    """The architecture that a folder's config.json describes.
+    """The architecture that a folder's config.json describes, and its weights.
+
+    The weights say how many modules predict tokens further ahead (DeepSeek-V3): config.json counts
+    them even where transformers has stored the model without. Without weights it is believed.
 
     Args:
         path: the folder.
         max_seq: the longest sequence, if not as long as the model can take; a shorter one makes
-            models usable whose sliding windows cover it.
+            models usable whose sliding windows, in layers that we cannot have them in, cover it.
         dtype: of parameters and activations; None: that of the weights (float32 for float16).
         ignore: entries of config.json that do not change what the model computes, in case it has
             some that are not known here.
@@ -45,7 +54,23 @@ def read_config(
             not have or that is not known; all offenders are listed.
     """
     table = read_table(path)
-    return parse(table, max_seq=max_seq, dtype=dtype, ignore=ignore, where=str(Path(path) / CONFIG))
+    where = str(Path(path) / CONFIG)
+    config = parse(table, max_seq=max_seq, dtype=dtype, ignore=ignore, where=where)
+    if config.mtp_depth and any(files.exists(Path(path) / name) for name in files.ENTRANCES):
+        return dataclasses.replace(config, mtp_depth=modules_ahead(config, files.open_folder(path)))
+    return config
+
+
+def modules_ahead(config: GPTConfig, source: files.Tensors) -> int:
+    """How many modules of multi-token prediction there are, at most as many as config.json says."""
+    names = source.shapes()
+    found = 0
+    while (
+        found < config.mtp_depth
+        and f"model.layers.{config.num_layers + found}.eh_proj.weight" in names
+    ):
+        found += 1
+    return found
 
 
 def read_table(path: str | Path) -> dict[str, Any]:
@@ -97,7 +122,9 @@ def parse(
     known |= {name for aspect in family.aspects for name in aspect.theirs}
     fix = "if it does not change what the model computes, pass ignore=[{name!r}]"
     problems = [
-        Problem(name, repr(value), "an entry that is known here", fix.format(name=name))
+        Problem(name, repr(value), "no such entry", _UNQUANTISED)
+        if name == "quantization_config"
+        else Problem(name, repr(value), "an entry that is known here", fix.format(name=name))
         for name, value in table.items()
         # null and empty containers switch nothing on, and names with _ are transformers' own
         if name not in known
@@ -106,7 +133,8 @@ def parse(
     ]
     if max_seq is not None:
         problems += _shorten_problems(family, table, max_seq)
-        table = {**table, family.max_seq: max_seq}
+        longest = {LONGEST: table[family.max_seq]} if family.max_seq in table else {}
+        table = {**table, family.max_seq: max_seq, **longest}
     values: dict[str, Any] = {}
     for aspect in family.aspects:
         values |= aspect.read(table, values, problems)
@@ -151,6 +179,11 @@ def _canonical(config: GPTConfig) -> GPTConfig:
     }
     if config.positions != "rope":
         changes |= {"rope_theta": GPTConfig.rope_theta, "rope_scaling": None}
+    if not config.kv_rank:
+        changes["rope_interleaved"] = GPTConfig.rope_interleaved
+    if config.moe is not None:
+        changes["moe"] = experts.canonical(config.moe)
+        changes |= {} if config.dense_layers else {"mlp_dim": GPTConfig.mlp_dim}
     return dataclasses.replace(config, **changes)
 
 

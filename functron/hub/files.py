@@ -24,6 +24,8 @@ from functron.errors import Problem, raise_problems
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ENTRANCES = (INDEX, SINGLE)
+"""The files of which a folder with weights has one."""
 MAX_HEADER_BYTES = 100_000_000
 
 _DTYPES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,11 +21,12 @@ from functron.hub.config import (
     differences,
     family_of,
     parse,
+    read_config,
     read_table,
 )
-from functron.hub.families import Family
+from functron.hub.family import Family, layouts_of
 from functron.hub.files import open_folder
-from functron.hub.rules import Box, Layout, Part, layouts, tensors
+from functron.hub.rules import Box, Layout, Part, tensors
 from functron.models import gpt
 from functron.models.config import GPTConfig
 from functron.params import abstract_params
@@ -64,7 +66,8 @@ def load(
     Args:
         path: a folder with config.json and model.safetensors, or an index and its files.
         config: what `read_config` gave, with changes that leave the model what it is (dtype,
-            dropout, vocab_multiple, a smaller max_seq); None: as it is.
+            dropout, vocab_multiple, a smaller max_seq, what training adds to layers of experts,
+            no modules for tokens further ahead); None: as it is.
         specs: the parameters' specs, a prefix tree; needed on a bound mesh.
         mesh: on a bound mesh this rank's shards are read, else everything.
         placement: in place of specs and mesh, what this process holds of a state of which the
@@ -84,7 +87,7 @@ def load(
     where = str(Path(path) / CONFIG)
     family = family_of(table, where)
     if config is None:
-        config = parse(table, where=where)
+        config = read_config(path)
     else:
         _check_config(config, table, where)
     source = open_folder(path)
@@ -97,9 +100,12 @@ def load(
 
 
 def _check_config(config: GPTConfig, table: Mapping, where: str) -> None:
-    longest = table.get(family_of(table).max_seq)
+    family = family_of(table)
+    longest = table.get(family.max_seq)
     shorter = config.max_seq if longest is not None and config.max_seq < longest else None
     stored = parse(table, max_seq=shorter, ignore=tuple(table), where=where)
+    if family.looks_ahead:  # the tensors say whether there are modules for it
+        stored = dataclasses.replace(stored, mtp_depth=config.mtp_depth)
     fix = "start from hub.read_config and change only what leaves the model what it is"
     problems = [
         Problem(name, repr(getattr(config, name)), f"{getattr(stored, name)!r}, as stored", fix)
@@ -114,7 +120,8 @@ def from_tensors(model_type: str, config: GPTConfig, named: Mapping[str, torch.T
     Args:
         model_type: the family, such as ``"llama"``.
         config: the architecture.
-        named: a state dict; tied tensors may be there or not.
+        named: a state dict, by the names of files or of transformers' models in memory; tied
+            tensors may be there or not.
 
     Raises:
         ValueError: tensors are missing, too many, or of another shape; all offenders are listed.
@@ -161,15 +168,17 @@ def read_params(
     Raises:
         ValueError: as `load`.
     """
-    found = layouts(family.rules, gpt.defs(config), config.vocab_size)
+    found = _found(family, config, source)
     stored = match(family, config, found, source)
+    defs = gpt.defs(config)
+    dtypes = {p: d.dtype for p, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)}
     parts = {part.path: (layout, part) for layout in found for part in layout.parts}
     params: dict = {}
     for path, (layout, part) in parts.items():
         if path not in held:
             continue
         # padding, of the vocabulary or of shards, is never read, and must not be garbage
-        leaf = torch.zeros(held[path].shape, dtype=config.torch_dtype, device=device)
+        leaf = torch.zeros(held[path].shape, dtype=dtypes[path], device=device)
         for start, size, local in held[path].boxes:
             view = leaf
             for dim, (first, count) in enumerate(zip(local, size, strict=True)):
@@ -182,6 +191,22 @@ def read_params(
             node = node.setdefault(key, {})
         node[name] = leaf
     return params
+
+
+def _found(family: Family, config: GPTConfig, source: Source) -> list[Layout]:
+    """The layouts of files, or those of models in memory where the source has more of these."""
+    ways = [layouts_of(family, config)]
+    if family.in_memory:
+        ways.append(layouts_of(family, config, family.in_memory))
+    names = {name.removeprefix(family.prefix) for name in source.shapes()}
+
+    def count(found: list[Layout]) -> float:
+        wanted = [
+            layout.name(index).removeprefix(family.prefix) for layout, index in tensors(found)
+        ]
+        return sum(name in names for name in wanted) / len(wanted)
+
+    return max(ways, key=count)
 
 
 def held_on_mesh(
@@ -262,8 +287,9 @@ def match(
     stored = {name: name.removeprefix(family.prefix) if bare else name for name in wanted}
     problems = list(_missing(found, stored, shapes))
     extra = [name for name in shapes.keys() - set(stored.values()) if not _unused(family, name)]
-    tied = _tied_copy(family, config, extra)
-    problems += _extra([name for name in extra if name != tied], stored.values())
+    extra = [name for name in extra if not _left_out(family, config, name)]
+    repeated = _repeated(family, config, extra)
+    problems += _extra([name for name in extra if name not in repeated], stored.values())
     for name, layout in wanted.items():
         shape, dtype = shapes.get(stored[name], (layout.shape, torch.float32))
         if shape != layout.shape:
@@ -272,9 +298,11 @@ def match(
         elif not dtype.is_floating_point or dtype.itemsize == 1:
             fix = "quantised weights cannot be read: use the unquantised model"
             problems.append(Problem(name, str(dtype), "a floating dtype of 16 bits or more", fix))
-    if tied is not None and not problems:
-        embed = next(name for name in wanted if "embed" in wanted[name].rule.paths)
-        problems += _differing(source, tied, stored[embed], shapes[tied][0])
+    if not problems:
+        by_path = {path: name for name, held in wanted.items() for path in held.rule.paths}
+        for name, path in repeated.items():
+            path = path if path in by_path else "embed"
+            problems += _differing(source, name, stored[by_path[path]], path, shapes)
     raise_problems(f"these are not the weights of this {family.model_type} model", problems)
     return stored
 
@@ -283,19 +311,39 @@ def _unused(family: Family, name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in family.unused)
 
 
-def _tied_copy(family: Family, config: GPTConfig, extra: Sequence[str]) -> str | None:
-    """The unembedding that was stored although the embedding is it."""
+def _left_out(family: Family, config: GPTConfig, name: str) -> bool:
+    """Whether the tensor is of a module for tokens further ahead than the config wants."""
+    if not family.looks_ahead:
+        return False
+    ahead = [r.pattern() for r in family.rules if r.paths[0].startswith("mtp/")]
+    found = [p.match(name) for p in [*ahead, *(re.compile(copy) for copy, _ in family.copies)]]
+    return any(m and int(m[1]) >= config.num_layers + config.mtp_depth for m in found)
+
+
+def _repeated(family: Family, config: GPTConfig, extra: Sequence[str]) -> dict[str, str]:
+    """Tensors that were stored although another has the same numbers: which leaf they repeat."""
     heads = [rule.name for rule in family.rules if rule.paths == ("unembed",)]
-    return next((name for name in heads if config.tied and name in extra), None)
+    found = {name: "embed" for name in heads if config.tied and name in extra}
+    for pattern, path in family.copies:
+        found |= {name: path for name in extra if re.fullmatch(pattern, name)}
+    return found
 
 
-def _differing(source: Source, tied: str, embed: str, shape: tuple[int, ...]) -> Iterator[Problem]:
+def _differing(
+    source: Source, name: str, other: str, path: str, shapes: Mapping
+) -> Iterator[Problem]:
+    shape = shapes[name][0]
+    if shape != shapes[other][0]:
+        yield Problem(name, str(list(shape)), f"{list(shapes[other][0])}, as {other}")
+        return
     for start in range(0, shape[0], COMPARED_ROWS):
         rows = (slice(start, start + COMPARED_ROWS), slice(0, shape[1]))
-        if not torch.equal(source.read(tied, rows), source.read(embed, rows)):
+        if not torch.equal(source.read(name, rows), source.read(other, rows)):
             fix = 'set "tie_word_embeddings" to false in config.json if they are meant to differ'
-            got = "other numbers than the embedding"
-            yield Problem(tied, got, "the same, as config.json ties them", fix)
+            wanted = "the same, as config.json ties them"
+            if "layers" in name:
+                wanted, fix = "the same: this decoder's modules share it", "read it without them"
+            yield Problem(name, f"other numbers than the {path}ding", wanted, fix)
             return
 
 

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -34,12 +35,14 @@ class Rule:
             those of our leaf without the stacked ones.
         paths: our leaves. Several are fused into one tensor.
         fused: the tensor's dim along which the leaves of `paths` stand one after another.
+        interleaved: along it they take turns instead: the first entry of each, the second of each.
     """
 
     name: str
     dims: str
     paths: tuple[str, ...]
     fused: int = 0
+    interleaved: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -72,12 +75,14 @@ class Part:
         shape: of the leaf, without the stacked dims, with the padding of the vocabulary.
         real: `shape` without that padding.
         start: where the part begins along the tensor's fused dim.
+        step: from one of its entries to the next.
     """
 
     path: str
     shape: tuple[int, ...]
     real: tuple[int, ...]
     start: int
+    step: int = 1
 
 
 @dataclass(frozen=True)
@@ -89,15 +94,18 @@ class Layout:
         stacked: the sizes of the rule's fields.
         parts: the leaves.
         shape: of each Hugging Face tensor.
+        first: what the numbers of the rule's first field start at.
     """
 
     rule: Rule
     stacked: tuple[int, ...]
     parts: tuple[Part, ...]
     shape: tuple[int, ...]
+    first: int = 0
 
     def name(self, index: Sequence[int]) -> str:
-        """The name of the tensor with these numbers."""
+        """The name of the tensor that holds this row of the stacked dims."""
+        index = (index[0] + self.first, *index[1:]) if index else ()
         return self.rule.name.format(**dict(zip(self.rule.fields, index, strict=True)))
 
     def source(self, part: Part, box: Box) -> tuple[slice, ...]:
@@ -108,8 +116,9 @@ class Layout:
         for dim, factors in enumerate(self.rule.theirs):
             start, stop = within[factors[0]]
             inner = math.prod(size[name] for name in factors[1:])
-            offset = part.start if dim == self.rule.fused else 0
-            slices.append(slice(offset + start * inner, offset + stop * inner))
+            offset, step = (part.start, part.step) if dim == self.rule.fused else (0, 1)
+            start, stop = offset + start * inner * step, offset + (stop * inner - 1) * step + 1
+            slices.append(slice(start, stop, None if step == 1 else step))
         return tuple(slices)
 
     def to_ours(self, part: Part, box: Box, piece: torch.Tensor) -> torch.Tensor:
@@ -138,19 +147,37 @@ class Layout:
             order = [name for factors in self.rule.theirs for name in factors]
             leaf = leaf.permute([self.rule.ours.index(name) for name in order])
             pieces.append(leaf.reshape(_their_shape(self.rule, part.real)))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.rule.fused)
+        if len(pieces) == 1:
+            return pieces[0]
+        dim = self.rule.fused
+        if self.rule.interleaved:
+            return torch.stack(pieces, dim + 1).flatten(dim, dim + 1)
+        return torch.cat(pieces, dim)
 
 
-def layouts(rules: Sequence[Rule], defs: tree.Tree, vocab_size: int) -> list[Layout]:
+def layouts(
+    rules: Sequence[Rule],
+    defs: tree.Tree,
+    vocab_size: int,
+    starts: Mapping[str, int] = MappingProxyType({}),
+) -> list[Layout]:
     """The rules that a model with these `ParamDef` uses, with its sizes.
 
     A rule whose leaves the model lacks (biases, say) is left out.
+
+    Args:
+        rules: of a family.
+        defs: of the model.
+        vocab_size: without padding.
+        starts: by the first name in the path of stacked leaves, the number of their first row, if
+            not 0.
 
     Raises:
         ValueError: some leaves stand in no rule: this family has no such models.
     """
     shapes = {path: d.shape for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)}
-    found = [_layout(rule, shapes, vocab_size) for rule in rules if rule.paths[0] in shapes]
+    used = [rule for rule in rules if rule.paths[0] in shapes]
+    found = [_layout(rule, shapes, vocab_size, starts) for rule in used]
     held = [part.path for layout in found for part in layout.parts]
     missing = sorted(shapes.keys() - set(held))
     if missing:
@@ -161,7 +188,9 @@ def layouts(rules: Sequence[Rule], defs: tree.Tree, vocab_size: int) -> list[Lay
 
 def tensors(found: Sequence[Layout]) -> Iterator[tuple[Layout, tuple[int, ...]]]:
     """Every Hugging Face tensor, as its layout and its numbers, layer by layer."""
-    for _, group in itertools.groupby(found, lambda layout: layout.rule.fields[:1]):
+    for _, group in itertools.groupby(
+        found, lambda layout: (layout.rule.fields[:1], layout.first, layout.stacked[:1])
+    ):
         members = list(group)
         if not members[0].stacked:
             yield from ((layout, ()) for layout in members)
@@ -172,18 +201,22 @@ def tensors(found: Sequence[Layout]) -> Iterator[tuple[Layout, tuple[int, ...]]]
                     yield layout, (first, *rest)
 
 
-def _layout(rule: Rule, shapes: Mapping[str, tuple[int, ...]], vocab_size: int) -> Layout:
+def _layout(
+    rule: Rule, shapes: Mapping[str, tuple[int, ...]], vocab_size: int, starts: Mapping[str, int]
+) -> Layout:
     count = len(rule.fields)
     parts, start = [], 0
-    for path in rule.paths:
+    for turn, path in enumerate(rule.paths):
         shape = shapes[path][count:]
         names = zip(rule.ours, shape, strict=True)
         real = tuple(vocab_size if name == VOCAB else size for name, size in names)
-        parts.append(Part(path, shape, real, start))
+        begin, step = (turn, len(rule.paths)) if rule.interleaved else (start, 1)
+        parts.append(Part(path, shape, real, begin, step))
         start += _their_shape(rule, real)[rule.fused]
     whole = list(_their_shape(rule, parts[0].real))
     whole[rule.fused] = start
-    return Layout(rule, shapes[rule.paths[0]][:count], tuple(parts), tuple(whole))
+    first = starts.get(rule.paths[0].split("/")[0], 0) if count else 0
+    return Layout(rule, shapes[rule.paths[0]][:count], tuple(parts), tuple(whole), first)
 
 
 def _their_shape(rule: Rule, real: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,18 +7,21 @@ over.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from functron import nn
 from functron.errors import Problem, nearest
 from functron.models.config import GPTConfig
 
 Table = Mapping[str, Any]
 """config.json."""
+
+LONGEST = "_longest"
+"""An entry that is added where sequences are cut shorter than the file says: what it says."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def same(theirs: str, ours: str, default: Any) -> Aspect:
 
     def read(table: Table, _: Mapping, problems: list[Problem]) -> dict:
         value = table.get(theirs, default)
-        if not _is(value, type(default)):
+        if not is_a(value, type(default)):
             words = {int: "a whole number", float: "a number", bool: "true or false"}
             problems.append(Problem(theirs, repr(value), words[type(default)]))
             return {}
@@ -59,17 +62,17 @@ def same(theirs: str, ours: str, default: Any) -> Aspect:
 
 
 def derived(theirs: str, ours: str, default: int | None, used: str) -> Aspect:
-    """An entry whose null, ours 0, means a size that follows from others: our property `used`."""
+    """An entry whose null is our 0; what is written is our field or property `used`."""
 
     def read(table: Table, _: Mapping, problems: list[Problem]) -> dict:
         value = table.get(theirs, default)
-        if value is not None and not _is(value, int):
+        if value is not None and not is_a(value, int):
             problems.append(Problem(theirs, repr(value), "a whole number or null"))
             return {}
         return {ours: value or 0}
 
     def write(config: GPTConfig, _: list[Problem]) -> dict:
-        return {theirs: getattr(config, used)}
+        return {theirs: getattr(config, used) or None}
 
     return Aspect((theirs,), (ours,), read, write)
 
@@ -84,6 +87,21 @@ def fixed(ours: str, value: Any) -> Aspect:
         return {}
 
     return Aspect((), (ours,), lambda *_: {ours: value}, write)
+
+
+def absent(*ours: str) -> Aspect:
+    """Fields that no model of the family makes use of: they stay at their defaults."""
+    defaults = {f.name: f.default for f in dataclasses.fields(GPTConfig)}
+
+    def write(config: GPTConfig, problems: list[Problem]) -> dict:
+        problems += [
+            Problem(name, repr(getattr(config, name)), f"{defaults[name]!r} in this family")
+            for name in ours
+            if getattr(config, name) != defaults[name]
+        ]
+        return {}
+
+    return Aspect((), ours, lambda *_: {}, write)
 
 
 def only(theirs: str, *allowed: Any, why: str) -> Aspect:
@@ -131,7 +149,11 @@ def activation(theirs: str, default: str, **aliases: str) -> Aspect:
         problems.append(Problem(theirs, repr(name), "an activation that nn.mlp has", fix))
         return {}
 
-    def write(config: GPTConfig, _: list[Problem]) -> dict:
+    def write(config: GPTConfig, problems: list[Problem]) -> dict:
+        if config.activation not in _ACTIVATIONS.values():
+            wanted = f"one of {', '.join(sorted(set(_ACTIVATIONS.values())))} in this family"
+            problems.append(Problem("activation", repr(config.activation), wanted))
+            return {}
         if {**_ACTIVATIONS, **aliases}[default] == config.activation:
             return {theirs: default}
         names = {ours: name for name, ours in reversed(list(_ACTIVATIONS.items()))}
@@ -166,113 +188,78 @@ def biases(always: str = "") -> Aspect:
     return Aspect(("attention_bias", "mlp_bias"), ("bias", "qkv_bias"), read, write)
 
 
-_LLAMA3 = MappingProxyType(
-    {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_max_seq",
-    }
-)
-_ROPE_SIZES = ("rope_theta", "partial_rotary_factor")
-
-
-def rope() -> Aspect:
-    """Rotary positions: transformers 5's ``rope_parameters``, or what it replaced."""
-    theirs = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-    return Aspect(theirs, ("rope_theta", "rope_scaling"), _read_rope, _write_rope)
-
-
-def _read_rope(table: Table, _: Mapping, problems: list[Problem]) -> dict:
-    name = "rope_scaling" if table.get("rope_scaling") else "rope_parameters"
-    inner = table.get(name) or {}
-    if not isinstance(inner, Mapping):
-        problems.append(Problem(name, repr(inner), "an object or null"))
-        return {}
-    sizes = {key: table[key] for key in _ROPE_SIZES if table.get(key) is not None}
-    settings = {**sizes, **inner}
-    kind = settings.pop("rope_type", settings.pop("type", "default"))
-    settings.pop("type", None)
-    theta = settings.pop("rope_theta", 10000.0)
-    partial = settings.pop("partial_rotary_factor", 1.0)
-    if partial != 1:
-        wanted = "1: this decoder rotates all dims of a head"
-        problems.append(Problem("partial_rotary_factor", repr(partial), wanted))
-    if not _is(theta, float) or theta <= 0:
-        problems.append(Problem("rope_theta", repr(theta), "a positive number"))
-        return {}
-    wanted = {"default": (), "linear": ("factor",), "llama3": tuple(_LLAMA3)}
-    if kind not in wanted:
-        fix = nearest(str(kind), wanted)
-        if kind in ("dynamic", "yarn", "longrope", "su"):
-            fix = f"set {name} to null in config.json and use sequences as long as in pretraining"
-        problems.append(Problem(f"{name}.rope_type", repr(kind), " or ".join(wanted), fix))
-        return {}
-    bad = [key for key in wanted[kind] if not _is(settings.get(key), float) or settings[key] <= 0]
-    problems += [
-        Problem(f"{name}.{key}", repr(settings.get(key)), f"a positive number for {kind!r}")
-        for key in bad
-    ]
-    # a default rope has the sequence length of pretraining written down, and makes no use of it
-    unknown = settings.keys() - _LLAMA3.keys()
-    problems += [
-        Problem(f"{name}.{key}", repr(settings[key]), f"no such setting for {kind!r}")
-        for key in sorted(unknown)
-        if settings[key] is not None
-    ]
-    if bad:
-        return {}
-    values: dict[str, Any] = {_LLAMA3[key]: settings[key] for key in wanted[kind]}
-    for key in values:
-        values[key] = int(values[key]) if key == "original_max_seq" else float(values[key])
-    scaling = None if kind == "default" else nn.RopeScaling(**values, kind=kind)
-    return {"rope_theta": float(theta), "rope_scaling": scaling}
-
-
-def _write_rope(config: GPTConfig, _: list[Problem]) -> dict:
-    """The entries of transformers 4, which 5 and other readers understand too."""
-    scaling = config.rope_scaling
-    if scaling is None:
-        return {"rope_theta": config.rope_theta, "rope_scaling": None}
-    keys = {"linear": ("factor",), "llama3": tuple(_LLAMA3)}[scaling.kind]
-    values = {key: getattr(scaling, _LLAMA3[key]) for key in keys}
-    return {
-        "rope_theta": config.rope_theta,
-        "rope_scaling": {"rope_type": scaling.kind, "type": scaling.kind, **values},
-    }
-
-
-def window(default: int | None, *, switched: bool) -> Aspect:
-    """Sliding windows: refused where a sequence would be longer than one.
+def window(default: int | None, *, switched: bool = False, layered: bool = False) -> Aspect:
+    """Sliding windows: in both worlds a query sees so many keys at most, its own among them.
 
     Args:
         default: the window that transformers takes where ``sliding_window`` is missing.
-        switched: whether ``use_sliding_window`` and ``layer_types`` say if it is used, and where.
+        switched: whether ``use_sliding_window`` says if it is used.
+        layered: whether ``layer_types`` or ``max_window_layers`` say in which layers.
     """
-    theirs = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+    theirs = ["sliding_window"]
+    theirs += ["use_sliding_window"] if switched else []
+    theirs += ["layer_types"] if layered else []
+    theirs += ["max_window_layers"] if switched else []
 
     def read(table: Table, values: Mapping, problems: list[Problem]) -> dict:
-        used = not switched or bool(table.get("use_sliding_window"))
-        kinds = set(table.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-        if kinds:
-            got = ", ".join(sorted(kinds))
-            wanted = "full_attention: this decoder has no others"
-            problems.append(Problem("layer_types", got, wanted))
         size = table.get("sliding_window", default)
-        if not used or not size or size >= values.get("max_seq", 0):
+        if size is not None and not is_a(size, int):
+            problems.append(Problem("sliding_window", repr(size), "a whole number or null"))
             return {}
-        if table.get("layer_types") and "sliding_attention" not in table["layer_types"]:
+        kinds = _layer_kinds(table, values.get("num_layers", 0), switched, problems)
+        every = _global_every(kinds) if layered else 0
+        used = not switched or bool(table.get("use_sliding_window"))
+        if not used or not size or (layered and True not in kinds):
             return {}
-        wanted = f"at least max_seq={values['max_seq']}: this decoder has no sliding windows"
-        fix = f"load it for sequences that a window covers: max_seq={size}"
-        problems.append(Problem("sliding_window", str(size), wanted, fix))
+        if every is not None:
+            return {"window": size, "global_every": every}
+        longest = values.get("max_seq", 0)
+        if size < longest:
+            got = f"{size} in layers {', '.join(str(i) for i, yes in enumerate(kinds) if yes)}"
+            wanted = f"every layer, or all but every n-th, or at least max_seq={longest}"
+            fix = f"load it for sequences that a window covers: max_seq={size}"
+            problems.append(Problem("sliding_window", got, wanted, fix))
         return {}
 
-    def write(*_: Any) -> dict:
-        entries: dict[str, Any] = {"sliding_window": None}
-        return {**entries, "use_sliding_window": False} if switched else entries
+    def write(config: GPTConfig, problems: list[Problem]) -> dict:
+        if config.global_every and not layered:
+            wanted = "0 in this family: all layers have the window"
+            problems.append(Problem("global_every", str(config.global_every), wanted))
+        entries: dict[str, Any] = {"sliding_window": config.window or None}
+        if switched:
+            entries["use_sliding_window"] = bool(config.window)
+        if layered:
+            names = ("full_attention", "sliding_attention")
+            types = [names[bool(size)] for size in config.windows]
+            entries["layer_types"] = types if config.window else None
+        return entries
 
-    return Aspect(theirs if switched else theirs[:1], (), read, write)
+    return Aspect(tuple(theirs), ("window", "global_every"), read, write)
+
+
+def _layer_kinds(
+    table: Table, num_layers: int, switched: bool, problems: list[Problem]
+) -> list[bool]:
+    """Whether each layer has a window, as ``layer_types`` says or transformers would fill it in."""
+    types = table.get("layer_types")
+    if types:
+        known = ("full_attention", "sliding_attention")
+        others = sorted({str(kind) for kind in types} - set(known))
+        if others or len(types) != num_layers:
+            got = ", ".join(others) or f"{len(types)} of them"
+            wanted = f"{num_layers} of {' and '.join(known)}: this decoder has no others"
+            problems.append(Problem("layer_types", got, wanted))
+        return [kind == known[1] for kind in types]
+    if switched:
+        return [layer >= table.get("max_window_layers", 28) for layer in range(num_layers)]
+    return [layer % 2 == 0 for layer in range(num_layers)]
+
+
+def _global_every(kinds: Sequence[bool]) -> int | None:
+    """Our `global_every` of layers that have a window or not; None if they come otherwise."""
+    every = kinds.index(False) + 1 if False in kinds else 0
+    fits = all(yes == bool(not every or (i + 1) % every) for i, yes in enumerate(kinds))
+    return every if fits else None
 
 
 def scaled_embedding() -> Aspect:
@@ -297,7 +284,7 @@ def inner_size(theirs: str) -> Aspect:
     def read(table: Table, values: Mapping, problems: list[Problem]) -> dict:
         value = table.get(theirs)
         value = 4 * values.get("embed_dim", 1) if value is None else value
-        if not _is(value, int):
+        if not is_a(value, int):
             problems.append(Problem(theirs, repr(value), "a whole number or null"))
             return {}
         return {"mlp_dim": value}
@@ -336,7 +323,7 @@ def heads_divide() -> Aspect:
     return Aspect((), (), lambda *_: {}, write)
 
 
-def _is(value: Any, kind: type) -> bool:
+def is_a(value: Any, kind: type) -> bool:
     """Whether a JSON value is of this kind; whole numbers are numbers, true and false are not."""
     fits = (int, float) if kind is float else kind
     return isinstance(value, fits) and (kind is bool or not isinstance(value, bool))

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from functron import lora, tree
 from functron.errors import Problem, nearest, raise_problems
 from functron.hub.config import CONFIG, family_for, family_of, read_table, write_config
-from functron.hub.families import Family
+from functron.hub.family import Family, layouts_of
 from functron.hub.files import INDEX, SINGLE, Planned, Writer, exists, index_of, plan
-from functron.hub.rules import Layout, layouts, tensors
+from functron.hub.rules import Layout, tensors
 from functron.models import gpt
 from functron.models.config import GPTConfig
 from functron.spmd import BoundMesh, Mesh, P, gather
@@ -78,6 +78,7 @@ def save(
             settings go with the weights.
         model_type: the family; None: that of `like`, or the first that has such models.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``; None: the parameters'.
+            What balances routers is float32 always: it moves by small steps.
         max_shard_bytes: the most data in one file; a tensor that is larger has its own.
 
     Raises:
@@ -93,8 +94,16 @@ def save(
     kind = DTYPES[dtype] if dtype else tree.leaves(params)[0].dtype
     name = str(kind).removeprefix("torch.")
     entries = write_config(config, family, kept=kept, dtype=name)
-    found = layouts(family.rules, gpt.defs(config), config.vocab_size)
-    listed = [(layout.name(index), kind, layout.shape) for layout, index in tensors(found)]
+    found = layouts_of(family, config)
+    defs = gpt.defs(config)
+    kinds = {
+        path: d.dtype if d.balance else kind
+        for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)
+    }
+    listed = [
+        (layout.name(index), kinds[layout.parts[0].path], layout.shape)
+        for layout, index in tensors(found)
+    ]
     export = _Export(Path(path), plan(listed, max_shard_bytes), entries, like, mesh)
     try:
         export.begin()
@@ -130,7 +139,7 @@ def named_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and values of every tensor of the family, in the order of the files."""
     flat = _check_params(config, params, None, None)
-    found = layouts(family.rules, gpt.defs(config), config.vocab_size)
+    found = layouts_of(family, config)
     for layout, index in tensors(found):
         yield layout.name(index), _whole(layout, index, params, flat, None)
 

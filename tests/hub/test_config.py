@@ -165,27 +165,47 @@ def test_gpt2():
 
 def test_mistrals_window():
     table = {**PUBLISHED["Mistral-7B-v0.3"][1], "sliding_window": 4096}
-    with pytest.raises(
-        ValueError, match=r"sliding_window: got 4096; wanted at least max_seq=32768.*max_seq=4096"
-    ):
-        parse(table)
-    assert parse(table, max_seq=4096).max_seq == 4096
-    with pytest.raises(ValueError, match="max_seq=4097"):
-        parse(table, max_seq=4097)
+    config = parse(table)
+    assert (config.window, config.global_every, config.max_seq) == (4096, 0, 32768)
+    assert hub.write_config(config, FAMILIES["mistral"])["sliding_window"] == 4096
+    assert parse(PUBLISHED["Mistral-7B-v0.3"][1]).window == 0
     del table["sliding_window"]  # then transformers takes 4096
-    with pytest.raises(ValueError, match="sliding_window: got 4096"):
-        parse(table)
+    assert parse(table).window == 4096
+    with pytest.raises(ValueError, match="sliding_window: got '4096'"):
+        parse({**table, "sliding_window": "4096"})
 
 
 def test_qwens_windows():
     table = PUBLISHED["Qwen2.5-0.5B"][1]
     used = {**table, "use_sliding_window": True, "sliding_window": 4096}
-    with pytest.raises(ValueError, match="sliding_window: got 4096"):
-        parse(used)
-    everywhere = {**used, "layer_types": ["full_attention"] * 24}
-    assert parse(everywhere).max_seq == 32768
+    assert parse(table).window == 0
+    # as transformers has it, layers from max_window_layers on have the window: here none
+    assert parse(used).window == 0
+    everywhere = parse({**used, "max_window_layers": 0})
+    assert (everywhere.window, everywhere.global_every) == (4096, 0)
+    full, sliding = "full_attention", "sliding_attention"
+    assert parse({**used, "layer_types": [full] * 24}).window == 0
+    third = parse({**used, "layer_types": [sliding, sliding, full] * 8})
+    assert (third.window, third.global_every) == (4096, 3)
+    written = hub.write_config(third, FAMILIES["qwen2"])
+    assert not differences(parse(written), third)
+    assert written["layer_types"] == [sliding, sliding, full] * 8
+    with pytest.raises(ValueError, match=r"sliding_window: got 4096 in layers 22, 23; .*=4096"):
+        parse({**used, "max_window_layers": 22})
+    assert parse({**used, "max_window_layers": 22}, max_seq=4096).window == 0
     with pytest.raises(ValueError, match="layer_types: got chunked_attention"):
         parse({**table, "layer_types": ["chunked_attention"] * 24})
+    with pytest.raises(ValueError, match="layer_types: got 3 of them; wanted 24 of"):
+        parse({**table, "layer_types": [full] * 3})
+
+
+def test_windows_of_families_that_have_them_in_all_layers():
+    config = gpt.GPTConfig(window=8, global_every=2)
+    assert {p.path for p in config_problems(config, FAMILIES["mistral"])} == {"global_every"}
+    assert {p.path for p in config_problems(config, FAMILIES["llama"])} == {
+        "window", "global_every",
+    }  # fmt: skip
+    assert hub.family_for(replace(config, global_every=0)).model_type == "mistral"
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
@@ -193,9 +213,7 @@ def test_defaults_are_those_of_transformers(name):
     """What is not in config.json is what transformers takes for it, in every entry."""
     theirs = tiny.transformers.AutoConfig.for_model(name)
     table = json.loads(theirs.to_json_string(use_diff=False))
-    longest = {"max_seq": 4096} if name == "mistral" else {}
-    config = parse(table, **longest)
-    assert not differences(parse({"model_type": name}, **longest), config)
+    assert not differences(parse({"model_type": name}), parse(table))
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
@@ -209,11 +227,13 @@ def test_every_field_of_ours_is_accounted_for(name):
 
 
 def test_the_family_that_a_model_fits():
-    found = {name: hub.family_for(config).model_type for name, config in gpt.PRESETS.items()}
-    assert {name: kind for name, kind in found.items() if not name.startswith("gpt")} == {
-        name: "llama" for name in gpt.PRESETS if not name.startswith("gpt")
-    }
-    assert {kind for name, kind in found.items() if name.startswith("gpt")} == {"gpt2"}
+    kinds = {
+        "gpt2": "gpt2", "gpt3": "gpt2", "gpt-oss": "gpt_oss", "mixtral": "mixtral",
+        "qwen3": "qwen3_moe", "deepseek-v3": "deepseek_v3",
+    }  # fmt: skip
+    for name, config in gpt.PRESETS.items():
+        wanted = [kind for start, kind in kinds.items() if name.startswith(start)]
+        assert hub.family_for(config).model_type == (wanted or ["llama"])[0], name
     assert hub.family_for(gpt.GPTConfig(qkv_bias=True)).model_type == "qwen2"
     assert hub.family_for(gpt.GPTConfig(qk_norm=True)).model_type == "qwen3"
     # heads that do not divide the embedding: Llama's config refuses them, Mistral's does not
@@ -254,13 +274,14 @@ def refusal(table, **options) -> str:
         ({"rope_interleaved": True}, "rope_interleaved: got True; wanted False"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5; wanted 1"),
         ({"rope_scaling": 3}, "rope_scaling: got 3; wanted an object or null"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type: got 'yarn'.*null"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type: got 'dynamic'.*null"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": 1}}, "rope_scaling.truncate: got 1"),
         ({"rope_scaling": {"type": "linaer", "factor": 4.0}}, "did you mean 'linear'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: got None; wanted a positive"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 3}}, "beta_fast: got 3"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention: got"),
         ({"logit_scale": 0.5}, r"logit_scale: got 0\.5; wanted an entry that is known.*ignore=\['log"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config: got"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: got.*dequantize=True, then save_pre"),
         ({"auto_map": {"AutoModel": "code.py"}}, "auto_map: got"),
     ],
 )  # fmt: skip

@@ -61,18 +61,69 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Transformers' name of the family and its settings, by a name for the test."""
 
+DEEPSEEK: dict[str, Any] = {
+    **LLAMA,
+    "num_key_value_heads": HEADS,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "num_nextn_predict_layers": 0,
+    **TOKENS,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
+QWEN3_MOE = {**LLAMA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+             "head_dim": 12, "norm_topk_prob": True}  # fmt: skip
+GPT_OSS = {**LLAMA, "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 12,
+           "sliding_window": 4, **TOKENS}  # fmt: skip
+
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {**LLAMA, "num_local_experts": 6, **TOKENS}),
+    "mixtral-window": ("Mixtral", {**LLAMA, "num_local_experts": 4, "sliding_window": 5}),
+    "qwen3-moe": ("Qwen3Moe", QWEN3_MOE),
+    "qwen3-moe-dense": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "mlp_only_layers": [0], "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "deepseek-v3": ("DeepseekV3", DEEPSEEK),
+    "deepseek-v3-yarn": (
+        "DeepseekV3",
+        {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": YARN, "rope_interleave": False},
+    ),
+    "gpt-oss": ("GptOss", GPT_OSS),
+}
+"""The same of models with layers of experts."""
+
 
 def make(name: str, **changes: Any) -> torch.nn.Module:
     """A random model in float32, in which no parameter is special: no norm is 1, no bias 0."""
-    family, settings = CASES[name]
+    family, settings = {**CASES, **MIXTURES}[name]
     config = getattr(transformers, f"{family}Config")(**{**settings, **changes})
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(0)
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, family + head)(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     return model
 
 
@@ -95,6 +146,7 @@ def read_back(path: Path, dtype: torch.dtype | str = "auto") -> torch.nn.Module:
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="eager", output_loading_info=True
     )
+    model.config._experts_implementation = "eager"
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
         info
     )
