@@ -75,9 +75,9 @@ class Traffic:
         count: how many run.
         payload_bytes: the bytes of the operands (of an all_gather: of the results), per rank.
         sent_bytes: the bytes that each rank sends, by ring algorithms over n ranks: 2(n-1)/n of the
-            payload for reductions, (n-1)/n for all_gather, psum_scatter and all_to_all (a ragged
-            one sends at most that: its payload is all rows of the operand), all of it for
-            ppermute.
+            payload for reductions, (n-1)/n for all_gather, psum_scatter and all_to_all (of a ragged
+            one the payload is the smaller of operand and result, which ranks do not exceed on
+            average), all of it for ppermute.
     """
 
     axis: str

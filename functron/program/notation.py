@@ -159,6 +159,12 @@ def axis_of(equation: Equation) -> str | None:
 
 
 def payload_bytes(equation: Equation) -> int:
-    """The bytes of a collective's operand, or of an all_gather's result, on one rank."""
+    """The bytes of a collective's operand, or of an all_gather's result, on one rank.
+
+    Of a ragged exchange, the smaller of operand and result: what ranks send on average is what they
+    receive, and each has room for more than that on the side where it cannot know.
+    """
+    if equation.name == "ragged_all_to_all":
+        return min(equation.operands[0].nbytes, equation.results[0].nbytes)
     gathers = equation.name == "all_gather"
     return (equation.results if gathers else equation.operands)[0].nbytes

@@ -177,8 +177,7 @@ def test_traced_and_compiled(randn, where, kind, routing):
     rows = min(TOKENS * k, EXPERTS * (per_expert or TOKENS))
     if ranks == 2:
         forward = next(row for row in traffic if row.phase == "forward")
-        room = min(TOKENS * k, EXPERTS // 2 * (per_expert or TOKENS)) * ranks
-        assert forward.payload_bytes == 8 * (rows * EMBED + room * OUT)
+        assert forward.payload_bytes == 8 * rows * (EMBED + OUT)
 
 
 def test_refuses_experts_that_do_not_divide(randn):
