@@ -76,7 +76,7 @@ def lora_defs(defs: tree.Tree, lora: LoRA) -> tree.Tree:
     """`defs` with an `Adapter` of ParamDefs in each linear layer that `lora` targets.
 
     Linear layers are those of `nn.linear_defs`, ``{"w", "b"?}``, between the residual stream and
-    something else, stacked or not. `a` begins as N(0, 1 / in), so that x a varies about as x does,
+    something else, stacked or not; of layers of experts, those of the shared expert alone. `a` begins as N(0, 1 / in), so that x a varies about as x does,
     `b` as zero, so that the model begins as it was. All else is the same, and begins as the same.
 
     Raises:
@@ -107,7 +107,9 @@ def _linear_layers(defs: tree.Tree, path: str = "") -> Iterator[tuple[str, Param
     if isinstance(w, ParamDef) and _num_inputs(w) is not None:
         yield path, w
     for name, entry in defs.items():
-        yield from _linear_layers(entry, _under(path, name))
+        # routers and experts multiply their matrices themselves, and would not see an adapter
+        if not ("router" in defs and name != "shared"):
+            yield from _linear_layers(entry, _under(path, name))
 
 
 def _under(path: str, name: str) -> str:

@@ -335,6 +335,18 @@ def test_only_targets_are_adapted():
     assert found == {"blocks/attention/q", "blocks/mlp/up"}
 
 
+def test_of_experts_only_the_shared_one_is_adapted():
+    model = gpt.PRESETS["deepseek-v3-tiny"]
+    targets = ("blocks/attention/*", "blocks/moe/*", "mtp/proj")
+    defs = lora.lora_defs(gpt.defs(model), lora.LoRA(4, targets=targets))
+    adapted = {path.split("/lora/")[0] for path in tree.paths(defs) if "/lora/" in path}
+    shared = {f"blocks/moe/shared/{name}" for name in ("up", "gate", "down")}
+    attention = {f"blocks/attention/{name}" for name in ("q_down", "kv_down", "out")}
+    assert adapted == shared | attention | {"mtp/proj"}
+    for target in ("blocks/moe/experts/*", "blocks/moe/router"):
+        assert lora.LoRA(4, targets=(target,)).problems(gpt.defs(model))
+
+
 def test_a_checkpoint_of_adapters_without_their_rank_is_refused(finished):
     config, _, folder = finished
     (folder / "config.toml").write_text(dump(replace(config, lora_rank=0)))
