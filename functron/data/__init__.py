@@ -1,10 +1,28 @@
 """Data: batches of tokens as a pure function of the step."""
 
 from functron.data.chat import Chat
+from functron.data.context_plan import Costs, Placement, Plan, arrange
+from functron.data.context_schedule import schedule
 from functron.data.order import Samples
+from functron.data.packing import balance, pack
 from functron.data.permutation import permute
 from functron.data.text import ByteText, check_tokens
 from functron.data.token_text import TokenText
 from functron.data.tokenizer import Tokenizer
 
-__all__ = ["ByteText", "Chat", "Samples", "TokenText", "Tokenizer", "check_tokens", "permute"]
+__all__ = [
+    "ByteText",
+    "Chat",
+    "Costs",
+    "Placement",
+    "Plan",
+    "Samples",
+    "TokenText",
+    "Tokenizer",
+    "arrange",
+    "balance",
+    "check_tokens",
+    "pack",
+    "permute",
+    "schedule",
+]

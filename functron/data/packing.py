@@ -1,0 +1,254 @@
+"""Packed samples: several documents in one, and the order in which ranks share them evenly.
+
+A packed batch has, besides tokens and targets, the `positions` of tokens in their documents and the
+numbers of these, `segments`; attention sees a token's own document only. Everything here is
+arithmetic on the host, and the same on every host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from functron.data.chat import IGNORED, Overlong
+from functron.data.token_text import MAX_LISTED
+from functron.errors import Problem, raise_problems
+from functron.typing import Tensor
+
+LEAVES = ("tokens", "targets", "positions", "segments")
+"""What a packed batch says about each token, in the order of the rows of `entries`."""
+
+_TOKENS, _TARGETS, _POSITIONS, _SEGMENTS = range(len(LEAVES))
+
+
+def pack(
+    documents: Sequence[np.ndarray],
+    seq: int,
+    *,
+    multiple: int = 1,
+    decreasing: bool = True,
+    overlong: Overlong = "refuse",
+    pad: int = 0,
+) -> dict[str, Tensor]:
+    """Documents of many lengths, as samples of `seq` tokens with as many of them as fit in.
+
+    Each goes into the first sample with room for it. Taken longest first, this needs at most
+    11/9 of the fewest samples possible, and 6/9 of one (Dosa 2007); shuffle the samples then, as
+    the first have the longest documents. The same documents give the same samples.
+
+    Args:
+        documents: token ids, integers ``[n]`` each.
+        seq: tokens of a sample.
+        multiple: every document is padded to a multiple of this: ``2 * cp`` for `balance`, which
+            then leaves the length of samples as it is.
+        decreasing: take them longest first, rather than in the order they come in.
+        overlong: what becomes of documents of more than `seq` tokens: ``refuse`` them all, ``cut``
+            off their ends, or ``drop`` them.
+        pad: the token id of padding.
+
+    Returns:
+        int64 ``[samples, seq]`` each: ``tokens``; ``targets``, the next token of the document,
+        `IGNORED` at its last and in padding; ``positions`` in the document, from 0; ``segments``,
+        the document's index in `documents`. Padding continues the document before it, whose
+        tokens do not see what comes after them. And ``rows`` int64 ``[samples]``, from 0.
+
+    Raises:
+        ValueError: documents are empty, no rows of integers, or too long; there are none; or an
+            argument is out of range. The first 20 at fault are listed.
+    """
+    _check_arguments(seq, multiple, overlong)
+    check_documents(documents)
+    if overlong == "refuse":
+        fix = f'raise seq to {max(map(len, documents))} or more, or overlong="cut" or "drop"'
+        refuse_listed("documents are longer than samples", [
+            Problem(f"documents[{i}]", f"{len(x)} tokens", f"at most seq={seq}", fix)
+            for i, x in enumerate(documents) if len(x) > seq
+        ])  # fmt: skip
+    kept = [i for i, x in enumerate(documents) if overlong != "drop" or len(x) <= seq]
+    if not kept:
+        got = f"{len(documents)} documents of more than {seq} tokens each"
+        raise_problems("nothing to pack", [Problem("documents", got, "one that fits", "raise seq")])
+    lengths = {i: min(len(documents[i]), seq) for i in kept}
+    if decreasing:
+        kept.sort(key=lambda i: -lengths[i])  # stable: equal ones stay in order
+    rooms = {i: rounded_up(lengths[i], multiple) for i in kept}
+    samples = []
+    for indices in _first_fit(kept, rooms, seq):
+        rest = seq - sum(rooms[i] for i in indices)
+        rooms[indices[-1]] += rest
+        pieces = [entries(documents[i][: lengths[i]], i, rooms[i], pad) for i in indices]
+        samples.append(np.concatenate(pieces, 1))
+    return as_batch(samples)
+
+
+def balance(
+    batch: Mapping[str, Tensor], cp: int, *, seq: int | None = None, pad: int = 0
+) -> dict[str, Tensor]:
+    """A packed batch in the order in which `cp` ranks have equal parts of every document.
+
+    Every document is padded to 2 cp chunks of equal length, and rank r of cp has the chunks r and
+    2 cp - 1 - r of each: first the early ones of all documents, then the late ones. So attention
+    costs all ranks the same, whatever the lengths (the per-document zig-zag of Transformer Engine
+    and Megatron-LM). Train with ``Context(order="balanced")``. On two ranks, of a document of 8
+    tokens and one of 3:
+
+    | rank 0: early, late       | rank 1: early, late         |
+    |---------------------------|-----------------------------|
+    | a0 a1 b0, a6 a7 (padding) | a2 a3 b1, a4 a5 b2          |
+
+    Args:
+        batch: what `pack` returns, or any batch of its kind: the tokens of a document lie side by
+            side, in order.
+        cp: ranks of that mesh axis.
+        seq: tokens of a sample of the result, a multiple of 2 cp; None: as many as the largest
+            needs. Samples that need fewer get more padding in their last document.
+        pad: the token id of padding.
+
+    Returns:
+        The batch with ``seq`` tokens in a sample: without `seq`, at most ``T + (2 cp - 1) D``
+        where samples of T tokens have at most D documents; T where `pack` was given
+        ``multiple=2 * cp`` and T is such a multiple. A static `seq` keeps the shapes of all steps
+        the same.
+
+    Raises:
+        ValueError: the batch is not packed, its documents are torn apart or out of order, or `seq`
+            is too small or no multiple.
+    """
+    found = _rows_of_documents(batch, cp)
+    chunks = 2 * cp
+    needed = max(sum(rounded_up(x.shape[1], chunks) for x in row) for row in found)
+    length = needed if seq is None else seq
+    if length < needed or length % chunks:
+        wanted = f"a multiple of 2 cp = {chunks}, at least {needed}"
+        fix = f"use seq={max(needed, rounded_up(length, chunks))}"
+        raise_problems("cannot balance", [Problem("seq", str(length), wanted, fix)])
+    samples = []
+    for row in found:
+        rooms = [rounded_up(x.shape[1], chunks) for x in row]
+        rooms[-1] += length - sum(rooms)
+        shares = [zigzag(_longer(x, n, pad), cp) for x, n in zip(row, rooms, strict=True)]
+        early = [[both[rank][0] for both in shares] for rank in range(cp)]
+        late = [[both[rank][1] for both in shares] for rank in range(cp)]
+        samples.append(np.concatenate([x for r in range(cp) for x in early[r] + late[r]], 1))
+    return as_batch(samples, batch.get("rows"))
+
+
+def entries(tokens: np.ndarray, number: int, room: int, pad: int) -> np.ndarray:
+    """int64 ``[4, room]``: the `LEAVES` of a document, and of the padding that continues it."""
+    out = np.empty((len(LEAVES), room), np.int64)
+    size = len(tokens)
+    out[_TOKENS, :size], out[_TOKENS, size:] = tokens, pad
+    out[_TARGETS] = IGNORED
+    out[_TARGETS, : max(size - 1, 0)] = tokens[1:]
+    out[_POSITIONS] = np.arange(room)
+    out[_SEGMENTS] = number
+    return out
+
+
+def zigzag(document: np.ndarray, size: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The early and the late chunk of each of `size` ranks; 2 size divides the document."""
+    chunks = np.split(document, 2 * size, 1)
+    return [(chunks[rank], chunks[-1 - rank]) for rank in range(size)]
+
+
+def as_batch(samples: Sequence[np.ndarray], rows: Tensor | None = None) -> dict[str, Tensor]:
+    """A batch of samples ``[4, seq]`` as `entries` makes them; `rows` count from 0 if None."""
+    stacked = np.stack(samples, 1)
+    out = {name: torch.from_numpy(x.copy()) for name, x in zip(LEAVES, stacked, strict=True)}
+    return {**out, "rows": torch.arange(len(samples)) if rows is None else rows}
+
+
+def rounded_up(size: int, multiple: int) -> int:
+    """The least multiple that is no less than `size`."""
+    return -(-size // multiple) * multiple
+
+
+def check_documents(documents: Sequence[np.ndarray]) -> None:
+    """Raise ValueError unless each is a row of integers, and not an empty one."""
+    problems = []
+    for i, x in enumerate(documents):
+        if not isinstance(x, np.ndarray) or x.ndim != 1 or x.dtype.kind not in "iu":
+            got = f"{x.dtype} {list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+            problems.append(Problem(f"documents[{i}]", got, "a numpy array [n] of integers"))
+        elif not len(x):
+            fix = "leave it out: it has nothing to learn from"
+            problems.append(Problem(f"documents[{i}]", "no tokens", "at least 1", fix))
+    if not len(documents):
+        problems.append(Problem("documents", "none", "at least 1"))
+    refuse_listed("these are no documents", problems)
+
+
+def refuse_listed(title: str, problems: list[Problem]) -> None:
+    """Raise a ValueError that lists the first `MAX_LISTED` problems, if there are any."""
+    more = f": the first {MAX_LISTED} of {len(problems)}" if len(problems) > MAX_LISTED else ""
+    raise_problems(title + more, problems[:MAX_LISTED])
+
+
+def _check_arguments(seq: int, multiple: int, overlong: str) -> None:
+    problems = []
+    if multiple < 1:
+        problems.append(Problem("multiple", str(multiple), "at least 1"))
+    elif seq < 1 or seq % multiple:
+        fix = f"use seq={rounded_up(max(seq, 1), multiple)}"
+        problems.append(Problem("seq", str(seq), f"a positive multiple of {multiple}", fix))
+    if overlong not in ("refuse", "cut", "drop"):
+        problems.append(Problem("overlong", repr(overlong), "refuse, cut or drop"))
+    raise_problems("cannot pack", problems)
+
+
+def _first_fit(order: Sequence[int], rooms: Mapping[int, int], seq: int) -> Iterator[list[int]]:
+    """Which documents go into each sample: each into the first that has room for it.
+
+    A tree whose nodes know the largest gap below them finds that sample in log steps.
+    """
+    leaves = 1 << (len(order) - 1).bit_length()
+    gaps, samples = [seq] * (2 * leaves), [[] for _ in range(leaves)]
+    for i in order:
+        node = 1
+        while node < leaves:
+            node = 2 * node + (gaps[2 * node] < rooms[i])
+        samples[node - leaves].append(i)
+        gaps[node] -= rooms[i]
+        while node > 1:
+            node //= 2
+            gaps[node] = max(gaps[2 * node], gaps[2 * node + 1])
+    return (indices for indices in samples if indices)
+
+
+def _longer(document: np.ndarray, room: int, pad: int) -> np.ndarray:
+    """A document ``[4, n]`` with padding that continues it."""
+    rest = np.empty((len(LEAVES), room - document.shape[1]), np.int64)
+    rest[_TOKENS], rest[_TARGETS] = pad, IGNORED
+    rest[_POSITIONS] = document[_POSITIONS, -1] + 1 + np.arange(rest.shape[1])
+    rest[_SEGMENTS] = document[_SEGMENTS, -1]
+    return np.concatenate([document, rest], 1)
+
+
+def _rows_of_documents(batch: Mapping[str, Tensor], cp: int) -> list[list[np.ndarray]]:
+    """Of every sample its documents, ``[4, n]`` each."""
+    problems = [
+        Problem(f"batch[{name!r}]", "nothing", "int64 [samples, seq]", "make it with pack")
+        for name in LEAVES if name not in batch
+    ]  # fmt: skip
+    if cp < 1:
+        problems.append(Problem("cp", str(cp), "at least 1"))
+    shapes = {tuple(batch[name].shape) for name in LEAVES if name in batch}
+    if len(shapes) > 1 or any(len(s) != 2 or not math.prod(s) for s in shapes):
+        problems.append(Problem("batch", f"shapes {sorted(shapes)}", "one [samples, seq]"))
+    raise_problems("cannot balance", problems)
+    stacked = np.stack([batch[name].numpy() for name in LEAVES], 1).astype(np.int64)
+    found = []
+    for number, row in enumerate(stacked):
+        starts = np.flatnonzero(np.diff(row[_SEGMENTS])) + 1
+        documents = np.split(row, starts, 1)
+        torn = len({int(x[_SEGMENTS, 0]) for x in documents}) < len(documents)
+        if torn or any((np.diff(x[_POSITIONS]) != 1).any() for x in documents):
+            got = "a document in several places" if torn else "positions that do not count by 1"
+            fix = "balance what pack returns, and only once"
+            problems.append(Problem(f"sample {number}", got, "documents side by side", fix))
+        found.append(documents)
+    refuse_listed("cannot balance", problems)
+    return found
