@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from functron import Mesh, gpt, random, tree
+from functron import Mesh, cli, gpt, random, tree
 from functron.config import TrainConfig
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
@@ -94,6 +94,22 @@ def test_the_balance_moves_against_the_load(dense):
     assert torch.allclose(steps, steps.round(), atol=1e-3)  # the rate is float32
     assert steps.abs().max() <= STEPS
     assert (balance != 0).any()
+
+
+def test_a_run_goes_on_where_experts_lie_on_other_ranks(tmp_path, capsys):
+    def losses(name: str, *meshes: tuple[int, str]) -> list[float]:
+        out = tmp_path / name
+        for steps, mesh in meshes:
+            given = ["train", "--model", "deepseek-v3-tiny", "--seq", "32", "--global-batch", "8"]
+            given += ["--microbatches", "2", "--learning-rate.name", "constant", "--resume"]
+            given += ["--steps", str(steps), "--out", str(out), "--mesh", mesh]
+            assert cli.main(given) == 0, capsys.readouterr().err
+        rows = (out / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(row)["loss"] for row in rows]
+
+    want = losses("one", (3, ""))
+    got = losses("many", (1, "ep=2,tp=2"), (2, "pp=2,cp=2"), (3, "fsdp=2,ep=2"))
+    assert got == pytest.approx(want, rel=2e-6)
 
 
 @pytest.mark.distributed

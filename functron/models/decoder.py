@@ -116,7 +116,8 @@ def stream(
 ) -> tuple[Tensor, Routed | None]:
     """The residual stream after the layers of `part`, and what routers have said so far."""
     split = lax.axis_size(tuple(a for a in sequence_axes(how.stream) if a not in CONTEXT_AXES))
-    check_length(sequence.tokens.shape[1], config.max_seq, split)
+    longest = config.max_seq if sequence.segments is None else None
+    check_length(sequence.tokens.shape[1], longest, split)
     x, routed = passed if isinstance(passed, tuple) else (passed, None)
     keys = None if how.key is None else random.split(how.key, config.num_layers + 1)
     if part.embed:

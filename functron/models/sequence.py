@@ -130,16 +130,16 @@ def arranged(batch: Batch, context: Context) -> Sequence:
     )
 
 
-def check_length(seq: int, max_seq: int, split: int) -> None:
+def check_length(seq: int, max_seq: int | None, split: int) -> None:
     """Raise ValueError unless samples of which ranks hold `seq` tokens each are short enough.
 
     Args:
         seq: the tokens of a rank.
-        max_seq: the most of a whole sample.
+        max_seq: the most of a whole sample; None: of any number, as each is several documents.
         split: how many ranks of tp split these again.
     """
     whole = seq * lax.axis_size(CONTEXT_AXES)
-    if whole > max_seq:
+    if max_seq is not None and whole > max_seq:
         raise ValueError(
             f"forward: got {whole} tokens per sample; wanted at most max_seq={max_seq}; "
             "shorten the samples or raise max_seq"

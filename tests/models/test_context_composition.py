@@ -158,3 +158,14 @@ def test_sequences_that_do_not_divide_are_refused():
     weights, data, key, *_ = dense(config, False)
     with pytest.raises(ValueError, match="16"):  # 24 tokens in 2 x 8 parts
         sharded(config, mesh, gpt.STREAM, ZIGZAG)(weights, data, key)
+
+
+def test_packed_samples_may_be_longer_than_any_document():
+    config = replace(MODELS["llama"], max_seq=12)
+    data = packed(batch())
+    weights = ft.init_params(random.key(0), gpt.defs(config))
+    with pytest.raises(ValueError, match="wanted at most max_seq=12"):
+        gpt.loss(config, weights, batch())
+    rows = [4, 7]  # of two documents of 12 tokens, and twelve of 2
+    data = {name: value[rows] for name, value in data.items()}
+    assert gpt.loss(config, weights, data).isfinite()
