@@ -48,8 +48,8 @@ def canonical(moe: MoEConfig) -> MoEConfig:
         changes["capacity_factor"] = moe.capacity_factor  # how many tokens experts choose
     if moe.num_groups == 1:
         changes |= {"top_groups": 1, "group_score": plain.group_score}
-    if moe.score == "softmax" and moe.renormalise:
-        changes |= {"normalise": "after", "renormalise": False}  # the same, computed another way
+    if moe.normalise == "after":  # the same, computed another way
+        changes |= {"normalise": "before", "renormalise": True}
     return dataclasses.replace(moe, **changes)
 
 

@@ -53,7 +53,13 @@ def rope(theta: float = 10000.0, default: Mapping[str, Any] | None = None) -> As
     def read(table: Table, values: Mapping, problems: list[Problem]) -> dict:
         return _read(table, values, problems, theta, default or {})
 
-    return Aspect(theirs, ("rope_theta", "rope_scaling"), read, _write)
+    def write(config: GPTConfig, problems: list[Problem]) -> dict:
+        entries = _write(config, problems)
+        if default and config.rope_scaling is None:  # null would mean that
+            entries["rope_scaling"] = {"rope_type": "default", "type": "default"}
+        return entries
+
+    return Aspect(theirs, ("rope_theta", "rope_scaling"), read, write)
 
 
 def _read(
@@ -117,7 +123,8 @@ def _scaling(
     values: dict[str, Any] = {_NUMBERS[key]: settings[key] for key in (*needed, *given)}
     kinds = {"original_max_seq": int, "truncate": bool}
     values = {key: kinds.get(key, float)(value) for key, value in values.items()}
-    return {"rope_scaling": nn.RopeScaling(**values | {"kind": kind})}
+    values["kind"] = kind
+    return {"rope_scaling": nn.RopeScaling(**values)}
 
 
 def _write(config: GPTConfig, _: list[Problem]) -> dict:

@@ -12,8 +12,14 @@ from tests.hub import tiny
 pytestmark = pytest.mark.distributed
 
 
-LAYERS = {"qwen2": {"num_hidden_layers": 4}, "gpt2": {"n_layer": 4}}
-LAYOUTS = ("tp", "dp", "fsdp", "pp")
+LAYERS = {
+    "qwen2": {"num_hidden_layers": 4},
+    "gpt2": {"n_layer": 4},
+    "mixtral": {"num_hidden_layers": 4},
+    "gpt-oss": {"num_hidden_layers": 4},
+    "deepseek-v3": {"num_hidden_layers": 4, "first_k_dense_replace": 2},
+}
+LAYOUTS = ("tp", "dp", "fsdp", "pp", "ep")
 
 
 def test_processes(torchrun, tmp_path):
@@ -23,7 +29,7 @@ def test_processes(torchrun, tmp_path):
     folders = [tmp_path / name for name in models]
     done = torchrun(Path(__file__).with_name("gloo_hub.py"), 2, *folders)
     lines = [f"{check}: ok" for check in (*LAYOUTS, "failures", "numbers")]
-    assert done.stdout.splitlines() == lines * 2
+    assert done.stdout.splitlines() == lines * len(models)
     for name, model in models.items():
         check_exports(tmp_path / name, model.state_dict())
 

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 import functron as ft
 from functron import gpt, hub, tree
 from functron.hub.families import FAMILIES
+from functron.hub.family import layouts_of
 from functron.hub.rules import Rule, layouts, tensors
+from functron.nn.moe import MoEConfig
 
 SMALL = gpt.GPTConfig(
     vocab_size=13, num_layers=3, embed_dim=12, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=10,
@@ -34,6 +36,19 @@ CONFIGS = {
         SMALL, num_kv_heads=0, head_dim=0, norm="layer", activation="gelu_tanh", gated=False,
         bias=True, positions="learned",
     ),
+    "mixtral": replace(SMALL, tied=False, moe=MoEConfig(3, 2, 10, renormalise=True)),
+    "qwen3_moe-dense": replace(
+        SMALL, qk_norm=True, dense_layers=1, moe=MoEConfig(4, 2, 5, renormalise=True)
+    ),
+    "deepseek_v3": replace(
+        SMALL, num_kv_heads=0, norm_eps=1e-6, kv_rank=9, q_rank=8, rope_head_dim=4, v_head_dim=5,
+        dense_layers=2, mtp_depth=2, tied=False,
+        moe=MoEConfig(4, 2, 5, score="sigmoid", renormalise=True, balance_bias=True, shared_dim=10),
+    ),
+    "gpt_oss": replace(
+        SMALL, bias=True, sinks=True, activation="clamped_swiglu", tied=False,
+        moe=MoEConfig(3, 2, 5, normalise="after", router_bias=True, expert_bias=True),
+    ),
 }  # fmt: skip
 
 
@@ -43,7 +58,7 @@ def numbered(config) -> dict:
     start, leaves = 1, []
     for d in tree.leaves(gpt.defs(config)):
         stop = start + math.prod(d.shape)
-        leaves.append(torch.arange(start, stop, dtype=torch.float64).reshape(d.shape))
+        leaves.append(torch.arange(start, stop, dtype=d.dtype).reshape(d.shape))
         start = stop
     return tree.unflatten(tree.structure(gpt.defs(config)), leaves)
 
@@ -88,17 +103,22 @@ def test_import_undoes_export(case):
 
 
 def test_names_are_matched_by_their_rules_alone(case):
-    """Each name of a tensor matches the pattern of one rule, whose fields are its numbers."""
+    """Each name of a tensor matches the pattern of one rule, whose fields are its numbers.
+
+    Layers of two stacks have the same names where they have the same parts: the numbers tell.
+    """
     name, config, _ = case
     rules = FAMILIES[name].rules
-    found = list(tensors(layouts(rules, gpt.defs(config), config.vocab_size)))
+    found = list(tensors(layouts_of(FAMILIES[name], config)))
     names = [layout.name(index) for layout, index in found]
     assert len(names) == len(set(names))
     for (layout, index), tensor in zip(found, names, strict=True):
         matches = {rule.name: rule.pattern().match(tensor) for rule in rules}
         hits = {rule: match for rule, match in matches.items() if match}
         assert list(hits) == [layout.rule.name]
-        assert tuple(map(int, hits[layout.rule.name].groups())) == index
+        first, *rest = [*index, None]
+        numbers = () if first is None else (first + layout.first, *rest[:-1])
+        assert tuple(map(int, hits[layout.rule.name].groups())) == numbers
 
 
 def test_layouts_by_hand():
@@ -133,6 +153,54 @@ def test_layouts_by_hand():
     assert bias[24 + 3 * 3 + 2] == attention["v"]["b"][1, 3, 2]
     up = params["blocks"]["mlp"]["up"]["w"]
     assert named["transformer.h.1.mlp.c_fc.weight"][7, 9] == up[1, 7, 9]
+
+
+def test_layouts_of_experts_by_hand():
+    """Where entries of tensors with experts stand, written out."""
+    config = replace(CONFIGS["mixtral"], dtype="float64")
+    params = numbered(config)
+    moe = params["blocks"]["moe"]
+    named = hub.to_tensors(config, params, "mixtral")
+    layer = "model.layers.2.block_sparse_moe."
+    assert named[layer + "gate.weight"][2, 7] == moe["router"]["w"][2, 7, 2]
+    w1, w2, w3 = (named[f"{layer}experts.1.w{i}.weight"] for i in (1, 2, 3))
+    assert (w1.shape, w2.shape, w3.shape) == ((10, 12), (12, 10), (10, 12))
+    assert w1[9, 7] == moe["experts"]["gate"]["w"][2, 1, 7, 9]
+    assert w2[7, 9] == moe["experts"]["down"]["w"][2, 1, 9, 7]
+    assert w3[9, 7] == moe["experts"]["up"]["w"][2, 1, 7, 9]
+
+    config = replace(CONFIGS["gpt_oss"], dtype="float64")
+    params = numbered(config)
+    moe = params["blocks"]["moe"]["experts"]
+    named = hub.to_tensors(config, params, "gpt_oss")
+    fused = named["model.layers.1.mlp.experts.gate_up_proj"]
+    assert fused.shape == (3, 12, 10)
+    assert fused[2, 7, 2 * 4] == moe["gate"]["w"][1, 2, 7, 4]
+    assert fused[2, 7, 2 * 4 + 1] == moe["up"]["w"][1, 2, 7, 4]
+    bias = named["model.layers.1.mlp.experts.gate_up_proj_bias"]
+    assert bias[2, 2 * 3] == moe["gate"]["b"][1, 2, 3]
+    assert bias[2, 2 * 3 + 1] == moe["up"]["b"][1, 2, 3]
+    assert torch.equal(named["model.layers.1.mlp.experts.down_proj"], moe["down"]["w"][1])
+
+    config = replace(CONFIGS["deepseek_v3"], dtype="float64")
+    params = numbered(config)
+    named = hub.to_tensors(config, params, "deepseek_v3")
+    dense, sparse, ahead = params["dense"], params["blocks"], params["mtp"]["block"]
+    up = "mlp.up_proj.weight"
+    assert named[f"model.layers.1.{up}"][9, 7] == dense["mlp"]["up"]["w"][1, 7, 9]
+    assert f"model.layers.2.{up}" not in named
+    for layer, block in ((2, (sparse, 0)), (3, (ahead, 0)), (4, (ahead, 1))):
+        stack, row = block
+        experts = stack["moe"]["experts"]
+        name = f"model.layers.{layer}."
+        got = named[f"{name}mlp.experts.3.up_proj.weight"]
+        assert got[4, 7] == experts["up"]["w"][row, 3, 7, 4]
+        latent = named[f"{name}self_attn.kv_b_proj.weight"]
+        assert latent.shape == (4 * (6 + 5), 9)
+        assert latent[2 * 11 + 10, 8] == stack["attention"]["kv_up"]["w"][row, 8, 2, 10]
+        bias = named[f"{name}mlp.gate.e_score_correction_bias"]
+        assert bias[3] == stack["moe"]["router"]["balance"][row, 3]
+    assert named["model.layers.4.eh_proj.weight"][7, 20] == params["mtp"]["proj"]["w"][1, 20, 7]
 
 
 def test_stacks_of_two_fields():
@@ -172,7 +240,7 @@ PATTERNS = [
 def test_any_box_of_a_leaf_is_read_from_the_slices_named(data):
     dims, sizes = data.draw(st.sampled_from(PATTERNS))
     fused = data.draw(st.integers(0, len(Rule("", dims, ()).theirs) - 1))
-    rule = Rule("x", dims, ("one", "two"), fused)
+    rule = Rule("x", dims, ("one", "two"), fused, data.draw(st.booleans()))
     shape = tuple(sizes[name] for name in rule.ours)
     one, two = torch.arange(2.0 * math.prod(shape)).reshape(2, *shape)
     if "vocab" in sizes:

@@ -11,6 +11,7 @@ import functron as ft
 from functron import BoundMesh, Mesh, P, Rules, checkpoint, gpt, hub, tree
 from functron.hub import files, reader
 from functron.hub.families import FAMILIES
+from functron.nn.moe import MoEConfig
 from functron.params import abstract_params
 from functron.pipeline.layout import layout_of
 from functron.pipeline.partition import Partition
@@ -24,14 +25,45 @@ GPT2 = replace(
     LLAMA, num_kv_heads=0, head_dim=0, norm="layer", activation="gelu_tanh", gated=False,
     bias=True, qkv_bias=False, positions="learned", tied=True,
 )  # fmt: skip
-CONFIGS = {"qwen2": LLAMA, "gpt2": GPT2}
+MIXTRAL = replace(LLAMA, qkv_bias=False, moe=MoEConfig(4, 2, 12, renormalise=True))
+GPT_OSS = replace(
+    LLAMA,
+    qkv_bias=False,
+    bias=True,
+    sinks=True,
+    activation="clamped_swiglu",
+    moe=MoEConfig(4, 2, 12, normalise="after", router_bias=True, expert_bias=True),
+)
+DEEPSEEK = replace(
+    LLAMA,
+    qkv_bias=False,
+    num_kv_heads=0,
+    norm_eps=1e-6,
+    kv_rank=12,
+    q_rank=8,
+    rope_head_dim=4,
+    v_head_dim=5,
+    dense_layers=2,
+    mtp_depth=2,
+    moe=MoEConfig(4, 2, 12, score="sigmoid", renormalise=True, balance_bias=True, shared_dim=24),
+)
+CONFIGS = {
+    "qwen2": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "gpt_oss": GPT_OSS, "deepseek_v3": DEEPSEEK,
+}  # fmt: skip
 
-MEGATRON = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp"}
+MEGATRON = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp"}
+STACKS = {"dense", "blocks", "mtp"}
 LAYOUTS = {
     "tp": (Mesh(tp=4), MEGATRON),
     "dp,tp": (Mesh(dp=2, tp=2), MEGATRON),
     "fsdp": (Mesh(fsdp=4), {"embed": "fsdp"}),
     "fsdp,tp": (Mesh(fsdp=2, tp=2), {**MEGATRON, "embed": "fsdp"}),
+    "ep": (Mesh(ep=4), {"expert": "ep"}),
+    "dp,ep,tp": (Mesh(dp=2, ep=2, tp=2), {**MEGATRON, "expert": "ep"}),
+    "experts over all": (
+        Mesh(ep=2, tp=2),
+        {**MEGATRON, "expert": ("ep", "tp"), "expert_mlp": None},
+    ),
     "pp,tp": (Mesh(pp=2, tp=2), {**MEGATRON, "layers": "pp"}),
     "one dim by two axes": (Mesh(fsdp=2, tp=2), {"vocab": ("tp", "fsdp"), "mlp": ("fsdp", "tp")}),
 }
@@ -109,8 +141,9 @@ def test_a_rank_reads_what_it_keeps_piece_by_piece(stored, layout):
         read = sum(source.sizes)
         assert read == 4 * sum(int(leaf.sum()) for leaf in kept)
         padding += tree.nbytes(params) - read
-        stacked = [leaf[0].nbytes for leaf in tree.leaves(params["blocks"])]
-        flat = [leaf.nbytes for name, leaf in params.items() if name not in ("blocks", "norm")]
+        stacks = [leaf for name in STACKS & params.keys() for leaf in tree.leaves(params[name])]
+        stacked = [leaf[0].nbytes for leaf in stacks]
+        flat = [leaf.nbytes for name, leaf in params.items() if name not in {*STACKS, "norm"}]
         assert max(source.sizes) <= max(*stacked, *flat)  # one row of one leaf
     assert padding > 0
 
@@ -134,7 +167,8 @@ def test_an_export_reads_every_row_once(stored, tmp_path):
     lazy = tree.map(lambda leaf: Lazy(leaf, sizes), whole)
     hub.save(tmp_path / "out", config, lazy, model_type=family.model_type, max_shard_bytes=9_000)
     assert sum(sizes) == tree.nbytes(whole)
-    assert max(sizes) == whole["embed"].nbytes
+    stacks = [leaf for name in STACKS & whole.keys() for leaf in tree.leaves(whole[name])]
+    assert max(sizes) <= max(whole["embed"].nbytes, *(leaf[0].nbytes for leaf in stacks))
     for file in path.iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
 
@@ -170,9 +204,10 @@ def test_ranks_of_a_pipeline_load_their_layers(stored, spread):
         assert tree.paths(params) == tree.paths(partition.local_defs(defs, stage))
         for name, leaf in params.items():
             value = whole[name]
-            if name == "blocks":
-                rows = torch.tensor(partition.layers(stage))
-                assert rows.tolist() == [stage, stage + 2]
+            if partition.stack(name) is not None:
+                assert list(partition.layers(stage)) == [stage, stage + 2]
+                rows = torch.tensor(partition.rows(name, stage))
+                assert len(rows) == len(partition.stack(name)) // 2
                 value = tree.map(lambda x, rows=rows: x[rows], value)
             pairs = zip(
                 tree.leaves(leaf), tree.leaves(value), tree.leaves(specs[name]), strict=True

@@ -106,6 +106,14 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": YARN, "rope_interleave": False},
     ),
     "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss-rope": (
+        "GptOss",
+        {
+            **GPT_OSS,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "layer_types": ["sliding_attention"] * LAYERS,
+        },
+    ),
 }
 """The same of models with layers of experts."""
 
@@ -150,4 +158,11 @@ def read_back(path: Path, dtype: torch.dtype | str = "auto") -> torch.nn.Module:
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
         info
     )
+    return model.eval()
+
+
+def read_back_main(path: Path) -> torch.nn.Module:
+    """As `read_back`, of a model with tensors that transformers passes over."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    model.config._experts_implementation = "eager"
     return model.eval()

@@ -1,0 +1,346 @@
+"""Models with layers of experts as transformers stores them: there, back, and what is refused.
+
+That they compute what transformers computes is tests/models/test_hugging_face_moe.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import functron as ft
+from functron import gpt, hub, optim, tree
+from functron.hub.config import config_problems, differences, parse
+from functron.hub.families import FAMILIES
+from functron.hub.files import open_folder
+from functron.nn.moe import MoEConfig
+from tests.hub import tiny
+from tests.hub.test_refusals import named, rewrite
+
+layers = pytest.importorskip("transformers.modeling_layers")
+
+
+@pytest.fixture(params=list(tiny.MIXTURES))
+def stored(request, tmp_path):
+    """A model of transformers and the folder that it is stored in, in several files."""
+    model = tiny.make(request.param)
+    path = tiny.store(model, tmp_path / "model", files=3)
+    assert (path / "model.safetensors.index.json").is_file()
+    return model, path
+
+
+def config_of(path, **changes) -> gpt.GPTConfig:
+    return replace(hub.read_config(path), vocab_multiple=tiny.VOCAB_MULTIPLE, **changes)
+
+
+def assert_same_weights(model, other) -> None:
+    theirs, found = model.state_dict(), other.state_dict()
+    assert theirs.keys() == found.keys()
+    for name, value in theirs.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_what_is_exported_is_what_was_imported(stored, tmp_path):
+    model, path = stored
+    config = config_of(path)
+    out = tmp_path / "out"
+    hub.save(out, config, hub.load(path, config), like=path, max_shard_bytes=30_000)
+    assert len(list(out.glob("*.safetensors"))) > 2
+    assert open_folder(out).shapes() == open_folder(path).shapes()
+    back = tiny.read_back(out)
+    assert_same_weights(model, back)
+    assert torch.equal(back(tiny.tokens()).logits, model(tiny.tokens()).logits)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((out / name).read_text()) == json.loads((path / name).read_text())
+
+
+def test_an_export_without_the_original_is_the_same_model(stored, tmp_path):
+    model, path = stored
+    config = config_of(path)
+    hub.save(tmp_path / "out", config, hub.load(path, config), model_type=model.config.model_type)
+    back = tiny.read_back(tmp_path / "out")
+    assert torch.equal(back(tiny.tokens()).logits, model(tiny.tokens()).logits)
+    assert not differences(hub.read_config(tmp_path / "out"), hub.read_config(path))
+
+
+def test_names_of_files_and_of_models_in_memory_are_read(stored):
+    model, path = stored
+    config = config_of(path)
+    one = hub.load(path, config)
+    two = hub.from_tensors(model.config.model_type, config, model.state_dict())
+    assert tree.paths(one) == tree.paths(two)
+    assert all(map(torch.equal, tree.leaves(one), tree.leaves(two)))
+
+
+def test_a_step_of_training_comes_back(stored, tmp_path):
+    """One step of SGD here, exported, is one step of SGD there; but for what balances routers."""
+    model, path = stored
+    config, tokens = config_of(path), tiny.tokens()
+    weights = hub.load(path, config)
+    targets = F.pad(tokens[:, 1:], (0, 1), value=ft.nn.IGNORE_INDEX)
+    batch = {"tokens": tokens, "targets": targets, "rows": torch.arange(len(tokens))}
+    step = ft.make_step(
+        lambda params, data, key: gpt.loss(config, params, data),
+        gpt.num_targets,
+        optim.sgd(0.5),
+        ft.Mesh(),
+        ft.P(),
+    )
+    start = ft.State(
+        torch.zeros((), dtype=torch.int64), weights, optim.sgd(0.5).init(weights), ft.random.key(0)
+    )
+    state, _ = step(start, batch)
+    hub.save(tmp_path / "out", config, state.params, like=path)
+    back, before = tiny.read_back(tmp_path / "out").state_dict(), model.state_dict()
+    before = {name: value.clone() for name, value in before.items()}
+    model(tokens, labels=tokens).loss.backward()
+    torch.optim.SGD(model.parameters(), 0.5).step()
+    for name, value in model.named_parameters():
+        assert (value - before[name]).abs().max() > 1e-4, name
+        torch.testing.assert_close(back[name], value.detach(), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "gpt-oss"])
+def test_bfloat16(name, tmp_path):
+    """What balances routers is stored and read in float32 all the same, as transformers has it."""
+    model = tiny.make(name).bfloat16()
+    path = tiny.store(model, tmp_path / "model")
+    config = config_of(path)
+    assert config.dtype == "bfloat16"
+    weights = hub.load(path, config)
+    for leaf in tree.paths(weights):
+        value = dict(zip(tree.paths(weights), tree.leaves(weights), strict=True))[leaf]
+        assert value.dtype == (torch.float32 if leaf.endswith("balance") else torch.bfloat16)
+    hub.save(tmp_path / "out", config, weights, like=path)
+    found = open_folder(tmp_path / "out").shapes()
+    for tensor, (_, dtype) in found.items():
+        wide = tensor.endswith("e_score_correction_bias")
+        assert dtype == (torch.float32 if wide else torch.bfloat16)
+    assert_same_weights(model, tiny.read_back(tmp_path / "out"))
+
+
+# What is refused
+
+
+def refusal(name: str, **changes) -> str:
+    family, settings = tiny.MIXTURES[name]
+    kind = getattr(tiny.transformers, f"{family}Config").model_type
+    with pytest.raises(ValueError, match="wanted") as caught:
+        parse({"model_type": kind, **settings, **changes})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("mixtral", {"num_local_experts": "8"}, "num_local_experts: got '8'; wanted a whole number"),
+        ("mixtral", {"num_experts_per_tok": 7}, "top_k: got 7; wanted at most num_experts=6"),
+        ("qwen3-moe", {"norm_topk_prob": 1}, "norm_topk_prob: got 1; wanted true or false"),
+        ("qwen3-moe", {"decoder_sparse_step": 2}, "got 2 and []: dense layers 0, 2; wanted the first"),
+        ("qwen3-moe", {"mlp_only_layers": [1]}, "got 1 and [1]: dense layers 1; wanted the first ones"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, "got 0 and []; wanted a whole number and a list"),
+        ("qwen3-moe", {"attention_bias": True}, "attention_bias: got True; wanted False"),
+        ("deepseek-v3", {"rms_norm_eps": 1e-5}, "norm_eps: got 1e-05; wanted 1e-06: that of the norms"),
+        ("deepseek-v3", {"n_shared_experts": None}, "n_shared_experts: got None; wanted at least 1"),
+        ("deepseek-v3", {"topk_method": "greedy"}, "topk_method: got 'greedy'; wanted 'noaux_tc'"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func: got 'softmax'; wanted 'sigmoid'"),
+        ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq: got 2; wanted 1"),
+        ("deepseek-v3", {"num_key_value_heads": 2}, "num_kv_heads"),
+        ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not read"),
+        ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, "dequantize=True, then save_pretr"),
+        ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit: got 5.0; wanted 7.0"),
+        ("gpt-oss", {"swiglu_alpha": 1.0}, "swiglu_alpha: got 1.0; wanted 1.702"),
+        ("gpt-oss", {"attention_bias": False}, "attention_bias: got False; wanted True"),
+        ("gpt-oss", {"hidden_act": "gelu"}, "hidden_act: got 'gelu'; wanted 'silu'"),
+        ("gpt-oss", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+         "sliding_window: got 4 in layers 1, 2; wanted every layer, or all but every n-th"),
+    ],
+)  # fmt: skip
+def test_settings_that_are_refused(name, changes, reason):
+    assert reason in refusal(name, **changes)
+
+
+def test_dense_layers_of_qwen():
+    kind, (_, settings) = {"model_type": "qwen3_moe"}, tiny.MIXTURES["qwen3-moe"]
+    assert parse({**kind, **settings}).dense_layers == 0
+    first = parse({**kind, **settings, "mlp_only_layers": [1, 0]})
+    assert first.dense_layers == 2
+    written = hub.write_config(first, FAMILIES["qwen3_moe"])
+    assert (written["mlp_only_layers"], written["decoder_sparse_step"]) == ([0, 1], 1)
+    # of three layers only the last has experts: the first two are dense after all
+    assert parse({**kind, **settings, "decoder_sparse_step": 3}).dense_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"capacity_factor": 1.25}, "moe.capacity_factor"),
+        ({"shared_dim": 8}, "moe.shared_dim"),
+        ({"score": "sigmoid"}, "moe.score"),
+        ({"renormalise": False}, "moe.renormalise"),
+        ({"routing": "sinkhorn"}, "moe.routing"),
+        ({"latent_dim": 8}, "moe.latent_dim"),
+        ({"router_bias": True}, "moe.router_bias"),
+    ],
+)
+def test_layers_of_experts_that_a_family_does_not_have(changes, path):
+    config = gpt.GPTConfig(moe=MoEConfig(renormalise=True))
+    assert not config_problems(config, FAMILIES["mixtral"])
+    other = replace(config, moe=replace(config.moe, **changes))
+    assert path in {p.path for p in config_problems(other, FAMILIES["mixtral"])}
+
+
+def test_training_is_not_the_models():
+    """Balance losses, jitter and how tokens travel are the run's; the same weights another way."""
+    config = gpt.GPTConfig(moe=MoEConfig(renormalise=True))
+    moe = replace(config.moe, aux_loss=0.1, jitter=0.1, z_loss=1.0, dispatch="gather")
+    assert not config_problems(replace(config, moe=moe), FAMILIES["mixtral"])
+    assert not differences(replace(config, moe=moe), config)
+    after = replace(config.moe, renormalise=False, normalise="after")
+    assert not config_problems(replace(config, moe=after), FAMILIES["mixtral"])
+    assert not differences(replace(config, moe=after), config)
+    # a run may drop tokens of a model that does not, but what comes of it has no such model
+    dropping = replace(config, moe=replace(config.moe, capacity_factor=2.0))
+    assert not differences(dropping, config)
+
+
+def test_experts_that_are_missing(tmp_path):
+    path = tiny.store(tiny.make("mixtral"), tmp_path / "model")
+    tensors = named(path)
+    name = "model.layers.1.block_sparse_moe.experts.{}.w2.weight"
+    del tensors[name.format(2)]
+    tensors[name.format(6)] = torch.zeros(tiny.EMBED, tiny.MLP)
+    rewrite(path, tensors)
+    with pytest.raises(ValueError, match="not the weights") as caught:
+        hub.load(path)
+    assert f"{name.format(2)}: got no such tensor; wanted one of shape" in str(caught.value)
+    assert f"{name.format(6)}: got a tensor; wanted none of this name" in str(caught.value)
+
+
+# Predicting tokens further ahead
+
+
+@pytest.fixture
+def ahead(tmp_path):
+    """A DeepSeek-V3 with a module for tokens further ahead, and its folder."""
+    made = tiny.make("deepseek-v3")
+    config = hub.config.parse(made.config.to_dict() | {"num_nextn_predict_layers": 1})
+    config = replace(config, vocab_multiple=tiny.VOCAB_MULTIPLE)
+    params = ft.init_params(ft.random.key(0), gpt.defs(config))
+    for leaf in tree.leaves(params):
+        leaf.add_(0.1 * torch.randn(leaf.shape, generator=torch.Generator().manual_seed(1)))
+    params["embed"][tiny.VOCAB :] = 0
+    params["unembed"][:, tiny.VOCAB :] = 0
+    hub.save(tmp_path / "model", config, params)
+    return config, params, tmp_path / "model"
+
+
+def test_modules_ahead_are_the_layers_after_the_last(ahead):
+    config, params, path = ahead
+    layer = f"model.layers.{tiny.LAYERS}."
+    tensors = named(path)
+    assert torch.equal(tensors[layer + "eh_proj.weight"], params["mtp"]["proj"]["w"][0].T)
+    assert torch.equal(tensors[layer + "enorm.weight"], params["mtp"]["embed_norm"]["scale"][0])
+    assert torch.equal(tensors[layer + "hnorm.weight"], params["mtp"]["stream_norm"]["scale"][0])
+    last = params["mtp"]["norm"]["scale"][0]
+    assert torch.equal(tensors[layer + "shared_head.norm.weight"], last)
+    gate = params["mtp"]["block"]["moe"]["experts"]["gate"]["w"]
+    assert torch.equal(tensors[layer + "mlp.experts.4.gate_proj.weight"], gate[0, 4].T)
+    assert hub.read_config(path).mtp_depth == 1
+    back = hub.load(path, config)
+    assert tree.paths(back) == tree.paths(params)
+    assert all(map(torch.equal, tree.leaves(back), tree.leaves(params)))
+
+
+def test_transformers_reads_the_model_without_them(ahead):
+    config, params, path = ahead
+    model, info = tiny.transformers.AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    assert all(name.startswith("model.layers.3.") for name in info["unexpected_keys"])
+    ours = gpt.forward(config, params, tiny.tokens())[..., : tiny.VOCAB]
+    torch.testing.assert_close(model(tiny.tokens()).logits, ours, rtol=1e-4, atol=1e-4)
+
+
+def test_files_have_modules_or_not(ahead, tmp_path):
+    """config.json counts one in either case: transformers writes it so."""
+    config, _, path = ahead
+    without = replace(config, mtp_depth=0)
+    fewer = hub.load(path, without)
+    assert tree.paths(fewer) == tree.paths(gpt.defs(without))
+    hub.save(tmp_path / "out", without, fewer, like=path)
+    table = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert table["num_nextn_predict_layers"] == 0
+    rewrite(tmp_path / "out", named(tmp_path / "out"), num_nextn_predict_layers=1)
+    assert hub.read_config(tmp_path / "out").mtp_depth == 0
+    assert tree.paths(hub.load(tmp_path / "out")) == tree.paths(fewer)
+    with pytest.raises(ValueError, match=r"layers\.3\.eh_proj\.weight: got no such tensor"):
+        hub.load(tmp_path / "out", config)
+
+
+def test_copies_of_the_embedding_in_modules_are_compared(ahead):
+    """DeepSeek's files have the embedding and unembedding twice."""
+    config, params, path = ahead
+    tensors = named(path)
+    layer = f"model.layers.{tiny.LAYERS}."
+    tensors[layer + "embed_tokens.weight"] = params["embed"][: tiny.VOCAB].clone()
+    tensors[layer + "shared_head.head.weight"] = params["unembed"].T[: tiny.VOCAB].clone()
+    rewrite(path, tensors)
+    assert all(map(torch.equal, tree.leaves(hub.load(path, config)), tree.leaves(params)))
+    tensors[layer + "shared_head.head.weight"][3, 3] += 1
+    rewrite(path, tensors)
+    with pytest.raises(ValueError, match=r"shared_head\.head\.weight: got other numbers than"):
+        hub.load(path, config)
+    hub.load(path, replace(config, mtp_depth=0))
+
+
+def test_the_loss_of_modules_ahead_is_that_of_transformers(ahead):
+    config, _, path = ahead
+    model = tiny.read_back_main(path).double()
+    config = replace(config, dtype="float64")
+    weights = hub.load(path, config)
+    decoder, norm = type(model.model.layers[-1]), type(model.model.norm)
+    module = layers.MtpLayer(model.config, decoder, norm, tiny.LAYERS).double()
+    layer, tensors = f"model.layers.{tiny.LAYERS}.", {}
+    for name, value in hub.to_tensors(config, weights, "deepseek_v3").items():
+        if name.startswith(layer):
+            tensors[name.removeprefix(layer)] = value
+    outer = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    inner = {k: v for k, v in tensors.items() if not k.startswith(outer)}
+    with torch.no_grad():
+        for name in ("enorm", "hnorm", "eh_proj"):
+            getattr(module, name).weight.copy_(tensors[f"{name}.weight"])
+        module.post_norm.weight.copy_(tensors["shared_head.norm.weight"])
+        experts = [f"mlp.experts.{e}." for e in range(config.moe.num_experts)]
+        for name, leaf in module.mtp_block.state_dict().items():
+            if name == "mlp.experts.gate_up_proj":
+                pairs = [[inner[f"{e}{p}_proj.weight"] for p in ("gate", "up")] for e in experts]
+                leaf.copy_(torch.stack([torch.cat(pair) for pair in pairs]))
+            elif name == "mlp.experts.down_proj":
+                leaf.copy_(torch.stack([inner[f"{e}down_proj.weight"] for e in experts]))
+            else:
+                leaf.copy_(inner[name])
+    tokens = tiny.tokens()
+    seq = tokens.shape[1] - 1
+    stream = model.model(tokens).last_hidden_state[:, :-1]
+    places = torch.arange(seq)[None]
+    y = module(
+        model.model.embed_tokens(tokens[:, 1:]),
+        stream,
+        model.model.rotary_emb(stream, places),
+        torch.full((seq, seq), -torch.inf, dtype=torch.float64).triu(1)[None, None],
+        places,
+        None,
+    )
+    logits = model.lm_head(y)[:, :-1]
+    expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 2:].flatten(), reduction="sum")
+    targets = F.pad(tokens[:, 1:], (0, 1), value=ft.nn.IGNORE_INDEX)
+    batch = {"tokens": tokens, "targets": targets, "rows": torch.arange(len(tokens))}
+    _, details = gpt.loss_and_details(config, weights, batch)
+    torch.testing.assert_close(details["ahead"][0], expected.detach(), rtol=1e-6, atol=0)
