@@ -169,8 +169,7 @@ def arrange(
 
     Returns:
         int64 ``[plan.rows, cp * tokens_per_rank]`` ``tokens``, ``targets``, ``positions`` and
-        ``segments`` as of `functron.data.pack`, and ``rows``. A model's max_seq must be at least
-        their length, although no document is as long.
+        ``segments`` as of `functron.data.pack`, and ``rows``.
 
     Raises:
         ValueError: documents are not those of the plan, or `tokens_per_rank` is odd or too small.
