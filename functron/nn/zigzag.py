@@ -133,8 +133,8 @@ def own_part(x: Tensor, size: int, dim: int, axis: str) -> Tensor:
     """Of a value that all ranks of `axis` hold whole, this rank's `size` rows of dim `dim`.
 
     Replicated -> varying; no collectives. A sum over all parts but one masked, not an index:
-    Inductor (torch 2.11 to 2.13) gets gradients of indices that differ between simulated ranks
-    wrong.
+    Inductor (torch 2.13) compiles the gradient of an index that differs between simulated ranks to
+    an addition into memory that several of them share.
     """
     count = lax.axis_size(axis)
     if count == 1:
