@@ -162,6 +162,9 @@ def _own_heads(x: Tensor, num_local: int, config: AttentionConfig, axis: str) ->
     group = config.num_heads // config.num_kv_heads
     if x.shape[-2] * group == num_local:
         return x
-    # fewer key heads than ranks: every rank holds all of them and takes the one of its queries
+    # fewer key heads than ranks: every rank holds all of them and takes the one of its queries,
+    # by a mask, since Inductor compiles the gradient of such an index wrongly (see `own_part`)
     head = lax.global_index(num_local, axis, device=x.device)[:1] // group
-    return torch.index_select(x, -2, head)
+    own = (torch.arange(x.shape[-2], device=x.device) == head).unsqueeze(-1)
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    return torch.where(own, x, zero).sum(-2, keepdim=True, dtype=x.dtype)

@@ -134,3 +134,25 @@ def test_defs():
     }
     assert defs["q"]["w"].init.stddev == 0.1
     assert defs["out"]["w"].init.stddev == 0.05
+
+
+def test_gradients_of_shared_key_heads_survive_compilation():
+    # Inductor miscompiled the index by which ranks took their key head: the loss was right
+    c = nn.AttentionConfig(16, 8, 2, 4)
+    defs = nn.attention_defs(c, stddev=0.3, out_stddev=0.3, dtype=torch.float64)
+    params = ft.init_params(ft.random.key(0), defs)
+    x = torch.randn(4, 6, 16, dtype=torch.float64)
+    mesh, specs = Mesh(dp=2, tp=4), ft.param_specs(defs, ft.Rules({"heads": "tp"}))
+
+    def squared(params, x):
+        y = nn.self_attention(params, x, c, rope=None, stream=ft.P(ft.DATA_AXES))
+        return ft.lax.psum(y.square().sum(), ft.DATA_AXES)
+
+    def program(params, x):
+        return ft.sync_gradients(ft.value_and_grad(squared)(params, x)[1], specs)
+
+    mapped = ft.shard_map(program, mesh, (specs, ft.P(ft.DATA_AXES)), specs)
+    want = torch.func.grad(squared)(params, x)
+    got = ft.jit(mapped)(params, x)
+    for a, b in zip(ft.tree.leaves(got), ft.tree.leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
