@@ -76,8 +76,9 @@ def lora_defs(defs: tree.Tree, lora: LoRA) -> tree.Tree:
     """`defs` with an `Adapter` of ParamDefs in each linear layer that `lora` targets.
 
     Linear layers are those of `nn.linear_defs`, ``{"w", "b"?}``, between the residual stream and
-    something else, stacked or not; of layers of experts, those of the shared expert alone. `a` begins as N(0, 1 / in), so that x a varies about as x does,
-    `b` as zero, so that the model begins as it was. All else is the same, and begins as the same.
+    something else, stacked or not; of layers of experts, those of the shared expert alone. `a`
+    begins as N(0, 1 / in), so that x a varies about as x does, `b` as zero, so that the model
+    begins as it was. All else is the same, and begins as the same.
 
     Raises:
         ValueError: a target names no linear layer, or the rank or alpha is none; all offenders are
