@@ -139,9 +139,7 @@ def test_differentiated_from_outside():
     weights, data, key, value, grads = dense(config, False)
     specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh))
     total = (data["targets"] != ft.nn.IGNORE_INDEX).sum()
-    loss = ft.shard_map(
-        functools.partial(gpt.loss, config), mesh, (specs, gpt.batch_specs()), P()
-    )
+    loss = ft.shard_map(functools.partial(gpt.loss, config), mesh, (specs, gpt.batch_specs()), P())
     got = torch.func.grad_and_value(lambda w: loss(w, data) / total)(weights)
     assert_equal(got[1], got[0], value, grads)
     assert tree.structure(got[0]) == tree.structure(weights)
