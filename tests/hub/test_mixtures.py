@@ -5,6 +5,7 @@ That they compute what transformers computes is tests/models/test_hugging_face_m
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 
@@ -16,7 +17,9 @@ import functron as ft
 from functron import gpt, hub, optim, tree
 from functron.hub.config import config_problems, differences, parse
 from functron.hub.families import FAMILIES
+from functron.hub.family import layouts_of
 from functron.hub.files import open_folder
+from functron.hub.rules import tensors
 from functron.nn.moe import MoEConfig
 from tests.hub import tiny
 from tests.hub.test_refusals import named, rewrite
@@ -121,6 +124,103 @@ def test_bfloat16(name, tmp_path):
         wide = tensor.endswith("e_score_correction_bias")
         assert dtype == (torch.float32 if wide else torch.bfloat16)
     assert_same_weights(model, tiny.read_back(tmp_path / "out"))
+
+
+# As published, without what says that numbers are quantised
+
+PUBLISHED = {
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
+        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+        "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+        "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+        "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+        "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1,
+        "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+        "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+        "max_position_embeddings": 163840, "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+        "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": True,
+        "v_head_dim": 128, "vocab_size": 129280,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2880, "initial_context_length": 4096, "initializer_range": 0.02,
+        "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+            "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False,
+        },
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+        "swiglu_limit": 7.0, "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0",
+        "use_cache": True, "vocab_size": 201088,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_published_models_are_our_presets(name):
+    """Every field; every tensor and its shape is what transformers builds of config.json."""
+    table = PUBLISHED[name]
+    config = parse(table)
+    assert differences(config, gpt.PRESETS[name]) == []
+    family = FAMILIES[table["model_type"]]
+    again = parse(hub.write_config(config, family))
+    assert differences(again, config) == []
+    made = tiny.transformers.AutoConfig.for_model(**copy.deepcopy(table))
+    with torch.device("meta"):
+        model = tiny.transformers.AutoModelForCausalLM.from_config(made)
+    theirs = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    found = layouts_of(family, replace(config, mtp_depth=0), family.in_memory or family.rules)
+    assert {layout.name(i): layout.shape for layout, i in tensors(found)} == theirs
+    # and of what we write it builds the same
+    settings = tiny.transformers.AutoConfig.for_model(**hub.write_config(config, family))
+    for entry, value in made.to_dict().items():
+        if entry in SAME | set(table) - SILENT:
+            assert getattr(settings, entry) == value, entry
+
+
+SILENT = {
+    "architectures", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id",
+    "pad_token_id", "initializer_range", "router_aux_loss_coef", "rope_scaling", "ep_size",
+    "moe_layer_freq", "scoring_func", "topk_method", "initial_context_length",
+    "experts_per_token", "max_window_layers", "rope_theta", "dtype", "num_experts_per_token",
+}  # fmt: skip
+SAME = {"layer_types", "sliding_window", "num_local_experts", "mlp_only_layers", "num_mtp_layers"}
 
 
 # What is refused

@@ -45,6 +45,15 @@ LLAMA3_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "llama-tied": ("Llama", {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -52,7 +61,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": ("Llama", {**LLAMA, "rope_parameters": LINEAR_ROPE}),
     "llama-biases": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {**LLAMA, "head_dim": 12, "sliding_window": MAX_SEQ}),
+    "mistral-window": ("Mistral", {**LLAMA, "sliding_window": 5}),
+    "llama-yarn": ("Llama", {**LLAMA, "rope_parameters": YARN}),
     "qwen2": ("Qwen2", LLAMA),
+    "qwen2-windows": (
+        "Qwen2",
+        {
+            **LLAMA,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "qwen3": ("Qwen3", {**LLAMA, "head_dim": 12, "tie_word_embeddings": True}),
     "gemma": ("Gemma", {**LLAMA, "head_dim": 12, "num_key_value_heads": 1, **TOKENS}),
     "phi3": ("Phi3", {**LLAMA, **TOKENS}),
@@ -78,14 +99,6 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 10,
     "num_nextn_predict_layers": 0,
     **TOKENS,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 64,
-    "mscale": 0.7,
-    "mscale_all_dim": 1.3,
 }
 QWEN3_MOE = {**LLAMA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
              "head_dim": 12, "norm_topk_prob": True}  # fmt: skip

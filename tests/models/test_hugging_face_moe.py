@@ -121,3 +121,29 @@ def test_loss_and_gradients_on_a_mesh(case, name):
     loss, grads = expected(model, config)
     torch.testing.assert_close(value, loss.double(), rtol=1e-6, atol=0)
     assert_close(got, grads)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
+def test_the_balance_loss_of_one_layer(name):
+    """Transformers' coefficient times top_k; it counts every token, so here each has a target."""
+    coefficient = 0.3
+    window = {"layer_types": ["full_attention"]} if name == "gpt-oss" else {}
+    model = tiny.make(
+        name, num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=coefficient,
+        **window,
+    ).double()  # fmt: skip
+    config = hub.config.parse(model.config.to_dict(), dtype="float64")
+    config = replace(config, vocab_multiple=tiny.VOCAB_MULTIPLE)
+    moe = replace(config.moe, aux="batch", aux_loss=coefficient * config.moe.top_k)
+    tokens = tiny.tokens()
+    data = {"tokens": tokens, "targets": tokens.roll(-1, 1), "rows": torch.arange(len(tokens))}
+    out = model(tokens, labels=tokens, shift_labels=data["targets"])
+    names, leaves = zip(*model.named_parameters(), strict=True)
+    grads = dict(zip(names, torch.autograd.grad(out.loss, leaves), strict=True))
+    kind = model.config.model_type
+    weights = hub.from_tensors(kind, config, dict(model.named_parameters()))
+    ours = replace(config, moe=moe)
+    value, got = ft.value_and_grad(partial(mean_loss, ours))(weights, data)
+    assert out.aux_loss > 1
+    torch.testing.assert_close(value, out.loss.detach().double(), rtol=1e-6, atol=0)
+    assert_close(got, hub.from_tensors(kind, config, grads))
