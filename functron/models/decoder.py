@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from functron import nn, random, tree
+from functron.errors import Problem, raise_problems
 from functron.models.ahead import predict_ahead
 from functron.models.block import Details, How, Passed, Routed, block, check_whole, joined, norm
 from functron.models.config import GPTConfig
@@ -46,6 +47,10 @@ def _total(
 ) -> Any:
     """The loss of the stream after all layers, and `Details` if it has any."""
     targets = sequence.targets
+    if targets is None:
+        problem = Problem("targets", "nothing", "the next token of each", "put them into the batch")
+        raise_problems("the batch has no loss", [problem])
+        raise AssertionError("unreachable")
     with named_scope("norm"):
         normed = norm(config, how.gather.at("norm")(weights["norm"]), x)
     with named_scope("unembed"):
@@ -57,7 +62,6 @@ def _total(
         with named_scope("loss"):
             return nn.cross_entropy(out, targets, vocab_size=config.vocab_size, z_loss=z_loss)
 
-    assert targets is not None
     first = losses(normed, targets, config.z_loss).sum()
     if not config.has_details:
         with named_scope("loss"):

@@ -212,8 +212,8 @@ def _expand(text: str) -> tuple[list[str], list[Problem]]:
         if other:
             found.append(Problem(f"layout column {column}", repr(other), "one of E t L | ( ) *N ,"))
         elif symbol == "m":
-            got = "'m', a multi-token prediction layer"
-            found.append(Problem(f"layout column {column}", got, "layers that the model has"))
+            got, wanted = "'m', a multi-token prediction layer", "these to be computed with L"
+            found.append(Problem(f"layout column {column}", got, wanted, "leave it out"))
         elif count is not None:
             if last is None:
                 fix = "write the repeated layer or group before it"

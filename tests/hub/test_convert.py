@@ -51,6 +51,17 @@ def test_there_and_back(model, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["model", "out", "run"]
 
 
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "gpt-oss"])
+def test_mixtures_there_and_back(name, tmp_path):
+    made = tiny.make(name)
+    path = tiny.store(made, tmp_path / "model", files=2)
+    done = convert(f"hf:{path}", f"run:{tmp_path / 'run'}")
+    assert done.config == config.load(tmp_path / "run" / "config.toml").gpt
+    convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'out'}", max_shard_bytes=20_000)
+    back = tiny.read_back(tmp_path / "out").state_dict()
+    assert all(torch.equal(back[name], value) for name, value in made.state_dict().items())
+
+
 def test_the_newest_checkpoint_is_exported(model, tmp_path):
     _, path = model
     done = convert(f"hf:{path}", f"run:{tmp_path / 'run'}", max_seq=16)

@@ -223,7 +223,7 @@ def test_repetitions_stand_for_what_they_repeat(body):
 
 WRONG = [
     ("Et|xt|tL", 3, 3, ["layout column 4: got 'x'; wanted one of E t L | ( ) *N ,"]),
-    ("Et*3|(tt|)*29,m|L", 62, 32, ["layout column 15: got 'm', a multi-token prediction layer; wanted layers that the model has"]),
+    ("Et*3|(tt|)*29,m|L", 62, 32, ["layout column 15: got 'm', a multi-token prediction layer; wanted these to be computed with L"]),
     ("Em|yL", 0, 2, ["layout column 2: got 'm'", "layout column 4: got 'y'"]),
     ("*2Et|tL", 2, 2, ["layout column 2: got '*2'; wanted something before it; fix: write the repeated layer"]),
     ("Et,*2|tL", 3, 2, ["layout column 5: got '*2'; wanted something before it"]),
