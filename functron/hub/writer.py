@@ -95,15 +95,7 @@ def save(
     name = str(kind).removeprefix("torch.")
     entries = write_config(config, family, kept=kept, dtype=name)
     found = layouts_of(family, config)
-    defs = gpt.defs(config)
-    kinds = {
-        path: d.dtype if d.balance else kind
-        for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)
-    }
-    listed = [
-        (layout.name(index), kinds[layout.parts[0].path], layout.shape)
-        for layout, index in tensors(found)
-    ]
+    listed = _listed(config, found, kind)
     export = _Export(Path(path), plan(listed, max_shard_bytes), entries, like, mesh)
     try:
         export.begin()
@@ -114,6 +106,21 @@ def save(
     except BaseException:
         export.abandon()
         raise
+
+
+def _listed(
+    config: GPTConfig, found: Sequence[Layout], kind: torch.dtype
+) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Name, dtype and shape of every tensor of a file."""
+    defs = gpt.defs(config)
+    kinds = {
+        path: d.dtype if d.balance else kind
+        for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)
+    }
+    return [
+        (layout.name(index), kinds[layout.parts[0].path], layout.shape)
+        for layout, index in tensors(found)
+    ]
 
 
 def to_tensors(
