@@ -10,6 +10,11 @@ import torch
 import torch._C._functorch as functorch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+
+# Its functions have the default group as a default argument. Imported once there is one (by dynamo,
+# say) they keep it for good, and a thread of it that frees a tensor while Python exits aborts the
+# process (2.11 to 2.13).
+import torch.distributed.nn.functional
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
