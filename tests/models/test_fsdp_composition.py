@@ -202,14 +202,14 @@ def test_bytes_sent_are_those_of_the_formula(microbatches, regather):
 def test_says_what_does_not_divide():
     config = replace(BASE, embed_dim=36, mlp_dim=50, num_heads=9, head_dim=4)
     with pytest.raises(ValueError, match="cannot run on this mesh") as caught:
-        gpt.rules(config, Mesh(dp=2, fsdp=8, tp=2, cp=2), fsdp=FULL)
+        gpt.rules(config, Mesh(dp=2, fsdp=8, tp=2, ep=2), fsdp=FULL)
     text = str(caught.value)
     assert (
         "embed_dim: got 36; wanted a multiple of dp=2 * fsdp=8; fix: split over 4 ranks, or set embed_dim=48"
         in text
     )
     assert "num_heads" in text
-    assert "cp=2" in text
+    assert "ep=2" in text
     with pytest.raises(ValueError, match="fsdp: got 'tp'"):
         gpt.rules(BASE, Mesh(tp=2), fsdp=("tp",))
 
