@@ -55,13 +55,7 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     defs = staging.defs_of(config)
     specs = param_specs(defs, staging.rules_of(config, mesh))
     optimizer = make_optimizer(config, defs, specs, mesh)
-    settings = {
-        "stream": staging.stream_of(config),
-        "remat": config.remat,
-        "gather": staging.gather_of(config, mesh),
-        "context": staging.context_of(config),
-        "experts": config.experts,
-    }
+    settings = staging.settings_of(config, mesh)
     summed = gpt.loss_and_details if model.has_details else gpt.loss
 
     def loss(params, batch, key):

@@ -8,12 +8,15 @@ import json
 import os
 import shutil
 import tomllib
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from functron import checkpoint
 from functron.config import TrainConfig, dump, load
 from functron.data.tokenizer import TOKENIZER
+from functron.errors import Problem, raise_problems
 from functron.hub.writer import TOKENIZER_FILES
 
 CONFIG = "config.toml"
@@ -147,3 +150,31 @@ def _replace(file: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     beside.replace(file)
+
+
+def refuse_existing(out: Path, title: str) -> None:
+    """Raise ValueError, with this title, where there is something at `out` already."""
+    if out.exists():
+        problem = Problem(str(out), "an existing path", "a new one", "choose another")
+        raise_problems(title, [problem])
+
+
+def make(out: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a folder under another name, and name it `out` when it is complete.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    partial = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        partial.mkdir(parents=True)
+        fill(partial)
+        partial.rename(out)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        got = error.strerror or str(error)
+        fix = "choose a place with room that this user may write to"
+        problem = Problem(str(error.filename or out), got, "a new folder", fix)
+        raise_problems(f"cannot write {out}", [problem])

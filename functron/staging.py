@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -127,16 +127,20 @@ def gather_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Gather:
     )
 
 
-def stage_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Callable:
-    """``(part, params, x, batch, key, total) -> y``: a stage, the last dividing its loss."""
-    model = config.gpt
-    settings = {
+def settings_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> dict[str, Any]:
+    """How the decoder is run, but for its key: the keyword arguments of `gpt.loss`."""
+    return {
         "stream": stream_of(config),
         "remat": config.remat,
         "gather": gather_of(config, mesh),
         "context": context_of(config),
         "experts": config.experts,
     }
+
+
+def stage_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Callable:
+    """``(part, params, x, batch, key, total) -> y``: a stage, the last dividing its loss."""
+    model, settings = config.gpt, settings_of(config, mesh)
 
     def stage(part, params, x, batch, key, total):
         key = key if model.random else None

@@ -19,7 +19,7 @@ from functron.errors import Problem, raise_problems
 from functron.models import gpt
 from functron.models.gpt import GPTConfig
 from functron.nn.moe import MoEConfig
-from functron.params import Normal, num_params
+from functron.params import Normal, abstract_params, num_params
 
 
 def upcycled_config(dense: GPTConfig, moe: MoEConfig) -> GPTConfig:
@@ -126,28 +126,23 @@ def upcycle_run(source: Path, target: Path, moe: MoEConfig, *, seed: int = 0) ->
     Raises:
         ValueError: `source` is no run, `target` exists, or what `upcycled_config` raises.
     """
-    if target.exists():
-        problem = Problem(str(target), "an existing path", "a new one", "choose another")
-        raise_problems("cannot upcycle", [problem])
+    run_folder.refuse_existing(target, "cannot upcycle")
     settings = config.load(source / run_folder.CONFIG)
     stored = checkpoint.Checkpoint(checkpoint.latest(source / run_folder.CHECKPOINTS))
     defs = lora.defs_in(gpt.defs(settings.gpt), settings.lora, stored)
-    like = {"params": tree.map(lambda d: torch.empty(d.shape, dtype=d.dtype, device="meta"), defs)}
+    like = {"params": abstract_params(defs)}
     params = lora.merge(checkpoint.restore(stored.path, like)["params"])
     params, made = upcycle(params, settings.gpt, moe, seed=seed)
     run = replace(
         config.TrainConfig(gpt=made, seq=settings.seq), data=settings.data, format=settings.format
     )
-    partial = target.parent / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        (partial / run_folder.CONFIG).write_text(config.dump(run), encoding="utf-8")
+
+    def fill(folder: Path) -> None:
+        (folder / run_folder.CONFIG).write_text(config.dump(run), encoding="utf-8")
         if (source / run_folder.HUB).is_dir():
-            shutil.copytree(source / run_folder.HUB, partial / run_folder.HUB)
-        checkpoint.save(partial / run_folder.CHECKPOINTS / "0", {"params": params}, {"step": 0})
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(source / run_folder.HUB, folder / run_folder.HUB)
+        checkpoint.save(folder / run_folder.CHECKPOINTS / "0", {"params": params}, {"step": 0})
+
+    run_folder.make(target, fill)
     count = num_params(gpt.defs(made))
     return f"{moe.num_experts} experts, {count:,} parameters ({made.dtype}) in {target}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -89,7 +87,7 @@ def _parse(text: str, name: str) -> tuple[str, Path]:
 
 
 def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) -> Conversion:
-    _refuse_existing(out)
+    run_folder.refuse_existing(out, "cannot convert")
     kind: Dtype | None = None
     if dtype is not None:
         known: dict[str, Dtype] = {name: name for name in get_args(Dtype)}
@@ -109,12 +107,12 @@ def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) ->
         kept.extend([CONFIG, *copy_companions(path, folder / run_folder.HUB)])
         checkpoint.save(folder / run_folder.CHECKPOINTS / "0", {"params": params}, {"step": 0})
 
-    _make(out, fill)
+    run_folder.make(out, fill)
     return Conversion(model, out, tuple(kept))
 
 
 def _export(path: Path, out: Path, *, dtype: str | None, max_shard_bytes: int) -> Conversion:
-    _refuse_existing(out)
+    run_folder.refuse_existing(out, "cannot convert")
     settings = config.load(path / run_folder.CONFIG)
     model = settings.gpt
     stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
@@ -131,26 +129,3 @@ def _export(path: Path, out: Path, *, dtype: str | None, max_shard_bytes: int) -
         return Conversion(model, out, tuple(copy_companions(path / run_folder.HUB, out)))
     names = tuple(sorted(entry.name for entry in kept.iterdir()))
     return Conversion(model, out, names)
-
-
-def _refuse_existing(out: Path) -> None:
-    if out.exists():
-        problem = Problem(str(out), "an existing path", "a new one", "choose another")
-        raise_problems("cannot convert", [problem])
-
-
-def _make(out: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder under another name, and name it `out` when it is complete."""
-    partial = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
-    try:
-        partial.mkdir(parents=True)
-        fill(partial)
-        partial.rename(out)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
-        got = error.strerror or str(error)
-        fix = "choose a place with room that this user may write to"
-        problem = Problem(str(error.filename or out), got, "a new folder", fix)
-        raise_problems(f"cannot write {out}", [problem])

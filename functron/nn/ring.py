@@ -237,8 +237,8 @@ class _Keys:
         """The cotangents of this rank's own; `dk` and `dv` are its own part."""
         if self.travelling is None:
             return dk, dv
-        others = (self.ring.shift(x, -self.at) for x in self.travelling)
-        return tuple(x + y for x, y in zip((dk, dv), others, strict=True))  # type: ignore
+        other_k, other_v = (self.ring.shift(x, -self.at) for x in self.travelling)
+        return dk + other_k, dv + other_v
 
 
 class _Gathered(_Keys):

@@ -235,8 +235,8 @@ class _Flash(Function):
         if d_out is None and d_lse is None:
             return (None,) * 6
         if d_lse is None:  # as in training, where only merged results are differentiated
-            grads = _FlashBackward.apply(d_out, q, k, v, out, lse, hidden, *ctx.static)
-            return *grads, None, None, None  # type: ignore
+            grads: Any = _FlashBackward.apply(d_out, q, k, v, out, lse, hidden, *ctx.static)
+            return *grads, None, None, None
         d_out = torch.zeros_like(out) if d_out is None else d_out
         pullback = torch.func.vjp(_formula(hidden, *ctx.static), q, k, v)[1]
         return *pullback((d_out, d_lse)), None, None, None

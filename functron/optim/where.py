@@ -68,18 +68,18 @@ def where(
         (first, kept), (second, also) = results
         return merge(first, second), WhereState(kept, also)
 
-    def specs(param_specs):
+    def sides_of(param_specs):
         flat = tree.broadcast_prefix(param_specs, mask, is_leaf=is_spec, what="specs")
-        first, second = split(tree.unflatten(structure, flat), "specs")
+        return split(tree.unflatten(structure, flat), "specs")
+
+    def specs(param_specs):
+        first, second = sides_of(param_specs)
         return WhereState(chosen.specs(first), others.specs(second))
 
     def grad_specs(param_specs):
-        flat = tree.broadcast_prefix(param_specs, mask, is_leaf=is_spec, what="specs")
-        sides = split(tree.unflatten(structure, flat), "specs")
-        first, second = (t.grad_specs(side) for t, side in zip(both, sides, strict=True))
         rows = (
-            tree.broadcast_prefix(side, mask, is_leaf=is_spec, what="specs")
-            for side in (first, second)
+            tree.broadcast_prefix(t.grad_specs(side), mask, is_leaf=is_spec, what="specs")
+            for t, side in zip(both, sides_of(param_specs), strict=True)
         )
         chosen_rows = [x if flag else y for x, y, flag in zip(*rows, flags, strict=True)]
         return tree.unflatten(structure, chosen_rows)

@@ -328,7 +328,7 @@ def test_larger_rings_give_the_same(kind):
 
 def test_plans_do_not_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        schedule([3], 2).cp = 4  # type: ignore
+        schedule([3], 2).cp = 4  # type: ignore  (frozen: that is the test)
 
 
 if __name__ == "__main__":

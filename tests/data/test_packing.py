@@ -91,7 +91,7 @@ def test_what_cannot_be_packed_is_refused():
     with pytest.raises(ValueError, match=r"seq: got 24; .* multiple of 16; fix: use seq=32"):
         pack(docs, SEQ, multiple=16)
     with pytest.raises(ValueError, match="refuse, cut or drop"):
-        pack(docs, SEQ, overlong="keep")  # type: ignore
+        pack(docs, SEQ, overlong="keep")  # type: ignore  (a wrong word: that is the test)
     with pytest.raises(ValueError, match="first 20 of 25"):
         pack([np.zeros(0, int)] * 25, SEQ)
 

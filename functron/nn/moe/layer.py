@@ -61,29 +61,14 @@ def moe_defs(
         dtype: of all parameters but the router's balancing bias.
     """
     c, width = config, config.latent_dim or embed_dim
+    stddevs = {"stddev": stddev, "out_stddev": out_stddev, "dtype": dtype}
+    kind = {"gated": gated, "bias": c.expert_bias, **stddevs}
     defs = {
         "router": router_defs(c, embed_dim, stddev=stddev, dtype=dtype),
-        "experts": expert_defs(
-            c.num_experts,
-            width,
-            c.expert_dim,
-            gated=gated,
-            bias=c.expert_bias,
-            stddev=stddev,
-            out_stddev=out_stddev,
-            dtype=dtype,
-        ),
+        "experts": expert_defs(c.num_experts, width, c.expert_dim, **kind),
     }
     if c.shared_dim:
-        defs["shared"] = mlp_defs(
-            embed_dim,
-            c.shared_dim,
-            gated=gated,
-            bias=c.expert_bias,
-            stddev=stddev,
-            out_stddev=out_stddev,
-            dtype=dtype,
-        )
+        defs["shared"] = mlp_defs(embed_dim, c.shared_dim, **kind)
     if c.shared_gate:
         defs["shared_gate"] = linear_defs(
             (embed_dim, 1), ("embed", None), stddev=stddev, dtype=dtype
