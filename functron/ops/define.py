@@ -175,8 +175,7 @@ def _rule(batch: Callable, op: Callable) -> Callable:
 
 def _function(name: str, raw: Any, batch: Callable, gradient: Gradient | Callable | None) -> Any:
     """The autograd Function around an entry."""
-    formula = gradient is not None and not isinstance(gradient, Gradient)
-    rule: Gradient | None = _of_formula(gradient) if formula else gradient
+    rule = _of_formula(gradient) if callable(gradient) else gradient
 
     class Node(Function):
         generate_vmap_rule = False
