@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -179,3 +179,16 @@ def default_store() -> dist.Store:
 def faking() -> bool:
     """Whether a fake-tensor mode computes shapes instead of numbers here."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def current_raw_stream(index: int) -> int:
+    """The handle of the current CUDA stream of this GPU; torch.cuda.current_stream is slower."""
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+def mark_constant(fn: Callable) -> None:
+    """Have dynamo call `fn` while it traces, and keep the result as a constant.
+
+    As torch.compiler.assume_constant_result, which imports all of dynamo.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
