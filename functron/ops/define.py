@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.autograd import Function
@@ -31,6 +31,7 @@ _NO_DEFINES: Mapping[str, str] = MappingProxyType({})
 Argument = torch.Tensor | int | float | None
 
 
+@runtime_checkable  # the tests check annotations
 class Launch(Protocol):
     """Runs a kernel: `functron.ops.launch.cuda` on a GPU, in tests an emulator of one."""
 
