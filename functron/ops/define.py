@@ -32,7 +32,6 @@ Argument = torch.Tensor | int | float | None
 
 
 @runtime_checkable  # the tests check annotations
-@runtime_checkable
 class Launch(Protocol):
     """Runs a kernel: `functron.ops.launch.cuda` on a GPU, in tests an emulator of one."""
 
