@@ -32,8 +32,10 @@ from typing import Any
 import pytest
 import torch
 
+from functron.ops import sources
+
 HERE = Path(__file__).parent
-KERNELS = HERE.parents[1] / "kernels"
+KERNELS = sources.FOLDER
 COMPILER = "g++"
 SHARED_LIMIT = 163 * 1024  # of a block on sm_80, the least of the architectures
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -84,10 +86,12 @@ class Emulator:
         seed: of the order in which threads and blocks run, and of where tensors are.
         edits: textual substitutions ``(old, new)`` in the source of the kernels, and of the headers
             that it includes; each must apply.
+        folder: of the sources.
     """
 
     seed: int = 0
     edits: tuple[tuple[str, str], ...] = ()
+    folder: Path = KERNELS
 
     def __call__(
         self,
@@ -111,7 +115,7 @@ class Emulator:
         Raises:
             EmulationError: see the class.
         """
-        library = load(source, tuple(sorted((defines or {}).items())), self.edits)
+        library = load(source, tuple(sorted((defines or {}).items())), self.edits, self.folder)
         try:
             if 0 in _three(grid):  # functron.ops.launch does nothing either
                 return
@@ -169,13 +173,17 @@ def headers() -> Path | None:
 
 @functools.cache
 def load(
-    source: str, defines: tuple[tuple[str, str], ...], edits: tuple[tuple[str, str], ...] = ()
+    source: str,
+    defines: tuple[tuple[str, str], ...],
+    edits: tuple[tuple[str, str], ...] = (),
+    folder: Path = KERNELS,
 ) -> ctypes.CDLL:
     """The compiled ``kernels/<source>.cu``; skips the test where nothing can compile it."""
+    sources.check_defines(sources.read(source, folder), dict(defines))  # as the launcher does
     lack = missing()
     if lack:
         pytest.skip(f"emulator: {lack}")
-    text = _expanded(KERNELS / f"{source}.cu", set())
+    text = _expanded(folder / f"{source}.cu", set())
     for old, new in edits:
         if old not in text:
             raise ValueError(f"edit: {source}.cu has no {old!r}")
@@ -388,7 +396,7 @@ _libc.mmap.argtypes = (
 )  # fmt: skip
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_GUARD_BYTES = 16 << 20  # without access; costs address space alone
+_GUARD_BYTES = 256 << 20  # without access; costs address space alone
 _PRIVATE, _ANONYMOUS, _NO_RESERVE = 0x02, 0x20, 0x4000
 _PACK_BYTES = 16
 _POISON = 0xFF
