@@ -1,0 +1,239 @@
+"""AdamW on one leaf in one pass over memory, with a float32 master or stochastic rounding.
+
+One launch per leaf, and no table of pointers for many leaves in one: functron stacks the parameters
+of all layers, so a model has a dozen leaves of up to gigabytes, and the launches saved would be
+0.1 ms of a step. What a table would cost: a copy to the device in every step, as gradients move,
+which a captured graph replays stale; element types and the decay of every leaf in the table; and
+tensors that hide behind integers from whoever checks bounds, aliasing and lifetimes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from functron.errors import Problem, raise_problems
+from functron.ops.define import Launch, define
+from functron.ops.rounding import stochastic_round
+from functron.random import fold_in
+from functron.threefry import threefry
+
+_THREADS = 256
+_QUAD = 4  # elements of a thread at a time, as in kernels/adamw.cu
+_BLOCKS = 3  # per processor: what fits with its registers, so scalars are worked out once
+_TYPES: Mapping[torch.dtype, int] = MappingProxyType(
+    {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+)
+_WHOLE = (0, 1 << 62, 0, 1, 0, 1, 0)
+_LEVELS = 4
+
+
+class Stochastic(NamedTuple):
+    """How a parameter is rounded: stochastically, by bits that belong to its elements.
+
+    Element i of the whole parameter gets ``random.bits(k, shape, bit_width=16)[i]`` with
+    ``k = fold_in(fold_in(key, count), salt)``: the same bits on every mesh.
+
+    Attributes:
+        key: of `functron.random`, on the parameter's device.
+        salt: in [0, 2^32); tells this leaf from others.
+        place: where the elements lie in the whole parameter, as `place_of` says; empty: they are
+            all of it.
+    """
+
+    key: torch.Tensor
+    salt: int
+    place: tuple[int, ...] = ()
+
+
+def place_of(
+    shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Where the elements of a part of an array lie, for `Stochastic`; None if it is too irregular.
+
+    Args:
+        shape: of the whole array.
+        starts: of the part, per dim.
+        sizes: of the part, per dim. At most three of them after the first that is not 1 may be
+            smaller than the array's.
+    """
+    pitch, offset = 1, 0
+    digits: list[list[int]] = []  # [count, pitch], the innermost first
+    for whole, start, size in zip(reversed(shape), reversed(starts), reversed(sizes), strict=True):
+        offset += start * pitch
+        if digits and digits[-1][0] * digits[-1][1] == pitch:  # what is inside is whole
+            digits[-1][0] *= size
+        elif size != 1:
+            digits.append([size, pitch])
+        pitch *= whole
+    if len(digits) > _LEVELS:
+        return None
+    if digits and digits[0][1] != 1:
+        digits.insert(0, [1, 1])
+    digits += [[1, 0]] * (_LEVELS - len(digits))
+    if len(digits) > _LEVELS:
+        return None
+    (n0, _), (n1, p1), (n2, p2), (_, p3) = digits
+    return (offset, n0, p1, n1, p2, n2, p3)
+
+
+def adamw_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    mu: torch.Tensor,
+    nu: torch.Tensor,
+    *,
+    count: torch.Tensor,
+    rate: torch.Tensor,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    master: torch.Tensor | None = None,
+    clip: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+    rounding: Stochastic | None = None,
+) -> None:
+    """One step of AdamW on one leaf, in place; nothing is read back to the host.
+
+    ``mu = b1 mu + (1 - b1) g``, ``nu = b2 nu + (1 - b2) g^2`` with ``g = clip * grad``, and ``p = p
+    - rate (mu / (1 - b1^count) / (sqrt(nu / (1 - b2^count)) + eps) + weight_decay p)``, in float32
+    (float64 where param is), with each moment rounded to its dtype after its use. p is `master`
+    where there is one, else `param`, which is overwritten with p rounded to its dtype.
+
+    Reads and writes every operand once: 28 bytes per element with bfloat16 gradient and parameter,
+    float32 moments and master; 16 without master and with moments in bfloat16 as well. No
+    collectives.
+
+    Args:
+        param: bfloat16, float16 or float32, of any shape that is dense.
+        grad, mu, nu: of the same shape and strides; each of any of these dtypes.
+        count: of updates, this one included; int64, 0-dim.
+        rate: the learning rate; float32, 0-dim.
+        b1, b2, eps, weight_decay: as in `functron.optim.adamw`.
+        master: float32, shaped like param.
+        clip: what gradients are multiplied by; float32, 0-dim. None: 1.
+        found_inf: where it is not 0, nothing is changed; float32, 0-dim. The caller adds
+            ``1 - found_inf`` to its count.
+        rounding: stochastic; None: to nearest.
+
+    Raises:
+        ValueError: shapes, strides, dtypes or devices differ from these; all are listed.
+    """
+    operands = {"grad": grad, "mu": mu, "nu": nu, "master": master}
+    scalars = {"count": count, "rate": rate, "clip": clip, "found_inf": found_inf}
+    _check(param, operands, scalars, rounding)
+    key, salt, place = rounding or (None, 0, ())
+    ADAMW(
+        param, master, mu, nu, grad, rate, clip, found_inf, count, key, b1, b2, eps, weight_decay,
+        salt, list(place or _WHOLE),
+    )  # fmt: skip
+
+
+def _check(param: torch.Tensor, operands: dict, scalars: dict, rounding: Stochastic | None) -> None:
+    found = []
+    if not _dense(param):
+        got = f"shape {tuple(param.shape)} with strides {param.stride()}"
+        found.append(Problem("param", got, "a tensor without gaps", "use .contiguous()"))
+    if rounding is not None and not param.is_contiguous():
+        found.append(Problem("param", f"strides {param.stride()}", "a contiguous one, to round it"))
+    layout = (tuple(param.shape), _strides(param), param.device)
+    for name, x in operands.items():
+        if x is not None and (tuple(x.shape), _strides(x), x.device) != layout:
+            got = f"shape {tuple(x.shape)} with strides {x.stride()} on {x.device}"
+            wanted = f"{layout[0]} with strides {param.stride()} on {param.device}, as param"
+            found.append(Problem(name, got, wanted, "see ops.foreach.foreach_(dense=True)"))
+    for name, x in scalars.items():
+        dtype = torch.int64 if name == "count" else torch.float32
+        if x is not None and (x.dim() or x.dtype != dtype or x.device != param.device):
+            got = f"{x.dtype} of shape {tuple(x.shape)} on {x.device}"
+            found.append(Problem(name, got, f"a 0-dim {dtype} on {param.device}"))
+    master = operands["master"]
+    if master is not None and master.dtype != torch.float32:
+        found.append(Problem("master", str(master.dtype), "torch.float32"))
+    raise_problems("adamw_", found)
+
+
+def _strides(x: torch.Tensor) -> list[int]:
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+
+
+def _dense(x: torch.Tensor) -> bool:
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    return not x.numel() or x.permute(order).is_contiguous()
+
+
+def _kernel(
+    launch: Launch, param, master, mu, nu, grad, rate, clip, found_inf, count, key,
+    b1, b2, eps, decay, salt, place,
+) -> None:  # fmt: skip
+    size = param.numel()
+    if not size:
+        return
+    operands = [param, mu, nu, grad]
+    unknown = [str(x.dtype) for x in operands if x.dtype not in _TYPES]
+    if unknown:
+        raise TypeError(
+            f"adamw_: got {', '.join(unknown)}; wanted float32, float16 or bfloat16; fix: pass "
+            'kernels=ops.use("reference")'
+        )
+    packed = all(
+        x.data_ptr() % (_QUAD * x.element_size()) == 0 for x in (*operands, master) if x is not None
+    )
+    blocks = min(-(-size // (_THREADS * _QUAD)), launch.processors(param.device) * _BLOCKS)
+    launch(
+        "adamw", "adamw", blocks, _THREADS,
+        param, master, mu, nu, grad, *(_TYPES[x.dtype] for x in operands), size, int(packed),
+        rate, clip, found_inf, count, 1 - b1, 1 - b2, float(eps), float(decay), key, salt, *place,
+    )  # fmt: skip
+
+
+def _reference(
+    param, master, mu, nu, grad, rate, clip, found_inf, count, key,
+    b1, b2, eps, decay, salt, place,
+) -> None:  # fmt: skip
+    own = param if master is None else master
+    wide = torch.promote_types(own.dtype, torch.float32)
+    g = grad.to(wide) if clip is None else grad.to(wide) * clip.to(wide)
+    steps = count.to(torch.float64)
+    bias1, bias2 = (1 - b**steps for b in (b1, b2))
+    mean = b1 * mu.to(wide) + (1 - b1) * g
+    square = b2 * nu.to(wide) + (1 - b2) * g * g
+    update = mean / bias1.to(wide) / ((square / bias2.to(wide)).sqrt() + eps)
+    p = own.to(wide)
+    value = p - rate.to(wide) * (update + decay * p)
+    if key is None:
+        rounded = value.to(param.dtype)
+    else:
+        leaf_key = fold_in(fold_in(key, count), salt)
+        position = _positions(param.numel(), place, param.device)
+        hi, lo = threefry(leaf_key, (position >> 32).to(torch.int32), position.to(torch.int32))
+        bits = ((hi ^ lo) & 0xFFFF).reshape(param.shape)
+        rounded = stochastic_round(value, bits, param.dtype)
+    for target, new in ((param, rounded), (master, value), (mu, mean), (nu, square)):
+        if target is not None:
+            new = new.to(target.dtype)
+            target.copy_(new if found_inf is None else torch.where(found_inf != 0, target, new))
+
+
+def _positions(size: int, place: Sequence[int], device: torch.device) -> torch.Tensor:
+    offset, n0, p1, n1, p2, n2, p3 = place
+    i = torch.arange(size, device=device)
+    i, total = i // n0, offset + i % n0
+    for count, pitch in ((n1, p1), (n2, p2)):
+        i, total = i // count, total + i % count * pitch
+    return total + i * p3
+
+
+ADAMW = define(
+    "adamw_(Tensor(a!) param, Tensor(b!)? master, Tensor(c!) mu, Tensor(d!) nu, Tensor grad, "
+    "Tensor rate, Tensor? clip, Tensor? found_inf, Tensor count, Tensor? key, float b1, float b2, "
+    "float eps, float decay, int salt, int[] place) -> ()",
+    kernel=_kernel,
+    reference=_reference,
+    fake=lambda *args: None,
+)
+"""`adamw_` without its checks; `place` is that of `place_of`, or (0, 2^62, 0, 1, 0, 1, 0)."""
