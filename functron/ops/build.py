@@ -138,7 +138,8 @@ def run(arguments: Sequence[str]) -> int:
             f"{one.spills} of spills, per thread"
             for one in built.local
         ]
-        problems += [f"{what}: {line}" for line in (built.compiled or Compiled(b"", ())).warnings]
+        for warning in built.compiled.warnings if built.compiled else ():
+            print(f"{what}: {warning}", file=sys.stderr)
     folder = options.cache or cubins.default_folder()
     print(f"\n{len(done)} cubins in {time.perf_counter() - begun:.1f} s, kept in {folder}")
     print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)

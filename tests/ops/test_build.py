@@ -1,0 +1,325 @@
+"""Kernels compile, for three architectures and without a GPU, and what is compiled is kept safely."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from functron.ops import build, cubins, nvrtc, sources
+
+pytestmark = pytest.mark.skipif(
+    nvrtc.missing() is not None, reason=f"kernels cannot be compiled here: {nvrtc.missing()}"
+)
+
+KERNEL = """// doubles
+// build: ELEMENT = float, double
+#include "twice.cuh"
+#include <cuda_fp16.h>
+extern "C" __global__ void __launch_bounds__(64) twice_(ELEMENT* x, long long n) {
+    const long long i = blockIdx.x * 64ll + threadIdx.x;
+    if (i < n) x[i] = twice(x[i]);
+}
+"""
+HEADER = "template <class X> __device__ inline X twice(X x) { return 2 * x; }\n"
+FLOAT = {"ELEMENT": "float"}
+_ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(__launch_bounds__\(.+?\)\s*)?(\w+)\s*\(')
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cubins")
+
+
+@pytest.fixture
+def own(tmp_path) -> Path:
+    """A folder of sources."""
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    (folder / "twice.cu").write_text(KERNEL)
+    (folder / "twice.cuh").write_text(HEADER)
+    return folder
+
+
+@pytest.fixture
+def forgetful():
+    """Lets what is looked for once be looked for again, in the test and after it."""
+    kept = (
+        nvrtc.library_path,
+        nvrtc._library,
+        nvrtc.include_folder,
+        nvrtc.version,
+        nvrtc.supported,
+    )
+
+    def forget():
+        for one in kept:
+            one.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.parametrize("name", sources.names())
+def test_every_variant_compiles_and_keeps_to_registers(name, cache):
+    source = sources.read(name)
+    done = list(build.build([source], nvrtc.ARCHS, cache, jobs=2))
+    assert len(done) == len(source.variants) * 3
+    entries = [(bool(bounds), entry) for bounds, entry in _ENTRY.findall(source.text)]
+    assert entries
+    assert all(bounds for bounds, _ in entries), "without __launch_bounds__ a block may not fit"
+    for built in done:
+        what = f"{name} ({sources.label(built.defines)}) for {built.arch}"
+        assert not built.failure
+        assert not built.local, f"{what} uses local memory: {built.local}"
+        assert built.compiled is not None
+        assert not built.compiled.warnings, f"{what}: {built.compiled.warnings}"
+        assert built.compiled.cubin[:4] == b"\x7fELF"
+        used = {one.kernel for one in built.compiled.resources}
+        assert used == {entry for _, entry in entries}
+        assert all(0 < one.registers <= 255 for one in built.compiled.resources)
+
+
+def test_variants_are_the_product_of_the_build_lines(own):
+    (own / "many.cu").write_text("// build: A = 1, 2\n//build: B=x,y , z\n// build a house = 1\n")
+    many = sources.read("many", own)
+    assert many.macros == {"A": ("1", "2"), "B": ("x", "y", "z")}
+    assert [(one["A"], one["B"]) for one in many.variants] == [
+        ("1", "x"), ("1", "y"), ("1", "z"), ("2", "x"), ("2", "y"), ("2", "z"),
+    ]  # fmt: skip
+    (own / "one.cu").write_text("")
+    assert sources.read("one", own).variants == ({},)
+
+
+def test_resources_are_those_that_ptxas_says(own):
+    (own / "spilling.cu").write_text(
+        'extern "C" __global__ void __launch_bounds__(1024, 2) spilling(float* x, long long n) {\n'
+        "    float kept[64];\n"
+        "    __shared__ float shared[100];\n"
+        "    for (int i = 0; i < 64; ++i) kept[i] = x[i * n];\n"
+        "    shared[threadIdx.x % 100] = kept[n % 64];\n"
+        "    __syncthreads();\n"
+        "    for (int i = 0; i < 64; ++i) x[i] = kept[63 - i] * shared[i];\n"
+        "}\n"
+        'extern "C" __global__ void __launch_bounds__(32) idle() {}\n'
+    )
+    (built,) = build.build([sources.read("spilling", own)], ["sm_90a"], own)
+    assert built.compiled is not None
+    idle, spilling = built.compiled.resources
+    assert (idle.kernel, idle.stack, idle.spills, idle.shared) == ("idle", 0, 0, 0)
+    # the array, which is indexed with what only the caller knows, is 64 floats; so is the stack
+    assert (spilling.stack >= 256, spilling.shared) == (True, 400)
+    assert spilling.registers <= 32  # 65536 of them, for two blocks of 1024
+    assert built.local == (spilling,)
+
+
+def test_the_command_prints_a_table_and_fails_where_local_memory_is_used(own, monkeypatch, capsys):
+    read = sources.read
+    monkeypatch.setattr(sources, "names", lambda: ("twice",))
+    monkeypatch.setattr(sources, "read", lambda name: read(name, own))
+    arguments = ["--cache", str(own), "--arch", "sm_90a", "--jobs", "1"]
+    assert build.run(arguments) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == list(build._HEADS)
+    assert [line.split()[:4] for line in lines[:2]] == [
+        ["twice", "ELEMENT=float", "sm_90a", "twice_"],
+        ["twice", "ELEMENT=double", "sm_90a", "twice_"],
+    ]
+    (own / "bad.cu").write_text("int x = ;\n")
+    assert build.run([*arguments, "--source", "bad"]) == 1
+    assert "bad.cu(1): error" in capsys.readouterr().err
+    local = "x[0] = y[n];"
+    array = "long long y[9]; for (long long i = 0; i < 9; ++i) y[i] = x[i] * n;"
+    kernel = f'extern "C" __global__ void local(long long* x, long long n) {{ {array} {local} }}'
+    (own / "local.cu").write_text(kernel)
+    assert build.run([*arguments, "--source", "local"]) == 1
+    assert "local uses local memory: 72 bytes of stack" in capsys.readouterr().err
+
+
+class TestMistakes:
+    def test_an_unknown_source_names_the_nearest(self, own):
+        with pytest.raises(ValueError, match=r"got 'twce'.*did you mean 'twice'"):
+            sources.read("twce", own)
+        with pytest.raises(ValueError, match="install functron again"):
+            sources.read("twice", own / "nowhere")
+
+    def test_a_missing_header_is_named_with_its_line(self, own):
+        (own / "twice.cuh").write_text('\n#include "thrice.cuh"\n')
+        with pytest.raises(ValueError, match=r'twice\.cuh, line 2: got #include "thrice\.cuh"'):
+            sources.read("twice", own)
+
+    def test_a_source_that_does_not_compile_names_file_and_line(self, own):
+        (own / "twice.cu").write_text(KERNEL.replace("if (i < n)", "if (j < n)"))
+        with pytest.raises(
+            nvrtc.CompileError, match=r"(?s)twice \(ELEMENT=float\) for sm_90a.*"
+        ) as e:
+            nvrtc.compile_source(sources.read("twice", own), FLOAT, "sm_90a")
+        assert f'{own / "twice.cu"}(7): error: identifier "j" is undefined' in str(e.value)
+        (own / "twice.cu").write_text(KERNEL)
+        (own / "twice.cuh").write_text("\n\n" + HEADER.replace("2 * x", "two * x"))
+        with pytest.raises(nvrtc.CompileError, match=r'twice\.cuh\(3\): error: identifier "two"'):
+            nvrtc.compile_source(sources.read("twice", own), FLOAT, "sm_90a")
+
+    @pytest.mark.parametrize(
+        ("arch", "message"),
+        [
+            ("sm_75", r"got sm_75; wanted sm_80 \(A100\) or newer; .*reference"),
+            (
+                "sm_990a",
+                r"got sm_990a, which NVRTC .* does not know; wanted one of sm_80, .*reference",
+            ),
+            ("hopper", r"got 'hopper'; wanted a name such as sm_80, sm_90a, sm_100a"),
+        ],
+    )
+    def test_an_architecture_without_kernels_is_refused(self, own, arch, message):
+        with pytest.raises(ValueError, match=message):
+            cubins.cubin(sources.read("twice", own), FLOAT, arch, own)
+
+    @pytest.mark.parametrize(
+        ("defines", "message"),
+        [
+            ({}, r"got \[\]; wanted \['ELEMENT'\]"),
+            ({"ELEMENT": "int"}, "got ELEMENT=int; wanted one of float, double"),
+            ({"ELEMENT": "float", "X": "1"}, r"got \['ELEMENT', 'X'\]; wanted \['ELEMENT'\]"),
+        ],
+    )
+    def test_macros_that_are_not_declared_are_refused(self, own, defines, message):
+        with pytest.raises(ValueError, match=message):
+            cubins.cubin(sources.read("twice", own), defines, "sm_90a", own)
+
+    @pytest.mark.parametrize("package", ["cuda.bindings", "cuda.pathfinder"])
+    def test_without_cuda_bindings_the_extra_is_named(self, own, forgetful, monkeypatch, package):
+        find = nvrtc._found
+        monkeypatch.setattr(nvrtc, "_found", lambda name: name != package and find(name))
+        message = r"without cuda-bindings; .*pip install 'functron\[kernels\]'.*reference"
+        assert re.search(message, nvrtc.missing() or "")
+        with pytest.raises(ValueError, match=message):
+            nvrtc.compile_source(sources.read("twice", own), FLOAT, "sm_90a")
+        with pytest.raises(ValueError, match=message):
+            list(build.build([sources.read("twice", own)], folder=own))
+
+    def test_without_libnvrtc_the_extra_is_named(self, forgetful, monkeypatch):
+        from cuda import pathfinder
+
+        def none(name):
+            raise RuntimeError(name)
+
+        monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", none)
+        message = r"got no libnvrtc \(RuntimeError\); .*pip install 'functron\[kernels\]'"
+        assert re.search(message, nvrtc.missing() or "")
+
+    def test_without_headers_the_extra_is_named(self, forgetful, tmp_path, monkeypatch):
+        from cuda import pathfinder
+
+        monkeypatch.setattr(nvrtc, "library_path", lambda: tmp_path / "lib" / "libnvrtc.so")
+        monkeypatch.setattr(pathfinder, "find_nvidia_header_directory", lambda name: None)
+        monkeypatch.setattr(nvrtc.library_path, "cache_clear", lambda: None, raising=False)
+        message = r"headers: got none in .*cuda_bf16\.h.*pip install 'functron\[kernels\]'"
+        assert re.search(message, nvrtc.missing() or "")
+
+
+class TestCache:
+    def test_what_is_compiled_is_read_back(self, own, tmp_path, monkeypatch):
+        source, folder = sources.read("twice", own), tmp_path / "a" / "cache"
+        first = cubins.cubin(source, FLOAT, "sm_90a", folder)
+        assert first == nvrtc.compile_source(source, FLOAT, "sm_90a")
+        (file,) = folder.iterdir()
+        assert file.name.startswith("twice-sm_90a-")
+        monkeypatch.setattr(nvrtc, "compile_source", None)
+        assert cubins.cubin(source, FLOAT, "sm_90a", folder) == first
+
+    @pytest.mark.parametrize("where", [0, 80, 300, -1, "cut", "empty", "text"])
+    def test_a_damaged_file_is_compiled_again(self, own, tmp_path, where):
+        source = sources.read("twice", own)
+        first = cubins.cubin(source, FLOAT, "sm_90a", tmp_path / "cache")
+        (file,) = (tmp_path / "cache").iterdir()
+        good = file.read_bytes()
+        if isinstance(where, int):
+            bad = bytearray(good)
+            bad[where] ^= 1
+        else:
+            bad = {"cut": good[:-100], "empty": b"", "text": b"not\na cubin"}[where]
+        file.write_bytes(bytes(bad))
+        assert cubins.cubin(source, FLOAT, "sm_90a", tmp_path / "cache") == first
+        assert file.read_bytes() == good
+
+    def test_the_key_has_all_that_decides(self, own, monkeypatch):
+        source = sources.read("twice", own)
+        keys = {cubins.key(source, FLOAT, "sm_90a")}
+        keys.add(cubins.key(source, {"ELEMENT": "double"}, "sm_90a"))
+        keys.add(cubins.key(source, FLOAT, "sm_100a"))
+        (own / "twice.cuh").write_text(HEADER + "\n")
+        keys.add(cubins.key(sources.read("twice", own), FLOAT, "sm_90a"))
+        (own / "twice.cuh").write_text(HEADER)
+        assert cubins.key(sources.read("twice", own), FLOAT, "sm_90a") in keys
+        (own / "twice.cu").write_text(KERNEL + "\n")
+        keys.add(cubins.key(sources.read("twice", own), FLOAT, "sm_90a"))
+        with monkeypatch.context() as patch:
+            patch.setattr(nvrtc, "OPTIONS", ("--std=c++20",))
+            keys.add(cubins.key(source, FLOAT, "sm_90a"))
+        with monkeypatch.context() as patch:
+            patch.setattr(nvrtc, "version", lambda: "14.0")
+            keys.add(cubins.key(source, FLOAT, "sm_90a"))
+        assert len(keys) == 7
+
+    def test_the_key_has_the_contents_of_cuda_headers(self, tmp_path):
+        for release in "ab":
+            folder = tmp_path / release
+            (folder / "crt").mkdir(parents=True)
+            (folder / "cuda_fp16.h").write_text('#include "crt/host.h"\n#include <missing.h>\n')
+            (folder / "crt" / "host.h").write_text("#include <cuda_fp16.h>\n")
+            (folder / "other.h").write_text(release)
+        a, b = (sources.digest_of_headers(tmp_path / r, ("cuda_fp16.h",)) for r in "ab")
+        assert a == b  # the other header is not included
+        (tmp_path / "b" / "crt" / "host.h").write_text("// another release\n")
+        sources.digest_of_headers.cache_clear()
+        assert sources.digest_of_headers(tmp_path / "b", ("cuda_fp16.h",)) != a
+
+    def test_a_folder_that_cannot_be_written_costs_only_time(self, own, monkeypatch):
+        source = sources.read("twice", own)
+        nowhere = own / "twice.cu" / "cache"
+        assert cubins.cubin(source, FLOAT, "sm_90a", nowhere).cubin[:4] == b"\x7fELF"
+
+        def homeless():
+            raise RuntimeError("no home")
+
+        monkeypatch.setattr(Path, "home", homeless)
+        assert cubins.default_folder() is None
+        assert cubins.cubin(source, FLOAT, "sm_90a").cubin[:4] == b"\x7fELF"
+
+    def test_threads_that_compile_the_same_agree(self, own, tmp_path):
+        source = sources.read("twice", own)
+        with ThreadPoolExecutor(4) as pool:
+            args = [(source, FLOAT, "sm_90a", tmp_path / "cache")] * 8
+            found = list(pool.map(lambda each: cubins.cubin(*each), args))
+        assert all(one == found[0] for one in found)
+        assert len(list((tmp_path / "cache").iterdir())) == 1
+
+    def test_processes_that_compile_the_same_agree(self, own, tmp_path):
+        source, folder = sources.read("twice", own), tmp_path / "cache"
+        program = (
+            "import sys; from pathlib import Path; from functron.ops import cubins, sources\n"
+            f"source = sources.read('twice', Path({str(own)!r}))\n"
+            "print('ready', flush=True); sys.stdin.readline()\n"
+            "for arch in ('sm_80', 'sm_90a'):\n"
+            f"    made = cubins.cubin(source, {FLOAT}, arch, Path({str(folder)!r}))\n"
+            "    print(made.cubin.hex())\n"
+        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        other = subprocess.Popen([sys.executable, "-c", program], **pipes)
+        assert other.stdout.readline() == "ready\n"
+        other.stdin.write("\n")
+        other.stdin.flush()
+        mine = [cubins.cubin(source, FLOAT, arch, folder) for arch in ("sm_80", "sm_90a")]
+        theirs, _ = other.communicate(timeout=60)
+        assert other.returncode == 0
+        assert theirs.split() == [one.cubin.hex() for one in mine]
+        names = sorted(path.name for path in folder.iterdir())
+        assert [name.rsplit("-", 1)[0] for name in names] == ["twice-sm_80", "twice-sm_90a"]
+        again = [cubins.cubin(source, FLOAT, arch, folder) for arch in ("sm_80", "sm_90a")]
+        assert again == mine
