@@ -41,6 +41,14 @@ def differentiating() -> bool:
     )
 
 
+def pushing_forward() -> bool:
+    """Whether any torch.func jvp level is running."""
+    return transforms_active() and any(
+        interpreter.key() == TransformType.Jvp
+        for interpreter in retrieve_all_functorch_interpreters()
+    )
+
+
 def refuse_nested_jvp() -> None:
     """Raise where forward mode runs inside forward mode, from the jvp rule of an autograd Function.
 

@@ -1,14 +1,18 @@
-"""Vocabulary-parallel cross-entropy."""
+"""Vocabulary-parallel cross-entropy, of logits or of what a last matrix makes them of."""
 
 from __future__ import annotations
 
 import torch
 
 from functron.ops.cross_entropy import log_sum_exp_and_target
+from functron.ops.kernels import AUTO, Kernels
+from functron.ops.linear_cross_entropy import linear_log_sum_exp_and_target
 from functron.spmd import collectives as lax
 from functron.typing import Float, Int, Tensor
 
 IGNORE_INDEX = -100
+CHUNK_TOKENS = 1024
+"""Tokens whose logits `linear_cross_entropy` has at a time: enough for full matrix products."""
 
 
 def cross_entropy(
@@ -19,6 +23,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     ignore_index: int = IGNORE_INDEX,
     axis: str = "tp",
+    kernels: Kernels = AUTO,
 ) -> Float[Tensor, "*batch"]:
     """loss_t = log sum_j exp(x_tj) - x_t,target + z_loss (log sum_j exp(x_tj))^2, per token.
 
@@ -32,20 +37,82 @@ def cross_entropy(
         vocab_size: the number of real columns over all ranks.
         z_loss: weight of the squared log-normaliser.
         ignore_index: targets with this value give loss 0.
+        kernels: of ``"cross_entropy"``.
 
     Returns:
         ``[...]`` losses in float32 at least, the same on all ranks of `axis`. Collectives: one
         max and two sum all-reduces of one number per token; backward two.
     """
-    columns = logits.shape[-1]
+    first, valid = _own_columns(logits.shape[-1], vocab_size, axis)
+    statistics = log_sum_exp_and_target(logits, targets - first, valid, kernels=kernels)
+    return _losses(*statistics, targets, z_loss, ignore_index, axis)
+
+
+def linear_cross_entropy(
+    x: Float[Tensor, "*batch embed"],
+    w: Float[Tensor, "embed columns"],
+    targets: Int[Tensor, "*batch"],
+    *,
+    vocab_size: int,
+    z_loss: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+    axis: str = "tp",
+    chunk_tokens: int = CHUNK_TOKENS,
+    kernels: Kernels = AUTO,
+) -> Float[Tensor, "*batch"]:
+    """``cross_entropy(column_parallel(x, w), targets)`` without ever having all of the logits.
+
+    The logits of `chunk_tokens` tokens exist at a time, and are computed a second time in backward
+    (see `functron.ops.linear_cross_entropy`): work of the unembedding grows by a third, while the
+    largest activation of a model with a large vocabulary goes. What ranks exchange is the same.
+
+    Args:
+        x: ``[..., embed]``, the same on all ranks of `axis`: call `gather_sequence` first, as for
+            `column_parallel`.
+        w: ``[embed, padded_vocab / n]``, this rank's columns, in any layout; ``table.mT`` of a
+            table of embeddings that is tied.
+        targets, vocab_size, z_loss, ignore_index, axis, kernels: as in `cross_entropy`.
+        chunk_tokens: fewer take less memory; below a few hundred, matrix products are slow.
+
+    Returns:
+        ``[...]`` losses in float32 at least, the same on all ranks of `axis`. Collectives: those of
+        `cross_entropy`. Backward besides, as of `column_parallel`: x's cotangent is the sum over
+        `axis` of what the ranks return, one all-reduce of x's bytes where x was made of what is
+        replicated, or the reduce-scatter of `gather_sequence`.
+
+    Raises:
+        ValueError: `chunk_tokens` is below 1.
+    """
+    first, valid = _own_columns(w.shape[1], vocab_size, axis)
+    lse, target = linear_log_sum_exp_and_target(
+        x.reshape(-1, x.shape[-1]), w, (targets - first).reshape(-1), valid,
+        chunk_tokens=chunk_tokens, kernels=kernels,
+    )  # fmt: skip
+    lse, target = (value.view(targets.shape) for value in (lse, target))
+    return _losses(lse, target, targets, z_loss, ignore_index, axis)
+
+
+def _own_columns(
+    columns: int, vocab_size: int, axis: str
+) -> tuple[Tensor | int, Tensor | int | None]:
+    """This rank's first column, and how many of its columns are no padding; None: all."""
     first = lax.axis_index(axis) * columns
     padded = columns * lax.axis_size(axis) > vocab_size
-    real = lax.global_index(columns, axis, device=logits.device) < vocab_size if padded else None
-    counted = targets != ignore_index
-    local_lse, local_target = log_sum_exp_and_target(logits, targets - first, real)
+    return first, vocab_size - first if padded else None
+
+
+def _losses(
+    local_lse: Tensor,
+    local_target: Tensor,
+    targets: Tensor,
+    z_loss: float,
+    ignore_index: int,
+    axis: str,
+) -> Tensor:
+    """The losses of all columns from the statistics of this rank's."""
     top = lax.pmax(lax.stop_gradient(local_lse), axis)
     lse = lax.psum((local_lse - top).exp(), axis).log() + top
     loss = lse - lax.psum(local_target, axis)
     if z_loss:
         loss = loss + z_loss * lse.square()
-    return torch.where(counted, loss, torch.zeros_like(loss))
+    return torch.where(targets != ignore_index, loss, torch.zeros_like(loss))

@@ -14,35 +14,142 @@ import torch
 from torch.autograd import Function
 
 from functron import compat
+from functron.ops.define import Gradient, Launch, define
+from functron.ops.kernels import AUTO, Kernels
+from functron.ops.operands import PACK_BYTES, rows_of, type_name
 from functron.typing import Bool, Float, Int, Tensor
+
+_WARP, _MOST_THREADS, _MOST_COLUMNS = 32, 512, 2**31 - 1
 
 
 def log_sum_exp_and_target(
     logits: Float[Tensor, "*batch vocab"],
     ids: Int[Tensor, "*batch"],
-    valid: Bool[Tensor, " vocab"] | None,
+    valid: Bool[Tensor, " vocab"] | Int[Tensor, ""] | int | None,
+    *,
+    kernels: Kernels = AUTO,
 ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
     """``(log sum_j exp(x_j), x[id])`` along the last dim, both in float32 at least.
 
     Args:
         logits: ``[..., vocab]``, floating point.
         ids: ``[...]`` int64 positions in the last dim; anything outside it gives target logit 0.
-        valid: ``[vocab]`` bool, False for columns that are padding; None when there is none.
+        valid: how many columns count, from the first; the others are padding. An int64 scalar, or
+            an int, below 0 as 0; None when there is no padding. Or ``[vocab]`` bool, False for
+            columns that are padding: torch's operations alone take such.
+        kernels: of ``"cross_entropy"``.
 
     Returns:
-        Two tensors ``[...]``. No collectives.
+        Two tensors ``[...]``. Where no column counts, the first is finite but so low that its
+        exponential beside any other is 0. No collectives.
     """
-    both: Any = _LogSumExpTarget.apply(logits, ids, valid)
+    is_mask = isinstance(valid, Tensor) and valid.dtype == torch.bool
+    if not is_mask and kernels.takes("cross_entropy", logits):
+        return CROSS_ENTROPY(logits, ids, _number(valid, logits))
+    mask = valid if is_mask else _mask(_number(valid, logits), logits)
+    both: Any = _LogSumExpTarget.apply(logits, ids, mask)
     return both
+
+
+def logits_cotangent(
+    d_lse: Float[Tensor, "*batch"],
+    d_target: Float[Tensor, "*batch"],
+    logits: Float[Tensor, "*batch vocab"],
+    ids: Int[Tensor, "*batch"],
+    lse: Float[Tensor, "*batch"],
+    valid: Int[Tensor, ""] | int | None,
+    *,
+    overwrite: bool = False,
+    kernels: Kernels = AUTO,
+) -> Float[Tensor, "*batch vocab"]:
+    """d x_j = d_lse exp(x_j - lse) + d_target [j = id]; 0 in padding but for that of the target.
+
+    With the lse of more columns than these, it is these columns' part of the cotangent.
+
+    Args:
+        d_lse: cotangent of the log of the sum.
+        d_target: of the target's logit.
+        logits: ``[..., vocab]``.
+        ids: as in `log_sum_exp_and_target`.
+        lse: what that returned.
+        valid: as there, but no mask.
+        overwrite: write the result over the logits, which must be plain and contiguous.
+        kernels: of ``"cross_entropy"``.
+
+    Returns:
+        ``[..., vocab]`` in the logits' dtype. No collectives.
+    """
+    operands = d_lse, d_target, logits, ids, lse, _number(valid, logits)
+    takes = kernels.takes("cross_entropy", logits)
+    if overwrite:
+        (CROSS_ENTROPY_BACKWARD_ if takes else _overwrite)(*operands)
+        return logits
+    return CROSS_ENTROPY_BACKWARD(*operands) if takes else _pullback_of_number(*operands)
+
+
+def _number(valid: Tensor | int | None, logits: Tensor) -> Tensor | None:
+    if isinstance(valid, int):
+        return torch.full((), valid, dtype=torch.int64, device=logits.device)
+    return valid
+
+
+def _mask(valid: Tensor | None, logits: Tensor) -> Tensor | None:
+    """What counts, ``[vocab]``, or ``[..., vocab]`` for numbers ``[...]``."""
+    if valid is None:
+        return None
+    columns = torch.arange(logits.shape[-1], device=logits.device)
+    return columns < valid.unsqueeze(-1)
 
 
 def _upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _floor(dtype: torch.dtype) -> float:
+    # finite: a rank whose columns are all padding must give exp(lse - max) = 0, not nan
+    return torch.finfo(dtype).min / 4
+
+
 def _masked(x: Tensor, valid: Tensor | None) -> Tensor:
-    # a finite floor: a rank whose columns are all padding must give exp(lse - max) = 0, not nan
-    return x if valid is None else torch.where(valid, x, torch.finfo(x.dtype).min / 4)
+    return x if valid is None else torch.where(valid, x, _floor(x.dtype))
+
+
+def _places(ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Which ids are columns, and an index for each."""
+    return (ids >= 0) & (ids < columns), ids.clamp(0, columns - 1).unsqueeze(-1)
+
+
+def _statistics(logits: Tensor, ids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    inside, at = _places(ids, logits.shape[-1])
+    target = torch.gather(_upcast(logits), -1, at).squeeze(-1)
+    lse = torch.logsumexp(_masked(_upcast(logits), valid), -1)
+    return lse, torch.where(inside, target, torch.zeros_like(target))
+
+
+def _shares(d_lse: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Cotangents and logarithms with which rows where nothing counts give 0."""
+    some = lse > _floor(lse.dtype) / 2
+    nothing = torch.zeros_like(lse)
+    return torch.where(some, d_lse, nothing).unsqueeze(-1), torch.where(some, lse, nothing)
+
+
+def _pullback(
+    d_lse: Tensor,
+    d_target: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    lse: Tensor,
+    valid: Tensor | None,
+) -> Tensor:
+    x = _masked(_upcast(logits), valid)
+    inside, at = _places(ids, logits.shape[-1])
+    d_lse, lse = _shares(d_lse, lse)
+    d_target = torch.where(inside, d_target, torch.zeros_like(d_target)).unsqueeze(-1)
+    if torch.is_grad_enabled() or compat.transforms_active():
+        grad = (x - lse.unsqueeze(-1)).exp() * d_lse
+        return torch.scatter_add(grad, -1, at, d_target).to(logits.dtype)
+    grad = torch.sub(x, lse.unsqueeze(-1)).exp_().mul_(d_lse)
+    return grad.scatter_add_(-1, at, d_target).to(logits.dtype)
 
 
 class _LogSumExpTarget(Function):
@@ -50,11 +157,7 @@ class _LogSumExpTarget(Function):
 
     @staticmethod
     def forward(logits, ids, valid):
-        x = _masked(_upcast(logits), valid)
-        inside = (ids >= 0) & (ids < logits.shape[-1])
-        at = ids.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
-        target = torch.gather(_upcast(logits), -1, at).squeeze(-1)
-        return torch.logsumexp(x, -1), torch.where(inside, target, torch.zeros_like(target))
+        return _statistics(logits, ids, valid)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -68,23 +171,15 @@ class _LogSumExpTarget(Function):
     def backward(ctx, *cotangents) -> Any:
         logits, ids, lse, *rest = ctx.saved_tensors
         d_lse, d_target = cotangents
-        x = _masked(_upcast(logits), rest[0] if rest else None)
-        inside = (ids >= 0) & (ids < logits.shape[-1])
-        at = ids.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
-        d_target = torch.where(inside, d_target, torch.zeros_like(d_target)).unsqueeze(-1)
-        if torch.is_grad_enabled() or compat.transforms_active():
-            grad = (x - lse.unsqueeze(-1)).exp() * d_lse.unsqueeze(-1)
-            return torch.scatter_add(grad, -1, at, d_target).to(logits.dtype), None, None
-        grad = torch.sub(x, lse.unsqueeze(-1)).exp_().mul_(d_lse.unsqueeze(-1))
-        return grad.scatter_add_(-1, at, d_target).to(logits.dtype), None, None
+        grad = _pullback(d_lse, d_target, logits, ids, lse, rest[0] if rest else None)
+        return grad, None, None
 
     @staticmethod
     def jvp(ctx, d_logits, *_) -> Any:
         compat.refuse_nested_jvp()
         logits, ids, lse, *rest = ctx.saved_tensors
         x = _masked(_upcast(logits), rest[0] if rest else None)
-        inside = (ids >= 0) & (ids < logits.shape[-1])
-        at = ids.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
+        inside, at = _places(ids, logits.shape[-1])
         moved = torch.gather(_upcast(d_logits), -1, at).squeeze(-1)
         return (
             ((x - lse.unsqueeze(-1)).exp() * _upcast(d_logits)).sum(-1),
@@ -95,11 +190,181 @@ class _LogSumExpTarget(Function):
     def vmap(info, in_dims, logits, ids, valid) -> Any:
         # torch's generated rule counts d_lse once per row where only the ids are batched
         size = info.batch_size
-        logits, ids = (
-            x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-            for x, dim in zip((logits, ids), in_dims[:2], strict=True)
-        )
+        logits, ids = (_lead(x, dim, size) for x, dim in zip((logits, ids), in_dims, strict=False))
         if in_dims[2] is not None:
             valid = valid.movedim(in_dims[2], 0)
             valid = valid.reshape(size, *[1] * (logits.dim() - valid.dim()), *valid.shape[1:])
         return _LogSumExpTarget.apply(logits, ids, valid), (0, 0)
+
+
+def _lead(x: Tensor, dim: int | None, size: int) -> Tensor:
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+# --- the op: `valid` is an int64 scalar, or has the dims of ids, of size 1 or theirs
+
+
+def _kernel(
+    launch: Launch, logits: Tensor, ids: Tensor, valid: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    x = rows_of(logits)
+    limits, step = _limits(valid, ids)
+    lse, target = (x.new_empty(ids.shape, dtype=torch.float32) for _ in range(2))
+    if len(x):
+        launch(
+            "cross_entropy", "cross_entropy_forward", len(x), _threads(x, ids),
+            x, _flat(ids), limits, lse, target, x.shape[1], x.stride(0), step,
+            defines={"ELEMENT": type_name(x, "cross_entropy")},
+        )  # fmt: skip
+    return lse, target
+
+
+def _write(
+    launch: Launch,
+    d_lse: Tensor,
+    d_target: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    lse: Tensor,
+    valid: Tensor | None,
+    out: Tensor,
+) -> None:
+    """The cotangent, into the contiguous `out`, which may be `logits`."""
+    x = rows_of(logits)
+    limits, step = _limits(valid, ids)
+    if len(x):
+        numbers = [_flat(value.float()) for value in (d_lse, d_target)]
+        launch(
+            "cross_entropy", "cross_entropy_backward", len(x), _threads(x, ids),
+            *numbers, x, _flat(ids), _flat(lse), limits, out, x.shape[1], x.stride(0), x.shape[1],
+            step, defines={"ELEMENT": type_name(x, "cross_entropy")},
+        )  # fmt: skip
+
+
+def _kernel_backward(launch: Launch, d_lse, d_target, logits: Tensor, ids, lse, valid) -> Tensor:
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    _write(launch, d_lse, d_target, logits, ids, lse, valid, out)
+    return out
+
+
+def _kernel_overwrite(launch: Launch, d_lse, d_target, logits: Tensor, ids, lse, valid) -> None:
+    if not logits.is_contiguous():
+        raise ValueError(
+            f"cross_entropy_backward_: got logits of strides {logits.stride()}; wanted contiguous "
+            "ones, to write to; fix: overwrite=False"
+        )
+    _write(launch, d_lse, d_target, logits, ids, lse, valid, logits)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1).contiguous()
+
+
+def _limits(valid: Tensor | None, ids: Tensor) -> tuple[Tensor | None, int]:
+    """How many columns count, and how far apart the numbers of two rows are."""
+    if valid is None or valid.dim() == 0:
+        return valid, 0
+    return _flat(valid.expand(ids.shape)), 1
+
+
+def _threads(x: Tensor, ids: Tensor) -> int:
+    """Of a block, for these rows: each thread reads 16 bytes at a time."""
+    columns = x.shape[1]
+    if not 1 <= columns <= _MOST_COLUMNS or ids.dtype != torch.int64:
+        raise ValueError(
+            f"cross_entropy: got {columns} columns and {ids.dtype} ids; wanted 1 to "
+            f"{_MOST_COLUMNS} columns and int64 ids; fix: split the vocabulary over more ranks, "
+            'or pass kernels=ops.use("reference")'
+        )
+    packs = -(-columns * x.element_size() // PACK_BYTES)
+    return min(_MOST_THREADS, -(-packs // _WARP) * _WARP)
+
+
+def _reference(logits: Tensor, ids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _statistics(logits, ids, _mask(valid, logits))
+
+
+def _pullback_of_number(
+    d_lse: Tensor,
+    d_target: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    lse: Tensor,
+    valid: Tensor | None,
+) -> Tensor:
+    return _pullback(d_lse, d_target, logits, ids, lse, _mask(valid, logits)).contiguous()
+
+
+def _overwrite(
+    d_lse: Tensor,
+    d_target: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    lse: Tensor,
+    valid: Tensor | None,
+) -> None:
+    if _upcast(logits) is not logits:
+        logits.copy_(_pullback_of_number(d_lse, d_target, logits, ids, lse, valid))
+        return
+    inside, at = _places(ids, logits.shape[-1])
+    d_lse, lse = _shares(d_lse, lse)
+    d_target = torch.where(inside, d_target, torch.zeros_like(d_target)).unsqueeze(-1)
+    mask = _mask(valid, logits)
+    if mask is not None:
+        logits.masked_fill_(~mask, _floor(logits.dtype))
+    logits.sub_(lse.unsqueeze(-1)).exp_().mul_(d_lse).scatter_add_(-1, at, d_target)
+
+
+def _fake(logits: Tensor, ids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    made = [logits.new_empty(ids.shape, dtype=_upcast(logits[..., :0]).dtype) for _ in range(2)]
+    return made[0], made[1]
+
+
+def _fake_backward(d_lse: Tensor, d_target: Tensor, logits: Tensor, *rest: Tensor | None) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _batch(size: int, in_dims: tuple, args: tuple, op: Any) -> tuple:
+    *tensors, valid = args
+    tensors = [_lead(x, dim, size) for x, dim in zip(tensors, in_dims, strict=False)]
+    if in_dims[-1] is not None:
+        dims = tensors[1].dim()  # of ids, or of a cotangent, which has as many
+        valid = valid.movedim(in_dims[-1], 0)
+        valid = valid.reshape(size, *[1] * (dims - valid.dim()), *valid.shape[1:])
+    elif valid is not None and valid.dim():
+        valid = valid.unsqueeze(0)
+    out = op(*tensors, valid)
+    return out, tuple(0 for _ in out) if isinstance(out, tuple) else 0
+
+
+CROSS_ENTROPY_BACKWARD = define(
+    "cross_entropy_backward(Tensor d_lse, Tensor d_target, Tensor logits, Tensor ids, Tensor lse, "
+    "Tensor? valid) -> Tensor",
+    kernel=_kernel_backward,
+    reference=_pullback_of_number,
+    fake=_fake_backward,
+    batch=_batch,
+    gradient=_pullback_of_number,
+)
+CROSS_ENTROPY_BACKWARD_ = define(
+    "cross_entropy_backward_(Tensor d_lse, Tensor d_target, Tensor(a!) logits, Tensor ids, "
+    "Tensor lse, Tensor? valid) -> ()",
+    kernel=_kernel_overwrite,
+    reference=_overwrite,
+    fake=lambda *args: None,
+)
+CROSS_ENTROPY = define(
+    "cross_entropy(Tensor logits, Tensor ids, Tensor? valid) -> (Tensor, Tensor)",
+    kernel=_kernel,
+    reference=_reference,
+    fake=_fake,
+    batch=_batch,
+    gradient=Gradient(
+        save=lambda args, outputs: (*args, outputs[0]),
+        backward=lambda saved, cotangents: (
+            CROSS_ENTROPY_BACKWARD(*cotangents, saved[0], saved[1], saved[3], saved[2]),
+            None,
+            None,
+        ),
+    ),
+)

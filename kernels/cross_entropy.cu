@@ -1,0 +1,91 @@
+// Cross-entropy over one rank's columns of the vocabulary: a row's log sum exp and its target's logit in one pass over
+// the logits, and the logits' cotangent
+//     d x_j = d_lse exp(x_j - lse) + d_target [j = id].
+// One block per row. Rows may have any stride: what lies before the first 16-byte boundary and after the last is
+// read by elements. Only the first `valid` columns count, the others are padding.
+// build: ELEMENT = float, __half, __nv_bfloat16
+#include "log_sum_exp.cuh"
+
+constexpr int THREADS = 512;
+using Vector = Pack<ELEMENT>;
+constexpr int PACK = Vector::size;
+
+// exp(x - lse) must be 0 for the finite lse of any rank whose columns count.
+constexpr float NOTHING = -3.4028234663852886e38f / 4;
+
+// How many columns of a row count.
+__device__ inline int counted(const i64* valid, i64 valid_stride, i64 row, i64 columns) {
+    return (int)(valid == nullptr ? columns : max(0ll, min(columns, valid[row * valid_stride])));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+cross_entropy_forward(const ELEMENT* logits, const i64* ids, const i64* valid, float* lse, float* target, i64 columns,
+                      i64 logits_stride, i64 valid_stride) {
+    const i64 row = blockIdx.x;
+    const ELEMENT* x = logits + row * logits_stride;
+    const int width = counted(valid, valid_stride, row, columns);
+    const int head = before_boundary(x, width), packs = (width - head) / PACK, tail = head + packs * PACK;
+    ExpSum sum = no_terms();
+#pragma unroll 2
+    for (int i = threadIdx.x; i < packs; i += blockDim.x) {
+        const Vector pack = load_pack(x + head + i * PACK);
+        float terms[PACK];
+#pragma unroll
+        for (int k = 0; k < PACK; ++k) terms[k] = to_float(pack.at[k]);
+        add_terms(sum, terms);
+    }
+    // fewer than a pack before and after; blocks have at least a warp
+    if (threadIdx.x < head) {
+        const float term[1] = {to_float(x[threadIdx.x])};
+        add_terms(sum, term);
+    }
+    if (threadIdx.x < width - tail) {
+        const float term[1] = {to_float(x[tail + threadIdx.x])};
+        add_terms(sum, term);
+    }
+    sum = block_exp_sum(sum);
+    if (threadIdx.x == 0) {
+        lse[row] = sum.total == 0.f && width < columns ? NOTHING : log_of(sum);
+        const i64 id = ids[row];
+        target[row] = 0 <= id && id < columns ? to_float(x[id]) : 0.f;
+    }
+}
+
+// What a row's elements are computed from.
+struct Row {
+    float lse, d_lse, d_target;
+    i64 id;
+    int width;
+
+    __device__ float moved(float x, int column) const {
+        const float share = column < width ? __expf(x - lse) * d_lse : 0.f;
+        return column == id ? share + d_target : share;
+    }
+};
+
+// `out` may be `logits`: every element is read and written by one thread, in this order.
+extern "C" __global__ void __launch_bounds__(THREADS)
+cross_entropy_backward(const float* d_lse, const float* d_target, const ELEMENT* logits, const i64* ids, const float* lse,
+                       const i64* valid, ELEMENT* out, i64 columns, i64 logits_stride, i64 out_stride, i64 valid_stride) {
+    const i64 at = blockIdx.x;
+    const ELEMENT* x = logits + at * logits_stride;
+    ELEMENT* y = out + at * out_stride;
+    Row row{lse[at] == -CUDART_INF_F ? 0.f : lse[at], d_lse[at], d_target[at], ids[at], 0};
+    // an ignored token's logits are not read
+    row.width = row.d_lse == 0.f ? 0 : counted(valid, valid_stride, at, columns);
+    const int n = (int)columns, head = before_boundary<ELEMENT>(x, y, n), packs = (n - head) / PACK, tail = head + packs * PACK;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < packs; i += blockDim.x) {
+        const int first = head + i * PACK;
+        Vector pack;
+        if (first < row.width) pack = load_pack(x + first);
+#pragma unroll
+        for (int k = 0; k < PACK; ++k) {
+            const float value = first < row.width ? to_float(pack.at[k]) : 0.f;
+            pack.at[k] = from_float<ELEMENT>(row.moved(value, first + k));
+        }
+        store_pack(y + first, pack);
+    }
+    for (int i = threadIdx.x; i < head; i += blockDim.x) y[i] = from_float<ELEMENT>(row.moved(to_float(x[i]), i));
+    for (int i = tail + threadIdx.x; i < n; i += blockDim.x) y[i] = from_float<ELEMENT>(row.moved(to_float(x[i]), i));
+}
