@@ -1,0 +1,291 @@
+"""Megatron-LM's indexed files of tokens: PREFIX.bin has them, PREFIX.idx says what is where.
+
+All of .idx is little-endian, without padding; N sequences make D documents:
+
+| offset        | bytes       | what it is                                                    |
+|---------------|-------------|---------------------------------------------------------------|
+| 0             | 9           | ``MMIDIDX\\0\\0``                                               |
+| 9             | 8           | 1, the version                                                |
+| 17            | 1           | the code of the tokens' dtype (`DTYPES`)                      |
+| 18            | 8           | N                                                             |
+| 26            | 8           | D + 1                                                         |
+| 34            | 4 N         | int32: tokens of every sequence                               |
+| 34 + 4 N      | 8 N         | int64: where every sequence begins in .bin, in bytes          |
+| 34 + 12 N     | 8 (D + 1)   | int64: the first sequence of every document, and N at the end |
+| the end       | N, or none  | int8: modes of sequences, in files of several modalities      |
+
+Source: ``megatron/core/datasets/indexed_dataset.py`` of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from functron.data.token_file import check_dtype, check_range, last_not_after
+from functron.errors import Problem, raise_problems
+
+MAGIC = b"MMIDIDX\x00\x00"
+LEGACY_MAGIC = b"TNTIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+
+_NAMES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
+DTYPES = MappingProxyType({code: np.dtype(name) for code, name in enumerate(_NAMES, 1)})
+"""The dtypes by their codes."""
+
+_CANNOT = "cannot open an indexed file"
+
+
+def code_of(dtype: np.dtype) -> int | None:
+    """The code of a dtype; None where the format has none for it."""
+    return {value: code for code, value in DTYPES.items()}.get(np.dtype(dtype))
+
+
+def files_of(prefix: str | Path) -> tuple[Path, Path]:
+    """The .bin and the .idx of a prefix; a path that ends with either is taken for its prefix."""
+    name = str(prefix)
+    stem = name[:-4] if name.endswith((".bin", ".idx")) else name
+    return Path(stem + ".bin"), Path(stem + ".idx")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where what is in an .idx.
+
+    Attributes:
+        dtype: of the tokens.
+        num_sequences: N.
+        num_documents: D.
+        has_modes: whether sequences have modes.
+    """
+
+    dtype: np.dtype
+    num_sequences: int
+    num_documents: int
+    has_modes: bool = False
+
+    @property
+    def pointers(self) -> int:
+        """Where the pointers begin; the lengths begin after the header."""
+        return HEADER.size + 4 * self.num_sequences
+
+    @property
+    def documents(self) -> int:
+        """Where the documents begin."""
+        return self.pointers + 8 * self.num_sequences
+
+    @property
+    def modes(self) -> int:
+        """Where the modes begin."""
+        return self.documents + 8 * (self.num_documents + 1)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole .idx."""
+        return self.modes + self.num_sequences * self.has_modes
+
+    def header(self) -> bytes:
+        """The first 34 bytes."""
+        code = code_of(self.dtype)
+        return HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1)
+
+
+class IndexedFile:
+    """An indexed file, opened: a `functron.data.token_file.TokenFile`.
+
+    Opening maps the files, reads some 60 bytes and checks that these, and the sizes of both files,
+    agree: it takes as long for 10^9 documents as for one. `verify` reads everything.
+
+    Args:
+        path: the prefix, or either file.
+        vocab_size: refuse a file whose dtype cannot hold ids below it; None: take any.
+
+    Attributes:
+        path: the prefix, as given.
+        dtype: of the tokens.
+        num_tokens: in all documents together.
+        num_documents: D.
+        num_sequences: N; Megatron writes one per document unless it splits sentences.
+        lengths: int32 ``[N]``: tokens of every sequence.
+        pointers: int64 ``[N]``: where each begins in .bin, in bytes.
+        documents: int64 ``[D + 1]``: the first sequence of every document, then N.
+        modes: int8 ``[N]``, or None where sequences have none.
+
+    Raises:
+        ValueError: a file is missing, cut off, or not what it should be; file and offset are named.
+    """
+
+    def __init__(self, path: str | Path, *, vocab_size: int | None = None):
+        self.path, self._vocab_size = Path(path), vocab_size
+        self.bin_path, self.idx_path = files_of(path)
+        self.layout = layout = _read_layout(self.idx_path)
+        check_dtype(f"{self.idx_path}, offset 17", layout.dtype, vocab_size)
+        raw = np.memmap(self.idx_path, np.uint8, mode="r").view(np.ndarray)
+        self.dtype = layout.dtype
+        self.num_sequences, self.num_documents = layout.num_sequences, layout.num_documents
+        self.lengths = raw[HEADER.size : layout.pointers].view("<i4")
+        self.pointers = raw[layout.pointers : layout.documents].view("<i8")
+        self.documents = raw[layout.documents : layout.modes].view("<i8")
+        self.modes = raw[layout.modes :].view(np.int8) if layout.has_modes else None
+        raise_problems(_CANNOT, self._edge_problems())
+        size = self.bin_path.stat().st_size
+        self.num_tokens = size // self.dtype.itemsize
+
+    def __reduce__(self):
+        return functools.partial(IndexedFile, vocab_size=self._vocab_size), (self.path,)
+
+    def _edge_problems(self) -> Iterator[Problem]:
+        """What is wrong with the first and last entries, and with how long .bin is."""
+        count, layout = self.num_sequences, self.layout
+        ends = {0: 0, self.num_documents: count}
+        for index, wanted in ends.items():
+            if self.documents[index] != wanted:
+                where = f"{self.idx_path}, offset {layout.documents + 8 * index}"
+                got = f"document index {self.documents[index]}"
+                yield Problem(where, got, str(wanted), "copy or write the file again")
+        if count and self.pointers[0] != 0:
+            where = f"{self.idx_path}, offset {layout.pointers}"
+            yield Problem(where, f"pointer {self.pointers[0]}", "0: .bin begins with a sequence")
+        needed = 0
+        if count:
+            needed = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        try:
+            size = self.bin_path.stat().st_size
+        except OSError as error:
+            yield Problem(str(self.bin_path), error.strerror or str(error), "the tokens", "copy it")
+            return
+        if size != needed:
+            short = "is cut off at" if size < needed else "goes on after"
+            wanted = f"{needed} bytes, as the last pointer and length of {self.idx_path} say"
+            fix = f"copy or write both again: it {short} offset {min(size, needed)}"
+            yield Problem(str(self.bin_path), f"{size} bytes", wanted, fix)
+
+    @functools.cached_property
+    def _tokens(self) -> np.ndarray:
+        if not self.num_tokens:
+            return np.zeros(0, self.dtype)  # no system maps a file without bytes
+        little = self.dtype.newbyteorder("<")
+        return np.memmap(self.bin_path, little, mode="r").view(np.ndarray)
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """The tokens from `start` on, ``[length]``: a view of the file.
+
+        Raises:
+            IndexError: there are not as many.
+        """
+        check_range(self.path, start, length, self.num_tokens)
+        return self._tokens[start : start + length]
+
+    def starts(self, documents: np.ndarray) -> np.ndarray:
+        """Where documents begin in the row of all tokens; D begins where the last one ends."""
+        sequences = self.documents[np.asarray(documents, np.int64)]
+        if not self.num_sequences:
+            return np.zeros_like(sequences)
+        inside = np.minimum(sequences, self.num_sequences - 1)
+        tokens = self.pointers[inside] // self.dtype.itemsize
+        return np.where(sequences < self.num_sequences, tokens, self.num_tokens)
+
+    def document(self, index: int) -> np.ndarray:
+        """The tokens of one document: a view of the file.
+
+        Raises:
+            IndexError: there is no such document.
+        """
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"{self.path}: document {index}; wanted 0 to {self.num_documents - 1}")
+        start, stop = self.starts(np.array([index, index + 1])).tolist()
+        return self.read(start, stop - start)
+
+    def sequence(self, index: int) -> np.ndarray:
+        """The tokens of one sequence: a view of the file.
+
+        Raises:
+            IndexError: there is no such sequence.
+        """
+        if not 0 <= index < self.num_sequences:
+            raise IndexError(f"{self.path}: sequence {index}; wanted 0 to {self.num_sequences - 1}")
+        start = int(self.pointers[index]) // self.dtype.itemsize
+        return self.read(start, int(self.lengths[index]))
+
+    def document_of(self, offset: int) -> int:
+        """The document that token `offset` of the row is in.
+
+        Raises:
+            IndexError: there is no such token.
+        """
+        return int(self.documents_of(np.array(offset)))
+
+    def documents_of(self, offsets: np.ndarray) -> np.ndarray:
+        """The documents that tokens are in: int64, the shape of `offsets`; some log2 D reads each.
+
+        Raises:
+            IndexError: there are no such tokens.
+        """
+        wanted = np.asarray(offsets, np.int64)
+        if wanted.size:
+            check_range(self.path, int(wanted.min()), 1, self.num_tokens)
+            check_range(self.path, int(wanted.max()), 1, self.num_tokens)
+        # of documents that begin at the same token, only the last is not empty
+        return last_not_after(self.starts, self.num_documents, wanted)
+
+
+def _read_layout(idx: Path) -> Layout:
+    """The layout that an .idx says it has, if it is as long as that."""
+    try:
+        size = idx.stat().st_size
+        with idx.open("rb") as stream:
+            head = stream.read(HEADER.size)
+    except OSError as error:
+        fix = "give the path without .bin and .idx, of which there must be both"
+        problem = Problem(str(idx), error.strerror or str(error), "the index of a .bin", fix)
+        raise_problems(_CANNOT, [problem])
+        raise AssertionError("unreachable") from error
+    raise_problems(_CANNOT, _header_problems(idx, head))
+    _, _, code, sequences, entries = HEADER.unpack(head)
+    plain = Layout(DTYPES[code], sequences, entries - 1)
+    modes = Layout(DTYPES[code], sequences, entries - 1, has_modes=True)
+    if size not in (plain.size, modes.size):
+        raise_problems(_CANNOT, [_size_problem(idx, size, plain)])
+    return modes if sequences and size == modes.size else plain
+
+
+def _header_problems(idx: Path, head: bytes) -> Iterator[Problem]:
+    again = "copy or write the file again"
+    if head.startswith(LEGACY_MAGIC):
+        got = "TNTIDX: a file of Megatron's older kinds (lazy, cached)"
+        yield Problem(f"{idx}, offset 0", got, "MMIDIDX", "write it with --dataset-impl mmap")
+    elif head[:9] != MAGIC[: len(head[:9])]:
+        got = f"the bytes {head[:9]!r}"
+        yield Problem(f"{idx}, offset 0", got, f"{MAGIC!r}: Megatron's index", "check the path")
+    elif len(head) < HEADER.size:
+        got = f"the end of the file at offset {len(head)}"
+        yield Problem(str(idx), got, f"a header of {HEADER.size} bytes", again)
+    else:
+        _, version, code, _, entries = HEADER.unpack(head)
+        if version != VERSION:
+            yield Problem(f"{idx}, offset 9", f"version {version}", f"version {VERSION}")
+        if code not in DTYPES:
+            known = ", ".join(f"{number} {dtype.name}" for number, dtype in DTYPES.items())
+            yield Problem(f"{idx}, offset 17", f"dtype code {code}", f"one of {known}", again)
+        if entries == 0:
+            wanted = "at least 1: one more than there are documents"
+            yield Problem(f"{idx}, offset 26", "0 document indices", wanted, again)
+
+
+def _size_problem(idx: Path, size: int, layout: Layout) -> Problem:
+    counts = f"{layout.num_sequences} sequences and {layout.num_documents} documents"
+    wanted = f"{layout.size} bytes, for {counts}"
+    if size > layout.size:
+        fix = f"copy or write it again: the index ends at offset {layout.size}"
+        return Problem(str(idx), f"{size} bytes", wanted, fix)
+    begins = {"lengths": 34, "pointers": layout.pointers, "document indices": layout.documents}
+    part = [name for name, begin in begins.items() if begin <= size][-1]
+    fix = f"copy or write it again: it is cut off at offset {size}, in its {part}"
+    return Problem(str(idx), f"{size} bytes", wanted, fix)
