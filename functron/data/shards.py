@@ -1,0 +1,343 @@
+"""Token shards: .npy files, raw files, and those of llm.c, read as one row of tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from functron.data.indexed import IndexedFile, files_of
+from functron.data.token_file import TokenFile, check_dtype, check_range, listed
+from functron.errors import Problem, raise_problems
+
+SUFFIXES = MappingProxyType(
+    {".u8": "uint8", ".u16": "uint16", ".u32": "uint32", ".i32": "int32", ".i64": "int64"}
+)
+"""Raw files whose names say their dtype."""
+
+LLM_C = MappingProxyType({(20240520, 1): "uint16", (20240801, 7): "uint32"})
+"""Magic and version in the headers of llm.c's files, and the dtype of their tokens.
+
+Source: ``dev/data/data_common.py`` of llm.c. The header is 256 int32: magic, version, and the
+number of tokens that follow it.
+"""
+
+LLM_C_HEADER = 1024
+DOCUMENTS_SUFFIX = ".documents.npy"
+MAX_OPEN_FILES = 128
+SCANNED = 1 << 22
+_CANNOT = "cannot open token shards"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens.
+
+    Attributes:
+        path: the file.
+        dtype: of its tokens.
+        offset: where they begin, in bytes.
+        num_tokens: how many there are.
+    """
+
+    path: Path
+    dtype: np.dtype
+    offset: int
+    num_tokens: int
+
+
+class Shards:
+    """Token shards, read as if concatenated: a `functron.data.token_file.TokenFile`.
+
+    Opening reads the headers of the files, so it takes as long for large files as for small ones.
+    Files are mapped when first read; at most `MAX_OPEN_FILES` stay so.
+
+    Documents are, in this order of preference, those of the table that stands beside an .npy file
+    (``tokens.documents.npy`` of ``tokens.npy``: int64, where each document begins, and the number
+    of tokens at the end; `functron preprocess --format npy` writes it); those that the token
+    `end_of_text` ends, for which all tokens are read when documents are first asked for; or the
+    files themselves.
+
+    Args:
+        paths: files of one dtype, in order: .npy; llm.c's, by their header; or raw tokens.
+        dtype: of raw tokens; None: as their names say (``.u16``, ``.u32``; see `SUFFIXES`).
+        end_of_text: the id that ends a document; None: no id does.
+        vocab_size: refuse a dtype that cannot hold ids below it; None: take any.
+
+    Attributes:
+        path: of the first.
+        files: all of them.
+        dtype: of the tokens.
+        num_tokens: in all of them.
+
+    Raises:
+        ValueError: a file is missing, empty, cut off, or no file of tokens; dtypes differ or are
+            not known. All files at fault are named.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        *,
+        dtype: str | np.dtype | type | None = None,
+        end_of_text: int | None = None,
+        vocab_size: int | None = None,
+    ):
+        self.files, problems = _shards_of(paths, None if dtype is None else np.dtype(dtype))
+        listed(_CANNOT, problems)
+        self.path, self.dtype = self.files[0].path, self.files[0].dtype
+        check_dtype(str(self.path), self.dtype, vocab_size)
+        self._end = end_of_text
+        self._ends = np.cumsum([file.num_tokens for file in self.files])
+        self.num_tokens = int(self._ends[-1])
+        self._open: OrderedDict[int, np.ndarray] = OrderedDict()
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """The tokens from `start` on, ``[length]``; a view where they lie in one file.
+
+        Raises:
+            IndexError: there are not as many.
+        """
+        check_range(self.path, start, length, self.num_tokens)
+        index = int(np.searchsorted(self._ends, start, side="right"))
+        pieces = []
+        while length > 0:
+            begin = start - (int(self._ends[index - 1]) if index else 0)
+            piece = self._mapped(index)[begin : begin + length]
+            pieces.append(piece)
+            start, length, index = start + len(piece), length - len(piece), index + 1
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if pieces else np.zeros(0, self.dtype)
+
+    def _mapped(self, index: int) -> np.ndarray:
+        if index in self._open:
+            self._open.move_to_end(index)
+            return self._open[index]
+        file = self.files[index]
+        little = file.dtype.newbyteorder("<")
+        tokens = np.memmap(file.path, little, "r", file.offset, (file.num_tokens,))
+        self._open[index] = tokens.view(np.ndarray)
+        if len(self._open) > MAX_OPEN_FILES:
+            self._open.popitem(last=False)
+        return self._open[index]
+
+    @functools.cached_property
+    def _documents(self) -> np.ndarray:
+        """Where documents begin, and `num_tokens`."""
+        tables = [_table_of(file.path) for file in self.files]
+        if all(table is not None for table in tables):
+            begins = [0, *self._ends.tolist()]
+            whole = [_read_table(t, f) for t, f in zip(tables, self.files, strict=True) if t]
+            if len(whole) == 1:
+                return whole[0]
+            parts = [x[:-1] + begin for x, begin in zip(whole, begins, strict=False)]
+            return np.concatenate([*parts, [self.num_tokens]])
+        if self._end is None:
+            return np.concatenate([[0], self._ends])
+        found = [np.zeros(1, np.int64)]
+        for begin in range(0, self.num_tokens, SCANNED):
+            tokens = self.read(begin, min(SCANNED, self.num_tokens - begin))
+            found.append(np.flatnonzero(tokens == self._end) + begin + 1)
+        ends = np.concatenate(found)
+        return ends if ends[-1] == self.num_tokens else np.append(ends, self.num_tokens)
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents there are."""
+        return len(self._documents) - 1
+
+    def starts(self, documents: np.ndarray) -> np.ndarray:
+        """Where documents begin in the row of all tokens: int64; the last ends at `num_tokens`."""
+        return self._documents[np.asarray(documents, np.int64)]
+
+    def document_of(self, offset: int) -> int:
+        """The document that token `offset` of the row is in.
+
+        Raises:
+            IndexError: there is no such token.
+        """
+        return int(self.documents_of(np.array(offset)))
+
+    def documents_of(self, offsets: np.ndarray) -> np.ndarray:
+        """The documents that tokens are in: int64, the shape of `offsets`.
+
+        Raises:
+            IndexError: there are no such tokens.
+        """
+        wanted = np.asarray(offsets, np.int64)
+        if wanted.size:
+            check_range(self.path, int(wanted.min()), 1, self.num_tokens)
+            check_range(self.path, int(wanted.max()), 1, self.num_tokens)
+        return np.searchsorted(self._documents, wanted, side="right") - 1
+
+
+def documents_path(tokens: Path) -> Path:
+    """Where the table of documents of an .npy file of tokens lies."""
+    return tokens.with_name(tokens.name.removesuffix(".npy") + DOCUMENTS_SUFFIX)
+
+
+def open_tokens(
+    path: str | Path,
+    *,
+    dtype: str | np.dtype | type | None = None,
+    end_of_text: int | None = None,
+    vocab_size: int | None = None,
+) -> TokenFile:
+    """Open tokens on disk, whatever wrote them.
+
+    Args:
+        path: the prefix, .bin or .idx of Megatron-LM's indexed files (see
+            `functron.data.indexed`); a shard (see `Shards`); or a folder of shards, all .npy or all
+            raw, which are taken in the order of their names.
+        dtype: of raw tokens.
+        end_of_text: the id that ends documents in shards.
+        vocab_size: refuse a dtype that cannot hold ids below it; None: take any.
+
+    Raises:
+        ValueError: there is nothing of the kind, or it cannot be opened.
+    """
+    found = Path(path)
+    shards = functools.partial(Shards, dtype=dtype, end_of_text=end_of_text, vocab_size=vocab_size)
+    if files_of(path)[1].is_file():
+        return IndexedFile(path, vocab_size=vocab_size)
+    if found.is_dir():
+        return shards(_shards_in(found))
+    if found.is_file():
+        return shards([found])
+    wanted = f"{path}.idx and .bin, a shard of tokens, or a folder of shards"
+    raise_problems(_CANNOT, [Problem(str(path), "nothing there", wanted, "check the spelling")])
+    raise AssertionError("unreachable")
+
+
+def is_tokens(path: str | Path) -> bool:
+    """Whether `path` looks like tokens on disk rather than text: by names, without reading."""
+    found = Path(path)
+    if files_of(path)[1].is_file():
+        return True
+    known = {".npy", ".bin", *SUFFIXES}
+    if found.is_dir():
+        names = [file for file in found.iterdir() if file.is_file() and file.name[0] != "."]
+        return bool(names) and all(file.suffix in known for file in names)
+    return found.is_file() and found.suffix in known
+
+
+def _shards_in(folder: Path) -> list[Path]:
+    visible = [file for file in sorted(folder.iterdir()) if file.is_file() and file.name[0] != "."]
+    arrays = [f for f in visible if f.suffix == ".npy" and not f.name.endswith(DOCUMENTS_SUFFIX)]
+    raw = [file for file in visible if file.suffix == ".bin" or file.suffix in SUFFIXES]
+    problems = []
+    if any(file.suffix == ".idx" for file in visible):
+        fix = "name one of them, or merge them with functron.data.merge"
+        problems = [Problem(str(folder), "a folder of indexed files", "a prefix", fix)]
+    elif arrays and raw:
+        got = f"both {arrays[0].name} and {raw[0].name}"
+        problems = [Problem(str(folder), got, "shards of one kind")]
+    elif not (arrays or raw):
+        kinds = ", ".join([".npy", ".bin", *SUFFIXES])
+        problems = [Problem(str(folder), "a folder without shards", f"files named {kinds}")]
+    raise_problems(_CANNOT, problems)
+    return arrays or raw
+
+
+def _shards_of(
+    paths: Sequence[str | Path], dtype: np.dtype | None
+) -> tuple[list[Shard], list[Problem]]:
+    """The files, and what is wrong with them."""
+    found, problems = [], []
+    for path in map(Path, paths):
+        try:
+            shard = _numpy_shard(path) if path.suffix == ".npy" else _raw_shard(path, dtype)
+        except OSError as error:
+            shard = Problem(str(path), error.strerror or str(error), "a file of tokens")
+        if isinstance(shard, Problem):
+            problems.append(shard)
+        elif not shard.num_tokens:
+            problems.append(Problem(str(path), "no tokens", "at least 1", "leave it out"))
+        elif found and shard.dtype != found[0].dtype:
+            got, wanted = shard.dtype.name, f"{found[0].dtype.name}, as {found[0].path} has"
+            problems.append(Problem(str(path), got, wanted))
+        else:
+            found.append(shard)
+    if not paths:
+        problems.append(Problem("shards", "none", "at least one"))
+    return found, problems
+
+
+def _numpy_shard(path: Path) -> Shard | Problem:
+    wanted = "a row of integers, as numpy.save writes it"
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        try:
+            version = np.lib.format.read_magic(stream)
+            read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
+            shape, _, dtype = read[version[0]](stream)
+        except (ValueError, KeyError, SyntaxError) as error:
+            return Problem(f"{path}, offset 0", f"no .npy file ({error})", wanted)
+        offset = stream.tell()
+    if len(shape) != 1 or dtype.kind not in "iu" or dtype.str[0] == ">":
+        return Problem(f"{path}, offset 0", f"{dtype.str} {list(shape)}", wanted)
+    needed = offset + shape[0] * dtype.itemsize
+    if size != needed:
+        got = f"{size} bytes"
+        fix = f"copy or write it again: it ends at offset {size}"
+        return Problem(str(path), got, f"{needed}, for the {shape[0]} tokens of its header", fix)
+    return Shard(path, dtype.newbyteorder("="), offset, shape[0])
+
+
+def _raw_shard(path: Path, dtype: np.dtype | None) -> Shard | Problem:
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        header = np.frombuffer(stream.read(LLM_C_HEADER), np.uint8)
+    if len(header) == LLM_C_HEADER:
+        magic, version, count = header.view("<i4")[:3].tolist()
+        kind = LLM_C.get((magic, version))
+        if kind is not None and (dtype is None or dtype == kind):
+            needed = LLM_C_HEADER + count * np.dtype(kind).itemsize
+            if size == needed:
+                return Shard(path, np.dtype(kind), LLM_C_HEADER, count)
+            wanted = f"{needed}, for the {count} tokens of its header (llm.c's, at offset 8)"
+            fix = f"copy or write it again: it ends at offset {size}"
+            return Problem(str(path), f"{size} bytes", wanted, fix)
+    named = SUFFIXES.get(path.suffix)
+    if dtype is None and named is None:
+        names = ", ".join(SUFFIXES)
+        fix = f"give its dtype, such as uint16, or a name that ends with one of {names}"
+        got = "neither an .idx beside it nor llm.c's header"
+        return Problem(str(path), got, "a file of tokens whose dtype is known", fix)
+    kind = np.dtype(named) if dtype is None else dtype
+    if kind.kind not in "iu":
+        return Problem(str(path), f"dtype {kind.name}", "one of integers")
+    if size % kind.itemsize:
+        whole = size - size % kind.itemsize
+        wanted = f"a multiple of {kind.itemsize}, for {kind.name}"
+        fix = f"copy it again, or give its dtype: there is half a token at offset {whole}"
+        return Problem(str(path), f"{size} bytes", wanted, fix)
+    return Shard(path, kind, 0, size // kind.itemsize)
+
+
+def _table_of(tokens: Path) -> Path | None:
+    table = documents_path(tokens)
+    return table if tokens.suffix == ".npy" and table.is_file() else None
+
+
+def _read_table(path: Path, shard: Shard) -> np.ndarray:
+    """Where the documents of a shard begin, mapped: int64 ``[documents + 1]``."""
+    try:
+        table = np.load(path, mmap_mode="r")
+    except (ValueError, OSError, EOFError) as error:
+        problem = Problem(str(path), f"no .npy file ({error})", "where documents begin: int64")
+        raise_problems(_CANNOT, [problem])
+        raise AssertionError("unreachable") from error
+    whole = table.ndim == 1 and table.dtype == np.int64 and len(table) > 1
+    if not whole or table[0] != 0 or table[-1] != shard.num_tokens:
+        got = f"{table.dtype} {list(table.shape)}"
+        got += f", from {table[0]} to {table[-1]}" if whole else ""
+        wanted = f"int64, from 0 to the {shard.num_tokens} tokens of {shard.path}"
+        raise_problems(_CANNOT, [Problem(str(path), got, wanted, "copy or write both again")])
+    return np.asarray(table)
