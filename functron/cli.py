@@ -10,6 +10,7 @@ from functron import launch
 from functron.commands import (
     checkpoint,
     convert,
+    doctor,
     params,
     sample,
     schedule,
@@ -29,6 +30,7 @@ USAGE = """usage: functron COMMAND [OPTIONS]
   params      show the parameters of a model, and how a mesh splits them
   trace       show what one rank of a mesh computes, sends and holds in a training step
   schedule    draw a pipeline schedule, with its bubble and its live activations
+  doctor      show what this machine and this installation have, and what is missing
 
 functron COMMAND --help lists the options.
 """
@@ -43,6 +45,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType(
         "params": params.run,
         "trace": trace.run,
         "schedule": schedule.run,
+        "doctor": doctor.run,
     }
 )
 

@@ -67,7 +67,7 @@ def key(source: Source, defines: Defines, arch: str) -> str:
         sorted(defines.items()),
         arch,
         nvrtc.OPTIONS,
-        nvrtc.version(),
+        nvrtc.release(),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 

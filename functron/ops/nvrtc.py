@@ -163,9 +163,14 @@ def supported() -> tuple[int, ...]:
 
 @functools.cache
 def version() -> str:
-    """NVRTC's version and, as that names no patch release, the size of its library."""
-    major, minor = _checked(_library().nvrtcVersion())
-    return f"{major}.{minor} ({library_path().stat().st_size} bytes)"
+    """NVRTC's version: ``"13.0"``."""
+    return "{}.{}".format(*_checked(_library().nvrtcVersion()))
+
+
+@functools.cache
+def release() -> str:
+    """Its version and, as that is the same for patch releases, the size of its library."""
+    return f"{version()}, {library_path().stat().st_size} bytes"
 
 
 def missing() -> str | None:

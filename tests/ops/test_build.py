@@ -218,7 +218,6 @@ class TestMistakes:
 
         monkeypatch.setattr(nvrtc, "library_path", lambda: tmp_path / "lib" / "libnvrtc.so")
         monkeypatch.setattr(pathfinder, "find_nvidia_header_directory", lambda name: None)
-        monkeypatch.setattr(nvrtc.library_path, "cache_clear", lambda: None, raising=False)
         message = r"headers: got none in .*cuda_bf16\.h.*pip install 'functron\[kernels\]'"
         assert re.search(message, nvrtc.missing() or "")
 
@@ -263,7 +262,7 @@ class TestCache:
             patch.setattr(nvrtc, "OPTIONS", ("--std=c++20",))
             keys.add(cubins.key(source, FLOAT, "sm_90a"))
         with monkeypatch.context() as patch:
-            patch.setattr(nvrtc, "version", lambda: "14.0")
+            patch.setattr(nvrtc, "release", lambda: "14.0")
             keys.add(cubins.key(source, FLOAT, "sm_90a"))
         assert len(keys) == 7
 
