@@ -31,6 +31,8 @@ class SampleOptions:
         chat: take the prompt for what a user says, and print the answer alone.
         temperature: 1 samples from the model's distribution, below 1 from its likelier part, 0
             takes the likeliest.
+        top_k: sample among so many likeliest tokens; 0: among all.
+        top_p: sample among the fewest tokens that together have this probability; 1: among all.
         seed: of the draws.
         device: cpu, cuda, or auto: cuda where there is one.
     """
@@ -40,6 +42,8 @@ class SampleOptions:
     tokens: int = 200
     chat: bool = False
     temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
@@ -64,6 +68,8 @@ def run(arguments: Sequence[str]) -> int:
             prompt,
             options.tokens,
             temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
             key=key,
             stop=tokenizer.stops if tokenizer else (),
         )

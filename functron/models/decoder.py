@@ -126,7 +126,7 @@ def stream(
     keys = None if how.key is None else random.split(how.key, config.num_layers + 1)
     if part.embed:
         with named_scope("embed"):
-            x = _embedded(config, weights, sequence, how, None if keys is None else keys[-1])
+            x = embedded(config, weights, sequence, how, None if keys is None else keys[-1])
     assert x is not None
     windows = torch.tensor(config.windows, device=x.device) if config.global_every else None
     for name, layers in config.stacks.items():
@@ -142,9 +142,14 @@ def stream(
     return x, routed
 
 
-def _embedded(
-    config: GPTConfig, weights: dict, sequence: Sequence, how: How, key: Tensor | None
+def embedded(
+    config: GPTConfig,
+    weights: dict,
+    sequence: Sequence,
+    how: How,
+    key: Tensor | None = None,
 ) -> Tensor:
+    """The residual stream before the first layer; `key` is that of its dropout."""
     x = _tokens(config, weights, sequence.tokens, how)
     if config.positions == "learned":
         table = how.gather.at("positions")(weights["positions"])
