@@ -6,7 +6,7 @@ the mesh to processes and run it unchanged.
 """
 
 from functron import checkpoint, debug, hub, lora, nn, optim, params, pipeline, random, tree
-from functron.models import gpt
+from functron.models import gpt, mamba
 from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
 from functron.program.jit import jit
 from functron.program.program import Program
@@ -71,6 +71,7 @@ __all__ = [
     "jit",
     "lax",
     "lora",
+    "mamba",
     "make_pipelined_step",
     "make_step",
     "named_scope",

@@ -1,0 +1,215 @@
+"""What models other than the decoder share: how their layers are run, and which ranks split them.
+
+Each such model is a module with ``defs(config)``, ``rules(config, mesh)``, ``forward`` and
+``loss``, and runs stacks of layers under the settings of a `Run`.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar, get_args
+
+from functron import nn, random
+from functron.errors import Problem, nearest, raise_problems
+from functron.models.block import STREAM, WHOLE, Remat
+from functron.spmd import CONTEXT_AXES, DATA_AXES, P
+from functron.spmd import collectives as lax
+from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
+from functron.spmd.spec import Rules
+from functron.transforms import Gather, policies, scan
+from functron.transforms import remat as rematerialise
+from functron.tree import Tree
+from functron.typing import Key, Tensor
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class Named(Mapping[str, Config]):
+    """Named configs; an unknown name is an error that suggests the nearest."""
+
+    configs: Mapping[str, Config] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Config:
+        if name not in self.configs:
+            raise ValueError(f"model: got {name!r}; {nearest(name, self.configs)}")
+        return self.configs[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.configs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.configs)
+
+    def __len__(self) -> int:
+        return len(self.configs)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """How stacks of layers are run.
+
+    Attributes:
+        key: of dropout's masks; None: no dropout.
+        stream: `gpt.STREAM` or `gpt.SEQUENCE_PARALLEL_STREAM`.
+        remat: what backward computes again; see `gpt.Remat`.
+        gather: how parameters that data axes split are gathered.
+        rate: of dropout.
+        rows: int64 ``[batch]``, the samples' indices in the global batch.
+
+    Raises:
+        ValueError: the name of `remat` is none.
+    """
+
+    key: Key | None = None
+    stream: P = STREAM
+    remat: Remat = "none"
+    gather: Gather = WHOLE
+    rate: float = 0.0
+    rows: Tensor | None = None
+
+    def __post_init__(self):
+        if self.remat not in get_args(Remat):
+            known = nearest(str(self.remat), get_args(Remat))
+            raise ValueError(f"forward: got remat={self.remat!r}; {known}")
+
+    def at(self, name: str) -> Run:
+        """The same for that entry of the parameters, with a key of its own."""
+        key = None if self.key is None else random.fold_in(self.key, zlib.crc32(name.encode()))
+        return Run(key, self.stream, self.remat, self.gather.at(name), self.rate, self.rows)
+
+    def core(self, core: Callable) -> Callable:
+        """The core of attention, which backward computes again under remat="selective"."""
+        return rematerialise(core) if self.remat == "selective" else core
+
+    def drop(self, x: Tensor, key: Tensor | None) -> Tensor:
+        """Dropout on the stream or on what is added to it."""
+        if key is None or not self.rate:
+            return x
+        rows = self.rows
+        if rows is None:
+            rows = lax.global_index(x.shape[0], DATA_AXES, device=x.device)
+        return nn.dropout(x, key, rate=self.rate, rows=rows, stream=self.stream)
+
+    def keys(self, count: int) -> Tensor | None:
+        """A key for each of `count` layers, int64 ``[count, 2]``; None without dropout."""
+        return None if self.key is None else random.split(self.key, count)
+
+    def over(self, layer: Callable, x: Tensor, weights: Tree, keys: Tensor | None) -> Tensor:
+        """x through layers whose parameters are stacked.
+
+        Args:
+            layer: ``(parameters, x, key) -> x``; the key is None without dropout.
+            x: the stream.
+            weights: this rank's part of the layers' parameters, stacked on a leading dim.
+            keys: one per layer, as `keys` makes them.
+        """
+        policy = {"full": policies.nothing, "dots": policies.dots}
+        # what is recomputed is inside what is gathered: so gathering depends on parameters alone
+        once = rematerialise(layer, policy=policy.get(self.remat, policies.everything))
+        gathered = self.gather.rows().around(once)
+
+        def body(x: Tensor, row: tuple) -> tuple[Tensor, None]:
+            return gathered(row[0], x, row[1]), None
+
+        return scan(body, x, (weights, keys))[0]
+
+
+def keys_of(key: Tensor | None, num: int) -> tuple[Tensor | None, ...]:
+    """`num` keys, or None as often."""
+    return (None,) * num if key is None else random.split(key, num).unbind(0)
+
+
+def check_gathered(name: str, size: int, wanted: int) -> None:
+    """Raise ValueError where a parameter's dim of `size` has not been gathered to `wanted`."""
+    if size != wanted:
+        raise ValueError(
+            f"forward: got parameters with {size} of {name}={wanted} on this rank; wanted all of "
+            "them where they are used; fix: pass gather=transforms.Gather(specs), with the specs "
+            "by which they are split"
+        )
+
+
+def size_problems(config: object, *names: str) -> list[Problem]:
+    """A problem for each of these attributes that is not at least 1."""
+    return [
+        Problem(name, str(getattr(config, name)), "at least 1")
+        for name in names
+        if getattr(config, name) < 1
+    ]
+
+
+def choice_problems(config: object, choices: Mapping[str, object]) -> list[Problem]:
+    """A problem for each attribute that is none of the values of its literal type."""
+    return [
+        Problem(name, repr(value), "a known name", nearest(str(value), get_args(kind)))
+        for name, kind in choices.items()
+        if (value := getattr(config, name)) not in get_args(kind)
+    ]
+
+
+def head_problems(heads: str, width: int, count: int) -> list[Problem]:
+    """A problem where `count` heads do not divide the width of the stream."""
+    if count < 1 or width % count == 0:
+        return []
+    return [Problem(heads, str(count), f"a divisor of embed_dim={width}", "or set head_dim")]
+
+
+def tensor_rules(
+    mesh: Mesh | BoundMesh,
+    *,
+    split: Mapping[str, int],
+    embed: Mapping[str, int],
+    fsdp: tuple[str, ...],
+    replicated: Mapping[str, bool] | None = None,
+) -> Rules:
+    """Megatron's tensor parallelism and fully sharded data parallelism, for sizes that fit.
+
+    Args:
+        mesh: the ranks, on data axes and tp.
+        split: sizes of the config that tp must divide, by their names.
+        embed: sizes that the ranks of `fsdp` must divide: those of dims called "embed".
+        fsdp: the data axes that parameters are split over; see `gpt.rules`.
+        replicated: logical axes that stay whole on every rank where True.
+
+    Returns:
+        Rules for "vocab", "heads", "kv_heads", "mlp", "groups" and "embed".
+
+    Raises:
+        ValueError: tp or fsdp does not divide what it splits, or the mesh has ranks on an axis
+            that nothing splits; all offenders are listed.
+    """
+    tp = mesh["tp"]
+    found = [
+        Problem(name, str(size), f"a multiple of tp={tp}", "choose a tp that divides it")
+        for name, size in split.items()
+        if size % tp
+    ]
+    for axis in ("pp", *CONTEXT_AXES, "ep"):
+        if mesh[axis] > 1:
+            fix = "put those ranks on dp, fsdp or tp"
+            found.append(Problem("mesh", f"{axis}={mesh[axis]}", f"{axis}=1 for this model", fix))
+    unknown = [axis for axis in fsdp if axis not in FSDP_AXES]
+    for axis in unknown:
+        wanted = "data axes: 'dp', 'fsdp' or both"
+        found.append(Problem("fsdp", repr(axis), wanted, "leave it out"))
+    ranks = 1 if unknown else math.prod(mesh[axis] for axis in fsdp)
+    for name, size in embed.items():
+        if size % ranks:
+            wanted = f"a multiple of the {ranks} ranks of {', '.join(fsdp)}"
+            fix = f"split over {math.gcd(size, ranks)} ranks, or change it"
+            found.append(Problem(name, str(size), wanted, fix))
+    raise_problems("this model cannot run on this mesh", found)
+    axes = tuple(axis for axis in fsdp if mesh[axis] > 1)
+    rules = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "groups"), "tp")
+    whole = {name for name, stays in (replicated or {}).items() if stays}
+    entries = {name: None if name in whole else axis for name, axis in rules.items()}
+    return Rules(entries | ({"embed": axes[0] if len(axes) == 1 else axes} if axes else {}))
+
+
+def padded(size: int, multiple: int) -> int:
+    """`size` rounded up to a multiple."""
+    return -(-size // multiple) * multiple

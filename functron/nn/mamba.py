@@ -1,0 +1,364 @@
+"""The Mamba-2 mixer: projections, a short convolution, the state space, and a gated norm.
+
+    z, x, B, C, dt = u W_z, u W_x, u W_B, u W_C, u W_dt
+    x, B, C = silu(conv(x)), silu(conv(B)), silu(conv(C))
+    y = ssd(x, softplus(dt + dt_bias), -exp(a_log), B, C) + d x
+    out = (rms_norm(y silu(z)) scale) W_out
+
+(Dao & Gu 2024, section 7 and figure 6). Heads split over ranks, and with them x, z and dt. So do
+groups of B and C where the ranks divide them, as in Megatron's MambaMixer; with fewer groups every
+rank makes all of B and C and uses those of its heads, and the sums of squares of a group's norm are
+added over the ranks that share it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from functron import random
+from functron.nn.linear import (
+    column_parallel,
+    gather_sequence,
+    linear_defs,
+    row_parallel,
+    weights,
+)
+from functron.nn.ssd import ssd, ssd_step
+from functron.params import ParamDef, ones
+from functron.spmd import collectives as lax
+from functron.spmd.spec import P
+from functron.typing import Float, Tensor
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """Shapes and options of the mixer.
+
+    Attributes:
+        embed_dim: width of the stream.
+        num_heads: heads of the state space.
+        head_dim: width of a head; ``num_heads * head_dim`` is the inner width.
+        num_groups: groups of B and C, each serving consecutive heads; the gated norm is over the
+            heads of a group.
+        state_dim: numbers of state per feature.
+        conv_width: how many tokens the convolution sees.
+        chunk: tokens per chunk of `nn.ssd`.
+        bias: biases on the projections in and out.
+        conv_bias: biases on the convolution.
+        norm_eps: epsilon of the gated norm.
+        dt_limit: step sizes are kept within.
+        dt_init: step sizes start between these, evenly on a log scale.
+        a_init: decays a start evenly between minus these.
+    """
+
+    embed_dim: int
+    num_heads: int
+    head_dim: int
+    num_groups: int = 1
+    state_dim: int = 128
+    conv_width: int = 4
+    chunk: int = 256
+    bias: bool = False
+    conv_bias: bool = True
+    norm_eps: float = 1e-5
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+    dt_init: tuple[float, float] = (1e-3, 1e-1)
+    a_init: tuple[float, float] = (1.0, 16.0)
+
+
+class MambaCache(NamedTuple):
+    """What generation keeps of a sequence, of one layer and this rank's heads and groups.
+
+    Attributes:
+        x: ``[batch, conv_width - 1, heads, head_dim]``, what the convolution will still see.
+        b, c: ``[batch, conv_width - 1, groups, state_dim]``, likewise.
+        state: ``[batch, heads, head_dim, state_dim]`` in float32 at least.
+    """
+
+    x: Tensor
+    b: Tensor
+    c: Tensor
+    state: Tensor
+
+
+@dataclass(frozen=True)
+class _Uniform:
+    """x ~ U(low, high), then its log, or the inverse of softplus of its exponential."""
+
+    low: float
+    high: float
+    then: Literal["", "log", "inverse_softplus_exp"] = ""
+
+    def __call__(self, key, shape, dtype, index=None) -> Tensor:
+        drawn = torch.float64 if dtype == torch.float64 else torch.float32
+        x = random.uniform(key, shape, drawn, self.low, self.high, index=index)
+        if self.then == "log":
+            x = x.log()
+        elif self.then == "inverse_softplus_exp":
+            step = x.exp()
+            x = step + (-torch.expm1(-step)).log()
+        return x.to(dtype)
+
+
+def mamba_defs(
+    config: Mamba2Config, *, stddev: float, out_stddev: float, dtype: torch.dtype
+) -> dict:
+    """Defs ``{"z", "x", "b", "c", "dt", "conv", "a_log", "d", "dt_bias", "norm", "out"}``.
+
+    The logical axes are "embed", "heads" and "groups". Decays, skips and steps are float32 at
+    least, whatever `dtype` is.
+    """
+    n = config
+    heads, groups = (n.num_heads, n.head_dim), (n.num_groups, n.state_dim)
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def project(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> dict:
+        return linear_defs(
+            (n.embed_dim, *shape),
+            ("embed", *axes),
+            stddev=stddev,
+            bias=shape if n.bias else None,
+            bias_axes=axes,
+            dtype=dtype,
+        )
+
+    def conv(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> dict:
+        bound = 1 / math.sqrt(n.conv_width)
+        start = _Uniform(-bound, bound)
+        defs = {"w": ParamDef((*shape, n.conv_width), (*axes, None), start, dtype)}
+        if n.conv_bias:
+            defs["b"] = ParamDef(shape, axes, start, dtype, decay=False)
+        return defs
+
+    def per_head(start) -> ParamDef:
+        return ParamDef((n.num_heads,), ("heads",), start, wide, decay=False)
+
+    by_head, by_group = ("heads", None), ("groups", None)
+    low, high = n.dt_init
+    steps = _Uniform(math.log(low), math.log(high), "inverse_softplus_exp")
+    return {
+        "z": project(heads, by_head),
+        "x": project(heads, by_head),
+        "b": project(groups, by_group),
+        "c": project(groups, by_group),
+        "dt": project(heads[:1], by_head[:1]),
+        "conv": {
+            "x": conv(heads, by_head),
+            "b": conv(groups, by_group),
+            "c": conv(groups, by_group),
+        },
+        "a_log": per_head(_Uniform(*n.a_init, "log")),
+        "d": per_head(ones),
+        "dt_bias": per_head(steps),
+        "norm": {"scale": ParamDef(heads, by_head, ones, dtype, decay=False)},
+        "out": linear_defs(
+            (*heads, n.embed_dim),
+            (*by_head, "embed"),
+            stddev=out_stddev,
+            bias=(n.embed_dim,) if n.bias else None,
+            bias_axes=("embed",),
+            dtype=dtype,
+        ),
+    }
+
+
+def causal_conv(
+    x: Float[Tensor, "batch seq *features"],
+    w: Float[Tensor, "*features width"],
+    bias: Float[Tensor, "*features"] | None = None,
+    before: Float[Tensor, "batch past *features"] | None = None,
+) -> Float[Tensor, "batch seq *features"]:
+    """y_t = sum_j w_j x_{t - width + 1 + j} + bias: a convolution of each feature by itself.
+
+    Args:
+        x: ``[batch, seq, *features]``.
+        w: ``[*features, width]``.
+        bias: ``[*features]``.
+        before: ``[batch, width - 1, *features]``, the tokens before; None: zeros.
+    """
+    width, seq = w.shape[-1], x.shape[1]
+    if before is None:
+        x = F.pad(x, (*((0, 0) * (x.dim() - 2)), width - 1, 0))
+    else:
+        x = torch.cat([before, x], 1)
+    y = x[:, :seq] * w[..., 0]
+    for place in range(1, width):
+        y = y + x[:, place : place + seq] * w[..., place]
+    return y if bias is None else y + bias
+
+
+def gated_norm(
+    y: Float[Tensor, "batch seq heads head_dim"],
+    z: Float[Tensor, "batch seq heads head_dim"],
+    scale: Float[Tensor, "heads head_dim"],
+    *,
+    num_groups: int,
+    eps: float,
+    axis: str = "tp",
+) -> Float[Tensor, "batch seq heads head_dim"]:
+    """g / sqrt(mean(g^2) + eps) * scale with g = y silu(z), the mean over the heads of a group.
+
+    Args:
+        y: ``[batch, seq, heads, head_dim]``, this rank's heads; computed in float32 at least.
+        z: as `y`.
+        scale: ``[heads, head_dim]``.
+        num_groups: over all ranks of `axis`.
+
+    Returns:
+        In z's dtype. Collectives: none where ranks have whole groups; else one all-reduce of
+        `num_groups` numbers per token forward and one backward.
+    """
+    ranks = lax.axis_size(axis)
+    wide = torch.promote_types(z.dtype, torch.float32)
+    g = y.to(wide) * F.silu(z.to(wide))
+    local = num_groups // ranks if num_groups % ranks == 0 else 1
+    each = g.unflatten(2, (local, -1))
+    mean = each.square().mean((-1, -2))
+    if num_groups % ranks:
+        mean = _shared_mean(mean, num_groups, axis)
+    normed = (each * torch.rsqrt(mean + eps)[..., None, None]).flatten(2, 3)
+    return (normed * scale.to(wide)).to(z.dtype)
+
+
+def _shared_mean(
+    mean: Float[Tensor, "batch seq 1"], num_groups: int, axis: str
+) -> Float[Tensor, "batch seq 1"]:
+    """The mean over a group's ranks, from that over this rank's part of the group."""
+    sharing = lax.axis_size(axis) // num_groups
+    if num_groups == 1:
+        return lax.psum(mean, axis) / sharing
+    own = _own_group(num_groups, axis, mean.device).to(mean.dtype)
+    return (lax.psum(mean * own, axis) * own).sum(-1, keepdim=True) / sharing
+
+
+def _own_group(num_groups: int, axis: str, device: torch.device) -> Tensor:
+    """``[num_groups]``: which group this rank's heads are of, where several ranks share one."""
+    sharing = lax.axis_size(axis) // num_groups
+    return torch.arange(num_groups, device=device) == lax.axis_index(axis) // sharing
+
+
+def _own_part(x: Tensor, config: Mamba2Config, axis: str) -> Tensor:
+    """The groups of b or c that this rank's heads use."""
+    if x.shape[-2] * lax.axis_size(axis) == config.num_groups or config.num_groups == 1:
+        return x
+    own = _own_group(config.num_groups, axis, x.device).unsqueeze(-1)
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    return torch.where(own, x, zero).sum(-2, keepdim=True, dtype=x.dtype)
+
+
+class _Inputs(NamedTuple):
+    """What the state space is given, made of the stream; the first three before the convolution."""
+
+    x: Tensor
+    b: Tensor
+    c: Tensor
+    z: Tensor
+    dt: Tensor
+
+
+def _inputs(params: dict, u: Tensor, config: Mamba2Config) -> _Inputs:
+    x, b, c, z, dt = (column_parallel(u, *weights(params[n])) for n in ("x", "b", "c", "z", "dt"))
+    wide = torch.promote_types(dt.dtype, torch.float32)
+    dt = F.softplus(dt.to(wide) + params["dt_bias"].to(wide))
+    low, high = config.dt_limit
+    if low > 0 or high < math.inf:
+        dt = dt.clamp(low, high)
+    return _Inputs(x, b, c, z, dt)
+
+
+def _rates(params: dict) -> Tensor:
+    a_log = params["a_log"]
+    return -a_log.to(torch.promote_types(a_log.dtype, torch.float32)).exp()
+
+
+def _conv(params: dict, x: Tensor, before: Tensor | None) -> Tensor:
+    return F.silu(causal_conv(x, params["w"], params.get("b"), before))
+
+
+def _out(params: dict, y: Tensor, x: Tensor, z: Tensor, config: Mamba2Config, axis: str) -> Tensor:
+    """The skip and the gated norm."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = y.to(wide) + params["d"].to(wide).unsqueeze(-1) * x.to(wide)
+    settings = {"num_groups": config.num_groups, "eps": config.norm_eps, "axis": axis}
+    return gated_norm(y, z, params["norm"]["scale"], **settings)
+
+
+def mamba(
+    params: dict,
+    u: Float[Tensor, "batch seq embed"],
+    config: Mamba2Config,
+    *,
+    stream: P,
+    axis: str = "tp",
+) -> Float[Tensor, "batch seq embed"]:
+    """The mixer over whole sequences; see the module.
+
+    Args:
+        params: this rank's part of `mamba_defs`.
+        u: ``[batch, seq, embed]`` with spec `stream`.
+        stream: the spec of u and of the result. Its sequence may be split over `axis` alone.
+
+    Returns:
+        ``[batch, seq, embed]`` with spec `stream`. Collectives: as `row_parallel`, with a split
+        sequence also `gather_sequence`; and those of `gated_norm`.
+    """
+    u = gather_sequence(u, stream, axis)
+    made = _inputs(params, u, config)
+    x, b, c = (_conv(params["conv"][n], getattr(made, n), None) for n in ("x", "b", "c"))
+    b, c = (_own_part(y, config, axis) for y in (b, c))
+    y, _ = ssd(x, made.dt, _rates(params), b, c, chunk=config.chunk)
+    y = _out(params, y, x, made.z, config, axis)
+    return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
+
+
+def mamba_cache(params: dict, config: Mamba2Config, batch: int) -> MambaCache:
+    """The cache before the first token.
+
+    Args:
+        params: this rank's part of `mamba_defs`.
+        batch: how many sequences.
+    """
+
+    def past(name: str) -> Tensor:
+        w = params["conv"][name]["w"]
+        return w.new_zeros(batch, config.conv_width - 1, *w.shape[:-1])
+
+    w = params["conv"]["x"]["w"]
+    wide = torch.promote_types(w.dtype, torch.float32)
+    state = w.new_zeros(batch, *w.shape[:-1], config.state_dim, dtype=wide)
+    return MambaCache(past("x"), past("b"), past("c"), state)
+
+
+def mamba_step(
+    params: dict,
+    u: Float[Tensor, "batch 1 embed"],
+    cache: MambaCache,
+    config: Mamba2Config,
+    *,
+    axis: str = "tp",
+) -> tuple[Float[Tensor, "batch 1 embed"], MambaCache]:
+    """The mixer over the next token, and the cache after it: `mamba` as a recurrence.
+
+    Args:
+        params: this rank's part of `mamba_defs`.
+        u: ``[batch, 1, embed]``, whole on every rank of `axis`.
+        cache: after the tokens before.
+
+    Returns:
+        Collectives: as `mamba` of one token.
+    """
+    made = _inputs(params, u, config)
+    x, b, c = (
+        _conv(params["conv"][n], getattr(made, n), getattr(cache, n)) for n in ("x", "b", "c")
+    )
+    own_b, own_c = (_own_part(y, config, axis)[:, 0] for y in (b, c))
+    y, state = ssd_step(cache.state, x[:, 0], made.dt[:, 0], _rates(params), own_b, own_c)
+    y = _out(params, y.unsqueeze(1), x, made.z, config, axis)
+    out = row_parallel(y, *weights(params["out"]), stream=P(), axis=axis)
+    past = {n: torch.cat([getattr(cache, n), getattr(made, n)], 1)[:, 1:] for n in ("x", "b", "c")}
+    return out, MambaCache(**past, state=state)

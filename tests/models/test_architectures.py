@@ -1,0 +1,237 @@
+"""Every architecture beside the decoder, on meshes and with options: the dense numbers in float64.
+
+Dense is one rank without a mesh, differentiated by torch.func; that the dense model is the right
+one is what test_hugging_face_architectures.py shows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import functron as ft
+from functron import Mesh, P, gpt, mamba, random, tree
+
+TOLERANCE = 1e-10
+BATCH, SEQ, VOCAB = 8, 16, 50
+STREAMS = {"": gpt.STREAM, "sequence-parallel": gpt.SEQUENCE_PARALLEL_STREAM}
+
+
+def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(0))
+
+
+def text() -> dict:
+    tokens = integers(0, VOCAB, BATCH, SEQ + 1)
+    targets = tokens[:, 1:].clone()
+    targets[0, :12] = ft.nn.IGNORE_INDEX  # so that ranks and microbatches hold different counts
+    targets[5] = ft.nn.IGNORE_INDEX
+    return {"tokens": tokens[:, :-1], "targets": targets, "rows": torch.arange(BATCH)}
+
+
+@dataclass(frozen=True)
+class Model:
+    """An architecture, of a module with `defs`, `rules`, `loss` and `num_targets`, and its data."""
+
+    module: Any
+    config: Any
+    batch: Callable[[], dict]
+
+
+HYBRID = mamba.MambaConfig(
+    pattern="MM-*M", vocab_size=VOCAB, embed_dim=24, num_heads=8, head_dim=4, num_groups=4,
+    state_dim=6, chunk=5, attention_heads=8, attention_kv_heads=4, attention_head_dim=4,
+    mlp_dim=48, init_stddev=0.3, dtype="float64", dropout=0.2, tied=False, dt_min=0.05,
+)  # fmt: skip
+MODELS = {
+    "mamba": Model(mamba, replace(HYBRID, pattern="MM", num_groups=1, tied=True), text),
+    "hybrid": Model(mamba, HYBRID, text),
+}
+
+
+@functools.cache
+def dense(name: str):
+    """Parameters, batch, key, and the dense loss and gradients."""
+    model = MODELS[name]
+    weights = ft.init_params(random.key(0), model.module.defs(model.config))
+    key, data = random.key(7), model.batch()
+    total = (data["targets"] != ft.nn.IGNORE_INDEX).sum()
+    loss = functools.partial(model.module.loss, model.config, batch=data, key=key)
+    grads, value = torch.func.grad_and_value(lambda w: loss(w) / total)(weights)
+    return weights, data, key, value, grads
+
+
+def sharded(name, mesh, stream="", remat="none", num_microbatches=1, fsdp=("fsdp",)):
+    """The per-rank gradient program on `mesh`, as a function of global values."""
+    module, config = MODELS[name].module, MODELS[name].config
+    specs = ft.param_specs(module.defs(config), module.rules(config, mesh, fsdp=fsdp))
+    how = {"stream": STREAMS[stream], "remat": remat, "gather": ft.Gather(specs)}
+
+    def program(weights, data, key):
+        total = module.num_targets(data)
+
+        def loss(weights, data):
+            return module.loss(config, weights, data, key=key, **how) / total
+
+        both = ft.accumulate(ft.value_and_grad(loss), num_microbatches)
+        value, grads = both(weights, data)
+        return value, ft.sync_gradients(grads, specs)
+
+    return ft.shard_map(program, mesh, (specs, P(ft.DATA_AXES), P()), (P(), specs))
+
+
+def assert_equal(value, grads, want_value, want_grads):
+    assert abs(value - want_value) <= TOLERANCE * abs(want_value)
+    rows = zip(tree.paths(grads), tree.leaves(grads), tree.leaves(want_grads), strict=True)
+    for path, got, want in rows:
+        # softmax does not see a shift of its scores: biases of keys have no gradient
+        assert want.abs().max() > 0 or path.endswith("k/b"), path
+        error = (got - want).abs().max() / want.abs().max().clamp(min=1e-3)
+        assert error <= TOLERANCE, f"{path}: {error}"
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize(
+    ("mesh", "remat", "num_microbatches"),
+    [
+        (Mesh(dp=4), "selective", 2),
+        (Mesh(tp=2), "none", 1),
+        (Mesh(tp=8), "dots", 1),
+        (Mesh(dp=2, fsdp=2, tp=2), "full", 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_composition(name, mesh, stream, remat, num_microbatches):
+    weights, data, key, value, grads = dense(name)
+    f = sharded(name, mesh, stream, remat, num_microbatches)
+    assert_equal(*f(weights, data, key), value, grads)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_split_over_all_data_ranks(name):
+    """ZeRO-3 over dp and fsdp together."""
+    weights, data, key, value, grads = dense(name)
+    f = sharded(name, Mesh(dp=2, fsdp=2), fsdp=("dp", "fsdp"))
+    assert_equal(*f(weights, data, key), value, grads)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_traced_programs_are_right_and_replicated(name):
+    weights, data, key, value, grads = dense(name)
+    f = sharded(name, Mesh(dp=2, tp=2), "sequence-parallel", "full")
+    program = ft.trace(f)(weights, data, key)
+    program.check()
+    assert_equal(*program(weights, data, key), value, grads)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_differentiated_from_outside(name):
+    weights, data, key, value, grads = dense(name)
+    module, config, mesh = MODELS[name].module, MODELS[name].config, Mesh(dp=2, tp=2)
+    specs = ft.param_specs(module.defs(config), module.rules(config, mesh))
+
+    def program(weights, data, key):
+        return module.loss(config, weights, data, key=key) / module.num_targets(data)
+
+    mapped = ft.shard_map(program, mesh, (specs, P(ft.DATA_AXES), P()), P())
+    got, got_value = torch.func.grad_and_value(mapped)(weights, data, key)
+    assert_equal(got_value, got, value, grads)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_reduce_the_loss_and_scatter_gradients(name):
+    """`make_step` with ZeRO-2's scattered gradients takes the same steps as one rank."""
+    module, config = MODELS[name].module, MODELS[name].config
+    data, losses = MODELS[name].batch(), []
+    for mesh, scatter in ((Mesh(), False), (Mesh(dp=2, tp=2), True)):
+        defs = module.defs(config)
+        specs = ft.param_specs(defs, module.rules(config, mesh))
+        optimizer = ft.optim.adamw(3e-3)
+        if scatter:
+            shards = ft.optim.shard_specs(defs, specs, mesh)
+            optimizer = ft.optim.zero(optimizer, specs, shards)
+        state = ft.init_state(random.key(0), defs, specs, optimizer, mesh)
+
+        def loss(params, batch, key):
+            return module.loss(config, params, batch, key=key)
+
+        step = ft.make_step(loss, module.num_targets, optimizer, mesh, specs, scatter=scatter)
+        values = []
+        for _ in range(4):
+            state, metrics = step(state, data)
+            values.append(metrics["loss"].item())
+        losses.append(values)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.parametrize(("axis", "fix"), [("pp", "dp, fsdp or tp"), ("cp", "tp"), ("ep", "tp")])
+@pytest.mark.parametrize("name", MODELS)
+def test_axes_that_nothing_splits_are_refused(name, axis, fix):
+    with pytest.raises(ValueError, match=f"{axis}=2(.|\n)*{fix}"):
+        MODELS[name].module.rules(MODELS[name].config, Mesh(**{axis: 2}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_that_do_not_divide_are_refused_together(name):
+    with pytest.raises(ValueError, match=r"tp=5(.|\n)*fsdp"):
+        MODELS[name].module.rules(MODELS[name].config, Mesh(tp=5, fsdp=7))
+    with pytest.raises(ValueError, match="model"):
+        MODELS[name].module.PRESETS["no such model"]
+
+
+# --- Mamba-2
+
+
+def test_steps_give_the_logits_of_whole_sequences():
+    weights, data, *_ = dense("hybrid")
+    want = mamba.forward(HYBRID, weights, data["tokens"])
+    mesh = Mesh(dp=2, tp=8)
+    specs = ft.param_specs(mamba.defs(HYBRID), mamba.rules(HYBRID, mesh))
+
+    def generate(weights, tokens):
+        cache, rows = mamba.empty_cache(HYBRID, weights, len(tokens)), []
+        for now in tokens.unbind(1):
+            logits, cache = mamba.step(HYBRID, weights, now, cache)
+            rows.append(logits)
+        return torch.stack(rows, 1)
+
+    mapped = ft.shard_map(
+        generate, mesh, (specs, P(ft.DATA_AXES)), P(ft.DATA_AXES, None, "tp")
+    )  # fmt: skip
+    torch.testing.assert_close(mapped(weights, data["tokens"]), want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"pattern": "MX"}, "M .mamba"),
+        ({"num_groups": 3}, "divisor of num_heads"),
+        ({"chunk": 0}, "chunk"),
+        ({"dropout": 1.0}, "below 1"),
+    ],
+    ids=str,
+)
+def test_what_is_no_mamba_is_refused(changes, match):
+    with pytest.raises(ValueError, match=match):
+        replace(HYBRID, **changes)
+
+
+def test_packed_documents_are_refused():
+    weights, data, *_ = dense("mamba")
+    with pytest.raises(ValueError, match="do not pack"):
+        mamba.loss(HYBRID, weights, data | {"segments": data["tokens"]})
+
+
+def test_sizes_of_presets_are_the_published_ones():
+    """Counted by hand: 130m's 24 layers of width 768, inner 1536, 24 heads, state 128; and 8.1e9."""
+    layer = 768 * (2 * 1536 + 2 * 128 + 24) + (1536 + 256) * 5 + 3 * 24 + 1536 + 1536 * 768 + 768
+    config = mamba.PRESETS["mamba2-130m"]
+    assert ft.num_params(mamba.defs(config)) == 50288 * 768 + 24 * layer + 768
+    assert 8.0e9 < ft.num_params(mamba.defs(mamba.PRESETS["nemotron-h-8b"])) < 8.2e9

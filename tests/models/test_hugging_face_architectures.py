@@ -1,0 +1,228 @@
+"""Every architecture beside the decoder against Hugging Face transformers, weights copied, float64.
+
+Transformers converts to float32 in norms, the state space and softmax even in a float64 model;
+`Float64` makes these conversions to float64, so that agreement can be asked to 1e-10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+import functron as ft
+from functron import nn, tree
+from functron.models import mamba
+
+VOCAB, EMBED, BATCH, SEQ = 61, 32, 4, 12
+TOLERANCE = 1e-10
+Tensors = dict[str, torch.Tensor]
+
+
+class Float64(TorchFunctionMode):
+    """Where this is in force, what is converted to float32 becomes float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        wide = lambda x: torch.float64 if x is torch.float32 else x
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        kwargs = {name: wide(x) for name, x in (kwargs or {}).items()}
+        return func(*map(wide, args), **kwargs)
+
+
+def drawn(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """A float64 model with biases, scales and matrices all of a size that shows."""
+    torch.manual_seed(0)
+    model = make().double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def tensors(model: torch.nn.Module) -> Tensors:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> Tensors:
+    names, leaves = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, leaves), strict=True))
+
+
+def pad(rows: torch.Tensor, count: int, fill: float) -> torch.Tensor:
+    """Rows of a vocabulary with `count` of padding after them."""
+    return torch.cat([rows, rows.new_full((count, *rows.shape[1:]), fill)])
+
+
+def stacked(layers: list) -> dict:
+    return tree.map(lambda *rows: torch.stack(rows), *layers)
+
+
+def assert_mapped(weights: dict, defs: dict) -> None:
+    assert tree.paths(weights) == tree.paths(defs)
+    assert [w.shape for w in tree.leaves(weights)] == [d.shape for d in tree.leaves(defs)]
+
+
+def assert_leaves_close(actual, expected) -> None:
+    """Every leaf, within the tolerance of its largest entry.
+
+    Gradients of key biases are zero but for rounding (softmax does not see a shift of its scores),
+    so entries below a thousandth of the whole tree's largest count as that.
+    """
+    assert tree.paths(actual) == tree.paths(expected)
+    floor = 1e-3 * max(leaf.abs().max().item() for leaf in tree.leaves(expected))
+    rows = zip(tree.paths(actual), tree.leaves(actual), tree.leaves(expected), strict=True)
+    for path, ours, theirs in rows:
+        error = ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=floor)).item()
+        assert ours.shape == theirs.shape, path
+        assert error < TOLERANCE, (path, error)
+
+
+def assert_outputs_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    theirs = theirs.detach()
+    top = theirs.abs().max()
+    assert theirs.dtype == torch.float64
+    assert top > 0.5
+    torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE * top)
+
+
+# --- Mamba-2 and Nemotron-H
+
+MAMBA = mamba.MambaConfig(
+    pattern="MMM", vocab_size=VOCAB, embed_dim=EMBED, num_heads=8, head_dim=8, num_groups=2,
+    state_dim=6, chunk=5, attention_heads=4, attention_kv_heads=2, mlp_dim=48, tied=True,
+    vocab_multiple=8, dtype="float64",
+)  # fmt: skip
+MAMBAS = {
+    "mamba2": MAMBA,
+    "mamba2-untied": replace(MAMBA, tied=False, num_groups=1, bias=True, conv_bias=False),
+    "nemotron-h": replace(MAMBA, pattern="M-M*-M", tied=False, dt_min=0.5),
+}
+
+
+def hf_mamba(c: mamba.MambaConfig) -> torch.nn.Module:
+    same = {
+        "vocab_size": VOCAB,
+        "hidden_size": EMBED,
+        "n_groups": c.num_groups,
+        "layer_norm_epsilon": c.norm_eps,
+        "chunk_size": c.chunk,
+        "residual_in_fp32": False,
+        "use_conv_bias": c.conv_bias,
+        "tie_word_embeddings": c.tied,
+    }
+    if "-" not in c.pattern:
+        return transformers.Mamba2ForCausalLM(
+            transformers.Mamba2Config(
+                **same, num_heads=c.num_heads, head_dim=c.head_dim, state_size=c.state_dim,
+                num_hidden_layers=len(c.pattern), use_bias=c.bias,
+            )
+        )  # fmt: skip
+    return transformers.NemotronHForCausalLM(
+        transformers.NemotronHConfig(
+            **same, hybrid_override_pattern=c.pattern, num_attention_heads=c.attention_heads,
+            num_key_value_heads=c.kv_heads, head_dim=EMBED // c.attention_heads,
+            intermediate_size=c.mlp_dim, ssm_state_size=c.state_dim, mamba_num_heads=c.num_heads,
+            mamba_head_dim=c.head_dim, attn_implementation="eager", time_step_min=c.dt_min,
+        )
+    )  # fmt: skip
+
+
+def mamba_mixer(c: mamba.MambaConfig, t: Callable[[str], torch.Tensor | None]) -> dict:
+    """The mixer's parameters from tensors by their names in a layer."""
+    inner, groups = c.num_heads * c.head_dim, c.num_groups * c.state_dim
+    heads, group = (c.num_heads, c.head_dim), (c.num_groups, c.state_dim)
+    projected = {"z": heads, "x": heads, "b": group, "c": group, "dt": heads[:1]}
+    sizes = (inner, inner, groups, groups, c.num_heads)
+    w, bias = (t(f"in_proj.{name}") for name in ("weight", "bias"))
+    params: dict = {}
+    for place, (name, shape) in enumerate(projected.items()):
+        params[name] = {"w": w.split(sizes)[place].T.reshape(EMBED, *shape)}
+        if bias is not None:
+            params[name]["b"] = bias.split(sizes)[place].reshape(shape)
+    kernel, conv_bias = t("conv1d.weight"), t("conv1d.bias")
+    params["conv"] = {}
+    for place, name in enumerate(("x", "b", "c")):
+        shape = projected[name]
+        params["conv"][name] = {"w": kernel.split(sizes[1:4])[place].reshape(*shape, -1)}
+        if conv_bias is not None:
+            params["conv"][name]["b"] = conv_bias.split(sizes[1:4])[place].reshape(shape)
+    params |= {"a_log": t("A_log"), "d": t("D"), "dt_bias": t("dt_bias")}
+    params["norm"] = {"scale": t("norm.weight").reshape(heads)}
+    params["out"] = {"w": t("out_proj.weight").T.reshape(*heads, EMBED)}
+    if bias is not None:
+        params["out"]["b"] = t("out_proj.bias")
+    return params
+
+
+def mamba_tree(c: mamba.MambaConfig, named: Tensors, padding: float) -> dict:
+    nemotron = "-" in c.pattern
+    layers: dict[str, list] = {name: [] for name in c.counts}
+    for index, letter in enumerate(c.pattern):
+        prefix = f"model.layers.{index}." if nemotron else f"backbone.layers.{index}."
+
+        def t(name: str, prefix=prefix) -> torch.Tensor | None:
+            return named.get(f"{prefix}mixer.{name}")
+
+        if letter == "M":
+            kind, mixer = "mamba", mamba_mixer(c, t)
+        elif letter == "*":
+            kind, shape = "attention", (EMBED, -1, EMBED // c.attention_heads)
+            mixer = {n: {"w": t(f"{n}_proj.weight").T.reshape(shape)} for n in "qkv"}
+            out = t("o_proj.weight").T.reshape(c.attention_heads, -1, EMBED)
+            mixer["out"] = {"w": out}
+        else:
+            kind = "mlp"
+            mixer = {name: {"w": t(f"{name}_proj.weight").T} for name in ("up", "down")}
+        layers[kind].append({"norm": {"scale": named[f"{prefix}norm.weight"]}, "mixer": mixer})
+    base, embed = ("model", "embeddings") if nemotron else ("backbone", "embeddings")
+    out = {
+        "embed": pad(named[f"{base}.{embed}.weight"], c.padded_vocab - VOCAB, padding),
+        "norm": {"scale": named[f"{base}.norm_f.weight"]},
+        **{kind: stacked(rows) for kind, rows in layers.items()},
+    }
+    if not c.tied:
+        out["unembed"] = pad(named["lm_head.weight"], c.padded_vocab - VOCAB, padding).T
+    return out
+
+
+@pytest.mark.parametrize("name", MAMBAS)
+def test_mamba(name):
+    c = MAMBAS[name]
+    model = drawn(lambda: hf_mamba(c))
+    weights = mamba_tree(c, tensors(model), 3.0)  # padding must not matter, so it is large
+    assert_mapped(weights, mamba.defs(c))
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQ))
+    with Float64():
+        logits = model(tokens, use_cache=False).logits
+    ours = mamba.forward(c, weights, tokens)[..., :VOCAB]
+    assert_outputs_close(ours, logits)
+
+    targets = F.pad(tokens[:, 1:], (0, 1), value=nn.IGNORE_INDEX)
+    expected = F.cross_entropy(logits.mT, targets)
+    batch = {"tokens": tokens, "targets": targets}
+    loss = lambda w: mamba.loss(c, w, batch) / mamba.num_targets(batch)
+    value, grads = ft.value_and_grad(loss)(weights)
+    torch.testing.assert_close(value, expected.detach(), rtol=TOLERANCE, atol=0)
+    assert_leaves_close(grads, mamba_tree(c, gradients(model, expected), 0.0))
+
+
+def test_mamba_generates_what_transformers_does():
+    model = drawn(lambda: hf_mamba(MAMBA))
+    weights = mamba_tree(MAMBA, tensors(model), 3.0)
+    prompt = torch.randint(0, VOCAB, (BATCH, 5))
+    theirs = model.generate(
+        prompt, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    cache = mamba.empty_cache(MAMBA, weights, BATCH)
+    ours = prompt
+    for t in range(14):
+        logits, cache = mamba.step(MAMBA, weights, ours[:, t], cache)
+        if t >= 4:
+            ours = torch.cat([ours, logits[:, :VOCAB].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(ours, theirs)
+    assert len(set(ours[:, 5:].flatten().tolist())) > 5
