@@ -122,6 +122,7 @@ inline Site barrier_site;
 inline void (*kernel)(void**);
 inline const Call* call;
 inline dim3 grid_dim, block_dim;
+template <class... More> constexpr long long first(long long threads, More...) { return threads; }
 inline uint3 block_index;
 
 [[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char* format, ...) {
@@ -409,9 +410,9 @@ struct Place {
 
 }  // namespace emulator
 
-#define EMULATED_KERNEL(name, bound)                                                                                  \
+#define EMULATED_KERNEL(name, ...)                                                                                  \
     extern "C" const char* emulated_kinds_##name() { return emulator::kinds(&name); }                                 \
-    extern "C" long long emulated_bound_##name() { return bound; }                                                    \
+    extern "C" long long emulated_bound_##name() { return emulator::first(__VA_ARGS__); }                             \
     extern "C" long long emulated_shared_##name() { return __stop_emulated_shared - __start_emulated_shared; }        \
     extern "C" int emulated_##name(const emulator::Call* call) {                                                      \
         return emulator::launch(call, [](void** boxes) { emulator::apply(&name, boxes); });                          \

@@ -194,7 +194,7 @@ def load(
     # unnamed: g++ puts shared variables of inline functions and of others into one section only if
     # all of them are local to the file
     lines += ["namespace {", text, "}"]
-    lines += [f"EMULATED_KERNEL({name}, ({bound}))" for bound, name in kernels]
+    lines += [f"EMULATED_KERNEL({name}, {bound})" for bound, name in kernels]
     return ctypes.CDLL(str(_compiled(source, "\n".join(lines))))
 
 
