@@ -54,6 +54,7 @@ class Tokenizer:
             beside which these are.
 
     Attributes:
+        file: tokenizer.json.
         path: the folder.
         vocab_size: ids are below it.
         num_ordinary: how many ids there are without tokens added for special purposes, which some
@@ -68,7 +69,7 @@ class Tokenizer:
     def __init__(self, path: str | Path):
         path = Path(path)
         file = path if path.is_file() else path / TOKENIZER
-        self.path = file.parent
+        self.file, self.path = file, file.parent
         self._tokenizer = _read_tokenizer(file)
         settings = _read_settings(self.path / SETTINGS)
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
@@ -87,6 +88,11 @@ class Tokenizer:
         """
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of texts, with nothing around them; faster than one by one."""
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in found]
+
     def decode(self, tokens: Sequence[int] | torch.Tensor, *, special: bool = False) -> str:
         """The text of token ids.
 
@@ -101,6 +107,12 @@ class Tokenizer:
         """The id of the special token that is for `name` (``"eos_token"``); None without one."""
         token = self.special.get(name)
         return None if token is None else self._tokenizer.token_to_id(token)
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of tokens that were added to those of text, by their names."""
+        found = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: index for index, token in found.items()}
 
     @property
     def end_of_text(self) -> int | None:
