@@ -49,6 +49,11 @@ def pushing_forward() -> bool:
     )
 
 
+def unobserved() -> bool:
+    """Whether no transform, mode or tape sees what is computed here, so that it may be in place."""
+    return not (transforms_active() or dispatch_modes_active() or torch.is_grad_enabled())
+
+
 def refuse_nested_jvp() -> None:
     """Raise where forward mode runs inside forward mode, from the jvp rule of an autograd Function.
 

@@ -73,7 +73,7 @@ cross_entropy_backward(const float* d_lse, const float* d_target, const ELEMENT*
     Row row{lse[at] == -CUDART_INF_F ? 0.f : lse[at], d_lse[at], d_target[at], ids[at], 0};
     // an ignored token's logits are not read
     row.width = row.d_lse == 0.f ? 0 : counted(valid, valid_stride, at, columns);
-    const int n = (int)columns, head = before_boundary<ELEMENT>(x, y, n), packs = (n - head) / PACK, tail = head + packs * PACK;
+    const int n = (int)columns, head = before_boundary(x, n, y), packs = (n - head) / PACK, tail = head + packs * PACK;
 #pragma unroll 2
     for (int i = threadIdx.x; i < packs; i += blockDim.x) {
         const int first = head + i * PACK;

@@ -44,7 +44,8 @@ template <class T> __device__ inline int before_boundary(const T* x, int count) 
 
 // As before_boundary, of rows that are read and written together: all of them, if their boundaries are not at the
 // same elements.
-template <class T> __device__ inline int before_boundary(const T* x, const T* y, int count) {
-    const unsigned long long apart = reinterpret_cast<unsigned long long>(x) ^ reinterpret_cast<unsigned long long>(y);
+template <class T, class... Rows> __device__ inline int before_boundary(const T* x, int count, const Rows*... others) {
+    const unsigned long long at = reinterpret_cast<unsigned long long>(x);
+    const unsigned long long apart = ((reinterpret_cast<unsigned long long>(others) ^ at) | ...);
     return apart & 15 ? count : before_boundary(x, count);
 }

@@ -18,6 +18,7 @@ from functron.errors import Problem, nearest, raise_problems
 from functron.nn.ring import Kind, Ring, Tests, needed_steps, ring_attention
 from functron.nn.zigzag import own_part
 from functron.ops.attention import attention
+from functron.ops.kernels import AUTO, Kernels
 from functron.spmd import collectives as lax
 from functron.typing import Float, Int, Tensor
 
@@ -39,6 +40,7 @@ def context_attention(
     axis: str = "cp",
     ulysses: str = "ulysses",
     ring_size: int | None = None,
+    kernels: Kernels = AUTO,
 ) -> Float[Tensor, "batch seq heads value_dim"]:
     """softmax(scale q k^T + mask) v for this rank's queries over the keys of all ranks.
 
@@ -81,6 +83,7 @@ def context_attention(
         ulysses: along which heads are exchanged; it must divide them.
         ring_size: only the aligned groups of so many ranks of `axis` exchange keys: sequences, or
             packed documents, that span no more. Static; a divisor of its size. None for all.
+        kernels: of ``"softmax"``, for masked blocks, and of ``"lse_merge"``.
 
     Returns:
         ``[batch, seq, heads, value_dim]`` in q's dtype.
@@ -101,7 +104,8 @@ def context_attention(
         if balanced and positions is not None and positions.dim() == 2:
             static_window = 0  # parts of short documents are short: near in another sense
         steps = needed_steps(size, seq, static_window, balanced)
-        ring = Ring(axis, size, kind, balanced and size > 1, seq, steps, static_window, scale)
+        balanced = balanced and size > 1
+        ring = Ring(axis, size, kind, balanced, seq, steps, static_window, scale, kernels)
         tests = _tests(ring, q, positions, segments, window, ulysses)
         out = _ring(ring, q, k, v, tests, _own_sinks(sinks, q.shape[_HEADS], ulysses))
     return lax.all_to_all(out, ulysses, _SEQ, _HEADS, tiled=True)

@@ -23,6 +23,7 @@ import torch
 
 from functron.ops.chunked import upcast
 from functron.ops.flash import Visible, block, block_backward, merge
+from functron.ops.kernels import AUTO, Kernels
 from functron.spmd import collectives as lax
 from functron.transforms.custom_vjp import custom_vjp
 from functron.typing import Int, Tensor
@@ -46,6 +47,7 @@ class Ring:
             them.
         window: how many keys a query sees, where chunks at a distance are out of its reach; else 0.
         scale: of the scores.
+        kernels: of ``"softmax"`` and ``"lse_merge"``.
     """
 
     axis: str
@@ -56,6 +58,7 @@ class Ring:
     steps: tuple[int, ...]
     window: int
     scale: float
+    kernels: Kernels = AUTO
 
     def rank(self) -> int | Tensor:
         """This rank's place in its ring."""
@@ -199,10 +202,13 @@ class _Rows:
         return torch.cat(self.pieces, 2) if len(self.pieces) > 1 else self.pieces[0]
 
 
-def _merge(out: _Rows, lse: _Rows, made: tuple[Tensor, Tensor], part: Part) -> None:
+def _merge(
+    out: _Rows, lse: _Rows, made: tuple[Tensor, Tensor], part: Part, kernels: Kernels
+) -> None:
     for i, flag in out.concerned(part.queries, part.valid):
         more = _where(flag, made[1], float("-inf"))
-        out.pieces[i], lse.pieces[i] = merge(out.pieces[i], lse.pieces[i], made[0], more)
+        sofar = out.pieces[i], lse.pieces[i]
+        out.pieces[i], lse.pieces[i] = merge(*sofar, made[0], more, kernels=kernels)
 
 
 class _Keys:
@@ -280,15 +286,16 @@ def _keys(ring: Ring, k: Tensor, v: Tensor) -> _Keys:
 def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: Tensor | None):
     keys = _keys(ring, k, v)
     (whole,) = parts(ring, 0)
-    first = block(q, *keys.own(), tests.visible(0, whole), causal=True, scale=ring.scale)
+    options: Any = {"scale": ring.scale, "kernels": ring.kernels}
+    first = block(q, *keys.own(), tests.visible(0, whole), causal=True, **options)
     out, lse = (_Rows(upcast(x), ring.balanced) for x in first)
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
         for part in parts(ring, step):
             there = take(k_there, part.keys, 2), take(v_there, part.keys, 2)
             visible = tests.visible(number, part)
             mine = take(q, part.queries, 2)
-            made = block(mine, *there, visible, causal=False, scale=ring.scale)
-            _merge(out, lse, made, part)
+            made = block(mine, *there, visible, causal=False, **options)
+            _merge(out, lse, made, part, ring.kernels)
     total, log_sum = out.whole(), lse.whole()
     if sinks is not None:
         joined = torch.logaddexp(log_sum, upcast(sinks)[:, None])
@@ -298,7 +305,8 @@ def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: T
 
 def _backward(ring: Ring, residuals: tuple, cotangent: Tensor):
     q, k, v, tests, sinks, out, lse = residuals
-    keys, options = _keys(ring, k, v), {"scale": ring.scale}
+    keys = _keys(ring, k, v)
+    options: Any = {"scale": ring.scale, "kernels": ring.kernels}
     rows = (cotangent, q, out, lse)
     (whole,) = parts(ring, 0)
     dq_first, *own = block_backward(

@@ -13,6 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
+from functron import compat
+from functron.ops.kernels import AUTO, Kernels
+from functron.ops.lse_merge import finite, merge, upcast
+from functron.ops.softmax import (
+    SOFTMAX,
+    SOFTMAX_,
+    SOFTMAX_BLOCK_BACKWARD,
+    SOFTMAX_BLOCK_BACKWARD_,
+)
 from functron.typing import Bool, Float, Int, Tensor
 
 CHUNK = 512
@@ -69,11 +78,6 @@ def slices(size: int) -> Iterator[slice]:
     return (slice(start, min(start + CHUNK, size)) for start in range(0, size, CHUNK))
 
 
-def upcast(x: Tensor) -> Tensor:
-    """`x` in float32 at least."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 @dataclass(frozen=True, eq=False)
 class _Mask:
     visible: Visible | None
@@ -124,13 +128,23 @@ def attend(
     v: Float[Tensor, "batch kv_heads keys value_dim"],
     hidden: Bool[Tensor, "#batch 1 seq keys"] | None,
     scale: float,
+    kernels: Kernels = AUTO,
 ) -> tuple[Float[Tensor, "batch heads seq value_dim"], Float[Tensor, "batch heads seq"]]:
     """softmax(scale q k^T) v without the keys that are `hidden`, and the logsumexp.
 
-    The whole matrix of scores at once. Both float32 at least; 0 and -inf in rows that see nothing.
+    The whole matrix of scores at once; softmax by the op ``"softmax"`` where `kernels` takes it.
+    Both float32 at least; 0 and -inf in rows that see nothing.
     """
+    if kernels.takes("softmax", q, k, v):
+        s = _unfolded(_folded(q, k.shape[1]) @ k.mT, q.shape[1])
+        if compat.unobserved():
+            weights, lse = s, SOFTMAX_(s, scale, hidden, False, None)
+        else:
+            weights, lse = SOFTMAX(s, scale, hidden, False, None)
+        out = upcast(_folded(weights, k.shape[1]) @ v)
+        return _unfolded(out, q.shape[1]), lse
     scores = _scores(q, k, hidden, scale)
-    top = _finite(scores.amax(-1, keepdim=True).detach())
+    top = finite(scores.amax(-1, keepdim=True).detach())
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
     positive = torch.where(total == 0, 1, total)
@@ -148,6 +162,7 @@ def attend_backward(
     lse: Float[Tensor, "batch heads seq"],
     hidden: Bool[Tensor, "#batch 1 seq keys"] | None,
     scale: float,
+    kernels: Kernels = AUTO,
 ) -> tuple[
     Float[Tensor, "batch heads seq head_dim"],
     Float[Tensor, "batch kv_heads keys head_dim"],
@@ -160,7 +175,9 @@ def attend_backward(
     B.2). All float32 at least.
     """
     delta = (upcast(cotangent) * upcast(out)).sum(-1)
-    lse, delta = (_folded(x, k.shape[1]).unsqueeze(-1) for x in (_finite(lse), delta))
+    if kernels.takes("softmax", q, k, v):
+        return _attend_backward(cotangent, q, k, v, delta, lse, hidden, scale)
+    lse, delta = (_folded(x, k.shape[1]).unsqueeze(-1) for x in (finite(lse), delta))
     queries, given = (_folded(x, k.shape[1]) for x in (q, cotangent))
     p = (_scores(q, k, hidden, scale) - lse).exp()
     ds = (p * (upcast(given @ v.mT) - delta) * scale).to(q.dtype)
@@ -168,31 +185,27 @@ def attend_backward(
     return _unfolded(upcast(ds @ k), q.shape[1]), upcast(ds.mT @ queries), upcast(dv)
 
 
-def _finite(x: Tensor) -> Tensor:
-    """`x` with 0 for -inf, so that differences with it are no nan."""
-    return torch.where(x == float("-inf"), 0, x)
-
-
-def merge(
-    out1: Float[Tensor, "*batch seq value_dim"],
-    lse1: Float[Tensor, "*batch seq"],
-    out2: Float[Tensor, "*batch seq value_dim"],
-    lse2: Float[Tensor, "*batch seq"],
-) -> tuple[Float[Tensor, "*batch seq value_dim"], Float[Tensor, "*batch seq"]]:
-    """The attention over two sets of keys, from that over each: float32 at least.
-
-    lse = log(exp(lse1) + exp(lse2)), out = out1 exp(lse1 - lse) + out2 exp(lse2 - lse). A set of
-    which a row sees nothing has lse -inf and counts nothing, and if both are so the result is
-    -inf and 0; there is no nan in derivatives of any order. No collectives.
-    """
-    top = _finite(torch.maximum(lse1, lse2).detach())
-    first, second = (lse1 - top).exp(), (lse2 - top).exp()
-    total = first + second
-    positive = torch.where(total == 0, 1, total)
-    lse = torch.where(total == 0, float("-inf"), top + positive.log())
-    first, second = first / positive, second / positive
-    out = upcast(out1) * first.unsqueeze(-1) + upcast(out2) * second.unsqueeze(-1)
-    return out, lse
+def _attend_backward(
+    cotangent: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    hidden: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` by the op, from delta = rowsum(dO O)."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    queries, given = _folded(q, kv_heads), _folded(cotangent.to(v.dtype), kv_heads)
+    s, dp = (_unfolded(x, heads) for x in (queries @ k.mT, given @ v.mT))
+    if compat.unobserved():
+        SOFTMAX_BLOCK_BACKWARD_(s, dp, lse, delta, scale, hidden, False)
+        p, ds = s, dp
+    else:
+        p, ds = SOFTMAX_BLOCK_BACKWARD(s, dp, lse, delta, scale, hidden, False)
+    p, ds = (_folded(x, kv_heads) for x in (p, ds))
+    return _unfolded(upcast(ds @ k), heads), upcast(ds.mT @ queries), upcast(p.mT @ given)
 
 
 def block(
@@ -203,8 +216,12 @@ def block(
     causal: bool,
     scale: float,
     attend: Callable = attend,
+    kernels: Kernels = AUTO,
 ) -> tuple[Float[Tensor, "batch heads seq value_dim"], Float[Tensor, "batch heads seq"]]:
-    """`functron.ops.flash.block`, every chunk by `attend`; memory grows with CHUNK squared."""
+    """`functron.ops.flash.block`, every chunk by `attend`; memory grows with CHUNK squared.
+
+    `kernels` is that of merges; that of `attend` is its own.
+    """
     mask = _Mask(visible, causal, q.device)
     outs, sums = [], []
     for rows in slices(q.shape[2]):
@@ -213,7 +230,7 @@ def block(
         for columns in mask.past(rows, k.shape[2]):
             there = k[..., columns, :], v[..., columns, :]
             part = attend(mine, *there, mask.hidden(rows, columns), scale)
-            total = part if total is None else merge(*total, *part)
+            total = part if total is None else merge(*total, *part, kernels=kernels)
         if total is None:
             nothing = torch.zeros_like(upcast(mine[..., :1]))
             out = nothing.expand(*mine.shape[:-1], v.shape[-1])

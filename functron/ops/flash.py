@@ -10,6 +10,7 @@ without masks. Others are the formula of `functron.ops.chunked`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from functron import compat
 from functron.ops import chunked
 from functron.ops.chunked import Visible, merge
+from functron.ops.kernels import AUTO, Kernels
 from functron.program.recorder import active
 from functron.typing import Float, Tensor
 
@@ -35,6 +37,7 @@ def block(
     *,
     causal: bool,
     scale: float,
+    kernels: Kernels = AUTO,
 ) -> tuple[Float[Tensor, "batch heads seq value_dim"], Float[Tensor, "batch heads seq"]]:
     """softmax(scale q k^T + mask) v, and the logsumexp of the masked scores.
 
@@ -46,15 +49,18 @@ def block(
         visible: which keys to see; None for all. Memory is then that of `functron.ops.chunked`.
         causal: mask, besides, the keys that come after the query by their places in this block.
         scale: of the scores.
+        kernels: of ``"softmax"``, for blocks with masks that no kernel of torch takes (if chosen
+            outright, all with masks), and of ``"lse_merge"``.
 
     Returns:
         ``(out, lse)`` in q's dtype and in float32 at least. Rows that see nothing give 0 and -inf.
         No collectives.
     """
-    if not _has_kernel(q, v, visible):
-        return chunked.block(q, k, v, visible, causal, scale)
+    if not _has_kernel(q, v, visible, kernels):
+        attend = functools.partial(chunked.attend, kernels=kernels)
+        return chunked.block(q, k, v, visible, causal, scale, attend, kernels)
     if visible is not None:
-        return chunked.block(q, k, v, visible, causal, scale, _attend)
+        return chunked.block(q, k, v, visible, causal, scale, _attend, kernels)
     both: Any = _Flash.apply(q, k, v, None, causal, scale)
     return both
 
@@ -70,6 +76,7 @@ def block_backward(
     *,
     causal: bool,
     scale: float,
+    kernels: Kernels = AUTO,
 ) -> tuple[
     Float[Tensor, "batch heads seq head_dim"],
     Float[Tensor, "batch kv_heads keys head_dim"],
@@ -79,7 +86,7 @@ def block_backward(
 
     Args:
         cotangent: of the result over all blocks.
-        q, k, v, visible, causal, scale: as in `block`.
+        q, k, v, visible, causal, scale, kernels: as in `block`.
         out: the result over all blocks, in q's dtype.
         lse: the logsumexp over all blocks; of a row that should not count, any huge number.
 
@@ -88,8 +95,9 @@ def block_backward(
         summed over the heads that share them. In the dtypes of q, k and v. No collectives.
     """
     operands = (cotangent, q, k, v, out, lse)
-    if not _has_kernel(q, v, visible):
-        return chunked.block_backward(*operands, visible, causal, scale)
+    if not _has_kernel(q, v, visible, kernels):
+        backward = functools.partial(chunked.attend_backward, kernels=kernels)
+        return chunked.block_backward(*operands, visible, causal, scale, backward)
     if visible is not None:
         return chunked.block_backward(*operands, visible, causal, scale, _attend_backward)
     grads: Any = _FlashBackward.apply(*operands, None, causal, scale)
@@ -106,7 +114,10 @@ def _attend_backward(cotangent, q, k, v, out, lse, hidden, scale) -> Any:
     return _FlashBackward.apply(cotangent, q, k, v, out, lse, hidden, False, scale)
 
 
-def _has_kernel(q: Tensor, v: Tensor, visible: Visible | None) -> bool:
+def _has_kernel(q: Tensor, v: Tensor, visible: Visible | None, kernels: Kernels) -> bool:
+    """Whether torch's flash kernel is to compute a block."""
+    if visible is not None and kernels.takes("softmax", q, v):
+        return False
     if q.device.type == "cpu":
         return active() is None or compat.flash_attention_traces(q.dtype)
     if visible is not None:

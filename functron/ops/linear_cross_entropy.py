@@ -11,7 +11,6 @@ is then as large as w in float32, and is read and written once per chunk.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -105,7 +104,7 @@ def _backward(
     kernels: Kernels,
 ) -> tuple[Tensor, Tensor]:
     """The cotangents of x and w, in at most `pieces` blocks of columns."""
-    alone = _alone()
+    alone = compat.unobserved()
     dw = torch.empty_like(w) if alone else None
     dx, dws = None, []
     for columns in _slices(w.shape[1], _width(x, w.shape[1], pieces)):
@@ -126,9 +125,3 @@ def _backward(
 
 def _upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
-
-
-def _alone() -> bool:
-    """Whether nothing but this program sees what it computes, so that it may write in place."""
-    seen: list[Any] = [compat.transforms_active(), compat.dispatch_modes_active()]
-    return not any(seen) and not torch.is_grad_enabled()

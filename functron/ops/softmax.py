@@ -1,0 +1,314 @@
+"""Softmax of attention's scores: scaled, masked, with sinks, and of one block of keys of several.
+
+s = scale x, -inf where hidden; lse = log(sum_j exp(s_j) + exp(sink)); p = exp(s - lse). It reads
+scores in their own dtype once, and writes weights in it: torch's operations make several copies of
+them in float32. A sink is a logit of no key (Xiao et al. 2024). Used where no attention kernel of
+torch takes the mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from functron.ops.define import Gradient, Launch, define
+from functron.ops.lse_merge import finite, upcast
+from functron.ops.operands import PACK_BYTES, rows_of, type_name
+from functron.typing import Tensor
+
+_WARP, _MOST_THREADS, _MOST_COLUMNS = 32, 512, 2**31 - 1
+_PACKS = 4  # of a thread: few, so that the second pass over a row finds it in a cache
+
+
+def _masked(scores: Tensor, scale: float, hidden: Tensor | None, causal: bool) -> Tensor:
+    s = upcast(scores) * scale
+    if causal:
+        rows, columns = (torch.arange(n, device=s.device) for n in s.shape[-2:])
+        s = s.masked_fill(columns > rows.unsqueeze(1), float("-inf"))
+    return s if hidden is None else s.masked_fill(hidden, float("-inf"))
+
+
+def _reference(
+    scores: Tensor, scale: float, hidden: Tensor | None, causal: bool, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    s = _masked(scores, scale, hidden, causal)
+    top = s.amax(-1, keepdim=True)
+    sink = None if sinks is None else upcast(sinks)[:, None, None]
+    top = finite(top if sink is None else torch.maximum(top, sink)).detach()
+    weights = (s - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    total = total if sink is None else total + (sink - top).exp()
+    positive = torch.where(total == 0, 1, total)
+    lse = torch.where(total == 0, float("-inf"), top + positive.log())
+    return (weights / positive).to(scores.dtype).contiguous(), lse.squeeze(-1).contiguous()
+
+
+def _overwrite(
+    scores: Tensor, scale: float, hidden: Tensor | None, causal: bool, sinks: Tensor | None
+) -> Tensor:
+    p, lse = _reference(scores, scale, hidden, causal, sinks)
+    scores.copy_(p)
+    return lse
+
+
+def _backward(d_p: Tensor, d_lse: Tensor, p: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    given, weights = upcast(d_p), upcast(p)
+    rest = d_lse - (given * weights).sum(-1)
+    d_x = scale * weights * (given + rest.unsqueeze(-1))
+    return d_x.to(p.dtype).contiguous(), rest.contiguous()
+
+
+def _block_backward(
+    scores: Tensor,
+    d_p: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    hidden: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    p = (_masked(scores, scale, hidden, causal) - finite(lse).unsqueeze(-1)).exp()
+    d_x = scale * p * (upcast(d_p) - delta.unsqueeze(-1))
+    return p.to(scores.dtype).contiguous(), d_x.to(scores.dtype).contiguous()
+
+
+def _block_overwrite(scores: Tensor, d_p: Tensor, *rest: Any) -> None:
+    p, d_x = _block_backward(scores, d_p, *rest)
+    scores.copy_(p)
+    d_p.copy_(d_x)
+
+
+# --- the kernels
+
+
+def _threads(rows: Tensor) -> int:
+    count, columns = rows.shape
+    if not 1 <= columns <= _MOST_COLUMNS or count > _MOST_COLUMNS:
+        raise ValueError(
+            f"softmax: got {count} rows of {columns} scores; wanted at most {_MOST_COLUMNS} of "
+            '1 or more; fix: pass kernels=ops.use("reference")'
+        )
+    packs = -(-columns * rows.element_size() // (PACK_BYTES * _PACKS))
+    return min(_MOST_THREADS, -(-packs // _WARP) * _WARP)
+
+
+def _mask(hidden: Tensor | None, scores: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
+    """The mask and the strides of its first three dims, 0 where it is the same for all."""
+    if hidden is None:
+        return None, (0, 0, 0)
+    if hidden.dtype != torch.bool or hidden.dim() != 4:
+        raise TypeError(
+            f"softmax: got a mask of {hidden.dtype} {tuple(hidden.shape)}; wanted bool [batch or "
+            "1, heads or 1, rows, columns], True where hidden; fix: convert it"
+        )
+    hidden = hidden.expand(scores.shape)
+    hidden = hidden if hidden.stride(3) == 1 else hidden.contiguous()
+    return hidden, hidden.stride()[:3]
+
+
+def _write(launch: Launch, scores, scale, hidden, causal, sinks, p: Tensor) -> Tensor:
+    """The weights, into `p` of contiguous rows, and the logsumexp."""
+    x = rows_of(scores)
+    mask, strides = _mask(hidden, scores)
+    lse = torch.empty(scores.shape[:3], dtype=torch.float32, device=scores.device)
+    if len(x):
+        launch(
+            "softmax", "softmax_forward", len(x), _threads(x),
+            x, mask, None if sinks is None else sinks.float().contiguous(), p, lse,
+            *scores.shape[1:], x.stride(0), x.shape[1], *strides, int(causal), float(scale),
+            defines={"ELEMENT": type_name(x, "softmax")},
+        )  # fmt: skip
+    return lse
+
+
+def _kernel(launch: Launch, scores, scale, hidden, causal, sinks) -> tuple[Tensor, Tensor]:
+    p = torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
+    return p, _write(launch, scores, scale, hidden, causal, sinks, p)
+
+
+def _kernel_overwrite(launch: Launch, scores, scale, hidden, causal, sinks) -> Tensor:
+    _check_contiguous("softmax_", scores)
+    return _write(launch, scores, scale, hidden, causal, sinks, scores)
+
+
+def _check_contiguous(name: str, *tensors: Tensor) -> None:
+    for x in tensors:
+        if not x.is_contiguous():
+            raise ValueError(
+                f"{name}: got strides {x.stride()}; wanted contiguous tensors, to write to; "
+                "fix: use the op that returns results"
+            )
+
+
+def _kernel_backward(launch: Launch, d_p, d_lse, p, scale) -> tuple[Tensor, Tensor]:
+    given, weights = rows_of(d_p.to(p.dtype)), rows_of(p)
+    d_x = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+    rest = torch.empty(d_lse.shape, dtype=torch.float32, device=p.device)
+    if len(given):
+        launch(
+            "softmax", "softmax_backward", len(given), _threads(given),
+            given, d_lse.float().contiguous(), weights, d_x, rest, given.shape[1],
+            given.stride(0), weights.stride(0), given.shape[1], float(scale),
+            defines={"ELEMENT": type_name(p, "softmax")},
+        )  # fmt: skip
+    return d_x, rest
+
+
+def _block_write(
+    launch: Launch, scores, d_p, lse, delta, scale, hidden, causal, p: Tensor, d_x: Tensor
+) -> None:
+    if d_p.dtype != scores.dtype:
+        raise TypeError(
+            f"softmax_block_backward: got {d_p.dtype} cotangents of {scores.dtype} weights; wanted "
+            "one dtype; fix: convert them"
+        )
+    x, given = rows_of(scores), rows_of(d_p)
+    mask, strides = _mask(hidden, scores)
+    if len(x):
+        launch(
+            "softmax", "softmax_block_backward", len(x), _threads(x),
+            x, mask, given, *(value.float().contiguous() for value in (lse, delta)), p, d_x,
+            *scores.shape[1:], x.stride(0), given.stride(0), x.shape[1], x.shape[1], *strides,
+            int(causal), float(scale), defines={"ELEMENT": type_name(x, "softmax")},
+        )  # fmt: skip
+
+
+def _kernel_block_backward(
+    launch: Launch, scores, d_p, lse, delta, scale, hidden, causal
+) -> tuple[Tensor, Tensor]:
+    p, d_x = (torch.empty(scores.shape, dtype=scores.dtype, device=scores.device) for _ in "12")
+    d_p = d_p.to(scores.dtype)
+    _block_write(launch, scores, d_p, lse, delta, scale, hidden, causal, p, d_x)
+    return p, d_x
+
+
+def _kernel_block_overwrite(launch: Launch, scores, d_p, lse, delta, scale, hidden, causal) -> None:
+    _check_contiguous("softmax_block_backward_", scores, d_p)
+    _block_write(launch, scores, d_p, lse, delta, scale, hidden, causal, scores, d_p)
+
+
+# --- shapes and vmaps: a mapped dim joins the heads, which have sinks of their own
+
+
+def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def _fake(scores, scale, hidden, causal, sinks) -> tuple[Tensor, Tensor]:
+    wide = upcast(scores[..., :0]).dtype
+    return _empty(scores, scores.shape, scores.dtype), _empty(scores, scores.shape[:-1], wide)
+
+
+def _fake_backward(d_p, d_lse, p, scale) -> tuple[Tensor, Tensor]:
+    return _empty(p, p.shape, p.dtype), _empty(p, d_lse.shape, upcast(p[..., :0]).dtype)
+
+
+def _fake_block_backward(scores, d_p, *rest) -> tuple[Tensor, Tensor]:
+    one, two = (_empty(scores, scores.shape, scores.dtype) for _ in "12")
+    return one, two
+
+
+def _heads(x: Tensor, dim: int | None, size: int, at: int = 1) -> Tensor:
+    """`x` with its vmap dim joined to the heads, which are dim `at`."""
+    if dim is None:
+        x = x.unsqueeze(at).expand(*x.shape[:at], size, *x.shape[at:])
+    else:
+        x = x.movedim(dim, at)
+    return x.flatten(at, at + 1)
+
+
+def _mapped_mask(hidden: Tensor | None, dim: int | None, size: int, heads: int) -> Tensor | None:
+    if hidden is None or (dim is None and hidden.shape[1] == 1):
+        return hidden
+    hidden = hidden.unsqueeze(1) if dim is None else hidden.movedim(dim, 1)
+    return hidden.expand(-1, size, heads, -1, -1).flatten(1, 2)
+
+
+def _unmapped(outputs: tuple, size: int) -> tuple:
+    return tuple(x.unflatten(1, (size, x.shape[1] // size)) for x in outputs), (1,) * len(outputs)
+
+
+def _batch(size: int, in_dims: tuple, args: tuple, op: Any) -> tuple:
+    scores, scale, hidden, causal, sinks = args
+    scores = _heads(scores, in_dims[0], size)
+    hidden = _mapped_mask(hidden, in_dims[2], size, scores.shape[1] // size)
+    sinks = None if sinks is None else _heads(sinks, in_dims[4], size, 0)
+    return _unmapped(op(scores, scale, hidden, causal, sinks), size)
+
+
+def _batch_backward(size: int, in_dims: tuple, args: tuple, op: Any) -> tuple:
+    *tensors, scale = args
+    lead = [
+        x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip(tensors, in_dims, strict=False)
+    ]
+    return op(*lead, scale), (0, 0)
+
+
+def _batch_block_backward(size: int, in_dims: tuple, args: tuple, op: Any) -> tuple:
+    *tensors, scale, hidden, causal = args
+    tensors = [_heads(x, dim, size) for x, dim in zip(tensors, in_dims, strict=False)]
+    hidden = _mapped_mask(hidden, in_dims[5], size, tensors[0].shape[1] // size)
+    return _unmapped(op(*tensors, scale, hidden, causal), size)
+
+
+def _pullback(saved: Any, cotangents: tuple) -> tuple:
+    p, lse, scale, sinks = saved
+    d_scores, rest = SOFTMAX_BACKWARD(*cotangents, p, scale)
+    d_sinks = None
+    if sinks is not None:
+        weight = (upcast(sinks)[:, None] - lse).exp()
+        d_sinks = (weight * rest).sum((0, 2)).to(sinks.dtype)
+    return d_scores, None, None, None, d_sinks
+
+
+SOFTMAX_BACKWARD = define(
+    "softmax_backward(Tensor d_p, Tensor d_lse, Tensor p, float scale) -> (Tensor, Tensor)",
+    kernel=_kernel_backward,
+    reference=_backward,
+    fake=_fake_backward,
+    batch=_batch_backward,
+    gradient=_backward,
+)
+"""The cotangent of scores ``[..., columns]``, and d_lse less the row sum of p d_p."""
+SOFTMAX = define(
+    "softmax(Tensor scores, float scale, Tensor? hidden, bool causal, Tensor? sinks) "
+    "-> (Tensor, Tensor)",
+    kernel=_kernel,
+    reference=_reference,
+    fake=_fake,
+    batch=_batch,
+    gradient=Gradient(save=lambda args, outputs: (*outputs, args[1], args[4]), backward=_pullback),
+)
+"""Weights p in the scores' dtype, and lse in float32 at least; rows that see nothing: 0 and -inf.
+
+scores: ``[batch, heads, rows, columns]``; hidden: bool ``[batch or 1, heads or 1, rows, columns]``,
+True for what is not seen; causal: column j > row i is hidden; sinks: ``[heads]``, not scaled.
+"""
+SOFTMAX_ = define(
+    "softmax_(Tensor(a!) scores, float scale, Tensor? hidden, bool causal, Tensor? sinks) "
+    "-> Tensor",
+    kernel=_kernel_overwrite,
+    reference=_overwrite,
+    fake=lambda *args: _fake(*args)[1],
+)
+"""`SOFTMAX` over contiguous scores in place; returns lse."""
+SOFTMAX_BLOCK_BACKWARD = define(
+    "softmax_block_backward(Tensor scores, Tensor d_p, Tensor lse, Tensor delta, float scale, "
+    "Tensor? hidden, bool causal) -> (Tensor, Tensor)",
+    kernel=_kernel_block_backward,
+    reference=_block_backward,
+    fake=_fake_block_backward,
+    batch=_batch_block_backward,
+    gradient=_block_backward,
+)
+"""p = exp(s - lse) and scale p (d_p - delta) of a block of keys, from the lse over all keys."""
+SOFTMAX_BLOCK_BACKWARD_ = define(
+    "softmax_block_backward_(Tensor(a!) scores, Tensor(b!) d_p, Tensor lse, Tensor delta, "
+    "float scale, Tensor? hidden, bool causal) -> ()",
+    kernel=_kernel_block_overwrite,
+    reference=_block_overwrite,
+    fake=lambda *args: None,
+)
+"""`SOFTMAX_BLOCK_BACKWARD`, p over the scores and the other over d_p."""
