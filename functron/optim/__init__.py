@@ -1,6 +1,21 @@
 """Optimizers as Optax-style gradient transformations, updating real tensors fused and in place."""
 
+from functron.optim.adafactor import (
+    FactoredState,
+    adafactor,
+    clip_by_block_rms,
+    scale_by_factored_rms,
+    scale_by_param_block_rms,
+)
 from functron.optim.adam import ScaleByAdamState, adam, adamw, scale_by_adam
+from functron.optim.adam_mini import (
+    Block,
+    ScaleByAdamMiniState,
+    adam_mini,
+    blocks,
+    scale_by_adam_mini,
+)
+from functron.optim.average import AverageState, EmaState, averaged, ema, with_average
 from functron.optim.clip import clip, clip_by_global_norm, global_norm, norm_scale
 from functron.optim.config import (
     MuonConfig,
@@ -13,6 +28,7 @@ from functron.optim.config import (
     torch_dtype,
 )
 from functron.optim.learning_rate import ScaleByScheduleState, scale_by_learning_rate
+from functron.optim.lion import ScaleByLionState, lion, scale_by_lion
 from functron.optim.mask import add_decayed_weights, mask_leaves, masked, not_norm_or_bias
 from functron.optim.masters import MastersState, with_fp32_masters
 from functron.optim.muon import (
@@ -31,9 +47,11 @@ from functron.optim.schedules import (
     inverse_square_root,
     join,
     linear,
+    relative_step,
     wsd,
 )
 from functron.optim.sgd import TraceState, sgd, sign_sgd, trace
+from functron.optim.soap import ScaleBySoapState, scale_by_soap, soap
 from functron.optim.transformation import (
     GradientTransformation,
     apply_updates,
@@ -49,35 +67,49 @@ from functron.optim.where import WhereState, where
 from functron.optim.zero import padded_shapes, shard_specs, zero
 
 __all__ = [
+    "AverageState",
+    "Block",
+    "EmaState",
+    "FactoredState",
     "GradientTransformation",
     "MastersState",
     "Matrix",
     "MuonConfig",
     "OptimizerConfig",
     "Quantised",
+    "ScaleByAdamMiniState",
     "ScaleByAdamState",
+    "ScaleByLionState",
     "ScaleByMuonState",
     "ScaleByScheduleState",
+    "ScaleBySoapState",
     "ScheduleConfig",
     "TraceState",
     "WhereState",
+    "adafactor",
     "adam",
+    "adam_mini",
     "adamw",
     "add_decayed_weights",
     "apply_updates",
     "apply_updates_",
+    "averaged",
+    "blocks",
     "chain",
     "check_blocks",
     "clip",
+    "clip_by_block_rms",
     "clip_by_global_norm",
     "constant",
     "cosine_decay",
     "dequantise",
+    "ema",
     "global_norm",
     "identity",
     "inverse_square_root",
     "join",
     "linear",
+    "lion",
     "make_optimizer",
     "make_schedule",
     "mask_leaves",
@@ -92,20 +124,28 @@ __all__ = [
     "padded_shapes",
     "quantisable",
     "quantise",
+    "relative_step",
     "scale",
     "scale_",
     "scale_by_adam",
+    "scale_by_adam_mini",
+    "scale_by_factored_rms",
     "scale_by_learning_rate",
+    "scale_by_lion",
     "scale_by_muon",
+    "scale_by_param_block_rms",
+    "scale_by_soap",
     "schedule_problems",
     "sgd",
     "shard_specs",
     "sign_sgd",
+    "soap",
     "stateless",
     "torch_dtype",
     "trace",
     "transformation",
     "where",
+    "with_average",
     "with_fp32_masters",
     "wsd",
     "zero",

@@ -32,17 +32,21 @@ class ScaleByScheduleState(NamedTuple):
     count: Any
 
 
-def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformation:
+def scale_by_learning_rate(
+    learning_rate: LearningRate, *, flip_sign: bool = True
+) -> GradientTransformation:
     """Updates times minus the learning rate, as in Optax: what comes out is added to parameters.
 
     Args:
         learning_rate: a number (state ``()``), or a schedule, a function of the count of updates
             so far that returns a number or a 0-dim tensor: the first update uses ``schedule(0)``.
+        flip_sign: False: times the learning rate itself.
     """
+    sign = -1 if flip_sign else 1
     if not callable(learning_rate):
         return stateless(
-            lambda updates, params: scale(updates, -learning_rate),
-            lambda updates, params: scale_(updates, -learning_rate),
+            lambda updates, params: scale(updates, sign * learning_rate),
+            lambda updates, params: scale_(updates, sign * learning_rate),
         )
 
     def init(params):
@@ -50,10 +54,10 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
 
     def update(updates, state, params=None):
         rate = learning_rate(state.count)
-        return scale(updates, -rate), ScaleByScheduleState(state.count + 1)
+        return scale(updates, sign * rate), ScaleByScheduleState(state.count + 1)
 
     def update_(updates, state, params=None):
-        updates = scale_(updates, -learning_rate(state.count))
+        updates = scale_(updates, sign * learning_rate(state.count))
         increment_([state.count])
         return updates, state
 

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from functron import tree
 from functron.errors import Problem, raise_problems
-from functron.optim.transformation import GradientTransformation, Params, stateless
+from functron.optim.learning_rate import LearningRate, ScaleByScheduleState, new_count
+from functron.optim.transformation import (
+    GradientTransformation,
+    Params,
+    stateless,
+    transformation,
+)
+from functron.spmd.spec import P
 
 Mask = tree.Tree | Callable[[Params], tree.Tree] | None
 
 
-def add_decayed_weights(weight_decay: float = 0.0, mask: Mask = None) -> GradientTransformation:
+def add_decayed_weights(
+    weight_decay: LearningRate = 0.0, mask: Mask = None
+) -> GradientTransformation:
     """``updates + weight_decay * params``, on the leaves that `mask` picks, as in Optax.
 
     Args:
-        weight_decay: the factor; not yet multiplied by the learning rate.
+        weight_decay: the factor, a number (state ``()``) or a schedule; not yet multiplied by the
+            learning rate.
         mask: a tree or prefix tree of bools (True: decay), or a function from the parameters to
             one; None decays every leaf.
 
@@ -23,9 +35,7 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Mask = None) -> Gradien
         ValueError: (when called) no parameters given, or `mask` does not fit them.
     """
 
-    def decay(updates, params):
-        if not weight_decay:
-            return updates
+    def decay(updates, params, factor):
         if params is None:
             raise ValueError(
                 "add_decayed_weights: got params=None; wanted the parameters to decay; fix: call "
@@ -33,13 +43,29 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Mask = None) -> Gradien
             )
         flags = tree.unflatten(tree.structure(params), mask_leaves(mask, params))
         return tree.map(
-            lambda u, p, flag: u + weight_decay * p.to(u.dtype) if flag else u,
+            lambda u, p, flag: (u + factor * p.to(u.dtype)).to(u.dtype) if flag else u,
             updates,
             params,
             flags,
         )
 
-    return stateless(decay)
+    if not callable(weight_decay):
+        return stateless(lambda u, p: decay(u, p, weight_decay) if _some(weight_decay) else u)
+
+    def update(updates, state, params=None):
+        out = decay(updates, params, weight_decay(state.count))
+        return out, ScaleByScheduleState(state.count + 1)
+
+    return transformation(
+        lambda params: ScaleByScheduleState(new_count(params)),
+        update,
+        specs=lambda param_specs: ScaleByScheduleState(P()),
+    )
+
+
+def _some(weight_decay: float | torch.Tensor) -> bool:
+    """Whether there is any decay, as far as one can know: of a tensor that is not asked for."""
+    return isinstance(weight_decay, torch.Tensor) or bool(weight_decay)
 
 
 def masked(inner: GradientTransformation, mask: tree.Tree) -> GradientTransformation:

@@ -20,6 +20,7 @@ from functron import tree
 from functron.errors import Problem, nearest, raise_problems
 from functron.optim.adam import adamw
 from functron.optim.learning_rate import LearningRate, scale_by_learning_rate
+from functron.optim.leaves import num_stacked
 from functron.optim.mask import Mask, add_decayed_weights
 from functron.optim.transformation import GradientTransformation, chain, transformation
 from functron.optim.where import where
@@ -40,7 +41,6 @@ _SCALES: Mapping[str, Callable[[int, int], float]] = {
     "adamw": lambda r, c: 0.2 * math.sqrt(max(r, c)),
     "spectral": lambda r, c: math.sqrt(max(1, r / c)),
 }
-_STACKED = ("layers", "expert")  # logical axes along which matrices lie side by side
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,15 @@ class Matrix:
         num_inputs: the dims after these that are flattened to inputs; the rest are outputs.
         inputs: the product of the global sizes of the former.
         outputs: that of the latter.
+        sizes: the global sizes of the dims after those of stacks, for optimizers that mind padding;
+            empty: as seen.
     """
 
     num_batch: int
     num_inputs: int
     inputs: int
     outputs: int
+    sizes: tuple[int, ...] = ()
 
 
 def matrices(defs: tree.Tree) -> tree.Tree:
@@ -74,16 +77,13 @@ def matrices(defs: tree.Tree) -> tree.Tree:
 
 
 def _matrix(d: Any) -> Matrix | Literal[False]:
-    num_batch = 0
-    while num_batch < len(d.axes) and d.axes[num_batch] in _STACKED:
-        num_batch += 1
+    num_batch = num_stacked(d)
     names, sizes = d.axes[num_batch:], d.shape[num_batch:]
     if "layers" not in d.axes[:num_batch] or not d.decay or len(names) < 2:
         return False
     num_inputs = len(names) - 1 if names[-1] == "embed" and names[0] != "embed" else 1
-    return Matrix(
-        num_batch, num_inputs, math.prod(sizes[:num_inputs]), math.prod(sizes[num_inputs:])
-    )
+    inputs, outputs = math.prod(sizes[:num_inputs]), math.prod(sizes[num_inputs:])
+    return Matrix(num_batch, num_inputs, inputs, outputs, tuple(sizes))
 
 
 class ScaleByMuonState(NamedTuple):
@@ -164,7 +164,7 @@ def scale_by_muon(
         compute = _exchanged if distributed else _gathered
         y = compute(
             x if wide else x.to(dtype),
-            _matrix_cuts(spec, x.dim(), matrix),
+            matrix_cuts(spec, x.dim(), matrix),
             lambda whole, num_batch: _each(
                 whole, num_batch, matrix.num_inputs, steps, coefficients, eps
             ),
@@ -236,7 +236,7 @@ def muon(
     return where(tree.map(lambda matrix: matrix is not False, matrices), hidden, rest)
 
 
-def _matrix_cuts(spec: P, num_dims: int, matrix: Matrix) -> Cuts:
+def matrix_cuts(spec: P, num_dims: int, matrix: Matrix) -> Cuts:
     """What splits the matrices themselves: not the dims along which they are stacked."""
     rows = list(enumerate(dim_axes(spec, num_dims)))[matrix.num_batch :]
     return tuple(Cut(dim - num_dims, axes) for dim, axes in rows if axis_size(axes) > 1)

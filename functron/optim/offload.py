@@ -44,11 +44,24 @@ def offload(
         """Of every part of a state the parameter that it belongs to (None: a counter).
 
         A part is what stands where the state's specs have one: a tensor, None, or a few tensors.
+        It belongs to parameter i if a state of some of the parameters has it just when i is among
+        them; made of those with each bit of their numbers, there are few to look at.
         """
         leaves, structure = tree.flatten(params)
-        marks = tree.unflatten(structure, [P(f"{i}") for i in range(len(leaves))])
-        flat, parts = tree.flatten(inner.specs(marks), is_spec)
-        return [int(mark[0]) if mark else None for mark in flat], parts
+        like = [torch.empty_like(leaf, device="meta") for leaf in leaves]
+        _, parts = tree.flatten(inner.specs(tree.unflatten(structure, [P()] * len(like))), is_spec)
+
+        def has(group: list[int]) -> list[bool]:
+            state = inner.init(_only(structure, like, group))
+            return [bool(tree.leaves(part)) for part in parts.flatten_up_to(state)]
+
+        owners: list[int | None] = [None if always else 0 for always in has([])]
+        for bit in range(len(like).bit_length()):
+            here = has([i for i in range(len(like)) if i >> bit & 1])
+            owners = [
+                None if i is None else i | (on << bit) for i, on in zip(owners, here, strict=True)
+            ]
+        return owners, parts
 
     def init(params):
         leaves, structure = tree.flatten(params)

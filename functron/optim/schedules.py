@@ -99,6 +99,29 @@ def inverse_square_root(peak: float, *, warmup_steps: int = 0, end: float = 0.0)
     return _with_warmup(after, peak, warmup_steps)
 
 
+def relative_step(limit: float = 0.01, *, warm_up: bool = False) -> Schedule:
+    """Adafactor's ``min(limit, 1 / sqrt(t))`` at update t, to be times the parameter's size.
+
+    Source: Shazeer and Stern 2018, algorithm 4, whose limit is 0.01.
+
+    Args:
+        limit: the rate of the first updates; positive.
+        warm_up: begin with 1e-6 per update instead, for models that need it.
+
+    Raises:
+        ValueError: a limit that is not positive and finite.
+    """
+    if not (math.isfinite(limit) and limit > 0):
+        wanted = "a positive, finite rate"
+        raise_problems("relative_step schedule", [Problem("limit", repr(limit), wanted)])
+
+    def schedule(count: int | torch.Tensor) -> torch.Tensor:
+        step = _tensor(count) + 1
+        return torch.minimum(step * 1e-6 if warm_up else torch.full_like(step, limit), step**-0.5)
+
+    return schedule
+
+
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """Schedule i up to, not including, ``boundaries[i]``; each one counts from its own start.
 

@@ -199,6 +199,34 @@ def _padded(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     return F.pad(x, [0, 0] * (-dim - 1) + [0, missing]) if missing else x
 
 
+def fill(x: torch.Tensor, dim: int, axes: Sequence[str]) -> torch.Tensor:
+    """x, which ranks hold whole, with the padding that lets these axes split a dim of it evenly.
+
+    For exchanges that send each rank its part of a dim: `take` cuts the same parts.
+    """
+    even, rest = _parts_of(x.shape[dim], axes)
+    if x.shape[dim] % (even * rest) == 0:
+        return x
+    dim = dim % x.dim() - x.dim()
+    return _padded(x.unflatten(dim, (even, -1)), dim, rest).flatten(dim - 1, dim)
+
+
+def trim(x: torch.Tensor, dim: int, axes: Sequence[str], size: int) -> torch.Tensor:
+    """The value of this size along a dim, from all parts of it one after another; undoes `fill`."""
+    if x.shape[dim] == size:
+        return x
+    even, _ = _parts_of(size, axes)
+    dim = dim % x.dim() - x.dim()
+    return x.unflatten(dim, (even, -1)).narrow(dim, 0, size // even).flatten(dim - 1, dim)
+
+
+def _parts_of(size: int, axes: Sequence[str]) -> tuple[int, int]:
+    """The number of ranks that split a dim evenly, and that of those that cut the rest."""
+    counts = [axis_size(name) for name in axes if axis_size(name) > 1]
+    count = _num_even(size, counts)
+    return math.prod(counts[:count]), math.prod(counts[count:])
+
+
 def padded_shape(shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh) -> tuple[int, ...]:
     """The global shape of all parts together of a value of this global shape: that and padding.
 

@@ -36,10 +36,10 @@ MUON = {
 def test_hidden_matrices_are_muons_and_the_rest_is_not():
     found = optim.matrices(DEFS)
     assert tree.map(lambda m: m is not False, found) == MUON
-    assert found["blocks"]["q"] == optim.Matrix(1, 1, 16, 8)
-    assert found["blocks"]["out"] == optim.Matrix(1, 2, 8, 16)
-    assert found["blocks"]["up"] == optim.Matrix(1, 1, 16, 20)
-    assert found["blocks"]["experts"] == optim.Matrix(2, 1, 20, 16)
+    assert found["blocks"]["q"] == optim.Matrix(1, 1, 16, 8, (16, 4, 2))
+    assert found["blocks"]["out"] == optim.Matrix(1, 2, 8, 16, (4, 2, 16))
+    assert found["blocks"]["up"] == optim.Matrix(1, 1, 16, 20, (16, 20))
+    assert found["blocks"]["experts"] == optim.Matrix(2, 1, 20, 16, (20, 16))
     model = optim.matrices(gpt.defs(gpt.PRESETS["gpt2"]))
     chosen = [p for p, m in zip(tree.paths(model), tree.leaves(model), strict=True) if m]
     assert chosen == [
