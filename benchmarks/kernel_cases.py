@@ -1,0 +1,346 @@
+"""What `kernels.py` measures, and tests compare on a GPU: every kernel's op and its operands."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from kernel_case import Case, Given, Program, backward_of, liger, nbytes, shape_of
+from torch.nn import functional as F
+
+from functron.ops.adamw import ADAMW
+from functron.ops.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD_
+from functron.ops.global_norm import SUM_OF_SQUARES
+from functron.ops.glu import GLU, GLU_BACKWARD
+from functron.ops.layer_norm import LAYER_NORM, LAYER_NORM_BACKWARD
+from functron.ops.lse_merge import LSE_MERGE, LSE_MERGE_BACKWARD
+from functron.ops.moe_permute import PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD
+from functron.ops.moe_router import ROUTER, ROUTER_BACKWARD
+from functron.ops.moe_sort import SORT
+from functron.ops.quantise_fp8 import DEQUANTISE_FP8, QUANTISE_FP8
+from functron.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
+from functron.ops.softmax import SOFTMAX, SOFTMAX_BACKWARD
+
+
+def rms_norm(g: Given) -> Case:
+    x, w = g.normal(g.sizes.tokens, g.sizes.dim), g.normal(g.sizes.dim)
+    return Case(
+        RMS_NORM, (x, w, 1e-6, False), shape_of(x), nbytes(x, x, w) + 4 * len(x),
+        builtin=lambda: F.rms_norm(x, (len(w),), w, 1e-6),
+        liger=liger("liger_rms_norm", x, w, 1e-6),
+    )  # fmt: skip
+
+
+def rms_norm_with_residual(g: Given) -> Case:
+    x, w = g.normal(g.sizes.tokens, g.sizes.dim), g.normal(g.sizes.dim)
+    args = (x, x.flip(0).contiguous(), w, 1e-6, False)
+    fused = liger("liger_fused_add_rms_norm", x, args[1], w, 1e-6)
+    return Case(ADD_RMS_NORM, args, shape_of(x), nbytes(x, x, x, x, w) + 4 * len(x), liger=fused)
+
+
+def rms_norm_backward(g: Given) -> Case:
+    x, w = g.normal(g.sizes.tokens, g.sizes.dim), g.normal(g.sizes.dim)
+    dy = x.flip(0).contiguous()
+    rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-6)
+    function = liger("liger_rms_norm")
+    return Case(
+        RMS_NORM_BACKWARD, (dy, None, x, w, rstd, 1e-6, False), shape_of(x),
+        nbytes(x, x, x, w, w, rstd),
+        builtin=backward_of(lambda x, w: F.rms_norm(x, (len(w),), w, 1e-6), dy, x, w),
+        liger=backward_of(function and (lambda x, w: function(x, w, 1e-6)), dy, x, w),
+    )  # fmt: skip
+
+
+def layer_norm(g: Given) -> Case:
+    x, w, b = g.normal(g.sizes.tokens, g.sizes.dim), g.normal(g.sizes.dim), g.normal(g.sizes.dim)
+    return Case(
+        LAYER_NORM, (x, w, b, 1e-5, False), shape_of(x), nbytes(x, x, w, b) + 8 * len(x),
+        builtin=lambda: F.layer_norm(x, (len(w),), w, b, 1e-5),
+        liger=liger("liger_layer_norm", x, w, b, 1e-5),
+    )  # fmt: skip
+
+
+def layer_norm_backward(g: Given) -> Case:
+    x, w, b = g.normal(g.sizes.tokens, g.sizes.dim), g.normal(g.sizes.dim), g.normal(g.sizes.dim)
+    dy, wide = x.flip(0).contiguous(), x.float()
+    mean, rstd = wide.mean(-1), torch.rsqrt(wide.var(-1, unbiased=False) + 1e-5)
+    function = liger("liger_layer_norm")
+    return Case(
+        LAYER_NORM_BACKWARD, (dy, None, x, w, b, mean, rstd, 1e-5, False), shape_of(x),
+        nbytes(x, x, x, w, w, b, mean, rstd),
+        builtin=backward_of(lambda x, w, b: F.layer_norm(x, (len(w),), w, b), dy, x, w, b),
+        liger=backward_of(function and (lambda x, w, b: function(x, w, b, 1e-5)), dy, x, w, b),
+    )  # fmt: skip
+
+
+def _logits(g: Given) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, vocab = g.sizes.logit_rows, g.sizes.vocab
+    return g.normal(rows, vocab), g.integers(vocab, rows)
+
+
+def cross_entropy(g: Given) -> Case:
+    x, ids = _logits(g)
+    floor = nbytes(x, ids) + 8 * len(x)
+    return Case(
+        CROSS_ENTROPY, (x, ids, None), shape_of(x), floor, builtin=lambda: F.cross_entropy(x, ids)
+    )
+
+
+@dataclass(frozen=True)
+class Both:
+    """Cross-entropy's forward and, over the logits, its backward, as one."""
+
+    name: str = "cross_entropy_and_backward_"
+
+    def raw(self, x: torch.Tensor, ids: torch.Tensor, d: torch.Tensor) -> None:
+        """By kernels."""
+        lse, _ = CROSS_ENTROPY.raw(x, ids, None)
+        CROSS_ENTROPY_BACKWARD_.raw(d, -d, x, ids, lse, None)
+
+    def reference(self, x: torch.Tensor, ids: torch.Tensor, d: torch.Tensor) -> None:
+        """By their references."""
+        lse, _ = CROSS_ENTROPY.reference(x, ids, None)
+        CROSS_ENTROPY_BACKWARD_.reference(d, -d, x, ids, lse, None)
+
+
+def cross_entropy_and_backward(g: Given) -> Case:
+    """What Liger-Kernel's is compared with: it makes the gradient in its forward."""
+    x, ids = _logits(g)
+    d = torch.full((len(x),), 1 / len(x), device=x.device)
+
+    def torch_own() -> Any:
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(F.cross_entropy(leaf, ids), leaf)
+
+    leaf = x.detach().clone().requires_grad_()
+    floor = nbytes(x, x, x, ids, ids, d)
+    args, theirs = (x, ids, d), liger("liger_cross_entropy", leaf, ids)
+    return Case(Both(), args, shape_of(x), floor, builtin=torch_own, liger=theirs)
+
+
+def cross_entropy_backward(g: Given) -> Case:
+    x, ids = _logits(g)
+    lse = torch.logsumexp(x.float(), -1)
+    d = torch.full_like(lse, 1 / len(x))
+    return Case(
+        CROSS_ENTROPY_BACKWARD_, (d, -d, x, ids, lse, None), shape_of(x),
+        nbytes(x, x, ids, d, d, lse),
+        builtin=backward_of(lambda x: F.cross_entropy(x, ids), torch.ones_like(d[0]), x),
+    )  # fmt: skip
+
+
+def softmax(g: Given, causal: bool) -> Case:
+    """Scores of heads; under a causal mask half of them count, but all weights are written."""
+    size = min(g.sizes.tokens, 4096)
+    x = g.normal(2, g.sizes.heads // 2, size, size)
+    own = None if causal else lambda: torch.softmax(x, -1)
+    theirs = None if causal else liger("liger_softmax", x)
+    floor = nbytes(x, x) - (nbytes(x) // 2 if causal else 0)
+    return Case(SOFTMAX, (x, 0.1, None, causal, None), shape_of(x), floor, own, theirs)
+
+
+def softmax_backward(g: Given) -> Case:
+    size = min(g.sizes.tokens, 4096)
+    x = g.normal(2, g.sizes.heads // 2, size, size)
+    p, lse = SOFTMAX.reference(x, 0.1, None, False, None)
+    return Case(
+        SOFTMAX_BACKWARD, (x, torch.zeros_like(lse), p, 0.1), shape_of(x),
+        nbytes(x, x, p, lse, lse),
+        builtin=lambda: torch.ops.aten._softmax_backward_data(x, p, -1, x.dtype),
+    )  # fmt: skip
+
+
+def lse_merge(g: Given) -> Case:
+    shape = (1, g.sizes.tokens, g.sizes.heads, g.sizes.head_dim)
+    out1, out2 = g.normal(*shape, dtype=torch.float32), g.normal(*shape)
+    lse1 = g.normal(*shape[:3], dtype=torch.float32)
+    args = (out1, lse1, out2, lse1.flip(1).contiguous())
+    return Case(LSE_MERGE, args, shape_of(out1), nbytes(out1, out1, out2, lse1, lse1, lse1))
+
+
+def lse_merge_backward(g: Given) -> Case:
+    shape = (1, g.sizes.tokens, g.sizes.heads, g.sizes.head_dim)
+    out1, out2 = g.normal(*shape, dtype=torch.float32), g.normal(*shape)
+    lse1 = g.normal(*shape[:3], dtype=torch.float32)
+    given = (out1.flip(1).contiguous(), lse1.flip(2).contiguous())
+    args = (*given, out1, lse1, out2, lse1.flip(1).contiguous())
+    return Case(LSE_MERGE_BACKWARD, args, shape_of(out1), 2 * nbytes(*args) - nbytes(*given))
+
+
+def adamw(g: Given, *, master: bool = True) -> Case:
+    """A parameter of the dtype of activations, with float32 moments and master."""
+    grad = g.normal(g.sizes.numel)
+    wide = grad.float()
+    param, moments = grad.flip(0).contiguous(), (wide * 0.1, wide.square() * 0.1)
+    args = (
+        param, param.float() if master else None, *moments, grad, g.scalar(1e-3), g.scalar(0.5),
+        g.scalar(0.0), g.scalar(10, torch.int64), None, 0.9, 0.95, 1e-8, 0.1, 0,
+        [0, 1 << 62, 0, 1, 0, 1, 0],
+    )  # fmt: skip
+    floor = nbytes(param, grad, *moments, *moments) + nbytes(args[1], args[1])
+    floor += 0 if master else nbytes(param)
+    return Case(ADAMW, args, shape_of(grad), floor, builtin=_fused_adamw(wide))
+
+
+def _fused_adamw(like: torch.Tensor) -> Program:
+    """torch's, on float32 alone: it has neither masters nor moments of another dtype."""
+    columns = [[like.clone()] for _ in range(3)] + [[like.square()]]
+    step = [torch.ones((), device=like.device)]
+    params, grads, means, squares = columns
+    return lambda: torch._fused_adamw_(
+        params, grads, means, squares, [], step, lr=1e-3, beta1=0.9, beta2=0.95,
+        weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+def sum_of_squares(g: Given) -> Case:
+    x = g.normal(1, g.sizes.numel)
+    norm = torch.linalg.vector_norm
+    args, builtin = (x,), lambda: norm(x, dtype=torch.float32)
+    return Case(SUM_OF_SQUARES, args, shape_of(x), nbytes(x), builtin=builtin)
+
+
+def quantise(g: Given, blocks: tuple[int, int], transpose: bool) -> Case:
+    x = g.normal(1, g.sizes.tokens, g.sizes.dim)
+    args = (x, None, *blocks, False, blocks == (1, 32), transpose)
+    written = x.numel() * (2 if transpose else 1)
+    scale_bytes = 1 if blocks == (1, 32) else 4
+    scales = written // (blocks[0] * blocks[1]) * scale_bytes
+    return Case(QUANTISE_FP8, args, shape_of(x), nbytes(x) + written + scales, compared=(0, 1))
+
+
+def quantise_by_tensor(g: Given) -> Case:
+    x = g.normal(1, g.sizes.tokens, g.sizes.dim)
+    args = (x, g.scalar(50.0).reshape(1), 0, 0, False, False, True)
+    return Case(QUANTISE_FP8, args, shape_of(x), nbytes(x) + 2 * x.numel(), compared=(0, 2, 4))
+
+
+def dequantise(g: Given) -> Case:
+    x = g.normal(1, g.sizes.tokens, g.sizes.dim)
+    y, scales, *_ = QUANTISE_FP8.reference(x, None, 1, 128, False, False, False)
+    args = (y, scales, x[:0, :0, :0].reshape(-1), 1, 128)
+    return Case(DEQUANTISE_FP8, args, shape_of(x), nbytes(x, y, scales))
+
+
+def moe_router(g: Given) -> Case:
+    logits = g.normal(g.sizes.tokens, g.sizes.experts, dtype=torch.float32)
+    balance = g.normal(g.sizes.experts, dtype=torch.float32) * 1e-2
+    top_k = g.sizes.top_k
+    floor = nbytes(logits, logits, balance) + len(logits) * top_k * 12
+    return Case(ROUTER, (logits, balance, top_k, 1, 1, 8, 4, 1), shape_of(logits), floor)
+
+
+def moe_router_backward(g: Given) -> Case:
+    logits = g.normal(g.sizes.tokens, g.sizes.experts, dtype=torch.float32)
+    chosen, weights, scores = ROUTER.reference(logits, None, g.sizes.top_k, 1, 1, 1, 1, 1)
+    args = (weights * 0.5, logits, chosen, weights, scores, 1, 1)
+    return Case(ROUTER_BACKWARD, args, shape_of(logits), nbytes(*args[:5]) + nbytes(logits))
+
+
+def _sorted(g: Given) -> tuple[torch.Tensor, ...]:
+    """Of tokens that chose top_k experts each: their rows' tokens, and the rows of each token."""
+    scores = g.normal(g.sizes.tokens, g.sizes.experts, dtype=torch.float32)
+    experts = scores.topk(g.sizes.top_k).indices
+    kept = torch.ones_like(experts, dtype=torch.bool)
+    return experts, kept, *SORT.reference(experts, kept, g.sizes.experts, experts.numel())
+
+
+def moe_sort(g: Given) -> Case:
+    experts, kept, order, tokens, slots, sizes = _sorted(g)
+    floor = nbytes(experts, kept, order, tokens, slots, sizes)
+    args = (experts, kept, g.sizes.experts, experts.numel())
+    flat = experts.flatten()
+    return Case(SORT, args, shape_of(experts), floor, lambda: torch.sort(flat, stable=True))
+
+
+def _half(g: Given) -> torch.Tensor:
+    """Activations of half the width: there are top_k copies of them."""
+    return g.normal(g.sizes.tokens, g.sizes.dim // 2)
+
+
+def moe_permute(g: Given) -> Case:
+    x, (_, _, _, tokens, slots, _) = _half(g), _sorted(g)
+    floor = nbytes(x, tokens) + len(tokens) * nbytes(x[:1])
+    args = (x, tokens, slots)
+    return Case(PERMUTE, args, f"{shape_of(x)}, k = {g.sizes.top_k}", floor, lambda: x[tokens])
+
+
+def moe_unpermute(g: Given) -> Case:
+    _, _, order, tokens, slots, _ = _sorted(g)
+    x = _half(g)
+    rows, weights = x[tokens], g.normal(*slots.shape, dtype=torch.float32)
+    floor = nbytes(x, rows, weights, slots)
+    args = (rows, weights, order, slots)
+    return Case(UNPERMUTE, args, f"{shape_of(x)}, k = {g.sizes.top_k}", floor)
+
+
+def moe_unpermute_backward(g: Given) -> Case:
+    _, _, order, tokens, slots, _ = _sorted(g)
+    x = _half(g)
+    rows, weights = x[tokens], g.normal(*slots.shape, dtype=torch.float32)
+    floor = nbytes(x, rows, rows, weights, weights, order)
+    args = (x, rows, weights, order, slots)
+    return Case(UNPERMUTE_BACKWARD, args, f"{shape_of(x)}, k = {g.sizes.top_k}", floor)
+
+
+def glu(g: Given, activation: str) -> Case:
+    gate, up = g.normal(g.sizes.tokens, g.sizes.dim), g.normal(g.sizes.tokens + 1, g.sizes.dim)[1:]
+    name = {"silu": "liger_swiglu", "gelu_tanh": "liger_geglu"}.get(activation, "none")
+    own = (lambda: F.silu(gate) * up) if activation == "silu" else None
+    args, theirs = (gate, up, activation), liger(name, gate, up)
+    return Case(GLU, args, shape_of(gate), nbytes(gate, gate, up), own, theirs)
+
+
+def glu_backward(g: Given, activation: str) -> Case:
+    gate, up = g.normal(g.sizes.tokens, g.sizes.dim), g.normal(g.sizes.tokens + 1, g.sizes.dim)[1:]
+    dy = gate.flip(0).contiguous()
+    name = {"silu": "liger_swiglu", "gelu_tanh": "liger_geglu"}.get(activation, "none")
+    return Case(
+        GLU_BACKWARD, (dy, gate, up, activation), shape_of(gate), nbytes(gate, gate, up, up, dy),
+        liger=backward_of(liger(name), dy, gate, up),
+    )  # fmt: skip
+
+
+CASES: Mapping[str, Callable[[Given], Case]] = MappingProxyType(
+    {
+        "rms_norm": rms_norm,
+        "rms_norm + residual": rms_norm_with_residual,
+        "rms_norm backward": rms_norm_backward,
+        "layer_norm": layer_norm,
+        "layer_norm backward": layer_norm_backward,
+        "swiglu": functools.partial(glu, activation="silu"),
+        "swiglu backward": functools.partial(glu_backward, activation="silu"),
+        "geglu": functools.partial(glu, activation="gelu_tanh"),
+        "geglu backward": functools.partial(glu_backward, activation="gelu_tanh"),
+        "cross_entropy": cross_entropy,
+        "cross_entropy backward, in place": cross_entropy_backward,
+        "cross_entropy and backward": cross_entropy_and_backward,
+        "softmax": functools.partial(softmax, causal=False),
+        "softmax, causal": functools.partial(softmax, causal=True),
+        "softmax backward": softmax_backward,
+        "lse_merge": lse_merge,
+        "lse_merge backward": lse_merge_backward,
+        "adamw, float32 master": adamw,
+        "adamw, no master": functools.partial(adamw, master=False),
+        "sum of squares": sum_of_squares,
+        "quantise 1x128": functools.partial(quantise, blocks=(1, 128), transpose=False),
+        "quantise 1x128 + transpose": functools.partial(quantise, blocks=(1, 128), transpose=True),
+        "quantise 128x128 + transpose": functools.partial(
+            quantise, blocks=(128, 128), transpose=True
+        ),
+        "quantise MX 1x32 + transpose": functools.partial(quantise, blocks=(1, 32), transpose=True),
+        "quantise by tensor + transpose": quantise_by_tensor,
+        "dequantise 1x128": dequantise,
+        "moe_router": moe_router,
+        "moe_router backward": moe_router_backward,
+        "moe_sort": moe_sort,
+        "moe_permute": moe_permute,
+        "moe_unpermute": moe_unpermute,
+        "moe_unpermute backward": moe_unpermute_backward,
+    }
+)
+"""Every case, in the order to show them."""
