@@ -20,16 +20,6 @@ from functron.optim.learning_rate import (
     new_count,
     scale_by_learning_rate,
 )
-from functron.optim.leaves import (
-    Leaf,
-    flat_specs,
-    mean,
-    num_stacked,
-    root_mean_square,
-    unpadded,
-    without,
-)
-from functron.optim.leaves import whole as whole_leaves
 from functron.optim.mask import Mask, add_decayed_weights
 from functron.optim.transformation import (
     GradientTransformation,
@@ -38,6 +28,16 @@ from functron.optim.transformation import (
     scale_,
     stateless,
     transformation,
+)
+from functron.optim.whole import (
+    Whole,
+    flat_specs,
+    mean,
+    num_stacked,
+    root_mean_square,
+    unpadded,
+    wholes,
+    without,
 )
 from functron.spmd.spec import P
 
@@ -58,7 +58,7 @@ class FactoredState(NamedTuple):
     v: tree.Tree
 
 
-def factored_dims(leaf: Leaf, min_dim_size: int = 128) -> tuple[int, int] | None:
+def factored_dims(leaf: Whole, min_dim_size: int = 128) -> tuple[int, int] | None:
     """The second largest dim of a parameter and the largest; None where that is too small.
 
     Stacked dims do not count. Of dims with equal sizes the later one counts as larger.
@@ -103,13 +103,13 @@ def scale_by_factored_rms(
         ValueError: (when called) parameters are not what `defs` and `specs` say.
     """
 
-    def dims_of(leaf: Leaf) -> tuple[int, int] | None:
+    def dims_of(leaf: Whole) -> tuple[int, int] | None:
         return factored_dims(leaf, min_dim_size_to_factor) if factored else None
 
     def init(params):
         rows = [
             _zeros(p, leaf, dims_of(leaf))
-            for p, leaf in zip(tree.leaves(params), whole_leaves(params, defs, specs), strict=True)
+            for p, leaf in zip(tree.leaves(params), wholes(params, defs, specs), strict=True)
         ]
         return FactoredState(new_count(params), *_columns(params, rows, 3))
 
@@ -117,7 +117,7 @@ def scale_by_factored_rms(
         # float64, as the decay is near 1 and 1 minus it is what matters
         step = state.count.to(torch.float64) - step_offset + 1
         decay = 1 - step ** (-decay_rate)
-        leaves = whole_leaves(updates, defs, specs)
+        leaves = wholes(updates, defs, specs)
         parts = (tree.same_structure(updates, part) for part in state[1:])
         rows = [
             _factored(g, (r, c, v), leaf, dims_of(leaf), decay, epsilon)
@@ -129,7 +129,7 @@ def scale_by_factored_rms(
     def state_specs(param_specs):
         if defs is None:
             return FactoredState(P(), *[_replicated(param_specs)] * 3)
-        leaves = [Leaf(p, tuple(d.shape), num_stacked(d)) for p, d in _named(defs)]
+        leaves = [Whole(p, tuple(d.shape), num_stacked(d)) for p, d in _named(defs)]
         rows = [
             _specs(spec, dims_of(leaf))
             for spec, leaf in zip(flat_specs(param_specs, defs), leaves, strict=True)
@@ -164,7 +164,7 @@ def _specs(spec: P | None, dims: tuple[int, int] | None) -> tuple:
     return without(spec, [dims[1]]), without(spec, [dims[0]]), None
 
 
-def _zeros(param: torch.Tensor, leaf: Leaf, dims: tuple[int, int] | None) -> tuple:
+def _zeros(param: torch.Tensor, leaf: Whole, dims: tuple[int, int] | None) -> tuple:
     zeros = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
     if dims is None:
         return None, None, zeros
@@ -173,7 +173,7 @@ def _zeros(param: torch.Tensor, leaf: Leaf, dims: tuple[int, int] | None) -> tup
 
 
 def _factored(
-    g: torch.Tensor, state: tuple, leaf: Leaf, dims: tuple[int, int] | None, decay, epsilon: float
+    g: torch.Tensor, state: tuple, leaf: Whole, dims: tuple[int, int] | None, decay, epsilon: float
 ) -> tuple:
     """The update of a leaf, and its state afterwards."""
     wide = torch.promote_types(g.dtype, torch.float32)
@@ -207,7 +207,7 @@ def clip_by_block_rms(
         defs, specs: see `scale_by_factored_rms`.
     """
 
-    def one(u: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+    def one(u: torch.Tensor, leaf: Whole) -> torch.Tensor:
         wide = u.to(torch.promote_types(u.dtype, torch.float32))
         return (wide / (root_mean_square(wide, leaf) / threshold).clamp(min=1)).to(u.dtype)
 
@@ -229,7 +229,7 @@ def scale_by_param_block_rms(
         ValueError: (when called) no parameters given.
     """
 
-    def one(u: torch.Tensor, p: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+    def one(u: torch.Tensor, p: torch.Tensor, leaf: Whole) -> torch.Tensor:
         wide = p.to(torch.promote_types(p.dtype, torch.float32))
         return (u * root_mean_square(wide, leaf).clamp(min=min_scale)).to(u.dtype)
 
@@ -239,7 +239,7 @@ def scale_by_param_block_rms(
                 "scale_by_param_block_rms: got params=None; wanted the parameters whose size "
                 "scales their updates; fix: call update(grads, state, params)"
             )
-        leaves = whole_leaves(updates, defs, specs)
+        leaves = wholes(updates, defs, specs)
         rows = zip(tree.leaves(updates), tree.same_structure(updates, params), leaves, strict=True)
         return tree.unflatten(tree.structure(updates), [one(*row) for row in rows])
 
@@ -247,7 +247,7 @@ def scale_by_param_block_rms(
 
 
 def _each(fn, updates: tree.Tree, defs: tree.Tree, specs: tree.Tree) -> tree.Tree:
-    rows = zip(tree.leaves(updates), whole_leaves(updates, defs, specs), strict=True)
+    rows = zip(tree.leaves(updates), wholes(updates, defs, specs), strict=True)
     return tree.unflatten(tree.structure(updates), [fn(*row) for row in rows])
 
 

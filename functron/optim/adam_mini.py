@@ -15,9 +15,9 @@ import torch
 
 from functron import tree
 from functron.optim.learning_rate import LearningRate, new_count, scale_by_learning_rate
-from functron.optim.leaves import Leaf, flat_specs, mean, num_stacked, whole, without
 from functron.optim.mask import Mask, add_decayed_weights
 from functron.optim.transformation import GradientTransformation, chain, transformation
+from functron.optim.whole import Whole, flat_specs, mean, num_stacked, wholes, without
 from functron.spmd.spec import P
 
 
@@ -117,7 +117,7 @@ def scale_by_adam_mini(
 
     def init(params):
         leaves, structure = tree.flatten(params)
-        rows = zip(leaves, blocks_of(params), whole(params, defs, specs), strict=True)
+        rows = zip(leaves, blocks_of(params), wholes(params, defs, specs), strict=True)
         nu = [  # means, as only these are the same on ranks that have parts of a block
             _first(mean(torch.zeros_like(p, dtype=_wide(p)), b.dims, leaf), b.dims)
             for p, b, leaf in rows
@@ -130,7 +130,7 @@ def scale_by_adam_mini(
         steps = count.to(torch.float64)  # for 1 - b2 loses digits, as in scale_by_adam
         bias1, bias2 = 1 - b1**steps, 1 - b2**steps
 
-        def one(g, mu, nu, block: Block, leaf: Leaf):
+        def one(g, mu, nu, block: Block, leaf: Whole):
             g32 = g.to(_wide(g))
             m = b1 * mu.to(g32.dtype) + (1 - b1) * g32
             now = mean(g32.square(), block.dims, leaf)
@@ -140,7 +140,7 @@ def scale_by_adam_mini(
 
         flat, structure = tree.flatten(updates)
         parts = (tree.same_structure(updates, part) for part in (state.mu, state.nu))
-        rows = zip(flat, *parts, blocks_of(updates), whole(updates, defs, specs), strict=True)
+        rows = zip(flat, *parts, blocks_of(updates), wholes(updates, defs, specs), strict=True)
         done = [one(*row) for row in rows]
         out, mu, nu = (tree.unflatten(structure, [row[i] for row in done]) for i in range(3))
         return out, ScaleByAdamMiniState(count, mu, nu)

@@ -20,10 +20,10 @@ from functron import tree
 from functron.errors import Problem, nearest, raise_problems
 from functron.optim.adam import adamw
 from functron.optim.learning_rate import LearningRate, scale_by_learning_rate
-from functron.optim.leaves import num_stacked
 from functron.optim.mask import Mask, add_decayed_weights
 from functron.optim.transformation import GradientTransformation, chain, transformation
 from functron.optim.where import where
+from functron.optim.whole import num_stacked
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all
 from functron.spmd.shards import Cut, Cuts, join, take

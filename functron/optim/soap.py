@@ -19,11 +19,11 @@ from functron import compat, tree
 from functron.errors import Problem, raise_problems
 from functron.optim.adam import adamw
 from functron.optim.learning_rate import LearningRate, new_count, scale_by_learning_rate
-from functron.optim.leaves import flat_specs
 from functron.optim.mask import Mask, add_decayed_weights
 from functron.optim.muon import Matrix, matrix_cuts
 from functron.optim.transformation import GradientTransformation, chain, transformation
 from functron.optim.where import where
+from functron.optim.whole import flat_specs
 from functron.program.recorder import active
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all
