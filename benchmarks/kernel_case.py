@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -155,3 +155,28 @@ def backward_of(
         return torch.autograd.grad(kept[0], kept[1], cotangent, retain_graph=True)
 
     return run
+
+
+def difference(case: Case) -> float:
+    """The norm of kernel - reference over that of the reference, of what they return or write.
+
+    The largest of all outputs; NaN where there is nothing to compare, or not the same.
+    """
+
+    def results(function: Callable) -> Sequence[Any]:
+        args = [x.clone() if isinstance(x, torch.Tensor) else x for x in case.args]
+        out = function(*args)
+        if case.op.name.endswith("_"):
+            return [args[i] for i in range(len(args)) if _changed(args[i], case.args[i])]
+        out = out if isinstance(out, tuple) else (out,)
+        return out if case.compared is None else [out[i] for i in case.compared]
+
+    got, want = results(case.op.raw), results(case.op.reference)
+    if not want or len(got) != len(want):
+        return float("nan")
+    pairs = [(a.float(), b.float()) for a, b in zip(got, want, strict=True) if b.numel()]
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
+
+
+def _changed(now: Any, before: Any) -> bool:
+    return isinstance(now, torch.Tensor) and not torch.equal(now, before)

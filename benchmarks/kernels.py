@@ -29,7 +29,7 @@ if importlib.util.find_spec("functron") is None:  # a checkout that is not insta
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from kernel_case import FULL, TINY, Case, Given, Program, liger
+from kernel_case import FULL, TINY, Given, Program, difference, liger
 from kernel_cases import CASES
 from torch.nn import functional as F
 
@@ -117,32 +117,6 @@ def attempt(measured: Callable[[], float]) -> float | str:
         return measured()
     except Exception as error:  # of another library: it must not end the run
         return f"failed ({type(error).__name__})"
-
-
-def difference(case: Case) -> float:
-    """The norm of kernel - reference over that of the reference, of what they return or write."""
-
-    def results(function: Callable) -> Sequence[Any]:
-        args = [x.clone() if isinstance(x, torch.Tensor) else x for x in case.args]
-        out = function(*args)
-        if case.op.name.endswith("_"):
-            return [args[i] for i in range(len(args)) if _changed(args[i], case.args[i])]
-        out = out if isinstance(out, tuple) else (out,)
-        return out if case.compared is None else [out[i] for i in case.compared]
-
-    got, want = results(case.op.raw), results(case.op.reference)
-    if not want or len(got) != len(want):
-        return float("nan")
-    pairs = [(_wide(a), _wide(b)) for a, b in zip(got, want, strict=True) if b.numel()]
-    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.float32)
-
-
-def _changed(now: Any, before: Any) -> bool:
-    return isinstance(now, torch.Tensor) and not torch.equal(now, before)
 
 
 def measure(name: str, given: Given, clock: Clock) -> Row:
