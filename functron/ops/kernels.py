@@ -82,6 +82,7 @@ OPERATIONS = frozenset(
         "lse_merge",
         "moe_permute",
         "moe_router",
+        "moe_sort",
         "qk_norm_rope",
         "quantise",
         "rms_norm",

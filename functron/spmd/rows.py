@@ -105,7 +105,7 @@ def pick(x: Tensor, at: Tensor, whole: bool = False) -> Tensor:
     return torch.where(real, found, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def _shifted(at: Tensor, by: int) -> Tensor:
+def shifted(at: Tensor, by: int) -> Tensor:
     """[S, ...] indices into S tensors of `by` rows each as indices into their concatenation."""
     offsets = torch.arange(at.shape[0], device=at.device).view(-1, *[1] * (at.dim() - 1)) * by
     return torch.where(at >= 0, at + offsets, at)
@@ -159,14 +159,14 @@ class _Copy(_Moved):
             return _Copy.apply(x.movedim(in_dims[0], 1), source, slots, whole), 1
         source, slots = _lead(source, in_dims[1], size), _lead(slots, in_dims[2], size)
         length, rows = source.shape[1], slots.shape[1]
-        slots = _shifted(slots, length)
+        slots = shifted(slots, length)
         if (
             in_dims[0] is None
         ):  # copies of one tensor's rows for all: slots of one row, side by side
             slots = slots.transpose(0, 1).flatten(1)
         else:
             x, slots = x.movedim(in_dims[0], 0).flatten(0, 1), slots.flatten(0, 1)
-            source = _shifted(source, rows)
+            source = shifted(source, rows)
         return _Copy.apply(x, source.flatten(), slots, whole).unflatten(0, (size, length)), 0
 
 
@@ -189,6 +189,6 @@ class _Add(_Moved):
             return _Add.apply(y.movedim(in_dims[0], 1), source, slots, whole), 1
         source, slots = _lead(source, in_dims[1], size), _lead(slots, in_dims[2], size)
         y, rows = _lead(y, in_dims[0], size).flatten(0, 1), slots.shape[1]
-        slots = _shifted(slots, source.shape[1]).flatten(0, 1)
-        source = _shifted(source, rows).flatten()
+        slots = shifted(slots, source.shape[1]).flatten(0, 1)
+        source = shifted(source, rows).flatten()
         return _Add.apply(y, source, slots, whole).unflatten(0, (size, rows)), 0
