@@ -17,6 +17,7 @@ from functron.errors import Problem, nearest, raise_problems
 from functron.lora import LoRA
 from functron.models import gpt
 from functron.models.gpt import GPTConfig
+from functron.ops.kernels import Choice
 from functron.optim import (
     OptimizerConfig,
     ScheduleConfig,
@@ -75,6 +76,10 @@ class TrainConfig:
         lora_targets: the linear layers that have them: patterns of paths, separated by commas.
         remat: what backward computes again: none, full (all of a block but its input), selective
             (the core of attention) or dots (all but matrix products and attention).
+        kernels: auto: functron's CUDA kernels compute what they can on a GPU; reference: torch's
+            operations do; kernel: as auto, but what no kernel can compute is an error.
+        loss_chunk_tokens: make logits of so many of a rank's tokens at a time, and again in
+            backward, so that they take little memory; 0: of all at once.
         compile: compile the step with Inductor before the first one, which then takes longer.
         seed: of initial parameters, order of the data, and dropout.
         out: run folder, new or empty; empty: the next free runs/MODEL-1, runs/MODEL-2, ...
@@ -116,6 +121,8 @@ class TrainConfig:
     lora_alpha: float = LoRA.alpha
     lora_targets: str = ",".join(LoRA.targets)
     remat: gpt.Remat = "none"
+    kernels: Choice = "auto"
+    loss_chunk_tokens: int = 0
     compile: bool = False
     seed: int = 0
     out: str = ""

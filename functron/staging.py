@@ -13,6 +13,7 @@ from functron import params as parameters
 from functron.errors import Problem, raise_problems
 from functron.lora import lora_defs
 from functron.models import gpt
+from functron.ops import use
 from functron.optim import torch_dtype
 from functron.params import ParamDef
 from functron.pipeline.layout import Layout, Part, balanced_layout, even_layout, parse_layout
@@ -135,6 +136,8 @@ def settings_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> dict[str, Any]:
         "gather": gather_of(config, mesh),
         "context": context_of(config),
         "experts": config.experts,
+        "kernels": use(config.kernels),
+        "loss_chunk_tokens": config.loss_chunk_tokens,
     }
 
 

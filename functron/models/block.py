@@ -14,6 +14,7 @@ from functron.errors import nearest
 from functron.models.config import GPTConfig
 from functron.models.sequence import Context, Sequence
 from functron.nn.moe import RouterSums, moe, moe_defs
+from functron.ops import AUTO, Kernels
 from functron.scopes import named_scope
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.transforms import Gather, policies
@@ -41,7 +42,7 @@ softmax(q k^T) v alone (Korthikanti et al. 2022, section 5); all but matrix prod
 
 @dataclass(frozen=True, eq=False)
 class How:
-    """How a decoder is run; see `gpt.forward`."""
+    """How a decoder is run; see `gpt.forward` and, for the last, `gpt.loss`."""
 
     key: Key | None = None
     stream: P = STREAM
@@ -49,6 +50,8 @@ class How:
     gather: Gather = WHOLE
     context: Context = RING
     experts: tuple[str, ...] = ("ep",)
+    kernels: Kernels = AUTO
+    loss_chunk_tokens: int = 0
 
     def drop(self, config: GPTConfig, sequence: Sequence, x: Tensor, key: Tensor | None) -> Tensor:
         """Dropout on the stream or on what is added to it."""

@@ -57,10 +57,15 @@ def _total(
         matrix = _unembedding(config, weights, how)
 
     def losses(x: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+        settings = {"vocab_size": config.vocab_size, "z_loss": z_loss, "kernels": how.kernels}
         with named_scope("unembed"):
-            out = nn.column_parallel(nn.gather_sequence(x, how.stream), matrix)
+            x = nn.gather_sequence(x, how.stream)
+            if how.loss_chunk_tokens:
+                chunk = how.loss_chunk_tokens
+                return nn.linear_cross_entropy(x, matrix, targets, chunk_tokens=chunk, **settings)
+            out = nn.column_parallel(x, matrix)
         with named_scope("loss"):
-            return nn.cross_entropy(out, targets, vocab_size=config.vocab_size, z_loss=z_loss)
+            return nn.cross_entropy(out, targets, **settings)
 
     first = losses(normed, targets, config.z_loss).sum()
     if not config.has_details:

@@ -28,6 +28,7 @@ from functron.models.presets import PRESETS
 from functron.models.rules import rules
 from functron.models.sequence import SAMPLE_AXES, Batch, Context, arranged
 from functron.nn import moe
+from functron.ops import AUTO, Kernels
 from functron.params import Normal, ParamDef
 from functron.pipeline.layout import Part, whole
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
@@ -98,6 +99,7 @@ def forward(
     gather: Gather = WHOLE,
     context: Context = RING,
     experts: tuple[str, ...] = ("ep",),
+    kernels: Kernels = AUTO,
 ) -> Float[Tensor, "batch seq columns"]:
     """The logits of every next token.
 
@@ -116,6 +118,7 @@ def forward(
             each block needs by itself, and again in backward.
         context: how attention reaches across the ranks that split sequences.
         experts: the axes that experts are divided over, as the rules have it; see `rules`.
+        kernels: which operations CUDA kernels of functron compute; see `functron.ops.use`.
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
@@ -128,7 +131,7 @@ def forward(
     """
     batch = {"tokens": tokens} if rows is None else {"tokens": tokens, "rows": rows}
     part = whole(config.num_layers)
-    how = How(key, stream, remat, gather, context, experts)
+    how = How(key, stream, remat, gather, context, experts, kernels)
     x, _ = decoder.stream(config, part, weights, None, arranged(batch, context), how)
     return decoder.logits(config, weights, x, how)
 
@@ -146,6 +149,7 @@ def stage(
     gather: Gather = WHOLE,
     context: Context = RING,
     experts: tuple[str, ...] = ("ep",),
+    kernels: Kernels = AUTO,
 ) -> Passed:
     """What one stage of a pipeline makes of the residual stream that the stage before made.
 
@@ -157,14 +161,14 @@ def stage(
         x: what the stage before returned; None for the stage with the embedding.
         batch: ``tokens``, of which the stage with the embedding needs the numbers, and ``rows``,
             without which each data rank's samples are taken to be its whole part of the batch.
-        key, stream, remat, context, experts: as in `forward`.
+        key, stream, remat, context, experts, kernels: as in `forward`.
         gather: as in `forward`, with the specs of the whole model's parameters.
 
     Returns:
         The residual stream with spec `stream`, in a pair with what routers have said so far where
         there are layers of experts up to here; at the stage with the loss, the logits of `forward`.
     """
-    how = How(key, stream, remat, gather, context, experts)
+    how = How(key, stream, remat, gather, context, experts, kernels)
     x, routed = decoder.stream(config, part, weights, x, arranged(batch, context), how)
     if part.loss:
         return decoder.logits(config, weights, x, how)
@@ -205,6 +209,8 @@ def loss(
     gather: Gather = WHOLE,
     context: Context = RING,
     experts: tuple[str, ...] = ("ep",),
+    kernels: Kernels = AUTO,
+    loss_chunk_tokens: int = 0,
 ) -> Scalar:
     """The sum of all tokens' losses over the batch of all ranks; replicated over the mesh.
 
@@ -213,12 +219,14 @@ def loss(
 
     Args:
         batch: this rank's samples; targets of `nn.IGNORE_INDEX` do not count.
+        loss_chunk_tokens: make logits of so many of a rank's tokens at a time, and again in
+            backward: they take memory for so many tokens alone; 0: of all, once.
 
     Returns:
         A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
         one all-reduce of a scalar.
     """
-    how = How(key, stream, remat, gather, context, experts)
+    how = How(key, stream, remat, gather, context, experts, kernels, loss_chunk_tokens)
     part, sequence = whole(config.num_layers), arranged(batch, context)
     out = decoder.loss(config, part, weights, None, sequence, how)
     return out[0] if config.has_details else out
@@ -235,13 +243,15 @@ def loss_and_details(
     gather: Gather = WHOLE,
     context: Context = RING,
     experts: tuple[str, ...] = ("ep",),
+    kernels: Kernels = AUTO,
+    loss_chunk_tokens: int = 0,
 ) -> tuple[Scalar, Details]:
     """`loss` where it has several terms (`GPTConfig.has_details`), and what they are made of.
 
     For `make_step` with ``has_aux=True``. Collectives: one more all-reduce of a few numbers, per
     expert and layer if there are experts.
     """
-    how = How(key, stream, remat, gather, context, experts)
+    how = How(key, stream, remat, gather, context, experts, kernels, loss_chunk_tokens)
     part, sequence = whole(config.num_layers), arranged(batch, context)
     return decoder.loss(config, part, weights, None, sequence, how)
 
@@ -259,13 +269,15 @@ def stage_loss(
     gather: Gather = WHOLE,
     context: Context = RING,
     experts: tuple[str, ...] = ("ep",),
+    kernels: Kernels = AUTO,
+    loss_chunk_tokens: int = 0,
 ) -> Any:
     """`stage`, but the stage with the loss returns that: what `loss` does, for one stage.
 
     With terms beside the loss of the next token it returns what `loss_and_details` does. Of the
     batch, the stage with the loss needs ``targets`` too, and so do those with layers of experts.
     """
-    how = How(key, stream, remat, gather, context, experts)
+    how = How(key, stream, remat, gather, context, experts, kernels, loss_chunk_tokens)
     return decoder.loss(config, part, weights, x, arranged(batch, context), how)
 
 
