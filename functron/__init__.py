@@ -6,7 +6,7 @@ the mesh to processes and run it unchanged.
 """
 
 from functron import checkpoint, debug, hub, lora, nn, optim, params, pipeline, random, tree
-from functron.models import gpt, mamba
+from functron.models import bert, gpt, mamba
 from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
 from functron.program.jit import jit
 from functron.program.program import Program
@@ -56,6 +56,7 @@ __all__ = [
     "State",
     "abstract_params",
     "accumulate",
+    "bert",
     "checkpoint",
     "checkpoint_name",
     "debug",

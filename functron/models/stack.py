@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, get_args
 
-from functron import nn, random
+from functron import nn, random, tree
 from functron.errors import Problem, nearest, raise_problems
 from functron.models.block import STREAM, WHOLE, Remat
+from functron.params import ParamDef
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
@@ -121,6 +122,16 @@ class Run:
 def keys_of(key: Tensor | None, num: int) -> tuple[Tensor | None, ...]:
     """`num` keys, or None as often."""
     return (None,) * num if key is None else random.split(key, num).unbind(0)
+
+
+def whole_heads(defs: Tree) -> Tree:
+    """Defs of attention with a key head per query head: what splits heads splits those of keys."""
+
+    def one(d: ParamDef) -> ParamDef:
+        axes = tuple("heads" if name == "kv_heads" else name for name in d.axes)
+        return replace(d, axes=axes)
+
+    return tree.map(one, defs)
 
 
 def check_gathered(name: str, size: int, wanted: int) -> None:

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, P, gpt, mamba, random, tree
+from functron import Mesh, P, bert, gpt, mamba, random, tree
+from functron.data.masking import mask_tokens
 
 TOLERANCE = 1e-10
 BATCH, SEQ, VOCAB = 8, 16, 50
@@ -48,9 +49,24 @@ HYBRID = mamba.MambaConfig(
     state_dim=6, chunk=5, attention_heads=8, attention_kv_heads=4, attention_head_dim=4,
     mlp_dim=48, init_stddev=0.3, dtype="float64", dropout=0.2, tied=False, dt_min=0.05,
 )  # fmt: skip
+BERT = bert.BertConfig(
+    vocab_size=VOCAB, num_layers=2, embed_dim=24, num_heads=8, mlp_dim=48, max_seq=SEQ,
+    init_stddev=0.3, dtype="float64", dropout=0.2,
+)  # fmt: skip
+
+
+def masked_text() -> dict:
+    lengths = torch.tensor([16, 3, 9, 16, 1, 16, 12, 5])
+    mask = torch.arange(SEQ) < lengths[:, None]
+    tokens = integers(0, VOCAB, BATCH, SEQ)
+    batch = {"tokens": tokens, "mask": mask, "types": tokens % 2, "rows": torch.arange(BATCH)}
+    return mask_tokens(batch, 0, 0, mask_id=VOCAB - 1, vocab_size=VOCAB, rate=0.5)
+
+
 MODELS = {
     "mamba": Model(mamba, replace(HYBRID, pattern="MM", num_groups=1, tied=True), text),
     "hybrid": Model(mamba, HYBRID, text),
+    "bert": Model(bert, BERT, masked_text),
 }
 
 

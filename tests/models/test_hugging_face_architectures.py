@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import functron as ft
-from functron import nn, tree
-from functron.models import mamba
+from functron import bert, mamba, nn, tree
 
 VOCAB, EMBED, BATCH, SEQ = 61, 32, 4, 12
 TOLERANCE = 1e-10
@@ -226,3 +225,98 @@ def test_mamba_generates_what_transformers_does():
             ours = torch.cat([ours, logits[:, :VOCAB].argmax(-1, keepdim=True)], 1)
     assert torch.equal(ours, theirs)
     assert len(set(ours[:, 5:].flatten().tolist())) > 5
+
+
+# --- what encoders share: linear layers of [out, in], with biases
+
+HEADS, MLP, LAYERS = 4, 48, 2
+
+
+def linear(named: Tensors, name: str, *shape: int) -> dict:
+    """A linear layer; its weight, transposed, in this shape."""
+    w = named[f"{name}.weight"].T
+    params = {"w": w.reshape(shape) if shape else w}
+    bias = named.get(f"{name}.bias")
+    if bias is not None:
+        params["b"] = bias.reshape(shape[1:]) if len(shape) == 3 and shape[0] == EMBED else bias
+    return params
+
+
+def norm(named: Tensors, name: str) -> dict:
+    params = {"scale": named[f"{name}.weight"]}
+    return params | ({"bias": named[f"{name}.bias"]} if f"{name}.bias" in named else {})
+
+
+def attention(named: Tensors, prefix: str, q: str, k: str, v: str, out: str) -> dict:
+    heads = (EMBED, HEADS, EMBED // HEADS)
+    params = {n: linear(named, prefix + name, *heads) for n, name in (("q", q), ("k", k), ("v", v))}
+    w = named[f"{prefix}{out}.weight"].T.reshape(*heads[1:], EMBED)
+    bias = named.get(f"{prefix}{out}.bias")
+    return params | {"out": {"w": w} | ({} if bias is None else {"b": bias})}
+
+
+# --- BERT
+
+BERT = bert.BertConfig(
+    vocab_size=VOCAB, num_layers=LAYERS, embed_dim=EMBED, num_heads=HEADS, mlp_dim=MLP, max_seq=24,
+    vocab_multiple=8, dtype="float64",
+)  # fmt: skip
+
+
+def bert_tree(named: Tensors, padding: float) -> dict:
+    layers = []
+    for index in range(LAYERS):
+        at = f"bert.encoder.layer.{index}."
+        of = "attention.self."
+        layers.append(
+            {
+                "attention": attention(
+                    named, at, of + "query", of + "key", of + "value", "attention.output.dense"
+                ),
+                "attention_norm": norm(named, at + "attention.output.LayerNorm"),
+                "mlp": {
+                    "up": linear(named, at + "intermediate.dense"),
+                    "down": linear(named, at + "output.dense"),
+                },
+                "mlp_norm": norm(named, at + "output.LayerNorm"),
+            }
+        )
+    embeddings, head = "bert.embeddings.", "cls.predictions."
+    missing = BERT.padded_vocab - VOCAB
+    return {
+        "embed": pad(named[embeddings + "word_embeddings.weight"], missing, padding),
+        "positions": named[embeddings + "position_embeddings.weight"],
+        "types": named[embeddings + "token_type_embeddings.weight"],
+        "embed_norm": norm(named, embeddings + "LayerNorm"),
+        "blocks": stacked(layers),
+        "head": {
+            "dense": linear(named, head + "transform.dense"),
+            "norm": norm(named, head + "transform.LayerNorm"),
+            "bias": pad(named[head + "bias"], missing, padding),
+        },
+    }
+
+
+def test_bert():
+    settings = transformers.BertConfig(
+        vocab_size=VOCAB, hidden_size=EMBED, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        intermediate_size=MLP, max_position_embeddings=24, attn_implementation="eager",
+    )  # fmt: skip
+    model = drawn(lambda: transformers.BertForMaskedLM(settings))
+    weights = bert_tree(tensors(model), 3.0)
+    assert_mapped(weights, bert.defs(BERT))
+    tokens = torch.randint(1, VOCAB, (BATCH, SEQ))  # torch learns nothing of padding's embedding
+    mask = torch.arange(SEQ) < torch.tensor([[12], [7], [12], [3]])
+    types = (torch.arange(SEQ) > 4).long().expand(BATCH, SEQ)
+    targets = torch.where((torch.rand(BATCH, SEQ) < 0.4) & mask, tokens, nn.IGNORE_INDEX)
+    with Float64():
+        logits = model(tokens, attention_mask=mask.long(), token_type_ids=types).logits
+    ours = bert.forward(BERT, weights, tokens, types=types, mask=mask)[..., :VOCAB]
+    assert_outputs_close(ours[mask], logits[mask])
+
+    expected = F.cross_entropy(logits.mT, targets)
+    batch = {"tokens": tokens, "targets": targets, "types": types, "mask": mask}
+    loss = lambda w: bert.loss(BERT, w, batch) / bert.num_targets(batch)
+    value, grads = ft.value_and_grad(loss)(weights)
+    torch.testing.assert_close(value, expected.detach(), rtol=TOLERANCE, atol=0)
+    assert_leaves_close(grads, bert_tree(gradients(model, expected), 0.0))

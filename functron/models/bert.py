@@ -1,0 +1,329 @@
+"""BERT: a bidirectional encoder that predicts masked tokens (Devlin et al. 2019).
+
+Tokens, places and segments are embedded and normed; blocks add attention to all tokens that are no
+padding, and a feed-forward layer, and norm after each. A transformed stream times the embedding
+gives the logits of the tokens at masked places. There is no next-sentence loss, which later work
+found no use for (Liu et al. 2019, section 4.2). `functron.data.masking` makes masked batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from functron import nn, params
+from functron.errors import Problem, raise_problems
+from functron.models.block import STREAM, WHOLE, Remat
+from functron.models.config import Dtype
+from functron.models.sequence import SAMPLE_AXES, check_length
+from functron.models.stack import (
+    Named,
+    Run,
+    check_gathered,
+    choice_problems,
+    head_problems,
+    keys_of,
+    padded,
+    size_problems,
+    tensor_rules,
+    whole_heads,
+)
+from functron.nn.linear import linear_defs, sequence_axes
+from functron.nn.masked import masked_attention
+from functron.params import Normal, ParamDef, zeros
+from functron.scopes import named_scope
+from functron.spmd import P
+from functron.spmd import collectives as lax
+from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.spec import Rules
+from functron.transforms import Gather
+from functron.typing import Float, Int, Key, Scalar, Tensor
+
+__all__ = ["PRESETS", "BertConfig", "defs", "encode", "forward", "loss", "num_targets", "rules"]
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """Architecture of a BERT.
+
+    Attributes:
+        vocab_size: token ids are 0 to ``vocab_size - 1``.
+        num_layers: blocks.
+        embed_dim: width of the stream.
+        num_heads: heads of attention.
+        mlp_dim: width of the feed-forward hidden layer.
+        max_seq: longest sequence, in tokens.
+        num_types: kinds of segments of a sample.
+        activation: of feed-forward layers and before the logits.
+        norm_eps: epsilon of the norms.
+        dropout: rate on the embedding and on what each sublayer adds; attention probabilities are
+            not dropped.
+        init_stddev: of all matrices.
+        vocab_multiple: the vocabulary is padded to a multiple of it.
+        dtype: of parameters and activations.
+    """
+
+    vocab_size: int = 256
+    num_layers: int = 4
+    embed_dim: int = 256
+    num_heads: int = 8
+    mlp_dim: int = 1024
+    max_seq: int = 512
+    num_types: int = 2
+    activation: nn.Activation = "gelu"
+    norm_eps: float = 1e-12
+    dropout: float = 0.0
+    init_stddev: float = 0.02
+    vocab_multiple: int = 384
+    dtype: Dtype = "float32"
+
+    def __post_init__(self):
+        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "mlp_dim", "max_seq")
+        found = size_problems(self, *sizes, "num_types", "vocab_multiple")
+        found += [] if found else head_problems("num_heads", self.embed_dim, self.num_heads)
+        found += choice_problems(self, {"activation": nn.Activation, "dtype": Dtype})
+        if not 0 <= self.dropout < 1:
+            found.append(Problem("dropout", str(self.dropout), "at least 0 and below 1"))
+        raise_problems("BertConfig describes no model", found)
+
+    @property
+    def random(self) -> bool:
+        """Whether training draws random numbers."""
+        return self.dropout > 0
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding."""
+        return padded(self.vocab_size, self.vocab_multiple)
+
+    @property
+    def attention(self) -> nn.AttentionConfig:
+        """The shapes of the attention layers."""
+        heads = self.num_heads
+        size = self.embed_dim // heads
+        return nn.AttentionConfig(self.embed_dim, heads, heads, size, bias=True, out_bias=True)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch's."""
+        return getattr(torch, self.dtype)
+
+
+_WORDS: dict[str, Any] = {"vocab_size": 30522, "dropout": 0.1}
+PRESETS: Mapping[str, BertConfig] = Named(
+    {
+        "bert-tiny": BertConfig(num_layers=2, embed_dim=64, num_heads=4, mlp_dim=192),
+        "bert-base": BertConfig(num_layers=12, embed_dim=768, num_heads=12, mlp_dim=3072, **_WORDS),
+        "bert-large": BertConfig(
+            num_layers=24, embed_dim=1024, num_heads=16, mlp_dim=4096, **_WORDS
+        ),
+    }
+)
+"""Named architectures: "bert-tiny" trains on a laptop; the others have the paper's sizes."""
+
+
+def defs(config: BertConfig) -> dict:
+    """The parameters: ``{"embed", "positions", "types", "embed_norm", "blocks", "head"}``.
+
+    Those of all blocks are stacked on a leading "layers" dim. The head is a dense layer with a
+    norm, and a bias per token of the vocabulary.
+    """
+    c, dtype = config, config.torch_dtype
+    normal = Normal(c.init_stddev)
+    norm = nn.norm_defs(c.embed_dim, "layer", axis="embed", dtype=dtype)
+    block = {
+        "attention": whole_heads(
+            nn.attention_defs(
+                c.attention, stddev=c.init_stddev, out_stddev=c.init_stddev, dtype=dtype
+            )
+        ),
+        "attention_norm": norm,
+        "mlp": nn.mlp_defs(
+            c.embed_dim,
+            c.mlp_dim,
+            gated=False,
+            bias=True,
+            stddev=c.init_stddev,
+            out_stddev=c.init_stddev,
+            dtype=dtype,
+        ),
+        "mlp_norm": norm,
+    }
+    dense = linear_defs(
+        (c.embed_dim, c.embed_dim),
+        ("embed", None),
+        stddev=c.init_stddev,
+        bias=(c.embed_dim,),
+        bias_axes=("embed",),
+        dtype=dtype,
+    )
+    vocab = ParamDef((c.padded_vocab,), ("vocab",), zeros, dtype, decay=False)
+    return {
+        "embed": ParamDef((c.padded_vocab, c.embed_dim), ("vocab", "embed"), normal, dtype),
+        "positions": ParamDef((c.max_seq, c.embed_dim), (None, "embed"), normal, dtype),
+        "types": ParamDef((c.num_types, c.embed_dim), (None, "embed"), normal, dtype),
+        "embed_norm": norm,
+        "blocks": params.stack(block, c.num_layers),
+        "head": {"dense": dense, "norm": norm, "bias": vocab},
+    }
+
+
+def rules(
+    config: BertConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)
+) -> Rules:
+    """Tensor parallelism and fully sharded data parallelism; see `gpt.rules`.
+
+    Args:
+        config: the architecture.
+        mesh: the ranks: of data axes and tp.
+        fsdp: the data axes that parameters are split over.
+
+    Raises:
+        ValueError: tp or fsdp does not divide what it splits, or the mesh has an axis this model
+            does not use; all offenders are listed.
+    """
+    c = config
+    split = {"num_heads": c.num_heads, "mlp_dim": c.mlp_dim, "vocab_multiple": c.padded_vocab}
+    return tensor_rules(mesh, split=split, embed={"embed_dim": c.embed_dim}, fsdp=fsdp)
+
+
+def encode(
+    config: BertConfig,
+    weights: dict,
+    tokens: Int[Tensor, "batch seq"],
+    *,
+    types: Int[Tensor, "batch seq"] | None = None,
+    mask: Tensor | None = None,
+    rows: Int[Tensor, " batch"] | None = None,
+    key: Key | None = None,
+    stream: P = STREAM,
+    remat: Remat = "none",
+    gather: Gather = WHOLE,
+) -> Float[Tensor, "batch own_seq embed"]:
+    """The stream after all blocks: a vector per token.
+
+    Args:
+        config: the architecture.
+        weights: this rank's part of the parameters.
+        tokens: int64 ``[batch, seq]``, this rank's samples.
+        types: int64 ``[batch, seq]``, the kind of each token's segment; None: 0.
+        mask: ``[batch, seq]``, 0 or False where a token is padding, which none attends to; None: no
+            token is.
+        rows, key, stream, remat, gather: as in `gpt.forward`.
+
+    Returns:
+        ``[batch, seq, embed]`` with spec `stream`. Collectives: see `nn.self_attention`, `nn.mlp`.
+
+    Raises:
+        ValueError: the sequence is longer than `max_seq`, or does not divide over the ranks that
+            split it.
+    """
+    run = Run(key, stream, remat, gather, config.dropout, rows)
+    check_length(tokens.shape[1], config.max_seq, lax.axis_size(sequence_axes(stream)))
+    with named_scope("embed"):
+        table = gather.at("embed")(weights["embed"])
+        check_gathered("embed_dim", table.shape[1], config.embed_dim)
+        x = nn.embed_tokens(table, tokens, stream=stream)
+        x = nn.add_positions(x, gather.at("positions")(weights["positions"]), stream=stream)
+        types = torch.zeros_like(tokens) if types is None else types
+        own = nn.stream_positions(x, stream, types)
+        x = x + F.embedding(own, gather.at("types")(weights["types"]))
+        x = nn.norm(gather.at("embed_norm")(weights["embed_norm"]), x, eps=config.norm_eps)
+    run = run.at("blocks")
+    keys = run.keys(config.num_layers + 1)
+    x = run.drop(x, None if keys is None else keys[-1])
+    block = _block(config, run, None if mask is None else mask != 0)
+    return run.over(block, x, weights["blocks"], None if keys is None else keys[:-1])
+
+
+def _block(config: BertConfig, run: Run, seen: Tensor | None) -> Callable:
+    """``(parameters, x, key) -> x``: one block, normed after each sublayer."""
+    core = run.core(partial(masked_attention, seen=seen))
+    stream, eps = run.stream, config.norm_eps
+
+    def block(weights: dict, x: Tensor, key: Tensor | None) -> Tensor:
+        first, second = keys_of(key, 2)
+        with named_scope("attention"):
+            attention = weights["attention"]
+            y = nn.self_attention(
+                attention, x, config.attention, rope=None, stream=stream, core=core
+            )
+            x = nn.norm(weights["attention_norm"], x + run.drop(y, first), eps=eps)
+        with named_scope("mlp"):
+            y = nn.mlp(weights["mlp"], x, activation=config.activation, stream=stream)
+            return nn.norm(weights["mlp_norm"], x + run.drop(y, second), eps=eps)
+
+    return block
+
+
+def forward(
+    config: BertConfig,
+    weights: dict,
+    tokens: Int[Tensor, "batch seq"],
+    *,
+    types: Int[Tensor, "batch seq"] | None = None,
+    mask: Tensor | None = None,
+    rows: Int[Tensor, " batch"] | None = None,
+    key: Key | None = None,
+    stream: P = STREAM,
+    remat: Remat = "none",
+    gather: Gather = WHOLE,
+) -> Float[Tensor, "batch seq columns"]:
+    """The logits of the token at every place; the arguments are those of `encode`.
+
+    Returns:
+        ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
+        padding. Collectives: those of `encode`, and `nn.gather_sequence`.
+    """
+    x = encode(
+        config, weights, tokens, types=types, mask=mask, rows=rows, key=key, stream=stream,
+        remat=remat, gather=gather,
+    )  # fmt: skip
+    with named_scope("head"):
+        head = gather.at("head")(weights["head"])
+        x = nn.column_parallel(x, head["dense"]["w"], head["dense"]["b"])
+        x = nn.ACTIVATIONS[config.activation](x)
+        x = nn.gather_sequence(nn.norm(head["norm"], x, eps=config.norm_eps), stream)
+        matrix = gather.at("embed")(weights["embed"]).mT
+        return nn.column_parallel(x, matrix, head["bias"])
+
+
+def loss(
+    config: BertConfig,
+    weights: dict,
+    batch: Mapping[str, Tensor],
+    *,
+    key: Key | None = None,
+    stream: P = STREAM,
+    remat: Remat = "none",
+    gather: Gather = WHOLE,
+) -> Scalar:
+    """The sum of the losses at masked places over the batch of all ranks; replicated.
+
+    Divide it by `num_targets` for the mean.
+
+    Args:
+        batch: this rank's ``tokens`` and ``targets``, int64 ``[batch, seq]``, targets being
+            `nn.IGNORE_INDEX` except at masked places; perhaps ``types`` and ``mask``, see `encode`,
+            and ``rows``.
+
+    Returns:
+        A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
+        one all-reduce of a scalar.
+    """
+    given = {name: batch.get(name) for name in ("types", "mask", "rows")}
+    how = {"key": key, "stream": stream, "remat": remat, "gather": gather}
+    logits = forward(config, weights, batch["tokens"], **given, **how)
+    with named_scope("loss"):
+        losses = nn.cross_entropy(logits, batch["targets"], vocab_size=config.vocab_size)
+        return lax.psum(losses.sum(), SAMPLE_AXES)
+
+
+def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
+    """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
+    return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)

@@ -1,0 +1,190 @@
+"""Attention with padding masks, with learned biases on scores, and of one sequence to another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from functron.nn.attention import AttentionConfig
+from functron.nn.linear import column_parallel, gather_sequence, row_parallel, weights
+from functron.ops.attention import attention
+from functron.ops.flash import Visible, block, block_backward
+from functron.spmd.spec import P
+from functron.transforms.custom_vjp import custom_vjp
+from functron.typing import Bool, Float, Int, Tensor
+
+
+def masked_attention(
+    q: Float[Tensor, "batch seq heads head_dim"],
+    k: Float[Tensor, "batch keys heads head_dim"],
+    v: Float[Tensor, "batch keys heads head_dim"],
+    *,
+    seen: Bool[Tensor, "_ keys"] | None = None,
+    bias: Float[Tensor, "heads seq keys"] | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Float[Tensor, "batch seq heads head_dim"]:
+    """softmax(scale q k^T + bias) v over the keys that are seen.
+
+    A `core` for `nn.self_attention` and `cross_attention`. Without a bias, torch's flash kernels
+    compute it where `functron.ops.flash` has them; with one, whole matrices of scores exist.
+
+    Args:
+        q: ``[batch, seq, heads, head_dim]``.
+        k: ``[batch, keys, heads, head_dim]``.
+        v: as `k`.
+        seen: ``[batch or 1, keys]``, False where a key is padding; None: all are seen. A query that
+            sees no key gets zeros.
+        bias: ``[heads, seq, keys]``, added to the scores; differentiated.
+        causal: each query sees keys up to its own place only.
+        scale: of the scores; None for 1 / sqrt(head_dim).
+
+    Returns:
+        ``[batch, seq, heads, head_dim]`` in q's dtype. No collectives.
+    """
+    if bias is not None:
+        return _biased(q, k, v, seen, bias, causal, scale)
+    if seen is None and scale is None:
+        return attention(q, k, v, causal=causal)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return _block(q, k, v, seen, causal, scale).transpose(1, 2)
+
+
+def _block(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    """By kernels; with their backward, which knows what to do where a query sees nothing."""
+    how: dict[str, Any] = {"causal": causal, "scale": scale}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None):
+        out, lse = block(q, k, v, _visible(q, seen), **how)
+        return out, (q, k, v, seen, out, lse)
+
+    def backward(kept: tuple, cotangent: Tensor):
+        q, k, v, seen, out, lse = kept
+        return *block_backward(cotangent, q, k, v, out, lse, _visible(q, seen), **how), None
+
+    return custom_vjp(lambda *args: forward(*args)[0], forward, backward)(q, k, v, seen)
+
+
+def _visible(q: Tensor, seen: Tensor | None) -> Visible | None:
+    if seen is None:
+        return None
+    queries = torch.zeros(1, q.shape[2], dtype=torch.int32, device=q.device)
+    return Visible(query_segments=queries, key_segments=(~seen).to(torch.int32))
+
+
+def _biased(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor | None,
+    bias: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """The formula, with scores and softmax in float32 at least."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = (q @ k.mT).to(wide) * scale + bias.to(wide)
+    lowest = torch.finfo(wide).min  # not -inf, so that rows that see nothing have derivatives
+    hidden = None if seen is None else ~seen[:, None, None, :]
+    if causal:
+        later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        hidden = later if hidden is None else hidden | later
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, lowest)
+    p = torch.softmax(scores, -1)
+    if hidden is not None:
+        p = p.masked_fill(hidden, 0)
+    return (p.to(v.dtype) @ v).transpose(1, 2)
+
+
+def cross_attention(
+    params: dict,
+    x: Float[Tensor, "batch seq embed"],
+    memory: Float[Tensor, "batch keys embed"],
+    config: AttentionConfig,
+    *,
+    stream: P,
+    axis: str = "tp",
+    core: Callable = masked_attention,
+) -> Float[Tensor, "batch seq embed"]:
+    """Attention of one sequence to another, with the heads split over `axis`.
+
+    Args:
+        params: this rank's part of `nn.attention_defs`, with as many key heads as query heads.
+        x: ``[batch, seq, embed]`` with spec `stream`: what queries are made of.
+        memory: ``[batch, keys, embed]``, whole on every rank of `axis`: keys and values.
+        stream: the spec of x and of the result.
+        core: computes softmax(q k^T) v; for example `masked_attention` with a mask.
+
+    Returns:
+        ``[batch, seq, embed]`` with spec `stream`. Collectives: as `nn.self_attention`.
+
+    Raises:
+        ValueError: the config has grouped heads, norms of queries, or sinks.
+    """
+    if config.num_kv_heads != config.num_heads or config.qk_norm or config.sinks:
+        raise ValueError(
+            f"cross_attention: got {config}; wanted a key head per query head, without qk_norm and "
+            "sinks; set num_kv_heads=num_heads and leave these out"
+        )
+    x = gather_sequence(x, stream, axis)
+    q = column_parallel(x, *weights(params["q"]))
+    k, v = (column_parallel(memory, *weights(params[n])) for n in ("k", "v"))
+    return row_parallel(core(q, k, v), *weights(params["out"]), stream=stream, axis=axis)
+
+
+def relative_buckets(
+    queries: int,
+    keys: int,
+    *,
+    num_buckets: int,
+    max_distance: int,
+    bidirectional: bool,
+    device: torch.device | str | None = None,
+) -> Int[Tensor, "queries keys"]:
+    """The bucket of each query's distance to each key (Raffel et al. 2020, section 2.1).
+
+    Half the buckets are for one distance each, the others for ranges that grow geometrically up to
+    `max_distance`, beyond which all is one. Between distance e, the number of the first ones, and
+    M = `max_distance` the bucket of distance d is ``e + floor((n - e) log(d / e) / log(M / e))``,
+    computed in integers. If `bidirectional`, keys after the query have buckets of their own, half
+    of all; else they count as at distance 0.
+
+    Returns:
+        int64 ``[queries, keys]`` in ``[0, num_buckets)``.
+    """
+    ahead = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+    count = num_buckets // 2 if bidirectional else num_buckets
+    distance = ahead.abs() if bidirectional else (-ahead).clamp(min=0)
+    exact = count // 2
+    starts = torch.tensor(_starts(exact, count - exact, max_distance), device=device)
+    far = exact + torch.bucketize(distance, starts, right=True)
+    bucket = torch.where(distance < exact, distance, far)
+    return bucket + (ahead > 0) * count if bidirectional else bucket
+
+
+def _starts(exact: int, ranges: int, max_distance: int) -> list[int]:
+    """The first distance of each range but the first: least d with d^n >= M^k e^(n - k)."""
+    starts, distance = [], exact
+    for k in range(1, ranges):
+        least = max_distance**k * exact ** (ranges - k)
+        while distance**ranges < least:
+            distance += 1
+        starts.append(distance)
+    return starts
+
+
+def relative_bias(
+    table: Float[Tensor, "buckets heads"], buckets: Int[Tensor, "queries keys"]
+) -> Float[Tensor, "heads queries keys"]:
+    """What T5 adds to scores: a number per bucket and head, of this rank's heads."""
+    return F.embedding(buckets, table).permute(2, 0, 1)
