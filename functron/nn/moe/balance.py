@@ -22,6 +22,7 @@ from functron.nn.linear import SEQ_DIM, sequence_axes
 from functron.nn.moe.config import MoEConfig
 from functron.nn.moe.router import Routing, top_k_experts
 from functron.nn.moe.statistics import distribution, expert_load, over_context
+from functron.ops.kernels import AUTO, Kernels
 from functron.spmd import DATA_AXES
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
@@ -35,6 +36,7 @@ def auxiliary(
     *,
     counted: Bool[Tensor, "batch seq"],
     stream: P,
+    kernels: Kernels = AUTO,
 ) -> Scalar:
     """This rank's share of what the layer adds to the loss.
 
@@ -50,6 +52,7 @@ def auxiliary(
         routing: of `route`.
         counted: bool ``[batch, seq]``, tokens with a target.
         stream: the spec of the residual stream.
+        kernels: of ``"moe_router"``.
 
     Returns:
         A scalar, whose psum over the data and context axes is the term. Collectives: for the load-
@@ -60,7 +63,7 @@ def auxiliary(
     zero = torch.zeros_like(routing.logits[:1, :1, 0]).sum()
     share = lax.stop_gradient(zero)
     if config.aux_loss:
-        share = share + config.aux_loss * _imbalance(routing, config, counted, stream)
+        share = share + config.aux_loss * _imbalance(routing, config, counted, stream, kernels)
     if config.z_loss:
         lse = routing.logits.logsumexp(-1)
         share = share + config.z_loss * torch.where(counted, lse.square(), 0).sum()
@@ -69,14 +72,16 @@ def auxiliary(
     return over_context(share, stream)
 
 
-def _imbalance(routing: Routing, config: MoEConfig, counted: Tensor, stream: P) -> Tensor:
+def _imbalance(
+    routing: Routing, config: MoEConfig, counted: Tensor, stream: P, kernels: Kernels
+) -> Tensor:
     """The sum over this rank's tokens t of sum over e of f_e P_te.
 
     f is of all ranks' tokens and P of this rank's own, so that backward needs no collective.
     """
     chosen = routing.experts
     if config.balance_bias:
-        chosen = top_k_experts(routing.scores, config)
+        chosen = top_k_experts(routing.scores, config, kernels=kernels)
     taken = counted.unsqueeze(-1).expand_as(chosen)
     load = expert_load(chosen, taken, config.num_experts)
     tokens = counted.sum(SEQ_DIM, keepdim=True)

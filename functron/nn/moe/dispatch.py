@@ -25,10 +25,13 @@ from torch.autograd import Function
 from functron import compat
 from functron.errors import Problem, raise_problems
 from functron.nn.moe.config import Dispatch
+from functron.ops.kernels import AUTO, Kernels
+from functron.ops.moe_permute import PERMUTE, UNPERMUTE
+from functron.ops.moe_sort import SORT, sorted_assignments
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
 from functron.spmd.ragged import arrived, exchange
-from functron.spmd.rows import add_rows, copy_rows, inverse, pick, swap_blocks
+from functron.spmd.rows import add_rows, copy_rows, pick, swap_blocks
 from functron.typing import Bool, Float, Int, Tensor
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -60,6 +63,7 @@ def sort_by_expert(
     num_experts: int,
     *,
     rows: int,
+    kernels: Kernels = AUTO,
 ) -> Order:
     """Sort assignments by expert, tokens in order within each, and those not kept last.
 
@@ -68,30 +72,39 @@ def sort_by_expert(
         kept: bool ``[N, k]``.
         num_experts: experts.
         rows: how many to make room for: at least as many as are kept, at most N k.
+        kernels: of ``"moe_sort"``.
     """
-    key = torch.where(kept, experts, num_experts).flatten()
-    order = torch.sort(key, stable=True).indices
-    places = inverse(order)
-    whole = rows >= places.shape[0]
-    if not whole:
-        order, places = order[:rows], torch.where(places < rows, places, -1)
-    counts = key.new_zeros(num_experts + 1).scatter_add(0, key, torch.ones_like(key))
-    token = torch.div(order, experts.shape[1], rounding_mode="floor")
-    return Order(order, token, places.view(experts.shape), counts[:num_experts], whole)
+    sort = SORT if kernels.takes("moe_sort", experts) else sorted_assignments
+    found = sort(experts, kept, num_experts, rows)
+    return Order(*found, whole=rows >= experts.numel())
 
 
-def permute(x: Float[Tensor, "tokens dim"], order: Order) -> Float[Tensor, "rows dim"]:
-    """The token of every row. Transpose: the sum over a token's rows. Gathers both ways."""
+def permute(
+    x: Float[Tensor, "tokens dim"], order: Order, *, kernels: Kernels = AUTO
+) -> Float[Tensor, "rows dim"]:
+    """The token of every row. Transpose: the sum over a token's rows. Gathers both ways.
+
+    By kernels if they take ``"moe_permute"``.
+    """
+    if kernels.takes("moe_permute", x):
+        return PERMUTE(x, order.token, order.slots)
     return copy_rows(x, order.token, order.slots, whole=order.whole)
 
 
 def unpermute(
-    rows: Float[Tensor, "rows dim"], weights: Float[Tensor, "tokens choices"], order: Order
+    rows: Float[Tensor, "rows dim"],
+    weights: Float[Tensor, "tokens choices"],
+    order: Order,
+    *,
+    kernels: Kernels = AUTO,
 ) -> Float[Tensor, "tokens dim"]:
-    """y[n] = sum over a token's assignments j of weights[n, j] times its row; in the wider dtype.
+    """y[n] = sum over a token's assignments j of weights[n, j] times its row.
 
-    Rows of assignments that are not kept must have weight 0.
+    In the wider dtype; by kernels, if they take ``"moe_permute"``, rounded to that of rows. Rows of
+    assignments that are not kept must have weight 0.
     """
+    if kernels.takes("moe_permute", rows, weights):
+        return UNPERMUTE(rows, weights, order.assignment, order.slots)
     if compat.transforms_active():
         scaled = rows * _of_rows(weights, order).unsqueeze(1)
         return add_rows(scaled, order.token, order.slots, whole=order.whole)
@@ -148,6 +161,7 @@ def dispatched(
     kind: Dispatch = "alltoall",
     per_expert: int | None = None,
     meanwhile: Callable[[], None] = lambda: None,
+    kernels: Kernels = AUTO,
 ) -> Float[Tensor, "tokens out_dim"]:
     """y[n] = sum over the kept choices j of weights[n, j] * expert experts[n, j] of x[n].
 
@@ -165,6 +179,7 @@ def dispatched(
             them (capacity); it makes results smaller. None: all N.
         meanwhile: called when tokens are on their way to other ranks, before they are waited for:
             for what the program has to do besides, such as an expert of all tokens.
+        kernels: of ``"moe_permute"`` and ``"moe_sort"``.
 
     Returns:
         ``[N, D_out]`` in x's dtype. Collectives: "alltoall": one of ``[E]`` integers, and two of
@@ -184,17 +199,19 @@ def dispatched(
     most = x.shape[0] if per_expert is None else min(per_expert, x.shape[0])
     if ranks > 1 and kind == "gather":
         meanwhile()
-        return _gathered(x, experts, weights, kept, compute, num_experts // ranks, axes, most)
+        return _gathered(
+            x, experts, weights, kept, compute, num_experts // ranks, axes, most, kernels
+        )
     rows = min(experts.numel(), num_experts * most)
-    order = sort_by_expert(experts, kept, num_experts, rows=rows)
-    permuted = permute(x, order)
+    order = sort_by_expert(experts, kept, num_experts, rows=rows, kernels=kernels)
+    permuted = permute(x, order, kernels=kernels)
     if ranks == 1:
         meanwhile()
         made = compute(permuted, order.sizes)
     else:
         room = min(x.shape[0] * experts.shape[1], num_experts // ranks * most)
-        made = _exchanged(permuted, order.sizes, compute, axes, ranks * room, meanwhile)
-    return unpermute(made, weights, order).to(x.dtype)
+        made = _exchanged(permuted, order.sizes, compute, axes, ranks * room, meanwhile, kernels)
+    return unpermute(made, weights, order, kernels=kernels).to(x.dtype)
 
 
 def _exchanged(
@@ -204,6 +221,7 @@ def _exchanged(
     axes: tuple[str, ...],
     capacity: int,
     meanwhile: Callable[[], None],
+    kernels: Kernels,
 ) -> Tensor:
     """What experts make of this rank's rows, sorted by expert over all ranks; rows there and back.
 
@@ -216,23 +234,26 @@ def _exchanged(
     outgoing = sizes.view(*ranks, sizes.shape[0] // lax.axis_size(axes))
     there, incoming, layout = exchange(rows, outgoing, found, capacity=capacity, wait=False)
     meanwhile()
-    there = _reordered(arrived(there, found), incoming, layout, by_expert)
+    there = _reordered(arrived(there, found), incoming, layout, by_expert, kernels)
     made = compute(there, incoming.flatten(0, -2).sum(0))
-    made = _reordered(made, incoming, by_expert, by_rank)
+    made = _reordered(made, incoming, by_expert, by_rank, kernels)
     back, returned, layout = exchange(made, incoming, found, capacity=rows.shape[0])
-    back = _reordered(back, returned, layout, by_rank)
+    back = _reordered(back, returned, layout, by_rank, kernels)
     missing = rows.shape[0] - back.shape[0]  # processes return only what they were sent
     return torch.cat([back, back.new_zeros(missing, back.shape[1])]) if missing else back
 
 
 def _reordered(
-    rows: Tensor, sizes: Tensor, now: tuple[int, ...], wanted: tuple[int, ...]
+    rows: Tensor, sizes: Tensor, now: tuple[int, ...], wanted: tuple[int, ...], kernels: Kernels
 ) -> Tensor:
     """Rows in blocks by the dims `now` of sizes, in blocks by the dims `wanted`."""
     if [d for d in now if sizes.shape[d] > 1] == [d for d in wanted if sizes.shape[d] > 1]:
         return rows
     dims = tuple(now.index(dim) for dim in wanted)
-    return copy_rows(rows, *swap_blocks(sizes.permute(now), dims, rows.shape[0]), whole=True)
+    source, slots = swap_blocks(sizes.permute(now), dims, rows.shape[0])
+    if kernels.takes("moe_permute", rows):
+        return PERMUTE(rows, source, slots)
+    return copy_rows(rows, source, slots, whole=True)
 
 
 def _gathered(
@@ -244,6 +265,7 @@ def _gathered(
     local: int,
     axes: tuple[str, ...],
     most: int,
+    kernels: Kernels,
 ) -> Tensor:
     """All tokens on every rank, which adds up what its own experts make of them."""
     ranks, dtype = lax.axis_size(axes), x.dtype
@@ -253,7 +275,9 @@ def _gathered(
     here = experts - lax.axis_index(axes) * local
     mine = kept & (here >= 0) & (here < local)
     rows = min(x.shape[0] * min(experts.shape[1], local), local * most * ranks)
-    order = sort_by_expert(torch.where(mine, here, 0), mine, local, rows=rows)
+    here = torch.where(mine, here, 0)
+    order = sort_by_expert(here, mine, local, rows=rows, kernels=kernels)
     weights = torch.where(mine, weights, torch.zeros_like(weights))
-    y = unpermute(compute(permute(x, order), order.sizes), weights, order)
+    made = compute(permute(x, order, kernels=kernels), order.sizes)
+    y = unpermute(made, weights, order, kernels=kernels)
     return lax.psum_scatter(y.to(dtype), axes, tiled=True)

@@ -36,6 +36,7 @@ from functron.nn.moe.dispatch import dispatched
 from functron.nn.moe.experts import ExpertActivation, expert_defs, experts
 from functron.nn.moe.router import Routing, route, router_defs
 from functron.nn.moe.statistics import RouterSums, statistics
+from functron.ops.kernels import AUTO, Kernels
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P, spec_axes
 from functron.typing import Bool, Float, Int, Key, Scalar, Tensor
@@ -95,6 +96,7 @@ def moe(
     axes: tuple[str, ...] = ("ep",),
     key: Key | None = None,
     axis: str = "tp",
+    kernels: Kernels = AUTO,
 ) -> tuple[Float[Tensor, "batch seq embed"], Scalar, RouterSums]:
     """y = sum over a token's experts of weight times expert of x, plus the shared expert of x.
 
@@ -111,6 +113,7 @@ def moe(
         axes: the mesh axes that split experts; tokens are split by each of them as well.
         key: of the router's jitter; None for none.
         axis: the tensor-parallel axis.
+        kernels: those of `route` and `dispatched`.
 
     Returns:
         y: ``[batch, seq, embed]`` with spec `stream`.
@@ -124,8 +127,9 @@ def moe(
     """
     _check(params, config, stream, axes, axis)
     routing = route(
-        params["router"], x, config, stream=stream, rows=rows, positions=positions, key=key
-    )
+        params["router"], x, config, stream=stream, rows=rows, positions=positions, key=key,
+        kernels=kernels,
+    )  # fmt: skip
     narrow = x @ params["latent"]["down"]["w"] if config.latent_dim else x
     shared: list[Tensor] = []
 
@@ -134,12 +138,15 @@ def moe(
             shared.append(_shared(params, x, activation, stream, axis))
 
     y = _routed(
-        params["experts"], narrow, routing, config, activation, stream, axes, axis, meanwhile
-    )
+        params["experts"], narrow, routing, config, activation, stream, axes, axis, meanwhile,
+        kernels,
+    )  # fmt: skip
     if config.latent_dim:
         y = y @ params["latent"]["up"]["w"]
     y = sum(shared, y)
-    share = auxiliary(params["router"], routing, config, counted=counted, stream=stream)
+    share = auxiliary(
+        params["router"], routing, config, counted=counted, stream=stream, kernels=kernels
+    )
     return y, share, statistics(routing, config, counted=counted, stream=stream)
 
 
@@ -153,6 +160,7 @@ def _routed(
     axes: tuple[str, ...],
     axis: str,
     meanwhile: Callable[[], None],
+    kernels: Kernels,
 ) -> Tensor:
     """What the experts of each token add, weighted; with spec `stream`."""
     parts = 1 if axis in axes else lax.axis_size(axis)
@@ -179,6 +187,7 @@ def _routed(
         kind=config.dispatch,
         per_expert=most,
         meanwhile=meanwhile,
+        kernels=kernels,
     ).unflatten(0, (batch, seq))
     return reduce_partial(y, stream, axis) if parts > 1 else y
 

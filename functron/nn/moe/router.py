@@ -16,12 +16,21 @@ from functron import random
 from functron.nn.linear import SEQ_DIM, linear_defs, sequence_axes
 from functron.nn.moe.capacity import capacity, choose_tokens, keep
 from functron.nn.moe.config import MoEConfig
+from functron.ops.kernels import AUTO, Kernels
+from functron.ops.moe_router import (
+    RENORMALISE_EPS,
+    Score,
+    Weighting,
+    best,
+    choose,
+    fits,
+    moe_router,
+)
 from functron.params import ParamDef, zeros
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
 from functron.typing import Float, Int, Key, Tensor
 
-_RENORMALISE_EPS = 1e-20  # DeepSeek's: a token whose scores all vanish gets weights of 0
 _SINKHORN_EPS = 1e-8  # for experts whose share of every token vanishes
 
 
@@ -75,6 +84,7 @@ def route(
     rows: Int[Tensor, " batch"],
     positions: Int[Tensor, "batch seq"],
     key: Key | None = None,
+    kernels: Kernels = AUTO,
 ) -> Routing:
     """Choose the experts of every token.
 
@@ -89,6 +99,7 @@ def route(
             sequence, such as 0, 1, ... wherever the tokens are now; for what is packed and then
             rearranged, its document times the length of the sample, plus the place in it.
         key: the key of the jitter, or None for none (evaluation).
+        kernels: of ``"moe_router"``, where tokens choose without Sinkhorn's iteration.
 
     Returns:
         This rank's `Routing`. Collectives: none for top-k without capacity; else those of `keep` or
@@ -98,13 +109,7 @@ def route(
     if key is not None and config.jitter:
         x = x * _noise(key, x, config, rows, positions, stream)
     logits = _logits(params, x, config)
-    scores = logits.sigmoid() if config.score == "sigmoid" else logits.softmax(-1)
-    if config.routing == "expert_choice":
-        experts = torch.arange(config.num_experts, device=x.device).expand_as(scores)
-        weights = scores
-    else:
-        experts = _choose(params, logits, scores, config, stream)
-        weights = _weights(logits, scores, experts, config)
+    experts, weights, scores = _chosen(params, logits, config, stream, kernels)
     kept = _kept(experts, weights, config, positions, stream)
     # a zero alone would hide what is dropped from the loss but not from the gradient
     weights = torch.where(kept, weights * config.scale, torch.zeros_like(weights))
@@ -115,40 +120,62 @@ def top_k_experts(
     scores: Float[Tensor, "batch seq experts"],
     config: MoEConfig,
     balance: Float[Tensor, " experts"] | None = None,
+    *,
+    kernels: Kernels = AUTO,
 ) -> Int[Tensor, "batch seq choices"]:
     """The `top_k` experts of each token by score plus `balance`, in the chosen groups; best first.
 
     Args:
         scores: ``[batch, seq, experts]``; no gradient flows.
         balance: ``[experts]``, added to the scores of all tokens.
+        kernels: of ``"moe_router"``.
     """
     ranking = lax.stop_gradient(scores)
+    if _takes(kernels, config, ranking):
+        return _by_kernel(ranking, balance, config, "given", "scores")[0]
     if balance is not None:
         ranking = ranking + lax.stop_gradient(balance).to(ranking.dtype)
-    if config.num_groups > 1:
-        groups = ranking.unflatten(-1, (config.num_groups, -1))
-        if config.group_score == "max":
-            group_scores = groups.amax(-1)
-        else:
-            group_scores = groups.topk(2, dim=-1).values.sum(-1)
-        chosen = _best(group_scores, config.top_groups).unsqueeze(-1)
-        index = torch.arange(config.num_groups, device=chosen.device)
-        allowed = (chosen == index).any(-2).unsqueeze(-1)
-        ranking = torch.where(allowed, groups, -torch.inf).flatten(-2)
-    return _best(ranking, config.top_k)
+    top_two = config.group_score == "top2"
+    return choose(ranking, config.top_k, config.num_groups, config.top_groups, top_two)
 
 
-def _best(x: Tensor, num: int) -> Tensor:
-    """The indices of the `num` largest of the last dim, in order; of equals the first.
+def _chosen(
+    params: dict, logits: Tensor, config: MoEConfig, stream: P, kernels: Kernels
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Experts, their weights before `scale`, in which dropping has no part, and all scores."""
+    if config.routing == "top_k" and _takes(kernels, config, logits):
+        weighting: Weighting = "renormalised" if config.renormalise else "scores"
+        if config.normalise == "after":
+            weighting = "softmax of chosen"
+        return _by_kernel(logits, params.get("balance"), config, config.score, weighting)
+    scores = logits.sigmoid() if config.score == "sigmoid" else logits.softmax(-1)
+    if config.routing == "expert_choice":
+        experts = torch.arange(config.num_experts, device=logits.device).expand_as(scores)
+        return experts, scores, scores
+    if config.routing == "sinkhorn":
+        ranking = _sinkhorn(lax.stop_gradient(logits), config.sinkhorn_steps, stream)
+        experts = best(ranking, config.top_k)
+    else:
+        experts = top_k_experts(scores, config, params.get("balance"), kernels=kernels)
+    return experts, _weights(logits, scores, experts, config), scores
 
-    One maximum after the other: for the few experts of a token that takes a third of the time of a
-    stable sort, and `topk` leaves it open which of equals it returns.
-    """
-    found = [x.argmax(-1, keepdim=True)]
-    while len(found) < num:
-        x = x.scatter(-1, found[-1], -torch.inf)
-        found.append(x.argmax(-1, keepdim=True))
-    return torch.cat(found, dim=-1)
+
+def _takes(kernels: Kernels, config: MoEConfig, x: Tensor) -> bool:
+    room = fits(config.num_experts, config.num_groups)
+    return room and kernels.takes("moe_router", x)
+
+
+def _by_kernel(
+    x: Tensor, balance: Tensor | None, config: MoEConfig, score: Score, weighting: Weighting
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`moe_router` of logits, or given scores, ``[batch, seq, experts]``."""
+    found = moe_router(
+        x.flatten(0, 1), None if balance is None else lax.stop_gradient(balance),
+        top_k=config.top_k, score=score, weighting=weighting, num_groups=config.num_groups,
+        top_groups=config.top_groups, group_score=config.group_score,
+    )  # fmt: skip
+    experts, weights, scores = (part.unflatten(0, x.shape[:2]) for part in found)
+    return experts, weights, scores
 
 
 def _noise(
@@ -169,21 +196,13 @@ def _logits(params: dict, x: Tensor, config: MoEConfig) -> Tensor:
     return logits + params["b"].to(wide) if "b" in params else logits
 
 
-def _choose(params: dict, logits: Tensor, scores: Tensor, config: MoEConfig, stream: P) -> Tensor:
-    if config.routing == "sinkhorn":
-        return _best(
-            _sinkhorn(lax.stop_gradient(logits), config.sinkhorn_steps, stream), config.top_k
-        )
-    return top_k_experts(scores, config, params.get("balance"))
-
-
 def _weights(logits: Tensor, scores: Tensor, experts: Tensor, config: MoEConfig) -> Tensor:
-    """The weights of the chosen experts before `scale`, in which dropping has no part."""
+    """The weights of the chosen experts before `scale`."""
     if config.normalise == "after":
         return logits.gather(-1, experts).softmax(-1)
     chosen = scores.gather(-1, experts)
     if config.renormalise:
-        return chosen / (chosen.sum(-1, keepdim=True) + _RENORMALISE_EPS)
+        return chosen / (chosen.sum(-1, keepdim=True) + RENORMALISE_EPS)
     return chosen
 
 
