@@ -207,6 +207,7 @@ def _moe(
         rows=sequence.rows,
         positions=places,
         counted=counted != 0,
+        kernels=how.kernels,
     )
     return y, Routed(share, sums)
 
