@@ -263,7 +263,7 @@ def test_traced_and_run_as_a_program(kernels):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory(dtype):
     """Beyond the operands and their gradients, which both have."""
-    tokens, embed, vocab, chunk = 2048, 32, 8192, 64
+    tokens, embed, vocab, chunk = 1024, 16, 4096, 32
     whole, parts, operands = steps(tokens, embed, vocab, chunk, dtype)
     size = operands[0].element_size()
     rest = 2 * size * (tokens * embed + embed * vocab)
