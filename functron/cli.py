@@ -12,6 +12,7 @@ from functron.commands import (
     convert,
     doctor,
     params,
+    preprocess,
     sample,
     schedule,
     trace,
@@ -22,6 +23,7 @@ from functron.errors import nearest
 
 USAGE = """usage: functron COMMAND [OPTIONS]
 
+  preprocess  make tokens on disk of text, in Megatron-LM's format or numpy's
   train       train a language model; without options, a small one on this Python's own text
   sample      continue a prompt with a trained model
   checkpoint  list the checkpoints of a run, show what is in one, verify it
@@ -37,6 +39,7 @@ functron COMMAND --help lists the options.
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType(
     {
+        "preprocess": preprocess.run,
         "train": train.run,
         "sample": sample.run,
         "checkpoint": checkpoint.run,
