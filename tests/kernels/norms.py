@@ -51,8 +51,8 @@ def near(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     assert got.shape == wanted.shape
     assert got.is_contiguous()
     if wanted.numel():
-        error = (got.double() - wanted).abs().max() / wanted.abs().max()
-        assert error <= TOLERANCE[dtype], f"{error:.1e}"
+        error, size = (got.double() - wanted).abs().max(), wanted.abs().max()
+        assert error <= TOLERANCE[dtype] * size, f"{error:.1e} beside {size:.1e}"
 
 
 def conform_backward(cases: list[Case]) -> Any:

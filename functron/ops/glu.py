@@ -1,0 +1,193 @@
+"""Gated activations, hidden = act(gate) * up (Shazeer 2020): ``kernels/glu.cu``.
+
+Gate and up are tensors of their own, `GLU`, or halves of one, `GLU_PACKED`, whose gradient is then
+made as one as well. Autograd of the plain formula keeps act(gate) beside both and reads them thrice
+in backward; this keeps gate and up alone, and computes act(gate) again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from functron.errors import nearest
+from functron.ops.define import Gradient, Launch, define
+from functron.ops.mapping import of_rows
+from functron.ops.operands import PACK_BYTES, packable, rows_of, type_name
+from functron.ops.rows import upcast
+from functron.typing import Tensor
+
+GLU_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
+"""In the order by which kernels number them. The last is (u + 1) g sigmoid(1.702 g) of g =
+min(gate, 7) and u = up within [-7, 7] (GPT-OSS)."""
+
+_LIMIT, _SLOPE = 7.0, 1.702
+_THREADS = 256
+_GRID = (2**31 - 1, 65535)
+
+
+def _number(activation: str) -> int:
+    if activation not in GLU_ACTIVATIONS:
+        known = nearest(activation, GLU_ACTIVATIONS)
+        raise ValueError(f"glu: got activation {activation!r}; {known}")
+    return GLU_ACTIVATIONS.index(activation)
+
+
+def _launch(launch: Launch, kernel: str, tensors: Sequence[Tensor], rest: Sequence[int], kind: str):
+    """Run a kernel on rows: of `tensors` the first has the shape, all decide on packs."""
+    rows, dim = tensors[0].shape
+    packed = packable(dim, *tensors)
+    places = -(-dim * tensors[0].element_size() // PACK_BYTES) if packed else dim
+    lanes = min(_THREADS, max(32, 1 << (places - 1).bit_length()))
+    grid = -(-rows * lanes // _THREADS), -(-places // lanes)
+    launch(
+        "glu", kernel, tuple(map(min, grid, _GRID)), _THREADS,
+        *tensors, rows, dim, *rest, lanes, _number(kind), int(packed),
+        defines={"ELEMENT": type_name(tensors[0], "glu")},
+    )  # fmt: skip
+
+
+def _kernel(launch: Launch, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    hidden = gate.new_empty(gate.shape)
+    if gate.numel():
+        gate, up = rows_of(gate), rows_of(up)
+        strides = gate.stride(0), up.stride(0)
+        _launch(launch, "glu_forward", (gate, up, hidden.view(gate.shape)), strides, activation)
+    return hidden
+
+
+def _backward_into(
+    launch: Launch, d_hidden: Tensor, gate: Tensor, up: Tensor, out: Sequence[Tensor], kind: str
+) -> None:
+    """The gradients of gate and up, to rows `out` of one stride."""
+    d_hidden, gate, up = (rows_of(x) for x in (d_hidden, gate, up))
+    tensors = d_hidden, gate, up, *out
+    _launch(launch, "glu_backward", tensors, [x.stride(0) for x in tensors[:4]], kind)
+
+
+def _backward_kernel(
+    launch: Launch, d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    out = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+    if gate.numel():
+        flat = [rows_of(x) for x in out]
+        _backward_into(launch, d_hidden, gate, up, flat, activation)
+    return out
+
+
+def _packed_backward_kernel(
+    launch: Launch, d_hidden: Tensor, gate_up: Tensor, activation: str
+) -> Tensor:
+    out = gate_up.new_empty(gate_up.shape)
+    if out.numel():
+        halves = rows_of(out).chunk(2, -1)
+        _backward_into(launch, d_hidden, *_halves(gate_up), halves, activation)
+    return out
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    size = x.shape[-1]
+    if size % 2:
+        raise ValueError(f"glu_packed: got {size} columns; wanted gate's, then as many of up")
+    return x[..., : size // 2], x[..., size // 2 :]
+
+
+def _act(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """act(gate) and act'(gate)."""
+    match GLU_ACTIVATIONS[_number(activation)]:
+        case "silu":
+            return _swish(gate, 1.0)
+        case "gelu":
+            below = 0.5 + 0.5 * torch.erf(gate * math.sqrt(0.5))
+            density = torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
+            return gate * below, below + gate * density
+        case "gelu_tanh":
+            factor, cubic = 2 * math.sqrt(2 / math.pi), 0.044715
+            s = torch.sigmoid(factor * gate * (1 + cubic * gate * gate))
+            inner = factor * (1 + 3 * cubic * gate * gate)
+            return gate * s, s + gate * s * (1 - s) * inner
+        case "relu":
+            return torch.relu(gate), (gate > 0).to(gate.dtype)
+        case "relu2":
+            return torch.relu(gate).square(), 2 * torch.relu(gate)
+        case _:
+            value, slope = _swish(gate.clamp(max=_LIMIT), _SLOPE)
+            return value, slope * (gate <= _LIMIT)
+
+
+def _swish(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    s = torch.sigmoid(scale * x)
+    return x * s, s + scale * x * s * (1 - s)
+
+
+def _lift(up: Tensor, activation: str) -> tuple[Tensor, Tensor | float]:
+    """What multiplies act(gate), and its derivative."""
+    if activation != "clamped_swiglu":
+        return up, 1.0
+    return up.clamp(-_LIMIT, _LIMIT) + 1, (up.abs() <= _LIMIT).to(up.dtype)
+
+
+def _reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    lifted, _ = _lift(upcast(up), activation)
+    return (_act(upcast(gate), activation)[0] * lifted).to(gate.dtype).contiguous()
+
+
+def _backward(d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    wide = upcast(d_hidden)
+    value, slope = _act(upcast(gate), activation)
+    lifted, lift_slope = _lift(upcast(up), activation)
+    d_gate, d_up = wide * lifted * slope, wide * value * lift_slope
+    return d_gate.to(gate.dtype).contiguous(), d_up.to(up.dtype).contiguous()
+
+
+def _packed_backward(d_hidden: Tensor, gate_up: Tensor, activation: str) -> Tensor:
+    return torch.cat(_backward(d_hidden, *_halves(gate_up), activation), -1)
+
+
+GLU_BACKWARD = define(
+    "glu_backward(Tensor d_hidden, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
+    kernel=_backward_kernel,
+    reference=_backward,
+    fake=lambda d_hidden, gate, *rest: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
+    batch=of_rows(whole=()),
+    gradient=_backward,
+)
+"""(d_gate, d_up) = d_hidden (up act'(gate), act(gate))."""
+
+GLU = define(
+    "glu(Tensor gate, Tensor up, str activation) -> Tensor",
+    kernel=_kernel,
+    reference=_reference,
+    fake=lambda gate, *rest: gate.new_empty(gate.shape),
+    batch=of_rows(whole=()),
+    gradient=Gradient(
+        save=lambda args, outputs: args,
+        backward=lambda saved, given: (*GLU_BACKWARD(given[0], *saved), None),
+    ),
+)
+"""act(gate) * up of tensors ``[..., dim]`` of one shape and dtype; see `GLU_ACTIVATIONS`."""
+
+GLU_PACKED_BACKWARD = define(
+    "glu_packed_backward(Tensor d_hidden, Tensor gate_up, str activation) -> Tensor",
+    kernel=_packed_backward_kernel,
+    reference=_packed_backward,
+    fake=lambda d_hidden, gate_up, activation: gate_up.new_empty(gate_up.shape),
+    batch=of_rows(whole=()),
+    gradient=_packed_backward,
+)
+"""`GLU_BACKWARD`, both side by side."""
+
+GLU_PACKED = define(
+    "glu_packed(Tensor gate_up, str activation) -> Tensor",
+    kernel=lambda launch, x, activation: _kernel(launch, *_halves(x), activation),
+    reference=lambda x, activation: _reference(*_halves(x), activation),
+    fake=lambda x, activation: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+    batch=of_rows(whole=()),
+    gradient=Gradient(
+        save=lambda args, outputs: args,
+        backward=lambda saved, given: (GLU_PACKED_BACKWARD(given[0], *saved), None),
+    ),
+)
+"""`GLU` of the halves of ``[..., 2 dim]``: gate's columns, then up's."""

@@ -1,0 +1,339 @@
+"""RMSNorm of queries and keys per head and their rotation by position: ``kernels/qk_norm_rope.cu``.
+
+One launch reads and writes every element of q and k once, wherever they lie: as tensors of their
+own, or as views of what one projection has made of queries, keys and values. Without scales nothing
+is normalised, and backward then needs neither q nor k.
+
+`QK_NORM_ROPE` makes new tensors; `QK_NORM_ROPE_` writes over q and k, for generation and wherever
+nothing is differentiated. Backward always makes new tensors: that of attention hands on its
+gradients, but whether they are ours alone is not known. The tape adds to, keeps (hooks,
+``retain_grad``) and shares them (one expanded tensor may be the gradient of q and of k), and
+``grad(grad)`` saves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from functron.ops.define import Gradient, Launch, define
+from functron.ops.mapping import leading, one_by_one
+from functron.ops.operands import PACK_BYTES, packable, type_name
+from functron.ops.rows import BACKWARD_THREADS, multiplier, upcast, vector
+from functron.typing import Tensor
+
+_BLOCKS = (256, 128, 64, 32)  # threads that a block may have
+_WARP = 32
+_MOST_TOKENS = 2**31
+
+_ARGUMENTS = (
+    "Tensor? q_scale, Tensor? k_scale, Tensor cosine, Tensor sine, float eps, "
+    "bool zero_centered, bool interleaved"
+)
+
+
+def _check(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> None:
+    seq, pairs = cosine.shape[-2:]
+    same = q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1]
+    if not same or q.dim() < 3 or q.dtype != k.dtype:
+        raise ValueError(
+            f"qk_norm_rope: got q {tuple(q.shape)} of {q.dtype} and k {tuple(k.shape)} of "
+            f"{k.dtype}; wanted [batch, seq, heads, head_dim] of both, but for heads the same"
+        )
+    if cosine.shape != sine.shape or seq != q.shape[-3] or 2 * pairs > q.shape[-1]:
+        raise ValueError(
+            f"qk_norm_rope: got tables {tuple(cosine.shape)} and {tuple(sine.shape)} for q "
+            f"{tuple(q.shape)}; wanted [seq, pairs] or [batch, seq, pairs], of at most half as "
+            "many pairs as a head has dims"
+        )
+
+
+# ---- in torch's operations ----------------------------------------------------------------------
+
+
+def _turned(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+    size = 2 * cosine.shape[-1]
+    cosine, sine = (part.to(x.dtype).unsqueeze(-2) for part in (cosine, sine))
+    turning, rest = x[..., :size], x[..., size:]
+    if interleaved:
+        a, b = turning[..., ::2], turning[..., 1::2]
+        turned = torch.stack([a * cosine - b * sine, b * cosine + a * sine], -1).flatten(-2)
+    else:
+        a, b = turning[..., : size // 2], turning[..., size // 2 :]
+        turned = torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+    return torch.cat([turned, rest], -1)
+
+
+def _inverse(x: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def _one(x, scale, cosine, sine, eps, center, interleaved) -> Tensor:
+    wide = upcast(x)
+    if scale is not None:
+        wide = wide * _inverse(wide, eps) * multiplier(scale, wide, center)
+    return _turned(wide, cosine, sine, interleaved).to(x.dtype).contiguous()
+
+
+def _reference(q, k, q_scale, k_scale, cosine, sine, *rest) -> tuple[Tensor, Tensor]:
+    _check(q, k, cosine, sine)
+    return _one(q, q_scale, cosine, sine, *rest), _one(k, k_scale, cosine, sine, *rest)
+
+
+def _one_backward(d, x, scale, cosine, sine, eps, center, interleaved) -> tuple[Tensor, Tensor]:
+    g = _turned(upcast(d), cosine, -sine, interleaved)
+    if scale is None:
+        return g.to(d.dtype).contiguous(), d.new_empty(0)
+    wide = upcast(x)
+    r = _inverse(wide, eps)
+    normed = wide * r
+    moved = g * multiplier(scale, wide, center)
+    dx = r * (moved - normed * (moved * normed).mean(-1, keepdim=True))
+    d_scale = (g * normed).sum(list(range(d.dim() - 1)))
+    return dx.to(d.dtype).contiguous(), d_scale.to(scale.dtype)
+
+
+def _backward(
+    d_q, d_k, q, k, q_scale, k_scale, cosine, sine, *rest
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dq_scale = _one_backward(d_q, q, q_scale, cosine, sine, *rest)
+    dk, dk_scale = _one_backward(d_k, k, k_scale, cosine, sine, *rest)
+    return dq, dk, dq_scale, dk_scale
+
+
+# ---- by kernels ---------------------------------------------------------------------------------
+
+
+def _heads(x: Tensor | None, like: Tensor) -> Tensor:
+    """``[batch, seq, heads, head_dim]`` with a contiguous last dim; a view where it can be."""
+    x = like if x is None else x
+    x = x.reshape(x.shape[:-3].numel(), *x.shape[-3:]) if x.dim() != 4 else x
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _tables(like: Tensor, *tables: Tensor) -> list[Tensor]:
+    """Tables with dims for the batch and the sequence, both of like's dtype or of float32."""
+    if any(table.dtype != like.dtype for table in tables):
+        tables = tuple(table.float() for table in tables)
+    batched = [
+        t.expand(*like.shape[:-3], *t.shape[-2:]).reshape(like.shape[:-3].numel(), *t.shape[-2:])
+        for t in tables
+    ]
+    together = {t.stride() for t in batched}
+    dense = len(together) == 1 and all(t.stride(-1) == 1 for t in batched)
+    return batched if dense else [t.contiguous() for t in batched]
+
+
+def _lanes(head_dim: int, pairs: int, element_size: int) -> int:
+    """Threads that share a head; more than a warp has where it is too long for the kernels."""
+    size = PACK_BYTES // element_size
+    units = -(-pairs // size) + -(-(head_dim - 2 * pairs) // (2 * size))
+    return 1 << max(0, units - 1).bit_length()
+
+
+def _block(heads: int, lanes: int) -> int:
+    """Threads of a block: the most of which a tenth or less are idle in the last turn."""
+    for threads in _BLOCKS:
+        groups = threads // lanes
+        if heads >= 0.9 * groups * -(-heads // groups):
+            return threads
+    return _BLOCKS[-1]
+
+
+def _whole_packs(q: Tensor, scales: Sequence, tables: Sequence[Tensor], *heads: Tensor) -> bool:
+    head_dim, pairs = q.shape[-1], tables[0].shape[-1]
+    size = PACK_BYTES // q.element_size()
+    weights = [None if scale is None else scale[0] for scale in scales]
+    return (
+        pairs % size == 0
+        and packable(head_dim, *heads, *weights)
+        and packable(pairs, *[table for table in tables if pairs])
+    )
+
+
+def _fits(q: Tensor, cosine: Tensor) -> bool:
+    tokens = q.shape[:-2].numel()
+    return (
+        tokens < _MOST_TOKENS
+        and _lanes(q.shape[-1], cosine.shape[-1], q.element_size()) <= _WARP
+        and q.shape[-1] > 0
+    )
+
+
+def _into(
+    launch: Launch, q, k, out: Sequence[Tensor], q_scale, k_scale, cosine, sine, eps, center,
+    interleaved,
+) -> None:  # fmt: skip
+    """The result, written to `out`."""
+    tables = _tables(q, cosine, sine)
+    q, k, q_out, k_out = (_heads(x, q) for x in (q, k, *out))
+    scales = [None if scale is None else vector(q, scale) for scale in (q_scale, k_scale)]
+    heads, pairs = (q, k, q_out, k_out), tables[0].shape[-1]
+    lanes = _lanes(q.shape[-1], pairs, q.element_size())
+    weights, wide = zip(*[scale or (None, 0) for scale in scales], strict=True)
+    launch(
+        "qk_norm_rope", "qk_norm_rope_forward", q.shape[:2].numel(),
+        _block(q.shape[2] + k.shape[2], lanes),
+        *heads, *weights, *tables, *q.shape[:3], k.shape[2], q.shape[3], pairs,
+        *[stride for x in heads for stride in x.stride()[:3]], *tables[0].stride()[:2],
+        *wide, int(tables[0].dtype != q.dtype), int(interleaved), lanes,
+        int(_whole_packs(q, scales, tables, *heads)), float(center), eps,
+        defines={"ELEMENT": type_name(q, "qk_norm_rope")},
+    )  # fmt: skip
+
+
+def _kernel(launch: Launch, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _check(q, k, rest[2], rest[3])
+    if not (q.numel() + k.numel() and _fits(q, rest[2])):
+        return _reference(q, k, *rest)
+    out = q.new_empty(q.shape), k.new_empty(k.shape)
+    _into(launch, q, k, out, *rest)
+    return out
+
+
+def _in_place_kernel(launch: Launch, q: Tensor, k: Tensor, *rest: Any) -> None:
+    _check(q, k, rest[2], rest[3])
+    views = all(x.stride(-1) == 1 and x.dim() == 4 for x in (q, k))
+    if views and q.numel() + k.numel() and _fits(q, rest[2]):
+        _into(launch, q, k, (q, k), *rest)
+    else:
+        _copy(q, k, _kernel(launch, q, k, *rest))
+
+
+def _copy(q: Tensor, k: Tensor, results: Sequence[Tensor]) -> None:
+    q.copy_(results[0])
+    k.copy_(results[1])
+
+
+def _backward_kernel(
+    launch: Launch, d_q, d_k, q, k, q_scale, k_scale, cosine, sine, eps, center, interleaved
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if not (d_q.numel() + d_k.numel() and _fits(d_q, cosine)):
+        return _backward(d_q, d_k, q, k, q_scale, k_scale, cosine, sine, eps, center, interleaved)
+    out = d_q.new_empty(d_q.shape), d_k.new_empty(d_k.shape)
+    tables = _tables(d_q, cosine, sine)
+    d_q, d_k = _heads(d_q, d_q), _heads(d_k, d_k)
+    # without a scale they are not read
+    q, k = _heads(q, d_q), _heads(k, d_k)
+    scales = [None if scale is None else vector(d_q, scale) for scale in (q_scale, k_scale)]
+    heads, pairs = (d_q, d_k, q, k, *(_heads(x, d_q) for x in out)), tables[0].shape[-1]
+    lanes = _lanes(d_q.shape[-1], pairs, d_q.element_size())
+    block = _block(d_q.shape[2] + d_k.shape[2], lanes)
+    weights, wide = zip(*[scale or (None, 0) for scale in scales], strict=True)
+    blocks = d_q.shape[:2].numel()
+    columns, partials, shared_bytes = 4 * lanes * PACK_BYTES // d_q.element_size(), None, 0
+    if any(scales):
+        blocks = min(blocks, launch.processors(d_q.device) * (BACKWARD_THREADS // block))
+        partials = d_q.new_empty(blocks, columns, dtype=torch.float32)
+        shared_bytes = 4 * columns * block // lanes
+    defines = {"ELEMENT": type_name(d_q, "qk_norm_rope_backward")}
+    launch(
+        "qk_norm_rope", "qk_norm_rope_backward", blocks, block,
+        *heads, *weights, *tables, partials, *d_q.shape[:3], d_k.shape[2], d_q.shape[3], pairs,
+        *[stride for x in heads for stride in x.stride()[:3]], *tables[0].stride()[:2],
+        *wide, int(tables[0].dtype != d_q.dtype), int(interleaved), lanes,
+        int(_whole_packs(d_q, scales, tables, *heads)), float(center), eps,
+        defines=defines, shared_bytes=shared_bytes,
+    )  # fmt: skip
+    sums = [
+        d_q.new_empty(0) if scale is None
+        else scale.new_empty(scale.shape, dtype=torch.float32 if one_wide else d_q.dtype)
+        for scale, one_wide in zip((q_scale, k_scale), wide, strict=True)
+    ]  # fmt: skip
+    if partials is not None:
+        launch(
+            "qk_norm_rope", "qk_norm_rope_scale_gradient", -(-columns // 32),
+            32 * min(32, blocks), partials, *[one if one.numel() else None for one in sums],
+            blocks, d_q.shape[3], pairs, *wide, int(interleaved), lanes, defines=defines,
+        )  # fmt: skip
+    dq_scale, dk_scale = (
+        one if scale is None else one.to(scale.dtype)
+        for one, scale in zip(sums, (q_scale, k_scale), strict=True)
+    )
+    return *out, dq_scale, dk_scale
+
+
+# ---- registration -------------------------------------------------------------------------------
+
+
+def _batched_tables(size: int, dims: Sequence, tables: Sequence[Tensor], like: Tensor) -> list:
+    """Tables for `like`, whose first dim is the mapped one."""
+    if all(dim is None and table.dim() == 2 for table, dim in zip(tables, dims, strict=True)):
+        return list(tables)
+    ahead = [leading(table, dim, size) for table, dim in zip(tables, dims, strict=True)]
+    missing = like.dim() - 1 - ahead[0].dim()
+    return [table[(slice(None), *[None] * missing)] for table in ahead]
+
+
+def _batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
+    if any(dim is not None for dim in in_dims[2:4]):
+        return one_by_one(size, in_dims, args, op)
+    q, k = (leading(x, dim, size) for x, dim in zip(args[:2], in_dims[:2], strict=True))
+    tables = _batched_tables(size, in_dims[4:6], args[4:6], q)
+    return op(q, k, *args[2:4], *tables, *args[6:]), (0, 0)
+
+
+def _backward_fake(d_q, d_k, q, k, q_scale, k_scale, *rest) -> tuple[Tensor, ...]:
+    scales = [d_q.new_empty(0) if s is None else s.new_empty(s.shape) for s in (q_scale, k_scale)]
+    return d_q.new_empty(d_q.shape), d_k.new_empty(d_k.shape), *scales
+
+
+def _backward_batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
+    if args[4] is not None or args[5] is not None:
+        return one_by_one(size, in_dims, args, op)  # sums of scales are of each alone
+    d_q, d_k = (leading(x, dim, size) for x, dim in zip(args[:2], in_dims[:2], strict=True))
+    tables = _batched_tables(size, in_dims[6:8], args[6:8], d_q)
+    return op(d_q, d_k, *args[2:6], *tables, *args[8:]), (0, 0, None, None)
+
+
+QK_NORM_ROPE_BACKWARD = define(
+    f"qk_norm_rope_backward(Tensor d_q, Tensor d_k, Tensor? q, Tensor? k, {_ARGUMENTS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    kernel=_backward_kernel,
+    reference=_backward,
+    fake=_backward_fake,
+    batch=_backward_batch,
+    gradient=_backward,
+)
+"""The cotangents of q, k and the scales; of a scale that is None, an empty tensor."""
+
+
+def _saved(args: tuple, outputs: tuple) -> tuple:
+    q, k, q_scale, k_scale, *rest = args
+    return (
+        None if q_scale is None else q, None if k_scale is None else k, q_scale, k_scale, *rest,
+    )  # fmt: skip
+
+
+def _gradient(saved: Sequence, cotangents: tuple) -> tuple:
+    dq, dk, dq_scale, dk_scale = QK_NORM_ROPE_BACKWARD(*cotangents, *saved)
+    scales = [
+        None if s is None else d for s, d in zip(saved[2:4], (dq_scale, dk_scale), strict=True)
+    ]
+    return dq, dk, *scales, None, None, None, None, None
+
+
+QK_NORM_ROPE = define(
+    f"qk_norm_rope(Tensor q, Tensor k, {_ARGUMENTS}) -> (Tensor, Tensor)",
+    kernel=_kernel,
+    reference=_reference,
+    fake=lambda q, k, *rest: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    batch=_batch,
+    gradient=Gradient(save=_saved, backward=_gradient),
+)
+"""(q, k), normed where there is a scale and rotated: ``[batch, seq, heads, head_dim]`` each.
+
+Tables of cos and sin are ``[seq, pairs]`` or ``[batch, seq, pairs]``, and are not differentiated;
+the first 2 pairs dims of a head are rotated, pair i being dims (i, i + pairs), or (2i, 2i + 1)
+where `interleaved`. Scales are ``[head_dim]``; `zero_centered` multiplies by 1 + scale.
+"""
+
+QK_NORM_ROPE_ = define(
+    f"qk_norm_rope_(Tensor(a!) q, Tensor(b!) k, {_ARGUMENTS}) -> ()",
+    kernel=_in_place_kernel,
+    reference=lambda q, k, *rest: _copy(q, k, _reference(q, k, *rest)),
+    fake=lambda q, k, *rest: None,
+)
+"""`QK_NORM_ROPE` in place; where q and k overlap each other the result is undefined."""
