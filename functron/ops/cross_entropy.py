@@ -90,7 +90,7 @@ def logits_cotangent(
 def _number(valid: Tensor | int | None, logits: Tensor) -> Tensor | None:
     if isinstance(valid, int):
         return torch.full((), valid, dtype=torch.int64, device=logits.device)
-    return valid
+    return None if valid is None else valid.to(logits.device)
 
 
 def _mask(valid: Tensor | None, logits: Tensor) -> Tensor | None:
@@ -236,8 +236,9 @@ def _write(
         numbers = [_flat(value.float()) for value in (d_lse, d_target)]
         launch(
             "cross_entropy", "cross_entropy_backward", len(x), _threads(x, ids),
-            *numbers, x, _flat(ids), _flat(lse), limits, out, x.shape[1], x.stride(0), x.shape[1],
-            step, defines={"ELEMENT": type_name(x, "cross_entropy")},
+            *numbers, x, _flat(ids), _flat(lse.float()), limits, out,
+            x.shape[1], x.stride(0), x.shape[1], step,
+            defines={"ELEMENT": type_name(x, "cross_entropy")},
         )  # fmt: skip
 
 
@@ -262,9 +263,10 @@ def _flat(x: Tensor) -> Tensor:
 
 def _limits(valid: Tensor | None, ids: Tensor) -> tuple[Tensor | None, int]:
     """How many columns count, and how far apart the numbers of two rows are."""
-    if valid is None or valid.dim() == 0:
-        return valid, 0
-    return _flat(valid.expand(ids.shape)), 1
+    if valid is None:
+        return None, 0
+    valid = valid.to(torch.int64)
+    return (valid, 0) if valid.dim() == 0 else (_flat(valid.expand(ids.shape)), 1)
 
 
 def _threads(x: Tensor, ids: Tensor) -> int:
