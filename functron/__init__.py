@@ -6,7 +6,7 @@ the mesh to processes and run it unchanged.
 """
 
 from functron import checkpoint, debug, hub, lora, nn, optim, params, pipeline, random, tree
-from functron.models import bert, gpt, mamba
+from functron.models import bert, gpt, mamba, t5
 from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
 from functron.program.jit import jit
 from functron.program.program import Program
@@ -90,6 +90,7 @@ __all__ = [
     "shard_map",
     "state_specs",
     "sync_gradients",
+    "t5",
     "trace",
     "tree",
     "value_and_grad",

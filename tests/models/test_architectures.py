@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, P, bert, gpt, mamba, random, tree
+from functron import Mesh, P, bert, gpt, mamba, random, t5, tree
 from functron.data.masking import mask_tokens
 
 TOLERANCE = 1e-10
@@ -63,10 +63,24 @@ def masked_text() -> dict:
     return mask_tokens(batch, 0, 0, mask_id=VOCAB - 1, vocab_size=VOCAB, rate=0.5)
 
 
+T5 = t5.T5Config(
+    vocab_size=VOCAB, num_layers=2, decoder_layers=1, embed_dim=24, num_heads=8, head_dim=4,
+    mlp_dim=48, num_buckets=8, max_distance=10, tied=True, dtype="float64", dropout=0.2,
+)  # fmt: skip
+
+
+def pairs() -> dict:
+    batch = masked_text()
+    targets = text()["targets"][:, :8]
+    targets[0, 3] = 1  # a whole microbatch without targets would have no loss
+    return {name: batch[name] for name in ("tokens", "mask", "rows")} | {"targets": targets}
+
+
 MODELS = {
     "mamba": Model(mamba, replace(HYBRID, pattern="MM", num_groups=1, tied=True), text),
     "hybrid": Model(mamba, HYBRID, text),
     "bert": Model(bert, BERT, masked_text),
+    "t5": Model(t5, T5, pairs),
 }
 
 

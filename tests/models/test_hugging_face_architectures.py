@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import functron as ft
-from functron import bert, mamba, nn, tree
+from functron import bert, mamba, nn, t5, tree
+from functron.nn.masked import relative_buckets
 
 VOCAB, EMBED, BATCH, SEQ = 61, 32, 4, 12
 TOLERANCE = 1e-10
@@ -320,3 +321,103 @@ def test_bert():
     value, grads = ft.value_and_grad(loss)(weights)
     torch.testing.assert_close(value, expected.detach(), rtol=TOLERANCE, atol=0)
     assert_leaves_close(grads, bert_tree(gradients(model, expected), 0.0))
+
+
+# --- T5
+
+T5 = t5.T5Config(
+    vocab_size=VOCAB, num_layers=2, decoder_layers=3, embed_dim=EMBED, num_heads=HEADS, head_dim=6,
+    mlp_dim=MLP, num_buckets=8, max_distance=10, vocab_multiple=8, dtype="float64",
+)  # fmt: skip
+T5S = {"1.0": replace(T5, activation="relu", gated=False, tied=True), "1.1": T5}
+
+
+def t5_attention(c: t5.T5Config, named: Tensors, prefix: str) -> dict:
+    shape = (EMBED, HEADS, c.head_dim)
+    params = {n: {"w": named[f"{prefix}.{n}.weight"].T.reshape(shape)} for n in "qkv"}
+    out = named[f"{prefix}.o.weight"].T.reshape(*shape[1:], EMBED)
+    return params | {"out": {"w": out}}
+
+
+def t5_block(c: t5.T5Config, named: Tensors, at: str, cross: bool) -> dict:
+    last = 2 if cross else 1
+    dense = f"{at}{last}.DenseReluDense."
+    names = {"gate": "wi_0", "up": "wi_1"} if c.gated else {"up": "wi"}
+    params = {
+        "attention_norm": norm(named, f"{at}0.layer_norm"),
+        "attention": t5_attention(c, named, f"{at}0.SelfAttention"),
+        "mlp_norm": norm(named, f"{at}{last}.layer_norm"),
+        "mlp": {n: linear(named, dense + name) for n, name in (names | {"down": "wo"}).items()},
+    }
+    if cross:
+        params["cross_norm"] = norm(named, f"{at}1.layer_norm")
+        params["cross"] = t5_attention(c, named, f"{at}1.EncDecAttention")
+    return params
+
+
+def t5_tree(c: t5.T5Config, named: Tensors, padding: float) -> dict:
+    missing = c.padded_vocab - VOCAB
+    out = {"embed": pad(named["shared.weight"], missing, padding)}
+    for name, count in c.layers.items():
+        table = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        rows = [
+            t5_block(c, named, f"{name}.block.{i}.layer.", name == "decoder") for i in range(count)
+        ]
+        out[name] = {
+            "relative": named[table],
+            "blocks": stacked(rows),
+            "norm": norm(named, f"{name}.final_layer_norm"),
+        }
+    if not c.tied:
+        out["unembed"] = pad(named["lm_head.weight"], missing, padding).T
+    return out
+
+
+def hf_t5(c: t5.T5Config) -> torch.nn.Module:
+    settings = transformers.T5Config(
+        vocab_size=VOCAB, d_model=EMBED, d_kv=c.head_dim, d_ff=MLP, num_layers=c.num_layers,
+        num_decoder_layers=c.decoder_layers, num_heads=HEADS, dropout_rate=0.0,
+        relative_attention_num_buckets=c.num_buckets, tie_word_embeddings=c.tied,
+        relative_attention_max_distance=c.max_distance, attn_implementation="eager",
+        feed_forward_proj="gated-gelu" if c.gated else "relu",
+        decoder_start_token_id=c.start_id, pad_token_id=c.start_id,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(settings)
+    if not c.tied:  # transformers ties them in any case
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, EMBED))
+    return model
+
+
+@pytest.mark.parametrize("version", T5S)
+def test_t5(version):
+    c = T5S[version]
+    model = drawn(lambda: hf_t5(c))
+    weights = t5_tree(c, tensors(model), 3.0)
+    assert_mapped(weights, t5.defs(c))
+    tokens, targets = torch.randint(1, VOCAB, (BATCH, SEQ)), torch.randint(1, VOCAB, (BATCH, 9))
+    mask = torch.arange(SEQ) < torch.tensor([[12], [7], [12], [3]])
+    targets[1, 5:] = targets[3, :2] = nn.IGNORE_INDEX
+    with Float64():
+        logits = model(tokens, attention_mask=mask.long(), labels=targets).logits
+    given = t5.shift_right(targets, c.start_id)
+    ours = t5.forward(c, weights, tokens, given, mask=mask)[..., :VOCAB]
+    assert_outputs_close(ours, logits)
+
+    expected = F.cross_entropy(logits.mT, targets)
+    batch = {"tokens": tokens, "targets": targets, "mask": mask}
+    loss = lambda w: t5.loss(c, w, batch) / t5.num_targets(batch)
+    value, grads = ft.value_and_grad(loss)(weights)
+    torch.testing.assert_close(value, expected.detach(), rtol=TOLERANCE, atol=0)
+    assert_leaves_close(grads, t5_tree(c, gradients(model, expected), 0.0))
+
+
+@pytest.mark.parametrize(("buckets", "distance"), [(32, 128), (8, 10), (16, 100)])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_t5_buckets(buckets, distance, bidirectional):
+    """At every distance, in the float32 that published models were trained with."""
+    ours = relative_buckets(
+        400, 400, num_buckets=buckets, max_distance=distance, bidirectional=bidirectional
+    )
+    ahead = torch.arange(400) - torch.arange(400)[:, None]
+    find = transformers.models.t5.modeling_t5.T5Attention._relative_position_bucket
+    assert torch.equal(ours, find(ahead, bidirectional, buckets, distance))

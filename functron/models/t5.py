@@ -1,0 +1,331 @@
+"""T5: an encoder and a decoder that reads it (Raffel et al. 2020), versions 1.0 and 1.1.
+
+Blocks are pre-norm with RMSNorm and no biases. Scores of self-attention are not divided by
+sqrt(head_dim), and get a learned number per head and bucket of relative position, which all blocks
+of a stack share. The decoder's blocks attend besides to the encoder's normed result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from functron import nn, params
+from functron.errors import Problem, raise_problems
+from functron.models.block import STREAM, WHOLE, Remat
+from functron.models.sequence import SAMPLE_AXES, check_length
+from functron.models.stack import Run, check_gathered, keys_of, tensor_rules, whole_heads
+from functron.models.t5_config import PRESETS, T5Config
+from functron.nn.linear import sequence_axes
+from functron.nn.masked import (
+    cross_attention,
+    masked_attention,
+    relative_bias,
+    relative_buckets,
+)
+from functron.params import Normal, ParamDef
+from functron.scopes import named_scope
+from functron.spmd import P
+from functron.spmd import collectives as lax
+from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.spec import Rules
+from functron.transforms import Gather
+from functron.typing import Float, Int, Key, Scalar, Tensor
+
+__all__ = [
+    "PRESETS",
+    "T5Config",
+    "decode",
+    "defs",
+    "encode",
+    "forward",
+    "loss",
+    "num_targets",
+    "rules",
+    "shift_right",
+]
+
+
+def defs(config: T5Config) -> dict:
+    """The parameters: ``{"embed", "encoder", "decoder", "unembed"?}``.
+
+    Each stack is ``{"relative", "blocks", "norm"}``, with all blocks stacked on a leading "layers"
+    dim.
+    """
+    c, dtype, factor = config, config.torch_dtype, config.init_factor
+    vocab, embed = c.padded_vocab, c.embed_dim
+    narrow = Normal(factor / math.sqrt(embed))
+    model: dict = {
+        "embed": ParamDef((vocab, embed), ("vocab", "embed"), Normal(factor), dtype),
+    }
+    for name, count in c.layers.items():
+        model[name] = {
+            "relative": ParamDef((c.num_buckets, c.num_heads), (None, "heads"), narrow, dtype),
+            "blocks": params.stack(_block_defs(c, cross=name == "decoder"), count),
+            "norm": nn.norm_defs(embed, "rms", axis="embed", dtype=dtype),
+        }
+    if not c.tied:
+        model["unembed"] = ParamDef((embed, vocab), ("embed", "vocab"), narrow, dtype)
+    return model
+
+
+def _block_defs(config: T5Config, *, cross: bool) -> dict:
+    c, dtype, factor = config, config.torch_dtype, config.init_factor
+    wide, heads = math.sqrt(c.embed_dim), c.attention
+    inner = math.sqrt(heads.num_heads * heads.head_dim)
+
+    def attention() -> dict:
+        stddevs = {"stddev": factor / wide, "out_stddev": factor / inner}
+        layer = whole_heads(nn.attention_defs(heads, **stddevs, dtype=dtype))
+        # scores are not divided by sqrt(head_dim) later
+        start = Normal(factor / wide / math.sqrt(heads.head_dim))
+        return layer | {"q": {"w": replace(layer["q"]["w"], init=start)}}
+
+    norm = nn.norm_defs(c.embed_dim, "rms", axis="embed", dtype=dtype)
+    mlp = nn.mlp_defs(
+        c.embed_dim,
+        c.mlp_dim,
+        gated=c.gated,
+        bias=False,
+        stddev=factor / wide,
+        out_stddev=factor / math.sqrt(c.mlp_dim),
+        dtype=dtype,
+    )
+    block = {"attention_norm": norm, "attention": attention()}
+    block |= {"cross_norm": norm, "cross": attention()} if cross else {}
+    return block | {"mlp_norm": norm, "mlp": mlp}
+
+
+def rules(config: T5Config, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)) -> Rules:
+    """Tensor parallelism and fully sharded data parallelism; see `gpt.rules`.
+
+    Args:
+        config: the architecture.
+        mesh: the ranks: of data axes and tp.
+        fsdp: the data axes that parameters are split over.
+
+    Raises:
+        ValueError: tp or fsdp does not divide what it splits, or the mesh has an axis this model
+            does not use; all offenders are listed.
+    """
+    c = config
+    split = {"num_heads": c.num_heads, "mlp_dim": c.mlp_dim, "vocab_multiple": c.padded_vocab}
+    return tensor_rules(mesh, split=split, embed={"embed_dim": c.embed_dim}, fsdp=fsdp)
+
+
+def encode(
+    config: T5Config,
+    weights: dict,
+    tokens: Int[Tensor, "batch seq"],
+    *,
+    mask: Tensor | None = None,
+    rows: Int[Tensor, " batch"] | None = None,
+    key: Key | None = None,
+    stream: P = STREAM,
+    remat: Remat = "none",
+    gather: Gather = WHOLE,
+) -> Float[Tensor, "batch own_seq embed"]:
+    """What the encoder makes of the tokens that the decoder is to read.
+
+    Args:
+        config: the architecture.
+        weights: this rank's part of the parameters.
+        tokens: int64 ``[batch, seq]``, this rank's samples.
+        mask: ``[batch, seq]``, 0 or False where a token is padding, which none attends to; None: no
+            token is.
+        rows, key, stream, remat, gather: as in `gpt.forward`.
+
+    Returns:
+        ``[batch, seq, embed]`` with spec `stream`. Collectives: see `nn.self_attention`, `nn.mlp`.
+
+    Raises:
+        ValueError: the sequence does not divide over the ranks that split it.
+    """
+    run = Run(key, stream, remat, gather, config.dropout, rows)
+    seen = None if mask is None else mask != 0
+    return _stack(config, "encoder", weights, tokens, run, None, seen)
+
+
+def decode(
+    config: T5Config,
+    weights: dict,
+    tokens: Int[Tensor, "batch seq"],
+    memory: Float[Tensor, "batch own_keys embed"],
+    *,
+    mask: Tensor | None = None,
+    rows: Int[Tensor, " batch"] | None = None,
+    key: Key | None = None,
+    stream: P = STREAM,
+    remat: Remat = "none",
+    gather: Gather = WHOLE,
+) -> Float[Tensor, "batch seq columns"]:
+    """The logits of every next token of the decoder.
+
+    Args:
+        config: the architecture.
+        weights: this rank's part of the parameters.
+        tokens: int64 ``[batch, seq]``, what the decoder has seen; see `shift_right`.
+        memory: the result of `encode`, with spec `stream`.
+        mask: of the encoder's tokens, as in `encode`.
+        rows, key, stream, remat, gather: as in `gpt.forward`.
+
+    Returns:
+        ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
+        padding. Collectives: `nn.gather_sequence` of the memory once; of each block those of
+        `nn.self_attention`, `nn.masked.cross_attention` and `nn.mlp`.
+    """
+    run = Run(key, stream, remat, gather, config.dropout, rows)
+    seen = None if mask is None else mask != 0
+    whole = nn.gather_sequence(memory, stream)
+    x = _stack(config, "decoder", weights, tokens, run, whole, seen)
+    with named_scope("unembed"):
+        name = "embed" if config.tied else "unembed"
+        matrix = gather.at(name)(weights[name])
+        if config.tied:
+            x, matrix = x / math.sqrt(config.embed_dim), matrix.mT
+        return nn.column_parallel(nn.gather_sequence(x, stream), matrix)
+
+
+def _stack(
+    config: T5Config,
+    name: str,
+    weights: dict,
+    tokens: Tensor,
+    run: Run,
+    memory: Tensor | None,
+    seen: Tensor | None,
+) -> Tensor:
+    """The normed result of the encoder, or of the decoder if there is a memory."""
+    seq, count = tokens.shape[1], config.layers[name]
+    check_length(seq, None, lax.axis_size(sequence_axes(run.stream)))
+    table = run.gather.at("embed")(weights["embed"])
+    check_gathered("embed_dim", table.shape[1], config.embed_dim)
+    run, weights = run.at(name), weights[name]
+    keys = run.keys(count + 2)
+    with named_scope("embed"):
+        x = nn.embed_tokens(table, tokens, stream=run.stream)
+        x = run.drop(x, None if keys is None else keys[-1])
+    with named_scope("relative"):
+        buckets = relative_buckets(
+            seq,
+            seq,
+            num_buckets=config.num_buckets,
+            max_distance=config.max_distance,
+            bidirectional=memory is None,
+            device=tokens.device,
+        )
+        bias = relative_bias(run.gather.at("relative")(weights["relative"]), buckets)
+    block = _block(config, run, bias, memory, seen)
+    x = run.at("blocks").over(block, x, weights["blocks"], None if keys is None else keys[:count])
+    with named_scope("norm"):
+        scale = run.gather.at("norm")(weights["norm"])["scale"]
+        x = nn.rms_norm(x, scale, eps=config.norm_eps)
+    return run.drop(x, None if keys is None else keys[-2])
+
+
+def _block(
+    config: T5Config, run: Run, bias: Tensor, memory: Tensor | None, seen: Tensor | None
+) -> Callable:
+    """``(parameters, x, key) -> x``: one block of the encoder, or with a memory of the decoder."""
+    # the encoder's own tokens may be padding; what the decoder sees of itself is what came before
+    reads = {"seen": seen} if memory is None else {"causal": True}
+    core = run.core(partial(masked_attention, bias=bias, scale=1.0, **reads))
+    look = run.core(partial(masked_attention, seen=seen, scale=1.0))
+    stream, shape = run.stream, config.attention
+
+    def norm(scale: dict, x: Tensor) -> Tensor:
+        return nn.rms_norm(x, scale["scale"], eps=config.norm_eps)
+
+    def block(weights: dict, x: Tensor, key: Tensor | None) -> Tensor:
+        first, second, third = keys_of(key, 3)
+        with named_scope("attention"):
+            y = norm(weights["attention_norm"], x)
+            layer = weights["attention"]
+            y = nn.self_attention(layer, y, shape, rope=None, stream=stream, core=core)
+            x = x + run.drop(y, first)
+        if memory is not None:
+            with named_scope("cross"):
+                y = norm(weights["cross_norm"], x)
+                y = cross_attention(weights["cross"], y, memory, shape, stream=stream, core=look)
+                x = x + run.drop(y, second)
+        with named_scope("mlp"):
+            y = norm(weights["mlp_norm"], x)
+            y = nn.mlp(weights["mlp"], y, activation=config.activation, stream=stream)
+            return x + run.drop(y, third)
+
+    return block
+
+
+def shift_right(targets: Int[Tensor, "batch seq"], start: int) -> Int[Tensor, "batch seq"]:
+    """What the decoder is given to predict these: `start`, and each target but the last.
+
+    Targets of `nn.IGNORE_INDEX` become `start`, too.
+    """
+    before = torch.cat([torch.full_like(targets[:, :1], start), targets[:, :-1]], 1)
+    return torch.where(before == nn.IGNORE_INDEX, start, before)
+
+
+def forward(
+    config: T5Config,
+    weights: dict,
+    tokens: Int[Tensor, "batch seq"],
+    given: Int[Tensor, "batch decoded"],
+    *,
+    mask: Tensor | None = None,
+    rows: Int[Tensor, " batch"] | None = None,
+    key: Key | None = None,
+    stream: P = STREAM,
+    remat: Remat = "none",
+    gather: Gather = WHOLE,
+) -> Float[Tensor, "batch decoded columns"]:
+    """The logits of the decoder's next token after each `given`: `decode` of `encode`."""
+    how = {"mask": mask, "rows": rows, "key": key, "stream": stream, "remat": remat}
+    memory = encode(config, weights, tokens, **how, gather=gather)
+    return decode(config, weights, given, memory, **how, gather=gather)
+
+
+def loss(
+    config: T5Config,
+    weights: dict,
+    batch: Mapping[str, Tensor],
+    *,
+    key: Key | None = None,
+    stream: P = STREAM,
+    remat: Remat = "none",
+    gather: Gather = WHOLE,
+) -> Scalar:
+    """The sum of all targets' losses over the batch of all ranks; replicated over the mesh.
+
+    Divide it by `num_targets` for the mean.
+
+    Args:
+        batch: this rank's ``tokens`` int64 ``[batch, seq]``, which the encoder reads, perhaps with
+            a ``mask``; ``targets`` int64 ``[batch, decoded]``, of which `nn.IGNORE_INDEX` do not
+            count; perhaps ``rows``.
+
+    Returns:
+        A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
+        one all-reduce of a scalar.
+
+    Raises:
+        ValueError: the batch has no targets.
+    """
+    if "targets" not in batch:
+        problem = Problem("targets", "nothing", "what the decoder is to say", "put them in")
+        raise_problems("the batch has no loss", [problem])
+    others = {name: batch.get(name) for name in ("mask", "rows")}
+    how = {"key": key, "stream": stream, "remat": remat, "gather": gather}
+    given = shift_right(batch["targets"], config.start_id)
+    logits = forward(config, weights, batch["tokens"], given, **others, **how)
+    with named_scope("loss"):
+        losses = nn.cross_entropy(logits, batch["targets"], vocab_size=config.vocab_size)
+        return lax.psum(losses.sum(), SAMPLE_AXES)
+
+
+def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
+    """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
+    return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
