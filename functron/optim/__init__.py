@@ -27,6 +27,15 @@ from functron.optim.config import (
     schedule_problems,
     torch_dtype,
 )
+from functron.optim.finite import (
+    ApplyIfFiniteState,
+    all_finite,
+    apply_if_finite,
+    set_to_zero,
+    zero_nans,
+)
+from functron.optim.groups import Group, by_group, group_labels, parse_groups
+from functron.optim.inject import InjectHyperparamsState, inject_hyperparams
 from functron.optim.learning_rate import ScaleByScheduleState, scale_by_learning_rate
 from functron.optim.lion import ScaleByLionState, lion, scale_by_lion
 from functron.optim.mask import add_decayed_weights, mask_leaves, masked, not_norm_or_bias
@@ -63,17 +72,21 @@ from functron.optim.transformation import (
     stateless,
     transformation,
 )
-from functron.optim.where import WhereState, where
+from functron.optim.where import MultiTransformState, WhereState, multi_transform, where
 from functron.optim.zero import padded_shapes, shard_specs, zero
 
 __all__ = [
+    "ApplyIfFiniteState",
     "AverageState",
     "Block",
     "EmaState",
     "FactoredState",
     "GradientTransformation",
+    "Group",
+    "InjectHyperparamsState",
     "MastersState",
     "Matrix",
+    "MultiTransformState",
     "MuonConfig",
     "OptimizerConfig",
     "Quantised",
@@ -91,10 +104,13 @@ __all__ = [
     "adam_mini",
     "adamw",
     "add_decayed_weights",
+    "all_finite",
+    "apply_if_finite",
     "apply_updates",
     "apply_updates_",
     "averaged",
     "blocks",
+    "by_group",
     "chain",
     "check_blocks",
     "clip",
@@ -105,7 +121,9 @@ __all__ = [
     "dequantise",
     "ema",
     "global_norm",
+    "group_labels",
     "identity",
+    "inject_hyperparams",
     "inverse_square_root",
     "join",
     "linear",
@@ -115,6 +133,7 @@ __all__ = [
     "mask_leaves",
     "masked",
     "matrices",
+    "multi_transform",
     "muon",
     "newton_schulz",
     "norm_scale",
@@ -122,6 +141,7 @@ __all__ = [
     "offload",
     "optimizer_problems",
     "padded_shapes",
+    "parse_groups",
     "quantisable",
     "quantise",
     "relative_step",
@@ -136,6 +156,7 @@ __all__ = [
     "scale_by_param_block_rms",
     "scale_by_soap",
     "schedule_problems",
+    "set_to_zero",
     "sgd",
     "shard_specs",
     "sign_sgd",
@@ -149,4 +170,5 @@ __all__ = [
     "with_fp32_masters",
     "wsd",
     "zero",
+    "zero_nans",
 ]

@@ -1,11 +1,12 @@
-"""Two gradient transformations side by side, each for its own leaves."""
+"""Several gradient transformations side by side, each for its own leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from functron import tree
+from functron.errors import Problem, nearest, raise_problems
 from functron.optim.transformation import GradientTransformation, transformation
 from functron.spmd.spec import is_spec
 
@@ -28,7 +29,7 @@ def where(
     """`chosen` for the leaves where `mask` is true and `others` for those where it is not.
 
     Each sees trees with None in place of the other's leaves, and so remembers nothing for them.
-    Collectives are theirs.
+    Optax's `masked` is ``where(mask, inner, identity())``. Collectives are theirs.
 
     Args:
         mask: one bool per parameter.
@@ -38,65 +39,142 @@ def where(
     Raises:
         ValueError: (when called) the mask has another structure than the parameters.
     """
-    both = (chosen, others)
     structure, flags = tree.structure(mask), [bool(flag) for flag in tree.leaves(mask)]
+    labels = tree.unflatten(structure, flags)
+    return _side_by_side(
+        {True: chosen, False: others},
+        lambda value: labels,
+        lambda states: WhereState(*states),
+        lambda state: list(state),
+        "the mask of where",
+    )
 
-    def split(value: tree.Tree, what: str) -> tuple[tree.Tree, tree.Tree]:
-        leaves = tree.same_structure(mask, value, names=("the mask of where", what))
-        return tuple(
-            tree.unflatten(
-                structure,
-                [x if flag is side else None for x, flag in zip(leaves, flags, strict=True)],
-            )
-            for side in (True, False)
+
+class MultiTransformState(NamedTuple):
+    """The states of `multi_transform`.
+
+    Attributes:
+        inner_states: by label, of parameters that lack the leaves with other labels.
+    """
+
+    inner_states: dict[str, tree.Tree]
+
+
+def multi_transform(
+    transforms: Mapping[str, GradientTransformation],
+    labels: tree.Tree | Callable[[tree.Tree], tree.Tree],
+) -> GradientTransformation:
+    """For every leaf the transformation of its label; Optax's `multi_transform` or `partition`.
+
+    Each sees trees with None in place of others' leaves, and so remembers nothing for them; masks
+    and other trees for all parameters fit them too. Collectives are theirs.
+
+    Args:
+        transforms: by label.
+        labels: one label per parameter, or a function that makes such a tree of one with the
+            parameters' structure, at whose leaves it must not look (`tree.map_with_path`): they may
+            be parameters, gradients or specs.
+
+    Raises:
+        ValueError: labels that no transformation has, each with its path; (when called) labels with
+            another structure than the parameters.
+    """
+
+    def checked(found: tree.Tree) -> tree.Tree:
+        rows = zip(tree.paths(found), tree.leaves(found), strict=True)
+        known = list(map(str, transforms))
+        raise_problems(
+            "multi_transform: some parameters have no transformation",
+            [
+                Problem(path, f"label {x!r}", "that of a transformation", nearest(str(x), known))
+                for path, x in rows
+                if x not in transforms
+            ],
         )
+        return found
 
-    def merge(first: tree.Tree, second: tree.Tree) -> tree.Tree:
-        names = "the mask of where", "updates"
-        sides = (tree.same_structure(mask, side, names=names) for side in (first, second))
-        rows = zip(*sides, flags, strict=True)
-        return tree.unflatten(structure, [x if flag else y for x, y, flag in rows])
+    fixed = None if callable(labels) else checked(labels)
 
-    def run(methods: Iterable[Any], updates, state: WhereState, params):
-        sides = (None, None) if params is None else split(params, "params")
-        results = [
-            method(part, side_state, side)
-            for method, part, side_state, side in zip(
-                methods, split(updates, "updates"), state, sides, strict=True
-            )
-        ]
-        (first, kept), (second, also) = results
-        return merge(first, second), WhereState(kept, also)
+    def labels_of(value: tree.Tree) -> tree.Tree:
+        return checked(labels(value)) if callable(labels) else fixed
 
-    def sides_of(param_specs):
-        flat = tree.broadcast_prefix(param_specs, mask, is_leaf=is_spec, what="specs")
-        return split(tree.unflatten(structure, flat), "specs")
+    return _side_by_side(
+        transforms,
+        labels_of,
+        lambda states: MultiTransformState(dict(zip(transforms, states, strict=True))),
+        lambda state: [state.inner_states[label] for label in transforms],
+        "the labels of multi_transform",
+    )
 
-    def specs(param_specs):
-        first, second = sides_of(param_specs)
-        return WhereState(chosen.specs(first), others.specs(second))
+
+def _side_by_side(
+    transforms: Mapping[Any, GradientTransformation],
+    labels_of: Callable[[tree.Tree], tree.Tree],
+    pack: Callable[[list], Any],
+    unpack: Callable[[Any], list],
+    what: str,
+) -> GradientTransformation:
+    """A transformation per label, and how their states become one."""
+    several = list(transforms.values())
+    pure, donating = [t.update for t in several], [t.update_ for t in several]
+
+    def split(value: tree.Tree, labels: tree.Tree, name: str) -> list[tree.Tree]:
+        leaves = tree.same_structure(labels, value, names=(what, name))
+        return [_only(labels, leaves, label) for label in transforms]
+
+    def merge(sides: Iterable[tree.Tree], labels: tree.Tree) -> tree.Tree:
+        columns = [tree.same_structure(labels, side, names=(what, "updates")) for side in sides]
+        by_label = dict(zip(transforms, columns, strict=True))
+        rows = enumerate(tree.leaves(labels))
+        return tree.unflatten(tree.structure(labels), [by_label[label][i] for i, label in rows])
+
+    def run(methods: Iterable[Any], updates, state, params):
+        labels = labels_of(updates)
+        sides = [None] * len(several) if params is None else split(params, labels, "params")
+        rows = zip(methods, split(updates, labels, "updates"), unpack(state), sides, strict=True)
+        results = [method(part, own, side) for method, part, own, side in rows]
+        updates = merge([updates for updates, _ in results], labels)
+        return updates, pack([state for _, state in results])
+
+    def divided(param_specs) -> tuple[tree.Tree, list[tree.Tree]]:
+        """The labels, and the specs of each one's parameters."""
+        labels = labels_of(tree.map(lambda spec: 0, param_specs, is_leaf=is_spec))
+        flat = tree.broadcast_prefix(param_specs, labels, is_leaf=is_spec, what="specs")
+        return labels, [_only(labels, flat, label) for label in transforms]
 
     def grad_specs(param_specs):
-        rows = (
-            tree.broadcast_prefix(t.grad_specs(side), mask, is_leaf=is_spec, what="specs")
-            for t, side in zip(both, sides_of(param_specs), strict=True)
-        )
-        chosen_rows = [x if flag else y for x, y, flag in zip(*rows, flags, strict=True)]
-        return tree.unflatten(structure, chosen_rows)
+        labels, sides = divided(param_specs)
+        rows = [
+            tree.broadcast_prefix(t.grad_specs(side), labels, is_leaf=is_spec, what="specs")
+            for t, side in zip(several, sides, strict=True)
+        ]
+        by_label = dict(zip(transforms, rows, strict=True))
+        pairs = enumerate(tree.leaves(labels))
+        return tree.unflatten(tree.structure(labels), [by_label[label][i] for i, label in pairs])
+
+    def specs(param_specs):
+        _, sides = divided(param_specs)
+        return pack([t.specs(side) for t, side in zip(several, sides, strict=True)])
+
+    def init(params):
+        sides = split(params, labels_of(params), "params")
+        return pack([t.init(side) for t, side in zip(several, sides, strict=True)])
 
     def step_(grads, state, params):
-        _, state = run([chosen.step_, others.step_], grads, state, params)
+        _, state = run([t.step_ for t in several], grads, state, params)
         return params, state
 
     return transformation(
-        lambda params: WhereState(
-            *(t.init(side) for t, side in zip(both, split(params, "params"), strict=True))
-        ),
-        lambda updates, state, params=None: run([t.update for t in both], updates, state, params),
+        init,
+        lambda updates, state, params=None: run(pure, updates, state, params),
         specs,
-        update_=lambda updates, state, params=None: run(
-            [t.update_ for t in both], updates, state, params
-        ),
+        update_=lambda updates, state, params=None: run(donating, updates, state, params),
         step_=step_,
         grad_specs=grad_specs,
     )
+
+
+def _only(labels: tree.Tree, leaves: list, label: Hashable) -> tree.Tree:
+    rows = zip(tree.leaves(labels), leaves, strict=True)
+    chosen = [leaf if own == label else None for own, leaf in rows]
+    return tree.unflatten(tree.structure(labels), chosen)

@@ -1,0 +1,126 @@
+"""Learning rates and weight decays of their own for some parameters, by the path in the tree."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from functron import tree
+from functron.errors import Problem, nearest, raise_problems
+from functron.optim.transformation import GradientTransformation
+from functron.optim.where import multi_transform
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters whose learning rate or weight decay is a multiple of that of the others.
+
+    Attributes:
+        pattern: of whole paths, such as ``embed`` or ``blocks/*/norm/*`` (`*`, `?` and `[...]` as
+            in a shell, where `*` is any text, slashes too).
+        learning_rate: the multiple of the learning rate; 0 keeps these parameters as they are.
+        weight_decay: that of the weight decay, which is times the learning rate besides.
+    """
+
+    pattern: str
+    learning_rate: float = 1.0
+    weight_decay: float = 1.0
+
+
+_NAMES = {"lr": "learning_rate", "decay": "weight_decay"}
+
+
+def parse_groups(text: str, path: str = "groups") -> tuple[tuple[Group, ...], list[Problem]]:
+    """The groups that a line describes, and what is wrong with it.
+
+    ``"embed lr=0.1; blocks/*/router/* lr=0.5 decay=0"`` is two groups.
+
+    Args:
+        text: groups separated by semicolons; of each the pattern, then multiples by name.
+        path: where it is written, for messages.
+    """
+    groups, problems = [], []
+    for row in filter(None, (part.strip() for part in text.split(";"))):
+        pattern, *settings = row.split()
+        values = {}
+        for setting in settings:
+            name, _, number = setting.partition("=")
+            value = _number(number)
+            if name not in _NAMES:
+                fix = nearest(name, _NAMES)
+                problems.append(Problem(path, setting, "lr=NUMBER or decay=NUMBER", fix))
+            elif value is None:
+                problems.append(Problem(path, setting, f"{name}= a finite number of at least 0"))
+            else:
+                values[_NAMES[name]] = value
+        if not settings:
+            fix = f"write {pattern} lr=0.1"
+            problems.append(Problem(path, repr(row), "a pattern, then lr= or decay=", fix))
+        groups.append(Group(pattern, **values))
+    return tuple(groups), problems
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and value >= 0 else None
+
+
+def group_labels(params: tree.Tree, groups: Sequence[Group]) -> tree.Tree:
+    """Of every parameter the name of its group: the first pattern that fits its path, or "".
+
+    Args:
+        params: the parameters, or their `ParamDef`s.
+        groups: those that there are.
+
+    Raises:
+        ValueError: a pattern that fits no path, or none that an earlier one does not fit too.
+    """
+    paths = tree.paths(params)
+    found = [next((g.pattern for g in groups if _fits(path, g)), "") for path in paths]
+    raise_problems(
+        "groups of parameters",
+        [
+            Problem(
+                group.pattern,
+                "a pattern that is the first to fit no path",
+                "one that fits some",
+                nearest(group.pattern, paths),
+            )
+            for group in groups
+            if group.pattern not in found
+        ],
+    )
+    return tree.unflatten(tree.structure(params), found)
+
+
+def _fits(path: str, group: Group) -> bool:
+    return fnmatch.fnmatchcase(path, group.pattern)
+
+
+def by_group(
+    make: Callable[[Group], GradientTransformation], params: tree.Tree, groups: Sequence[Group]
+) -> GradientTransformation:
+    """`multi_transform` of an optimizer per group, and one for the parameters in none.
+
+    ``by_group(lambda g: adamw(g.learning_rate * 1e-3, weight_decay=g.weight_decay * 0.1), ...)``;
+    of a schedule, give ``lambda count: g.learning_rate * schedule(count)``.
+
+    Args:
+        make: the optimizer of a group, which sees None in place of others' parameters.
+        params: the parameters, or their `ParamDef`s.
+        groups: the first whose pattern fits a path has the parameter. None: ``make`` of the rest.
+
+    Raises:
+        ValueError: as `group_labels`.
+    """
+    if not groups:
+        return make(Group(""))
+    labels = group_labels(params, groups)
+    known = {group.pattern: group for group in groups}
+    used = dict.fromkeys(tree.leaves(labels))
+    return multi_transform({name: make(known.get(name, Group(""))) for name in used}, labels)

@@ -1,0 +1,57 @@
+"""Growing batches: Megatron's counter, stepped through, and arithmetic instead of it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functron.data.ramp import RampUp
+
+
+def stepped(start, increment, samples, final, steps):
+    """Megatron's RampupBatchsizeNumMicroBatchesCalculator, updated before every step."""
+    increments = (final - start) // increment
+    consumed, rows = 0, []
+    for _ in range(steps):
+        done = consumed >= samples or not increments
+        size = final if done else start + increment * (consumed * increments // samples)
+        rows.append((size, consumed))
+        consumed += size
+    return rows
+
+
+@given(
+    start=st.integers(1, 20), increment=st.integers(1, 20), increments=st.integers(0, 12),
+    per_increment=st.integers(1, 60), extra=st.integers(0, 11),
+)  # fmt: skip
+def test_every_step_is_the_counters(start, increment, increments, per_increment, extra):
+    final = start + increment * increments
+    samples = per_increment * max(increments, 1) + extra
+    ramp = RampUp(start, increment, samples, final)
+    rows = stepped(start, increment, samples, final, 80)
+    assert [(ramp.batch_size(i), ramp.first_sample(i)) for i in range(80)] == rows
+    for step, (size, first) in enumerate(rows):
+        assert ramp.step_of(first) == ramp.step_of(first + size - 1) == step
+    assert {size for size, _ in rows} <= set(ramp.sizes)
+    assert ramp.sizes[-1] == final
+
+
+def test_the_example_of_megatrons_help():
+    """--rampup-batch-size 16 8 300000 with --global-batch-size 1024: 126 increments of 2,381."""
+    ramp = RampUp(16, 8, 300_000, 1024)
+    assert ramp.batch_size(0) == 16
+    assert ramp.batch_size(148) == 16  # 148 * 16 = 2,368 < 300,000 / 126
+    assert ramp.batch_size(149) == 24
+    assert ramp.first_sample(149) == 149 * 16
+    assert ramp.batch_size(10**9) == 1024
+    assert ramp.first_sample(10**9) > 10**11
+
+
+def test_impossible_ramps():
+    with pytest.raises(ValueError, match="final: got 30; wanted 16 and a multiple of 8") as caught:
+        RampUp(16, 8, 1000, 30)
+    assert "set it to 32" in str(caught.value)
+    with pytest.raises(ValueError, match="start: got 0") as caught:
+        RampUp(0, 8, -1, 32)
+    assert "samples: got -1" in str(caught.value)
+    with pytest.raises(ValueError, match="samples: got 1; wanted at least the 2 increments"):
+        RampUp(16, 8, 1, 32)
