@@ -146,8 +146,9 @@ def _check(param: torch.Tensor, operands: dict, scalars: dict, rounding: Stochas
             got = f"shape {tuple(x.shape)} with strides {x.stride()} on {x.device}"
             wanted = f"{layout[0]} with strides {param.stride()} on {param.device}, as param"
             found.append(Problem(name, got, wanted, "see ops.foreach.foreach_(dense=True)"))
+    real = torch.float64 if param.dtype == torch.float64 else torch.float32
     for name, x in scalars.items():
-        dtype = torch.int64 if name == "count" else torch.float32
+        dtype = torch.int64 if name == "count" else real
         if x is not None and (x.dim() or x.dtype != dtype or x.device != param.device):
             got = f"{x.dtype} of shape {tuple(x.shape)} on {x.device}"
             found.append(Problem(name, got, f"a 0-dim {dtype} on {param.device}"))

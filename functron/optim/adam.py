@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from itertools import compress
 from typing import Any, Literal, NamedTuple
@@ -11,6 +12,8 @@ import torch
 from functron import compat, tree
 from functron.errors import Problem, raise_problems
 from functron.ops.foreach import foreach_
+from functron.ops.kernels import AUTO, Kernels
+from functron.optim.adam_leaves import Step, adamw_leaves_
 from functron.optim.learning_rate import (
     LearningRate,
     increment_,
@@ -20,7 +23,13 @@ from functron.optim.learning_rate import (
 )
 from functron.optim.mask import Mask, add_decayed_weights, mask_leaves
 from functron.optim.quantise import BLOCK, Quantised, dequantise, quantisable, quantise
-from functron.optim.transformation import GradientTransformation, chain, transformation, with_step
+from functron.optim.transformation import (
+    Around,
+    GradientTransformation,
+    chain,
+    transformation,
+    with_step,
+)
 from functron.spmd.spec import P
 
 MomentDtype = torch.dtype | Literal["int8"] | None
@@ -120,18 +129,23 @@ def adamw(
     mu_dtype: MomentDtype = None,
     nu_dtype: MomentDtype = None,
     quantised: Mask = None,
+    kernels: Kernels = AUTO,
 ) -> GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019), with Optax's argument names, defaults and state layout.
 
     ``chain(scale_by_adam(...), add_decayed_weights(...), scale_by_learning_rate(...))``. `step_` is
     `torch._fused_adamw_` in place, one kernel sequence for all leaves of a dtype (two when `mask`
     splits them); where that cannot be used (moments of another dtype than the gradients, or a
-    learning rate that a vmap batches) it is `update` and `apply_updates_`. No collectives.
+    learning rate that a vmap batches) it is `update` and `apply_updates_`. On a GPU it is one pass
+    of functron's kernel instead (`functron.ops.adamw`), which has every combination of dtypes but
+    moments in 8 bits, and does the clipping before it and the masters around it in the same pass.
+    No collectives.
 
     Args:
         learning_rate: a number, or a schedule: a function of the count of updates so far.
         b1, b2, eps, mu_dtype, nu_dtype, quantised: see `scale_by_adam`.
         weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
+        kernels: whether the kernel of "adamw" is used; see `functron.ops.kernels.use`.
     """
     plain = chain(
         scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype, nu_dtype=nu_dtype, quantised=quantised),
@@ -139,7 +153,30 @@ def adamw(
         scale_by_learning_rate(learning_rate),
     )
 
+    def one_pass(grads, state, params, around):
+        adam, _, schedule = state
+        columns = _columns(grads, adam, params)
+        if not _one_pass(kernels, columns):
+            return None
+        rate, count = rate_and_count(learning_rate, schedule)
+        if _batched(adam.count, rate, around.factor):
+            return None
+        numbers = {"b1": b1, "b2": b2, "eps": eps}
+        counts = [adam.count] if count is None else [adam.count, count]
+        decays = [weight_decay if flag else 0.0 for flag in mask_leaves(mask, params)]
+
+        def run():
+            increment_(counts)
+            step = Step(adam.count, rate, around.factor, numbers)
+            adamw_leaves_(step, params, columns, decays, around.masters, around.rounding)
+            return params, state
+
+        return run
+
     def step_(grads, state, params):
+        together = one_pass(grads, state, params, Around())
+        if together is not None:
+            return together()
         adam, decay, schedule = state
         rate, count = rate_and_count(learning_rate, schedule)
         columns = _columns(grads, adam, params)
@@ -161,7 +198,7 @@ def adamw(
             )
         return params, (adam, decay, schedule)
 
-    return with_step(plain, step_)
+    return with_step(plain, step_)._replace(one_pass=one_pass)
 
 
 def adam(
@@ -173,6 +210,7 @@ def adam(
     mu_dtype: MomentDtype = None,
     nu_dtype: MomentDtype = None,
     quantised: Mask = None,
+    kernels: Kernels = AUTO,
 ) -> GradientTransformation:
     """Adam (Kingma and Ba 2015): `adamw` without weight decay; the same fused `step_`."""
     return adamw(
@@ -184,6 +222,7 @@ def adam(
         mu_dtype=mu_dtype,
         nu_dtype=nu_dtype,
         quantised=quantised,
+        kernels=kernels,
     )
 
 
@@ -237,11 +276,22 @@ def _columns(grads, adam: ScaleByAdamState, params) -> list[list[torch.Tensor]]:
     ]
 
 
+def _batched(*scalars: float | torch.Tensor | None) -> bool:
+    return any(isinstance(x, torch.Tensor) and compat.is_wrapped(x) for x in scalars)
+
+
+def _quantised(columns: list[list]) -> bool:
+    return any(isinstance(leaf, Quantised) for column in columns for leaf in column)
+
+
+def _one_pass(kernels: Kernels, columns: list[list]) -> bool:
+    """Whether the kernel is to compute the step of these leaves."""
+    return not _quantised(columns) and kernels.takes("adamw", *itertools.chain(*columns))
+
+
 def _fusable(columns: list[list], count: torch.Tensor, rate: float | torch.Tensor) -> bool:
     """Whether one fused call per dtype computes the step: one count, one rate, equal dtypes."""
-    if compat.is_wrapped(count) or (isinstance(rate, torch.Tensor) and compat.is_wrapped(rate)):
-        return False
-    if any(isinstance(leaf, Quantised) for column in columns for leaf in column):
+    if _batched(count, rate) or _quantised(columns):
         return False
     dtypes = [[leaf.dtype for leaf in column] for column in columns]
     return set(dtypes[0]) <= _FUSABLE and all(column == dtypes[0] for column in dtypes)

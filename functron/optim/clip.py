@@ -8,6 +8,8 @@ import torch
 
 from functron import compat, tree
 from functron.ops.foreach import foreach_
+from functron.ops.global_norm import sum_of_squares
+from functron.ops.kernels import AUTO, Kernels
 from functron.optim.transformation import (
     GradientTransformation,
     Updates,
@@ -20,7 +22,9 @@ from functron.spmd.spec import P, is_spec, spec_axes
 from functron.spmd.stages import psum_stages
 
 
-def global_norm(updates: Updates, specs: tree.Tree = None, copies: tree.Tree = 1) -> torch.Tensor:
+def global_norm(
+    updates: Updates, specs: tree.Tree = None, copies: tree.Tree = 1, *, kernels: Kernels = AUTO
+) -> torch.Tensor:
     """The 2-norm of all leaves together, over all their shards; 0-dim.
 
     Float32, or float64 when a leaf is float64; low-precision leaves are accumulated in float32.
@@ -35,6 +39,8 @@ def global_norm(updates: Updates, specs: tree.Tree = None, copies: tree.Tree = 1
             simulation the norm then varies, which the next in-place update refuses.
         copies: how many ranks of a pipeline hold each leaf (a tree or prefix tree of numbers), as
             `pipeline.Partition.copies` says.
+        kernels: whether sums are made by the kernel of "global_norm", which has the same bits on
+            every GPU; see `functron.ops.kernels.use`.
     """
     leaves = tree.leaves(updates)
     if not leaves:
@@ -47,7 +53,7 @@ def global_norm(updates: Updates, specs: tree.Tree = None, copies: tree.Tree = 1
     )
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in leaves) else torch.float32
     groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for norm, spec, count in zip(_norms(leaves), spec_leaves, counts, strict=True):
+    for norm, spec, count in zip(_norms(leaves, kernels), spec_leaves, counts, strict=True):
         axes = tuple(sorted(spec_axes(spec)))
         norm = norm.to(leaves[0].device, dtype)
         groups.setdefault(axes, []).append(norm if count == 1 else norm / math.sqrt(count))
@@ -58,7 +64,9 @@ def global_norm(updates: Updates, specs: tree.Tree = None, copies: tree.Tree = 1
     return psum_stages(torch.stack(squares).sum()).sqrt()
 
 
-def _norms(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+def _norms(leaves: list[torch.Tensor], kernels: Kernels) -> list[torch.Tensor]:
+    if kernels.takes("global_norm", *leaves):
+        return [sum_of_squares(leaf)[0].sqrt() for leaf in leaves]
     if compat.transforms_active():
         return [torch.linalg.vector_norm(t, dtype=_accumulator(t)) for t in leaves]
     out: dict[int, torch.Tensor] = {}
@@ -86,7 +94,7 @@ def norm_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def clip_by_global_norm(
-    max_norm: float, specs: tree.Tree = None, copies: tree.Tree = 1
+    max_norm: float, specs: tree.Tree = None, copies: tree.Tree = 1, *, kernels: Kernels = AUTO
 ) -> GradientTransformation:
     """Scales all updates together so that their `global_norm` is at most `max_norm`, as Optax does.
 
@@ -98,6 +106,7 @@ def clip_by_global_norm(
         specs: the specs of the parameters (and so of the gradients); needed on any mesh that
             shards them.
         copies: how many ranks of a pipeline hold each parameter.
+        kernels: see `global_norm`.
 
     Raises:
         ValueError: `max_norm` is not positive.
@@ -105,12 +114,12 @@ def clip_by_global_norm(
     _positive("clip_by_global_norm", "max_norm", max_norm)
 
     def factor(updates):
-        return norm_scale(global_norm(updates, specs, copies), max_norm)
+        return norm_scale(global_norm(updates, specs, copies, kernels=kernels), max_norm)
 
     return stateless(
         lambda updates, params: scale(updates, factor(updates)),
         lambda updates, params: scale_(updates, factor(updates)),
-    )
+    )._replace(factor=factor)
 
 
 def clip(max_delta: float) -> GradientTransformation:

@@ -8,7 +8,7 @@ import torch
 
 from functron import tree
 from functron.ops.foreach import foreach_
-from functron.optim.transformation import GradientTransformation, transformation
+from functron.optim.transformation import Around, GradientTransformation, transformation
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -38,7 +38,8 @@ def with_fp32_masters(inner: GradientTransformation) -> GradientTransformation:
     Adding it with `apply_updates` gives the rounded masters exactly when the parameter moves by
     fewer than 16 binary orders of magnitude (Sterbenz: the difference is then exact); beyond it is
     off by at most 2^-24 of the larger of the two, until the next update, which starts from the
-    masters. `step_` is always exact.
+    masters. `step_` is always exact. Where `inner` is `adamw` and its kernel is used, `step_` is
+    one pass over memory, without the float32 copies of gradients.
 
     No collectives beyond `inner`'s.
     """
@@ -54,29 +55,46 @@ def with_fp32_masters(inner: GradientTransformation) -> GradientTransformation:
                 "to; fix: call update(grads, state, params)"
             )
         effective = _effective(params, state.masters)
-        updates, inner_state = inner.update(_widen(updates, params), state.inner, effective)
+        updates, inner_state = inner.update(widen(updates, params), state.inner, effective)
 
         new = tree.map(lambda now, u: now + u, effective, updates)
         out = tree.map(
-            lambda p, u, master: master.to(p.dtype).float() - p.float() if _is_low(p) else u,
+            lambda p, u, master: master.to(p.dtype).float() - p.float() if is_low(p) else u,
             params,
             updates,
             new,
         )
-        masters = tree.map(lambda p, master: master if _is_low(p) else None, params, new)
+        masters = tree.map(lambda p, master: master if is_low(p) else None, params, new)
         return out, MastersState(masters, inner_state)
 
+    def one_pass(grads, state, params, around):
+        if inner.one_pass is None or around.masters is not None:
+            return None
+        around = around._replace(masters=state.masters)
+        together = inner.one_pass(grads, state.inner, params, around)
+        if together is None:
+            return None
+
+        def run():
+            _, inner_state = together()
+            return params, MastersState(state.masters, inner_state)
+
+        return run
+
     def step_(grads, state, params):
+        together = one_pass(grads, state, params, Around())
+        if together is not None:
+            return together()
         effective = _effective(params, state.masters)
-        effective, inner_state = inner.step_(_widen(grads, params), state.inner, effective)
+        effective, inner_state = inner.step_(widen(grads, params), state.inner, effective)
         pairs = zip(tree.leaves(params), tree.leaves(effective), strict=True)
-        low = [pair for pair in pairs if _is_low(pair[0])]
+        low = [pair for pair in pairs if is_low(pair[0])]
         foreach_(
             torch._foreach_copy_,
             {"params": [param for param, _ in low]},
             {"masters": [master for _, master in low]},
         )
-        masters = tree.map(lambda p, m: m if _is_low(p) else None, params, effective)
+        masters = tree.map(lambda p, m: m if is_low(p) else None, params, effective)
         return params, MastersState(masters, inner_state)
 
     return transformation(
@@ -85,15 +103,16 @@ def with_fp32_masters(inner: GradientTransformation) -> GradientTransformation:
         specs=lambda param_specs: MastersState(param_specs, inner.specs(param_specs)),
         step_=step_,
         grad_specs=inner.grad_specs,
-    )
+    )._replace(one_pass=one_pass)
 
 
-def _is_low(param: torch.Tensor) -> bool:
+def is_low(param: torch.Tensor) -> bool:
+    """Whether a parameter is bfloat16 or float16."""
     return param.dtype in _LOW_PRECISION
 
 
 def _master(param: torch.Tensor) -> torch.Tensor | None:
-    return param.detach().float() if _is_low(param) else None
+    return param.detach().float() if is_low(param) else None
 
 
 def _effective(params: tree.Tree, masters: tree.Tree) -> tree.Tree:
@@ -101,5 +120,6 @@ def _effective(params: tree.Tree, masters: tree.Tree) -> tree.Tree:
     return tree.map(lambda param, master: param if master is None else master, params, masters)
 
 
-def _widen(updates: tree.Tree, params: tree.Tree) -> tree.Tree:
-    return tree.map(lambda u, p: u.float() if _is_low(p) else u, updates, params)
+def widen(updates: tree.Tree, params: tree.Tree) -> tree.Tree:
+    """`updates`, those of parameters of low precision as float32."""
+    return tree.map(lambda u, p: u.float() if is_low(p) else u, updates, params)

@@ -6,6 +6,9 @@ is sharded, given how the parameters are, and `grad_specs` how gradients must be
 arguments: they reuse memory, run fused, and are what a training step calls. The pure pair is for
 everything else: differentiating through an optimizer, vmapping over hyperparameters, and reading
 what `step_` is supposed to compute.
+
+Two further functions, which few have, let one kernel compute what several transformations do around
+each other in one pass over memory: `factor` and `one_pass`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,24 @@ from functron.program.recorder import active
 Updates = tree.Tree
 State = tree.Tree
 Params = tree.Tree
+
+
+class Around(NamedTuple):
+    """What the transformations around one do, to be done by it in its own pass over memory.
+
+    Attributes:
+        factor: what gradients are multiplied by first, 0-dim; None: nothing.
+        masters: float32 copies that are updated in place of low-precision parameters, which then
+            are these rounded; None, as a whole or in places, where there is none.
+        rounding: how parameters are rounded, an `ops.adamw.Stochastic` each; None: to nearest.
+    """
+
+    factor: torch.Tensor | None = None
+    masters: tree.Tree = None
+    rounding: tree.Tree = None
+
+
+OnePass = Callable[[Updates, State, Params, Around], Callable[[], tuple[Params, State]] | None]
 
 
 class GradientTransformation(NamedTuple):
@@ -47,6 +68,8 @@ class GradientTransformation(NamedTuple):
     update_: Callable[..., tuple[Updates, State]]
     step_: Callable[[Updates, State, Params], tuple[Params, State]]
     grad_specs: Callable[[tree.Tree], tree.Tree] = lambda param_specs: param_specs
+    factor: Callable[[Updates], torch.Tensor] | None = None
+    one_pass: OnePass | None = None
 
 
 def transformation(
@@ -126,7 +149,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
     `step_` runs `update_` of all but the last, which overwrites the donated gradients where it can,
     then `step_` of the last: ``chain(clip_by_global_norm(1.0), adamw(1e-3))`` clips in place, then
-    runs AdamW fused.
+    runs AdamW fused; or, where AdamW has a kernel, clips in its pass.
 
     Gradients are wanted as the transformations together want them; before one under `zero` stand
     only some without state, which see the shards that it wants.
@@ -135,13 +158,16 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         ValueError: (when called) the state is not the tuple of this chain's length.
     """
 
-    def run(methods, updates, state, params):
-        if not isinstance(state, tuple) or len(state) != len(methods):
+    def check(state, wanted):
+        if not isinstance(state, tuple) or len(state) != len(wanted):
             got = f"{len(state)} entries" if isinstance(state, tuple) else type(state).__name__
             raise ValueError(
-                f"chain of {len(methods)} transformations: got a state of {got}; wanted the tuple "
+                f"chain of {len(wanted)} transformations: got a state of {got}; wanted the tuple "
                 "that its init returns; fix: initialise the state with this same optimizer"
             )
+
+    def run(methods, updates, state, params):
+        check(state, methods)
         new_state = []
         for method, part in zip(methods, state, strict=True):
             updates, part = method(updates, part, params)
@@ -157,7 +183,21 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     def last_step_(updates, state, params):
         return transformations[-1].step_(updates, state, params)
 
+    factor = transformations[-2].factor if len(transformations) > 1 else None
+    one_pass = transformations[-1].one_pass if transformations else None
+
     def step_(grads, state, params):
+        if factor is not None and one_pass is not None:
+            check(state, transformations)
+            before = [t.update_ for t in transformations[:-2]]
+            updates, kept = run(before, grads, state[:-2], params)
+            by = factor(updates)
+            together = one_pass(updates, state[-1], params, Around(by))
+            if together is None:
+                params, last = last_step_(scale_(updates, by), state[-1], params)
+            else:
+                params, last = together()
+            return params, (*kept, state[-2], last)
         methods = [*(t.update_ for t in transformations[:-1]), last_step_]
         return run(methods, grads, state, params)
 

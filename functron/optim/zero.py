@@ -147,13 +147,31 @@ def zero(
             updates, state = inner.update(grads, state, mine)
             return whole(apply_updates(mine, updates), params), state
         mine, state = inner.step_(grads, state, mine)
+        return written(mine, params), state
+
+    def written(mine: tree.Tree, params: tree.Tree) -> tree.Tree:
+        """`params`, overwritten by what all ranks' parts are now."""
         rows = zip(
             tree.paths(params), tree.leaves(params), tree.leaves(mine), cut(params), strict=True
         )
         for path, param, part, cuts in rows:
             if cuts:  # one after another, so that one leaf at a time is there twice
                 _overwrite(param, join(part, cuts, param.shape), path)
-        return params, state
+        return params
+
+    def one_pass(grads, state, params, around):
+        if inner.one_pass is None or around.masters is not None or around.rounding is not None:
+            return None  # what is around this is of whole parameters
+        mine = parts(params)
+        together = inner.one_pass(grads, state, mine, around)
+        if together is None:
+            return None
+
+        def run():
+            new, inner_state = together()
+            return written(new, params), inner_state
+
+        return run
 
     return GradientTransformation(
         init,
@@ -162,6 +180,7 @@ def zero(
         lambda updates, state, params=None: run(inner.update_, updates, state, params),
         step_,
         lambda param_specs: inner.grad_specs(extended(param_specs)),
+        one_pass=one_pass,
     )
 
 
