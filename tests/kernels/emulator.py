@@ -13,54 +13,25 @@ The tests that use it are skipped where there is no g++ or no header of the CUDA
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
-import importlib.util
 import math
-import mmap
-import os
-import re
-import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from functron.ops import sources
+from tests.kernels.emulator_memory import Placed, overlap, placed
+from tests.kernels.emulator_source import KERNELS, Parameter, Program, load, missing
 
-HERE = Path(__file__).parent
-KERNELS = sources.FOLDER
-COMPILER = "g++"
+__all__ = ["EmulationError", "Emulator", "emulated", "missing"]
+
 SHARED_LIMIT = 163 * 1024  # of a block on sm_80, the least of the architectures
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 BLOCK_LIMITS = (1024, 1024, 64)
 THREADS_LIMIT = 1024
 
-_KERNEL = re.compile(
-    r'extern\s+"C"\s+__global__\s+void\s+__launch_bounds__\(((?:[^()]|\([^()]*\))*)\)\s*(\w+)\s*\('
-)
-_DYNAMIC = re.compile(
-    r"extern\s+__shared__\s+(?:__align__\(\d+\)\s*|alignas\(\d+\)\s*)?([\w:<>\s]+?)\s+(\w+)\s*\[\s*\]\s*;"
-)
-_LOCAL_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"[^\n]*$', re.MULTILINE)
-_SANITIZE = "alignment,null,bounds,signed-integer-overflow,integer-divide-by-zero,shift,return"
-_OPTIONS = (
-    "-std=c++20", "-O1", "-fPIC", "-w", "-march=native", "-ffp-contract=fast", "-fno-strict-aliasing",
-    "-U_FORTIFY_SOURCE", f"-fsanitize={_SANITIZE}", f"-fno-sanitize-recover={_SANITIZE}",
-)  # fmt: skip
-# what NVIDIA's headers include that wheels of the CUDA runtime lack; emulator.h defines their macros
-_STUBS = {
-    "crt/host_defines.h": "",
-    "nv/target": "#pragma once\n"
-    "#define NV_IF_ELSE_TARGET(target, then, otherwise) otherwise\n"
-    "#define NV_IF_TARGET(target, ...)\n",
-}
 _KINDS = {
     "S": (torch.float32,),
     "H": (torch.float16,),
@@ -115,11 +86,11 @@ class Emulator:
         Raises:
             EmulationError: see the class.
         """
-        library = load(source, tuple(sorted((defines or {}).items())), self.edits, self.folder)
+        program = load(source, tuple(sorted((defines or {}).items())), self.edits, self.folder)
         try:
             if 0 in _three(grid):  # functron.ops.launch does nothing either
                 return
-            _launch(library, name, _three(grid), _three(block), arguments, shared_bytes, self.seed)
+            _launch(program, name, _three(grid), _three(block), arguments, shared_bytes, self.seed)
         except EmulationError as error:
             raise EmulationError(f"{source}.cu, {name}: {error}") from None
 
@@ -150,137 +121,6 @@ def emulated(forward: Callable[..., Any], *args: Any, seeds: Sequence[int] = (0,
     return results[0]
 
 
-def missing() -> str | None:
-    """What the emulator lacks on this machine; None if nothing."""
-    if shutil.which(COMPILER) is None:
-        return f"no {COMPILER}"
-    if headers() is None:
-        return "no headers of the CUDA runtime; pip install nvidia-cuda-runtime"
-    return None
-
-
-@functools.cache
-def headers() -> Path | None:
-    """The folder of cuda_bf16.h: that of a wheel, or of an installed toolkit."""
-    found = []
-    spec = importlib.util.find_spec("nvidia")
-    for root in (spec.submodule_search_locations or []) if spec else []:
-        found += sorted(Path(root).glob("*/include"), reverse=True)
-    for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
-        found += [Path(home) / "include"] if home else []
-    return next((path for path in found if (path / "cuda_bf16.h").exists()), None)
-
-
-@functools.cache
-def load(
-    source: str,
-    defines: tuple[tuple[str, str], ...],
-    edits: tuple[tuple[str, str], ...] = (),
-    folder: Path = KERNELS,
-) -> ctypes.CDLL:
-    """The compiled ``kernels/<source>.cu``; skips the test where nothing can compile it."""
-    sources.check_defines(sources.read(source, folder), dict(defines))  # as the launcher does
-    lack = missing()
-    if lack:
-        pytest.skip(f"emulator: {lack}")
-    text = _expanded(folder / f"{source}.cu", set())
-    for old, new in edits:
-        if old not in text:
-            raise ValueError(f"edit: {source}.cu has no {old!r}")
-        text = text.replace(old, new)
-    kernels = _KERNEL.findall(text)
-    text = _DYNAMIC.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulator::dynamic);", text)
-    lines = [f"#define {name} {value}" for name, value in defines]
-    # unnamed: g++ puts shared variables of inline functions and of others into one section only if
-    # all of them are local to the file
-    lines += ["namespace {", text, "}"]
-    lines += [f"EMULATED_KERNEL({name}, {bound})" for bound, name in kernels]
-    return ctypes.CDLL(str(_compiled(source, "\n".join(lines))))
-
-
-def _expanded(path: Path, seen: set[Path]) -> str:
-    """The source with those of the project's headers that it includes."""
-    if path in seen:
-        return ""
-    seen.add(path)
-    text = re.sub(r"#\s*pragma\s+once", "", path.read_text())
-
-    def included(match: re.Match) -> str:
-        line = text.count("\n", 0, match.start()) + 2
-        inner = path.parent / match[1]
-        return f'{_expanded(inner, seen)}\n#line {line} "{path}"' if inner.exists() else match[0]
-
-    return f'#line 1 "{path}"\n' + _LOCAL_INCLUDE.sub(included, text)
-
-
-def _compiled(name: str, text: str) -> Path:
-    """The shared library of a program, from the cache or compiled. Safe among processes."""
-    folder = _prepared()
-    key = hashlib.sha256(text.encode()).hexdigest()[:24]
-    library = folder / f"{name}-{key}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            program, compiled = Path(work) / f"{name}.o", Path(work) / f"{name}.so"
-            header = ["-include", str(folder / "emulator.h")]
-            _run([*_options(folder), *header, "-x", "c++", "-c", "-", "-o", str(program)], text)
-            # linked apart from -fsanitize: emulator.h has what it calls
-            _run(["-shared", str(program), "-o", str(compiled)], "")
-            os.replace(compiled, library)
-    return library
-
-
-@functools.cache
-def _prepared() -> Path:
-    """The folder of this version's artefacts: with stubs, and emulator.h precompiled."""
-    version = subprocess.run([COMPILER, "--version"], capture_output=True, check=True).stdout
-    found = headers()
-    about = [(HERE / "emulator.h").read_text(), repr(_OPTIONS), repr(_STUBS), str(found)]
-    key = hashlib.sha256("\n".join(about).encode() + version + _processor()).hexdigest()[:16]
-    cache = Path(tempfile.gettempdir()) / f"functron-emulator-{os.getuid()}"
-    cache.mkdir(mode=0o700, exist_ok=True)
-    folder = cache / key
-    if not folder.exists():
-        work = Path(tempfile.mkdtemp(dir=cache))
-        for stub, content in _STUBS.items():
-            (work / stub).parent.mkdir(parents=True, exist_ok=True)
-            (work / stub).write_text(content)
-        header = work / "emulator.h"
-        header.write_text(about[0])
-        try:
-            _run([*_options(work), "-x", "c++-header", str(header), "-o", f"{header}.gch"], "")
-            work.rename(folder)
-        except OSError:  # another process was first
-            pass
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-    return folder
-
-
-def _options(folder: Path) -> list[str]:
-    return [*_OPTIONS, *_poisoned_locals(), f"-I{folder}", "-isystem", str(headers())]
-
-
-@functools.cache
-def _poisoned_locals() -> tuple[str, ...]:
-    """What makes uninitialised variables -1e37 (integers: -2^24 or so), where g++ has it: from 12."""
-    option = "-ftrivial-auto-var-init=pattern"
-    asked = [COMPILER, option, "-E", "-x", "c++", "/dev/null"]
-    known = subprocess.run(asked, capture_output=True).returncode == 0
-    return (option,) if known else ()
-
-
-def _processor() -> bytes:
-    """What -march=native means here."""
-    asked = [COMPILER, "-march=native", "-Q", "--help=target"]
-    return subprocess.run(asked, capture_output=True, check=True).stdout
-
-
-def _run(options: list[str], text: str) -> None:
-    done = subprocess.run([COMPILER, *options], input=text, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{COMPILER} cannot compile for the emulator:\n{done.stderr[:4000]}")
-
-
 class _Region(ctypes.Structure):
     _fields_ = (
         ("begin", ctypes.c_void_p),
@@ -303,18 +143,26 @@ class _Call(ctypes.Structure):
     )
 
 
-def _launch(library, name, grid, block, arguments, shared_bytes, seed) -> None:
-    try:
-        function = getattr(library, f"emulated_{name}")
-    except AttributeError:
-        raise EmulationError('no such extern "C" kernel with __launch_bounds__') from None
+def _launch(
+    program: Program,
+    name: str,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    arguments: Sequence[Any],
+    shared_bytes: int,
+    seed: int,
+) -> None:
+    library = program.library
+    if name not in program.kernels:
+        raise EmulationError('no such extern "C" kernel with __launch_bounds__')
     about = getattr(library, f"emulated_kinds_{name}")
     about.restype = ctypes.c_char_p
     kinds = about().decode()
     _check_size(library, name, grid, block, shared_bytes)
     _check_arguments(kinds, arguments)
+    _check_aliases(program.kernels[name], arguments)
     with _lock:
-        regions = _placed(arguments, at_end=seed % 2 == 0)
+        regions = placed(arguments, at_end=seed % 2 == 0)
         try:
             boxes = [
                 _boxed(argument, kind, regions)
@@ -331,11 +179,13 @@ def _launch(library, name, grid, block, arguments, shared_bytes, seed) -> None:
                 ctypes.cast(table, ctypes.POINTER(_Region)), len(regions),
                 ctypes.cast(message, ctypes.c_char_p), len(message),
             )  # fmt: skip
-            failed = function(ctypes.byref(call))
-            if failed:
+            if getattr(library, f"emulated_{name}")(ctypes.byref(call)):
                 raise EmulationError(message.value.decode())
             for region in regions:
-                region.finish()
+                if not region.finish():
+                    raise EmulationError(
+                        f"out of bounds: writes next to argument {region.argument}"
+                    )
         finally:
             for region in regions:
                 region.free()
@@ -377,7 +227,17 @@ def _check_arguments(kinds: str, arguments: Sequence[Any]) -> None:
             raise EmulationError(f"argument {i}: got {got}; wanted {wanted}")
 
 
-def _boxed(argument: Any, kind: str, regions: Sequence[_Placed]) -> Any:
+def _check_aliases(parameters: Sequence[Parameter], arguments: Sequence[Any]) -> None:
+    """What is written through one pointer must not be what ``__restrict__`` keeps to another."""
+    for i, one in enumerate(parameters):
+        for j, other in enumerate(parameters[:i]):
+            matters = (one.written or other.written) and (one.restrict or other.restrict)
+            pair = arguments[i], arguments[j]
+            if matters and all(isinstance(x, torch.Tensor) for x in pair) and overlap(*pair):
+                raise EmulationError(f"arguments {j} and {i} overlap, in spite of __restrict__")
+
+
+def _boxed(argument: Any, kind: str, regions: Sequence[Placed]) -> Any:
     if kind == "i":
         return ctypes.c_longlong(argument)
     if kind == "f":
@@ -387,68 +247,6 @@ def _boxed(argument: Any, kind: str, regions: Sequence[_Placed]) -> Any:
     at = argument.data_ptr()
     region = next(r for r in regions if r.original <= at < r.original + r.size)
     return ctypes.c_void_p(region.address + at - region.original)
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong
-)  # fmt: skip
-_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_GUARD_BYTES = 256 << 20  # without access; costs address space alone
-_PRIVATE, _ANONYMOUS, _NO_RESERVE = 0x02, 0x20, 0x4000
-_PACK_BYTES = 16
-_POISON = 0xFF
-
-
-class _Placed:
-    """A copy of some memory between pages without access, as far from 16 bytes as the original."""
-
-    def __init__(self, original: int, size: int, argument: int, at_end: bool):
-        self.original, self.size, self.argument = original, size, argument
-        self.inside = -(-(size + _PACK_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = self.inside + 2 * _GUARD_BYTES
-        flags = _PRIVATE | _ANONYMOUS | _NO_RESERVE
-        self.mapped = _libc.mmap(None, length, 0, flags, -1, 0)
-        self.first = self.mapped + _GUARD_BYTES
-        _libc.mprotect(self.first, self.inside, mmap.PROT_READ | mmap.PROT_WRITE)
-        ctypes.memset(self.first, _POISON, self.inside)
-        offset = original % _PACK_BYTES
-        if at_end:
-            last = self.first + self.inside - size
-            self.address = last - (last - offset) % _PACK_BYTES
-        else:
-            self.address = self.first + offset
-        ctypes.memmove(self.address, original, size)
-
-    def finish(self) -> None:
-        """Copy back; what is around it on its pages must be as it was."""
-        before = self.address - self.first
-        pages = ctypes.string_at(self.first, self.inside)
-        around = pages[:before] + pages[before + self.size :]
-        if around.count(_POISON) != len(around):
-            raise EmulationError(f"out of bounds: writes next to argument {self.argument}")
-        ctypes.memmove(self.original, self.address, self.size)
-
-    def free(self) -> None:
-        _libc.munmap(self.mapped, self.inside + 2 * _GUARD_BYTES)
-
-
-def _placed(arguments: Sequence[Any], at_end: bool) -> list[_Placed]:
-    """The memory that the tensors use, overlapping ones together."""
-    extents = []
-    for i, x in enumerate(arguments):
-        if isinstance(x, torch.Tensor) and x.numel():
-            last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-            extents.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size(), i))
-    merged: list[tuple[int, int, int]] = []
-    for begin, end, i in sorted(extents):
-        if merged and begin < merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]), merged[-1][2])
-        else:
-            merged.append((begin, end, i))
-    return [_Placed(begin, end - begin, i, at_end) for begin, end, i in merged]
 
 
 def _three(size: Sequence[int] | int) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels import emulator
+from tests.kernels import emulator, emulator_source
 from tests.kernels.emulator import EmulationError, Emulator, emulated
 
 PREAMBLE = """
@@ -82,6 +82,7 @@ KERNEL overflows(i64* y, i64 n) { const int i = (int)n * 65536; y[0] = i; }
 KERNEL divides(i64* y, i64 n) { y[0] = 1 / n; }
 KERNEL unwritten_shared(float* y) { __shared__ float all[32]; y[threadIdx.x] = all[threadIdx.x]; }
 KERNEL racing(float* y) { __shared__ float all[64]; all[threadIdx.x] = threadIdx.x; y[threadIdx.x] = all[63 - threadIdx.x]; }
+KERNEL restricted(const float* __restrict__ x, float* __restrict__ y) { y[threadIdx.x] = x[threadIdx.x]; }
 KERNEL block_order(float* y) { y[0] = blockIdx.x; }
 KERNEL lazy(float* y) { if (threadIdx.x) y[threadIdx.x] = 0; }
 """
@@ -185,6 +186,16 @@ def test_tensors_that_overlap_stay_so(folder):
         "correct", "optional", 1, 32, memory[16:48], memory[:32], 2.0, defines=SINGLE
     )
     assert memory[:16].tolist() == [2.0 * i for i in range(16, 32)]
+
+
+def test_restricted_tensors_must_not_overlap(folder):
+    memory = torch.zeros(4, 64)
+    launch = Emulator(folder=folder)
+    launch("wrong", "restricted", 1, 32, memory[:, :32], memory[:, 32:])  # side by side
+    with pytest.raises(EmulationError, match="arguments 0 and 1 overlap"):
+        launch("wrong", "restricted", 1, 32, memory[0], memory[0])
+    with pytest.raises(EmulationError, match="arguments 0 and 1 overlap"):
+        launch("wrong", "restricted", 1, 32, memory[:, :33], memory[:, 32:])
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
@@ -304,8 +315,8 @@ def test_edits_must_apply(folder):
 
 
 def test_without_a_compiler_tests_skip(folder, monkeypatch):
-    monkeypatch.setattr(emulator, "COMPILER", "no-such-compiler")
-    emulator.load.cache_clear()
+    monkeypatch.setattr(emulator_source, "COMPILER", "no-such-compiler")
+    emulator_source.load.cache_clear()
     with pytest.raises(pytest.skip.Exception, match="no no-such-compiler"):
         Emulator(folder=folder)("wrong", "divergent", 1, 1)
-    emulator.load.cache_clear()
+    emulator_source.load.cache_clear()
