@@ -21,6 +21,7 @@ from functron.ops.lse_merge import LSE_MERGE, LSE_MERGE_BACKWARD
 from functron.ops.moe_permute import PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD
 from functron.ops.moe_router import ROUTER, ROUTER_BACKWARD
 from functron.ops.moe_sort import SORT
+from functron.ops.qk_norm_rope import QK_NORM_ROPE, QK_NORM_ROPE_, QK_NORM_ROPE_BACKWARD
 from functron.ops.quantise_fp8 import DEQUANTISE_FP8, QUANTISE_FP8
 from functron.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
 from functron.ops.softmax import SOFTMAX, SOFTMAX_BACKWARD
@@ -75,6 +76,34 @@ def layer_norm_backward(g: Given) -> Case:
         builtin=backward_of(lambda x, w, b: F.layer_norm(x, (len(w),), w, b), dy, x, w, b),
         liger=backward_of(function and (lambda x, w, b: function(x, w, b, 1e-5)), dy, x, w, b),
     )  # fmt: skip
+
+
+def _heads(g: Given, normed: bool) -> tuple[list, list]:
+    """q and k as views of what one projection has made, and what follows them as arguments."""
+    heads, size = g.sizes.heads, g.sizes.head_dim // 2 * 2
+    groups = max(1, heads // 4)
+    packed = g.normal(1, g.sizes.tokens, (heads + 2 * groups) * size)
+    q, k, _ = packed.unflatten(-1, (-1, size)).split((heads, groups, groups), -2)
+    scales = [g.normal(size), g.normal(size + 1)[1:]] if normed else [None, None]
+    turns = torch.arange(g.sizes.tokens, device=g.device)[:, None] * 1e-3
+    angles = turns * torch.arange(1, size // 2 + 1, device=g.device)
+    return [q, k], [*scales, angles.cos(), angles.sin(), 1e-6, False, False]
+
+
+def rope(g: Given, normed: bool, in_place: bool) -> Case:
+    (q, k), rest = _heads(g, normed)
+    op = QK_NORM_ROPE_ if in_place else QK_NORM_ROPE
+    floor = nbytes(q, k, q, k, *rest[:4])
+    table = [torch.cat([one, one], -1)[None].to(q.dtype) for one in rest[2:4]]
+    theirs = liger("liger_rope", q.transpose(1, 2), k.transpose(1, 2), *table)
+    return Case(op, (q, k, *rest), shape_of(q), floor, liger=None if normed else theirs)
+
+
+def rope_backward(g: Given) -> Case:
+    (q, k), rest = _heads(g, True)
+    d_q, d_k = (x.flip(1).contiguous() for x in (q, k))
+    args = (d_q, d_k, q, k, *rest)
+    return Case(QK_NORM_ROPE_BACKWARD, args, shape_of(q), nbytes(q, k, q, k, q, k, *rest[:4]))
 
 
 def _logits(g: Given) -> tuple[torch.Tensor, torch.Tensor]:
@@ -312,6 +341,10 @@ CASES: Mapping[str, Callable[[Given], Case]] = MappingProxyType(
         "rms_norm backward": rms_norm_backward,
         "layer_norm": layer_norm,
         "layer_norm backward": layer_norm_backward,
+        "rope": functools.partial(rope, normed=False, in_place=False),
+        "rope, in place": functools.partial(rope, normed=False, in_place=True),
+        "qk_norm + rope": functools.partial(rope, normed=True, in_place=False),
+        "qk_norm + rope backward": rope_backward,
         "swiglu": functools.partial(glu, activation="silu"),
         "swiglu backward": functools.partial(glu_backward, activation="silu"),
         "geglu": functools.partial(glu, activation="gelu_tanh"),
