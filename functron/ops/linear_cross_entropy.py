@@ -17,6 +17,7 @@ import torch
 from functron import compat
 from functron.ops.cross_entropy import log_sum_exp_and_target, logits_cotangent
 from functron.ops.kernels import AUTO, Kernels
+from functron.scopes import in_phase
 from functron.transforms.custom_vjp import custom_vjp
 from functron.typing import Float, Int, Tensor
 
@@ -36,9 +37,9 @@ def linear_log_sum_exp_and_target(
 
     Between forward and backward live x, w, ids and one number per token. Both make at most the
     logits of `chunk_tokens` tokens, or as many, or as many as x has elements; backward makes them
-    once more, which is half as much work again as forward and backward of x w, and overwrites them
-    with their cotangents where nothing traces or transforms it. Derivatives of derivatives, and
-    forward mode, keep all.
+    once more, which is a third more work than x w and its derivatives, and overwrites them with
+    their cotangents where nothing traces or transforms it. Derivatives of derivatives, and forward
+    mode, keep all.
 
     Args:
         x: ``[N, D]``.
@@ -109,8 +110,10 @@ def _backward(
     dx, dws = None, []
     for columns in _slices(w.shape[1], _width(x, w.shape[1], pieces)):
         part = w[:, columns]
+        with in_phase("recompute"):
+            logits = x @ part
         moved = logits_cotangent(
-            d_lse, d_target, x @ part, ids - columns.start, lse,
+            d_lse, d_target, logits, ids - columns.start, lse,
             None if valid is None else valid - columns.start, overwrite=alone, kernels=kernels,
         )  # fmt: skip
         more = moved @ part.mT

@@ -9,6 +9,7 @@ from torch.func import grad, hessian, jacfwd, jvp, vjp, vmap
 import functron as ft
 from functron import DATA_AXES, Mesh, P, lax, nn, ops
 from functron.ops.linear_cross_entropy import linear_log_sum_exp_and_target
+from functron.program.cost import cost
 from functron.program.memory import memory
 from functron.program.trace import trace
 from tests.program.measured_memory import measured_peak
@@ -258,6 +259,16 @@ def test_traced_and_run_as_a_program(kernels):
     torch.testing.assert_close(parts(*operands), expected)
     program = ft.jit(parts, backend="eager")
     torch.testing.assert_close(program(*operands), expected)
+
+
+def test_work():
+    """A third more than of whole logits, which counts as recomputation."""
+    tokens, embed, vocab = 24, 8, 64
+    whole, parts, operands = steps(tokens, embed, vocab, 8)
+    before, after = (cost(trace(step)(*operands)) for step in (whole, parts))
+    product = 2 * tokens * embed * vocab
+    assert before.hardware_flops == before.model_flops == after.model_flops == 3 * product
+    assert after.hardware_flops == 4 * product
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
