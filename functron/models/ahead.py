@@ -69,5 +69,6 @@ def predict_ahead(
         order=how.context.order,
         segments=sequence.segments,
         positions=sequence.positions,
+        kernels=how.kernels,
     )
     return losses, [each for each in said if each is not None]

@@ -136,9 +136,13 @@ def norm_defs(config: GPTConfig) -> dict:
     )
 
 
-def norm(config: GPTConfig, weights: dict, x: Tensor) -> Tensor:
+def norm(config: GPTConfig, weights: dict, x: Tensor, kernels: Kernels) -> Tensor:
     """A norm of the stream."""
-    return nn.norm(weights, x, eps=config.norm_eps, zero_centered=config.zero_centered_norm)
+    return nn.norm(weights, x, **_norm_settings(config, kernels))
+
+
+def _norm_settings(config: GPTConfig, kernels: Kernels) -> dict:
+    return {"eps": config.norm_eps, "zero_centered": config.zero_centered_norm, "kernels": kernels}
 
 
 def block(config: GPTConfig, sequence: Sequence, how: How, gather: Gather) -> Callable:
@@ -156,27 +160,26 @@ def block(config: GPTConfig, sequence: Sequence, how: How, gather: Gather) -> Ca
 
     def layer(weights: dict, x: Tensor, key: Tensor | None, own: Tensor | None) -> Any:
         keys = (None, None, None) if key is None else random.split(key, 3).unbind(0)
-        core = sequence.core(how.context, window if own is None else own)
+        core = sequence.core(how.context, window if own is None else own, how.kernels)
         core = rematerialise(core) if how.remat == "selective" else core
         check_whole(config, weights["attention_norm"]["scale"].shape[0])
         with named_scope("attention"):
-            y = norm(config, weights["attention_norm"], x)
-            settings = {"rope": rope, "stream": how.stream, "core": core}
+            y = norm(config, weights["attention_norm"], x, how.kernels)
+            settings = {"rope": rope, "stream": how.stream, "core": core, "kernels": how.kernels}
             if config.latent is None:
                 y = nn.self_attention(weights["attention"], y, config.attention, **settings)
             else:
                 y = nn.mla(weights["attention"], y, config.latent, **settings)
-            x = x + how.drop(config, sequence, y, keys[0])
-        if "moe" in weights:
-            with named_scope("moe"):
-                y = norm(config, weights["mlp_norm"], x)
+            y = how.drop(config, sequence, y, keys[0])
+        with named_scope("moe" if "moe" in weights else "mlp"):
+            y, x = nn.add_norm(weights["mlp_norm"], y, x, **_norm_settings(config, how.kernels))
+            if "moe" in weights:
                 y, routed = _moe(config, weights["moe"], y, sequence, how, keys[2])
-                return x + how.drop(config, sequence, y, keys[1]), routed
-        assert config.activation != "clamped_swiglu"
-        with named_scope("mlp"):
-            y = norm(config, weights["mlp_norm"], x)
-            y = nn.mlp(weights["mlp"], y, activation=config.activation, stream=how.stream)
-            return x + how.drop(config, sequence, y, keys[1]), None
+            else:
+                assert config.activation != "clamped_swiglu"
+                routed, settings = None, {"stream": how.stream, "kernels": how.kernels}
+                y = nn.mlp(weights["mlp"], y, activation=config.activation, **settings)
+            return x + how.drop(config, sequence, y, keys[1]), routed
 
     policy = {"full": policies.nothing, "dots": policies.dots}.get(how.remat, policies.everything)
     # what is recomputed is inside what is gathered: so gathering depends on parameters alone

@@ -52,7 +52,7 @@ def _total(
         raise_problems("the batch has no loss", [problem])
         raise AssertionError("unreachable")
     with named_scope("norm"):
-        normed = norm(config, how.gather.at("norm")(weights["norm"]), x)
+        normed = norm(config, how.gather.at("norm")(weights["norm"]), x, how.kernels)
     with named_scope("unembed"):
         matrix = _unembedding(config, weights, how)
 
@@ -101,7 +101,7 @@ def _total(
 def logits(config: GPTConfig, weights: dict, x: Tensor, how: How) -> Tensor:
     """The logits of the stream after all layers, in the order that the batch came in."""
     with named_scope("norm"):
-        x = norm(config, how.gather.at("norm")(weights["norm"]), x)
+        x = norm(config, how.gather.at("norm")(weights["norm"]), x, how.kernels)
     with named_scope("unembed"):
         x = nn.gather_sequence(x, how.stream)
         if how.context.order == "zigzag":

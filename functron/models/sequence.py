@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, get_args
 from functron.errors import Problem, nearest, raise_problems
 from functron.nn import zigzag
 from functron.nn.context import context_attention
+from functron.ops import AUTO, Kernels
 from functron.spmd import CONTEXT_AXES, DATA_AXES
 from functron.spmd import collectives as lax
 from functron.typing import Int, Tensor
@@ -88,7 +89,7 @@ class Sequence(NamedTuple):
     segments: Tensor | None
     attend: Callable | None = None
 
-    def core(self, context: Context, window: int | Tensor = 0) -> Callable:
+    def core(self, context: Context, window: int | Tensor = 0, kernels: Kernels = AUTO) -> Callable:
         """What `nn.self_attention` calls to attend to what these tokens may see."""
         if self.attend is not None:
             return functools.partial(self.attend, window=window)
@@ -100,6 +101,7 @@ class Sequence(NamedTuple):
             kind=context.kind,
             balanced=context.halves,
             ring_size=context.ring_size or None,
+            kernels=kernels,
         )
 
 

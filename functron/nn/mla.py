@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -43,6 +43,7 @@ from functron.nn.linear import (
 )
 from functron.nn.norm import norm, norm_defs
 from functron.nn.rope import apply_rope
+from functron.ops.kernels import AUTO, Kernels
 from functron.spmd.spec import P
 from functron.typing import Bool, Float, Tensor
 
@@ -174,6 +175,7 @@ def mla(
     stream: P,
     axis: str = "tp",
     core: Callable | None = None,
+    kernels: Kernels = AUTO,
 ) -> Float[Tensor, "batch seq embed"]:
     """Multi-head latent attention over the stream, with the heads split over `axis`.
 
@@ -187,6 +189,7 @@ def mla(
         axis: the mesh axis that splits the heads.
         core: computes softmax(q k^T / sqrt(q's dims)) v of this rank's heads, ``(q, k, v) -> out``,
             v being of `v_head_dim`; None: `causal_attention`. For example `context_attention`.
+        kernels: of norms and of rotation.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce of the result's
@@ -195,12 +198,13 @@ def mla(
         one reduce-scatter of the result, and the transposes of both backward.
     """
     c = config
-    narrow = (_before_queries(params, x, c), *_latents(params, x, c))
+    narrow = (_before_queries(params, x, c, kernels), *_latents(params, x, c, kernels))
     ahead, latent, k_rope = _whole(narrow, stream, axis)
-    q = torch.cat(_queries(params, ahead, c, rope), -1)
+    q = torch.cat(_queries(params, ahead, c, rope, kernels), -1)
     up = column_parallel(latent, *weights(params["kv_up"]))
     k_nope, v = up.split([c.nope_head_dim, c.v_head_dim], -1)
-    shared = apply_rope(k_rope.unsqueeze(-2), rope, interleaved=c.interleaved)
+    settings: Any = {"interleaved": c.interleaved, "kernels": kernels}
+    shared = apply_rope(k_rope.unsqueeze(-2), rope, **settings)
     # one key for all heads: expanding it is what sums its gradient over them
     k = torch.cat([k_nope, shared.expand(*k_nope.shape[:-1], -1)], -1)
     y = padded_attention(q, k, v) if core is None else core(q, k, v)
@@ -291,27 +295,33 @@ def _whole(parts: tuple[Tensor, ...], stream: P, axis: str) -> tuple[Tensor, ...
     return together.split([part.shape[-1] for part in parts], -1)
 
 
-def _before_queries(params: dict, x: Tensor, config: MLAConfig) -> Tensor:
+def _before_queries(params: dict, x: Tensor, config: MLAConfig, kernels: Kernels = AUTO) -> Tensor:
     """What queries are linear in: their latent, or the stream."""
     if not config.q_rank:
         return x
     down = column_parallel(x, *weights(params["q_down"]))
-    return norm(params["q_norm"], down, eps=config.norm_eps)
+    return norm(params["q_norm"], down, eps=config.norm_eps, kernels=kernels)
 
 
-def _latents(params: dict, x: Tensor, config: MLAConfig) -> tuple[Tensor, Tensor]:
+def _latents(
+    params: dict, x: Tensor, config: MLAConfig, kernels: Kernels = AUTO
+) -> tuple[Tensor, Tensor]:
     """The latent of keys and values, normed, and the shared key, not yet rotated."""
     down = column_parallel(x, *weights(params["kv_down"]))
     latent, k_rope = down.split([config.kv_rank, config.rope_head_dim], -1)
-    return norm(params["kv_norm"], latent, eps=config.norm_eps), k_rope
+    return norm(params["kv_norm"], latent, eps=config.norm_eps, kernels=kernels), k_rope
 
 
 def _queries(
-    params: dict, ahead: Tensor, config: MLAConfig, rope: tuple[Tensor, Tensor]
+    params: dict,
+    ahead: Tensor,
+    config: MLAConfig,
+    rope: tuple[Tensor, Tensor],
+    kernels: Kernels = AUTO,
 ) -> tuple[Tensor, Tensor]:
     """This rank's queries, times `softmax_factor`: the dims without positions, and the rotated."""
     c = config
     q = column_parallel(ahead, *weights(params["q_up" if c.q_rank else "q"]))
     q = q * c.softmax_factor if c.softmax_factor != 1 else q
     nope, rotated = q.split([c.nope_head_dim, c.rope_head_dim], -1)
-    return nope, apply_rope(rotated, rope, interleaved=c.interleaved)
+    return nope, apply_rope(rotated, rope, interleaved=c.interleaved, kernels=kernels)

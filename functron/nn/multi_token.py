@@ -26,6 +26,7 @@ from functron.nn import zigzag
 from functron.nn.linear import column_parallel, linear_defs, weights
 from functron.nn.loss import IGNORE_INDEX
 from functron.nn.norm import NormKind, norm, norm_defs
+from functron.ops.kernels import AUTO, Kernels
 from functron.spmd import collectives as lax
 from functron.typing import Float, Int, Tensor
 
@@ -82,6 +83,7 @@ def multi_token(
     order: Order = "contiguous",
     segments: Int[Tensor, "batch whole_seq"] | None = None,
     positions: Int[Tensor, "*rows whole_seq"] | None = None,
+    kernels: Kernels = AUTO,
 ) -> Predictions:
     """The losses of every module, each going on from the one before.
 
@@ -103,19 +105,21 @@ def multi_token(
         head: the model's unembedding and loss: ``(stream, targets) -> losses [batch, seq]``.
         eps, zero_centered: of the norms; see `norm`.
         order, segments, positions: as for `shifted`.
+        kernels: of norms.
 
     Returns:
         Losses and what blocks returned. Collectives: those of embed, block and head, and one
         all-gather of the tokens' numbers per depth.
     """
+    settings: Any = {"eps": eps, "zero_centered": zero_centered, "kernels": kernels}
     losses, aux = [], []
     for depth, module in enumerate(modules):
         given, wanted = ahead(
             tokens, targets, depth + 1, order=order, segments=segments, positions=positions
         )
-        merged = merge(module, embed(given), x, eps=eps, zero_centered=zero_centered)
+        merged = merge(module, embed(given), x, **settings)
         x, said = block(depth, merged, given, wanted)
-        y = norm(module["norm"], x, eps=eps, zero_centered=zero_centered)
+        y = norm(module["norm"], x, **settings)
         losses.append(head(y, wanted).sum())
         aux.append(said)
     return Predictions(torch.stack(losses), aux)
@@ -128,6 +132,7 @@ def merge(
     *,
     eps: float,
     zero_centered: bool = False,
+    kernels: Kernels = AUTO,
 ) -> Float[Tensor, "batch seq embed"]:
     """[norm(embedded) ; norm(x)] W: what a module's block is given. No collectives.
 
@@ -135,10 +140,10 @@ def merge(
         params: this rank's part of `multi_token_defs`.
         embedded: the embeddings of the tokens that are given.
         x: the residual stream, with the same spec.
-        eps, zero_centered: of the norms; see `norm`.
+        eps, zero_centered, kernels: of the norms; see `norm`.
     """
     both = [
-        norm(params[name], y, eps=eps, zero_centered=zero_centered)
+        norm(params[name], y, eps=eps, zero_centered=zero_centered, kernels=kernels)
         for name, y in (("embed_norm", embedded), ("stream_norm", x))
     ]
     return column_parallel(torch.cat(both, -1), *weights(params["proj"]))
