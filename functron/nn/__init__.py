@@ -16,7 +16,7 @@ from functron.nn.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy
 from functron.nn.mla import Latents, MLAConfig, mla, mla_absorbed, mla_cache, mla_defs
 from functron.nn.mlp import ACTIVATIONS, Activation, mlp, mlp_defs
 from functron.nn.multi_token import Predictions, ahead, multi_token, multi_token_defs, shifted
-from functron.nn.norm import NormKind, layer_norm, norm, norm_defs, rms_norm
+from functron.nn.norm import NormKind, add_norm, layer_norm, norm, norm_defs, rms_norm
 from functron.nn.rope import RopeScaling, apply_rope, rope_table
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "NormKind",
     "Predictions",
     "RopeScaling",
+    "add_norm",
     "add_positions",
     "ahead",
     "apply_rope",

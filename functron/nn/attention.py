@@ -17,6 +17,8 @@ from functron.nn.linear import (
 from functron.nn.norm import norm, norm_defs
 from functron.nn.rope import apply_rope
 from functron.ops.attention import attention
+from functron.ops.kernels import AUTO, Kernels
+from functron.ops.qk_norm_rope import QK_NORM_ROPE
 from functron.params import Normal, ParamDef
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
@@ -127,6 +129,7 @@ def self_attention(
     stream: P,
     axis: str = "tp",
     core: Callable = causal_attention,
+    kernels: Kernels = AUTO,
 ) -> Float[Tensor, "batch seq embed"]:
     """Causal self-attention over the stream, with the heads split over `axis`.
 
@@ -139,6 +142,7 @@ def self_attention(
         core: computes softmax(q k^T) v as `causal_attention` does, of this rank's heads; for
             example `context_attention`, where axes of the mesh split the sequence, or where there
             are sinks, which it is given as ``sinks=``.
+        kernels: of ``"qk_norm_rope"`` and ``"rms_norm"``.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce of the result's
@@ -146,15 +150,31 @@ def self_attention(
     """
     x = gather_sequence(x, stream, axis)
     q, k, v = (column_parallel(x, *weights(params[n])) for n in ("q", "k", "v"))
-    if config.qk_norm:
-        eps, zero_centered = config.norm_eps, config.zero_centered_norm
-        q = norm(params["q_norm"], q, eps=eps, zero_centered=zero_centered)
-        k = norm(params["k_norm"], k, eps=eps, zero_centered=zero_centered)
-    if rope is not None:
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
+    q, k = _placed(params, q, k, config, rope, kernels)
     k, v = (_own_heads(y, q.shape[-2], config, axis) for y in (k, v))
     y = core(q, k, v, sinks=params["sinks"]) if config.sinks else core(q, k, v)
     return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
+
+
+def _placed(
+    params: dict,
+    q: Tensor,
+    k: Tensor,
+    config: AttentionConfig,
+    rope: tuple[Tensor, Tensor] | None,
+    kernels: Kernels,
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys, normalised and rotated."""
+    eps, zero_centered = config.norm_eps, config.zero_centered_norm
+    if rope is not None and kernels.takes("qk_norm_rope", q, k, *rope):
+        scales = [params[n]["scale"] if config.qk_norm else None for n in ("q_norm", "k_norm")]
+        return QK_NORM_ROPE(q, k, *scales, *rope, eps, zero_centered, False)
+    if config.qk_norm:
+        settings = {"eps": eps, "zero_centered": zero_centered, "kernels": kernels}
+        q, k = norm(params["q_norm"], q, **settings), norm(params["k_norm"], k, **settings)
+    if rope is not None:
+        q, k = apply_rope(q, rope, kernels=kernels), apply_rope(k, rope, kernels=kernels)
+    return q, k
 
 
 def _own_heads(x: Tensor, num_local: int, config: AttentionConfig, axis: str) -> Tensor:

@@ -16,6 +16,8 @@ from functron.nn.linear import (
     row_parallel,
     weights,
 )
+from functron.ops.glu import GLU
+from functron.ops.kernels import AUTO, Kernels
 from functron.spmd.spec import P
 from functron.typing import Float, Tensor
 
@@ -77,6 +79,7 @@ def mlp(
     activation: Activation,
     stream: P,
     axis: str = "tp",
+    kernels: Kernels = AUTO,
 ) -> Float[Tensor, "batch seq embed"]:
     """y = act(x up) down, or (act(x gate) * (x up)) down where there is a gate (Shazeer 2020).
 
@@ -84,6 +87,7 @@ def mlp(
         params: this rank's part of `mlp_defs`.
         x: ``[batch, seq, embed]`` with spec `stream`.
         activation: one of `ACTIVATIONS`.
+        kernels: of ``"glu"``.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce forward and one
@@ -93,7 +97,9 @@ def mlp(
     act = ACTIVATIONS[activation]
     up = column_parallel(x, *weights(params["up"]))
     if "gate" in params:
-        hidden = act(column_parallel(x, *weights(params["gate"]))) * up
+        gate = column_parallel(x, *weights(params["gate"]))
+        by_kernel = kernels.takes("glu", gate, up)
+        hidden = GLU(gate, up, activation) if by_kernel else act(gate) * up
     else:
         hidden = act(up)
     return row_parallel(hidden, *weights(params["down"]), stream=stream, axis=axis)

@@ -7,6 +7,9 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
+from functron.ops.kernels import AUTO, Kernels
+from functron.ops.layer_norm import ADD_LAYER_NORM, LAYER_NORM
+from functron.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
 from functron.params import ParamDef, ones, zeros
 from functron.typing import Float, Tensor
 
@@ -62,7 +65,12 @@ def layer_norm(
 
 
 def norm(
-    params: dict, x: Float[Tensor, "*batch embed"], *, eps: float, zero_centered: bool = False
+    params: dict,
+    x: Float[Tensor, "*batch embed"],
+    *,
+    eps: float,
+    zero_centered: bool = False,
+    kernels: Kernels = AUTO,
 ) -> Float[Tensor, "*batch embed"]:
     """The norm whose parameters these are: LayerNorm where there is a bias, else RMSNorm.
 
@@ -70,8 +78,13 @@ def norm(
         params: as `norm_defs`.
         x: ``[..., embed]``.
         zero_centered: multiply by 1 + scale (Gemma; Megatron's zero-centered gamma).
+        kernels: of ``"rms_norm"`` and ``"layer_norm"``.
     """
     scale, bias, dtype = params["scale"], params.get("bias"), x.dtype
+    if kernels.takes("rms_norm" if bias is None else "layer_norm", x, scale, bias):
+        if bias is None:
+            return RMS_NORM(x, scale, eps, zero_centered)[0]
+        return LAYER_NORM(x, scale, bias, eps, zero_centered)[0]
     if zero_centered:
         # in bfloat16, 1 + scale would lose the digits that this parametrisation is there to keep
         wide = torch.promote_types(dtype, torch.float32)
@@ -79,3 +92,30 @@ def norm(
     if bias is not None:
         return layer_norm(x, scale, bias, eps=eps).to(dtype)
     return rms_norm(x, scale, eps=eps).to(dtype)
+
+
+def add_norm(
+    params: dict,
+    x: Float[Tensor, "*batch embed"],
+    residual: Float[Tensor, "*batch embed"],
+    *,
+    eps: float,
+    zero_centered: bool = False,
+    kernels: Kernels = AUTO,
+) -> tuple[Float[Tensor, "*batch embed"], Float[Tensor, "*batch embed"]]:
+    """``(norm(x + residual), x + residual)``: what a residual stream is read as, and goes on as.
+
+    By kernels in one pass over both. Arguments are those of `norm`.
+
+    Args:
+        residual: ``[..., embed]``, as x.
+    """
+    scale, bias = params["scale"], params.get("bias")
+    op = "rms_norm" if bias is None else "layer_norm"
+    alike = x.dtype == residual.dtype and x.shape == residual.shape
+    if alike and kernels.takes(op, x, residual, scale, bias):
+        if bias is None:
+            return ADD_RMS_NORM(x, residual, scale, eps, zero_centered)[:2]
+        return ADD_LAYER_NORM(x, residual, scale, bias, eps, zero_centered)[:2]
+    total = x + residual
+    return norm(params, total, eps=eps, zero_centered=zero_centered, kernels=kernels), total

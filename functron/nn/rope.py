@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from functron.ops.kernels import AUTO, Kernels
+from functron.ops.qk_norm_rope import QK_NORM_ROPE
 from functron.typing import Float, Int, Tensor
 
 
@@ -147,6 +149,7 @@ def apply_rope(
     table: tuple[Float[Tensor, "*rows seq half"], Float[Tensor, "*rows seq half"]],
     *,
     interleaved: bool = False,
+    kernels: Kernels = AUTO,
 ) -> Float[Tensor, "batch seq heads head_dim"]:
     """Rotate each pair of dims by its angle.
 
@@ -155,7 +158,11 @@ def apply_rope(
         table: cos and sin of `rope_table` for the same positions, of each sample or of all.
         interleaved: pairs are (x_{2i}, x_{2i+1}), as in DeepSeek's models; otherwise (x_i, x_{i +
             d/2}), as in Llama.
+        kernels: of ``"qk_norm_rope"``.
     """
+    if kernels.takes("qk_norm_rope", x, *table):
+        # keys of no heads
+        return QK_NORM_ROPE(x, x[..., :0, :], None, None, *table, 0.0, False, interleaved)[0]
     cos, sin = (part.unsqueeze(-2) for part in table)
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)

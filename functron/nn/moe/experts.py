@@ -10,7 +10,9 @@ import torch
 
 from functron.errors import nearest
 from functron.nn.mlp import ACTIVATIONS, Activation
+from functron.ops.glu import GLU
 from functron.ops.grouped_matmul import grouped_matmul
+from functron.ops.kernels import AUTO, Kernels
 from functron.params import Normal, ParamDef, zeros
 from functron.typing import Float, Int, Tensor
 
@@ -97,6 +99,7 @@ def experts(
     *,
     activation: ExpertActivation,
     parts: int = 1,
+    kernels: Kernels = AUTO,
 ) -> Float[Tensor, "rows embed"]:
     """y = act(x up) down, or (act(x gate) * (x up)) down, by the expert of each row.
 
@@ -107,6 +110,7 @@ def experts(
         activation: one of `ACTIVATIONS`, or "clamped_swiglu" for gated experts.
         parts: among how many ranks the hidden dim is split. Their results are then parts of a sum,
             and each adds its part of the last bias.
+        kernels: of ``"glu"``.
 
     Returns:
         ``[R, embed]``; zeros in rows that belong to no expert. No collectives.
@@ -117,7 +121,9 @@ def experts(
     check_activation(activation, gated="gate" in params)
     up = _linear(params["up"], rows, sizes)
     if "gate" in params:
-        hidden = GATED[activation](_linear(params["gate"], rows, sizes), up)
+        gate = _linear(params["gate"], rows, sizes)
+        by_kernel = kernels.takes("glu", gate, up)
+        hidden = GLU(gate, up, activation) if by_kernel else GATED[activation](gate, up)
     else:
         hidden = ACTIVATIONS[cast(Activation, activation)](up)
     return _linear(params["down"], hidden, sizes, parts)

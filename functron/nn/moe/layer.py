@@ -113,7 +113,7 @@ def moe(
         axes: the mesh axes that split experts; tokens are split by each of them as well.
         key: of the router's jitter; None for none.
         axis: the tensor-parallel axis.
-        kernels: those of `route` and `dispatched`.
+        kernels: those of `route`, `dispatched`, `experts` and `nn.mlp`.
 
     Returns:
         y: ``[batch, seq, embed]`` with spec `stream`.
@@ -135,7 +135,7 @@ def moe(
 
     def meanwhile() -> None:
         if config.shared_dim:
-            shared.append(_shared(params, x, activation, stream, axis))
+            shared.append(_shared(params, x, activation, stream, axis, kernels))
 
     y = _routed(
         params["experts"], narrow, routing, config, activation, stream, axes, axis, meanwhile,
@@ -176,7 +176,7 @@ def _routed(
         most = batch * min(capacity(config, whole), seq)
 
     def compute(rows: Tensor, sizes: Tensor) -> Tensor:
-        return experts(params, rows, sizes, activation=activation, parts=parts)
+        return experts(params, rows, sizes, activation=activation, parts=parts, kernels=kernels)
 
     y = dispatched(
         x.flatten(0, 1),
@@ -192,14 +192,16 @@ def _routed(
     return reduce_partial(y, stream, axis) if parts > 1 else y
 
 
-def _shared(params: dict, x: Tensor, activation: ExpertActivation, stream: P, axis: str) -> Tensor:
+def _shared(
+    params: dict, x: Tensor, activation: ExpertActivation, stream: P, axis: str, kernels: Kernels
+) -> Tensor:
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"moe: got activation {activation!r} with a shared expert, which nn.mlp computes; "
             f"wanted one of {', '.join(ACTIVATIONS)}"
         )
     known = cast(Activation, activation)
-    y = mlp(params["shared"], x, activation=known, stream=stream, axis=axis)
+    y = mlp(params["shared"], x, activation=known, stream=stream, axis=axis, kernels=kernels)
     if "shared_gate" in params:
         y = y * (x @ params["shared_gate"]["w"]).sigmoid()
     return y
