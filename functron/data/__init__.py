@@ -3,10 +3,15 @@
 from functron.data.chat import Chat
 from functron.data.context_plan import Costs, Placement, Plan, arrange
 from functron.data.context_schedule import schedule
+from functron.data.indexed import IndexedFile
+from functron.data.indexed_verify import verify
+from functron.data.indexed_writer import IndexedWriter, merge
 from functron.data.order import Samples
 from functron.data.packing import balance, pack
 from functron.data.permutation import permute
+from functron.data.shards import open_tokens
 from functron.data.text import ByteText, check_tokens
+from functron.data.text_tokenizer import open_tokenizer
 from functron.data.token_text import TokenText
 from functron.data.tokenizer import Tokenizer
 
@@ -14,6 +19,8 @@ __all__ = [
     "ByteText",
     "Chat",
     "Costs",
+    "IndexedFile",
+    "IndexedWriter",
     "Placement",
     "Plan",
     "Samples",
@@ -22,7 +29,11 @@ __all__ = [
     "arrange",
     "balance",
     "check_tokens",
+    "merge",
+    "open_tokenizer",
+    "open_tokens",
     "pack",
     "permute",
     "schedule",
+    "verify",
 ]
