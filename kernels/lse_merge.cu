@@ -1,9 +1,9 @@
 // Attention over two sets of keys from that over each, and the cotangents: per row, with a warp per row,
 //     lse = log(exp(lse1) + exp(lse2)),  out = out1 exp(lse1 - lse) + out2 exp(lse2 - lse).
 // A set of which a row sees nothing has lse -inf and counts nothing; if both are so, the result is -inf and 0.
+// The first set is what has been joined so far, in float32.
 // Rows lie anywhere: [outer, middle, inner] of them, a stride for each, and elements side by side.
 // build: ELEMENT = float, __half, __nv_bfloat16
-// build: FIRST = float, ELEMENT
 #include "numeric.cuh"
 
 constexpr int THREADS = 256;
@@ -70,7 +70,7 @@ struct Weights {
 
 // out: [rows, dim] and lse: [rows], contiguous. s: the strides of the rows of out1, lse1, out2 and lse2.
 extern "C" __global__ void __launch_bounds__(THREADS)
-lse_merge_forward(const FIRST* __restrict__ out1, const float* __restrict__ lse1, const ELEMENT* __restrict__ out2,
+lse_merge_forward(const float* __restrict__ out1, const float* __restrict__ lse1, const ELEMENT* __restrict__ out2,
                   const float* __restrict__ lse2, float* __restrict__ out, float* __restrict__ lse, i64 rows, i64 dim,
                   i64 middles, i64 inners, i64 o1a, i64 o1b, i64 o1c, i64 l1a, i64 l1b, i64 l1c, i64 o2a, i64 o2b,
                   i64 o2c, i64 l2a, i64 l2b, i64 l2c, i64 packed) {
@@ -78,7 +78,7 @@ lse_merge_forward(const FIRST* __restrict__ out1, const float* __restrict__ lse1
     if (row >= rows) return;
     const Place place(row, middles, inners);
     const Weights weights(lse1[place.at(l1a, l1b, l1c)], lse2[place.at(l2a, l2b, l2c)]);
-    const FIRST* x = out1 + place.at(o1a, o1b, o1c);
+    const float* x = out1 + place.at(o1a, o1b, o1c);
     const ELEMENT* y = out2 + place.at(o2a, o2b, o2c);
     const int lane = threadIdx.x % 32, n = (int)dim;
     if (lane == 0) lse[row] = weights.lse;
@@ -94,16 +94,16 @@ lse_merge_forward(const FIRST* __restrict__ out1, const float* __restrict__ lse1
 
 // d_out: [rows, dim] and d_lse: [rows], contiguous, as are the results.
 extern "C" __global__ void __launch_bounds__(THREADS)
-lse_merge_backward(const float* __restrict__ d_out, const float* __restrict__ d_lse, const FIRST* __restrict__ out1,
+lse_merge_backward(const float* __restrict__ d_out, const float* __restrict__ d_lse, const float* __restrict__ out1,
                    const float* __restrict__ lse1, const ELEMENT* __restrict__ out2, const float* __restrict__ lse2,
-                   FIRST* __restrict__ d_out1, float* __restrict__ d_lse1, ELEMENT* __restrict__ d_out2,
+                   float* __restrict__ d_out1, float* __restrict__ d_lse1, ELEMENT* __restrict__ d_out2,
                    float* __restrict__ d_lse2, i64 rows, i64 dim, i64 middles, i64 inners, i64 o1a, i64 o1b, i64 o1c,
                    i64 l1a, i64 l1b, i64 l1c, i64 o2a, i64 o2b, i64 o2c, i64 l2a, i64 l2b, i64 l2c, i64 packed) {
     const i64 row = blockIdx.x * (i64)(THREADS / 32) + threadIdx.x / 32;
     if (row >= rows) return;  // a whole warp
     const Place place(row, middles, inners);
     const Weights weights(lse1[place.at(l1a, l1b, l1c)], lse2[place.at(l2a, l2b, l2c)]);
-    const FIRST* x = out1 + place.at(o1a, o1b, o1c);
+    const float* x = out1 + place.at(o1a, o1b, o1c);
     const ELEMENT* y = out2 + place.at(o2a, o2b, o2c);
     const int lane = threadIdx.x % 32, n = (int)dim;
     float apart = 0.f;  // the cotangent of out times out1 - out2

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from functron import compat
 from functron.ops.define import Gradient, Launch, define
 from functron.ops.kernels import AUTO, Kernels
-from functron.ops.operands import PACK_BYTES, rows_of, type_name
+from functron.ops.operands import PACK_BYTES, check_shapes, rows_of, type_name
 from functron.typing import Bool, Float, Int, Tensor
 
 _WARP, _MOST_THREADS, _MOST_COLUMNS = 32, 512, 2**31 - 1
@@ -207,6 +207,7 @@ def _lead(x: Tensor, dim: int | None, size: int) -> Tensor:
 def _kernel(
     launch: Launch, logits: Tensor, ids: Tensor, valid: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    check_shapes("cross_entropy", ids=(ids, logits.shape[:-1]))
     x = rows_of(logits)
     limits, step = _limits(valid, ids)
     lse, target = (x.new_empty(ids.shape, dtype=torch.float32) for _ in range(2))
@@ -230,6 +231,9 @@ def _write(
     out: Tensor,
 ) -> None:
     """The cotangent, into the contiguous `out`, which may be `logits`."""
+    tokens = logits.shape[:-1]
+    per_token = {"d_lse": d_lse, "d_target": d_target, "ids": ids, "lse": lse}
+    check_shapes("cross_entropy_backward", **{name: (v, tokens) for name, v in per_token.items()})
     x = rows_of(logits)
     limits, step = _limits(valid, ids)
     if len(x):

@@ -8,7 +8,7 @@ import torch
 
 from functron.ops.define import Gradient, Launch, define
 from functron.ops.kernels import AUTO, Kernels
-from functron.ops.operands import type_name
+from functron.ops.operands import check_shapes, type_name
 from functron.typing import Float, Tensor
 
 _ROWS, _THREADS, _QUAD, _MOST_ROWS = 8, 256, 4, 2**31 - 1
@@ -119,18 +119,21 @@ def _launch(
     if not count:
         return
     strides = [stride for x in operands for stride in x.stride()[:3]]
-    first = "float" if out1.dtype == torch.float32 else "ELEMENT"
     launch(
         "lse_merge", kernel, -(-count // _ROWS), _THREADS, *given, *operands, *made, count,
         out1.shape[-1], *out1.shape[1:3], *strides, int(_packed(out1, out2, *aligned)),
-        defines={"ELEMENT": type_name(out2, "lse_merge"), "FIRST": first},
+        defines={"ELEMENT": type_name(out2, "lse_merge")},
     )  # fmt: skip
 
 
 def _operands(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, ...]:
-    if out1.dtype not in (torch.float32, out2.dtype):
-        out1 = out1.float()
-    return _rows(out1), _three(lse1.float(), 0), _rows(out2), _three(lse2.float(), 0)
+    check_shapes(
+        "lse_merge",
+        out2=(out2, out1.shape),
+        lse1=(lse1, out1.shape[:-1]),
+        lse2=(lse2, out1.shape[:-1]),
+    )
+    return _rows(out1.float()), _three(lse1.float(), 0), _rows(out2), _three(lse2.float(), 0)
 
 
 def _kernel(
@@ -152,6 +155,7 @@ def _kernel_backward(
     out2: Tensor,
     lse2: Tensor,
 ) -> tuple[Tensor, ...]:
+    check_shapes("lse_merge", d_out=(d_out, out1.shape), d_lse=(d_lse, lse1.shape))
     given = d_out.float().contiguous(), d_lse.float().contiguous()
     operands = _operands(out1, lse1, out2, lse2)
     made = tuple(

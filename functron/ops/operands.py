@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -32,6 +32,20 @@ def type_name(x: torch.Tensor, op: str) -> str:
             f'kernels=ops.use("reference")'
         )
     return TYPES[x.dtype]
+
+
+def check_shapes(op: str, **operands: tuple[torch.Tensor | None, Sequence[int]]) -> None:
+    """Refuse operands that are not of the shapes given beside them: kernels would read elsewhere.
+
+    Raises:
+        ValueError: one has another shape. None has any.
+    """
+    for name, (x, wanted) in operands.items():
+        if x is not None and tuple(x.shape) != tuple(wanted):
+            raise ValueError(
+                f"{op}: got {name} of shape {tuple(x.shape)}; wanted {tuple(wanted)}; "
+                "fix: expand it, or correct the operand"
+            )
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

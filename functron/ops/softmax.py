@@ -14,7 +14,7 @@ import torch
 
 from functron.ops.define import Gradient, Launch, define
 from functron.ops.lse_merge import finite, upcast
-from functron.ops.operands import PACK_BYTES, rows_of, type_name
+from functron.ops.operands import PACK_BYTES, check_shapes, rows_of, type_name
 from functron.typing import Tensor
 
 _WARP, _MOST_THREADS, _MOST_COLUMNS = 32, 512, 2**31 - 1
@@ -109,6 +109,7 @@ def _mask(hidden: Tensor | None, scores: Tensor) -> tuple[Tensor | None, tuple[i
 
 def _write(launch: Launch, scores, scale, hidden, causal, sinks, p: Tensor) -> Tensor:
     """The weights, into `p` of contiguous rows, and the logsumexp."""
+    check_shapes("softmax", sinks=(sinks, scores.shape[1:2]))
     x = rows_of(scores)
     mask, strides = _mask(hidden, scores)
     lse = torch.empty(scores.shape[:3], dtype=torch.float32, device=scores.device)
@@ -142,6 +143,7 @@ def _check_contiguous(name: str, *tensors: Tensor) -> None:
 
 
 def _kernel_backward(launch: Launch, d_p, d_lse, p, scale) -> tuple[Tensor, Tensor]:
+    check_shapes("softmax_backward", d_p=(d_p, p.shape), d_lse=(d_lse, p.shape[:-1]))
     given, weights = rows_of(d_p.to(p.dtype)), rows_of(p)
     d_x = torch.empty(p.shape, dtype=p.dtype, device=p.device)
     rest = torch.empty(d_lse.shape, dtype=torch.float32, device=p.device)
@@ -158,6 +160,12 @@ def _kernel_backward(launch: Launch, d_p, d_lse, p, scale) -> tuple[Tensor, Tens
 def _block_write(
     launch: Launch, scores, d_p, lse, delta, scale, hidden, causal, p: Tensor, d_x: Tensor
 ) -> None:
+    check_shapes(
+        "softmax_block_backward",
+        d_p=(d_p, scores.shape),
+        lse=(lse, scores.shape[:-1]),
+        delta=(delta, scores.shape[:-1]),
+    )
     if d_p.dtype != scores.dtype:
         raise TypeError(
             f"softmax_block_backward: got {d_p.dtype} cotangents of {scores.dtype} weights; wanted "

@@ -196,6 +196,8 @@ def test_bad_operands_are_refused():
     logits, ids, d_lse, d_target = draw(2, 8)
     with pytest.raises(ValueError, match="int64 ids"):
         emulated(cross_entropy._kernel, logits, ids.int(), None)
+    with pytest.raises(ValueError, match="got ids of shape"):
+        emulated(cross_entropy._kernel, logits, ids[:1], None)
     with pytest.raises(ValueError, match="0 columns"):
         emulated(cross_entropy._kernel, logits[:, :0], ids, None)
     with pytest.raises(TypeError, match=r'ops\.use\("reference"\)'):

@@ -199,6 +199,8 @@ def test_bad_operands_are_refused():
     scores, hidden = draw((1, 1, 2, 8), mask="one")
     with pytest.raises(TypeError, match="bool"):
         emulated(softmax._kernel, scores, SCALE, hidden.float(), False, None)
+    with pytest.raises(ValueError, match="got sinks of shape"):
+        emulated(softmax._kernel, scores, SCALE, None, False, torch.ones(2))
     with pytest.raises(ValueError, match="0 scores"):
         emulated(softmax._kernel, scores[..., :0], SCALE, None, False, None)
     with pytest.raises(TypeError, match=r'ops\.use\("reference"\)'):
