@@ -6,7 +6,7 @@ the mesh to processes and run it unchanged.
 """
 
 from functron import checkpoint, debug, hub, lora, nn, optim, params, pipeline, random, tree
-from functron.models import bert, gpt, mamba, t5
+from functron.models import bert, gpt, llava, mamba, t5, vit
 from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
 from functron.program.jit import jit
 from functron.program.program import Program
@@ -71,6 +71,7 @@ __all__ = [
     "init_state",
     "jit",
     "lax",
+    "llava",
     "lora",
     "make_pipelined_step",
     "make_step",
@@ -94,5 +95,6 @@ __all__ = [
     "trace",
     "tree",
     "value_and_grad",
+    "vit",
     "vjp",
 ]

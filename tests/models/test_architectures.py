@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, P, bert, gpt, mamba, random, t5, tree
+from functron import Mesh, P, bert, gpt, llava, mamba, random, t5, tree, vit
 from functron.data.masking import mask_tokens
 
 TOLERANCE = 1e-10
@@ -42,6 +42,12 @@ class Model:
     module: Any
     config: Any
     batch: Callable[[], dict]
+
+    def num_targets(self, batch: dict) -> torch.Tensor:
+        """Over all ranks; some modules need the config for that."""
+        if self.module is llava:
+            return llava.num_targets(self.config, batch)
+        return self.module.num_targets(batch)
 
 
 HYBRID = mamba.MambaConfig(
@@ -76,11 +82,54 @@ def pairs() -> dict:
     return {name: batch[name] for name in ("tokens", "mask", "rows")} | {"targets": targets}
 
 
+VIT = vit.ViTConfig(
+    image_size=6, patch_size=2, num_layers=2, embed_dim=24, num_heads=8, mlp_dim=48, num_classes=5,
+    init_stddev=0.3, class_multiple=8, dtype="float64",
+)  # fmt: skip
+CLIP = replace(VIT, activation="quick_gelu", patch_bias=False, pre_norm=True, final_norm=False)
+LLAVA = llava.LlavaConfig(
+    replace(CLIP, num_classes=0),
+    gpt.GPTConfig(
+        vocab_size=VOCAB, num_layers=2, embed_dim=24, num_heads=8, num_kv_heads=2, head_dim=4,
+        mlp_dim=48, max_seq=SEQ, init_stddev=0.3, dtype="float64", dropout=0.2, embed_scale=2.0,
+        positions="learned",
+    ),
+    image_token=3,
+)  # fmt: skip
+
+
+def pictures(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*shape, 3, 6, 6, generator=generator, dtype=torch.float64)
+
+
+def labelled_pictures() -> dict:
+    targets = integers(0, 5, BATCH)
+    targets[2] = ft.nn.IGNORE_INDEX
+    return {"images": pictures(BATCH), "targets": targets}
+
+
+def illustrated_text() -> dict:
+    batch = text()
+    tokens = torch.where(batch["tokens"] == 3, 4, batch["tokens"])
+    tokens[:, 2:11] = 3  # one image of nine patches each, and none
+    tokens[4] = 9
+    targets = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "images": pictures(BATCH, 2),
+        "rows": batch["rows"],
+    }
+
+
 MODELS = {
     "mamba": Model(mamba, replace(HYBRID, pattern="MM", num_groups=1, tied=True), text),
     "hybrid": Model(mamba, HYBRID, text),
     "bert": Model(bert, BERT, masked_text),
     "t5": Model(t5, T5, pairs),
+    "vit": Model(vit, VIT, labelled_pictures),
+    "llava": Model(llava, LLAVA, illustrated_text),
 }
 
 
@@ -90,7 +139,7 @@ def dense(name: str):
     model = MODELS[name]
     weights = ft.init_params(random.key(0), model.module.defs(model.config))
     key, data = random.key(7), model.batch()
-    total = (data["targets"] != ft.nn.IGNORE_INDEX).sum()
+    total = model.num_targets(data)
     loss = functools.partial(model.module.loss, model.config, batch=data, key=key)
     grads, value = torch.func.grad_and_value(lambda w: loss(w) / total)(weights)
     return weights, data, key, value, grads
@@ -103,7 +152,7 @@ def sharded(name, mesh, stream="", remat="none", num_microbatches=1, fsdp=("fsdp
     how = {"stream": STREAMS[stream], "remat": remat, "gather": ft.Gather(specs)}
 
     def program(weights, data, key):
-        total = module.num_targets(data)
+        total = MODELS[name].num_targets(data)
 
         def loss(weights, data):
             return module.loss(config, weights, data, key=key, **how) / total
@@ -167,7 +216,7 @@ def test_differentiated_from_outside(name):
     specs = ft.param_specs(module.defs(config), module.rules(config, mesh))
 
     def program(weights, data, key):
-        return module.loss(config, weights, data, key=key) / module.num_targets(data)
+        return module.loss(config, weights, data, key=key) / MODELS[name].num_targets(data)
 
     mapped = ft.shard_map(program, mesh, (specs, P(ft.DATA_AXES), P()), P())
     got, got_value = torch.func.grad_and_value(mapped)(weights, data, key)
@@ -191,7 +240,7 @@ def test_steps_reduce_the_loss_and_scatter_gradients(name):
         def loss(params, batch, key):
             return module.loss(config, params, batch, key=key)
 
-        step = ft.make_step(loss, module.num_targets, optimizer, mesh, specs, scatter=scatter)
+        step = ft.make_step(loss, MODELS[name].num_targets, optimizer, mesh, specs, scatter=scatter)
         values = []
         for _ in range(4):
             state, metrics = step(state, data)
@@ -265,3 +314,44 @@ def test_sizes_of_presets_are_the_published_ones():
     config = mamba.PRESETS["mamba2-130m"]
     assert ft.num_params(mamba.defs(config)) == 50288 * 768 + 24 * layer + 768
     assert 8.0e9 < ft.num_params(mamba.defs(mamba.PRESETS["nemotron-h-8b"])) < 8.2e9
+
+
+# --- images
+
+
+def test_images_that_are_not_fit_are_said():
+    weights, data, *_ = dense("llava")
+    llava.check_batch(LLAVA, data)
+    tokens = data["tokens"].clone()
+    tokens[2, 12] = 3
+    with pytest.raises(ValueError, match=r"tokens\[2\](.|\n)*10 image tokens(.|\n)*9 patches"):
+        llava.check_batch(LLAVA, data | {"tokens": tokens})
+    with pytest.raises(ValueError, match=r"wanted \(3, 6, 6\)"):
+        llava.loss(LLAVA, weights, data | {"images": data["images"][..., :4]})
+    with pytest.raises(ValueError, match=r"vit\.features"):
+        vit.forward(LLAVA.vision, weights["vision"], data["images"][:, 0])
+    with pytest.raises(ValueError, match="leave out moe"):
+        replace(LLAVA, text=replace(LLAVA.text, mtp_depth=1))
+
+
+def test_image_tokens_are_no_targets():
+    _, data, *_ = dense("llava")
+    assert llava.num_targets(LLAVA, data) == (data["targets"] != 3).sum()
+
+
+def test_a_connector_alone_is_trained():
+    weights, data, *_ = dense("llava")
+    chosen = {"vision": False, "connector": True, "text": False}
+    optimizer = ft.optim.masked(ft.optim.sgd(0.1), chosen)
+    mesh, defs = Mesh(dp=2), llava.defs(LLAVA)
+    specs = ft.param_specs(defs, llava.rules(LLAVA, mesh))
+    copies = tree.map(torch.clone, weights)
+    state = ft.init_state(random.key(0), defs, specs, optimizer, mesh, copies)
+    step = ft.make_step(
+        lambda params, batch, key: llava.loss(LLAVA, params, batch),
+        MODELS["llava"].num_targets, optimizer, mesh, specs, trainable=chosen,
+    )  # fmt: skip
+    state, _ = step(state, data)
+    moved = tree.map(lambda new, old: bool((new != old).any()), state.params, weights)
+    assert all(tree.leaves(moved["connector"]))
+    assert not any(tree.leaves([moved["vision"], moved["text"]]))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import functron as ft
-from functron import bert, mamba, nn, t5, tree
+from functron import bert, gpt, llava, mamba, nn, t5, tree, vit
 from functron.nn.masked import relative_buckets
 
 VOCAB, EMBED, BATCH, SEQ = 61, 32, 4, 12
@@ -421,3 +421,195 @@ def test_t5_buckets(buckets, distance, bidirectional):
     ahead = torch.arange(400) - torch.arange(400)[:, None]
     find = transformers.models.t5.modeling_t5.T5Attention._relative_position_bucket
     assert torch.equal(ours, find(ahead, bidirectional, buckets, distance))
+
+
+# --- ViT, CLIP's vision tower, and LLaVA
+
+VIT = vit.ViTConfig(
+    image_size=8, patch_size=2, num_layers=LAYERS, embed_dim=EMBED, num_heads=HEADS, mlp_dim=MLP,
+    num_classes=5, class_multiple=8, dtype="float64",
+)  # fmt: skip
+CLIP = replace(
+    VIT, activation="quick_gelu", patch_bias=False, pre_norm=True, num_classes=0, norm_eps=1e-5
+)
+SIZES = {
+    "hidden_size": EMBED,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "intermediate_size": MLP,
+    "image_size": 8,
+    "patch_size": 2,
+    "attn_implementation": "eager",
+}
+
+
+def images(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, 3, 8, 8, dtype=torch.float64)
+
+
+def patches(named: Tensors, name: str) -> dict:
+    params = {"w": named[f"{name}.weight"].permute(1, 2, 3, 0)}
+    return params | ({"b": named[f"{name}.bias"]} if f"{name}.bias" in named else {})
+
+
+def vit_tree(named: Tensors, padding: float) -> dict:
+    layers = []
+    for index in range(LAYERS):
+        at = f"vit.layers.{index}."
+        heads = ("q_proj", "k_proj", "v_proj", "o_proj")
+        layers.append(
+            {
+                "attention_norm": norm(named, at + "layernorm_before"),
+                "attention": attention(named, at + "attention.", *heads),
+                "mlp_norm": norm(named, at + "layernorm_after"),
+                "mlp": {"up": linear(named, at + "mlp.fc1"), "down": linear(named, at + "mlp.fc2")},
+            }
+        )
+    missing = VIT.padded_classes - 5
+    head = {
+        n: pad(named[f"classifier.{name}"], missing, padding)
+        for n, name in (("w", "weight"), ("b", "bias"))
+    }
+    return {
+        "patches": patches(named, "vit.embeddings.patch_embeddings.projection"),
+        "class": named["vit.embeddings.cls_token"][0, 0],
+        "positions": named["vit.embeddings.position_embeddings"][0],
+        "blocks": stacked(layers),
+        "norm": norm(named, "vit.layernorm"),
+        "head": {"w": head["w"].T, "b": head["b"]},
+    }
+
+
+def clip_tree(named: Tensors, layers: int) -> dict:
+    rows = []
+    for index in range(layers):
+        at = f"encoder.layers.{index}."
+        heads = ("q_proj", "k_proj", "v_proj", "out_proj")
+        rows.append(
+            {
+                "attention_norm": norm(named, at + "layer_norm1"),
+                "attention": attention(named, at + "self_attn.", *heads),
+                "mlp_norm": norm(named, at + "layer_norm2"),
+                "mlp": {"up": linear(named, at + "mlp.fc1"), "down": linear(named, at + "mlp.fc2")},
+            }
+        )
+    return {
+        "patches": patches(named, "embeddings.patch_embedding"),
+        "class": named["embeddings.class_embedding"],
+        "positions": named["embeddings.position_embedding.weight"],
+        "pre_norm": norm(named, "pre_layrnorm"),
+        "blocks": stacked(rows),
+    }
+
+
+def test_vit():
+    settings = transformers.ViTConfig(**SIZES, num_labels=5, layer_norm_eps=VIT.norm_eps)
+    model = drawn(lambda: transformers.ViTForImageClassification(settings))
+    weights = vit_tree(tensors(model), 3.0)
+    assert_mapped(weights, vit.defs(VIT))
+    batch = {"images": images(BATCH), "targets": torch.tensor([0, 3, 4, 1])}
+    with Float64():
+        logits = model(batch["images"]).logits
+    assert_outputs_close(vit.forward(VIT, weights, batch["images"])[:, :5], logits)
+    expected = F.cross_entropy(logits, batch["targets"])
+    value, grads = ft.value_and_grad(lambda w: vit.loss(VIT, w, batch) / BATCH)(weights)
+    torch.testing.assert_close(value, expected.detach(), rtol=TOLERANCE, atol=0)
+    assert_leaves_close(grads, vit_tree(gradients(model, expected), 0.0))
+
+
+def test_clip_vision():
+    """Its norm at the end, which is of the class token alone there, is of every token here."""
+    settings = transformers.CLIPVisionConfig(**SIZES, layer_norm_eps=CLIP.norm_eps)
+    model = drawn(lambda: transformers.CLIPVisionModel(settings))
+    named = tensors(model)
+    weights = clip_tree(named, LAYERS)
+    assert_mapped(weights | {"norm": norm(named, "post_layernorm")}, vit.defs(CLIP))
+    some = images(BATCH)
+    with Float64():
+        out = model(some)
+    bare = replace(CLIP, final_norm=False)
+    assert_outputs_close(vit.features(bare, weights, some), out.last_hidden_state)
+    weights["norm"] = norm(named, "post_layernorm")
+    assert_outputs_close(vit.features(CLIP, weights, some)[:, 0], out.pooler_output)
+
+
+LLAVA = llava.LlavaConfig(
+    replace(CLIP, num_layers=LAYERS - 1, final_norm=False),
+    gpt.GPTConfig(
+        vocab_size=VOCAB, num_layers=LAYERS, embed_dim=EMBED, num_heads=HEADS, num_kv_heads=2,
+        mlp_dim=MLP, max_seq=64, vocab_multiple=8, dtype="float64",
+    ),
+    image_token=7,
+)  # fmt: skip
+
+
+def llava_tree(named: Tensors, padding: float) -> dict:
+    def under(prefix: str) -> Tensors:
+        return {n.removeprefix(prefix): x for n, x in named.items() if n.startswith(prefix)}
+
+    language = under("model.language_model.")
+    rows = []
+    for index in range(LAYERS):
+        at = f"layers.{index}."
+        shape = (EMBED, -1, EMBED // HEADS)
+        heads = {
+            n: {"w": language[f"{at}self_attn.{n}_proj.weight"].T.reshape(shape)} for n in "qkv"
+        }
+        out = language[f"{at}self_attn.o_proj.weight"].T.reshape(HEADS, -1, EMBED)
+        rows.append(
+            {
+                "attention_norm": norm(language, at + "input_layernorm"),
+                "attention": heads | {"out": {"w": out}},
+                "mlp_norm": norm(language, at + "post_attention_layernorm"),
+                "mlp": {n: linear(language, f"{at}mlp.{n}_proj") for n in ("gate", "up", "down")},
+            }
+        )
+    missing = LLAVA.text.padded_vocab - VOCAB
+    connector = under("model.multi_modal_projector.")
+    return {
+        "vision": clip_tree(under("model.vision_tower."), LAYERS - 1),
+        "connector": {"up": linear(connector, "linear_1"), "down": linear(connector, "linear_2")},
+        "text": {
+            "embed": pad(language["embed_tokens.weight"], missing, padding),
+            "blocks": stacked(rows),
+            "norm": norm(language, "norm"),
+            "unembed": pad(named["lm_head.weight"], missing, padding).T,
+        },
+    }
+
+
+def test_llava():
+    vision = transformers.CLIPVisionConfig(**SIZES, layer_norm_eps=CLIP.norm_eps)
+    text = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=EMBED, intermediate_size=MLP, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=2, max_position_embeddings=64,
+        rms_norm_eps=LLAVA.text.norm_eps, attn_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    settings = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=7, vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+    )  # fmt: skip
+    with Float64():  # rotary frequencies, too, and so ours below
+        model = drawn(lambda: transformers.LlavaForConditionalGeneration(settings))
+    weights = llava_tree(tensors(model), 3.0)
+    assert_mapped(weights, llava.defs(LLAVA))
+    tokens = torch.randint(8, VOCAB, (BATCH, 40))
+    tokens[:, 3:19] = 7  # two images, the second not in one piece
+    tokens[:, 20:28] = tokens[:, 30:38] = 7
+    batch = {"tokens": tokens, "images": images(BATCH, 2)}
+    batch["targets"] = F.pad(tokens[:, 1:], (0, 1), value=nn.IGNORE_INDEX)
+    llava.check_batch(LLAVA, batch)
+    with Float64():
+        logits = model(input_ids=tokens, pixel_values=batch["images"].flatten(0, 1)).logits
+        ours = llava.forward(LLAVA, weights, tokens, batch["images"])[..., :VOCAB]
+    assert_outputs_close(ours, logits)
+
+    expected = F.cross_entropy(logits.mT, batch["targets"].masked_fill(batch["targets"] == 7, -100))
+    loss = lambda w: llava.loss(LLAVA, w, batch) / llava.num_targets(LLAVA, batch)
+    with Float64():
+        value, grads = ft.value_and_grad(loss)(weights)
+    torch.testing.assert_close(value, expected.detach(), rtol=TOLERANCE, atol=0)
+    names, leaves = zip(*model.named_parameters(), strict=True)
+    theirs = torch.autograd.grad(expected, leaves, allow_unused=True)  # a block that is not read
+    assert_leaves_close(grads, llava_tree(dict(zip(names, theirs, strict=True)), 0.0))

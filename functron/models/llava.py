@@ -1,0 +1,290 @@
+"""LLaVA: a decoder that reads images among its tokens (Liu et al. 2023).
+
+Every patch of an image becomes one embedding: features of a vision transformer through a connector,
+two linear layers (Liu et al. 2024, section 3.2). These take the places of image tokens in the
+stream that the decoder, `functron.models.gpt`, begins with. Image tokens are never targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from functron import nn, random
+from functron.errors import Problem, raise_problems
+from functron.models import decoder, gpt, vit
+from functron.models.block import RING, STREAM, WHOLE, How, Remat, check_whole
+from functron.models.config import GPTConfig
+from functron.models.sequence import SAMPLE_AXES, Sequence, arranged
+from functron.models.stack import Named
+from functron.models.vit import ViTConfig
+from functron.nn.linear import linear_defs
+from functron.pipeline.layout import Part
+from functron.scopes import named_scope
+from functron.spmd import P
+from functron.spmd import collectives as lax
+from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.spec import Rules
+from functron.transforms import Gather
+from functron.typing import Float, Int, Key, Scalar, Tensor
+
+__all__ = [
+    "PRESETS",
+    "LlavaConfig",
+    "check_batch",
+    "defs",
+    "forward",
+    "loss",
+    "num_targets",
+    "rules",
+]
+
+
+@dataclass(frozen=True)
+class LlavaConfig:
+    """Architecture of a LLaVA.
+
+    Attributes:
+        vision: what makes features of images.
+        text: the decoder.
+        image_token: the token at whose places patches are put, in order.
+        activation: between the connector's layers.
+    """
+
+    vision: ViTConfig = field(default_factory=ViTConfig)
+    text: GPTConfig = field(default_factory=GPTConfig)
+    image_token: int = 0
+    activation: nn.Activation = "gelu"
+
+    def __post_init__(self):
+        found = []
+        if not 0 <= self.image_token < self.text.vocab_size:
+            wanted = f"0 to {self.text.vocab_size - 1}, a token of the decoder"
+            found.append(Problem("image_token", str(self.image_token), wanted))
+        if self.text.has_details:
+            got, fix = "experts, or tokens further ahead", "leave out moe and mtp_depth"
+            found.append(Problem("text", got, "a decoder whose loss is of the next token", fix))
+        if self.vision.num_classes:
+            got = str(self.vision.num_classes)
+            found.append(Problem("vision.num_classes", got, "0", "its head would not be used"))
+        if self.vision.dtype != self.text.dtype:
+            got = f"{self.vision.dtype} and {self.text.dtype}"
+            found.append(Problem("vision.dtype and text.dtype", got, "the same", "change one"))
+        raise_problems("LlavaConfig describes no model", found)
+
+    @property
+    def random(self) -> bool:
+        """Whether training draws random numbers."""
+        return self.text.random
+
+
+_CLIP = ViTConfig(
+    image_size=336, patch_size=14, num_layers=23, embed_dim=1024, num_heads=16, mlp_dim=4096,
+    activation="quick_gelu", patch_bias=False, pre_norm=True, final_norm=False, norm_eps=1e-5,
+)  # fmt: skip
+_SMALL = ViTConfig(num_layers=2, embed_dim=64, num_heads=4, mlp_dim=192, final_norm=False)
+
+
+def _vicuna(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int) -> GPTConfig:
+    return GPTConfig(
+        vocab_size=32064, num_layers=num_layers, embed_dim=embed_dim, num_heads=num_heads,
+        mlp_dim=mlp_dim, max_seq=4096, vocab_multiple=64,
+    )  # fmt: skip
+
+
+PRESETS: Mapping[str, LlavaConfig] = Named(
+    {
+        "llava-tiny": LlavaConfig(_SMALL, gpt.PRESETS["llama3-tiny"]),
+        "llava-1.5-7b": LlavaConfig(_CLIP, _vicuna(32, 4096, 32, 11008), image_token=32000),
+        "llava-1.5-13b": LlavaConfig(_CLIP, _vicuna(40, 5120, 40, 13824), image_token=32000),
+    }
+)
+"""Named architectures; those of LLaVA 1.5 have CLIP's last block, which is not used, left out."""
+
+
+def defs(config: LlavaConfig) -> dict:
+    """The parameters: ``{"vision": vit.defs, "connector": {"up", "down"}, "text": gpt.defs}``."""
+    c, dtype = config, config.text.torch_dtype
+
+    def layer(rows: int, axes: tuple[str, str]) -> dict:
+        return linear_defs(
+            (rows, c.text.embed_dim),
+            axes,
+            stddev=c.text.init_stddev,
+            bias=(c.text.embed_dim,),
+            bias_axes=axes[1:],
+            dtype=dtype,
+        )
+
+    connector = {
+        "up": layer(c.vision.embed_dim, ("embed", "mlp")),
+        "down": layer(c.text.embed_dim, ("mlp", "embed")),
+    }
+    return {"vision": vit.defs(c.vision), "connector": connector, "text": gpt.defs(c.text)}
+
+
+def rules(
+    config: LlavaConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)
+) -> Rules:
+    """Tensor parallelism and fully sharded data parallelism: those of `vit` and of `gpt`.
+
+    Args:
+        config: the architecture.
+        mesh: the ranks: of data axes and tp.
+        fsdp: the data axes that parameters are split over.
+
+    Raises:
+        ValueError: as `vit.rules` and `gpt.rules` do.
+    """
+    both = dict(vit.rules(config.vision, mesh, fsdp=fsdp))
+    both |= gpt.rules(config.text, mesh, fsdp=fsdp)
+    found = []
+    if config.text.embed_dim % mesh["tp"]:
+        wanted = f"a multiple of tp={mesh['tp']}, which splits the connector"
+        found.append(Problem("text.embed_dim", str(config.text.embed_dim), wanted, "change tp"))
+    raise_problems("this model cannot run on this mesh", found)
+    return Rules(both)
+
+
+def forward(
+    config: LlavaConfig,
+    weights: dict,
+    tokens: Int[Tensor, "batch seq"],
+    images: Float[Tensor, "batch images channels height width"],
+    *,
+    rows: Int[Tensor, " batch"] | None = None,
+    key: Key | None = None,
+    stream: P = STREAM,
+    remat: Remat = "none",
+    gather: Gather = WHOLE,
+) -> Float[Tensor, "batch seq columns"]:
+    """The logits of every next token.
+
+    Args:
+        config: the architecture.
+        weights: this rank's part of the parameters.
+        tokens: int64 ``[batch, seq]``, with an image token for each patch of each image, in order;
+            see `check_batch`.
+        images: ``[batch, images, channels, image_size, image_size]``; a sample with fewer image
+            tokens does not use the last ones.
+        rows, key, stream, remat, gather: as in `gpt.forward`.
+
+    Returns:
+        ``[batch, seq, padded_vocab / tp]``, as `gpt.forward`. Collectives: those of `vit.features`,
+        one all-reduce of the connector's result, and those of `gpt.forward`.
+
+    Raises:
+        ValueError: as `vit.features` and `gpt.forward` do.
+    """
+    batch = {"tokens": tokens} if rows is None else {"tokens": tokens, "rows": rows}
+    how = How(key, stream, remat, gather.at("text"))
+    x, sequence = _stream(config, weights, batch, images, how, gather)
+    part = Part(range(config.text.num_layers), loss=True)
+    x, _ = decoder.stream(config.text, part, weights["text"], x, sequence, how)
+    return decoder.logits(config.text, weights["text"], x, how)
+
+
+def loss(
+    config: LlavaConfig,
+    weights: dict,
+    batch: Mapping[str, Tensor],
+    *,
+    key: Key | None = None,
+    stream: P = STREAM,
+    remat: Remat = "none",
+    gather: Gather = WHOLE,
+) -> Scalar:
+    """The sum of all tokens' losses over the batch of all ranks; replicated over the mesh.
+
+    Divide it by `num_targets` for the mean.
+
+    Args:
+        batch: this rank's ``tokens`` and ``targets``, int64 ``[batch, seq]``, and ``images``, see
+            `forward`; perhaps ``rows``. Targets of `nn.IGNORE_INDEX` and image tokens do not count.
+
+    Returns:
+        A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
+        one all-reduce of a scalar.
+    """
+    batch = {**batch, "targets": _targets(config, batch)}
+    how = How(key, stream, remat, gather.at("text"))
+    x, sequence = _stream(config, weights, batch, batch["images"], how, gather)
+    part = Part(range(config.text.num_layers), loss=True)
+    return decoder.loss(config.text, part, weights["text"], x, sequence, how)
+
+
+def _stream(
+    config: LlavaConfig,
+    weights: dict,
+    batch: Mapping[str, Tensor],
+    images: Tensor,
+    how: How,
+    gather: Gather,
+) -> tuple[Tensor, Sequence]:
+    """What the decoder's blocks begin with: embeddings of tokens, and patches in their places."""
+    text, sequence = config.text, arranged(batch, RING)
+    with named_scope("vision"):
+        given = {"stream": how.stream, "remat": how.remat, "gather": gather.at("vision")}
+        seen = vit.features(config.vision, weights["vision"], images.flatten(0, 1), **given)
+    with named_scope("connector"):
+        connector = gather.at("connector")(weights["connector"])
+        patches = nn.mlp(connector, seen[:, 1:], activation=config.activation, stream=P())
+        patches = patches.unflatten(0, images.shape[:2]).flatten(1, 2)
+    with named_scope("embed"):
+        table = how.gather.at("embed")(weights["text"]["embed"])
+        check_whole(text, table.shape[1])
+        x = nn.embed_tokens(table, sequence.tokens, stream=how.stream, scale=text.embed_scale)
+        here = sequence.tokens == config.image_token
+        which = (here.long().cumsum(1) - 1).clamp(0, patches.shape[1] - 1)
+        which, here = (nn.stream_positions(x, how.stream, y) for y in (which, here.long()))
+        placed = patches.gather(1, which.unsqueeze(-1).expand(-1, -1, patches.shape[2]))
+        x = torch.where(here.unsqueeze(-1) != 0, placed.to(x.dtype), x)
+        if text.positions == "learned":
+            places = how.gather.at("positions")(weights["text"]["positions"])
+            x = nn.add_positions(x, places, stream=how.stream, positions=sequence.positions)
+        last = None if how.key is None else random.split(how.key, text.num_layers + 1)[-1]
+        return how.drop(text, sequence, x, last), sequence
+
+
+def _targets(config: LlavaConfig, batch: Mapping[str, Tensor]) -> Tensor:
+    targets = batch["targets"]
+    return torch.where(targets == config.image_token, nn.IGNORE_INDEX, targets)
+
+
+def num_targets(config: LlavaConfig, batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
+    """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce.
+
+    Args:
+        config: whose image tokens do not count; for `make_step` use
+            ``functools.partial(llava.num_targets, config)``.
+        batch: this rank's ``targets``.
+    """
+    return lax.psum((_targets(config, batch) != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
+
+
+def check_batch(config: LlavaConfig, batch: Mapping[str, Tensor]) -> None:
+    """Check that every sample has image tokens for whole images, and no more than it has images.
+
+    For batches on the host, before a step: values are read.
+
+    Args:
+        batch: ``tokens`` and ``images``.
+
+    Raises:
+        ValueError: with the samples where this is not so.
+    """
+    each, images = config.vision.num_patches, batch["images"].shape[1]
+    counts = (batch["tokens"] == config.image_token).sum(1).tolist()
+    found = [
+        Problem(
+            f"tokens[{row}]",
+            f"{count} image tokens",
+            f"a multiple of the {each} patches of an image, at most {images * each}",
+            "write each image as so many image tokens",
+        )
+        for row, count in enumerate(counts)
+        if count % each or count > images * each
+    ]
+    raise_problems("images and image tokens do not fit", found)

@@ -1,0 +1,370 @@
+"""A vision transformer (Dosovitskiy et al. 2021), and with other settings CLIP's (Radford 2021).
+
+An image is cut into patches, which a linear map makes into a sequence after a learned class token;
+learned positions are added, and pre-norm blocks attend from everywhere to everywhere. `features`
+gives a vector per patch, `forward` the logits of classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch.nn import functional as F
+
+from functron import nn, params
+from functron.errors import Problem, raise_problems
+from functron.models.block import STREAM, WHOLE, Remat
+from functron.models.config import Dtype
+from functron.models.sequence import SAMPLE_AXES
+from functron.models.stack import (
+    Named,
+    Run,
+    check_gathered,
+    choice_problems,
+    head_problems,
+    padded,
+    size_problems,
+    tensor_rules,
+    whole_heads,
+)
+from functron.nn.linear import linear_defs, sequence_axes, weights
+from functron.nn.masked import masked_attention
+from functron.params import Normal, ParamDef
+from functron.scopes import named_scope
+from functron.spmd import P
+from functron.spmd import collectives as lax
+from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.spec import Rules
+from functron.transforms import Gather
+from functron.tree import Tree
+from functron.typing import Float, Int, Key, Scalar, Tensor
+
+__all__ = ["PRESETS", "ViTConfig", "defs", "features", "forward", "loss", "num_targets", "rules"]
+
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu"]
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """Architecture of a vision transformer.
+
+    Attributes:
+        image_size: pixels of a side.
+        patch_size: pixels of a side of a patch.
+        channels: numbers per pixel.
+        num_layers: blocks.
+        embed_dim: width of the stream.
+        num_heads: heads of attention.
+        mlp_dim: width of the feed-forward hidden layer.
+        activation: of feed-forward layers; "quick_gelu" is x sigmoid(1.702 x) (CLIP).
+        patch_bias: a bias on patches (CLIP has none).
+        pre_norm: a norm before the blocks (CLIP).
+        final_norm: a norm after them (LLaVA takes features without).
+        num_classes: what `forward` tells apart; 0: there is only `features`.
+        norm_eps: epsilon of the norms.
+        init_stddev: of all matrices.
+        class_multiple: classes are padded to a multiple of it; every tensor-parallel size that
+            divides it fits.
+        dtype: of parameters and activations.
+    """
+
+    image_size: int = 32
+    patch_size: int = 4
+    channels: int = 3
+    num_layers: int = 4
+    embed_dim: int = 256
+    num_heads: int = 8
+    mlp_dim: int = 1024
+    activation: Activation = "gelu"
+    patch_bias: bool = True
+    pre_norm: bool = False
+    final_norm: bool = True
+    num_classes: int = 0
+    norm_eps: float = 1e-6
+    init_stddev: float = 0.02
+    class_multiple: int = 64
+    dtype: Dtype = "float32"
+
+    def __post_init__(self):
+        sizes = ("image_size", "patch_size", "channels", "num_layers", "embed_dim", "num_heads")
+        found = size_problems(self, *sizes, "mlp_dim", "class_multiple")
+        if not found:
+            found += head_problems("num_heads", self.embed_dim, self.num_heads)
+            if self.image_size % self.patch_size:
+                wanted = f"a multiple of patch_size={self.patch_size}"
+                found.append(Problem("image_size", str(self.image_size), wanted, "crop images"))
+        if self.num_classes < 0:
+            found.append(Problem("num_classes", str(self.num_classes), "at least 0"))
+        found += choice_problems(self, {"activation": Activation, "dtype": Dtype})
+        raise_problems("ViTConfig describes no model", found)
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of an image, which come after the class token."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def padded_classes(self) -> int:
+        """Columns of the head."""
+        return padded(self.num_classes, self.class_multiple)
+
+    @property
+    def attention(self) -> nn.AttentionConfig:
+        """The shapes of the attention layers."""
+        heads, size = self.num_heads, self.embed_dim // self.num_heads
+        return nn.AttentionConfig(self.embed_dim, heads, heads, size, bias=True, out_bias=True)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch's."""
+        return getattr(torch, self.dtype)
+
+
+def _vit(
+    num_layers: int, embed_dim: int, num_heads: int, patch_size: int, num_classes: int = 1000
+) -> ViTConfig:
+    return ViTConfig(
+        image_size=224, patch_size=patch_size, num_layers=num_layers, embed_dim=embed_dim,
+        num_heads=num_heads, mlp_dim=4 * embed_dim, num_classes=num_classes,
+    )  # fmt: skip
+
+
+PRESETS: Mapping[str, ViTConfig] = Named(
+    {
+        "vit-tiny": ViTConfig(
+            num_layers=2, embed_dim=64, num_heads=4, mlp_dim=192, num_classes=10
+        ),
+        "vit-base-16": _vit(12, 768, 12, 16),
+        "vit-large-16": _vit(24, 1024, 16, 16),
+        "vit-huge-14": _vit(32, 1280, 16, 14),
+        "clip-large-14-336": ViTConfig(
+            image_size=336, patch_size=14, num_layers=24, embed_dim=1024, num_heads=16,
+            mlp_dim=4096, activation="quick_gelu", patch_bias=False, pre_norm=True, norm_eps=1e-5,
+        ),
+    }
+)  # fmt: skip
+"""Named architectures: "vit-tiny" is for images of 32 x 32; the others have their papers' sizes."""
+
+
+def defs(config: ViTConfig) -> dict:
+    """The parameters of the patches, the blocks, and the head.
+
+    ``{"patches", "class", "positions", "pre_norm"?, "blocks", "norm"?, "head"?}``; those of all
+    blocks are stacked on a leading "layers" dim.
+    """
+    c, dtype, stddev = config, config.torch_dtype, config.init_stddev
+    normal, size = Normal(stddev), config.patch_size
+    norm = nn.norm_defs(c.embed_dim, "layer", axis="embed", dtype=dtype)
+    stddevs = {"stddev": stddev, "out_stddev": stddev, "dtype": dtype}
+    block = {
+        "attention_norm": norm,
+        "attention": whole_heads(nn.attention_defs(c.attention, **stddevs)),
+        "mlp_norm": norm,
+        "mlp": nn.mlp_defs(c.embed_dim, c.mlp_dim, gated=False, bias=True, **stddevs),
+    }
+    model = {
+        "patches": linear_defs(
+            (c.channels, size, size, c.embed_dim),
+            (None, None, None, "embed"),
+            stddev=stddev,
+            bias=(c.embed_dim,) if c.patch_bias else None,
+            bias_axes=("embed",),
+            dtype=dtype,
+        ),
+        "class": ParamDef((c.embed_dim,), ("embed",), normal, dtype, decay=False),
+        "positions": ParamDef((c.num_patches + 1, c.embed_dim), (None, "embed"), normal, dtype),
+        "blocks": params.stack(block, c.num_layers),
+    }
+    model |= {"pre_norm": norm} if c.pre_norm else {}
+    model |= {"norm": norm} if c.final_norm else {}
+    if c.num_classes:
+        model["head"] = linear_defs(
+            (c.embed_dim, c.padded_classes),
+            ("embed", "vocab"),
+            stddev=stddev,
+            bias=(c.padded_classes,),
+            bias_axes=("vocab",),
+            dtype=dtype,
+        )
+    return model
+
+
+def rules(config: ViTConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)) -> Rules:
+    """Tensor parallelism and fully sharded data parallelism; see `gpt.rules`.
+
+    Args:
+        config: the architecture.
+        mesh: the ranks: of data axes and tp.
+        fsdp: the data axes that parameters are split over.
+
+    Raises:
+        ValueError: tp or fsdp does not divide what it splits, or the mesh has an axis this model
+            does not use; all offenders are listed.
+    """
+    c = config
+    split = {"num_heads": c.num_heads, "mlp_dim": c.mlp_dim}
+    split |= {"class_multiple": c.padded_classes} if c.num_classes else {}
+    return tensor_rules(mesh, split=split, embed={"embed_dim": c.embed_dim}, fsdp=fsdp)
+
+
+def features(
+    config: ViTConfig,
+    weights: dict,
+    images: Float[Tensor, "batch channels height width"],
+    *,
+    stream: P = STREAM,
+    remat: Remat = "none",
+    gather: Gather = WHOLE,
+) -> Float[Tensor, "batch places embed"]:
+    """A vector for the class token and for every patch, row by row.
+
+    Args:
+        config: the architecture.
+        weights: this rank's part of the parameters.
+        images: ``[batch, channels, image_size, image_size]``, this rank's.
+        stream, remat, gather: as in `gpt.forward`. Where the stream splits the sequence it is
+            filled up with places that are not seen.
+
+    Returns:
+        ``[batch, 1 + num_patches, embed]``, the same on all ranks of tp. Collectives per block: see
+        `nn.self_attention` and `nn.mlp`; with a split sequence one all-gather at the end.
+
+    Raises:
+        ValueError: the images have another size.
+    """
+    run = Run(None, stream, remat, gather)
+    axes = sequence_axes(stream)
+    count, ranks = config.num_patches + 1, lax.axis_size(axes)
+    total = padded(count, ranks)
+    with named_scope("embed"):
+        place = lax.global_index(total // ranks, axes, device=images.device)
+        x = _embedded(config, weights, _patches(config, images), place, gather)
+    seen = None if total == count else (torch.arange(total, device=x.device) < count)[None]
+    if config.pre_norm:
+        x = nn.norm(gather.at("pre_norm")(weights["pre_norm"]), x, eps=config.norm_eps)
+    x = run.at("blocks").over(_block(config, run, seen), x, weights["blocks"], None)
+    if config.final_norm:
+        with named_scope("norm"):
+            x = nn.norm(gather.at("norm")(weights["norm"]), x, eps=config.norm_eps)
+    return nn.gather_sequence(x, stream)[:, :count]
+
+
+def _patches(config: ViTConfig, images: Tensor) -> Tensor:
+    """``[batch, num_patches, channels * patch_size ** 2]``, row by row."""
+    side = config.image_size
+    if tuple(images.shape[1:]) != (config.channels, side, side):
+        raise ValueError(
+            f"vit: got images of shape {tuple(images.shape[1:])}; wanted "
+            f"{(config.channels, side, side)}; resize them, or change image_size and channels"
+        )
+    size = config.patch_size
+    x = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))
+    return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def _embedded(
+    config: ViTConfig, weights: dict, patches: Tensor, place: Tensor, gather: Gather
+) -> Tensor:
+    """The stream at these places: the class token's, the patches', and those that fill it up."""
+    layer = gather.at("patches")(weights["patches"])
+    check_gathered("embed_dim", layer["w"].shape[-1], config.embed_dim)
+    own = patches.index_select(1, (place - 1).clamp(0, config.num_patches - 1))
+    w = layer["w"].flatten(0, 2)
+    x = own.to(w.dtype) @ w
+    x = x + layer["b"] if "b" in layer else x
+    x = torch.where((place == 0)[:, None], gather.at("class")(weights["class"]), x)
+    table = gather.at("positions")(weights["positions"])
+    return x + F.embedding(place.clamp(max=config.num_patches), table)
+
+
+def _block(
+    config: ViTConfig, run: Run, seen: Tensor | None
+) -> Callable[[Tree, Tensor, None], Tensor]:
+    """``(parameters, x, None) -> x``: one pre-norm block."""
+    core = run.core(partial(masked_attention, seen=seen))
+    stream, eps = run.stream, config.norm_eps
+
+    def block(weights: dict, x: Tensor, key: None) -> Tensor:
+        with named_scope("attention"):
+            y = nn.norm(weights["attention_norm"], x, eps=eps)
+            layer = weights["attention"]
+            x = x + nn.self_attention(
+                layer, y, config.attention, rope=None, stream=stream, core=core
+            )
+        with named_scope("mlp"):
+            y = nn.norm(weights["mlp_norm"], x, eps=eps)
+            return x + _mlp(config, weights["mlp"], y, stream)
+
+    return block
+
+
+def _mlp(config: ViTConfig, layer: dict, x: Tensor, stream: P) -> Tensor:
+    if config.activation != "quick_gelu":
+        return nn.mlp(layer, x, activation=config.activation, stream=stream)
+    y = nn.column_parallel(nn.gather_sequence(x, stream), *weights(layer["up"]))
+    return nn.row_parallel(y * (1.702 * y).sigmoid(), *weights(layer["down"]), stream=stream)
+
+
+def forward(
+    config: ViTConfig,
+    weights: dict,
+    images: Float[Tensor, "batch channels height width"],
+    *,
+    stream: P = STREAM,
+    remat: Remat = "none",
+    gather: Gather = WHOLE,
+) -> Float[Tensor, "batch columns"]:
+    """The logits of every image's class, from what the class token has become.
+
+    The arguments are those of `features`.
+
+    Returns:
+        ``[batch, padded_classes / tp]``: this rank's columns, those from ``num_classes`` on being
+        padding. Collectives: those of `features`.
+
+    Raises:
+        ValueError: the model has no classes.
+    """
+    if not config.num_classes:
+        raise ValueError("vit: got num_classes=0; wanted classes; set it, or use vit.features")
+    x = features(config, weights, images, stream=stream, remat=remat, gather=gather)
+    with named_scope("head"):
+        head = gather.at("head")(weights["head"])
+        return nn.column_parallel(x[:, 0], head["w"], head["b"])
+
+
+def loss(
+    config: ViTConfig,
+    weights: dict,
+    batch: Mapping[str, Tensor],
+    *,
+    key: Key | None = None,
+    stream: P = STREAM,
+    remat: Remat = "none",
+    gather: Gather = WHOLE,
+) -> Scalar:
+    """The sum of all images' cross-entropies over the batch of all ranks; replicated.
+
+    Args:
+        batch: this rank's ``images``, and ``targets`` int64 ``[batch]``, of which `nn.IGNORE_INDEX`
+            do not count.
+        key: not used: nothing is random.
+
+    Returns:
+        A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
+        one all-reduce of a scalar.
+    """
+    del key
+    logits = forward(config, weights, batch["images"], stream=stream, remat=remat, gather=gather)
+    with named_scope("loss"):
+        losses = nn.cross_entropy(logits, batch["targets"], vocab_size=config.num_classes)
+        return lax.psum(losses.sum(), SAMPLE_AXES)
+
+
+def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
+    """How many images count, over the batch of all ranks: an int64 scalar; one all-reduce."""
+    return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
