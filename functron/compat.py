@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.abc
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -197,6 +200,44 @@ def faking() -> bool:
 def current_raw_stream(index: int) -> int:
     """The handle of the current CUDA stream of this GPU; torch.cuda.current_stream is slower."""
     return torch._C._cuda_getCurrentRawStream(index)
+
+
+_opaque_to_dynamo: list[Callable] = []
+
+
+def allow_in_graph(fn: Callable) -> None:
+    """Have dynamo keep calls of `fn` whole, without importing it now: that takes seconds.
+
+    Dynamo knows such functions by their identity, so they are told it when it is imported.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.allow_in_graph(fn)
+        return
+    _opaque_to_dynamo.append(fn)
+    if len(_opaque_to_dynamo) == 1:
+        sys.meta_path.insert(0, _TellDynamo())
+
+
+class _TellDynamo(importlib.abc.MetaPathFinder):
+    """Lets dynamo be found as ever, and tells it what is opaque once it has run."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """Only dynamo's."""
+        if fullname != "torch._dynamo":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = spec.loader if spec is not None else None
+        if loader is not None:
+            execute = loader.exec_module
+
+            def then_tell(module: Any) -> None:
+                execute(module)
+                for fn in _opaque_to_dynamo:
+                    module.allow_in_graph(fn)
+
+            loader.exec_module = then_tell
+        return spec
 
 
 def mark_constant(fn: Callable) -> None:

@@ -148,7 +148,7 @@ def define(
         return function.apply(*args)
 
     # dynamo would look inside, and see an entry without derivatives
-    torch._dynamo.allow_in_graph(call)
+    compat.allow_in_graph(call)
     return Op(name, raw, reference, kernel, gradient is not None, call)
 
 
