@@ -85,6 +85,14 @@ def test_every_variant_compiles_and_keeps_to_registers(name, cache):
         assert all(0 < one.registers <= 255 for one in built.compiled.resources)
 
 
+def test_the_readme_names_every_source_and_kernel():
+    readme = (sources.FOLDER / "README.md").read_text()
+    for name in sources.names():
+        assert f"| `{name}.cu` |" in readme
+        for _, entry in _ENTRY.findall(sources.read(name).text):
+            assert f"| {name} | {entry} |" in readme
+
+
 def test_variants_are_the_product_of_the_build_lines(own):
     (own / "many.cu").write_text("// build: A = 1, 2\n//build: B=x,y , z\n// build a house = 1\n")
     many = sources.read("many", own)
