@@ -17,16 +17,7 @@ from functron.optim.adam_mini import (
 )
 from functron.optim.average import AverageState, EmaState, averaged, ema, with_average
 from functron.optim.clip import clip, clip_by_global_norm, global_norm, norm_scale
-from functron.optim.config import (
-    MuonConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    make_optimizer,
-    make_schedule,
-    optimizer_problems,
-    schedule_problems,
-    torch_dtype,
-)
+from functron.optim.config import make_optimizer, make_schedule
 from functron.optim.finite import (
     ApplyIfFiniteState,
     all_finite,
@@ -34,7 +25,7 @@ from functron.optim.finite import (
     set_to_zero,
     zero_nans,
 )
-from functron.optim.groups import Group, by_group, group_labels, parse_groups
+from functron.optim.groups import Group, by_group, group_labels, group_problems, parse_groups
 from functron.optim.inject import InjectHyperparamsState, inject_hyperparams
 from functron.optim.learning_rate import ScaleByScheduleState, scale_by_learning_rate
 from functron.optim.lion import ScaleByLionState, lion, scale_by_lion
@@ -59,8 +50,19 @@ from functron.optim.schedules import (
     relative_step,
     wsd,
 )
+from functron.optim.settings import (
+    AdafactorConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SoapConfig,
+    optimizer_problems,
+    schedule_problems,
+    torch_dtype,
+)
 from functron.optim.sgd import TraceState, sgd, sign_sgd, trace
 from functron.optim.soap import ScaleBySoapState, scale_by_soap, soap
+from functron.optim.stochastic import StochasticState, with_stochastic_rounding
 from functron.optim.transformation import (
     GradientTransformation,
     apply_updates,
@@ -76,6 +78,7 @@ from functron.optim.where import MultiTransformState, WhereState, multi_transfor
 from functron.optim.zero import padded_shapes, shard_specs, zero
 
 __all__ = [
+    "AdafactorConfig",
     "ApplyIfFiniteState",
     "AverageState",
     "Block",
@@ -97,6 +100,8 @@ __all__ = [
     "ScaleByScheduleState",
     "ScaleBySoapState",
     "ScheduleConfig",
+    "SoapConfig",
+    "StochasticState",
     "TraceState",
     "WhereState",
     "adafactor",
@@ -122,6 +127,7 @@ __all__ = [
     "ema",
     "global_norm",
     "group_labels",
+    "group_problems",
     "identity",
     "inject_hyperparams",
     "inverse_square_root",
@@ -168,6 +174,7 @@ __all__ = [
     "where",
     "with_average",
     "with_fp32_masters",
+    "with_stochastic_rounding",
     "wsd",
     "zero",
     "zero_nans",

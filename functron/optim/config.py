@@ -1,119 +1,44 @@
-"""Optimizers and schedules as data: what a configuration file says, and the objects it makes."""
+"""The optimizers and schedules that configurations stand for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, get_args
-
-import torch
+from dataclasses import dataclass, replace
 
 from functron import tree
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, raise_problems
+from functron.ops.kernels import AUTO, Kernels
 from functron.optim import schedules
+from functron.optim.adafactor import adafactor
 from functron.optim.adam import MomentDtype, adam, adamw
+from functron.optim.adam_mini import adam_mini, blocks
+from functron.optim.average import with_average
 from functron.optim.clip import clip_by_global_norm
+from functron.optim.finite import apply_if_finite
+from functron.optim.groups import Group, by_group, group_problems, parse_groups
 from functron.optim.learning_rate import LearningRate
+from functron.optim.lion import lion
 from functron.optim.mask import Mask, not_norm_or_bias
 from functron.optim.masters import with_fp32_masters
-from functron.optim.muon import Scale, matrices, muon
+from functron.optim.muon import matrices, muon
 from functron.optim.offload import offload
 from functron.optim.quantise import check_blocks, quantisable
 from functron.optim.schedules import Schedule
+from functron.optim.settings import (
+    Moment,
+    OptimizerConfig,
+    ScheduleConfig,
+    optimizer_problems,
+    schedule_problems,
+    torch_dtype,
+)
 from functron.optim.sgd import sgd
+from functron.optim.soap import soap
+from functron.optim.stochastic import with_stochastic_rounding
 from functron.optim.transformation import GradientTransformation, chain
 from functron.optim.zero import zero
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P
-
-
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """A learning-rate schedule; see `functron.optim.schedules`.
-
-    Attributes:
-        name: "constant", "linear", "cosine", "wsd" or "inverse_square_root".
-        peak: the highest learning rate.
-        warmup_steps: updates of linear warm-up from 0.
-        total_steps: the count at which `end` is reached (linear, cosine, wsd).
-        end: the last learning rate, or the floor of inverse_square_root.
-        decay_steps: length of the decay at the end of `total_steps` (wsd only).
-        decay: its shape: "linear", "cosine", "sqrt" or "exponential" (wsd only).
-    """
-
-    name: str = "cosine"
-    peak: float = 3e-4
-    warmup_steps: int = 0
-    total_steps: int = 1000
-    end: float = 0.0
-    decay_steps: int = 200
-    decay: str = "linear"
-
-
-Moment = Literal["", "float32", "bfloat16", "int8"]
-Dtype = Literal["", "float32", "bfloat16"]
-
-
-@dataclass(frozen=True)
-class MuonConfig:
-    """What concerns Muon alone; see `functron.optim.muon`.
-
-    Attributes:
-        momentum: decay of the mean of gradients.
-        nesterov: Nesterov momentum.
-        scale: of orthogonalised matrices: "adamw", to share AdamW's learning rate, or "spectral".
-        steps: Newton-Schulz steps.
-        distributed: compute every matrix that is sharded on one rank, not on all.
-        dtype: in which matrices are multiplied; empty: their own.
-    """
-
-    momentum: float = 0.95
-    nesterov: bool = True
-    scale: Scale = "adamw"
-    steps: int = 5
-    distributed: bool = False
-    dtype: Dtype = "bfloat16"
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """An optimizer and what is chained around it.
-
-    Attributes:
-        name: "adamw", "adam", "sgd", or "muon": Muon for matrices of layers, AdamW for the rest.
-        b1: decay of Adam's mean of gradients.
-        b2: decay of Adam's mean of squared gradients.
-        eps: Adam's epsilon.
-        weight_decay: times the learning rate (adamw and muon).
-        momentum: of sgd; 0 for none.
-        nesterov: Nesterov momentum (sgd only).
-        clip_norm: largest global gradient norm; 0 for no clipping.
-        fp32_masters: keep float32 copies of parameters stored in bfloat16 or float16.
-        mu_dtype: how Adam's mean of gradients is stored: float32, bfloat16, int8 (in blocks), or
-            empty: as parameters or their masters are.
-        nu_dtype: the same for the mean of squared gradients.
-        offload: keep the optimizer's state in host memory.
-        grad_dtype: add up gradients of microbatches in float32 or bfloat16; empty: in their own.
-        reduce_dtype: sum gradients over ranks in float32 or bfloat16; empty: in their own.
-        muon: what concerns Muon alone.
-    """
-
-    name: str = "adamw"
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    momentum: float = 0.9
-    nesterov: bool = False
-    clip_norm: float = 1.0
-    fp32_masters: bool = False
-    mu_dtype: Moment = ""
-    nu_dtype: Moment = ""
-    offload: bool = False
-    grad_dtype: Dtype = ""
-    reduce_dtype: Dtype = ""
-    muon: MuonConfig = field(default_factory=MuonConfig)
-
 
 _SCHEDULES: Mapping[str, Callable[[ScheduleConfig], Schedule]] = {
     "constant": lambda c: schedules.constant(c.peak, warmup_steps=c.warmup_steps),
@@ -140,24 +65,67 @@ class _Given:
     mask: Mask
     defs: tree.Tree
     specs: tree.Tree
+    kernels: Kernels = AUTO
 
 
 _OPTIMIZERS: Mapping[str, Callable[[OptimizerConfig, LearningRate, _Given], GradientTransformation]]
 _OPTIMIZERS = {
     "adamw": lambda c, rate, given: _adamw(c, rate, given),
-    "adam": lambda c, rate, given: adam(rate, c.b1, c.b2, c.eps, **_moments(c, given)),
+    "adam": lambda c, rate, given: adam(
+        rate, c.b1, c.b2, c.eps, **_moments(c, given), kernels=given.kernels
+    ),
     "sgd": lambda c, rate, given: sgd(rate, c.momentum or None, c.nesterov),
+    "lion": lambda c, rate, given: lion(
+        rate, c.b1, c.b2, c.weight_decay, given.mask, mu_dtype=torch_dtype(c.mu_dtype)
+    ),
+    "adafactor": lambda c, rate, given: _adafactor(c, rate, given),
+    "adam_mini": lambda c, rate, given: adam_mini(
+        rate, blocks(given.defs), c.b1, c.b2, c.eps, c.weight_decay, given.mask,
+        mu_dtype=torch_dtype(c.mu_dtype), defs=given.defs, specs=given.specs,
+    ),
     "muon": lambda c, rate, given: muon(
         rate, matrices(given.defs), c.muon.momentum, c.muon.nesterov, c.weight_decay, given.mask,
         scale=c.muon.scale, steps=c.muon.steps, specs=given.specs,
         distributed=c.muon.distributed, dtype=torch_dtype(c.muon.dtype),
         others=_adamw(c, rate, given),
     ),
+    "soap": lambda c, rate, given: soap(
+        rate, matrices(given.defs), c.b1, c.b2, c.eps, c.weight_decay, given.mask,
+        precondition_decay=c.soap.decay, frequency=c.soap.frequency, max_dim=c.soap.max_dim,
+        specs=given.specs, distributed=c.soap.distributed, others=_adamw(c, rate, given),
+    ),
 }  # fmt: skip
+_BY_DEFS = ("muon", "soap", "adam_mini")
 
 
 def _adamw(c: OptimizerConfig, rate: LearningRate, given: _Given) -> GradientTransformation:
-    return adamw(rate, c.b1, c.b2, c.eps, c.weight_decay, given.mask, **_moments(c, given))
+    return adamw(
+        rate, c.b1, c.b2, c.eps, c.weight_decay, given.mask, **_moments(c, given),
+        kernels=given.kernels,
+    )  # fmt: skip
+
+
+def _adafactor(c: OptimizerConfig, rate: LearningRate, given: _Given) -> GradientTransformation:
+    own = c.adafactor
+    decay = _times(rate, c.weight_decay) if c.weight_decay else None
+    return adafactor(
+        rate,
+        own.min_dim,
+        own.decay_rate,
+        multiply_by_parameter_scale=own.parameter_scale,
+        clipping_threshold=own.clip or None,
+        momentum=own.momentum or None,
+        weight_decay_rate=decay,
+        weight_decay_mask=given.mask,
+        defs=given.defs,
+        specs=given.specs,
+    )
+
+
+def _times(rate: LearningRate, factor: float) -> LearningRate:
+    if factor == 1:
+        return rate
+    return (lambda count: factor * rate(count)) if callable(rate) else factor * rate
 
 
 def _moments(config: OptimizerConfig, given: _Given) -> dict:
@@ -171,82 +139,6 @@ def _moments(config: OptimizerConfig, given: _Given) -> dict:
 
 def _moment_dtype(name: Moment) -> MomentDtype:
     return "int8" if name == "int8" else torch_dtype(name)
-
-
-def torch_dtype(name: str) -> torch.dtype | None:
-    """The dtype that a configuration names; None for the empty name.
-
-    For the arguments `grad_dtype` and `reduce_dtype` of `functron.make_step`.
-    """
-    return getattr(torch, name) if name else None
-
-
-def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Problem]:
-    """Everything wrong with `config`; fields that its schedule does not use are not judged."""
-    if config.name not in _SCHEDULES:
-        fix = nearest(config.name, _SCHEDULES)
-        return [Problem(f"{path}.name", repr(config.name), "a learning-rate schedule", fix)]
-    ends = config.name in ("linear", "cosine", "wsd")
-    is_wsd = config.name == "wsd"
-    found = schedules.problems(
-        config.peak,
-        config.warmup_steps,
-        config.total_steps if ends else None,
-        config.end if config.name != "constant" else 0.0,
-        config.decay_steps if is_wsd else None,
-        config.decay if is_wsd else "linear",
-    )
-    return [Problem(f"{path}.{p.path}", p.got, p.wanted, p.fix) for p in found]
-
-
-def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list[Problem]:
-    """Everything wrong with `config`."""
-    found = []
-    if config.name not in _OPTIMIZERS:
-        fix = nearest(config.name, _OPTIMIZERS)
-        found.append(Problem(f"{path}.name", repr(config.name), "an optimizer", fix))
-    for name in ("b1", "b2", "momentum"):
-        value = getattr(config, name)
-        if not 0 <= value < 1:
-            found.append(Problem(f"{path}.{name}", repr(value), "at least 0 and less than 1"))
-    for name in ("eps", "weight_decay", "clip_norm"):
-        value = getattr(config, name)
-        if not 0 <= value < float("inf"):
-            found.append(Problem(f"{path}.{name}", repr(value), "a finite number of at least 0"))
-    if config.name == "sgd" and config.nesterov and not config.momentum:
-        found.append(
-            Problem(f"{path}.nesterov", "true with momentum 0", "a momentum", "set momentum = 0.9")
-        )
-    choices = {"mu_dtype": Moment, "nu_dtype": Moment, "grad_dtype": Dtype, "reduce_dtype": Dtype}
-    found += _choice_problems(config, choices, path)
-    if config.name == "sgd":
-        found += [
-            Problem(f"{path}.{name}", repr(getattr(config, name)), "nothing for sgd: it has none")
-            for name in ("mu_dtype", "nu_dtype")
-            if getattr(config, name)
-        ]
-    if config.name == "muon":
-        found += _muon_problems(config.muon, f"{path}.muon")
-    return found
-
-
-def _choice_problems(config: object, choices: Mapping[str, object], path: str) -> list[Problem]:
-    """The fields whose values are none of those of their Literal."""
-    return [
-        Problem(f"{path}.{name}", repr(value), f"one of {', '.join(map(repr, known))}")
-        for name, kind in choices.items()
-        if (value := getattr(config, name)) not in (known := get_args(kind))
-    ]
-
-
-def _muon_problems(config: MuonConfig, path: str) -> list[Problem]:
-    found = _choice_problems(config, {"scale": Scale, "dtype": Dtype}, path)
-    if not 0 <= config.momentum < 1:
-        got = repr(config.momentum)
-        found.append(Problem(f"{path}.momentum", got, "at least 0 and less than 1"))
-    if config.steps < 1:
-        found.append(Problem(f"{path}.steps", str(config.steps), "at least 1", "set it to 5"))
-    return found
 
 
 def make_schedule(config: ScheduleConfig) -> Schedule:
@@ -269,8 +161,12 @@ def make_optimizer(
     defs: tree.Tree = None,
     shards: tree.Tree = None,
     mesh: Mesh | BoundMesh | None = None,
+    kernels: Kernels = AUTO,
 ) -> GradientTransformation:
     """The optimizer that `config` describes: clipping, then the optimizer (on masters).
+
+    From the outside: `apply_if_finite`, clipping, `zero`, `offload`, masters or stochastic
+    rounding, the average of parameters, groups, the optimizer itself.
 
     Args:
         config: what to build.
@@ -278,10 +174,12 @@ def make_optimizer(
         specs: specs of the parameters, for the gradient norm; None: nothing is sharded.
         copies: how many ranks of a pipeline hold each parameter, for the gradient norm.
         mask: which parameters decay; by default all but norms and biases.
-        defs: the parameters' `ParamDef`s; needed by muon and by moments in 8 bits.
+        defs: the parameters' `ParamDef`s; needed by muon, soap, adam_mini, moments in 8 bits and
+            groups, and by adafactor where anything is sharded or stacked.
         shards: the specs of every rank's part of the parameters, of `shard_specs`, which makes it
             ZeRO: `zero` around the optimizer. None: every rank updates what it holds.
         mesh: the ranks; with it, moments in 8 bits are checked against how they are sharded.
+        kernels: whether "adamw" and "global_norm" are kernels; see `functron.ops.kernels.use`.
 
     Raises:
         ValueError: listing everything that `optimizer_problems` finds; `defs` is missing; or blocks
@@ -289,19 +187,41 @@ def make_optimizer(
     """
     found = optimizer_problems(config)
     eight = "int8" in (config.mu_dtype, config.nu_dtype)
-    if defs is None and config.name == "muon":
-        found.append(Problem("defs", "None", "the parameters' defs, to tell matrices by"))
+    groups, _ = parse_groups(config.groups)
+    if defs is None and (config.name in _BY_DEFS or groups):
+        found.append(Problem("defs", "None", "the parameters' defs, to tell them apart by"))
+    elif groups and copies == 1:  # else ranks of a pipeline have some of the parameters each
+        found += group_problems(defs, groups, "optimizer.groups")
     raise_problems("the optimizer cannot be built", found)
     seen = specs if shards is None else shards
     if eight and defs is not None and mesh is not None:
         check_blocks(defs, P() if seen is None else seen, mesh)
-    inner = _OPTIMIZERS[config.name](config, learning_rate, _Given(mask, defs, seen))
+    inner = _inner(config, learning_rate, _Given(mask, defs, seen, kernels), groups)
+    if config.ema_decay:
+        inner = with_average(inner, config.ema_decay)
     if config.fp32_masters:
         inner = with_fp32_masters(inner)
+    if config.stochastic_rounding:
+        inner = with_stochastic_rounding(inner, defs=defs, specs=seen)
     if config.offload:
         inner = offload(inner)
     if shards is not None:
         inner = zero(inner, P() if specs is None else specs, shards)
-    if not config.clip_norm:
-        return inner
-    return chain(clip_by_global_norm(config.clip_norm, seen, copies), inner)
+    if config.clip_norm:
+        inner = chain(clip_by_global_norm(config.clip_norm, seen, copies, kernels=kernels), inner)
+    if config.skip_nonfinite:
+        inner = apply_if_finite(inner, config.skip_nonfinite, specs=seen)
+    return inner
+
+
+def _inner(
+    config: OptimizerConfig, rate: LearningRate, given: _Given, groups: tuple[Group, ...]
+) -> GradientTransformation:
+    if config.name == "adafactor" and config.adafactor.relative_step:
+        rate = schedules.relative_step()
+
+    def make(group: Group) -> GradientTransformation:
+        own = replace(config, weight_decay=config.weight_decay * group.weight_decay)
+        return _OPTIMIZERS[config.name](own, _times(rate, group.learning_rate), given)
+
+    return by_group(make, given.defs, groups)

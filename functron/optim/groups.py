@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from functron import tree
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, nearest
 from functron.optim.transformation import GradientTransformation
 from functron.optim.where import multi_transform
 
@@ -70,36 +70,53 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) and value >= 0 else None
 
 
-def group_labels(params: tree.Tree, groups: Sequence[Group]) -> tree.Tree:
-    """Of every parameter the name of its group: the first pattern that fits its path, or "".
+def group_problems(
+    params: tree.Tree, groups: Sequence[Group], path: str = "groups"
+) -> list[Problem]:
+    """The groups that have no parameter of a whole model, with the nearest path of one.
 
     Args:
         params: the parameters, or their `ParamDef`s.
         groups: those that there are.
-
-    Raises:
-        ValueError: a pattern that fits no path, or none that an earlier one does not fit too.
+        path: where they are written, for messages.
     """
     paths = tree.paths(params)
-    found = [next((g.pattern for g in groups if _fits(path, g)), "") for path in paths]
-    raise_problems(
-        "groups of parameters",
-        [
-            Problem(
-                group.pattern,
-                "a pattern that is the first to fit no path",
-                "one that fits some",
-                nearest(group.pattern, paths),
-            )
-            for group in groups
-            if group.pattern not in found
-        ],
-    )
-    return tree.unflatten(tree.structure(params), found)
+    used = set(tree.leaves(group_labels(params, groups)))
+    return [
+        Problem(
+            path,
+            f"pattern {group.pattern!r}, which is the first to fit no path",
+            "one that fits some",
+            nearest(group.pattern, paths),
+        )
+        for i, group in enumerate(groups)
+        if _name(i) not in used
+    ]
 
 
-def _fits(path: str, group: Group) -> bool:
-    return fnmatch.fnmatchcase(path, group.pattern)
+def group_labels(params: tree.Tree, groups: Sequence[Group]) -> tree.Tree:
+    """Of every parameter the label of the first group whose pattern fits its path, or "others".
+
+    Labels are "group_0" and so on, as patterns are no names for what is saved.
+
+    Args:
+        params: the parameters, or their `ParamDef`s.
+        groups: those that there are.
+    """
+
+    def label(path: str, _) -> str:
+        fits = (i for i, g in enumerate(groups) if fnmatch.fnmatchcase(path, g.pattern))
+        found = next(fits, None)
+        return _OTHERS if found is None else _name(found)
+
+    return tree.map_with_path(label, params)
+
+
+_OTHERS = "others"
+
+
+def _name(index: int) -> str:
+    return f"group_{index}"
 
 
 def by_group(
@@ -108,19 +125,16 @@ def by_group(
     """`multi_transform` of an optimizer per group, and one for the parameters in none.
 
     ``by_group(lambda g: adamw(g.learning_rate * 1e-3, weight_decay=g.weight_decay * 0.1), ...)``;
-    of a schedule, give ``lambda count: g.learning_rate * schedule(count)``.
+    of a schedule, give ``lambda count: g.learning_rate * schedule(count)``. Every group has
+    state, so that ranks of a pipeline that hold none of its parameters have the same counts; see
+    `group_problems` for patterns that fit nothing at all.
 
     Args:
         make: the optimizer of a group, which sees None in place of others' parameters.
         params: the parameters, or their `ParamDef`s.
-        groups: the first whose pattern fits a path has the parameter. None: ``make`` of the rest.
-
-    Raises:
-        ValueError: as `group_labels`.
+        groups: the first whose pattern fits a path has the parameter; none: `make` of the others.
     """
     if not groups:
-        return make(Group(""))
-    labels = group_labels(params, groups)
-    known = {group.pattern: group for group in groups}
-    used = dict.fromkeys(tree.leaves(labels))
-    return multi_transform({name: make(known.get(name, Group(""))) for name in used}, labels)
+        return make(Group("*"))
+    made = {_name(i): make(group) for i, group in enumerate(groups)}
+    return multi_transform(made | {_OTHERS: make(Group("*"))}, group_labels(params, groups))

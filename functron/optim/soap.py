@@ -86,9 +86,9 @@ def scale_by_soap(
     bases take a step of the power iteration, orthogonalised by QR, with nu in the new order. As in
     the authors' code the first update only makes the bases, by an eigendecomposition, and is 0.
 
-    Where a first gradient has lower rank than its matrix, rounding decides the basis of what is
-    left, and so the numbers that follow. A traced or compiled step cannot know which update it
-    is, and computes eigenvectors and QR in every one.
+    Where a first gradient has lower rank than its matrix, the authors leave it to rounding which
+    basis of the rest is taken; here it is one that does not depend on it. A traced or compiled step
+    cannot know which update it is, and computes eigenvectors and QR in every one.
 
     Collectives: of a sharded leaf two all-to-alls of the local bytes if `distributed`, else one
     all-gather of the whole bytes per axis.
@@ -276,8 +276,26 @@ def _rotated(x, left, right) -> torch.Tensor:
 
 def _begun(before: _Moments, grams: list) -> _Moments:
     """The state after the first update: eigenvectors, those of large eigenvalues first."""
-    bases = [None if x is None else torch.linalg.eigh(x)[1].flip(-1) for x in grams]
+    bases = [None if x is None else _eigenvectors(x) for x in grams]
     return _Moments(before.mu, before.nu, grams[0], grams[1], bases[0], bases[1])
+
+
+def _eigenvectors(gram: torch.Tensor) -> torch.Tensor:
+    """Eigenvectors, those of the largest eigenvalues first, as columns.
+
+    A first gradient seldom has full rank, and any basis is one of the eigenvectors of 0: rounding
+    would choose it, another on every mesh. There they are those of a matrix of distinct numbers,
+    which stands below all eigenvalues and nowhere else.
+    """
+    values, basis = torch.linalg.eigh(gram)
+    size, numbers = gram.shape[-1], torch.finfo(gram.dtype)
+    largest = values[..., -1:].clamp(min=numbers.tiny)
+    null = (values <= 16 * size * numbers.eps * largest).to(gram.dtype)
+    hidden = basis * null.unsqueeze(-2)
+    distinct = 1 + torch.arange(size, device=gram.device, dtype=gram.dtype) / size
+    below = hidden @ ((hidden.mT * distinct) @ hidden) @ hidden.mT
+    seen = (basis * (values * (1 - null)).unsqueeze(-2)) @ basis.mT
+    return torch.linalg.eigh(seen - largest.unsqueeze(-1) * below)[1].flip(-1)
 
 
 def _turned(state: _Moments) -> _Moments:

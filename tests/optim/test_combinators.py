@@ -258,11 +258,9 @@ def test_groups_are_as_many_optimizers():
             leaf.grad = grad
         reference.step()
     close(got, tree.map(torch.Tensor.detach, start))
-    assert set(state.inner_states) == {"blocks/*norm", "", "embed"}
-    assert optim.group_labels(values(0), groups) == {
-        "blocks": {"norm": "blocks/*norm", "up": ""},
-        "embed": "embed",
-    }
+    assert set(state.inner_states) == {"group_0", "group_1", "others"}
+    labels = {"blocks": {"norm": "group_1", "up": "others"}, "embed": "group_0"}
+    assert optim.group_labels(values(0), groups) == labels
 
 
 def test_bad_groups_and_labels():
@@ -271,8 +269,13 @@ def test_bad_groups_and_labels():
     assert "optimizer.groups: got lr=x; wanted lr= a finite number of at least 0" in text
     assert "got rate=2; wanted lr=NUMBER or decay=NUMBER" in text
     assert "got 'norm'; wanted a pattern, then lr= or decay=" in text
-    with pytest.raises(ValueError, match=r"embet: got a pattern .*did you mean 'embed'"):
-        optim.group_labels(values(0), [optim.Group("embet", 0.1)])
+    groups = [optim.Group("embet"), optim.Group("*up"), optim.Group("blocks/up")]
+    found = optim.group_problems(values(0), groups)
+    assert [p.got for p in found] == [
+        "pattern 'embet', which is the first to fit no path",
+        "pattern 'blocks/up', which is the first to fit no path",
+    ]
+    assert "did you mean 'embed'" in found[0].fix
     with pytest.raises(ValueError, match=r"embed: got label 'slw'.*did you mean 'slow'"):
         optim.multi_transform({"slow": optim.sgd(0.1)}, {"embed": "slw"})
     with pytest.raises(ValueError, match="max_consecutive_errors: got -1"):

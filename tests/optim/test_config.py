@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from functron import optim
+from functron import optim, tree
 from functron.params import Normal, ParamDef
 from functron.spmd import Mesh, P
 
@@ -115,6 +115,74 @@ def test_muon_is_wired():
         torch.testing.assert_close(out[name], want[name], rtol=0, atol=0)
 
 
+def moved(optimizer):
+    """The parameters after three updates."""
+    now = params()
+    state = optimizer.init(now)
+    for step in range(3):
+        grads = {
+            name: torch.randn(d.shape, generator=torch.Generator().manual_seed(step))
+            for name, d in DEFS.items()
+        }
+        now, state = optimizer.step_(grads, state, now)
+    return now
+
+
+RATE = optim.linear(0.1, 10)
+NAMED = {
+    "lion": (
+        {"b2": 0.99, "mu_dtype": "bfloat16"},
+        lambda: optim.lion(RATE, 0.9, 0.99, 0.1, MASK, mu_dtype=torch.bfloat16),
+    ),
+    "adafactor": (
+        {"adafactor": optim.AdafactorConfig(momentum=0.5, clip=0, min_dim=8, decay_rate=0.7)},
+        lambda: optim.adafactor(
+            RATE, 8, 0.7, clipping_threshold=None, momentum=0.5, defs=DEFS,
+            weight_decay_rate=lambda count: 0.1 * RATE(count), weight_decay_mask=MASK,
+        ),
+    ),
+    "adam_mini": (
+        {}, lambda: optim.adam_mini(RATE, optim.blocks(DEFS), 0.9, 0.95, weight_decay=0.1, mask=MASK)
+    ),
+    "soap": (
+        {"soap": optim.SoapConfig(frequency=1, max_dim=64, decay=0.8)},
+        lambda: optim.soap(
+            RATE, optim.matrices(DEFS), 0.9, 0.95, weight_decay=0.1, mask=MASK, frequency=1,
+            max_dim=64, precondition_decay=0.8,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_further_optimizers_are_wired(name):
+    fields, meant = NAMED[name]
+    config = optim.OptimizerConfig(name, clip_norm=0, **fields)
+    got, want = moved(optim.make_optimizer(config, RATE, defs=DEFS)), moved(meant())
+    for leaf in want:
+        torch.testing.assert_close(got[leaf], want[leaf], rtol=0, atol=0)
+
+
+def test_groups_averages_and_skipping_are_wired():
+    relative = optim.AdafactorConfig(relative_step=True, parameter_scale=False, clip=0)
+    config = optim.OptimizerConfig(
+        "adafactor", groups="norm lr=0", ema_decay=0.9, skip_nonfinite=2, adafactor=relative
+    )
+    made = optim.make_optimizer(config, 0.5, defs=DEFS)
+    start = params()
+    state = made.init(start)
+    grads = {name: torch.ones(d.shape) for name, d in DEFS.items()}
+    out, state = made.step_(grads, state, start)
+    assert torch.equal(out["norm"], params()["norm"])
+    rate = 0.01  # of the paper, not 0.5; the first update is of ones
+    torch.testing.assert_close(out["w"], params()["w"] - rate * (1 + 0.1))
+    torch.testing.assert_close(optim.averaged(state, out)["w"], out["w"])
+    bad = {name: torch.full(d.shape, float("nan")) for name, d in DEFS.items()}
+    again, state = made.step_(bad, state, tree.map(torch.clone, out))
+    assert torch.equal(again["w"], out["w"])
+    assert state.total_notfinite == 1
+
+
 def test_shards_make_it_zero_and_blocks_must_not_be_divided():
     mesh, specs = Mesh(dp=4), {"w": P(None, None, "tp"), "norm": P()}
     shards = optim.shard_specs(DEFS, specs, mesh)
@@ -143,5 +211,32 @@ def test_every_problem_of_the_new_fields_is_named():
         "defs: got None",
     ):
         assert text in str(caught.value)
+    fields = {
+        "lion": {"mu_dtype": "int8", "groups": "w rl=1"},
+        "adafactor": {
+            "nu_dtype": "float32",
+            "adafactor": optim.AdafactorConfig(momentum=1, clip=-1),
+        },
+        "soap": {
+            "ema_decay": 1,
+            "skip_nonfinite": -1,
+            "soap": optim.SoapConfig(frequency=0, decay=2),
+        },
+        "adam_mini": {"nu_dtype": "bfloat16"},
+    }
+    found = [
+        p.path
+        for name, own in fields.items()
+        for p in optim.optimizer_problems(optim.OptimizerConfig(name, **own), name)
+    ]
+    assert found == [
+        "lion.mu_dtype", "lion.groups", "adafactor.nu_dtype", "adafactor.adafactor.momentum",
+        "adafactor.adafactor.clip", "soap.ema_decay", "soap.skip_nonfinite", "soap.soap.decay",
+        "soap.soap.frequency", "adam_mini.nu_dtype",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"optimizer.groups: got pattern 'x'.*use one of: norm, w"):
+        optim.make_optimizer(optim.OptimizerConfig(groups="x lr=1"), 0.1, defs=DEFS)
+    with pytest.raises(ValueError, match="defs: got None"):
+        optim.make_optimizer(optim.OptimizerConfig(groups="x lr=1"), 0.1)
     sgd = optim.OptimizerConfig("sgd", mu_dtype="int8")
     assert [p.path for p in optim.optimizer_problems(sgd)] == ["optimizer.mu_dtype"]

@@ -1,0 +1,276 @@
+"""Optimizers and schedules as data: what a configuration file says, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+
+from functron.errors import Problem, nearest
+from functron.optim import schedules
+from functron.optim.groups import parse_groups
+from functron.optim.muon import Scale
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """A learning-rate schedule; see `functron.optim.schedules`.
+
+    Attributes:
+        name: "constant", "linear", "cosine", "wsd" or "inverse_square_root".
+        peak: the highest learning rate.
+        warmup_steps: updates of linear warm-up from 0.
+        total_steps: the count at which `end` is reached (linear, cosine, wsd).
+        end: the last learning rate, or the floor of inverse_square_root.
+        decay_steps: length of the decay at the end of `total_steps` (wsd only).
+        decay: its shape: "linear", "cosine", "sqrt" or "exponential" (wsd only).
+    """
+
+    name: str = "cosine"
+    peak: float = 3e-4
+    warmup_steps: int = 0
+    total_steps: int = 1000
+    end: float = 0.0
+    decay_steps: int = 200
+    decay: str = "linear"
+
+
+Moment = Literal["", "float32", "bfloat16", "int8"]
+Dtype = Literal["", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class MuonConfig:
+    """What concerns Muon alone; see `functron.optim.muon`.
+
+    Attributes:
+        momentum: decay of the mean of gradients.
+        nesterov: Nesterov momentum.
+        scale: of orthogonalised matrices: "adamw", to share AdamW's learning rate, or "spectral".
+        steps: Newton-Schulz steps.
+        distributed: compute every matrix that is sharded on one rank, not on all.
+        dtype: in which matrices are multiplied; empty: their own.
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    scale: Scale = "adamw"
+    steps: int = 5
+    distributed: bool = False
+    dtype: Dtype = "bfloat16"
+
+
+@dataclass(frozen=True)
+class AdafactorConfig:
+    """What concerns Adafactor alone; see `functron.optim.adafactor`.
+
+    Attributes:
+        relative_step: the paper's learning rate, min(0.01, 1/sqrt(t)), in place of the schedule.
+        parameter_scale: the learning rate is relative to the size of a parameter.
+        decay_rate: the exponent by which the decay of second moments approaches 1.
+        clip: largest root mean square of an update before the learning rate; 0: any.
+        momentum: decay of a mean of the updates; 0: none, and no memory for it.
+        min_dim: parameters whose second largest dim is smaller are not factored.
+    """
+
+    relative_step: bool = False
+    parameter_scale: bool = True
+    decay_rate: float = 0.8
+    clip: float = 1.0
+    momentum: float = 0.0
+    min_dim: int = 128
+
+
+@dataclass(frozen=True)
+class SoapConfig:
+    """What concerns SOAP alone; see `functron.optim.soap`.
+
+    Attributes:
+        frequency: updates between two of the eigenbases.
+        max_dim: a side of a matrix that is larger is not preconditioned.
+        decay: of the preconditioners, per update.
+        distributed: compute every matrix that is sharded on one rank, which alone keeps its state.
+    """
+
+    frequency: int = 10
+    max_dim: int = 10000
+    decay: float = 0.95
+    distributed: bool = True
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer and what is chained around it.
+
+    Attributes:
+        name: "adamw", "adam", "sgd", "lion", "adafactor", "adam_mini" (AdamW with a second moment
+            per head, row or column); or, for matrices of layers, with AdamW for the rest, "muon" or
+            "soap".
+        b1: decay of Adam's mean of gradients (lion: the momentum's weight in an update).
+        b2: decay of Adam's mean of squared gradients (lion: of the momentum).
+        eps: Adam's epsilon.
+        weight_decay: times the learning rate (all but adam and sgd).
+        momentum: of sgd; 0 for none.
+        nesterov: Nesterov momentum (sgd only).
+        clip_norm: largest global gradient norm; 0 for no clipping.
+        fp32_masters: keep float32 copies of parameters stored in bfloat16 or float16.
+        stochastic_rounding: instead of keeping copies, round these parameters stochastically.
+        mu_dtype: how Adam's mean of gradients is stored: float32, bfloat16, int8 (in blocks), or
+            empty: as parameters or their masters are.
+        nu_dtype: the same for the mean of squared gradients.
+        offload: keep the optimizer's state in host memory.
+        grad_dtype: add up gradients of microbatches in float32 or bfloat16; empty: in their own.
+        reduce_dtype: sum gradients over ranks in float32 or bfloat16; empty: in their own.
+        groups: parameters with multiples of the learning rate and weight decay, by patterns of
+            their paths, the first that fits: "embed lr=0.1; blocks/*/router/* lr=0.5 decay=0".
+        ema_decay: keep the exponential moving average of the parameters, with this decay per
+            update; 0: do not.
+        skip_nonfinite: leave out updates whose gradients are not finite, up to so many in a row; 0:
+            none.
+        muon: what concerns Muon alone.
+        adafactor: what concerns Adafactor alone.
+        soap: what concerns SOAP alone.
+    """
+
+    name: str = "adamw"
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = False
+    clip_norm: float = 1.0
+    fp32_masters: bool = False
+    stochastic_rounding: bool = False
+    mu_dtype: Moment = ""
+    nu_dtype: Moment = ""
+    offload: bool = False
+    grad_dtype: Dtype = ""
+    reduce_dtype: Dtype = ""
+    groups: str = ""
+    ema_decay: float = 0.0
+    skip_nonfinite: int = 0
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
+    soap: SoapConfig = field(default_factory=SoapConfig)
+
+
+SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_square_root")
+OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adafactor", "adam_mini", "muon", "soap")
+
+
+def torch_dtype(name: str) -> torch.dtype | None:
+    """The dtype that a configuration names; None for the empty name.
+
+    For the arguments `grad_dtype` and `reduce_dtype` of `functron.make_step`.
+    """
+    return getattr(torch, name) if name else None
+
+
+def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Problem]:
+    """Everything wrong with `config`; fields that its schedule does not use are not judged."""
+    if config.name not in SCHEDULES:
+        fix = nearest(config.name, SCHEDULES)
+        return [Problem(f"{path}.name", repr(config.name), "a learning-rate schedule", fix)]
+    ends = config.name in ("linear", "cosine", "wsd")
+    is_wsd = config.name == "wsd"
+    found = schedules.problems(
+        config.peak,
+        config.warmup_steps,
+        config.total_steps if ends else None,
+        config.end if config.name != "constant" else 0.0,
+        config.decay_steps if is_wsd else None,
+        config.decay if is_wsd else "linear",
+    )
+    return [Problem(f"{path}.{p.path}", p.got, p.wanted, p.fix) for p in found]
+
+
+def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list[Problem]:
+    """Everything wrong with `config`; what concerns another optimizer alone is not judged."""
+    found = []
+    if config.name not in OPTIMIZERS:
+        fix = nearest(config.name, OPTIMIZERS)
+        found.append(Problem(f"{path}.name", repr(config.name), "an optimizer", fix))
+    found += _share_problems(config, ("b1", "b2", "momentum", "ema_decay"), path)
+    for name in ("eps", "weight_decay", "clip_norm", "skip_nonfinite"):
+        value = getattr(config, name)
+        if not 0 <= value < float("inf"):
+            found.append(Problem(f"{path}.{name}", repr(value), "a finite number of at least 0"))
+    if config.name == "sgd" and config.nesterov and not config.momentum:
+        found.append(
+            Problem(f"{path}.nesterov", "true with momentum 0", "a momentum", "set momentum = 0.9")
+        )
+    if config.fp32_masters and config.stochastic_rounding:
+        wanted = "false where fp32_masters are kept: masters lose nothing"
+        found.append(Problem(f"{path}.stochastic_rounding", "true", wanted))
+    choices = {"mu_dtype": Moment, "nu_dtype": Moment, "grad_dtype": Dtype, "reduce_dtype": Dtype}
+    found += _choice_problems(config, choices, path)
+    found += _moment_problems(config, path)
+    found += parse_groups(config.groups, f"{path}.groups")[1]
+    own = {"muon": _muon_problems, "adafactor": _adafactor_problems, "soap": _soap_problems}
+    if config.name in own:
+        settings = getattr(config, config.name)
+        found += own[config.name](settings, f"{path}.{config.name}")
+    return found
+
+
+_MOMENTS = {"sgd": (), "adafactor": (), "lion": ("mu_dtype",), "adam_mini": ("mu_dtype",)}
+"""Which moments have a dtype of choice, not 8 bits; those of the other optimizers may be any."""
+
+
+def _moment_problems(config: OptimizerConfig, path: str) -> Iterator[Problem]:
+    if config.name not in _MOMENTS:
+        return
+    for name in ("mu_dtype", "nu_dtype"):
+        value = getattr(config, name)
+        where = f"{path}.{name}"
+        if value and name not in _MOMENTS[config.name]:
+            yield Problem(where, repr(value), f"nothing for {config.name}: it has none")
+        elif value == "int8":
+            yield Problem(where, repr(value), f"'float32' or 'bfloat16' for {config.name}")
+
+
+def _share_problems(config: object, names: tuple[str, ...], path: str) -> list[Problem]:
+    return [
+        Problem(f"{path}.{name}", repr(value), "at least 0 and less than 1")
+        for name in names
+        if not 0 <= (value := getattr(config, name)) < 1
+    ]
+
+
+def _least_problems(config: object, least: Mapping[str, float], path: str) -> list[Problem]:
+    return [
+        Problem(f"{path}.{name}", repr(value), f"at least {low}")
+        for name, low in least.items()
+        if not (value := getattr(config, name)) >= low
+    ]
+
+
+def _choice_problems(config: object, choices: Mapping[str, object], path: str) -> list[Problem]:
+    """The fields whose values are none of those of their Literal."""
+    return [
+        Problem(f"{path}.{name}", repr(value), f"one of {', '.join(map(repr, known))}")
+        for name, kind in choices.items()
+        if (value := getattr(config, name)) not in (known := get_args(kind))
+    ]
+
+
+def _muon_problems(config: MuonConfig, path: str) -> list[Problem]:
+    found = _choice_problems(config, {"scale": Scale, "dtype": Dtype}, path)
+    return [
+        *found,
+        *_share_problems(config, ("momentum",), path),
+        *_least_problems(config, {"steps": 1}, path),
+    ]
+
+
+def _adafactor_problems(config: AdafactorConfig, path: str) -> list[Problem]:
+    found = _share_problems(config, ("momentum",), path)
+    return found + _least_problems(config, {"decay_rate": 0, "clip": 0, "min_dim": 1}, path)
+
+
+def _soap_problems(config: SoapConfig, path: str) -> list[Problem]:
+    found = _share_problems(config, ("decay",), path)
+    return found + _least_problems(config, {"frequency": 1, "max_dim": 1}, path)

@@ -1,0 +1,74 @@
+"""Optimizers by name in whole training steps: on every mesh the numbers of one rank."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from functron import Mesh, optim, random, recipe, tree
+from functron.config import TrainConfig
+from functron.models import gpt
+from functron.spmd.shards import unpad
+from functron.spmd.spec import is_spec
+from functron.step import state_specs
+
+STEPS, VOCAB, SEQ = 3, 20, 6
+MODEL = gpt.GPTConfig(
+    vocab_size=VOCAB, num_layers=2, embed_dim=14, num_heads=4, head_dim=4, mlp_dim=24, max_seq=SEQ,
+    init_stddev=0.3, dtype="float64",
+)  # fmt: skip
+COMMON = {"clip_norm": 0.5, "weight_decay": 0.1, "skip_nonfinite": 3}
+OPTIMIZERS = {
+    "lion": optim.OptimizerConfig("lion", b2=0.99, ema_decay=0.5, **COMMON),
+    "adafactor": optim.OptimizerConfig(
+        "adafactor", adafactor=optim.AdafactorConfig(min_dim=8, momentum=0.5), **COMMON
+    ),
+    "adam_mini": optim.OptimizerConfig("adam_mini", groups="embed lr=0.5; *norm* lr=2", **COMMON),
+    "soap": optim.OptimizerConfig("soap", soap=optim.SoapConfig(frequency=1, max_dim=20), **COMMON),
+    "groups": optim.OptimizerConfig("muon", groups="*/q/* lr=0.1 decay=0", ema_decay=0.9, **COMMON),
+}
+MESHES = [("dp=2,tp=2", 2), ("pp=2,fsdp=2", 1)]
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCAB, (24, SEQ + 1), generator=generator)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(24)}
+
+
+def train(name, mesh, zero):
+    config = TrainConfig(
+        gpt=MODEL, mesh=mesh, zero=zero, microbatches=2, global_batch=24, seq=SEQ,
+        optimizer=dataclasses.replace(OPTIMIZERS[name], muon=optim.MuonConfig(dtype="")),
+        learning_rate=optim.ScheduleConfig("constant", 1e-2), steps=STEPS,
+    )  # fmt: skip
+    ranks = Mesh.parse(mesh)
+    made = recipe.assemble(config, ranks)
+    state = made.init(random.key(1), ranks)
+    losses = []
+    for step in range(STEPS):
+        state, metrics = made.step(state, batch(step))
+        losses.append(metrics["loss"].item())
+    return state, losses, state_specs(made.specs, made.optimizer)
+
+
+@functools.cache
+def dense(name):
+    return train(name, "", 0)
+
+
+@pytest.mark.parametrize(("mesh", "zero"), MESHES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_is_that_of_one_rank(name, mesh, zero):
+    want, losses, _ = dense(name)
+    got, found, specs = train(name, mesh, zero)
+    assert found == pytest.approx(losses, rel=1e-9)
+    flat = tree.broadcast_prefix(specs, want, is_leaf=is_spec)
+    rows = zip(tree.paths(want), tree.leaves(got), tree.leaves(want), flat, strict=True)
+    for path, a, b, spec in rows:
+        if "basis" in path:
+            continue  # up to signs of columns
+        whole, b = unpad(a, b.shape, spec, Mesh.parse(mesh)).double(), b.double()
+        error = (whole - b).abs().max() / b.abs().max().clamp(min=1e-3)
+        assert error <= 1e-8, f"{path}: {error}"
