@@ -8,7 +8,7 @@ import torch
 from functron.ops.qk_norm_rope import QK_NORM_ROPE, QK_NORM_ROPE_, QK_NORM_ROPE_BACKWARD
 from tests.kernels.conformance import Case, conform
 from tests.kernels.emulator import Emulator, emulated, missing
-from tests.kernels.norms import DTYPES, Draw, conform_backward, near, shifted
+from tests.kernels.norms import DTYPES, Draw, conform_uncompiled, near, shifted
 
 EPS = 1e-3
 kernels = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -219,7 +219,7 @@ def test_conformance(case, check):
     check(case)
 
 
-@conform_backward(_other_cases())
+@conform_uncompiled(_other_cases())
 def test_conformance_of_others(case, check):
     check(case)
 
