@@ -99,10 +99,16 @@ class Emulator:
         return 3
 
 
-def emulated(forward: Callable[..., Any], *args: Any, seeds: Sequence[int] = (0, 1, 2)) -> Any:
+def emulated(
+    forward: Callable[..., Any],
+    *args: Any,
+    seeds: Sequence[int] = (0, 1, 2),
+    edits: tuple[tuple[str, str], ...] = (),
+) -> Any:
     """``forward(launch, *args)`` on the emulator: results are the same bits for all seeds.
 
     Uninitialised memory is NaN (integers: the largest), so what a kernel does not write shows.
+    `edits` are those of `Emulator`.
     """
     results = []
     before = (
@@ -112,7 +118,7 @@ def emulated(forward: Callable[..., Any], *args: Any, seeds: Sequence[int] = (0,
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills empty tensors
     try:
         for seed in seeds:
-            results.append(forward(Emulator(seed), *args))
+            results.append(forward(Emulator(seed, edits), *args))
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     for seed, result in zip(seeds, results, strict=True):

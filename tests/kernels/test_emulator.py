@@ -290,13 +290,13 @@ def test_shared_memory_starts_as_nan(folder):
 
 @pytest.mark.parametrize("make", [("racing", 64, 64), ("block_order", 1, 1, 5)], ids=lambda m: m[0])
 def test_seeds_show_races(folder, monkeypatch, make):
-    monkeypatch.setattr(emulator, "Emulator", lambda seed: Emulator(seed, folder=folder))
+    monkeypatch.setattr(emulator, "Emulator", lambda *args: Emulator(*args, folder=folder))
     with pytest.raises(AssertionError, match="seed 1 differs"):
         emulated(forward(*make))
 
 
 def test_what_is_not_written_is_nan(folder, monkeypatch):
-    monkeypatch.setattr(emulator, "Emulator", lambda seed: Emulator(seed, folder=folder))
+    monkeypatch.setattr(emulator, "Emulator", lambda *args: Emulator(*args, folder=folder))
     y = emulated(forward("lazy", 32, 32))
     assert y[0].isnan()
     assert (y[1:] == 0).all()
