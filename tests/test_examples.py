@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PRETRAIN = ROOT / "examples" / "pretrain_gpt.py"
+BERT = ROOT / "examples" / "pretrain_bert.py"
+SMALL_BERT = ("--seq", "32", "--global-batch", "8", "--steps", "3")
 SMALL = ("--model", "llama3-tiny", "--seq", "32", "--global-batch", "4", "--steps", "12")
 
 
@@ -21,9 +23,10 @@ def losses(printed: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in found}
 
 
-def simulate(*args: str) -> str:
+def simulate(*args: str, script: Path = PRETRAIN) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PRETRAIN), *SMALL, *args]
+    small = SMALL if script == PRETRAIN else SMALL_BERT
+    command = [sys.executable, str(script), *small, *args]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -66,3 +69,11 @@ def test_too_few_processes_is_a_taught_error(torchrun):
     assert done.returncode != 0
     assert "cannot bind the mesh to processes" in done.stderr
     assert "torchrun --nproc-per-node 4" in done.stderr
+
+
+@pytest.mark.distributed
+def test_bert_on_processes_gives_the_losses_of_one(torchrun):
+    mesh = ("--mesh", "fsdp=2,tp=2", "--sequence-parallel")
+    found = losses(torchrun(BERT, 4, *SMALL_BERT, *mesh, timeout=300).stdout)
+    assert sorted(found) == [0, 2]
+    assert found == pytest.approx(losses(simulate(script=BERT)), rel=1e-5)
