@@ -17,7 +17,9 @@ class Settings:
     """What to make tokens of, and how.
 
     Attributes:
-        inputs: files and folders (see `functron.data.sources.find_files`).
+        inputs: files and folders (see `functron.data.sources.find_files`). A document is encoded
+            in one call, for which Hugging Face's tokenizers take some 130 bytes of memory per byte:
+            cut files of plain text that have hundreds of MB.
         tokenizer: a path, or ``bytes`` (see `functron.data.text_tokenizer.open_tokenizer`).
         out: where to, without the endings that the format has.
         key: of the text in JSONL objects; the column of Parquet files.
@@ -134,6 +136,11 @@ class Summary:
         ]
         if self.progress is None:
             return "\n".join([*lines, "nothing to do: this was complete"])
+        earlier = self.progress.earlier
+        if earlier:
+            lines.append(f"resumed {earlier:,} of the tokens were there before")
+        if earlier == self.progress.tokens:
+            return "\n".join(lines)
         count = self.settings.num_workers
         workers = "1 process" if count == 1 else f"{count} processes"
         speed = f"{self.progress.tokens_per_second:,.0f} tokens/s on {workers}"

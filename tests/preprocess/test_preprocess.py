@@ -201,7 +201,8 @@ def test_what_is_finished_is_not_made_again(tmp_path, text, folder):
     with pytest.raises(StopError):
         preprocess(settings(text, folder, out), stop, chunk_bytes=300)
     assert all(p.stat().st_mtime_ns == time for p, time in made.items())
-    preprocess(settings(text, folder, out, workers=1), seen.append, chunk_bytes=300)
+    done = preprocess(settings(text, folder, out, workers=1), seen.append, chunk_bytes=300)
+    assert f"resumed {seen[0].tokens:,} of the tokens were there before" in str(done)
     assert seen[0].done > 500
     assert seen[0].tokens == seen[0].earlier > 0
     texts = [*TEXTS[:30], "more", *TEXTS[30:], "last"]
