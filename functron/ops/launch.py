@@ -21,6 +21,7 @@ Dims = int | Sequence[int]
 
 _NO_DEFINES: Mapping[str, str] = MappingProxyType({})
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _FALLBACK = 'pass kernels=ops.use("reference")'
 
 
@@ -66,7 +67,7 @@ class Launcher:
             stream = compat.current_raw_stream(index)
             call = (function.handle, *blocks, *threads, shared_bytes, stream, (values, types), 0)
             (status,) = function.driver.cuLaunchKernel(*call)
-            if status == function.driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            if int(status) == _INVALID_CONTEXT:
                 # a thread in which nothing but torch's caching allocator has run has none yet
                 _make_current(function.driver, index)
                 (status,) = function.driver.cuLaunchKernel(*call)
@@ -135,10 +136,13 @@ def _packed(kernel: str, args: Sequence[Argument]) -> tuple[tuple, tuple, int]:
     """Arguments as cuda.bindings takes them, their C types, and the GPU of all tensors."""
     values: list[Any] = []
     types: list[Any] = []
-    devices: dict[torch.device, None] = {}
+    index = -1
     for position, arg in enumerate(args):
         if isinstance(arg, torch.Tensor):
-            devices[arg.device] = None
+            own = arg.get_device() if arg.is_cuda else -1
+            if own < 0 or own != index >= 0:
+                raise _elsewhere(kernel, args)
+            index = own
             value, kind = arg.data_ptr(), ctypes.c_void_p
         elif arg is None:
             value, kind = 0, ctypes.c_void_p
@@ -153,13 +157,18 @@ def _packed(kernel: str, args: Sequence[Argument]) -> tuple[tuple, tuple, int]:
             )
         values.append(value)
         types.append(kind)
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        got = ", ".join(map(str, devices)) or "no tensor"
-        raise ValueError(
-            f"{kernel}: got operands on {got}; wanted all of them on one GPU; "
-            f"fix: move them there, or {_FALLBACK}"
-        )
-    return tuple(values), tuple(types), _index(next(iter(devices)))
+    if index < 0:
+        raise _elsewhere(kernel, args)
+    return tuple(values), tuple(types), index
+
+
+def _elsewhere(kernel: str, args: Sequence[Argument]) -> ValueError:
+    devices = dict.fromkeys(arg.device for arg in args if isinstance(arg, torch.Tensor))
+    got = ", ".join(map(str, devices)) or "no tensor"
+    return ValueError(
+        f"{kernel}: got operands on {got}; wanted all of them on one GPU; "
+        f"fix: move them there, or {_FALLBACK}"
+    )
 
 
 class Function(NamedTuple):

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
 import importlib.util
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,7 +207,8 @@ def library_path() -> Path:
     found = Path(str(path)).resolve()
     # libnvrtc looks for its builtins by name when it first compiles, and not beside itself
     for builtins in found.parent.glob("libnvrtc-builtins.so.*"):
-        ctypes.CDLL(str(builtins))
+        with contextlib.suppress(OSError):  # then its own search may find them
+            ctypes.CDLL(str(builtins))
     return found
 
 
@@ -231,19 +232,24 @@ def include_folder() -> Path:
     Raises:
         ValueError: there is none with ``cuda_bf16.h`` and ``cuda_fp8.h``.
     """
+    beside = library_path().parent.parent / "include"
+    if _has_headers(beside):
+        return beside
     from cuda import pathfinder
 
-    beside = library_path().parent.parent / "include"
-    candidates: Sequence[Path | str | None] = (beside, None)
-    for candidate in candidates:
-        # the search may start a process, so it comes last
-        folder = candidate or pathfinder.find_nvidia_header_directory("cudart")
-        if folder and all((Path(folder) / h).is_file() for h in ("cuda_bf16.h", "cuda_fp8.h")):
-            return Path(folder)
+    # may start a process, and is not in every version
+    find = getattr(pathfinder, "find_nvidia_header_directory", lambda name: None)
+    found = find("cudart")
+    if found and _has_headers(Path(found)):
+        return Path(found)
     raise ValueError(
         f"CUDA's headers: got none in {beside}; wanted cuda_bf16.h and cuda_fp8.h; "
         f'fix: {INSTALL}, or pass kernels=ops.use("reference")'
     )
+
+
+def _has_headers(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in ("cuda_bf16.h", "cuda_fp8.h"))
 
 
 def _checked(result: tuple) -> Any:
