@@ -45,7 +45,8 @@ def adamw_leaves_(
         columns: the leaves of parameters, gradients, first and second moments.
         decays: the weight decay of each leaf.
         masters: float32 masters of the parameters, None where there is none.
-        rounding: how parameters are rounded, an `ops.adamw.Stochastic` each; None: to nearest.
+        rounding: how parameters are rounded, an `ops.adamw.Stochastic` each, which is of elements
+            in the order of memory; None: to nearest.
     """
     structure = tree.structure(params)
     count = len(decays)
@@ -69,7 +70,7 @@ def adamw_leaves_(
             mutated,
             {"gradients": gs},
             paths=lambda chosen=chosen: [paths[i] for i in chosen],
-            dense=how[first] is None,  # else positions count, and a layout that differs is refused
+            dense=True,
         )
 
 

@@ -196,8 +196,14 @@ def _roundings(
         place = place_of(shape, starts, leaf.shape)
         if not is_low(leaf):
             found.append(None)
-        elif place is None or not leaf.is_contiguous():
+        elif place is None or not _in_order(leaf):
             return None
         else:
             found.append(Stochastic(key, _salt(path), place))
     return tree.unflatten(tree.structure(params), found)
+
+
+def _in_order(leaf: torch.Tensor) -> bool:
+    """Whether elements lie in memory in the order of their positions, with gaps or without."""
+    strides = [n for n, size in zip(leaf.stride(), leaf.shape, strict=True) if size > 1]
+    return strides == sorted(strides, reverse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import test_stochastic as rounding
 import test_zero as cases
 import torch
 import torch.distributed as dist
@@ -11,8 +12,11 @@ import torch.distributed as dist
 import functron as ft
 from functron import Mesh, P, compat, gpt, optim, random, tree
 from functron import step as steps
+from functron.ops.kernels import use
+from functron.optim import adam_leaves
 from functron.pipeline import Partition, even_layout, make, pipelined
-from functron.spmd.shards import whole_over
+from functron.spmd.shards import cut_tree, take, whole_over
+from functron.spmd.spec import is_spec
 
 torch.set_num_threads(1)
 
@@ -161,12 +165,43 @@ def muon():
     cases.close(*results)
 
 
+def stochastic():
+    """Shards of parameters are rounded by the bits of their global elements, in one pass."""
+    mesh = Mesh(dp=2, tp=2).bind()
+    defs = rounding.values(0, torch.bfloat16)
+    shards = optim.shard_specs(defs, rounding.SPECS, mesh)
+    inner = rounding.inner(use("kernel"))
+    optimizer = optim.zero(
+        rounding.with_stochastic_rounding(inner, defs=defs, specs=shards), rounding.SPECS, shards
+    )
+    whole = tree.map(lambda spec: P(), rounding.SPECS, is_leaf=is_spec)
+    start = ft.shard_map(lambda x: cut_params(x, whole), mesh, (P(),), rounding.SPECS, check=False)
+    places, update = set(), adam_leaves.adamw_
+
+    def watched(*args, **kwargs):
+        places.add(kwargs["rounding"].place if kwargs["rounding"] else None)
+        update(*args, **kwargs)
+
+    adam_leaves.adamw_ = watched
+    got, _ = rounding.train(optimizer, mesh, rounding.SPECS, start=start(defs))
+    adam_leaves.adamw_ = update
+    assert len(places) == 4  # three of low precision, which lie in different places
+    want, _ = rounding.train(rounding.with_stochastic_rounding(inner), Mesh(), P())
+    rounding.equal(ft.gather(got, rounding.SPECS, mesh), want)
+
+
+def cut_params(params, whole):
+    rows = zip(tree.leaves(params), cut_tree(whole, rounding.SPECS, params), strict=True)
+    return tree.unflatten(tree.structure(params), [take(x, cuts).clone() for x, cuts in rows])
+
+
 CHECKS = {
     "training": lambda: [training({"dp": 2, "tp": 2}, 1), training({"dp": 4}, 2)],
     "pipeline": lambda: [pipeline(stage) for stage in (1, 2)],
     "compiled": lambda: training({"dp": 2, "tp": 2}, 2, compiled=True),
     "memory": lambda: [memory(stage) for stage in (1, 2, 3)],
     "muon": muon,
+    "stochastic": stochastic,
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 pytestmark = pytest.mark.distributed
 
-CHECKS = ("training", "pipeline", "compiled", "memory", "muon")
+CHECKS = ("training", "pipeline", "compiled", "memory", "muon", "stochastic")
 
 
 def test_processes(torchrun):

@@ -11,7 +11,7 @@ import functron as ft
 from functron import Mesh, P, optim, random, tree
 from functron.ops.kernels import use
 from functron.ops.rounding import stochastic_round
-from functron.optim.stochastic import StochasticState, with_stochastic_rounding
+from functron.optim import StochasticState, with_stochastic_rounding
 
 SHAPES = {"blocks": {"norm": (3, 5), "up": (3, 4, 8)}, "embed": (8, 4), "bias": (7,)}
 SPECS = {"blocks": {"norm": P(), "up": P(None, None, "tp")}, "embed": P("tp"), "bias": P()}
@@ -34,10 +34,10 @@ def inner(kernels=None, **kwargs):
     return optim.adamw(0.02, weight_decay=0.1, kernels=kernels, **kwargs)
 
 
-def train(optimizer, mesh, specs, dtype=BF16):
+def train(optimizer, mesh, specs, dtype=BF16, start=None):
     """The optimizer alone, on gradients that are whole and the same on all ranks."""
     layout, wanted = optimizer.specs(specs), optimizer.grad_specs(specs)
-    params = values(0, dtype)
+    params = values(0, dtype) if start is None else start
     state = ft.shard_map(optimizer.init, mesh, (specs,), layout, check=False)(params)
     # whole gradients, cut into what the optimizer wants of each rank; padding is of zeros
     cut = lambda grads: tree.unflatten(
@@ -176,3 +176,18 @@ def test_around_and_inside_other_transformations():
     equal(*results)
     with pytest.raises(ValueError, match="with_stochastic_rounding: got params=None"):
         want.update(values(1, BF16), want.init(values(0, BF16)))
+
+
+@pytest.mark.parametrize("kernels", [use("reference"), use("kernel")], ids=["apart", "one pass"])
+def test_from_a_configuration(kernels):
+    config = optim.OptimizerConfig(stochastic_rounding=True, clip_norm=1.0, mu_dtype="bfloat16")
+    optimizer = optim.make_optimizer(config, 0.01, mask=lambda p: True, kernels=kernels)
+    params = values(0, BF16)
+    state = optimizer.init(params)
+    params, state = optimizer.step_(values(1, BF16), state, params)
+    assert isinstance(state[1], StochasticState)
+    assert state[1].inner[0].mu["embed"].dtype == BF16
+    assert state[1].inner[0].nu["embed"].dtype == F32
+    both = optim.OptimizerConfig(stochastic_rounding=True, fp32_masters=True)
+    with pytest.raises(ValueError, match=r"optimizer.stochastic_rounding: got true; wanted false"):
+        optim.make_optimizer(both, 0.01)
