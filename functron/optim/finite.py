@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron import compat, tree
+from functron import tree
 from functron.errors import Problem, raise_problems
+from functron.optim.host import readable
 from functron.optim.learning_rate import new_count
 from functron.optim.transformation import (
     GradientTransformation,
@@ -15,7 +16,6 @@ from functron.optim.transformation import (
     stateless,
     transformation,
 )
-from functron.program.recorder import active
 from functron.spmd.collectives import psum
 from functron.spmd.spec import P, is_spec, spec_axes
 from functron.spmd.stages import psum_stages
@@ -103,7 +103,7 @@ def apply_if_finite(
 
     def run(method, updates, state, params):
         go, counted = judged(updates, state)
-        if active() is None and not compat.is_wrapped(go):
+        if readable(go):
             if not go:
                 return tree.map(torch.zeros_like, updates), counted
             updates, kept = method(updates, state.inner_state, params)
@@ -114,7 +114,7 @@ def apply_if_finite(
 
     def step_(grads, state, params):
         go, counted = judged(grads, state)
-        if compat.is_wrapped(go):
+        if not readable(go):
             out, kept = inner.update(grads, state.inner_state, params)
             params = _select(go, apply_updates(params, out), params)
             return params, counted._replace(inner_state=_select(go, kept, state.inner_state))

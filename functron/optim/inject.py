@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron import compat, tree
+from functron import tree
 from functron.errors import Problem, nearest, raise_problems
+from functron.optim.host import readable
 from functron.optim.learning_rate import new_count
 from functron.optim.transformation import GradientTransformation, transformation
-from functron.program.recorder import active
 from functron.spmd.spec import P
 
 
@@ -126,14 +126,9 @@ def _injected(build: Callable, schedules: Mapping, numbers: Mapping) -> Gradient
 
 def _kept(value: Any) -> torch.Tensor:
     value = torch.as_tensor(value, dtype=torch.float64)
-    return value if active() is not None or value.is_meta else value.cpu()
+    return value.cpu() if readable(value) else value
 
 
 def _given(hyperparams: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What the factory is given: numbers, where they are known and nobody differentiates them."""
-    if active() is not None:
-        return dict(hyperparams)
-    return {
-        name: x if compat.is_wrapped(x) or x.requires_grad or x.is_meta else x.item()
-        for name, x in hyperparams.items()
-    }
+    return {name: x.item() if readable(x) else x for name, x in hyperparams.items()}

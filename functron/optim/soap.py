@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron import compat, tree
+from functron import tree
 from functron.errors import Problem, raise_problems
 from functron.optim.adam import adamw
+from functron.optim.host import readable
 from functron.optim.learning_rate import LearningRate, new_count, scale_by_learning_rate
 from functron.optim.mask import Mask, add_decayed_weights
 from functron.optim.muon import Matrix, matrix_cuts
 from functron.optim.transformation import GradientTransformation, chain, transformation
 from functron.optim.where import where
 from functron.optim.whole import flat_specs
-from functron.program.recorder import active
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all
 from functron.spmd.shards import Cuts, as_entry, fill, join, take, trim
@@ -180,7 +180,7 @@ def _state(count: Any, structure: tree.Structure, rows: list[_Moments]) -> Scale
 
 def _known(flag: torch.Tensor) -> bool | torch.Tensor:
     """The flag as a bool, where the program that runs may ask for it."""
-    return flag if active() is not None or compat.is_wrapped(flag) else bool(flag)
+    return bool(flag) if readable(flag) else flag
 
 
 def _stack_spec(spec: P, matrix: Matrix, distributed: bool) -> P:

@@ -37,20 +37,34 @@ def batch(step):
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(24)}
 
 
-def train(name, mesh, zero):
-    config = TrainConfig(
+def config_of(name, mesh, zero):
+    return TrainConfig(
         gpt=MODEL, mesh=mesh, zero=zero, microbatches=2, global_batch=24, seq=SEQ,
         optimizer=dataclasses.replace(OPTIMIZERS[name], muon=optim.MuonConfig(dtype="")),
         learning_rate=optim.ScheduleConfig("constant", 1e-2), steps=STEPS,
     )  # fmt: skip
+
+
+def train(name, mesh, zero):
     ranks = Mesh.parse(mesh)
-    made = recipe.assemble(config, ranks)
+    made = recipe.assemble(config_of(name, mesh, zero), ranks)
     state = made.init(random.key(1), ranks)
     losses = []
     for step in range(STEPS):
         state, metrics = made.step(state, batch(step))
         losses.append(metrics["loss"].item())
     return state, losses, state_specs(made.specs, made.optimizer)
+
+
+def compare(got, want, specs, mesh):
+    flat = tree.broadcast_prefix(specs, want, is_leaf=is_spec)
+    rows = zip(tree.paths(want), tree.leaves(got), tree.leaves(want), flat, strict=True)
+    for path, a, b, spec in rows:
+        if "basis" in path:
+            continue  # up to signs of columns
+        whole, b = unpad(a, b.shape, spec, mesh).double(), b.double()
+        error = (whole - b).abs().max() / b.abs().max().clamp(min=1e-3)
+        assert error <= 1e-8, f"{path}: {error}"
 
 
 @functools.cache
@@ -64,11 +78,4 @@ def test_training_is_that_of_one_rank(name, mesh, zero):
     want, losses, _ = dense(name)
     got, found, specs = train(name, mesh, zero)
     assert found == pytest.approx(losses, rel=1e-9)
-    flat = tree.broadcast_prefix(specs, want, is_leaf=is_spec)
-    rows = zip(tree.paths(want), tree.leaves(got), tree.leaves(want), flat, strict=True)
-    for path, a, b, spec in rows:
-        if "basis" in path:
-            continue  # up to signs of columns
-        whole, b = unpad(a, b.shape, spec, Mesh.parse(mesh)).double(), b.double()
-        error = (whole - b).abs().max() / b.abs().max().clamp(min=1e-3)
-        assert error <= 1e-8, f"{path}: {error}"
+    compare(got, want, specs, Mesh.parse(mesh))
