@@ -31,13 +31,15 @@ class TrainConfig:
     Attributes:
         model: name of a preset; it fills `gpt`.
         gpt: the architecture.
-        data: a text file or a folder of them, or conversations (see `format`); empty: the English
-            and code of this Python.
+        data: a text file or a folder of them, tokens on disk, or conversations (see `format`);
+            empty: the English and code of this Python.
         tokenizer: what makes tokens of text: a folder with tokenizer.json, or such a file, which
             the run folder then keeps a copy of; bytes: nothing, text is read as bytes; empty: what
             the run folder `out` has from the model that it was converted from, or else bytes.
         format: how `data` is read: text; chat: JSONL files of conversations, of which the model
-            learns what the assistant says; auto: chat where it ends in .jsonl.
+            learns what the assistant says; tokens: what functron preprocess or Megatron-LM wrote, a
+            prefix of .bin and .idx, or shards; auto: chat where it ends in .jsonl, and tokens where
+            there is such a file.
         overlong: what becomes of conversations that do not fit into seq tokens: refuse (it is an
             error), cut (off their end) or drop.
         mesh: axes and sizes, such as dp=2,tp=2; empty: one rank.
@@ -99,7 +101,7 @@ class TrainConfig:
     gpt: GPTConfig = field(default_factory=lambda: gpt.PRESETS["tiny"])
     data: str = ""
     tokenizer: str = ""
-    format: Literal["auto", "text", "chat"] = "auto"
+    format: Literal["auto", "text", "chat", "tokens"] = "auto"
     overlong: Literal["refuse", "cut", "drop"] = "refuse"
     mesh: str = ""
     nproc: int = 0

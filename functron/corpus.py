@@ -1,4 +1,4 @@
-"""What a run trains on, from its configuration: bytes, tokens of text, or conversations."""
+"""What a run trains on: bytes, tokens of text, tokens on disk, or conversations."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from functron import run_folder
 from functron.config import TrainConfig
-from functron.data import ByteText, Chat, Samples, Tokenizer, TokenText
+from functron.data import ByteText, Chat, Samples, Tokenizer, TokenText, TokenWindows, open_tokens
 from functron.data.conversations import chat_files
 from functron.data.documents import find
+from functron.data.shards import is_tokens
 from functron.data.token_text import check_vocabulary
 from functron.errors import Problem, raise_problems
 
@@ -16,6 +17,13 @@ from functron.errors import Problem, raise_problems
 def is_chat(config: TrainConfig) -> bool:
     """Whether `data` is read as conversations: by `format`, or by the ending ``.jsonl``."""
     return config.format == "chat" or (config.format == "auto" and config.data.endswith(".jsonl"))
+
+
+def is_on_disk(config: TrainConfig) -> bool:
+    """Whether `data` has been tokenised: by `format`, or by the names of files."""
+    if config.format != "auto":
+        return config.format == "tokens"
+    return bool(config.data) and not is_chat(config) and is_tokens(config.data)
 
 
 def open_tokenizer(config: TrainConfig) -> Tokenizer | None:
@@ -29,16 +37,18 @@ def open_tokenizer(config: TrainConfig) -> Tokenizer | None:
 
 
 def open_samples(config: TrainConfig) -> Samples:
-    """What the run draws its batches from; all of it is read and tokenised, unless it is bytes.
+    """What the run draws its batches from; all of text with a tokenizer is read and tokenised.
 
     Raises:
         ValueError: it cannot be read, or does not fit the model.
     """
     raise_problems("cannot train on this", problems_of(config))
+    settings = {"seed": config.seed, "vocab_size": config.gpt.vocab_size}
+    if is_on_disk(config):
+        return TokenWindows(open_tokens(config.data), config.seq, **settings)
     tokenizer = open_tokenizer(config)
     if tokenizer is None:
         return ByteText(config.data or None, config.seq, seed=config.seed)
-    settings = {"seed": config.seed, "vocab_size": config.gpt.vocab_size}
     if is_chat(config):
         overlong = config.overlong
         return Chat(config.data, tokenizer, config.seq, overlong=overlong, **settings)
@@ -52,7 +62,11 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
         ValueError: the run folder's configuration cannot be read.
     """
     path = run_folder.tokenizer_path(config)
-    if is_chat(config):
+    if is_on_disk(config):
+        if not config.data:
+            fix = "add --data PREFIX, of functron preprocess"
+            yield Problem("data", "nothing", "tokens on disk", fix)
+    elif is_chat(config):
         if not config.data:
             yield Problem("data", "nothing", "a JSONL file of conversations", "add --data FILE")
         if path is None:
@@ -72,7 +86,10 @@ def check(config: TrainConfig) -> None:
     Raises:
         ValueError: it is not.
     """
-    if is_chat(config):
+    if is_on_disk(config):
+        if config.data:
+            TokenWindows(open_tokens(config.data), config.seq)
+    elif is_chat(config):
         if config.data:
             chat_files(config.data)
     elif run_folder.tokenizer_path(config) is None:

@@ -13,6 +13,7 @@ from functron.data.shards import open_tokens
 from functron.data.text import ByteText, check_tokens
 from functron.data.text_tokenizer import open_tokenizer
 from functron.data.token_text import TokenText
+from functron.data.token_windows import TokenWindows
 from functron.data.tokenizer import Tokenizer
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Plan",
     "Samples",
     "TokenText",
+    "TokenWindows",
     "Tokenizer",
     "arrange",
     "balance",
