@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.autograd import Function
 
 from functron.threefry import Index, sample
 
@@ -38,6 +39,8 @@ def stochastic_round(x: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) ->
         bits: 16 random bits for each element, int32, as `random_bits` makes them.
         dtype: bfloat16 or float16; float32 stays as it is.
 
+    No derivative: it is piecewise constant.
+
     Raises:
         TypeError: another dtype.
     """
@@ -49,9 +52,31 @@ def stochastic_round(x: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) ->
         )
     drop = 16 if dtype == torch.bfloat16 else 13
     mask = (1 << drop) - 1
-    rounded = ((x.view(torch.int32) + (bits & mask)) & ~mask).view(torch.float32)
+    rounded = _Bits.apply((_Bits.apply(x, torch.int32) + (bits & mask)) & ~mask, torch.float32)
     if dtype == torch.float16:  # below its normal numbers the grid is even
         steps = (x.abs() * (2**16 / _STEP)).to(torch.int32) + bits
         small = (torch.bitwise_right_shift(steps, 16) * _STEP).copysign(x)
         rounded = torch.where(x.abs() < _SMALLEST_NORMAL, small, rounded)
     return torch.where(x.isfinite(), rounded, x).to(dtype)
+
+
+class _Bits(Function):
+    """The bits of x as another dtype of that width: torch 2.11 cannot vmap ``x.view(dtype)``."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x.view(
+            dtype
+        ).clone()  # a Function whose results are views is treated as one in place
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None
+
+    @staticmethod
+    def vmap(info, in_dims, x: torch.Tensor, dtype: torch.dtype) -> tuple:
+        return _Bits.apply(x, dtype), in_dims[0]
