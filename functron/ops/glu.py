@@ -16,7 +16,7 @@ from functron.errors import nearest
 from functron.ops.define import Gradient, Launch, define
 from functron.ops.mapping import of_rows
 from functron.ops.operands import PACK_BYTES, packable, rows_of, type_name
-from functron.ops.rows import upcast
+from functron.ops.rows import check_columns, upcast
 from functron.typing import Tensor
 
 GLU_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
@@ -38,6 +38,7 @@ def _number(activation: str) -> int:
 def _launch(launch: Launch, kernel: str, tensors: Sequence[Tensor], rest: Sequence[int], kind: str):
     """Run a kernel on rows: of `tensors` the first has the shape, all decide on packs."""
     rows, dim = tensors[0].shape
+    check_columns(dim, "glu")
     packed = packable(dim, *tensors)
     places = -(-dim * tensors[0].element_size() // PACK_BYTES) if packed else dim
     lanes = min(_THREADS, max(32, 1 << (places - 1).bit_length()))

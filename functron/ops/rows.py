@@ -49,17 +49,22 @@ class Layout:
         return min(-(-x.shape[0] // self.rows), at_a_time)
 
 
+def check_columns(dim: int, op: str) -> None:
+    """Raise ValueError where rows are longer than 32-bit columns reach."""
+    if dim > _MOST_COLUMNS:
+        raise ValueError(
+            f"{op}: got rows of {dim} elements; wanted at most {_MOST_COLUMNS}; "
+            'fix: pass kernels=ops.use("reference")'
+        )
+
+
 def layout(dim: int, element_size: int, most: int) -> Layout:
     """The layout of rows of `dim` elements, for blocks of `most` threads or less.
 
     Raises:
-        ValueError: rows are longer than 32-bit columns reach.
+        ValueError: see `check_columns`.
     """
-    if dim > _MOST_COLUMNS:
-        raise ValueError(
-            f"norm: got rows of {dim} elements; wanted at most {_MOST_COLUMNS}; "
-            'fix: pass kernels=ops.use("reference")'
-        )
+    check_columns(dim, "norm")
     size = PACK_BYTES // element_size
     lanes = min(most, 32 * -(-dim // (size * _KEPT * 32)))
     width = lanes * size
