@@ -132,6 +132,8 @@ MODELS = {
     "llava": Model(llava, LLAVA, illustrated_text),
 }
 
+LARGEST = ("hybrid", "bert", "t5", "llava")  # which have all that the others have
+
 
 @functools.cache
 def dense(name: str):
@@ -174,14 +176,13 @@ def assert_equal(value, grads, want_value, want_grads):
         assert error <= TOLERANCE, f"{path}: {error}"
 
 
-@pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize(
-    ("mesh", "remat", "num_microbatches"),
+    ("mesh", "stream", "remat", "num_microbatches"),
     [
-        (Mesh(dp=4), "selective", 2),
-        (Mesh(tp=2), "none", 1),
-        (Mesh(tp=8), "dots", 1),
-        (Mesh(dp=2, fsdp=2, tp=2), "full", 2),
+        (Mesh(dp=4), "", "selective", 2),
+        (Mesh(tp=2), "", "none", 1),
+        (Mesh(tp=8), "sequence-parallel", "dots", 1),
+        (Mesh(dp=2, fsdp=2, tp=2), "sequence-parallel", "full", 2),
     ],
     ids=str,
 )
@@ -200,7 +201,7 @@ def test_split_over_all_data_ranks(name):
     assert_equal(*f(weights, data, key), value, grads)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LARGEST)
 def test_traced_programs_are_right_and_replicated(name):
     weights, data, key, value, grads = dense(name)
     f = sharded(name, Mesh(dp=2, tp=2), "sequence-parallel", "full")
@@ -223,7 +224,7 @@ def test_differentiated_from_outside(name):
     assert_equal(got_value, got, value, grads)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LARGEST)
 def test_steps_reduce_the_loss_and_scatter_gradients(name):
     """`make_step` with ZeRO-2's scattered gradients takes the same steps as one rank."""
     module, config = MODELS[name].module, MODELS[name].config
@@ -238,11 +239,11 @@ def test_steps_reduce_the_loss_and_scatter_gradients(name):
         state = ft.init_state(random.key(0), defs, specs, optimizer, mesh)
 
         def loss(params, batch, key):
-            return module.loss(config, params, batch, key=key)
+            return module.loss(config, params, batch)  # without dropout, whose noise is larger
 
         step = ft.make_step(loss, MODELS[name].num_targets, optimizer, mesh, specs, scatter=scatter)
         values = []
-        for _ in range(4):
+        for _ in range(2):
             state, metrics = step(state, data)
             values.append(metrics["loss"].item())
         losses.append(values)
