@@ -13,7 +13,12 @@ from functron import corpus, report, run_folder, staging
 from functron.config import TrainConfig, load
 from functron.errors import Problem, raise_problems
 from functron.models import gpt
-from functron.optim import optimizer_problems, schedule_problems
+from functron.optim import (
+    group_problems,
+    optimizer_problems,
+    parse_groups,
+    schedule_problems,
+)
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
 
 
@@ -37,7 +42,7 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
         _try(lambda: staging.rules_of(config, mesh), messages)
     problems += _number_problems(config)
     problems += _lora_problems(config)
-    problems += optimizer_problems(config.optimizer)
+    problems += optimizer_problems(config.optimizer) or _fit_problems(config)
     if config.steps >= 1:
         problems += schedule_problems(config.rate_schedule, "learning_rate")
     problems += _resume_problems(config) if config.resume else _out_problems(config.out)
@@ -153,6 +158,17 @@ def _lora_problems(config: TrainConfig) -> Iterator[Problem]:
         if config.vocab_over_pp:
             fix = "leave one of them out"
             yield Problem("vocab_over_pp", "true with lora_rank", "all parameters to train", fix)
+
+
+def _fit_problems(config: TrainConfig) -> Iterator[Problem]:
+    """What is wrong with an optimizer, which is right by itself, for these parameters."""
+    groups, _ = parse_groups(config.optimizer.groups)
+    if groups and config.lora is None:  # those of adapters are checked where they are made
+        yield from group_problems(gpt.defs(config.gpt), groups, "optimizer.groups")
+    if config.vocab_over_pp and config.optimizer.name == "adafactor":
+        fix = "leave it out, or choose another optimizer"
+        got = "true with adafactor, which needs whole rows and columns"
+        yield Problem("vocab_over_pp", got, "embeddings that one rank of the pipeline has", fix)
 
 
 def _number_problems(config: TrainConfig) -> Iterator[Problem]:

@@ -295,7 +295,8 @@ def _eigenvectors(gram: torch.Tensor) -> torch.Tensor:
     distinct = 1 + torch.arange(size, device=gram.device, dtype=gram.dtype) / size
     below = hidden @ ((hidden.mT * distinct) @ hidden) @ hidden.mT
     seen = (basis * (values * (1 - null)).unsqueeze(-2)) @ basis.mT
-    return torch.linalg.eigh(seen - largest.unsqueeze(-1) * below)[1].flip(-1)
+    vectors = torch.linalg.eigh(seen - largest.unsqueeze(-1) * below)[1]
+    return vectors.flip(-1).contiguous()
 
 
 def _turned(state: _Moments) -> _Moments:
@@ -310,7 +311,7 @@ def _turned(state: _Moments) -> _Moments:
         order = (basis * turned).sum(-2).sort(dim=-1, descending=True, stable=True).indices
         turned = turned.take_along_dim(order.unsqueeze(-2), -1)
         nu = nu.take_along_dim(order.unsqueeze(-1 if dim == -2 else -2), dim)
-        bases.append(torch.linalg.qr(turned)[0])
+        bases.append(torch.linalg.qr(turned)[0].contiguous())
     return state._replace(nu=nu, left_basis=bases[0], right_basis=bases[1])
 
 

@@ -15,6 +15,9 @@ CHOICES = {
     "bfloat16 moments": optim.OptimizerConfig(mu_dtype="bfloat16", fp32_masters=True),
     "offload": optim.OptimizerConfig(offload=True),
     "muon": optim.OptimizerConfig("muon", muon=optim.MuonConfig(distributed=True, dtype="")),
+    "adafactor": optim.OptimizerConfig(
+        "adafactor", groups="*norm* lr=0.5", ema_decay=0.9, skip_nonfinite=1
+    ),
 }
 
 

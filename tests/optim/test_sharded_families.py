@@ -149,6 +149,19 @@ def test_under_masters_groups_of_offload_and_vmap(name):
         torch.testing.assert_close(a[0], b, rtol=1e-10, atol=1e-10)
 
 
+def test_a_compiled_update_of_matrices():
+    """It cannot know which update it is, computes every possibility and selects."""
+    grads, start = ([{"w": v["blocks"]["q"]} for v in (values(s), values(20 + s))] for s in (1, 2))
+    optimizer = optim.scale_by_soap({"w": MATRICES["blocks"]["q"]}, frequency=1)
+    ends = []
+    for method in (optimizer.update, ft.jit(optimizer.update, backend="eager")):
+        state = optimizer.init(start[0])
+        for grad in [*grads, *start]:
+            updates, state = method(grad, state)
+        ends.append((updates, state))
+    close(tree.paths(ends[0]), tree.leaves(ends[1]), tree.leaves(ends[0]))
+
+
 def test_errors():
     optimizer = optim.adafactor(0.1)
     with pytest.raises(ValueError, match=r"defs: got None; wanted the parameters' defs, for specs"):
