@@ -32,10 +32,6 @@ def values(seed):
     return ft.init_params(random.key(seed), DEFS)
 
 
-def average(inner, specs):
-    return optim.with_average(inner, 0.7)
-
-
 MATRICES = optim.matrices(DEFS)
 MAKERS = {
     "lion": lambda specs: optim.lion(0.01),
@@ -52,7 +48,6 @@ RULES = [
     (Mesh(tp=2), {"heads": "tp", "mlp": "tp", "vocab": "tp"}),
     (Mesh(fsdp=2, tp=2), {"heads": "tp", "mlp": "tp", "embed": "fsdp"}),
     (Mesh(ep=2, tp=4), {"expert": "ep", "mlp": "tp", "heads": "tp"}),
-    (Mesh(tp=4), {"embed": "tp"}),
 ]
 ZERO = [
     (Mesh(dp=2, tp=2), {"heads": "tp", "mlp": "tp", "vocab": "tp"}),
