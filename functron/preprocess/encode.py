@@ -73,11 +73,16 @@ class Plan:
 
 
 class Encoder:
-    """Tasks to parts; opens the tokenizer once."""
+    """Tasks to parts.
 
-    def __init__(self, plan: Plan):
+    Args:
+        plan: how.
+        tokenizer: the plan's, where it is open already.
+    """
+
+    def __init__(self, plan: Plan, tokenizer: TextTokenizer | None = None):
         self._plan = plan
-        self._tokenizer = open_tokenizer(plan.tokenizer, pattern=plan.pattern)
+        self._tokenizer = tokenizer or open_tokenizer(plan.tokenizer, pattern=plan.pattern)
 
     def __call__(self, task: Task) -> Counts | list[Problem]:
         """Make the part of a task, or say why it cannot be made: then nothing is left of it."""

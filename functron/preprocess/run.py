@@ -54,7 +54,8 @@ def preprocess(
         ValueError: what was asked for is not possible, text cannot be read (the first 20 places,
             each with file and line or row), OUT exists, or its parts are of other settings.
     """
-    plan = _plan(settings, _open(settings))
+    tokenizer = _open(settings)
+    plan = _plan(settings, tokenizer)
     files = find_files(settings.inputs)
     chunks = cut(files, settings.key, chunk_bytes)
     stats = {file: _stat(file) for file in files}
@@ -68,7 +69,9 @@ def preprocess(
         return summary(**asdict(complete), progress=None)
     with _lock(settings):
         _check_parts(settings, manifest)
-        progress = _make_parts(settings, plan, tasks, report)
+        # tokenizers are large to send, and some cannot be
+        here = tokenizer if settings.num_workers == 1 else None
+        progress = _make_parts(settings, functools.partial(Encoder, plan, here), tasks, report)
         changed = [str(file) for file in files if _stat(file) != stats[file]]
         got, fix = "text that changed while it was read", "start again"
         raise_problems(_CANNOT, [Problem(name, got, "the same", fix) for name in changed])
@@ -196,7 +199,7 @@ def _lock(settings: Settings) -> AbstractContextManager[Any]:
 
 def _make_parts(
     settings: Settings,
-    plan: Plan,
+    start: Callable[[], Encoder],
     tasks: Sequence[Task],
     report: Callable[[Progress], None] | None,
 ) -> Progress:
@@ -209,7 +212,6 @@ def _make_parts(
     progress = Progress(done, total, tokens, earlier, 0.0)
     if report is not None:
         report(progress)
-    start = functools.partial(Encoder, plan)
     results = workers.run(settings.num_workers, start, missing, _title)
     problems: dict[Path, list[Problem]] = {}
     for task, result in _until_wrong(results, problems):

@@ -28,7 +28,7 @@ def problems(chunks, key: str = "text") -> list[str]:
     return [str(t.problem) for chunk in chunks for t in read(chunk, key) if t.problem]
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 20, 33, 100, 10**6])
+@pytest.mark.parametrize("size", [1, 2, 7, 20, 25, 29, 33, 100, 10**6])
 def test_cut_anywhere_every_line_is_read_once(tmp_path, size):
     data = lines().replace(b"\n", b"\n\n  \n", 2)  # blank lines are no documents
     (tmp_path / "a.jsonl").write_bytes(data.removesuffix(b"\n"))

@@ -194,8 +194,10 @@ def test_what_is_finished_is_not_made_again(tmp_path, text, folder):
     made = {p: p.stat().st_mtime_ns for p in tmp_path.glob("x.parts/*.bin")}
     assert made
     # text that is added, or changes, is all that is read anew
-    with (text / "a.jsonl").open("a") as stream:
-        stream.write('{"text": "more"}\n')
+    before = (text / "a.jsonl").read_text()
+    after = before.replace(f'"{TEXTS[0]}"', '"h"', 1)
+    assert len(after) == len(before)
+    (text / "a.jsonl").write_text(after + '{"text": "more"}\n')
     os.utime(text / "a.jsonl", ns=(0, 0))
     (text / "c.jsonl").write_text('{"text": "last"}\n')
     with pytest.raises(StopError):
@@ -205,7 +207,7 @@ def test_what_is_finished_is_not_made_again(tmp_path, text, folder):
     assert f"resumed {seen[0].tokens:,} of the tokens were there before" in str(done)
     assert seen[0].done > 500
     assert seen[0].tokens == seen[0].earlier > 0
-    texts = [*TEXTS[:30], "more", *TEXTS[30:], "last"]
+    texts = ["h", *TEXTS[1:30], "more", *TEXTS[30:], "last"]
     assert both(out) == expected(documents(folder, texts), "uint16")
 
 
