@@ -10,6 +10,7 @@ import torch
 from functron import checkpoint, lora, optim, random, staging, tree
 from functron.config import TrainConfig
 from functron.models import gpt
+from functron.ops import use
 from functron.params import decay_mask, param_specs, weight_mask
 from functron.pipeline.execute import pipelined
 from functron.pipeline.partition import Partition
@@ -75,6 +76,7 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         trainable=trained(config, defs),
         batch_specs=gpt.batch_specs(),
         normed=weight_mask(defs),
+        kernels=use(config.kernels),
         has_aux=model.has_details,
     )
     return Recipe(defs, specs, optimizer, step)
@@ -108,6 +110,7 @@ def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         reduce_dtype=optim.torch_dtype(config.optimizer.reduce_dtype),
         batch_specs=gpt.batch_specs(),
         normed=weight_mask(defs),
+        kernels=use(config.kernels),
     )
     stored = specs if rank is None else partition.storage_specs(specs)
     return Recipe(defs, stored, optimizer, step, partition)
@@ -150,6 +153,7 @@ def make_optimizer(
         defs=defs,
         shards=parts,
         mesh=mesh,
+        kernels=use(config.kernels),
     )
     if frozen:
         return optim.masked(made, mask)

@@ -13,6 +13,7 @@ import torch
 
 from functron import optim, random, tree
 from functron.errors import Problem, raise_problems
+from functron.ops import AUTO, Kernels
 from functron.params import init_params
 from functron.pipeline.execute import Pipeline
 from functron.program.jit import jit
@@ -88,6 +89,7 @@ def make_step(
     batch_specs: tree.Tree = _SAMPLES,
     normed: tree.Tree = True,
     has_aux: bool = False,
+    kernels: Kernels = AUTO,
 ) -> Callable:
     """The function ``(state, batch) -> (state, metrics)`` that takes one optimization step.
 
@@ -119,6 +121,7 @@ def make_step(
             `weight_mask`.
         has_aux: `loss` returns ``(sum, aux)``, where aux is a tree of sums that are replicated; the
             sums over microbatches are then in the metrics, as ``aux``.
+        kernels: of ``"global_norm"``; see `functron.ops.use`.
 
     Returns:
         The step. Its metrics are float scalars ``loss`` (mean over targets) and ``grad_norm``
@@ -150,7 +153,7 @@ def make_step(
         key = random.fold_in(state.key, state.step)
         value, grads = gradients(state.params, batch, key, num_targets(batch))
         how = {"arrived": wanted if scatter else used, "dtype": reduce_dtype, "normed": normed}
-        state, norm = update(state, grads, optimizer, specs, **how)
+        state, norm = update(state, grads, optimizer, specs, kernels=kernels, **how)
         return state, _metrics(value, norm)
 
     layout = state_specs(specs, optimizer)
@@ -167,6 +170,7 @@ def update(
     arrived: tree.Tree = None,
     dtype: torch.dtype | None = None,
     normed: tree.Tree = True,
+    kernels: Kernels = AUTO,
 ) -> tuple[State, torch.Tensor]:
     """The state after a step, from every rank's shares of the gradients, and the gradients' norm.
 
@@ -181,14 +185,14 @@ def update(
         copies: how many ranks of a pipeline hold each parameter.
         arrived: the specs with which the gradients come; None: the parameters'.
         dtype: sum gradients over ranks in this dtype; None: their own.
-        normed: whose gradients the norm is of, as in `make_step`.
+        normed, kernels: whose gradients the norm is of, and what sums it; as in `make_step`.
     """
     wanted = optimizer.grad_specs(specs)
     with named_scope("sync"):
         grads = sync_gradients(grads, specs if arrived is None else arrived, wanted, dtype=dtype)
     with named_scope("update"):
         counted = tree.partition(grads, normed)[0]
-        norm = optim.global_norm(counted, wanted, copies)
+        norm = optim.global_norm(counted, wanted, copies, kernels=kernels)
         params, opt_state = optimizer.step_(grads, state.opt_state, state.params)
     return State(state.step + 1, params, opt_state, state.key), norm
 
@@ -216,6 +220,7 @@ def make_pipelined_step(
     trainable: tree.Tree = True,
     batch_specs: tree.Tree = _SAMPLES,
     normed: tree.Tree = True,
+    kernels: Kernels = AUTO,
 ) -> Callable:
     """`make_step` for a model whose stages are divided among the ranks of `axis`.
 
@@ -235,7 +240,7 @@ def make_pipelined_step(
             pipeline's ranks is reduced at the end in any case. The dtype in which gradients are
             added up is that of `stages`.
         trainable: as in `make_step`, of what this process holds; all, where something is spread.
-        batch_specs, normed: as in `make_step`; the latter of what this process holds.
+        batch_specs, normed, kernels: as in `make_step`; `normed` of what this process holds.
 
     Returns:
         The step; see `make_step`. Its metrics have ``aux`` too where the last stage returns that.
@@ -267,7 +272,7 @@ def make_pipelined_step(
         return stages.value_and_grad(parts, batch, whole, *shared)
 
     def updated(state: State, grads: tree.Tree) -> tuple[State, torch.Tensor]:
-        how = {"arrived": arrived, "dtype": reduce_dtype, "normed": normed}
+        how = {"arrived": arrived, "dtype": reduce_dtype, "normed": normed, "kernels": kernels}
         return update(state, grads, optimizer, specs, copies, **how)
 
     if compile and isinstance(mesh, BoundMesh):
