@@ -90,6 +90,10 @@ class Encoder:
             counts = _encode(task, self._plan, self._tokenizer)
         except _UnreadableError as error:
             return error.problems
+        except OSError as error:
+            got = error.strerror or str(error)
+            where = str(error.filename or task.part)
+            return [Problem(where, got, "files that can be read, and room to write", "start again")]
         write_json(mark_of(task.part), asdict(counts))
         return counts
 

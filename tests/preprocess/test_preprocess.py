@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gzip
 import json
 import multiprocessing
@@ -17,6 +18,7 @@ import pytest
 from functron.cli import main
 from functron.data.indexed import IndexedFile
 from functron.data.indexed_verify import verify
+from functron.data.indexed_writer import IndexedWriter
 from functron.data.shards import open_tokens
 from functron.preprocess import Settings, preprocess
 from tests.data.chats import WORDS, make_tokenizer, tokenizers
@@ -287,6 +289,18 @@ def test_one_at_a_time_and_text_that_changes(tmp_path, text, folder):
 
     with pytest.raises(ValueError, match=r"a\.jsonl: got text that changed while it was read"):
         preprocess(settings(text, folder, tmp_path / "x"), change)
+    preprocess(settings(text, folder, tmp_path / "x"))
+    assert both(tmp_path / "x") == expected(documents(folder), "uint16")
+
+
+def test_a_full_disk(tmp_path, text, folder, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(IndexedWriter, "extend", full)
+        with pytest.raises(ValueError, match=r"got No space left on device; wanted .*start again"):
+            preprocess(settings(text, folder, tmp_path / "x"))
     preprocess(settings(text, folder, tmp_path / "x"))
     assert both(tmp_path / "x") == expected(documents(folder), "uint16")
 
