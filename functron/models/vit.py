@@ -242,7 +242,7 @@ def features(
     total = padded(count, ranks)
     with named_scope("embed"):
         place = lax.global_index(total // ranks, axes, device=images.device)
-        x = _embedded(config, weights, _patches(config, images), place, gather)
+        x = _embedded(config, weights, _patches(config, images), place, total, gather)
     seen = None if total == count else (torch.arange(total, device=x.device) < count)[None]
     if config.pre_norm:
         x = nn.norm(gather.at("pre_norm")(weights["pre_norm"]), x, eps=config.norm_eps)
@@ -267,18 +267,20 @@ def _patches(config: ViTConfig, images: Tensor) -> Tensor:
 
 
 def _embedded(
-    config: ViTConfig, weights: dict, patches: Tensor, place: Tensor, gather: Gather
+    config: ViTConfig, weights: dict, patches: Tensor, place: Tensor, total: int, gather: Gather
 ) -> Tensor:
-    """The stream at these places: the class token's, the patches', and those that fill it up."""
+    """The stream at these of `total` places: the class token's, the patches', and filling."""
     layer = gather.at("patches")(weights["patches"])
     check_gathered("embed_dim", layer["w"].shape[-1], config.embed_dim)
-    own = patches.index_select(1, (place - 1).clamp(0, config.num_patches - 1))
-    w = layer["w"].flatten(0, 2)
-    x = own.to(w.dtype) @ w
+    w, table = layer["w"].flatten(0, 2), gather.at("positions")(weights["positions"])
+    x = F.pad(patches.to(w.dtype), (0, 0, 1, total - config.num_patches - 1))
+    if place.numel() < total:
+        x = x.index_select(1, place)
+        table = F.embedding(place.clamp(max=config.num_patches), table)
+    x = x @ w
     x = x + layer["b"] if "b" in layer else x
     x = torch.where((place == 0)[:, None], gather.at("class")(weights["class"]), x)
-    table = gather.at("positions")(weights["positions"])
-    return x + F.embedding(place.clamp(max=config.num_patches), table)
+    return x + table
 
 
 def _block(

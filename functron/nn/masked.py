@@ -187,4 +187,4 @@ def relative_bias(
     table: Float[Tensor, "buckets heads"], buckets: Int[Tensor, "queries keys"]
 ) -> Float[Tensor, "heads queries keys"]:
     """What T5 adds to scores: a number per bucket and head, of this rank's heads."""
-    return F.embedding(buckets, table).permute(2, 0, 1)
+    return F.embedding(buckets, table).permute(2, 0, 1).contiguous()
