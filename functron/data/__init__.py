@@ -1,5 +1,6 @@
 """Data: batches of tokens as a pure function of the step."""
 
+from functron.data.blend import Blend, Mixture
 from functron.data.chat import Chat
 from functron.data.context_plan import Costs, Placement, Plan, arrange
 from functron.data.context_schedule import schedule
@@ -10,6 +11,7 @@ from functron.data.order import Samples
 from functron.data.packing import balance, pack
 from functron.data.permutation import permute
 from functron.data.shards import open_tokens
+from functron.data.splits import split, split_documents
 from functron.data.text import ByteText, check_tokens
 from functron.data.text_tokenizer import open_tokenizer
 from functron.data.token_text import TokenText
@@ -17,11 +19,13 @@ from functron.data.token_windows import TokenWindows
 from functron.data.tokenizer import Tokenizer
 
 __all__ = [
+    "Blend",
     "ByteText",
     "Chat",
     "Costs",
     "IndexedFile",
     "IndexedWriter",
+    "Mixture",
     "Placement",
     "Plan",
     "Samples",
@@ -37,5 +41,7 @@ __all__ = [
     "pack",
     "permute",
     "schedule",
+    "split",
+    "split_documents",
     "verify",
 ]

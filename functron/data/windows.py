@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
-from functron.data.order import picked
+from functron.data.order import rows_of, shuffled
 from functron.errors import Problem, raise_problems
 
 
@@ -81,11 +81,22 @@ class Windows(ABC):
         Raises:
             ValueError: `count` does not divide `global_batch`, or no such part.
         """
-        rows, order = picked(step, global_batch, part, self.num_windows, self.seed)
-        samples = np.stack([self.sample(int(index)) for index in order])
-        tokens = torch.from_numpy(samples.astype(np.int64))
-        return {
-            "tokens": tokens[:, :-1].contiguous(),
-            "targets": tokens[:, 1:].contiguous(),
-            "rows": torch.from_numpy(rows),
-        }
+        rows = rows_of(step, global_batch, part)
+        return {**self.draw(step * global_batch + rows), "rows": torch.from_numpy(rows)}
+
+    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
+        """The samples that come as `numbers`, counted from the beginning of a run.
+
+        Args:
+            numbers: int64 ``[rows]``, from 0; number n is in epoch ``n // num_windows``.
+
+        Returns:
+            ``tokens`` and ``targets`` int64 ``[rows, seq]``.
+        """
+        tokens = np.empty((len(numbers), self.seq), np.int64)
+        targets = np.empty_like(tokens)
+        order = shuffled(np.asarray(numbers, np.int64), self.num_windows, self.seed)
+        for row, index in enumerate(order.tolist()):
+            sample = self.sample(index)
+            tokens[row], targets[row] = sample[:-1], sample[1:]
+        return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}

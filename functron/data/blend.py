@@ -1,0 +1,191 @@
+"""Several sources of samples as one, in proportions: which source has which sample, in O(1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from functron.data.order import rows_of
+from functron.data.weights import proportions
+from functron.errors import Problem, raise_problems
+
+BLOCK = 1 << 16
+_SCALE = 1 << 40
+
+
+class Source(Protocol):
+    """What a blend draws from: `TokenWindows` and all other `Windows`.
+
+    Attributes:
+        vocab_size: a model of these samples needs at least as many token ids.
+    """
+
+    vocab_size: int
+
+    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
+        """The samples that a run sees as numbers `numbers` of this source, all but ``rows``."""
+        ...
+
+    def summary(self) -> str:
+        """What there is, in a few words for the user."""
+        ...
+
+
+class Mixture:
+    """Which source sample n of a run comes from, and which sample of that source it is.
+
+    The order of a block of 2^16 samples is the greedy one: source i of weight w_i goes next if its
+    deficit ``w_i (n + 1) - count_i`` is the largest, the first such source on a tie. It is computed
+    once, in integers, and repeats, so that all else is arithmetic. With k sources, after n samples,
+
+        ``-(1 - 1 / k) <= w_i n - count_i <= 1/2 + 1/3 + ... + 1/k``
+
+    in the first block: counts are within 1 of their shares for up to three sources, and below
+    ``ln k`` behind for more. The last count of a block is repeated with it; so in later blocks the
+    weights are those of whole blocks, multiples of 2^-16.
+
+    Args:
+        weights: above 0: shares of their sum if all are whole, or else fractions that sum to 1.
+
+    Attributes:
+        weights: exact fractions that sum to 1.
+        counts: int64 ``[k]``: samples of every source in a block.
+
+    Raises:
+        ValueError: weights are none, not finite, not positive or fractions that do not sum to 1; or
+            one is so small that a block has no sample of it.
+    """
+
+    def __init__(self, weights: Sequence[float | int | str | Fraction]):
+        self.weights = proportions(weights, "weights")
+        self._order = _greedy(self.weights)
+        self.counts = np.bincount(self._order, minlength=len(self.weights))
+        self._own = np.empty(BLOCK, np.int32)
+        for source, count in enumerate(self.counts):
+            self._own[self._order == source] = np.arange(count)
+        raise_problems("cannot blend", [
+            Problem(f"weights[{i}]", f"{float(weight):.3g} of all", f"at least {1 / BLOCK:.3g}",
+                    "raise it or leave it out: a block of 2^16 samples has none of it")
+            for i, (weight, count) in enumerate(zip(self.weights, self.counts, strict=True))
+            if not count
+        ])  # fmt: skip
+
+    def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The sources of samples `numbers` (from 0), and how many earlier ones each has given.
+
+        Both int64, the shape of `numbers`.
+        """
+        blocks, within = np.divmod(np.asarray(numbers, np.int64), BLOCK)
+        sources = self._order[within].astype(np.int64)
+        return sources, blocks * self.counts[sources] + self._own[within]
+
+    def positions(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples came from each source: int64 ``[k]``."""
+        blocks, within = divmod(samples, BLOCK)
+        begun = np.bincount(self._order[:within], minlength=len(self.counts))
+        return blocks * self.counts + begun
+
+
+class Blend:
+    """Samples of several sources in proportion to their weights: `functron.data.Samples`.
+
+    There is no iterator state and no index: sample n of the run is sample m of source i by
+    `Mixture`, and the source knows by itself which one that is in its own shuffled epochs. A small
+    source comes round more often than a large one.
+
+    Args:
+        sources: what to draw from; their samples have the same leaves and as many tokens.
+        weights: of each, as `Mixture` takes them.
+        names: what the user calls them; None: their numbers.
+
+    Attributes:
+        mixture: who has which sample.
+        names: as given.
+        vocab_size: the largest of the sources'.
+
+    Raises:
+        ValueError: there are not as many weights or names as sources, or what `Mixture` raises.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[float | int | str | Fraction],
+        names: Sequence[str] | None = None,
+    ):
+        self.names = tuple(map(str, range(len(sources))) if names is None else names)
+        raise_problems("cannot blend", [
+            Problem(what, f"{got} for {len(sources)} sources", "one of each, and at least 1 source")
+            for what, got in (("weights", len(weights)), ("names", len(self.names)))
+            if got != len(sources) or not sources
+        ])  # fmt: skip
+        self.mixture, self._sources = Mixture(weights), tuple(sources)
+        self.vocab_size = max(source.vocab_size for source in sources)
+
+    def batch(
+        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
+    ) -> dict[str, torch.Tensor]:
+        """This part's rows of the batch of `step`: the same samples however many parts there are.
+
+        Args:
+            step: from 0.
+            global_batch: rows of all parts together.
+            part: ``(index, count)``: which of how many contiguous parts.
+
+        Returns:
+            What the sources draw, and ``rows`` int64 ``[rows]``, the rows' indices in the global
+            batch.
+
+        Raises:
+            ValueError: `count` does not divide `global_batch`, or no such part.
+        """
+        rows = rows_of(step, global_batch, part)
+        return {**self.draw(step * global_batch + rows), "rows": torch.from_numpy(rows)}
+
+    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
+        """Samples `numbers` of the run, all but ``rows``; so a blend can be a source of another."""
+        sources, own = self.mixture.at(numbers)
+        found: dict[str, torch.Tensor] = {}
+        for source in np.unique(sources):
+            chosen = np.flatnonzero(sources == source)
+            drawn = self._sources[source].draw(own[chosen])
+            for name, leaf in drawn.items():
+                if name not in found:
+                    found[name] = leaf.new_empty((len(numbers), *leaf.shape[1:]))
+                found[name][torch.from_numpy(chosen)] = leaf
+        return found
+
+    def positions(self, samples: int) -> dict[str, int]:
+        """How many of the first `samples` samples of a run came from each source, by its name.
+
+        Sources of the same name are added up.
+        """
+        found = dict.fromkeys(self.names, 0)
+        for name, count in zip(self.names, self.mixture.positions(samples).tolist(), strict=True):
+            found[name] += count
+        return found
+
+    def summary(self) -> str:
+        """What there is, in a few words for the user."""
+        parts = zip(self.mixture.weights, self.names, self._sources, strict=True)
+        return "; ".join(f"{float(w):.4g} {name}: {x.summary()}" for w, name, x in parts)
+
+
+def _greedy(weights: Sequence[Fraction]) -> np.ndarray:
+    """The sources of a block's samples, in order: int64 ``[2^16]``."""
+    # integers, so that ties are ties on every machine; they sum to the scale but for rounding
+    shares = np.array([max(math.floor(weight * _SCALE), 1) for weight in weights], np.int64)
+    total = int(shares.sum())
+    order = np.empty(BLOCK, np.int64)
+    deficits = np.zeros(len(shares), np.int64)
+    for sample in range(BLOCK):
+        deficits += shares
+        chosen = deficits.argmax()
+        deficits[chosen] -= total
+        order[sample] = chosen
+    return order
