@@ -7,6 +7,8 @@ from functron.data.context_schedule import schedule
 from functron.data.indexed import IndexedFile
 from functron.data.indexed_verify import verify
 from functron.data.indexed_writer import IndexedWriter, merge
+from functron.data.middle import FillInTheMiddle
+from functron.data.mock import MockTokens
 from functron.data.order import Samples
 from functron.data.packing import balance, pack
 from functron.data.permutation import permute
@@ -23,9 +25,11 @@ __all__ = [
     "ByteText",
     "Chat",
     "Costs",
+    "FillInTheMiddle",
     "IndexedFile",
     "IndexedWriter",
     "Mixture",
+    "MockTokens",
     "Placement",
     "Plan",
     "Samples",

@@ -46,11 +46,11 @@ def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
 def _pass(values: np.ndarray, base: int, key: int) -> np.ndarray:
     a, b = np.divmod(values.astype(np.uint64), np.uint64(base))
     for index in range(ROUNDS):
-        a, b = b, (a + _mix(b, key, index) % np.uint64(base)) % np.uint64(base)
+        a, b = b, (a + mix(b, key, index) % np.uint64(base)) % np.uint64(base)
     return (a * np.uint64(base) + b).astype(np.int64)
 
 
-def _mix(values: np.ndarray, key: int, index: int) -> np.ndarray:
+def mix(values: np.ndarray, key: int, index: int) -> np.ndarray:
     """SplitMix64's finaliser of (value, key, round), twice. Steele, Lea and Flood 2014."""
     for salt in (key, index + 1):
         values = values + np.uint64((salt * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**64)

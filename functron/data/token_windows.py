@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
+from functron.data.chat import IGNORED
+from functron.data.middle import FillInTheMiddle
+from functron.data.order import shuffled
 from functron.data.token_file import TokenFile
 from functron.data.windows import Windows
 from functron.errors import Problem, raise_problems
@@ -21,18 +25,38 @@ class TokenWindows(Windows):
         seq: tokens per sample.
         seed: selects the order of the samples.
         vocab_size: how many ids the model has; None: any.
+        mask_documents: say where documents begin, so that attention sees a token's own alone:
+            batches are packed ones (`functron.data.packing`), whose positions count from 0 in every
+            document, or from where the window begins in it. The last token of a document predicts
+            nothing.
+        middle: rearranges documents to fill in their middles.
 
     Attributes:
+        mask_documents: as given.
         num_tokens: tokens in the whole file.
         num_documents: documents that it is made of.
         vocab_size: of the model, or 0: what ids there are is not known without reading all.
 
     Raises:
-        ValueError: there are fewer tokens than one sample and its last target.
+        ValueError: there are fewer tokens than one sample and its last target, or `middle` has ids
+            that the model has not.
     """
 
-    def __init__(self, file: TokenFile, seq: int, *, seed: int = 0, vocab_size: int | None = None):
+    def __init__(
+        self,
+        file: TokenFile,
+        seq: int,
+        *,
+        seed: int = 0,
+        vocab_size: int | None = None,
+        mask_documents: bool = False,
+        middle: FillInTheMiddle | None = None,
+    ):
         self._file, self._most = file, vocab_size
+        self.mask_documents, self._middle = mask_documents, middle
+        if middle is not None and vocab_size is not None and max(middle.ids) >= vocab_size:
+            got, wanted = f"id {max(middle.ids)}", f"ids from 0 to {vocab_size - 1}"
+            raise_problems("tokens outside the vocabulary", [Problem("middle", got, wanted)])
         self.vocab_size = vocab_size or 0
         self.num_documents = file.num_documents
         what = f"data {file.path}"
@@ -53,6 +77,41 @@ class TokenWindows(Windows):
             problem = Problem(f"data {self._file.path}", got, wanted, fix)
             raise_problems("tokens outside the vocabulary", [problem])
         return tokens
+
+    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
+        """The samples that come as `numbers`, counted from the beginning of a run.
+
+        Args:
+            numbers: int64 ``[rows]``, from 0.
+
+        Returns:
+            ``tokens`` and ``targets`` int64 ``[rows, seq]``, and with `mask_documents` so are
+            ``positions`` and ``segments``, the numbers of documents in the sample.
+        """
+        if self._middle is None and not self.mask_documents:
+            return super().draw(numbers)
+        names = ("tokens", "targets", *(("positions", "segments") if self.mask_documents else ()))
+        leaves = {name: np.empty((len(numbers), self.seq), np.int64) for name in names}
+        order = shuffled(np.asarray(numbers, np.int64), self.num_windows, self.seed)
+        for row, (number, index) in enumerate(zip(numbers.tolist(), order.tolist(), strict=True)):
+            sample, begins = self.sample(index), self._begins(index)
+            if self._middle is not None:
+                sample, begins = self._middle.rearranged(sample, begins, number)
+            leaves["tokens"][row], leaves["targets"][row] = sample[:-1], sample[1:]
+            if self.mask_documents:
+                leaves["targets"][row, begins[1:] - 1] = IGNORED
+                lengths = np.diff(begins, append=self.seq + 1)
+                segments = np.repeat(np.arange(len(begins)), lengths)[: self.seq]
+                leaves["segments"][row] = segments
+                leaves["positions"][row] = np.arange(self.seq) - begins[segments]
+        return {name: torch.from_numpy(leaf) for name, leaf in leaves.items()}
+
+    def _begins(self, index: int) -> np.ndarray:
+        """Where documents begin in a window and its last target: 0, and increasing."""
+        start = index * self.seq
+        first, last = self._file.documents_of(np.array([start, start + self.seq])).tolist()
+        inside = self._file.starts(np.arange(first + 1, last + 1)) - start
+        return np.unique(np.append(inside, 0))  # documents without tokens begin where others do
 
     def summary(self) -> str:
         """What there is, in a few words for the user."""

@@ -78,3 +78,25 @@ def test_training_on_them_is_training_on_the_text(tmp_path):
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     missing = [*run, str(tmp_path / "three"), "--format", "tokens", "--data", str(tmp_path / "no")]
     assert cli.main(missing) == 2
+
+
+def test_documents_are_masked_from_one_another(tokens):
+    path, row = tokens
+    file = open_tokens(path)
+    windows = TokenWindows(file, SEQ, seed=3, mask_documents=True)
+    plain = TokenWindows(file, SEQ, seed=3)
+    batch, other = windows.batch(0, windows.num_windows), plain.batch(0, windows.num_windows)
+    assert torch.equal(batch["tokens"], other["tokens"])
+    owners = file.documents_of(np.arange(len(row)))
+    starts = {row[i * SEQ : i * SEQ + SEQ].tobytes(): i * SEQ for i in range(windows.num_windows)}
+    for index in range(windows.num_windows):
+        tokens_here, targets, positions, segments = (
+            batch[name][index].tolist() for name in ("tokens", "targets", "positions", "segments")
+        )
+        start = starts[np.array(tokens_here, row.dtype).tobytes()]
+        for t in range(SEQ):
+            same = [owners[start + t] == owners[start + u] for u in range(SEQ)]
+            assert same == [segments[t] == segments[u] for u in range(SEQ)]
+            assert positions[t] == sum(same[:t])
+            inside = owners[start + t + 1] == owners[start + t]
+            assert targets[t] == (row[start + t + 1] if inside else -100)
