@@ -32,16 +32,27 @@ class TrainConfig:
         model: name of a preset; it fills `gpt`.
         gpt: the architecture.
         data: a text file or a folder of them, tokens on disk, or conversations (see `format`);
-            empty: the English and code of this Python.
+            empty: the English and code of this Python. Several files of tokens in proportions, as
+            Megatron-LM writes them: "0.3 PREFIX1 0.7 PREFIX2".
         tokenizer: what makes tokens of text: a folder with tokenizer.json, or such a file, which
             the run folder then keeps a copy of; bytes: nothing, text is read as bytes; empty: what
             the run folder `out` has from the model that it was converted from, or else bytes.
         format: how `data` is read: text; chat: JSONL files of conversations, of which the model
             learns what the assistant says; tokens: what functron preprocess or Megatron-LM wrote, a
-            prefix of .bin and .idx, or shards; auto: chat where it ends in .jsonl, and tokens where
-            there is such a file.
+            prefix of .bin and .idx, or shards; mock: random tokens, without any file; auto: chat
+            where it ends in .jsonl, and tokens where there is such a file.
         overlong: what becomes of conversations that do not fit into seq tokens: refuse (it is an
             error), cut (off their end) or drop.
+        split: which documents of tokens on disk are for training, validation and test, such as
+            969,30,1: training has the first of these parts; empty: all of them.
+        mask_documents: tokens on disk attend to those of their own document only, and positions
+            count from 0 in each.
+        fim_rate: the share of documents of tokens on disk that are rearranged, so that the model
+            learns to fill in the middle; 0: none.
+        fim_spm_rate: the share of these whose suffix comes first.
+        fim_tokens: the ids of the tokens before prefix, middle and suffix, and of the one that ends
+            a document, if there is one: such as 50257,50258,50259,50256.
+        prefetch: batches that a thread makes ahead of the steps that need them; 0: none.
         mesh: axes and sizes, such as dp=2,tp=2; empty: one rank.
         nproc: processes to start, one per rank of the mesh; 0: simulate the mesh in this process.
         sequence_parallel: split the residual stream's sequence over tp.
@@ -101,8 +112,14 @@ class TrainConfig:
     gpt: GPTConfig = field(default_factory=lambda: gpt.PRESETS["tiny"])
     data: str = ""
     tokenizer: str = ""
-    format: Literal["auto", "text", "chat", "tokens"] = "auto"
+    format: Literal["auto", "text", "chat", "tokens", "mock"] = "auto"
     overlong: Literal["refuse", "cut", "drop"] = "refuse"
+    split: str = ""
+    mask_documents: bool = False
+    fim_rate: float = 0.0
+    fim_spm_rate: float = 0.5
+    fim_tokens: str = ""
+    prefetch: int = 2
     mesh: str = ""
     nproc: int = 0
     sequence_parallel: bool = False

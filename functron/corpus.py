@@ -1,4 +1,4 @@
-"""What a run trains on: bytes, tokens of text, tokens on disk, or conversations."""
+"""What a run trains on: bytes, tokens of text, tokens on disk or none at all, or conversations."""
 
 from __future__ import annotations
 
@@ -6,12 +6,29 @@ from collections.abc import Iterator
 
 from functron import run_folder
 from functron.config import TrainConfig
-from functron.data import ByteText, Chat, Samples, Tokenizer, TokenText, TokenWindows, open_tokens
+from functron.data import (
+    Blend,
+    ByteText,
+    Chat,
+    FillInTheMiddle,
+    MockTokens,
+    Samples,
+    Tokenizer,
+    TokenText,
+    TokenWindows,
+    open_tokens,
+    split,
+)
+from functron.data.blend import parse_blend
 from functron.data.conversations import chat_files
 from functron.data.documents import find
 from functron.data.shards import is_tokens
+from functron.data.splits import PARTS
+from functron.data.token_file import TokenFile
 from functron.data.token_text import check_vocabulary
 from functron.errors import Problem, raise_problems
+
+_MOCK_TOKENS = 1 << 50
 
 
 def is_chat(config: TrainConfig) -> bool:
@@ -20,10 +37,24 @@ def is_chat(config: TrainConfig) -> bool:
 
 
 def is_on_disk(config: TrainConfig) -> bool:
-    """Whether `data` has been tokenised: by `format`, or by the names of files."""
+    """Whether `data` has been tokenised: by `format`, or by the names of files; blends have.
+
+    Raises:
+        ValueError: it is a blend that is written wrongly.
+    """
     if config.format != "auto":
-        return config.format == "tokens"
-    return bool(config.data) and not is_chat(config) and is_tokens(config.data)
+        return config.format in ("tokens", "mock")
+    if not config.data or is_chat(config):
+        return False
+    return _is_one(config.data) or parse_blend(config.data) is not None
+
+
+def _is_one(data: str) -> bool:
+    """Whether `data` names one file of tokens, or folder of them, even if it reads as a blend."""
+    try:
+        return is_tokens(data)
+    except OSError:  # longer than names of files can be
+        return False
 
 
 def open_tokenizer(config: TrainConfig) -> Tokenizer | None:
@@ -36,16 +67,20 @@ def open_tokenizer(config: TrainConfig) -> Tokenizer | None:
     return None if path is None else Tokenizer(path)
 
 
-def open_samples(config: TrainConfig) -> Samples:
+def open_samples(config: TrainConfig, part: str = PARTS[0]) -> Samples:
     """What the run draws its batches from; all of text with a tokenizer is read and tokenised.
 
+    Args:
+        config: what is to be run.
+        part: of tokens that `split` divides: train, validation or test.
+
     Raises:
-        ValueError: it cannot be read, or does not fit the model.
+        ValueError: it cannot be read, does not fit the model, or has no such part.
     """
     raise_problems("cannot train on this", problems_of(config))
     settings = {"seed": config.seed, "vocab_size": config.gpt.vocab_size}
     if is_on_disk(config):
-        return TokenWindows(open_tokens(config.data), config.seq, **settings)
+        return _token_samples(config, part)
     tokenizer = open_tokenizer(config)
     if tokenizer is None:
         return ByteText(config.data or None, config.seq, seed=config.seed)
@@ -55,6 +90,61 @@ def open_samples(config: TrainConfig) -> Samples:
     return TokenText(config.data or None, tokenizer, config.seq, **settings)
 
 
+def _token_samples(config: TrainConfig, part: str) -> Samples:
+    """Samples of tokens on disk, or of a blend of them."""
+    if config.format == "mock":
+        file = MockTokens(_MOCK_TOKENS, config.gpt.vocab_size, seed=config.seed)
+        return _windows(config, file, part)
+    blend = None if _is_one(config.data) else parse_blend(config.data)
+    if blend is None:
+        return _windows(config, open_tokens(config.data), part)
+    weights, paths = zip(*blend, strict=True)
+    sources = [_windows(config, open_tokens(x), part, index) for index, x in enumerate(paths)]
+    return Blend(sources, weights, paths)
+
+
+def _windows(config: TrainConfig, file: TokenFile, part: str, index: int = 0) -> TokenWindows:
+    """Samples of a part of one file, the blend's source `index`."""
+    if config.split:
+        parts = split(file, config.split)
+        if part not in parts:
+            fix = f"give it a weight in --split, such as {config.split},1"
+            problem = Problem("split", f"{config.split}: nothing for {part}", "a part of it", fix)
+            raise_problems("cannot split", [problem])
+        file = parts[part]
+    return TokenWindows(
+        file,
+        config.seq,
+        seed=config.seed + (index << 32),  # sources of one size have orders of their own
+        vocab_size=config.gpt.vocab_size,
+        mask_documents=config.mask_documents,
+        middle=_middle(config),
+    )
+
+
+def _middle(config: TrainConfig) -> FillInTheMiddle | None:
+    if not config.fim_rate:
+        return None
+    try:
+        ids = [int(word) for word in config.fim_tokens.split(",")]
+    except ValueError:
+        ids = []
+    if len(ids) not in (3, 4):
+        fix = "name them: --fim-tokens PREFIX,MIDDLE,SUFFIX or PREFIX,MIDDLE,SUFFIX,END"
+        problem = Problem("fim_tokens", repr(config.fim_tokens), "three or four ids", fix)
+        raise_problems("cannot fill in the middle", [problem])
+    prefix, middle, suffix, *end = ids
+    return FillInTheMiddle(
+        prefix,
+        middle,
+        suffix,
+        config.fim_rate,
+        config.fim_spm_rate,
+        end[0] if end else None,
+        seed=config.seed,
+    )
+
+
 def problems_of(config: TrainConfig) -> Iterator[Problem]:
     """What does not fit about data, tokenizer and model, as far as it can be told without reading.
 
@@ -62,7 +152,16 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
         ValueError: the run folder's configuration cannot be read.
     """
     path = run_folder.tokenizer_path(config)
-    if is_on_disk(config):
+    if not is_on_disk(config):
+        for name in ("split", "mask_documents", "fim_rate"):
+            if getattr(config, name):
+                fix = "make them with functron preprocess, or leave it out"
+                yield Problem(name, str(getattr(config, name)), "tokens on disk", fix)
+    if config.format == "mock":
+        if config.data:
+            fix = "leave out --data or --format mock"
+            yield Problem("data", repr(config.data), "nothing with random tokens", fix)
+    elif is_on_disk(config):
         if not config.data:
             fix = "add --data PREFIX, of functron preprocess"
             yield Problem("data", "nothing", "tokens on disk", fix)
@@ -87,8 +186,8 @@ def check(config: TrainConfig) -> None:
         ValueError: it is not.
     """
     if is_on_disk(config):
-        if config.data:
-            TokenWindows(open_tokens(config.data), config.seq)
+        if config.data or config.format == "mock":
+            _token_samples(config, PARTS[0])
     elif is_chat(config):
         if config.data:
             chat_files(config.data)

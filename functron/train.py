@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from functron import checkpoint, corpus, lora, metrics, optim, random, report, run_folder, tree
 from functron.config import TrainConfig
-from functron.data import Samples
+from functron.data import Blend, Samples
+from functron.data.prefetch import prefetched
 from functron.loop import Meter, Outcome, loop
 from functron.models import gpt
 from functron.params import init_params
@@ -53,17 +54,23 @@ class Run:
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """This process's part of the batch of `step`, on the device of the state."""
+        return self.on_device(self.host_batch(step))
+
+    def host_batch(self, step: int) -> dict[str, torch.Tensor]:
+        """This process's part of the batch of `step`, in host memory."""
         config, mesh = self.config, self.mesh
         if not isinstance(mesh, BoundMesh):
-            host = self.text.batch(step, config.global_batch)
-        else:
-            host = self.text.batch(step, config.global_batch, part_of(mesh, DATA_AXES))
-            index, count = part_of(mesh, CONTEXT_AXES)
-            host = {
-                name: x.chunk(count, 1)[index].contiguous() if x.dim() > 1 else x
-                for name, x in host.items()
-            }
-        return {name: value.to(self.device) for name, value in host.items()}
+            return self.text.batch(step, config.global_batch)
+        host = self.text.batch(step, config.global_batch, part_of(mesh, DATA_AXES))
+        index, count = part_of(mesh, CONTEXT_AXES)
+        return {
+            name: x.chunk(count, 1)[index].contiguous() if x.dim() > 1 else x
+            for name, x in host.items()
+        }
+
+    def on_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A batch on the device of the state."""
+        return {name: value.to(self.device) for name, value in batch.items()}
 
 
 def prepare(
@@ -165,10 +172,13 @@ def train(run: Run, out: Path | None) -> Outcome:
     )
     with ExitStack() as stack:
         save = stack.enter_context(_saving(run, out)) if out is not None else None
+        # the copy to the device stays in this thread: which GPU is current is a thread's own affair
+        ahead = prefetched(run.host_batch, run.start, config.steps, config.prefetch)
+        host_batch = stack.enter_context(ahead)
         return loop(
             run.step,
             run.state,
-            run.batch,
+            lambda step: run.on_device(host_batch(step)),
             steps=config.steps,
             start=run.start,
             meter=meter,
@@ -191,6 +201,8 @@ def _saving(run: Run, out: Path) -> Iterator[Callable[[State, int], None]]:
             samples = step * config.global_batch
             about = {"step": step, "samples": samples, "tokens": samples * config.seq}
             about |= {"mesh": config.mesh, "config": settings}
+            if isinstance(run.text, Blend):
+                about["sources"] = run.text.positions(samples)
             saver.save(step, state, about)
 
         yield save

@@ -174,7 +174,7 @@ def _fit_problems(config: TrainConfig) -> Iterator[Problem]:
 def _number_problems(config: TrainConfig) -> Iterator[Problem]:
     least = {"steps": 1, "seq": 1, "global_batch": 1, "microbatches": 1}
     least |= dict.fromkeys(("nproc", "seed", "chunks", "save_every", "keep_last", "keep_every"), 0)
-    least["loss_chunk_tokens"] = 0
+    least |= {"loss_chunk_tokens": 0, "prefetch": 0}
     for name, smallest in least.items():
         value = getattr(config, name)
         if value < smallest:
@@ -200,7 +200,10 @@ def _out_problems(out: str) -> Sequence[Problem]:
     return []
 
 
-_ORDER = ("data", "tokenizer", "format", "overlong", "seed", "seq", "global_batch")
+_ORDER = (
+    "data", "tokenizer", "format", "overlong", "split", "mask_documents", "fim_rate",
+    "fim_spm_rate", "fim_tokens", "seed", "seq", "global_batch",
+)  # fmt: skip
 """What determines which samples each step sees."""
 
 _LORA = ("lora_rank", "lora_alpha", "lora_targets")

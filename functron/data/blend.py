@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Protocol
@@ -34,6 +35,41 @@ class Source(Protocol):
     def summary(self) -> str:
         """What there is, in a few words for the user."""
         ...
+
+
+def parse_blend(text: str) -> list[tuple[str, str]] | None:
+    """Weights and paths of ``"0.3 PREFIX1 0.7 PREFIX2"``; None where that is no blend but a path.
+
+    Paths with spaces are quoted as in a shell.
+
+    Raises:
+        ValueError: it begins with a number, but weights and paths do not alternate.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quotation mark that is not closed is part of a path
+        return None
+    if len(words) < 2 or not _is_number(words[0]):
+        return None
+    pairs = list(zip(words[::2], words[1::2], strict=False))
+    problems = [
+        Problem("data", f"{weight!r} before {path!r}", "a weight")
+        for weight, path in pairs
+        if not _is_number(weight)
+    ]
+    if len(words) % 2:
+        fix = "write WEIGHT PREFIX WEIGHT PREFIX ..., paths with spaces in quotation marks"
+        problems.append(Problem("data", f"{words[-1]!r} at its end", "weights and paths", fix))
+    raise_problems("cannot blend", problems)
+    return pairs
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 class Mixture:
