@@ -1,6 +1,6 @@
-"""Data: making tokens of text against Hugging Face datasets, and opening a large index.
+"""Data: making tokens of text against Hugging Face datasets, opening a large index, and batches.
 
-``python benchmarks/data.py [preprocess] [open]``; see benchmarks/README.md.
+``python benchmarks/data.py [preprocess] [open] [load]``; see benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,13 @@ from typing import Any
 import numpy as np
 from measure import resident
 
+from functron import Mesh, gpt
+from functron.config import TrainConfig
+from functron.data import Blend, FillInTheMiddle, IndexedFile, IndexedWriter, Samples, TokenWindows
 from functron.data.documents import python_text
-from functron.data.indexed import IndexedFile, Layout
+from functron.data.indexed import Layout
 from functron.preprocess import Settings, preprocess
+from functron.train import prepare
 
 SEED_BYTES = 4 << 20
 BLOCK = 1 << 22
@@ -230,10 +234,70 @@ def open_table(args: argparse.Namespace, folder: Path) -> int:
     return 0
 
 
-# loaders go here: a table of samples per second against what a training step needs
+def loaders(prefix: Path, tokens: int, seq: int) -> Mapping[str, Samples]:
+    """Ways to draw samples of a real file of random tokens, in documents of 500 on average."""
+    drawn = np.random.default_rng(0)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        while tokens > 0:
+            size = min(int(drawn.integers(1, 1000)), tokens)
+            writer.add(drawn.integers(0, 50_000, size, dtype=np.uint16))
+            tokens -= size
+    file = IndexedFile(prefix)
+    fill = FillInTheMiddle(50_000, 50_001, 50_002)
+    masked = [TokenWindows(file, seq, seed=seed, mask_documents=True) for seed in range(4)]
+    return {
+        "windows": TokenWindows(file, seq),
+        "windows, ids checked": TokenWindows(file, seq, vocab_size=50_257),
+        "documents masked": masked[0],
+        "masked, blend of 4": Blend(masked, [0.4, 0.3, 0.2, 0.1]),
+        "masked, middles filled": TokenWindows(file, seq, mask_documents=True, middle=fill),
+    }
+
+
+def step_rate(prefix: Path) -> float:
+    """Tokens per second of training steps of the preset tiny, on this machine's processors."""
+    config = TrainConfig(data=str(prefix), seq=128, global_batch=16)
+    config = replace(config, gpt=replace(config.gpt, vocab_size=50_003))
+    run = prepare(config, Mesh())
+    state, times = run.state, []
+    for step in range(6):
+        batch = run.batch(step)
+        begun = time.perf_counter()
+        state, metrics = run.step(state, batch)
+        float(metrics["loss"])
+        times.append(time.perf_counter() - begun)
+    return config.seq * config.global_batch / statistics.median(times[1:])
+
+
+def load_table(args: argparse.Namespace, folder: Path) -> int:
+    """Print what making batches costs, and how many times faster that is than training on them."""
+    prefix, seq, rows = folder / "tokens", 2048, 64
+    samples = loaders(prefix, args.tokens, seq)
+    rates = {"tiny here": step_rate(prefix)}
+    for name in ("gpt2", "llama3-8b"):
+        # more than steps reach: what a GPU of 989 TFLOP/s would take if it did nothing else
+        rates[name] = 989e12 / gpt.flops_per_token(gpt.PRESETS[name], 1024)
+    needs = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
+    print(f"{args.tokens:,} tokens on disk; tokens/s that training needs: {needs}")
+    heads = "".join(f"{'x ' + name:>14}" for name in rates)
+    print(f"{'program':<24}{'CPU ms':>8}{'Mtokens/CPU s':>15}{heads}")
+    for name, source in samples.items():
+        times = []
+        for step in range(4 * args.rounds):
+            begun = time.process_time()
+            source.batch(step, rows)
+            times.append(time.process_time() - begun)
+        seconds = statistics.median(times[args.rounds :])
+        rate = rows * seq / seconds
+        ratios = "".join(f"{rate / need:>14,.0f}" for need in rates.values())
+        print(f"{name:<24}{1e3 * seconds:>8.2f}{rate / 1e6:>15.1f}{ratios}")
+    return 0
+
+
 TABLES: Mapping[str, Callable[[argparse.Namespace, Path], int]] = {
     "preprocess": preprocess_table,
     "open": open_table,
+    "load": load_table,
 }
 
 
@@ -246,6 +310,7 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, default=16000, help="of the one that is trained")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--documents", type=int, default=10**8, help="of the largest index")
+    parser.add_argument("--tokens", type=int, default=10**8, help="on disk, to load")
     parser.add_argument("--folder", type=Path, help="for files of some GB; a temporary one without")
     args = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of all programs: processor time is a core's

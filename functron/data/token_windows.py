@@ -93,8 +93,9 @@ class TokenWindows(Windows):
         names = ("tokens", "targets", *(("positions", "segments") if self.mask_documents else ()))
         leaves = {name: np.empty((len(numbers), self.seq), np.int64) for name in names}
         order = shuffled(np.asarray(numbers, np.int64), self.num_windows, self.seed)
-        for row, (number, index) in enumerate(zip(numbers.tolist(), order.tolist(), strict=True)):
-            sample, begins = self.sample(index), self._begins(index)
+        rows = zip(numbers.tolist(), order.tolist(), self._begins(order), strict=True)
+        for row, (number, index, begins) in enumerate(rows):
+            sample = self.sample(index)
             if self._middle is not None:
                 sample, begins = self._middle.rearranged(sample, begins, number)
             leaves["tokens"][row], leaves["targets"][row] = sample[:-1], sample[1:]
@@ -106,12 +107,17 @@ class TokenWindows(Windows):
                 leaves["positions"][row] = np.arange(self.seq) - begins[segments]
         return {name: torch.from_numpy(leaf) for name, leaf in leaves.items()}
 
-    def _begins(self, index: int) -> np.ndarray:
-        """Where documents begin in a window and its last target: 0, and increasing."""
-        start = index * self.seq
-        first, last = self._file.documents_of(np.array([start, start + self.seq])).tolist()
-        inside = self._file.starts(np.arange(first + 1, last + 1)) - start
-        return np.unique(np.append(inside, 0))  # documents without tokens begin where others do
+    def _begins(self, windows: np.ndarray) -> list[np.ndarray]:
+        """Where documents begin in each window and its last target: 0, and increasing."""
+        starts = windows * self.seq
+        # all windows at once, as a look-up costs more than its bisection's arithmetic
+        first, last = self._file.documents_of(np.stack([starts, starts + self.seq]))
+        runs = [np.arange(a + 1, b + 1) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+        places = self._file.starts(np.concatenate([np.zeros(0, np.int64), *runs]))
+        inside = np.split(places, np.cumsum(last - first)[:-1])
+        found = (np.append(0, x - start) for x, start in zip(inside, starts.tolist(), strict=True))
+        # of documents that begin at the same token, only the last is not empty
+        return [x[np.diff(x, append=self.seq + 1) > 0] for x in found]
 
     def summary(self) -> str:
         """What there is, in a few words for the user."""
