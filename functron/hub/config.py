@@ -177,6 +177,12 @@ def _canonical(config: GPTConfig) -> GPTConfig:
         "head_dim": config.head_size,
         "qkv_bias": config.bias or config.qkv_bias,
     }
+    if not config.kv_rank:
+        changes["attention_scale"] = config.attention_scale or config.head_size**-0.5
+    if config.nope_every > config.num_layers:
+        changes["nope_every"] = 0
+    if config.local_rope_theta == config.rope_theta and config.rope_scaling is None:
+        changes["local_rope_theta"] = 0.0
     if config.positions != "rope":
         changes |= {"rope_theta": GPTConfig.rope_theta, "rope_scaling": None}
     if not config.kv_rank:

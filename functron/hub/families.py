@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from functron.hub import settings
+from functron.hub.dense import DENSE
 from functron.hub.family import (
     ALL_DENSE,
     AROUND,
@@ -26,11 +27,13 @@ from functron.hub.family import (
     UNSCALED,
     UP,
     Family,
+    common,
     linear,
     llama_like,
     norm,
 )
 from functron.hub.mixtures import MIXTURES
+from functron.hub.rope import rope
 from functron.hub.rules import Rule
 
 LLAMA_RULES = (*START, *ATTENTION, *MLP, *END)
@@ -146,7 +149,7 @@ PHI3 = Family(
     "Phi3ForCausalLM",
     PHI3_RULES,
     (
-        *llama_like(**_PHI3, norm_eps=1e-5),
+        *llama_like(**_PHI3, norm_eps=1e-5, rope_aspect=rope(partial=1.0)),
         *PLAIN,
         NO_QK_NORM,
         ALL_DENSE,
@@ -196,6 +199,7 @@ GPT2 = Family(
         NO_QK_NORM,
         *UNSCALED,
         ALL_DENSE,
+        common(),
         NO_LATENT,
         NO_WINDOW,
         settings.only("scale_attn_weights", True, why="unscaled attention"),
@@ -220,7 +224,7 @@ GPT2 = Family(
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
-        for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, PHI3, GPT2, *MIXTURES)
+        for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, PHI3, GPT2, *DENSE, *MIXTURES)
     }
 )
 """Families by transformers' name in config.json. Of those that fit a model, the first is chosen."""
@@ -230,9 +234,7 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "qwen2_moe": "names for the tensors of Qwen2-MoE",
         "llama4_text": "layers without rope, attention in chunks and temperatures of queries",
         "deepseek_v2": "names for the tensors of DeepSeek-V2",
-        "gemma2": "soft-capped logits and norms after sublayers",
-        "gemma3": "norms after sublayers and a rope of its own for local layers, or images",
-        "gemma3_text": "norms after sublayers and a rope of its own for local layers",
+        "gemma3": "images of Gemma 3; its text model alone is gemma3_text",
     }
 )
 """What this decoder lacks for families that people ask for."""

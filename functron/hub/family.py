@@ -130,6 +130,13 @@ DECODER = (
 NO_LATENT = settings.absent("kv_rank", "q_rank", "rope_head_dim", "v_head_dim", "rope_interleaved")
 ALL_DENSE = settings.absent("moe", "dense_layers", "mtp_depth", "sinks")
 NO_WINDOW = settings.absent("window", "global_every")
+_VARIANTS = ("sublayer_norms", "attention_scale", "score_cap", "logit_cap")
+_VARIANTS = (*_VARIANTS, "qk_norm_across", "nope_every", "local_rope_theta")
+
+
+def common(*but: str) -> Aspect:
+    """Norms, scores, logits and layers as in Llama, except those fields that have their own say."""
+    return settings.absent(*(name for name in _VARIANTS if name not in but))
 
 
 def llama_like(
@@ -146,6 +153,8 @@ def llama_like(
     tied: bool = False,
     rope_aspect: Aspect | None = None,
     head_aspects: tuple[Aspect, ...] | None = None,
+    window_aspects: tuple[Aspect, ...] = (),
+    variants: Aspect | None = None,
 ) -> tuple[Aspect, ...]:
     """What Llama and its descendants say in the same words; numbers are transformers' defaults."""
     same, fixed = settings.same, settings.fixed
@@ -162,7 +171,9 @@ def llama_like(
         same("tie_word_embeddings", "tied", tied),
         settings.derived("num_key_value_heads", "num_kv_heads", num_kv_heads, "kv_heads"),
         *head_aspects,
+        *window_aspects,
         rope_aspect or rope(),
+        variants or common(),
         fixed("norm", "rms"),
         fixed("gated", True),
         fixed("positions", "rope"),

@@ -41,25 +41,36 @@ _OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_fa
 _SIZES = ("rope_theta", "partial_rotary_factor")
 
 
-def rope(theta: float = 10000.0, default: Mapping[str, Any] | None = None) -> Aspect:
+def rope(
+    theta: float = 10000.0,
+    default: Mapping[str, Any] | None = None,
+    partial: float | None = None,
+) -> Aspect:
     """Rotary positions: transformers 5's ``rope_parameters``, or what it replaced.
 
     Args:
         theta: what transformers takes where ``rope_theta`` is missing.
         default: the settings that it takes where there are none.
+        partial: the fraction of a head's dims that it rotates where the file does not say; None:
+            it rotates all, whatever the file says.
     """
     theirs = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
     def read(table: Table, values: Mapping, problems: list[Problem]) -> dict:
-        return _read(table, values, problems, theta, default or {})
+        return _read(table, values, problems, theta, default or {}, partial)
 
     def write(config: GPTConfig, problems: list[Problem]) -> dict:
         entries = _write(config, problems)
         if default and config.rope_scaling is None:  # null would mean that
             entries["rope_scaling"] = {"rope_type": "default", "type": "default"}
+        if partial is not None:
+            entries["partial_rotary_factor"] = config.rope_fraction
+        elif config.rope_fraction != 1:
+            got = str(config.rope_fraction)
+            problems.append(Problem("rope_fraction", got, "1.0 in this family"))
         return entries
 
-    return Aspect(theirs, ("rope_theta", "rope_scaling"), read, write)
+    return Aspect(theirs, ("rope_theta", "rope_scaling", "rope_fraction"), read, write)
 
 
 def _read(
@@ -68,6 +79,7 @@ def _read(
     problems: list[Problem],
     base: float,
     default: Mapping[str, Any],
+    fraction: float | None,
 ) -> dict:
     name = "rope_scaling" if table.get("rope_scaling") else "rope_parameters"
     inner = table.get(name) or default
@@ -79,10 +91,11 @@ def _read(
     kind = settings.pop("rope_type", settings.pop("type", "default"))
     settings.pop("type", None)
     theta = settings.pop("rope_theta", base)
-    partial = settings.pop("partial_rotary_factor", 1.0)
-    if partial != 1:
-        wanted = "1: this decoder rotates all dims of a head"
+    partial = settings.pop("partial_rotary_factor", fraction or 1.0)
+    if not is_a(partial, float) or not (0 < partial <= 1 if fraction else partial == 1):
+        wanted = "a number up to 1" if fraction else "1: this family rotates all dims of a head"
         problems.append(Problem("partial_rotary_factor", repr(partial), wanted))
+        return {}
     if not is_a(theta, float) or theta <= 0:
         problems.append(Problem("rope_theta", repr(theta), "a positive number"))
         return {}
@@ -95,7 +108,8 @@ def _read(
     if kind == "yarn" and settings.get(_ORIGINAL) is None and "max_seq" in values:
         settings[_ORIGINAL] = table.get(LONGEST, values["max_seq"])
     scaling = _scaling(kind, settings, name, problems)
-    return {} if scaling is None else {"rope_theta": float(theta), **scaling}
+    sizes = {"rope_theta": float(theta), "rope_fraction": float(partial)}
+    return {} if scaling is None else {**sizes, **scaling}
 
 
 def _scaling(

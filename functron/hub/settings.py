@@ -188,31 +188,42 @@ def biases(always: str = "") -> Aspect:
     return Aspect(("attention_bias", "mlp_bias"), ("bias", "qkv_bias"), read, write)
 
 
-def window(default: int | None, *, switched: bool = False, layered: bool = False) -> Aspect:
+def window(
+    default: int | None,
+    *,
+    switched: bool = False,
+    layered: bool = False,
+    every: str = "",
+    default_every: int = 2,
+) -> Aspect:
     """Sliding windows: in both worlds a query sees so many keys at most, its own among them.
 
     Args:
         default: the window that transformers takes where ``sliding_window`` is missing.
         switched: whether ``use_sliding_window`` says if it is used.
         layered: whether ``layer_types`` or ``max_window_layers`` say in which layers.
+        every: the entry that says it where ``layer_types`` does not: all but every n-th.
+        default_every: that number where it is missing.
     """
     theirs = ["sliding_window"]
     theirs += ["use_sliding_window"] if switched else []
     theirs += ["layer_types"] if layered else []
     theirs += ["max_window_layers"] if switched else []
+    theirs += [every] if every else []
 
     def read(table: Table, values: Mapping, problems: list[Problem]) -> dict:
         size = table.get("sliding_window", default)
         if size is not None and not is_a(size, int):
             problems.append(Problem("sliding_window", repr(size), "a whole number or null"))
             return {}
-        kinds = _layer_kinds(table, values.get("num_layers", 0), switched, problems)
-        every = _global_every(kinds) if layered else 0
+        wide = table.get(every, default_every) if every else default_every
+        kinds = _layer_kinds(table, values.get("num_layers", 0), switched, wide, problems)
+        pattern = _global_every(kinds) if layered else 0
         used = not switched or bool(table.get("use_sliding_window"))
         if not used or not size or (layered and True not in kinds):
             return {}
-        if every is not None:
-            return {"window": size, "global_every": every}
+        if pattern is not None:
+            return {"window": size, "global_every": pattern}
         longest = values.get("max_seq", 0)
         if size < longest:
             got = f"{size} in layers {', '.join(str(i) for i, yes in enumerate(kinds) if yes)}"
@@ -231,14 +242,14 @@ def window(default: int | None, *, switched: bool = False, layered: bool = False
         if layered:
             names = ("full_attention", "sliding_attention")
             types = [names[bool(size)] for size in config.windows]
-            entries["layer_types"] = types if config.window else None
+            entries["layer_types"] = types if config.window or not switched else None
         return entries
 
     return Aspect(tuple(theirs), ("window", "global_every"), read, write)
 
 
 def _layer_kinds(
-    table: Table, num_layers: int, switched: bool, problems: list[Problem]
+    table: Table, num_layers: int, switched: bool, wide: int, problems: list[Problem]
 ) -> list[bool]:
     """Whether each layer has a window, as ``layer_types`` says or transformers would fill it in."""
     types = table.get("layer_types")
@@ -252,7 +263,7 @@ def _layer_kinds(
         return [kind == known[1] for kind in types]
     if switched:
         return [layer >= table.get("max_window_layers", 28) for layer in range(num_layers)]
-    return [layer % 2 == 0 for layer in range(num_layers)]
+    return [(layer + 1) % wide != 0 for layer in range(num_layers)]
 
 
 def _global_every(kinds: Sequence[bool]) -> int | None:
@@ -308,6 +319,7 @@ def square_heads() -> Aspect:
         return {"num_kv_heads": 0, "head_dim": 0}
 
     ours = ("num_kv_heads", "head_dim", "qkv_bias", "rope_theta", "rope_scaling")
+    ours = (*ours, "rope_fraction")
     return Aspect((), ours, read, write)
 
 

@@ -54,7 +54,7 @@ def predict_ahead(
         key = how.key
         if key is not None:
             key = random.fold_in(key, config.num_layers + 1 + depth)
-        return block(config, here, how, gather.at("block"))(x, (rows[depth]["block"], key, None))
+        return block(config, here, how, gather.at("block"))(x, (rows[depth]["block"], key, {}))
 
     losses, said = nn.multi_token(
         outer,

@@ -110,16 +110,21 @@ def joined(before: Routed | None, said: Routed, start: int, total: int) -> Route
 
 
 def block_defs(config: GPTConfig, *, experts: bool) -> dict:
-    """Defs ``{"attention_norm", "attention", "mlp_norm", "mlp"}``, or "moe" for the last."""
+    """Defs ``{"attention_norm", "attention", "mlp_norm", "mlp"}``, or "moe" for the last.
+
+    Norms after sublayers are "attention_out_norm" and "mlp_out_norm", beside those or in their
+    place.
+    """
     c, dtype = config, config.torch_dtype
     out_stddev = c.init_stddev / math.sqrt(2 * c.num_layers)
     stddevs = {"stddev": c.init_stddev, "out_stddev": out_stddev, "dtype": dtype}
+    places = {"before": ("",), "after": ("_out",), "both": ("", "_out")}[c.sublayer_norms]
+    names = (f"{sublayer}{place}_norm" for sublayer in ("attention", "mlp") for place in places)
     block = {
-        "attention_norm": norm_defs(config),
+        **{name: norm_defs(config) for name in names},
         "attention": nn.attention_defs(c.attention, **stddevs)
         if c.latent is None
         else nn.mla_defs(c.latent, **stddevs),
-        "mlp_norm": norm_defs(config),
     }
     if experts:
         assert c.moe is not None
@@ -146,7 +151,9 @@ def _norm_settings(config: GPTConfig, kernels: Kernels) -> dict:
 
 
 def block(config: GPTConfig, sequence: Sequence, how: How, gather: Gather) -> Callable:
-    """``(x, (parameters, key, window)) -> (x, Routed or None)``: one block, for `scan`.
+    """``(x, (parameters, key, own)) -> (x, Routed or None)``: one block, for `scan`.
+
+    Of `patterns`, "own" is the row of that layer.
 
     Args:
         config: the architecture; a block whose parameters have "moe" is one of experts.
@@ -156,29 +163,37 @@ def block(config: GPTConfig, sequence: Sequence, how: How, gather: Gather) -> Ca
     """
     _check_remat(how.remat)
     window = 0 if config.global_every else config.window  # else each row says its own
-    rope = _rope(config, sequence, gather.compute_dtype or config.torch_dtype)
+    ropes = _ropes(config, sequence, gather.compute_dtype or config.torch_dtype)
 
-    def layer(weights: dict, x: Tensor, key: Tensor | None, own: Tensor | None) -> Any:
+    def layer(weights: dict, x: Tensor, key: Tensor | None, own: dict) -> Any:
         keys = (None, None, None) if key is None else random.split(key, 3).unbind(0)
-        core = sequence.core(how.context, window if own is None else own, how.kernels)
+        reach = own.get("window", window)
+        core = sequence.core(how.context, reach, how.kernels, config.score_cap)
         core = rematerialise(core) if how.remat == "selective" else core
-        check_whole(config, weights["attention_norm"]["scale"].shape[0])
+        check_whole(config, weights["attention"]["out"]["w"].shape[-1])
+        rope = _own_rope(ropes, own)
         with named_scope("attention"):
-            y = norm(config, weights["attention_norm"], x, how.kernels)
+            y = _normed(config, weights.get("attention_norm"), x, how)
             settings = {"rope": rope, "stream": how.stream, "core": core, "kernels": how.kernels}
             if config.latent is None:
                 y = nn.self_attention(weights["attention"], y, config.attention, **settings)
             else:
                 y = nn.mla(weights["attention"], y, config.latent, **settings)
+            y = _normed(config, weights.get("attention_out_norm"), y, how)
             y = how.drop(config, sequence, y, keys[0])
         with named_scope("moe" if "moe" in weights else "mlp"):
-            y, x = nn.add_norm(weights["mlp_norm"], y, x, **_norm_settings(config, how.kernels))
+            if "mlp_norm" in weights:
+                settings = _norm_settings(config, how.kernels)
+                y, x = nn.add_norm(weights["mlp_norm"], y, x, **settings)
+            else:
+                y = x = x + y
             if "moe" in weights:
                 y, routed = _moe(config, weights["moe"], y, sequence, how, keys[2])
             else:
                 assert config.activation != "clamped_swiglu"
                 routed, settings = None, {"stream": how.stream, "kernels": how.kernels}
                 y = nn.mlp(weights["mlp"], y, activation=config.activation, **settings)
+            y = _normed(config, weights.get("mlp_out_norm"), y, how)
             return x + how.drop(config, sequence, y, keys[1]), routed
 
     policy = {"full": policies.nothing, "dots": policies.dots}.get(how.remat, policies.everything)
@@ -215,12 +230,49 @@ def _moe(
     return y, Routed(share, sums)
 
 
-def _rope(config: GPTConfig, sequence: Sequence, dtype: torch.dtype) -> Rope | None:
+def _normed(config: GPTConfig, weights: dict | None, x: Tensor, how: How) -> Tensor:
+    return x if weights is None else norm(config, weights, x, how.kernels)
+
+
+def patterns(config: GPTConfig, device: torch.device) -> dict[str, Tensor]:
+    """In what else layers of one stack differ, a row for each of all layers.
+
+    Returns:
+        "window", int64 ``[num_layers]``, if some have one and others not; "unrotated", bool
+        ``[num_layers]``, if some have no rotary positions.
+    """
+    found = {}
+    if config.global_every:
+        found["window"] = torch.tensor(config.windows, device=device)
+    if config.nope_every:
+        found["unrotated"] = torch.tensor(config.unrotated, device=device)
+    return found
+
+
+def _ropes(config: GPTConfig, sequence: Sequence, dtype: torch.dtype) -> tuple[Rope, ...]:
+    """The tables of layers, and those of layers with a window if they are others."""
     if config.positions != "rope":
-        return None
+        return ()
     scaling, positions = config.rope_scaling, sequence.positions
-    size = config.rope_head_dim if config.kv_rank else config.head_size
-    return nn.rope_table(positions, size, config.rope_theta, scaling, dtype)
+    size = config.rope_head_dim if config.kv_rank else config.rotated_dims
+    tables = (nn.rope_table(positions, size, config.rope_theta, scaling, dtype),)
+    if not config.local_rope_theta:
+        return tables
+    local = nn.rope_table(positions, size, config.local_rope_theta, None, dtype)
+    return (*tables, local) if config.global_every else (local,)
+
+
+def _own_rope(ropes: tuple[Rope, ...], own: dict) -> Rope | None:
+    """The tables of a layer, by its row of `patterns`."""
+    if not ropes:
+        return None
+    cos, sin = ropes[0]
+    if len(ropes) > 1 and "window" in own:
+        everywhere = own["window"] == 0
+        cos, sin = (torch.where(everywhere, *both) for both in zip(*ropes, strict=True))
+    if "unrotated" in own:  # by no angle
+        cos, sin = torch.where(own["unrotated"], 1, cos), torch.where(own["unrotated"], 0, sin)
+    return cos, sin
 
 
 def check_whole(config: GPTConfig, size: int) -> None:

@@ -14,9 +14,22 @@ from functron.errors import Problem, nearest, raise_problems
 from functron.nn.moe import ExpertActivation, MoEConfig
 
 Positions = Literal["rope", "learned", "none"]
+Norms = Literal["before", "after", "both"]
 Dtype = Literal["float32", "float64", "bfloat16"]
 _CHOICES = MappingProxyType(
-    {"norm": nn.NormKind, "activation": ExpertActivation, "positions": Positions, "dtype": Dtype}
+    {
+        "norm": nn.NormKind,
+        "sublayer_norms": Norms,
+        "activation": ExpertActivation,
+        "positions": Positions,
+        "dtype": Dtype,
+    }
+)
+
+
+_NOT_NEGATIVE = (
+    *("window", "global_every", "nope_every", "dense_layers", "mtp_depth", "mtp_weight"),
+    *("local_rope_theta", "attention_scale", "score_cap", "logit_cap"),
 )
 
 
@@ -33,16 +46,24 @@ class GPTConfig:
         head_dim: width of a head; 0 means ``embed_dim // num_heads``.
         mlp_dim: width of the feed-forward hidden layer.
         max_seq: longest sequence, in tokens.
-        norm: ``"rms"`` or ``"layer"``, before each sublayer and at the end.
+        norm: ``"rms"`` or ``"layer"``, of sublayers and at the end.
+        sublayer_norms: ``"before"`` each sublayer, of what it reads; ``"after"`` it, of what it
+            adds to the stream (OLMo 2); ``"both"`` (Gemma 2 and 3).
         norm_eps: epsilon of the norms.
         activation: of feed-forward layers and experts; "clamped_swiglu" (GPT-OSS) of experts alone.
         gated: multiply the activation by a second projection (SwiGLU with silu).
         bias: biases on all linear layers.
         qkv_bias: biases on queries, keys and values, also without `bias` (Qwen2).
         qk_norm: RMSNorm on queries and keys.
+        qk_norm_across: that norm is over all heads together (OLMo 2), not of each.
         zero_centered_norm: norms multiply by 1 + scale, and scales start at 0 (Gemma).
         positions: ``"rope"``, ``"learned"`` or ``"none"``.
         rope_theta: base of the rotary frequencies.
+        local_rope_theta: that of layers with a window, which nothing stretches (Gemma 3); 0: the
+            same.
+        rope_fraction: of the dims of a head, the first ones, are rotated (Nemotron-4).
+        nope_every: every so-manieth layer, counted from 1, has no rotary positions (SmolLM3); 0:
+            none.
         rope_scaling: stretching of the rotary frequencies for longer sequences, or None.
         window: each query sees so many keys at most, its own among them (Beltagy et al. 2020); 0:
             all before it.
@@ -50,6 +71,10 @@ class GPTConfig:
             in GPT-OSS); 0: every layer has it.
         sinks: each head has a learned logit that takes part in the softmax of attention and has no
             value (GPT-OSS).
+        attention_scale: multiplies attention scores; 0: 1 / sqrt(head_dim).
+        score_cap: attention scores s are cap tanh(s / cap) (Gemma 2); 0: as they are. No kernel
+            computes that: it is the formula, in chunks.
+        logit_cap: and logits likewise.
         kv_rank: keys and values are made of so many numbers per token, which is all that
             generation keeps of it beside a rotary key: multi-head latent attention (DeepSeek-V2,
             section 2.1); 0: they are projections of the stream. Then `head_dim` counts the dims
@@ -84,19 +109,27 @@ class GPTConfig:
     mlp_dim: int = 1024
     max_seq: int = 1024
     norm: nn.NormKind = "rms"
+    sublayer_norms: Norms = "before"
     norm_eps: float = 1e-5
     activation: ExpertActivation = "silu"
     gated: bool = True
     bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_across: bool = False
     zero_centered_norm: bool = False
     positions: Positions = "rope"
     rope_theta: float = 10000.0
+    local_rope_theta: float = 0.0
+    rope_fraction: float = 1.0
+    nope_every: int = 0
     rope_scaling: nn.RopeScaling | None = None
     window: int = 0
     global_every: int = 0
     sinks: bool = False
+    attention_scale: float = 0.0
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
     kv_rank: int = 0
     q_rank: int = 0
     rope_head_dim: int = 0
@@ -129,8 +162,8 @@ class GPTConfig:
             found.append(Problem("head_dim and num_kv_heads", got, "at least 0 (0: derived)"))
         found += [
             Problem(name, str(getattr(self, name)), "at least 0")
-            for name in ("window", "global_every", "dense_layers", "mtp_depth", "mtp_weight")
-            if getattr(self, name) < 0
+            for name in _NOT_NEGATIVE
+            if not 0 <= getattr(self, name) < math.inf
         ]
         misfits = [] if found else self._misfits()
         for name, kind in _CHOICES.items():
@@ -172,9 +205,30 @@ class GPTConfig:
             fix = "use silu, or make all layers ones of experts"
             got = f"{self.activation!r} on layers without experts"
             found.append(Problem("activation", got, "one of feed-forward layers", fix))
-        found += self._latent_misfits()
-        if self.positions == "rope" and not self.kv_rank and self.head_size % 2:
-            found.append(Problem("head_dim", str(self.head_size), "an even number, for rope"))
+        found += self._latent_misfits() + self._rope_misfits()
+        if self.qk_norm_across and not self.qk_norm:
+            got = "True without qk_norm"
+            found.append(Problem("qk_norm_across", got, "False", "set qk_norm, or leave it out"))
+        return found
+
+    def _rope_misfits(self) -> list[Problem]:
+        """Rotary options that fit neither each other nor the heads."""
+        found, turns = [], self.positions == "rope" and not self.kv_rank
+        defaults = {"local_rope_theta": 0, "rope_fraction": 1, "nope_every": 0}
+        found += [
+            Problem(name, str(getattr(self, name)), f"{default} without rope over a head's dims")
+            for name, default in defaults.items()
+            if not turns and getattr(self, name) != default
+        ]
+        if turns and self.local_rope_theta and not self.window:
+            got = f"{self.local_rope_theta} without a window"
+            found.append(Problem("local_rope_theta", got, "0", "set window, or leave it out"))
+        if turns and (not 0 < self.rope_fraction <= 1 or self.rotated_dims < 2):
+            got, wanted = str(self.rope_fraction), "above 0, for 2 dims at least, and at most 1"
+            found.append(Problem("rope_fraction", got, wanted))
+        elif turns and self.rotated_dims % 2:
+            got = f"{self.rotated_dims} rotated dims"
+            found.append(Problem("head_dim", got, "an even number, for rope"))
         return found
 
     def _latent_misfits(self) -> list[Problem]:
@@ -190,6 +244,7 @@ class GPTConfig:
             "positions": self.positions != "rope",
             "qk_norm": self.qk_norm,
             "sinks": self.sinks,
+            "attention_scale": bool(self.attention_scale),
             "window": bool(self.window),
             "num_kv_heads": self.kv_heads != self.num_heads,
         }
@@ -263,6 +318,17 @@ class GPTConfig:
         return tuple(0 if each else self.window for each in wide)
 
     @property
+    def rotated_dims(self) -> int:
+        """How many of a head's dims are rotated."""
+        return int(self.head_size * self.rope_fraction)
+
+    @property
+    def unrotated(self) -> tuple[bool, ...]:
+        """Whether each layer has no rotary positions, where others have them."""
+        every = self.nope_every
+        return tuple(bool(every) and (i + 1) % every == 0 for i in range(self.num_layers))
+
+    @property
     def padded_vocab(self) -> int:
         """Rows of the embedding: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
@@ -281,6 +347,8 @@ class GPTConfig:
             zero_centered_norm=self.zero_centered_norm,
             norm_eps=self.norm_eps,
             sinks=self.sinks,
+            qk_norm_across=self.qk_norm_across,
+            scale=self.attention_scale,
         )
 
     @property

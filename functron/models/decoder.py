@@ -9,7 +9,17 @@ import torch
 from functron import nn, random, tree
 from functron.errors import Problem, raise_problems
 from functron.models.ahead import predict_ahead
-from functron.models.block import Details, How, Passed, Routed, block, check_whole, joined, norm
+from functron.models.block import (
+    Details,
+    How,
+    Passed,
+    Routed,
+    block,
+    check_whole,
+    joined,
+    norm,
+    patterns,
+)
 from functron.models.config import GPTConfig
 from functron.models.sequence import SAMPLE_AXES, Sequence, check_length
 from functron.nn import zigzag
@@ -51,6 +61,10 @@ def _total(
         problem = Problem("targets", "nothing", "the next token of each", "put them into the batch")
         raise_problems("the batch has no loss", [problem])
         raise AssertionError("unreachable")
+    if config.logit_cap and how.loss_chunk_tokens:
+        got, fix = f"{how.loss_chunk_tokens} with logit_cap", "leave it out"
+        found = Problem("loss_chunk_tokens", got, "0: capped logits are made at once", fix)
+        raise_problems("the loss of capped logits", [found])
     with named_scope("norm"):
         normed = norm(config, how.gather.at("norm")(weights["norm"]), x, how.kernels)
     with named_scope("unembed"):
@@ -63,7 +77,7 @@ def _total(
             if how.loss_chunk_tokens:
                 chunk = how.loss_chunk_tokens
                 return nn.linear_cross_entropy(x, matrix, targets, chunk_tokens=chunk, **settings)
-            out = nn.column_parallel(x, matrix)
+            out = _capped(config, nn.column_parallel(x, matrix))
         with named_scope("loss"):
             return nn.cross_entropy(out, targets, **settings)
 
@@ -106,7 +120,13 @@ def logits(config: GPTConfig, weights: dict, x: Tensor, how: How) -> Tensor:
         x = nn.gather_sequence(x, how.stream)
         if how.context.order == "zigzag":
             x = zigzag.to_contiguous(x, 1)
-        return nn.column_parallel(x, _unembedding(config, weights, how))
+        return _capped(config, nn.column_parallel(x, _unembedding(config, weights, how)))
+
+
+def _capped(config: GPTConfig, logits: Tensor) -> Tensor:
+    """cap tanh(logits / cap), if there is a cap."""
+    cap = config.logit_cap
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def _unembedding(config: GPTConfig, weights: dict, how: How) -> Tensor:
@@ -133,14 +153,14 @@ def stream(
         with named_scope("embed"):
             x = embedded(config, weights, sequence, how, None if keys is None else keys[-1])
     assert x is not None
-    windows = torch.tensor(config.windows, device=x.device) if config.global_every else None
+    differing = patterns(config, x.device)
     for name, layers in config.stacks.items():
         start, stop = max(part.layers.start, layers.start), min(part.layers.stop, layers.stop)
         if start >= stop:
             continue
         layer = block(config, sequence, how, how.gather.at(name).rows())
-        own = (None if rows is None else rows[start:stop] for rows in (keys, windows))
-        x, said = scan(layer, x, (weights[name], *own))
+        own = {what: rows[start:stop] for what, rows in differing.items()}
+        x, said = scan(layer, x, (weights[name], None if keys is None else keys[start:stop], own))
         if said is not None:
             said = Routed(said.share.sum(), said.sums)
             routed = joined(routed, said, start - layers.start, config.num_routers)

@@ -14,7 +14,7 @@ import torch
 from functron import tree
 from functron.errors import Problem, raise_problems
 from functron.models import decoder
-from functron.models.block import STREAM, How, block
+from functron.models.block import STREAM, How, block, patterns
 from functron.models.config import GPTConfig
 from functron.models.sequence import Context, Sequence
 from functron.nn.context import context_attention
@@ -132,7 +132,7 @@ def _advance(
 ) -> tuple[Tensor, Cache]:
     how = replace(how or How(), key=None, stream=STREAM, remat="none", context=_IN_ORDER)
     x = decoder.embedded(config, weights, _sequence(tokens, places), how)
-    windows = torch.tensor(config.windows, device=x.device) if config.global_every else None
+    differing = patterns(config, x.device)
     kept: dict[str, KVCache] = {}
     for name, layers in config.stacks.items():
         gather = how.gather.at(name).rows()
@@ -141,9 +141,9 @@ def _advance(
             before = None if cache is None else tree.map(lambda c, r=row: c[r], cache.layers[name])
             attend = _Attend(before, places, room)
             sequence = _sequence(tokens, places)._replace(attend=attend)
-            window = None if windows is None else windows[layers.start + row]
+            which = {what: of[layers.start + row] for what, of in differing.items()}
             own = tree.map(lambda w, r=row: w[r], weights[name])
-            x, _ = block(config, sequence, how, gather)(x, (own, None, window))
+            x, _ = block(config, sequence, how, gather)(x, (own, None, which))
             assert attend.after is not None
             rows.append(attend.after)
         kept[name] = tree.map(lambda *each: torch.stack(each), *rows)
@@ -170,10 +170,11 @@ class _Attend:
         self._cache, self._places, self._room = cache, places, room
         self.after: KVCache | None = None
 
-    def __call__(self, q, k, v, *, window=0, sinks=None) -> Tensor:
+    def __call__(self, q, k, v, *, window=0, sinks=None, cap=0.0) -> Tensor:
         if self._cache is not None:
             self.after = written(self._cache, k, v, self._places)
-            return cached_attention(q, self.after, self._places, window=window, sinks=sinks)
+            settings = {"window": window, "sinks": sinks, "cap": cap}
+            return cached_attention(q, self.after, self._places, **settings)
         # prompts begin with nothing kept, so they see themselves alone
         self.after = written(empty_cache(k, v, self._room), k, v, self._places)
-        return context_attention(q, k, v, window=window, sinks=sinks)
+        return context_attention(q, k, v, window=window, sinks=sinks, cap=cap)

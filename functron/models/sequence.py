@@ -77,8 +77,8 @@ class Sequence(NamedTuple):
         slots: int64 ``[T]``, the tokens' places in their samples (as the batch has them).
         positions: int64 ``[T]`` or ``[B, T]``, their places in their documents.
         segments: int64 ``[B, T]``, the numbers of their documents; None: a sample is one.
-        attend: ``(q, k, v, *, window, sinks) -> out``, where attention is done in another way than
-            among these tokens: with keys that are kept, for example.
+        attend: ``(q, k, v, *, window, sinks, cap) -> out``, where attention is done in another way
+            than among these tokens: with keys that are kept, for example.
     """
 
     tokens: Tensor
@@ -89,10 +89,16 @@ class Sequence(NamedTuple):
     segments: Tensor | None
     attend: Callable | None = None
 
-    def core(self, context: Context, window: int | Tensor = 0, kernels: Kernels = AUTO) -> Callable:
+    def core(
+        self,
+        context: Context,
+        window: int | Tensor = 0,
+        kernels: Kernels = AUTO,
+        cap: float = 0.0,
+    ) -> Callable:
         """What `nn.self_attention` calls to attend to what these tokens may see."""
         if self.attend is not None:
-            return functools.partial(self.attend, window=window)
+            return functools.partial(self.attend, window=window, cap=cap)
         return functools.partial(
             context_attention,
             positions=self.positions if context.order == "balanced" else None,
@@ -101,6 +107,7 @@ class Sequence(NamedTuple):
             kind=context.kind,
             balanced=context.halves,
             ring_size=context.ring_size or None,
+            cap=cap,
             kernels=kernels,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from functron.nn.rope import apply_rope
 from functron.ops.attention import attention
 from functron.ops.kernels import AUTO, Kernels
 from functron.ops.qk_norm_rope import QK_NORM_ROPE
-from functron.params import Normal, ParamDef
+from functron.params import Normal, ParamDef, ones, zeros
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
 from functron.typing import Float, Tensor
@@ -41,6 +42,8 @@ class AttentionConfig:
         norm_eps: epsilon of that norm.
         zero_centered_norm: it multiplies by 1 + scale.
         sinks: a learned logit per head that takes part in the softmax and has no value (GPT-OSS).
+        qk_norm_across: the norms of queries and keys are over all heads together (OLMo 2).
+        scale: multiplies the scores; 0: 1 / sqrt(head_dim).
     """
 
     embed_dim: int
@@ -53,6 +56,8 @@ class AttentionConfig:
     norm_eps: float = 1e-6
     zero_centered_norm: bool = False
     sinks: bool = False
+    qk_norm_across: bool = False
+    scale: float = 0.0
 
 
 def attention_defs(
@@ -85,18 +90,24 @@ def attention_defs(
         ),
     }
     if config.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            defs[name] = norm_defs(
-                config.head_dim,
-                "rms",
-                axis=None,
-                dtype=dtype,
-                zero_centered=config.zero_centered_norm,
-            )
+        defs |= _qk_norm_defs(config, dtype)
     if config.sinks:
         shape = (config.num_heads,)
         defs["sinks"] = ParamDef(shape, ("heads",), Normal(stddev), dtype, decay=False)
     return defs
+
+
+def _qk_norm_defs(config: AttentionConfig, dtype: torch.dtype) -> dict:
+    names, zero_centered = ("q_norm", "k_norm"), config.zero_centered_norm
+    if not config.qk_norm_across:
+        each = {"axis": None, "dtype": dtype, "zero_centered": zero_centered}
+        return {name: norm_defs(config.head_dim, "rms", **each) for name in names}
+    start = zeros if zero_centered else ones
+    counts = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
+    return {
+        name: {"scale": ParamDef((count, config.head_dim), (axis, None), start, dtype, decay=False)}
+        for name, (axis, count) in zip(names, counts.items(), strict=True)
+    }
 
 
 def causal_attention(
@@ -137,7 +148,7 @@ def self_attention(
         params: this rank's part of `attention_defs`.
         x: ``[batch, seq, embed]`` with spec `stream`.
         rope: tables of `rope_table` for the tokens of all ranks of `axis` together, or None without
-            rotary positions.
+            rotary positions. Where they are of fewer dims than a head has, its first are rotated.
         stream: the spec of x and of the result.
         core: computes softmax(q k^T) v as `causal_attention` does, of this rank's heads; for
             example `context_attention`, where axes of the mesh split the sequence, or where there
@@ -147,10 +158,13 @@ def self_attention(
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce of the result's
         bytes forward and one backward; with a split sequence, all-gather and reduce-scatter each.
+        With `qk_norm_across`, two all-reduces of one number per token besides, in either direction.
     """
     x = gather_sequence(x, stream, axis)
     q, k, v = (column_parallel(x, *weights(params[n])) for n in ("q", "k", "v"))
-    q, k = _placed(params, q, k, config, rope, kernels)
+    q, k = _placed(params, q, k, config, rope, kernels, axis)
+    if config.scale:  # what computes scores divides them by the root of their width
+        q = q * (config.scale * math.sqrt(config.head_dim))
     k, v = (_own_heads(y, q.shape[-2], config, axis) for y in (k, v))
     y = core(q, k, v, sinks=params["sinks"]) if config.sinks else core(q, k, v)
     return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
@@ -163,18 +177,44 @@ def _placed(
     config: AttentionConfig,
     rope: tuple[Tensor, Tensor] | None,
     kernels: Kernels,
+    axis: str,
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys, normalised and rotated."""
     eps, zero_centered = config.norm_eps, config.zero_centered_norm
-    if rope is not None and kernels.takes("qk_norm_rope", q, k, *rope):
+    whole = rope is not None and 2 * rope[0].shape[-1] == config.head_dim
+    at_once = whole and not config.qk_norm_across
+    if rope is not None and at_once and kernels.takes("qk_norm_rope", q, k, *rope):
         scales = [params[n]["scale"] if config.qk_norm else None for n in ("q_norm", "k_norm")]
         return QK_NORM_ROPE(q, k, *scales, *rope, eps, zero_centered, False)
-    if config.qk_norm:
+    if config.qk_norm_across:
+        q = _norm_across(params["q_norm"], q, config.num_heads, config, axis)
+        k = _norm_across(params["k_norm"], k, config.num_kv_heads, config, axis)
+    elif config.qk_norm:
         settings = {"eps": eps, "zero_centered": zero_centered, "kernels": kernels}
         q, k = norm(params["q_norm"], q, **settings), norm(params["k_norm"], k, **settings)
     if rope is not None:
-        q, k = apply_rope(q, rope, kernels=kernels), apply_rope(k, rope, kernels=kernels)
+        q, k = _rotated(q, rope, kernels), _rotated(k, rope, kernels)
     return q, k
+
+
+def _rotated(x: Tensor, rope: tuple[Tensor, Tensor], kernels: Kernels) -> Tensor:
+    """Heads whose first dims are rotated, as many as there are angles for."""
+    size = 2 * rope[0].shape[-1]
+    first = apply_rope(x[..., :size], rope, kernels=kernels)
+    return first if size == x.shape[-1] else torch.cat([first, x[..., size:]], -1)
+
+
+def _norm_across(
+    params: dict, x: Tensor, num_heads: int, config: AttentionConfig, axis: str
+) -> Tensor:
+    """RMSNorm over the dims of all heads, of which this rank may have a part."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y, scale = x.to(wide), params["scale"].to(wide)
+    squares = y.square().sum((-2, -1), keepdim=True)
+    if x.shape[-2] < num_heads:
+        squares = lax.psum(squares, axis)
+    y = y * torch.rsqrt(squares / (num_heads * config.head_dim) + config.norm_eps)
+    return (y * (1 + scale if config.zero_centered_norm else scale)).to(x.dtype)
 
 
 def _own_heads(x: Tensor, num_local: int, config: AttentionConfig, axis: str) -> Tensor:

@@ -37,6 +37,7 @@ def context_attention(
     kind: Kind = "ring",
     balanced: bool = False,
     scale: float | None = None,
+    cap: float = 0.0,
     axis: str = "cp",
     ulysses: str = "ulysses",
     ring_size: int | None = None,
@@ -79,6 +80,8 @@ def context_attention(
         balanced: every rank of `axis` holds an early half and a late half of every document, as
             `functron.nn.zigzag.to_balanced` arranges them; else consecutive parts.
         scale: of the scores; None for 1 / sqrt(head_dim).
+        cap: scores s are cap tanh(s / cap) before masks (Gemma 2); 0: as they are. No kernel
+            computes that: it is the formula, in chunks.
         axis: along which keys travel.
         ulysses: along which heads are exchanged; it must divide them.
         ring_size: only the aligned groups of so many ranks of `axis` exchange keys: sequences, or
@@ -97,7 +100,7 @@ def context_attention(
     static_window = window if isinstance(window, int) else 0
     q, k, v = _exchange_heads(q, k, v, ulysses)
     plain = isinstance(window, int) and window == 0 and segments is None and sinks is None
-    if size == 1 and plain:
+    if size == 1 and plain and not cap:
         out = _whole(q, k, v, scale)
     else:
         seq = q.shape[_SEQ]
@@ -105,7 +108,7 @@ def context_attention(
             static_window = 0  # parts of short documents are short: near in another sense
         steps = needed_steps(size, seq, static_window, balanced)
         balanced = balanced and size > 1
-        ring = Ring(axis, size, kind, balanced, seq, steps, static_window, scale, kernels)
+        ring = Ring(axis, size, kind, balanced, seq, steps, static_window, scale, kernels, cap)
         tests = _tests(ring, q, positions, segments, window, ulysses)
         out = _ring(ring, q, k, v, tests, _own_sinks(sinks, q.shape[_HEADS], ulysses))
     return lax.all_to_all(out, ulysses, _SEQ, _HEADS, tiled=True)

@@ -60,6 +60,7 @@ def cached_attention(
     *,
     window: int | Int[Tensor, ""] = 0,
     sinks: Float[Tensor, " heads"] | None = None,
+    cap: float = 0.0,
 ) -> Float[Tensor, "batch seq heads value_dim"]:
     """softmax(q k^T / sqrt(head_dim)) v over the kept keys, each query seeing those up to its own.
 
@@ -69,6 +70,7 @@ def cached_attention(
         places: int64 ``[batch, seq]``, those of the queries.
         window: how many keys a query sees at most, itself included; 0 for all.
         sinks: ``[heads]`` logits that join the softmax's denominator only.
+        cap: scores s are cap tanh(s / cap); 0: as they are.
 
     Returns:
         ``[batch, seq, heads, value_dim]`` in q's dtype. No collectives.
@@ -81,7 +83,7 @@ def cached_attention(
     elif window:
         seen = seen & (distance < window)
     q, k, v = (x.transpose(_SEQ, _HEADS) for x in (q, cache.k, cache.v))
-    out, lse = chunked.attend(q, k, v, ~seen.unsqueeze(1), 1 / math.sqrt(q.shape[-1]))
+    out, lse = chunked.attend(q, k, v, ~seen.unsqueeze(1), 1 / math.sqrt(q.shape[-1]), cap=cap)
     if sinks is not None:
         share = torch.sigmoid(lse - chunked.upcast(sinks).unsqueeze(-1))
         out = out * share.unsqueeze(-1)

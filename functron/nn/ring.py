@@ -48,6 +48,7 @@ class Ring:
         window: how many keys a query sees, where chunks at a distance are out of its reach; else 0.
         scale: of the scores.
         kernels: of ``"softmax"`` and ``"lse_merge"``.
+        cap: of the scores; see `functron.ops.flash.block`.
     """
 
     axis: str
@@ -59,6 +60,7 @@ class Ring:
     window: int
     scale: float
     kernels: Kernels = AUTO
+    cap: float = 0.0
 
     def rank(self) -> int | Tensor:
         """This rank's place in its ring."""
@@ -286,7 +288,7 @@ def _keys(ring: Ring, k: Tensor, v: Tensor) -> _Keys:
 def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: Tensor | None):
     keys = _keys(ring, k, v)
     (whole,) = parts(ring, 0)
-    options: Any = {"scale": ring.scale, "kernels": ring.kernels}
+    options: Any = {"scale": ring.scale, "cap": ring.cap, "kernels": ring.kernels}
     first = block(q, *keys.own(), tests.visible(0, whole), causal=True, **options)
     out, lse = (_Rows(upcast(x), ring.balanced) for x in first)
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
@@ -306,7 +308,7 @@ def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: T
 def _backward(ring: Ring, residuals: tuple, cotangent: Tensor):
     q, k, v, tests, sinks, out, lse = residuals
     keys = _keys(ring, k, v)
-    options: Any = {"scale": ring.scale, "kernels": ring.kernels}
+    options: Any = {"scale": ring.scale, "cap": ring.cap, "kernels": ring.kernels}
     rows = (cotangent, q, out, lse)
     (whole,) = parts(ring, 0)
     dq_first, *own = block_backward(

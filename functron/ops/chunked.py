@@ -113,13 +113,21 @@ def _unfolded(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
 
 
-def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
-    """Masked scores ``[batch, kv_heads, group * rows, columns]``, float32 at least."""
+def _scores(
+    q: Tensor, k: Tensor, hidden: Tensor | None, scale: float, cap: float
+) -> tuple[Tensor, Tensor | None]:
+    """Masked scores ``[batch, kv_heads, group * rows, columns]``, float32 at least.
+
+    And the derivative of capping, 1 - (s / cap)^2; None where nothing is capped.
+    """
     heads, kv_heads = q.shape[1], k.shape[1]
-    s = upcast(_folded(q, kv_heads) @ k.mT) * scale
+    s, slope = upcast(_folded(q, kv_heads) @ k.mT) * scale, None
+    if cap:
+        bent = torch.tanh(s / cap)
+        s, slope = bent * cap, 1 - bent.square()
     if hidden is None:
-        return s
-    return _folded(_unfolded(s, heads).masked_fill(hidden, float("-inf")), kv_heads)
+        return s, slope
+    return _folded(_unfolded(s, heads).masked_fill(hidden, float("-inf")), kv_heads), slope
 
 
 def attend(
@@ -129,13 +137,15 @@ def attend(
     hidden: Bool[Tensor, "#batch 1 seq keys"] | None,
     scale: float,
     kernels: Kernels = AUTO,
+    cap: float = 0.0,
 ) -> tuple[Float[Tensor, "batch heads seq value_dim"], Float[Tensor, "batch heads seq"]]:
     """softmax(scale q k^T) v without the keys that are `hidden`, and the logsumexp.
 
     The whole matrix of scores at once; softmax by the op ``"softmax"`` where `kernels` takes it.
-    Both float32 at least; 0 and -inf in rows that see nothing.
+    Both float32 at least; 0 and -inf in rows that see nothing. With a `cap` other than 0 scores s
+    are cap tanh(s / cap), which no kernel computes (Gemma 2).
     """
-    if kernels.takes("softmax", q, k, v):
+    if not cap and kernels.takes("softmax", q, k, v):
         s = _unfolded(_folded(q, k.shape[1]) @ k.mT, q.shape[1])
         if compat.unobserved():
             weights, lse = s, SOFTMAX_(s, scale, hidden, False, None)
@@ -143,7 +153,7 @@ def attend(
             weights, lse = SOFTMAX(s, scale, hidden, False, None)
         out = upcast(_folded(weights, k.shape[1]) @ v)
         return _unfolded(out, q.shape[1]), lse
-    scores = _scores(q, k, hidden, scale)
+    scores, _ = _scores(q, k, hidden, scale, cap)
     top = finite(scores.amax(-1, keepdim=True).detach())
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
@@ -163,6 +173,7 @@ def attend_backward(
     hidden: Bool[Tensor, "#batch 1 seq keys"] | None,
     scale: float,
     kernels: Kernels = AUTO,
+    cap: float = 0.0,
 ) -> tuple[
     Float[Tensor, "batch heads seq head_dim"],
     Float[Tensor, "batch kv_heads keys head_dim"],
@@ -172,15 +183,17 @@ def attend_backward(
 
     P = exp(S - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = scale dS K, dK = scale
     dS^T Q, all of these summed over the queries that share a key head (Dao et al. 2022, section
-    B.2). All float32 at least.
+    B.2). All float32 at least. With a `cap`, dS is multiplied by 1 - (S / cap)^2 besides.
     """
     delta = (upcast(cotangent) * upcast(out)).sum(-1)
-    if kernels.takes("softmax", q, k, v):
+    if not cap and kernels.takes("softmax", q, k, v):
         return _attend_backward(cotangent, q, k, v, delta, lse, hidden, scale)
     lse, delta = (_folded(x, k.shape[1]).unsqueeze(-1) for x in (finite(lse), delta))
     queries, given = (_folded(x, k.shape[1]) for x in (q, cotangent))
-    p = (_scores(q, k, hidden, scale) - lse).exp()
-    ds = (p * (upcast(given @ v.mT) - delta) * scale).to(q.dtype)
+    scores, slope = _scores(q, k, hidden, scale, cap)
+    p = (scores - lse).exp()
+    ds = p * (upcast(given @ v.mT) - delta) * scale
+    ds = (ds if slope is None else ds * slope).to(q.dtype)
     dv = p.to(v.dtype).mT @ given
     return _unfolded(upcast(ds @ k), q.shape[1]), upcast(ds.mT @ queries), upcast(dv)
 

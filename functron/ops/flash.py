@@ -37,6 +37,7 @@ def block(
     *,
     causal: bool,
     scale: float,
+    cap: float = 0.0,
     kernels: Kernels = AUTO,
 ) -> tuple[Float[Tensor, "batch heads seq value_dim"], Float[Tensor, "batch heads seq"]]:
     """softmax(scale q k^T + mask) v, and the logsumexp of the masked scores.
@@ -49,6 +50,7 @@ def block(
         visible: which keys to see; None for all. Memory is then that of `functron.ops.chunked`.
         causal: mask, besides, the keys that come after the query by their places in this block.
         scale: of the scores.
+        cap: scores s are cap tanh(s / cap), by the formula; 0: as they are.
         kernels: of ``"softmax"``, for blocks with masks that no kernel of torch takes (if chosen
             outright, all with masks), and of ``"lse_merge"``.
 
@@ -56,8 +58,8 @@ def block(
         ``(out, lse)`` in q's dtype and in float32 at least. Rows that see nothing give 0 and -inf.
         No collectives.
     """
-    if not _has_kernel(q, v, visible, kernels):
-        attend = functools.partial(chunked.attend, kernels=kernels)
+    if cap or not _has_kernel(q, v, visible, kernels):
+        attend = functools.partial(chunked.attend, kernels=kernels, cap=cap)
         return chunked.block(q, k, v, visible, causal, scale, attend, kernels)
     if visible is not None:
         return chunked.block(q, k, v, visible, causal, scale, _attend, kernels)
@@ -76,6 +78,7 @@ def block_backward(
     *,
     causal: bool,
     scale: float,
+    cap: float = 0.0,
     kernels: Kernels = AUTO,
 ) -> tuple[
     Float[Tensor, "batch heads seq head_dim"],
@@ -86,7 +89,7 @@ def block_backward(
 
     Args:
         cotangent: of the result over all blocks.
-        q, k, v, visible, causal, scale, kernels: as in `block`.
+        q, k, v, visible, causal, scale, cap, kernels: as in `block`.
         out: the result over all blocks, in q's dtype.
         lse: the logsumexp over all blocks; of a row that should not count, any huge number.
 
@@ -95,8 +98,8 @@ def block_backward(
         summed over the heads that share them. In the dtypes of q, k and v. No collectives.
     """
     operands = (cotangent, q, k, v, out, lse)
-    if not _has_kernel(q, v, visible, kernels):
-        backward = functools.partial(chunked.attend_backward, kernels=kernels)
+    if cap or not _has_kernel(q, v, visible, kernels):
+        backward = functools.partial(chunked.attend_backward, kernels=kernels, cap=cap)
         return chunked.block_backward(*operands, visible, causal, scale, backward)
     if visible is not None:
         return chunked.block_backward(*operands, visible, causal, scale, _attend_backward)

@@ -77,6 +77,48 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**LLAMA, "head_dim": 12, "tie_word_embeddings": True}),
     "gemma": ("Gemma", {**LLAMA, "head_dim": 12, "num_key_value_heads": 1, **TOKENS}),
     "phi3": ("Phi3", {**LLAMA, **TOKENS}),
+    "phi3-partial": (
+        "Phi3",
+        {
+            **LLAMA,
+            **TOKENS,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            **LLAMA,
+            **TOKENS,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 10,
+            "sliding_window": 4,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            **LLAMA,
+            **TOKENS,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 10,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "olmo2": ("Olmo2", {**LLAMA, **TOKENS}),
+    "nemotron": ("Nemotron", {**LLAMA, **TOKENS}),
+    "smollm3": ("SmolLM3", {**LLAMA, **TOKENS, "no_rope_layer_interval": 2}),
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", {**GPT2, "n_inner": MLP, "tie_word_embeddings": False}),
 }
@@ -134,7 +176,8 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 def make(name: str, **changes: Any) -> torch.nn.Module:
     """A random model in float32, in which no parameter is special: no norm is 1, no bias 0."""
     family, settings = {**CASES, **MIXTURES}[name]
-    config = getattr(transformers, f"{family}Config")(**{**settings, **changes})
+    text = "Text" if family == "Gemma3" else ""
+    config = getattr(transformers, f"{family}{text}Config")(**{**settings, **changes})
     config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(0)
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"

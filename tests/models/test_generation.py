@@ -31,11 +31,19 @@ CONFIGS = {
     "learned positions": replace(BASE, positions="learned", norm="layer", bias=True, gated=False),
     "window": replace(BASE, window=3, rope_scaling=nn.RopeScaling(4.0, kind="linear")),
     "some windows and sinks": replace(BASE, window=3, global_every=2, sinks=True),
+    "capped, with norms around": replace(
+        BASE, window=3, global_every=2, score_cap=2.0, logit_cap=3.0, sublayer_norms="both",
+        attention_scale=0.8, local_rope_theta=50.0,
+    ),
+    "norms after, and across heads": replace(
+        BASE, sublayer_norms="after", qk_norm=True, qk_norm_across=True, rope_fraction=0.5,
+        nope_every=2,
+    ),
     "latent": replace(
         BASE, kv_rank=8, q_rank=8, rope_head_dim=4, v_head_dim=6, num_kv_heads=4, head_dim=4
     ),
     "experts": replace(BASE, moe=MoEConfig(4, 2, 12), dense_layers=1),
-}
+}  # fmt: skip
 MESHES = ["", "tp=2", "dp=2,tp=2", "fsdp=2", "tp=4"]
 PROMPT, NEW = 5, 4
 

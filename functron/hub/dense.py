@@ -1,0 +1,200 @@
+"""Dense families with norms after sublayers, capped scores or heads that are rotated in part.
+
+| family   | beside Llama                                                                         |
+|----------|--------------------------------------------------------------------------------------|
+| Gemma 2  | norms on both sides of sublayers, caps on scores and logits, a window in every other |
+| Gemma 3  | norms on both sides, norms of queries and keys, a window and its own rope in 5 of 6  |
+| OLMo 2   | norms after sublayers alone, norms of queries and keys over all heads together       |
+| Nemotron | LayerNorm around 1, squared ReLU without a gate, half of a head's dims rotated       |
+| SmolLM3  | every fourth layer without rope                                                      |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from functron.hub import options, settings
+from functron.hub.family import (
+    ALL_DENSE,
+    DECODER,
+    DOWN,
+    END,
+    HEADS,
+    LAYER,
+    MLP,
+    NO_BIASES,
+    NO_LATENT,
+    NO_QK_NORM,
+    NO_WINDOW,
+    OUT,
+    PLAIN,
+    START,
+    UP,
+    Family,
+    common,
+    linear,
+    llama_like,
+    norm,
+)
+from functron.hub.rope import rope
+from functron.hub.rules import Rule
+
+_ATTENTION = f"{LAYER}.self_attn"
+_PROJECTIONS = (
+    *linear(f"{_ATTENTION}.q_proj", "blocks/attention/q", *HEADS),
+    *linear(f"{_ATTENTION}.k_proj", "blocks/attention/k", *HEADS),
+    *linear(f"{_ATTENTION}.v_proj", "blocks/attention/v", *HEADS),
+    *linear(f"{_ATTENTION}.o_proj", "blocks/attention/out", *OUT),
+)
+_BEFORE = (
+    *norm(f"{LAYER}.input_layernorm", "blocks/attention_norm"),
+    *norm(f"{LAYER}.post_attention_layernorm", "blocks/mlp_norm"),
+)
+_AROUND = (
+    *norm(f"{LAYER}.input_layernorm", "blocks/attention_norm"),
+    *norm(f"{LAYER}.post_attention_layernorm", "blocks/attention_out_norm"),
+    *norm(f"{LAYER}.pre_feedforward_layernorm", "blocks/mlp_norm"),
+    *norm(f"{LAYER}.post_feedforward_layernorm", "blocks/mlp_out_norm"),
+)
+_HEAD_NORMS = (
+    *norm(f"{_ATTENTION}.q_norm", "blocks/attention/q_norm", "head"),
+    *norm(f"{_ATTENTION}.k_norm", "blocks/attention/k_norm", "head"),
+)
+_ALL_HEADS = "(heads head) -> heads head"
+_NORMS_ACROSS = tuple(
+    Rule(f"{_ATTENTION}.{name}.weight", _ALL_HEADS, (f"blocks/attention/{name}/scale",))
+    for name in ("q_norm", "k_norm")
+)
+
+_Sizes = dict[str, Any]
+_GEMMA2: _Sizes = {"vocab_size": 256000, "embed_dim": 2304, "mlp_dim": 9216, "num_layers": 26,
+                   "num_heads": 8, "num_kv_heads": 4, "max_seq": 8192, "head_dim": 256}  # fmt: skip
+_GEMMA3 = {**_GEMMA2, "vocab_size": 262208, "max_seq": 131072}
+_OLMO2: _Sizes = {"vocab_size": 50304, "embed_dim": 4096, "mlp_dim": 11008, "num_layers": 32,
+                  "num_heads": 32, "num_kv_heads": None, "max_seq": 2048}  # fmt: skip
+_SMOLLM3: _Sizes = {"vocab_size": 128256, "embed_dim": 2048, "mlp_dim": 11008, "num_layers": 36,
+                    "num_heads": 16, "num_kv_heads": 4, "max_seq": 32768}  # fmt: skip
+
+_OF_GEMMAS = ("sublayer_norms", "attention_scale", "score_cap", "logit_cap")
+_GEMMAS = (
+    settings.activation("hidden_activation", "gelu_pytorch_tanh", gelu="gelu_tanh"),
+    settings.only("use_bidirectional_attention", None, False, why="attention to later tokens"),
+    settings.only("attention_bias", False, why="biases on attention alone"),
+    settings.fixed("sublayer_norms", "both"),
+    settings.fixed("zero_centered_norm", True),
+    settings.scaled_embedding(),
+    options.query_scalar(256),
+    ALL_DENSE,
+    *NO_BIASES,
+)
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    (*START, *_PROJECTIONS, *_AROUND, *MLP, *END),
+    (
+        *llama_like(**_GEMMA2, tied=True, variants=common(*_OF_GEMMAS)),
+        *_GEMMAS,
+        NO_QK_NORM,
+        settings.window(4096, layered=True),
+        options.cap("attn_logit_softcapping", "score_cap", 50.0),
+        options.cap("final_logit_softcapping", "logit_cap", 30.0),
+    ),
+    ignored=("cache_implementation", "hidden_act"),
+)
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    (*START, *_PROJECTIONS, *_HEAD_NORMS, *_AROUND, *MLP, *END),
+    (
+        *llama_like(
+            **_GEMMA3,
+            tied=True,
+            window_aspects=(
+                settings.window(
+                    4096, layered=True, every="sliding_window_pattern", default_every=6
+                ),
+            ),
+            rope_aspect=options.local_rope(1e6, 1e4),
+            variants=common(*_OF_GEMMAS, "local_rope_theta"),
+        ),
+        *_GEMMAS,
+        settings.fixed("qk_norm", True),
+        options.cap("attn_logit_softcapping", "score_cap", None),
+        options.cap("final_logit_softcapping", "logit_cap", None),
+    ),
+    ignored=("cache_implementation",),
+)
+OLMO2 = Family(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    (*START, *_PROJECTIONS, *_NORMS_ACROSS, *_AROUND, *MLP, *END),
+    (
+        *llama_like(**_OLMO2, norm_eps=1e-5, variants=common("sublayer_norms", "qk_norm_across")),
+        *PLAIN,
+        settings.fixed("qk_norm", True),
+        settings.fixed("qk_norm_across", True),
+        settings.fixed("sublayer_norms", "after"),
+        settings.only("attention_bias", False, why="biases on attention alone"),
+        settings.heads_divide(),
+        ALL_DENSE,
+        NO_WINDOW,
+        *NO_BIASES,
+    ),
+)
+NEMOTRON = Family(
+    "nemotron",
+    "NemotronForCausalLM",
+    (
+        *START,
+        *_PROJECTIONS,
+        *_BEFORE,
+        *linear(f"{LAYER}.mlp.up_proj", "blocks/mlp/up", *UP),
+        *linear(f"{LAYER}.mlp.down_proj", "blocks/mlp/down", *DOWN),
+        *END,
+    ),
+    (
+        settings.same("vocab_size", "vocab_size", 256000),
+        settings.same("hidden_size", "embed_dim", 6144),
+        settings.same("intermediate_size", "mlp_dim", 24576),
+        settings.same("num_hidden_layers", "num_layers", 32),
+        settings.same("num_attention_heads", "num_heads", 48),
+        settings.same("max_position_embeddings", "max_seq", 4096),
+        settings.same("norm_eps", "norm_eps", 1e-5),
+        settings.same("tie_word_embeddings", "tied", False),
+        settings.derived("num_key_value_heads", "num_kv_heads", None, "kv_heads"),
+        settings.derived("head_dim", "head_dim", None, "head_size"),
+        settings.activation("hidden_act", "relu2"),
+        rope(partial=0.5),
+        common(),
+        settings.fixed("norm", "layer"),
+        settings.fixed("zero_centered_norm", True),
+        settings.fixed("embed_scale", 1.0),
+        settings.fixed("gated", False),
+        settings.fixed("positions", "rope"),
+        settings.biases(),
+        NO_QK_NORM,
+        ALL_DENSE,
+        NO_LATENT,
+        NO_WINDOW,
+        *DECODER,
+    ),
+)
+SMOLLM3 = Family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    (*START, *_PROJECTIONS, *_BEFORE, *MLP, *END),
+    (
+        *llama_like(**_SMOLLM3, tied=True, rope_aspect=rope(2e6), variants=common("nope_every")),
+        *PLAIN,
+        options.unrotated_layers(),
+        settings.only("use_sliding_window", False, why="windows in layers without rope alone"),
+        settings.biases(),
+        settings.heads_divide(),
+        NO_QK_NORM,
+        ALL_DENSE,
+        NO_WINDOW,
+    ),
+    ignored=("layer_types", "sliding_window"),
+)
+DENSE = (GEMMA2, GEMMA3, OLMO2, NEMOTRON, SMOLLM3)
+"""In the order in which one that fits is chosen."""

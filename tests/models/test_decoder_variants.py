@@ -1,0 +1,127 @@
+"""Rows of the central table for variants of attention and norms: equal to dense in float64.
+
+That the dense models are the right ones is what tests/hub/test_families.py shows, where they are
+families of transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import functron as ft
+from functron import Mesh, gpt, nn
+from tests.models.test_composition import BASE, STREAMS, assert_equal, dense, sharded
+from tests.models.test_context_composition import CONTEXTS
+from tests.models.test_context_composition import dense as dense_documents
+from tests.models.test_context_composition import sharded as split_sequences
+
+MODELS = {
+    "gemma2": replace(
+        BASE, num_kv_heads=4, sublayer_norms="both", score_cap=2.0, logit_cap=3.0, window=5,
+        global_every=2, attention_scale=0.7, activation="gelu_tanh", zero_centered_norm=True,
+        tied=True, embed_scale=3.0,
+    ),
+    "gemma3": replace(
+        BASE, num_kv_heads=4, sublayer_norms="both", qk_norm=True, window=5, global_every=3,
+        local_rope_theta=30.0, rope_scaling=nn.RopeScaling(4.0, kind="linear"),
+        attention_scale=0.7, zero_centered_norm=True,
+    ),
+    "olmo2": replace(
+        BASE, num_kv_heads=4, sublayer_norms="after", qk_norm=True, qk_norm_across=True
+    ),
+    "nemotron": replace(
+        BASE, num_kv_heads=4, norm="layer", zero_centered_norm=True, activation="relu2",
+        gated=False, rope_fraction=0.5, score_cap=4.0,
+    ),
+    "smollm3": replace(BASE, num_kv_heads=4, nope_every=2, logit_cap=2.0),
+}  # fmt: skip
+MESHES = [(Mesh(tp=2), "", "none"), (Mesh(dp=2, tp=8), "sequence-parallel", "full")]
+LONG = [
+    (Mesh(cp=2, tp=2), "ring-zigzag"),
+    (Mesh(ulysses=2, cp=2), "gather-contiguous"),
+    (Mesh(fsdp=2, ulysses=2), "ring-contiguous"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "stream", "remat"), MESHES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_composition(name, mesh, stream, remat):
+    config = replace(MODELS[name], dropout=0.3)
+    *inputs, value, grads = dense(config)
+    got = sharded(config, mesh, STREAMS[stream], remat, 1)(*inputs)
+    assert_equal(*got, value, grads)
+
+
+@pytest.mark.parametrize(("mesh", "context"), LONG, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_sequences_that_are_split(name, mesh, context):
+    config = MODELS[name]
+    *inputs, value, grads = dense_documents(config, False)
+    run = split_sequences(config, mesh, gpt.STREAM, CONTEXTS[context])
+    assert_equal(*run(*inputs), value, grads)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_packed_documents(name):
+    config = MODELS[name]
+    *inputs, value, grads = dense_documents(config, True)
+    run = split_sequences(config, Mesh(cp=2), gpt.STREAM, CONTEXTS["ring-zigzag"], documents=True)
+    assert_equal(*run(*inputs), value, grads)
+
+
+def test_capped_scores_are_the_formula():
+    """Attention and its gradients against softmax(cap tanh(s / cap)) as it is written."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 9, 4, 6), (2, 9, 2, 6), (2, 9, 2, 6)]
+    q, k, v = (torch.randn(*s, generator=generator, dtype=torch.float64) * 3 for s in shapes)
+
+    def written(q, k, v):
+        k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+        s = torch.einsum("bqhd,bkhd->bhqk", q, k) / 6**0.5
+        s = 2.5 * torch.tanh(s / 2.5)
+        distance = torch.arange(9)[:, None] - torch.arange(9)
+        s = s.masked_fill((distance < 0) | (distance >= 4), float("-inf"))
+        return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v)
+
+    def ours(q, k, v):
+        return nn.context_attention(q, k, v, window=4, cap=2.5)
+
+    got, want = (torch.func.vjp(f, q, k, v) for f in (ours, written))
+    torch.testing.assert_close(got[0], want[0], rtol=1e-12, atol=1e-12)
+    cotangent = torch.randn(want[0].shape, generator=generator, dtype=torch.float64)
+    for one, two in zip(got[1](cotangent), want[1](cotangent), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-11)
+
+
+def test_capped_logits_cannot_be_made_in_chunks():
+    config = MODELS["gemma2"]
+    weights, data, *_ = dense(config)
+    with pytest.raises(ValueError, match="loss_chunk_tokens: got 4 with logit_cap"):
+        gpt.loss(config, weights, data, loss_chunk_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"score_cap": -1.0}, "score_cap: got -1.0"),
+        ({"local_rope_theta": 1e4}, "local_rope_theta: got 10000.0 without a window"),
+        ({"rope_fraction": 1.5}, "rope_fraction: got 1.5"),
+        ({"rope_fraction": 0.75}, "head_dim: got 3 rotated dims"),
+        ({"nope_every": 2, "positions": "none"}, "nope_every: got 2"),
+        ({"qk_norm_across": True}, "qk_norm_across: got True without qk_norm"),
+    ],
+)
+def test_impossible_variants_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(BASE, **changes)
+
+
+def test_traced_programs_are_right_and_replicated():
+    config = replace(MODELS["olmo2"], score_cap=3.0, nope_every=2)
+    *inputs, value, grads = dense(config)
+    program = ft.trace(sharded(config, Mesh(dp=2, tp=2), STREAMS[""], "none", 1))(*inputs)
+    program.check()
+    assert_equal(*program(*inputs), value, grads)
