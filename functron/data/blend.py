@@ -193,7 +193,7 @@ class Blend:
             for name, leaf in drawn.items():
                 if name not in found:
                     found[name] = leaf.new_empty((len(numbers), *leaf.shape[1:]))
-                found[name][torch.from_numpy(chosen)] = leaf
+                found[name].numpy()[chosen] = leaf.numpy()  # faster than torch's indexing
         return found
 
     def positions(self, samples: int) -> dict[str, int]:
