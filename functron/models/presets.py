@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functron import nn
 from functron.errors import nearest
 from functron.models.config import GPTConfig
+from functron.models.dense_presets import DENSE_PRESETS
 from functron.nn.moe import MoEConfig
 
 
@@ -192,6 +193,7 @@ PRESETS: Mapping[str, GPTConfig] = _Presets(
             mlp_dim=192, **_TINY,
         ),
         "deepseek-v3": _deepseek(61, 7168, 128, _V3),
+        **DENSE_PRESETS,
     }
 )  # fmt: skip
 """Named architectures: "tiny" trains on a laptop; the others have their papers' sizes."""

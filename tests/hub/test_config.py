@@ -229,7 +229,10 @@ def test_every_field_of_ours_is_accounted_for(name):
 def test_the_family_that_a_model_fits():
     kinds = {
         "gpt2": "gpt2", "gpt3": "gpt2", "gpt-oss": "gpt_oss", "mixtral": "mixtral",
-        "qwen3": "qwen3_moe", "deepseek-v3": "deepseek_v3",
+        "qwen3-moe": "qwen3_moe", "qwen3-30b": "qwen3_moe", "qwen3-235b": "qwen3_moe",
+        "deepseek-v3": "deepseek_v3", "mistral": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3",
+        "gemma-": "gemma", "gemma2": "gemma2", "gemma3": "gemma3_text", "olmo2": "olmo2",
+        "nemotron": "nemotron", "phi3": "mistral",
     }  # fmt: skip
     for name, config in gpt.PRESETS.items():
         wanted = [kind for start, kind in kinds.items() if name.startswith(start)]
