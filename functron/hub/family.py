@@ -131,7 +131,7 @@ NO_LATENT = settings.absent("kv_rank", "q_rank", "rope_head_dim", "v_head_dim", 
 ALL_DENSE = settings.absent("moe", "dense_layers", "mtp_depth", "sinks")
 NO_WINDOW = settings.absent("window", "global_every")
 _VARIANTS = ("sublayer_norms", "attention_scale", "score_cap", "logit_cap")
-_VARIANTS = (*_VARIANTS, "qk_norm_across", "nope_every", "local_rope_theta")
+_VARIANTS = (*_VARIANTS, "qk_norm_across", "nope_every", "local_rope_theta", "attention_gate")
 
 
 def common(*but: str) -> Aspect:

@@ -72,6 +72,8 @@ class GPTConfig:
         sinks: each head has a learned logit that takes part in the softmax of attention and has no
             value (GPT-OSS).
         attention_scale: multiplies attention scores; 0: 1 / sqrt(head_dim).
+        attention_gate: what heads say is multiplied by the sigmoid of another projection of what
+            attention reads (Qwen3-Next).
         score_cap: attention scores s are cap tanh(s / cap) (Gemma 2); 0: as they are. No kernel
             computes that: it is the formula, in chunks.
         logit_cap: and logits likewise.
@@ -128,6 +130,7 @@ class GPTConfig:
     global_every: int = 0
     sinks: bool = False
     attention_scale: float = 0.0
+    attention_gate: bool = False
     score_cap: float = 0.0
     logit_cap: float = 0.0
     kv_rank: int = 0
@@ -245,6 +248,7 @@ class GPTConfig:
             "qk_norm": self.qk_norm,
             "sinks": self.sinks,
             "attention_scale": bool(self.attention_scale),
+            "attention_gate": self.attention_gate,
             "window": bool(self.window),
             "num_kv_heads": self.kv_heads != self.num_heads,
         }
@@ -349,6 +353,7 @@ class GPTConfig:
             sinks=self.sinks,
             qk_norm_across=self.qk_norm_across,
             scale=self.attention_scale,
+            gate=self.attention_gate,
         )
 
     @property

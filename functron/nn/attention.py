@@ -44,6 +44,8 @@ class AttentionConfig:
         sinks: a learned logit per head that takes part in the softmax and has no value (GPT-OSS).
         qk_norm_across: the norms of queries and keys are over all heads together (OLMo 2).
         scale: multiplies the scores; 0: 1 / sqrt(head_dim).
+        gate: what heads say is multiplied by sigmoid(x W_gate), number by number (Qiu et al. 2025,
+            "Gated Attention for Large Language Models"; Qwen3-Next).
     """
 
     embed_dim: int
@@ -58,12 +60,13 @@ class AttentionConfig:
     sinks: bool = False
     qk_norm_across: bool = False
     scale: float = 0.0
+    gate: bool = False
 
 
 def attention_defs(
     config: AttentionConfig, *, stddev: float, out_stddev: float, dtype: torch.dtype
 ) -> dict:
-    """Defs ``{"q", "k", "v", "out", "q_norm"?, "k_norm"?, "sinks"?}``."""
+    """Defs ``{"q", "k", "v", "out", "q_norm"?, "k_norm"?, "sinks"?, "gate"?}``."""
 
     def projection(num_heads: int, axis: str) -> dict:
         shape = (num_heads, config.head_dim)
@@ -89,6 +92,8 @@ def attention_defs(
             dtype=dtype,
         ),
     }
+    if config.gate:
+        defs["gate"] = projection(config.num_heads, "heads")
     if config.qk_norm:
         defs |= _qk_norm_defs(config, dtype)
     if config.sinks:
@@ -167,6 +172,8 @@ def self_attention(
         q = q * (config.scale * math.sqrt(config.head_dim))
     k, v = (_own_heads(y, q.shape[-2], config, axis) for y in (k, v))
     y = core(q, k, v, sinks=params["sinks"]) if config.sinks else core(q, k, v)
+    if config.gate:
+        y = y * torch.sigmoid(column_parallel(x, *weights(params["gate"])))
     return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
 
 

@@ -36,6 +36,7 @@ MODELS = {
         BASE, num_kv_heads=4, norm="layer", zero_centered_norm=True, activation="relu2",
         gated=False, rope_fraction=0.5, score_cap=4.0,
     ),
+    "gated": replace(BASE, num_kv_heads=4, attention_gate=True, qkv_bias=True, qk_norm=True),
     "smollm3": replace(BASE, num_kv_heads=4, nope_every=2, logit_cap=2.0),
 }  # fmt: skip
 MESHES = [(Mesh(tp=2), "", "none"), (Mesh(dp=2, tp=8), "sequence-parallel", "full")]
@@ -94,6 +95,20 @@ def test_capped_scores_are_the_formula():
     cotangent = torch.randn(want[0].shape, generator=generator, dtype=torch.float64)
     for one, two in zip(got[1](cotangent), want[1](cotangent), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-11)
+
+
+def test_gates_multiply_what_heads_say():
+    """One layer of one head: softmax(q k^T / sqrt(d)) v sigmoid(x W_gate) W_out, as written."""
+    config = nn.AttentionConfig(6, 1, 1, 4, gate=True)
+    defs = nn.attention_defs(config, stddev=0.5, out_stddev=0.5, dtype=torch.float64)
+    params = ft.init_params(ft.random.key(3), defs)
+    x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    got = nn.self_attention(params, x, config, rope=None, stream=gpt.STREAM)
+    q, k, v, gate = (x @ params[name]["w"][:, 0] for name in ("q", "k", "v", "gate"))
+    hidden = torch.ones(5, 5).triu(1).bool()
+    p = (q @ k.mT / 2).masked_fill(hidden, float("-inf")).softmax(-1)
+    want = (p @ v / (1 + (-gate).exp())) @ params["out"]["w"][0]
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_capped_logits_cannot_be_made_in_chunks():

@@ -37,6 +37,7 @@ CONFIGS = {
     ),
     "norms after, and across heads": replace(
         BASE, sublayer_norms="after", qk_norm=True, qk_norm_across=True, rope_fraction=0.5,
+        attention_gate=True,
         nope_every=2,
     ),
     "latent": replace(
