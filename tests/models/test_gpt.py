@@ -75,7 +75,7 @@ def test_every_problem_of_a_config_is_listed():
         ({"num_heads": 3}, "embed_dim: got 8; wanted a multiple of num_heads=3"),
         ({"num_kv_heads": 3}, "num_kv_heads: got 3; wanted a divisor of 4"),
         ({"num_kv_heads": 8}, "num_kv_heads: got 8; wanted a divisor of 4"),
-        ({"head_dim": 3}, "head_dim: got 3; wanted an even number, for rope"),
+        ({"head_dim": 3}, "head_dim: got 3 rotated dims; wanted an even number, for rope"),
         ({"dropout": -0.1}, r"dropout: got -0\.1; wanted at least 0 and below 1"),
         ({"max_seq": 0}, "max_seq: got 0; wanted at least 1"),
         ({"embed_scale": 0.0}, r"embed_scale: got 0\.0; wanted a positive number"),
