@@ -28,7 +28,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from functron.data.token_file import check_dtype, check_range, last_not_after
+from functron.data.token_file import check_dtype, check_range, checked_offsets, last_not_after
 from functron.errors import Problem, raise_problems
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -228,10 +228,7 @@ class IndexedFile:
         Raises:
             IndexError: there are no such tokens.
         """
-        wanted = np.asarray(offsets, np.int64)
-        if wanted.size:
-            check_range(self.path, int(wanted.min()), 1, self.num_tokens)
-            check_range(self.path, int(wanted.max()), 1, self.num_tokens)
+        wanted = checked_offsets(self.path, offsets, self.num_tokens)
         # of documents that begin at the same token, only the last is not empty
         return last_not_after(self.starts, self.num_documents, wanted)
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from functron.data.indexed import IndexedFile, files_of
-from functron.data.token_file import TokenFile, check_dtype, check_range, listed
+from functron.data.token_file import TokenFile, check_dtype, check_range, checked_offsets, listed
 from functron.errors import Problem, raise_problems
 
 SUFFIXES = MappingProxyType(
@@ -170,10 +170,7 @@ class Shards:
         Raises:
             IndexError: there are no such tokens.
         """
-        wanted = np.asarray(offsets, np.int64)
-        if wanted.size:
-            check_range(self.path, int(wanted.min()), 1, self.num_tokens)
-            check_range(self.path, int(wanted.max()), 1, self.num_tokens)
+        wanted = checked_offsets(self.path, offsets, self.num_tokens)
         return np.searchsorted(self._documents, wanted, side="right") - 1
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from functron.data.token_file import TokenFile, check_range
+from functron.data.token_file import TokenFile, check_range, checked_offsets
 from functron.data.weights import proportions
 from functron.errors import Problem, raise_problems
 
@@ -119,8 +119,5 @@ class DocumentRange:
         Raises:
             IndexError: there are no such tokens.
         """
-        wanted = np.asarray(offsets, np.int64)
-        if wanted.size:
-            check_range(self.path, int(wanted.min()), 1, self.num_tokens)
-            check_range(self.path, int(wanted.max()), 1, self.num_tokens)
+        wanted = checked_offsets(self.path, offsets, self.num_tokens)
         return self._file.documents_of(wanted + self._start) - self.documents.start

@@ -62,6 +62,15 @@ def check_range(path: Path, start: int, length: int, num_tokens: int) -> None:
         )
 
 
+def checked_offsets(path: Path, offsets: np.ndarray, num_tokens: int) -> np.ndarray:
+    """`offsets` as int64; raise IndexError unless there is a token at each."""
+    wanted = np.asarray(offsets, np.int64)
+    if wanted.size:
+        check_range(path, int(wanted.min()), 1, num_tokens)
+        check_range(path, int(wanted.max()), 1, num_tokens)
+    return wanted
+
+
 def last_not_after(
     begins: Callable[[np.ndarray], np.ndarray], count: int, offsets: np.ndarray
 ) -> np.ndarray:
