@@ -22,16 +22,16 @@ pytestmark = pytest.mark.distributed
 
 TRAIN = ["train", "--model", "llama3-tiny", "--seq", "16", "--mesh", "dp=3", "--global-batch", "6"]
 
-# The command line, but rank 1 comes to grief after two steps.
+# The command line, but rank 1 comes to grief making the third step's batch, ahead of its steps.
 FAILING = """
 import os, sys, torch.distributed as dist
 from functron import cli, train
-real = train.Run.batch
-def batch(run, step):
+real = train.Run.host_batch
+def host_batch(run, step):
     if step == 2 and dist.get_rank() == 1:
         {fault}
     return real(run, step)
-train.Run.batch = batch
+train.Run.host_batch = host_batch
 sys.exit(cli.main({arguments}))
 """
 
