@@ -34,9 +34,12 @@ class TrainConfig:
         data: a text file or a folder of them, tokens on disk, or conversations (see `format`);
             empty: the English and code of this Python. Several files of tokens in proportions, as
             Megatron-LM writes them: "0.3 PREFIX1 0.7 PREFIX2".
-        tokenizer: what makes tokens of text: a folder with tokenizer.json, or such a file, which
-            the run folder then keeps a copy of; bytes: nothing, text is read as bytes; empty: what
-            the run folder `out` has from the model that it was converted from, or else bytes.
+        tokenizer: what makes tokens of text: tokenizer.json, a SentencePiece .model, a .tiktoken
+            file or a folder with one of these, which the run folder then keeps a copy of; bytes:
+            nothing, text is read as bytes; empty: what the run folder `out` has from the model that
+            it was converted from, what functron preprocess made the tokens with, or else bytes.
+        tokenizer_pattern: how the tokenizer splits text, where it is a .tiktoken file that has not
+            one of the usual names: gpt2, cl100k, o200k, llama3 or a regular expression.
         format: how `data` is read: text; chat: JSONL files of conversations, of which the model
             learns what the assistant says; tokens: what functron preprocess or Megatron-LM wrote, a
             prefix of .bin and .idx, or shards; mock: random tokens, without any file; auto: chat
@@ -112,6 +115,7 @@ class TrainConfig:
     gpt: GPTConfig = field(default_factory=lambda: gpt.PRESETS["tiny"])
     data: str = ""
     tokenizer: str = ""
+    tokenizer_pattern: str = ""
     format: Literal["auto", "text", "chat", "tokens", "mock"] = "auto"
     overlong: Literal["refuse", "cut", "drop"] = "refuse"
     split: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from functron import run_folder
@@ -18,12 +19,15 @@ from functron.data import (
     TokenWindows,
     open_tokens,
     split,
+    text_tokenizer,
 )
 from functron.data.blend import parse_blend
 from functron.data.conversations import chat_files
 from functron.data.documents import find
+from functron.data.provenance import provenance
 from functron.data.shards import is_tokens
 from functron.data.splits import PARTS
+from functron.data.text_tokenizer import BYTES, TextTokenizer
 from functron.data.token_file import TokenFile
 from functron.data.token_text import check_vocabulary
 from functron.errors import Problem, raise_problems
@@ -57,14 +61,38 @@ def _is_one(data: str) -> bool:
         return False
 
 
-def open_tokenizer(config: TrainConfig) -> Tokenizer | None:
-    """The run's tokenizer; None where it reads bytes.
+def open_tokenizer(config: TrainConfig) -> TextTokenizer | None:
+    """The run's tokenizer; None where it reads text as bytes, or its tokens' maker is not known.
 
     Raises:
         ValueError: it cannot be read.
     """
     path = run_folder.tokenizer_path(config)
-    return None if path is None else Tokenizer(path)
+    if path is None and config.tokenizer == BYTES and is_on_disk(config):
+        path = BYTES
+    pattern = config.tokenizer_pattern
+    return None if path is None else text_tokenizer.open_tokenizer(path, pattern=pattern)
+
+
+def with_tokenizer(config: TrainConfig) -> TrainConfig:
+    """`config` with the tokenizer that its tokens on disk were made with.
+
+    It is unchanged where it names one or its run folder has one, and where nothing says what made
+    the tokens, or the tokenizer's file has changed since then.
+
+    Raises:
+        ValueError: `data` is a blend of tokens of different tokenizers, or is written wrongly.
+    """
+    if not config.data or not is_on_disk(config) or config.format == "mock":
+        return config
+    if config.tokenizer or run_folder.tokenizer_path(config) is not None:
+        return config
+    blend = None if _is_one(config.data) else parse_blend(config.data)
+    made = provenance([config.data] if blend is None else [path for _, path in blend])
+    if made is None or not made.is_there:
+        return config
+    pattern = config.tokenizer_pattern or made.pattern
+    return dataclasses.replace(config, tokenizer=made.tokenizer, tokenizer_pattern=pattern)
 
 
 def open_samples(config: TrainConfig, part: str = PARTS[0]) -> Samples:
@@ -85,8 +113,8 @@ def open_samples(config: TrainConfig, part: str = PARTS[0]) -> Samples:
     if tokenizer is None:
         return ByteText(config.data or None, config.seq, seed=config.seed)
     if is_chat(config):
-        overlong = config.overlong
-        return Chat(config.data, tokenizer, config.seq, overlong=overlong, **settings)
+        reader, overlong = _with_template(tokenizer), config.overlong
+        return Chat(config.data, reader, config.seq, overlong=overlong, **settings)
     return TokenText(config.data or None, tokenizer, config.seq, **settings)
 
 
@@ -209,4 +237,20 @@ def check_tokenizer(config: TrainConfig) -> None:
     # tokens added for images and the like may lie beyond the vocabulary of a model of text
     check_vocabulary(min(tokenizer.num_ordinary, tokenizer.vocab_size), config.gpt.vocab_size)
     if is_chat(config):
-        tokenizer.require_template()
+        _with_template(tokenizer).require_template()
+
+
+def _with_template(tokenizer: TextTokenizer) -> Tokenizer:
+    """The same tokenizer, which is of the kind that has templates of conversations.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    if not isinstance(tokenizer, Tokenizer):
+        got = f"{tokenizer.file}, which has no template of conversations"
+        fix = "name a folder with tokenizer.json and a template; transformers' save_pretrained "
+        fix += "writes one"
+        problem = Problem("tokenizer", got, "one that writes conversations", fix)
+        raise_problems("cannot read conversations", [problem])
+        raise AssertionError("unreachable")
+    return tokenizer

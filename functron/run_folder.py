@@ -15,7 +15,8 @@ from typing import Any
 
 from functron import checkpoint
 from functron.config import TrainConfig, dump, load
-from functron.data.tokenizer import TOKENIZER
+from functron.data.text_tokenizer import BYTES, kind_of, tokenizers_in
+from functron.data.tokenizer import TOKENIZER, Tokenizer
 from functron.errors import Problem, raise_problems
 from functron.hub.writer import TOKENIZER_FILES
 
@@ -24,9 +25,6 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 HUB = "hub"
 """Where the config.json and tokenizer lie that a run's model came with."""
-
-BYTES = "bytes"
-"""The tokenizer that is none."""
 
 
 def is_run(path: Path) -> bool:
@@ -82,7 +80,7 @@ def tokenizer_path(config: TrainConfig) -> Path | None:
     if config.tokenizer == BYTES:
         return None
     kept = Path(config.out) / HUB if config.out else None
-    if kept is None or not (kept / TOKENIZER).is_file():
+    if kept is None or not tokenizers_in(kept):
         return Path(config.tokenizer) if config.tokenizer else None
     run = Path(config.out)
     # a run that begins may have another than the model that it begins from came with
@@ -100,15 +98,26 @@ def keep_tokenizer(path: Path, config: TrainConfig) -> None:
     if source is None or source == kept:
         return
     kept.mkdir(exist_ok=True)
-    folder = source.parent if source.is_file() else source
-    for name in TOKENIZER_FILES:
-        file = source if source.is_file() and name == TOKENIZER else folder / name
-        if file.is_file():
-            beside = kept / (name + ".new")
-            shutil.copyfile(file, beside)
-            beside.replace(kept / name)
-        else:
-            (kept / name).unlink(missing_ok=True)  # of another tokenizer
+    files = _files_of(source)
+    for name, file in files.items():
+        beside = kept / (name + ".new")
+        shutil.copyfile(file, beside)
+        beside.replace(kept / name)
+    others = [*(kept / name for name in TOKENIZER_FILES), *kept.glob("*.model")]
+    for other in (*others, *kept.glob("*.tiktoken")):
+        if other.name not in files:
+            other.unlink(missing_ok=True)
+
+
+def _files_of(source: Path) -> dict[str, Path]:
+    """The files of a tokenizer, by the names that they have in a run folder."""
+    file = source if source.is_file() else tokenizers_in(source)[0]
+    if kind_of(file) is not Tokenizer:
+        return {file.name: file}
+    beside = {name: file.parent / name for name in TOKENIZER_FILES}
+    return {TOKENIZER: file} | {
+        name: path for name, path in beside.items() if name != TOKENIZER and path.is_file()
+    }
 
 
 def records(path: Path) -> list[dict[str, Any]]:

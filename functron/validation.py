@@ -201,8 +201,8 @@ def _out_problems(out: str) -> Sequence[Problem]:
 
 
 _ORDER = (
-    "data", "tokenizer", "format", "overlong", "split", "mask_documents", "fim_rate",
-    "fim_spm_rate", "fim_tokens", "seed", "seq", "global_batch",
+    "data", "tokenizer", "tokenizer_pattern", "format", "overlong", "split", "mask_documents",
+    "fim_rate", "fim_spm_rate", "fim_tokens", "seed", "seq", "global_batch",
 )  # fmt: skip
 """What determines which samples each step sees."""
 

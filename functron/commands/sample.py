@@ -12,8 +12,9 @@ import tyro
 
 from functron import checkpoint, corpus, launch, lora, random, run_folder, tree
 from functron.commands.device import device_type
-from functron.config import load
+from functron.config import TrainConfig, load
 from functron.data import Tokenizer
+from functron.data.text_tokenizer import ByteTokenizer, TextTokenizer, open_tokenizer
 from functron.errors import Problem, raise_problems
 from functron.models import gpt
 from functron.params import abstract_params
@@ -28,6 +29,7 @@ class SampleOptions:
         run: the run folder that training left.
         prompt: the text to continue.
         tokens: how many tokens (bytes, where the run has no tokenizer) to add at most.
+        tokenizer: what makes tokens of the prompt, a path or bytes; empty: the run's own.
         chat: take the prompt for what a user says, and print the answer alone.
         temperature: 1 samples from the model's distribution, below 1 from its likelier part, 0
             takes the likeliest.
@@ -40,6 +42,7 @@ class SampleOptions:
     run: tyro.conf.Positional[Path]
     prompt: str
     tokens: int = 200
+    tokenizer: str = ""
     chat: bool = False
     temperature: float = 0.8
     top_k: int = 0
@@ -54,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
     with launch.mistakes():
         device = device_type(options.device)
         config = load(options.run / run_folder.CONFIG)
-        tokenizer = corpus.open_tokenizer(replace(config, out=str(options.run)))
+        tokenizer = _tokenizer(options, config)
         ids = _encoded(options, tokenizer)
         path = checkpoint.latest(options.run / run_folder.CHECKPOINTS)
         defs = lora.defs_in(gpt.defs(config.gpt), config.lora, checkpoint.Checkpoint(path))
@@ -71,29 +74,34 @@ def run(arguments: Sequence[str]) -> int:
             top_k=options.top_k,
             top_p=options.top_p,
             key=key,
-            stop=tokenizer.stops if tokenizer else (),
+            stop=tokenizer.stops,
         )
     said = tokens[0, len(ids) :] if options.chat else tokens[0]
-    print(_decoded(said.tolist(), tokenizer))
+    print(tokenizer.decode(said.tolist()))
     return 0
 
 
-def _encoded(options: SampleOptions, tokenizer: Tokenizer | None) -> list[int]:
+def _tokenizer(options: SampleOptions, config: TrainConfig) -> TextTokenizer:
+    if options.tokenizer:
+        return open_tokenizer(options.tokenizer, pattern=config.tokenizer_pattern)
+    found = corpus.open_tokenizer(replace(config, out=str(options.run)))
+    if found is None and corpus.is_on_disk(config):
+        got = "a run on tokens that does not say what made them"
+        fix = "name it: --tokenizer FILE, or --tokenizer bytes"
+        raise_problems("cannot read", [Problem("tokenizer", got, "their tokenizer", fix)])
+    return found or ByteTokenizer()
+
+
+def _encoded(options: SampleOptions, tokenizer: TextTokenizer) -> list[int]:
     """The prompt's tokens."""
     if options.chat:
-        if tokenizer is None:
+        if not isinstance(tokenizer, Tokenizer):
+            got = "a run on bytes" if tokenizer.file is None else str(tokenizer.file)
             fix = "leave it out, or train with --tokenizer"
-            problem = Problem("chat", "a run on bytes", "one with a tokenizer's template", fix)
+            problem = Problem("chat", got, "one with a tokenizer's template", fix)
             raise_problems("cannot write a conversation", [problem])
             raise AssertionError("unreachable")
         messages = [{"role": "user", "content": options.prompt}]
         text = tokenizer.render(messages, add_generation_prompt=True)
         return tokenizer.encode(text, special=False)
-    return list(options.prompt.encode()) if tokenizer is None else tokenizer.encode(options.prompt)
-
-
-def _decoded(tokens: list[int], tokenizer: Tokenizer | None) -> str:
-    if tokenizer is not None:
-        return tokenizer.decode(tokens)
-    # a model may have more ids than there are bytes
-    return bytes(t for t in tokens if t < 256).decode(errors="replace")
+    return tokenizer.encode(options.prompt)

@@ -14,7 +14,7 @@ import tyro
 from functron import launch, lora, run_folder, staging, tree
 from functron.commands.device import device_type
 from functron.config import TrainConfig, load, with_model
-from functron.corpus import is_chat
+from functron.corpus import is_chat, with_tokenizer
 from functron.loop import Outcome, exit_code
 from functron.models import gpt
 from functron.params import num_params
@@ -40,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     """Train; the exit code is 0, or 128 + the signal that ended it after saving."""
     here = launch.process()
     with launch.mistakes():
-        config = parse_train(arguments)
+        config = with_tokenizer(parse_train(arguments))
         validate(config, processes=here.world_size if here else None)
         kind = device_type(config.device, config.nproc)
     if here is None and config.nproc:

@@ -90,6 +90,7 @@ class RankFile:
         file: the file.
         path: the folder it lies in.
         vocab_size: ids are below it.
+        num_ordinary: how many of them are not special.
         special_tokens: ids of special tokens.
 
     Raises:
@@ -124,11 +125,18 @@ class RankFile:
             raise_problems("cannot read a tokenizer", [problem])
         self._known = {*ranks.values(), *self.special_tokens.values()}
         self.vocab_size: int = max(self._known) + 1
+        self.num_ordinary: int = last + 1
 
     @property
     def end_of_text(self) -> int | None:
         """The id that stands between documents."""
         return self.special_tokens.get(END, self.special_tokens.get("<|end_of_text|>"))
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """The ids after which a model has finished: of a text, and of its turn to speak."""
+        found = (self.end_of_text, self.special_tokens.get("<|eot_id|>"))
+        return frozenset(token for token in found if token is not None)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of a text; names of special tokens in it are text.
@@ -164,7 +172,8 @@ def _scheme(file: Path, pattern: str) -> Scheme:
     known = ", ".join(SCHEMES)
     if not name:
         wanted = f"how it splits text: {known}, or a regular expression"
-        problem = Problem("pattern", f"none for {file.name}", wanted, "add --pattern")
+        fix = "add --pattern (functron train: --tokenizer-pattern)"
+        problem = Problem("pattern", f"none for {file.name}", wanted, fix)
         raise_problems("cannot read a tokenizer", [problem])
     if name.replace("_", "").replace("-", "").isalnum():
         wanted = f"one of {known}, or a regular expression"

@@ -20,6 +20,7 @@ class SentencePiece:
         file: likewise.
         path: the folder it lies in.
         vocab_size: ids are below it.
+        num_ordinary: all of them, as those of control symbols are among those of text.
         special_tokens: the ids of control symbols and of the unknown token, by their names.
 
     Raises:
@@ -45,6 +46,7 @@ class SentencePiece:
             raise_problems("cannot read a tokenizer", [problem])
         model, size = self._model, self._model.get_piece_size()
         self.vocab_size: int = size
+        self.num_ordinary: int = size
         ids = (i for i in range(size) if model.is_control(i) or model.is_unknown(i))
         self.special_tokens: Mapping[str, int] = {model.id_to_piece(i): i for i in ids}
 
@@ -53,6 +55,11 @@ class SentencePiece:
         """The id of the model's ``</s>``; None where it has none."""
         found = self._model.eos_id()
         return found if found >= 0 else None
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """The ids after which a model has finished."""
+        return frozenset() if self.end_of_text is None else frozenset({self.end_of_text})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of a text.

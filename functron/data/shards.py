@@ -220,7 +220,9 @@ def is_tokens(path: str | Path) -> bool:
     known = {".npy", ".bin", *SUFFIXES}
     if found.is_dir():
         names = [file for file in found.iterdir() if file.is_file() and file.name[0] != "."]
-        return bool(names) and all(file.suffix in known for file in names)
+        tokens = [file for file in names if file.suffix in known]
+        # functron preprocess leaves a .json beside what it makes
+        return bool(tokens) and all(file in tokens or file.suffix == ".json" for file in names)
     return found.is_file() and found.suffix in known
 
 

@@ -22,16 +22,24 @@ class TextTokenizer(Protocol):
     Attributes:
         file: what was read; None: nothing.
         vocab_size: ids are below it.
+        num_ordinary: how many ids there are without tokens that were added for special purposes.
     """
 
     @property
     def file(self) -> Path | None: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def num_ordinary(self) -> int: ...
 
     @property
     def end_of_text(self) -> int | None:
         """The id that stands between documents; None where there is none."""
+        ...
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """The ids after which a model has finished."""
         ...
 
     @property
@@ -57,7 +65,9 @@ class ByteTokenizer:
 
     file = None
     vocab_size = 257
+    num_ordinary = 256
     end_of_text = 256
+    stops = frozenset({256})
     special_tokens: Mapping[str, int] = MappingProxyType({"<|endoftext|>": 256})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -89,7 +99,7 @@ def open_tokenizer(path: str | Path, *, pattern: str = "") -> TextTokenizer:
     if str(path) == BYTES:
         return ByteTokenizer()
     file = _file_of(Path(path))
-    kind = _kind_of(file)
+    kind = kind_of(file)
     if pattern and kind is not RankFile:
         problem = Problem("pattern", repr(pattern), f"none: {file} splits text by itself")
         raise_problems("cannot read a tokenizer", [problem])
@@ -117,11 +127,17 @@ def end_of_text(tokenizer: TextTokenizer, name: str = "") -> int:
     raise AssertionError("unreachable")
 
 
+def tokenizers_in(folder: Path) -> list[Path]:
+    """The files in a folder that may be a tokenizer: tokenizer.json, or else all of other kinds."""
+    if (folder / TOKENIZER).is_file():
+        return [folder / TOKENIZER]
+    return sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
+
+
 def _file_of(path: Path) -> Path:
     if not path.is_dir():
         return path
-    found = [path / TOKENIZER] if (path / TOKENIZER).is_file() else []
-    found = found or sorted([*path.glob("*.model"), *path.glob("*.tiktoken")])
+    found = tokenizers_in(path)
     if len(found) == 1:
         return found[0]
     got = f"{', '.join(file.name for file in found)}" if found else "a folder with none"
@@ -131,8 +147,12 @@ def _file_of(path: Path) -> Path:
     raise AssertionError("unreachable")
 
 
-def _kind_of(file: Path) -> type[Tokenizer] | type[SentencePiece] | type[RankFile]:
-    """By what a file begins with: SentencePiece's is binary, a rank file is base64 and numbers."""
+def kind_of(file: Path) -> type[Tokenizer] | type[SentencePiece] | type[RankFile]:
+    """What reads a file, by its beginning: SentencePiece's is binary, a rank file has base64.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
     try:
         with file.open("rb") as stream:
             head = stream.read(SNIFFED)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from functron.data.documents import find, python_text
-from functron.data.tokenizer import Tokenizer
+from functron.data.text_tokenizer import TextTokenizer
 from functron.data.windows import Windows
 from functron.errors import Problem, raise_problems
 
@@ -46,7 +46,7 @@ class TokenText(Windows):
     def __init__(
         self,
         path: str | Path | None,
-        tokenizer: Tokenizer,
+        tokenizer: TextTokenizer,
         seq: int,
         *,
         seed: int = 0,
@@ -76,7 +76,7 @@ class TokenText(Windows):
         return f"{self.num_tokens:,} tokens in {self.num_documents} documents{skipped}"
 
 
-def token_dtype(tokenizer: Tokenizer) -> type:
+def token_dtype(tokenizer: TextTokenizer) -> type:
     """The smallest of numpy's dtypes that holds the tokenizer's ids: uint16 or uint32."""
     return np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
 
@@ -94,11 +94,11 @@ def check_vocabulary(needed: int, vocab_size: int | None) -> None:
         raise_problems("tokens outside the vocabulary", [problem])
 
 
-def _end_of(tokenizer: Tokenizer) -> int:
+def _end_of(tokenizer: TextTokenizer) -> int:
     end = tokenizer.end_of_text
     if end is None:
-        fix = "name it in tokenizer_config.json: eos_token"
-        problem = Problem(str(tokenizer.path), "no eos_token", "a token that ends a text", fix)
+        fix = "name it in tokenizer_config.json (eos_token), or take a tokenizer that has one"
+        problem = Problem(str(tokenizer.file), "no eos_token", "a token that ends a text", fix)
         raise_problems("cannot separate documents", [problem])
         raise AssertionError("unreachable")
     return end
