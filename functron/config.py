@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import tomli_w
 
+from functron.data.ramp import RampUp, parse_ramp_up
 from functron.errors import Problem, nearest, raise_problems
 from functron.lora import LoRA
 from functron.models import gpt
@@ -70,6 +71,9 @@ class TrainConfig:
         steps: optimization steps.
         seq: tokens per sample.
         global_batch: samples per step, over all ranks and microbatches.
+        ramp_up: begin with fewer samples per step: "START INCREMENT SAMPLES", as Megatron-LM has
+            it: from START to global_batch in steps of INCREMENT, each for the same number of
+            samples, SAMPLES for all of them together. Empty: global_batch from the first step on.
         microbatches: parts of each rank's batch, one after another, to save activation memory and
             to keep all ranks of a pipeline at work.
         schedule: who computes which microbatch when, where the mesh has pp: 1f1b, gpipe,
@@ -133,6 +137,7 @@ class TrainConfig:
     steps: int = 200
     seq: int = 128
     global_batch: int = 8
+    ramp_up: str = ""
     microbatches: int = 1
     schedule: str = "1f1b"
     chunks: int = 0
@@ -160,6 +165,15 @@ class TrainConfig:
     learning_rate: ScheduleConfig = field(
         default_factory=lambda: ScheduleConfig(name="cosine", peak=2e-3, total_steps=0, end=1e-4)
     )
+
+    @property
+    def batches(self) -> RampUp:
+        """How many samples each step has, and which one is its first.
+
+        Raises:
+            ValueError: `ramp_up` describes no such sizes.
+        """
+        return parse_ramp_up(self.ramp_up, self.global_batch)
 
     @property
     def lora(self) -> LoRA | None:

@@ -38,8 +38,8 @@ class Meter:
 
     Attributes:
         learning_rate: of each step, from 0.
-        tokens_per_step: tokens that all ranks together train on in a step; None counts
-            ``batch["tokens"]``.
+        tokens_seen: tokens that all ranks together train on in the first so many steps; None
+            counts ``batch["tokens"]``, of which all steps have as many.
         flops_per_token: model FLOPs of a token, forward and backward.
         peak_flops: FLOP/s of all devices together.
         device: whose memory is recorded.
@@ -47,7 +47,7 @@ class Meter:
     """
 
     learning_rate: Callable[[int], Any] | None = None
-    tokens_per_step: int | None = None
+    tokens_seen: Callable[[int], int] | None = None
     flops_per_token: float | None = None
     peak_flops: float | None = None
     device: torch.device | str = "cpu"
@@ -59,7 +59,12 @@ class Meter:
         ``step`` and ``tokens`` count from the beginning, this step included; ``mfu`` is model
         FLOPs per second over `peak_flops`.
         """
-        count = _count(batch) if self.tokens_per_step is None else self.tokens_per_step
+        if self.tokens_seen is None:
+            count = _count(batch)
+            seen = None if count is None else (index + 1) * count
+        else:
+            seen = self.tokens_seen(index + 1)
+            count = seen - self.tokens_seen(index)
         rate = None if count is None else count / seconds
         mfu = None
         if rate is not None and self.flops_per_token and self.peak_flops:
@@ -69,7 +74,7 @@ class Meter:
             "loss": values["loss"],
             "grad_norm": values.get("grad_norm"),
             "lr": None if self.learning_rate is None else float(self.learning_rate(index)),
-            "tokens": None if count is None else (index + 1) * count,
+            "tokens": seen,
             "tokens_per_second": rate,
             "step_seconds": seconds,
             "mfu": mfu,

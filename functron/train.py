@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from functron import checkpoint, corpus, lora, metrics, optim, random, report, run_folder, tree
 from functron.config import TrainConfig
 from functron.data import Blend, Samples
+from functron.data.order import drawn
 from functron.data.prefetch import prefetched
+from functron.data.ramp import RampUp
 from functron.loop import Meter, Outcome, loop
 from functron.models import gpt
 from functron.params import init_params
@@ -52,16 +55,22 @@ class Run:
     placement: checkpoint.Placement
     start: int = 0
 
+    @cached_property
+    def batches(self) -> RampUp:
+        """How many samples each step has, and which one is its first."""
+        return self.config.batches
+
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """This process's part of the batch of `step`, on the device of the state."""
         return self.on_device(self.host_batch(step))
 
     def host_batch(self, step: int) -> dict[str, torch.Tensor]:
         """This process's part of the batch of `step`, in host memory."""
-        config, mesh = self.config, self.mesh
+        mesh = self.mesh
+        first, size = self.batches.first_sample(step), self.batches.batch_size(step)
         if not isinstance(mesh, BoundMesh):
-            return self.text.batch(step, config.global_batch)
-        host = self.text.batch(step, config.global_batch, part_of(mesh, DATA_AXES))
+            return drawn(self.text, first, size)
+        host = drawn(self.text, first, size, part_of(mesh, DATA_AXES))
         index, count = part_of(mesh, CONTEXT_AXES)
         return {
             name: x.chunk(count, 1)[index].contiguous() if x.dim() > 1 else x
@@ -105,7 +114,9 @@ def prepare(
     specs = state_specs(recipe.specs, recipe.optimizer)
     schedule = optim.make_schedule(config.rate_schedule)
     staged = partition is not None  # compiled by stages
-    step = jit(recipe.step, donate=0) if config.compile and not staged else recipe.step
+    step = recipe.step
+    if config.compile and not staged:
+        step = jit(step, donate=0, num_signatures=len(config.batches.sizes))
     on = torch.device(device)
     return Run(config, mesh, text, state, specs, step, schedule, on, where, start)
 
@@ -164,7 +175,7 @@ def train(run: Run, out: Path | None) -> Outcome:
     peak = metrics.peak_flops(device, config.gpt.torch_dtype)
     meter = Meter(
         learning_rate=run.learning_rate,
-        tokens_per_step=config.global_batch * config.seq,
+        tokens_seen=lambda steps: run.batches.first_sample(steps) * config.seq,
         flops_per_token=gpt.flops_per_token(config.gpt, config.seq),
         peak_flops=across(peak, dist.ReduceOp.SUM),
         device=device,
@@ -198,7 +209,7 @@ def _saving(run: Run, out: Path) -> Iterator[Callable[[State, int], None]]:
     with checkpoint.Saver(folder, run.placement, keep=keep) as saver:
 
         def save(state: State, step: int) -> None:
-            samples = step * config.global_batch
+            samples = run.batches.first_sample(step)
             about = {"step": step, "samples": samples, "tokens": samples * config.seq}
             about |= {"mesh": config.mesh, "config": settings}
             if isinstance(run.text, Blend):

@@ -11,6 +11,7 @@ from typing import Any
 
 from functron import corpus, report, run_folder, staging
 from functron.config import TrainConfig, load
+from functron.data.ramp import RampUp
 from functron.errors import Problem, raise_problems
 from functron.models import gpt
 from functron.optim import (
@@ -40,6 +41,9 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
         problems += _data_problems(config, mesh)
         _pipeline_problems(config, mesh, messages)
         _try(lambda: staging.rules_of(config, mesh), messages)
+    if config.ramp_up and config.global_batch >= 1:
+        ramp = _try(lambda: config.batches, messages)
+        problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)
     problems += _number_problems(config)
     problems += _lora_problems(config)
     problems += optimizer_problems(config.optimizer) or _fit_problems(config)
@@ -69,18 +73,11 @@ def _try(check: Callable[[], Any], messages: list[str]) -> Any:
 
 
 def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> Iterator[Problem]:
-    parts = 1
-    for axis in DATA_AXES:
-        parts *= mesh[axis]
-    share = parts * max(config.microbatches, 1)
+    share, why = _batch_parts(config, mesh)
     if config.global_batch % share:
-        yield Problem(
-            "global_batch",
-            str(config.global_batch),
-            f"a multiple of {share}: data-parallel ranks {parts} x microbatches "
-            f"{config.microbatches}",
-            f"set it to {-(-config.global_batch // share) * share}",
-        )
+        fix = f"set it to {-(-config.global_batch // share) * share}"
+        wanted = f"a multiple of {share}: {why}"
+        yield Problem("global_batch", str(config.global_batch), wanted, fix)
     parts, why = _sequence_parts(config, mesh)
     if config.seq % parts:
         fix = f"set it to {-(-config.seq // parts) * parts}"
@@ -103,6 +100,28 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
         fix = f"start torchrun with --nproc-per-node {mesh.size}, or change --mesh"
         got = f"{processes} processes for a mesh of {mesh.size}"
         yield Problem("mesh", got, "one process per rank", fix)
+
+
+def _batch_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
+    """Into how many equal parts a batch is cut, and by what."""
+    ranks = math.prod(mesh[axis] for axis in DATA_AXES)
+    why = f"data-parallel ranks {ranks} x microbatches {config.microbatches}"
+    return ranks * max(config.microbatches, 1), why
+
+
+def _ramp_problems(config: TrainConfig, mesh: Mesh, ramp: RampUp) -> Iterator[Problem]:
+    """What is wrong with the sizes that batches have while they grow."""
+    share, why = _batch_parts(config, mesh)
+    wrong = [size for size in ramp.sizes[:-1] if size % share]
+    if wrong:
+        listed = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")
+        got = f"{config.ramp_up!r}: batches of {listed} samples"
+        start = min(-(-ramp.start // share) * share, ramp.final)
+        grown = ramp.final - start
+        steps = (x for x in range(share, grown, share) if x >= ramp.increment and not grown % x)
+        fix = f'write "{start} {next(steps, grown or share)} {ramp.samples}"'
+        fix = fix if ramp.final % share == 0 else "make START and INCREMENT such multiples"
+        yield Problem("ramp_up", got, f"multiples of {share}: {why}", fix)
 
 
 def _sequence_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
@@ -203,6 +222,7 @@ def _out_problems(out: str) -> Sequence[Problem]:
 _ORDER = (
     "data", "tokenizer", "tokenizer_pattern", "format", "overlong", "split", "mask_documents",
     "fim_rate", "fim_spm_rate", "fim_tokens", "seed", "seq", "global_batch",
+    "ramp_up",
 )  # fmt: skip
 """What determines which samples each step sees."""
 

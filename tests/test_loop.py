@@ -56,7 +56,10 @@ def test_batches_that_are_no_dicts_and_metrics_without_a_norm():
 
 def test_the_meter_multiplies_out():
     meter = Meter(
-        lambda step: 0.5**step, tokens_per_step=100, flops_per_token=6.0, peak_flops=3000.0
+        lambda step: 0.5**step,
+        tokens_seen=lambda steps: 100 * steps,
+        flops_per_token=6.0,
+        peak_flops=3000.0,
     )
     record = meter.record(2, None, {"loss": 1.0}, 0.25)
     assert (record["lr"], record["tokens"], record["tokens_per_second"]) == (0.25, 300, 400.0)

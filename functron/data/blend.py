@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from functron.data.order import rows_of
+from functron.data.order import drawn
 from functron.data.weights import proportions
 from functron.errors import Problem, raise_problems
 
@@ -180,8 +180,7 @@ class Blend:
         Raises:
             ValueError: `count` does not divide `global_batch`, or no such part.
         """
-        rows = rows_of(step, global_batch, part)
-        return {**self.draw(step * global_batch + rows), "rows": torch.from_numpy(rows)}
+        return drawn(self, step * global_batch, global_batch, part)
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """Samples `numbers` of the run, all but ``rows``; so a blend can be a source of another."""
@@ -189,8 +188,8 @@ class Blend:
         found: dict[str, torch.Tensor] = {}
         for source in np.unique(sources):
             chosen = np.flatnonzero(sources == source)
-            drawn = self._sources[source].draw(own[chosen])
-            for name, leaf in drawn.items():
+            part = self._sources[source].draw(own[chosen])
+            for name, leaf in part.items():
                 if name not in found:
                     found[name] = leaf.new_empty((len(numbers), *leaf.shape[1:]))
                 found[name].numpy()[chosen] = leaf.numpy()  # faster than torch's indexing

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from functron.data.conversations import Line, chat_files, read_conversations
-from functron.data.order import picked
+from functron.data.order import drawn, shuffled
 from functron.data.token_text import MAX_LISTED, check_vocabulary, token_dtype
 from functron.data.tokenizer import Conversation, Tokenizer
 from functron.errors import Problem, raise_problems
@@ -156,12 +156,22 @@ class Chat:
         Raises:
             ValueError: `count` does not divide `global_batch`, or no such part.
         """
-        rows, order = picked(step, global_batch, part, self.num_samples, self.seed)
-        tokens, targets = zip(*(self.sample(int(index)) for index in order), strict=True)
+        return drawn(self, step * global_batch, global_batch, part)
+
+    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
+        """The samples that come as `numbers`, counted from the beginning of a run.
+
+        Args:
+            numbers: int64 ``[rows]``, from 0; number n is in epoch ``n // num_samples``.
+
+        Returns:
+            ``tokens`` and ``targets`` int64 ``[rows, seq]``.
+        """
+        order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
+        tokens, targets = zip(*(self.sample(index) for index in order.tolist()), strict=True)
         return {
             "tokens": torch.from_numpy(np.stack(tokens)),
             "targets": torch.from_numpy(np.stack(targets)),
-            "rows": torch.from_numpy(rows),
         }
 
     def summary(self) -> str:

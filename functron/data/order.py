@@ -23,7 +23,11 @@ class Samples(Protocol):
     def batch(
         self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
     ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`: a pure function of its arguments."""
+        """This part's rows of the batch of `step`, where all have one size: `drawn` of that."""
+        ...
+
+    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
+        """The samples that a run sees as numbers `numbers`, from 0: all but ``rows``."""
         ...
 
     def summary(self) -> str:
@@ -31,26 +35,45 @@ class Samples(Protocol):
         ...
 
 
-def picked(
-    step: int, global_batch: int, part: tuple[int, int], size: int, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of the batch of `step` that a part has, and which of `size` samples these are.
+class Draws(Protocol):
+    """What has samples by their numbers, as all `Samples` do."""
 
-    Row r of step s is sample number ``s * global_batch + r``; an epoch is `size` of them, in an
-    order of its own. Both int64 ``[rows]``.
+    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
+        """The samples that a run sees as numbers `numbers`, from 0: all but ``rows``."""
+        ...
+
+
+def drawn(
+    samples: Draws, first: int, count: int, part: tuple[int, int] = (0, 1)
+) -> dict[str, torch.Tensor]:
+    """This part's rows of a batch of samples `first` to ``first + count - 1`` of a run.
+
+    The same samples however many parts there are, and whatever sizes the batches before had: row r
+    of the batch is sample number ``first + r``. The parts' batches, concatenated in order, are the
+    batch of part ``(0, 1)``.
+
+    Args:
+        samples: what to draw from.
+        first: the number of the batch's first sample, from 0: ``step * count`` where all batches
+            have one size, or `functron.data.ramp.RampUp.first_sample`.
+        count: rows of all parts together.
+        part: ``(index, count)``: which of how many contiguous parts.
+
+    Returns:
+        What `samples` draws, and ``rows`` int64 ``[rows]``, the rows' indices in the batch.
 
     Raises:
         ValueError: what `rows_of` raises.
     """
-    rows = rows_of(step, global_batch, part)
-    return rows, shuffled(step * global_batch + rows, size, seed)
+    rows = rows_of(first, count, part)
+    return {**samples.draw(first + rows), "rows": torch.from_numpy(rows)}
 
 
-def rows_of(step: int, global_batch: int, part: tuple[int, int] = (0, 1)) -> np.ndarray:
+def rows_of(first: int, global_batch: int, part: tuple[int, int] = (0, 1)) -> np.ndarray:
     """The rows of a global batch that one of its equal, contiguous parts has: int64.
 
     Args:
-        step: from 0.
+        first: the number of its first sample, from 0.
         global_batch: rows of all parts together.
         part: ``(index, count)``: which of how many.
 
@@ -59,9 +82,9 @@ def rows_of(step: int, global_batch: int, part: tuple[int, int] = (0, 1)) -> np.
     """
     index, count = part
     problems = []
-    if count < 1 or not 0 <= index < count or step < 0:
-        got = f"part ({index}, {count}) of step {step}"
-        problems.append(Problem("part", got, "0 <= index < count, and a step from 0"))
+    if count < 1 or not 0 <= index < count or first < 0:
+        got = f"part ({index}, {count}) of samples from {first}"
+        problems.append(Problem("part", got, "0 <= index < count, and samples from 0"))
     elif global_batch < 1 or global_batch % count:
         fix = f"use a global batch of {max(-(-global_batch // count), 1) * count}"
         problems.append(

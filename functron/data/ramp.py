@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,13 +40,7 @@ class RampUp:
     final: int
 
     def __post_init__(self):
-        problems = [
-            Problem(name, repr(value), "a whole number of at least 1")
-            for name in ("start", "increment", "samples", "final")
-            if not isinstance(value := getattr(self, name), int) or value < 1
-        ]
-        if not problems:
-            problems = list(_impossible(self))
+        problems = list(_problems(self.start, self.increment, self.samples, self.final))
         raise_problems("batch sizes cannot grow like this", problems)
 
     @cached_property
@@ -90,16 +84,52 @@ class RampUp:
         return tuple(self._stages[2])
 
 
-def _impossible(ramp: RampUp) -> Iterator[Problem]:
-    grown = ramp.final - ramp.start
-    if grown < 0 or grown % ramp.increment:
-        yield Problem(
-            "final",
-            str(ramp.final),
-            f"{ramp.start} and a multiple of {ramp.increment}",
-            f"set it to {ramp.start + max(0, round(grown / ramp.increment)) * ramp.increment}",
-        )
-    elif ramp.samples < grown // ramp.increment:
-        yield Problem(
-            "samples", str(ramp.samples), f"at least the {grown // ramp.increment} increments"
-        )
+def parse_ramp_up(text: str, final: int) -> RampUp:
+    """The batch sizes that ``"START INCREMENT SAMPLES"`` describes; of empty text, `final` always.
+
+    Args:
+        text: three whole numbers, as Megatron-LM's --rampup-batch-size takes them.
+        final: the size afterwards.
+
+    Raises:
+        ValueError: it is no such text, or what `RampUp` raises, in the words of `TrainConfig`.
+    """
+    words = text.split() or [str(final), "1", "1"]
+    if len(words) != 3 or not all(word.isdecimal() for word in words):
+        part = max(final // 4, 1)
+        fix = f'write --ramp-up "{part} {part} 1000", or leave it out'
+        wanted = "three whole numbers: START INCREMENT SAMPLES"
+        problem = Problem("ramp_up", repr(text), wanted, fix)
+        raise_problems("batch sizes cannot grow like this", [problem])
+    start, increment, samples = map(int, words)
+    if text.strip():
+        names = [f"ramp_up={text!r}: {name}" for name in ("START", "INCREMENT", "SAMPLES")]
+        problems = list(_problems(start, increment, samples, final, (*names, "global_batch")))
+        raise_problems("batch sizes cannot grow like this", problems)
+    return RampUp(start, increment, samples, final)
+
+
+def _problems(
+    start: int,
+    increment: int,
+    samples: int,
+    final: int,
+    names: Sequence[str] = ("start", "increment", "samples", "final"),
+) -> Iterator[Problem]:
+    """What is wrong with a ramp whose four numbers have these names."""
+    values = (start, increment, samples, final)
+    small = [
+        Problem(name, repr(value), "a whole number of at least 1")
+        for name, value in zip(names, values, strict=True)
+        if not isinstance(value, int) or value < 1
+    ]
+    yield from small
+    if small:
+        return
+    grown = final - start
+    if grown < 0 or grown % increment:
+        fix = f"set it to {start + max(0, round(grown / increment)) * increment}"
+        yield Problem(names[3], str(final), f"{start} and a multiple of {increment}", fix)
+    elif samples < grown // increment:
+        wanted = f"at least the {grown // increment} increments"
+        yield Problem(names[2], str(samples), wanted, f"set it to {grown // increment} or more")

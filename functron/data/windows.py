@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
-from functron.data.order import rows_of, shuffled
+from functron.data.order import drawn, shuffled
 from functron.errors import Problem, raise_problems
 
 
@@ -81,8 +81,7 @@ class Windows(ABC):
         Raises:
             ValueError: `count` does not divide `global_batch`, or no such part.
         """
-        rows = rows_of(step, global_batch, part)
-        return {**self.draw(step * global_batch + rows), "rows": torch.from_numpy(rows)}
+        return drawn(self, step * global_batch, global_batch, part)
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """The samples that come as `numbers`, counted from the beginning of a run.

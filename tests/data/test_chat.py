@@ -10,6 +10,7 @@ import torch
 from functron.data import Chat, Tokenizer
 from functron.data import tokenizer as tokenizer_module
 from functron.data.chat import IGNORED
+from functron.data.order import drawn
 from functron.nn import IGNORE_INDEX
 from tests.data.chats import CHATML, MARKED, STRICT, corpus, make_tokenizer, messages, write_lines
 
@@ -121,6 +122,8 @@ def test_batches_follow_from_the_step_alone(tokenizer, tmp_path):
     assert sorted(epochs[0]) == sorted(chat.sample(i)[0].tolist() for i in range(10))
     assert sorted(epochs[0]) == sorted(epochs[1])
     assert epochs[0] != epochs[1]
+    grown = torch.cat([drawn(chat, first, 5 + first)["targets"] for first in (0, 5)])
+    assert torch.equal(grown, chat.batch(0, 15)["targets"])
     other = Chat(file, tokenizer, 100, seed=2).batch(0, 10)["tokens"].tolist()
     assert other != epochs[0]
 

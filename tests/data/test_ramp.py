@@ -1,10 +1,15 @@
 """Growing batches: Megatron's counter, stepped through, and arithmetic instead of it."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functron.data.ramp import RampUp
+from functron.data import ByteText
+from functron.data.order import drawn
+from functron.data.ramp import RampUp, parse_ramp_up
+
+TEXT = ByteText(None, 8, seed=1)
 
 
 def stepped(start, increment, samples, final, steps):
@@ -55,3 +60,22 @@ def test_impossible_ramps():
     assert "samples: got -1" in str(caught.value)
     with pytest.raises(ValueError, match="samples: got 1; wanted at least the 2 increments"):
         RampUp(16, 8, 1, 32)
+
+
+@given(first=st.integers(0, 10**6), sizes=st.lists(st.sampled_from([4, 8, 12]), max_size=4))
+def test_batches_of_any_sizes_are_one_row_of_samples(first, sizes):
+    total, pieces, at = sum(sizes) + 12, [], first
+    whole = drawn(TEXT, first, total)
+    for size in [*sizes, 12]:
+        found = [drawn(TEXT, at, size, (index, 4)) for index in range(4)]
+        assert [row for piece in found for row in piece["rows"].tolist()] == list(range(size))
+        pieces += found
+        at += size
+    for name in ("tokens", "targets"):
+        assert torch.equal(torch.cat([piece[name] for piece in pieces]), whole[name])
+
+
+def test_three_numbers_or_nothing():
+    assert parse_ramp_up("", 6).sizes == (6,)
+    assert parse_ramp_up(" 2  2 40 ", 6) == RampUp(2, 2, 40, 6)
+    assert parse_ramp_up("", 6).first_sample(7) == 42
