@@ -198,6 +198,9 @@ def _number_problems(config: TrainConfig) -> Iterator[Problem]:
         value = getattr(config, name)
         if value < smallest:
             yield Problem(name, str(value), f"at least {smallest}")
+    if config.loss_chunk_tokens and config.gpt.logit_cap:
+        got = f"{config.loss_chunk_tokens} with gpt.logit_cap"
+        yield Problem("loss_chunk_tokens", got, "0: capped logits are made at once", "leave it out")
     if config.seq > config.gpt.max_seq:
         fix = "shorten the samples or raise gpt.max_seq"
         yield Problem("seq", str(config.seq), f"at most gpt.max_seq={config.gpt.max_seq}", fix)

@@ -104,7 +104,10 @@ def test_the_defaults_and_meshes_are_valid(tmp_path):
 
 def test_every_problem_is_reported_at_once(tmp_path):
     config = TrainConfig(
-        gpt=GPTConfig(num_heads=8, num_kv_heads=8, mlp_dim=100, vocab_size=128, max_seq=64),
+        gpt=GPTConfig(
+            num_heads=8, num_kv_heads=8, mlp_dim=100, vocab_size=128, max_seq=64, logit_cap=30.0
+        ),
+        loss_chunk_tokens=4,
         data=str(tmp_path / "nowhere"),
         mesh="dp=3,tp=8,pp=2",
         nproc=5,
@@ -122,6 +125,7 @@ def test_every_problem_is_reported_at_once(tmp_path):
         "global_batch: got 8; wanted a multiple of 6: data-parallel ranks 3 x microbatches 2; fix: set it to 12",
         "seq: got 67; wanted a multiple of 8: tp=8 under sequence_parallel; fix: set it to 72",
         "seq: got 67; wanted at most gpt.max_seq=64",
+        "loss_chunk_tokens: got 4 with gpt.logit_cap; wanted 0: capped logits are made at once",
         "nproc: got 5 for a mesh of 48; wanted one process per rank; fix: set nproc=48",
         "gpt.vocab_size: got 128 token ids; wanted at least 256",
         "nowhere: got nothing there",

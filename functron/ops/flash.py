@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from functron import compat
 from functron.ops import chunked
-from functron.ops.chunked import Visible, merge
+from functron.ops.chunked import Visible, finite, merge
 from functron.ops.kernels import AUTO, Kernels
 from functron.program.recorder import active
 from functron.typing import Float, Tensor
@@ -112,9 +112,8 @@ def _attend(q, k, v, hidden, scale) -> Any:
 
 
 def _attend_backward(cotangent, q, k, v, out, lse, hidden, scale) -> Any:
-    # the logsumexp of a row that sees nothing must be finite: its scores are all -inf
-    lse = torch.where(lse == float("-inf"), 0, lse)
-    return _FlashBackward.apply(cotangent, q, k, v, out, lse, hidden, False, scale)
+    # as in _Flash.backward
+    return _FlashBackward.apply(cotangent, q, k, v, out, finite(lse), hidden, False, scale)
 
 
 def _has_kernel(q: Tensor, v: Tensor, visible: Visible | None, kernels: Kernels) -> bool:
@@ -249,7 +248,9 @@ class _Flash(Function):
         if d_out is None and d_lse is None:
             return (None,) * 6
         if d_lse is None:  # as in training, where only merged results are differentiated
-            grads: Any = _FlashBackward.apply(d_out, q, k, v, out, lse, hidden, *ctx.static)
+            # the logsumexp of a row that sees nothing must be finite: its scores are all -inf
+            known = lse if hidden is None else finite(lse)
+            grads: Any = _FlashBackward.apply(d_out, q, k, v, out, known, hidden, *ctx.static)
             return *grads, None, None, None
         d_out = torch.zeros_like(out) if d_out is None else d_out
         pullback = torch.func.vjp(_formula(hidden, *ctx.static), q, k, v)[1]

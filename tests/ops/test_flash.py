@@ -197,6 +197,21 @@ def test_rows_that_see_nothing():
     assert lse == -math.inf
 
 
+@pytest.mark.parametrize("chunk", [3, 100])  # the results of many chunks are merged, one is not
+def test_gradients_where_a_row_sees_nothing(monkeypatch, chunk):
+    monkeypatch.setattr(chunked, "CHUNK", chunk)
+    visible = MASKS["segments"]
+
+    def energy(attend):
+        return lambda q, k, v: attend(q, k, v)[0].square().sum()
+
+    found, wanted = (
+        grad(energy(attend), (0, 1, 2))(*operands()) for attend in (ours(visible), formula(visible))
+    )
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
 @HEADS
 def test_rows_that_should_not_count(heads):
     """A huge logsumexp switches a row off, whatever the scores."""
