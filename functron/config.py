@@ -109,6 +109,9 @@ class TrainConfig:
         keep_last: how many of the newest checkpoints stay; 0: all.
         keep_every: checkpoints of multiples of this step stay in any case; 0: none do.
         device: cpu, cuda, or auto: cuda where there is one.
+        log_layers_every: at the first step and at multiples of this one, records also have by layer
+            the norms of parameters and gradients, and the root mean square of what the layer hands
+            on; 0: never.
         tensorboard: write TensorBoard events into the run folder.
         wandb: log to Weights & Biases.
         optimizer: the optimizer.
@@ -159,6 +162,7 @@ class TrainConfig:
     keep_last: int = 0
     keep_every: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    log_layers_every: int = 0
     tensorboard: bool = False
     wandb: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

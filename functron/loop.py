@@ -14,6 +14,7 @@ import torch
 from functron import report
 from functron.interrupt import stop_requests
 from functron.metrics import peak_memory_bytes
+from functron.watch import Watch
 
 METRICS = ("loss", "grad_norm")
 
@@ -44,6 +45,7 @@ class Meter:
         peak_flops: FLOP/s of all devices together.
         device: whose memory is recorded.
         details: makes more entries of a record out of what a step's metrics have as ``aux``.
+        position: more entries of a record, by the number of steps taken: where the data is.
     """
 
     learning_rate: Callable[[int], Any] | None = None
@@ -52,6 +54,7 @@ class Meter:
     peak_flops: float | None = None
     device: torch.device | str = "cpu"
     details: Callable[[Any], Mapping[str, float]] | None = None
+    position: Callable[[int], Mapping[str, Any]] | None = None
 
     def record(self, index: int, batch: Any, values: Mapping[str, float], seconds: float) -> dict:
         """The record of step `index` (from 0): every key, None where unknown.
@@ -79,6 +82,7 @@ class Meter:
             "step_seconds": seconds,
             "mfu": mfu,
             "peak_memory_bytes": peak_memory_bytes(self.device),
+            **({} if self.position is None else self.position(index + 1)),
         }
 
 
@@ -94,6 +98,7 @@ def loop(
     save_every: int = 0,
     reporters: Sequence[report.Reporter] | None = None,
     agree: Callable[[int], int] = int,
+    watch: Watch | None = None,
 ) -> Outcome:
     """Take steps `start` to ``steps - 1``, record each, and save at the end.
 
@@ -115,6 +120,7 @@ def loop(
         save_every: save after every so many steps too; 0: only at the end.
         reporters: context managers from `functron.report`; None shows a progress bar.
         agree: the largest of all ranks' numbers: so that every rank stops at the same step.
+        watch: what is taken in place of `step` where it is due; its records have ``layers`` too.
 
     Returns:
         The `Outcome`; its records are those of `Meter.record`.
@@ -130,12 +136,15 @@ def loop(
         for index in range(start, steps):
             began = time.perf_counter()
             batch = batches(index)
-            state, metrics = step(state, batch)
+            watched = watch if watch is not None and watch.due(index) else None
+            state, metrics = (step if watched is None else watched.step)(state, batch)
             # reading the numbers waits for the device, so the time is that of the whole step
             values = {name: float(metrics[name]) for name in METRICS if name in metrics}
             record = meter.record(index, batch, values, time.perf_counter() - began)
             if meter.details is not None:
                 record |= meter.details(metrics["aux"])
+            if watched is not None:
+                record["layers"] = watched.layers(metrics)
             history.append(record)
             for write in writers:
                 write(record)

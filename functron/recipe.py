@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -19,6 +19,7 @@ from functron.program.trace import trace
 from functron.spmd import BoundMesh, Mesh, P
 from functron.spmd.shards import whole_over
 from functron.step import State, init_state, make_pipelined_step, make_step, state_specs
+from functron.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Recipe:
         optimizer: the gradient transformation.
         step: ``(state, batch) -> (state, metrics)``.
         partition: who holds which parameters, where ranks of a pipeline do.
+        watch: the twin of `step` that says more, where it is asked for.
     """
 
     defs: tree.Tree
@@ -38,6 +40,7 @@ class Recipe:
     optimizer: optim.GradientTransformation
     step: Callable
     partition: Partition | None = None
+    watch: Watch | None = None
 
     def init(self, key: torch.Tensor, mesh: Mesh | BoundMesh, params: tree.Tree = None) -> State:
         """The state before the first step, with these parameters or random ones."""
@@ -57,63 +60,99 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     specs = param_specs(defs, staging.rules_of(config, mesh))
     optimizer = make_optimizer(config, defs, specs, mesh)
     settings = staging.settings_of(config, mesh)
-    summed = gpt.loss_and_details if model.has_details else gpt.loss
 
-    def loss(params, batch, key):
-        return summed(model, params, batch, key=key if model.random else None, **settings)
+    def make(layers: optim.Layers | None) -> Callable:
+        how = settings if layers is None else settings | {"watch": True}
+        details = model.has_details or layers is not None
+        summed = gpt.loss_and_details if details else gpt.loss
 
-    step = make_step(
-        loss,
-        gpt.num_targets,
-        optimizer,
-        mesh,
-        specs,
-        num_microbatches=config.microbatches,
-        scatter=config.zero == 2,
-        hoist=config.gather == "step",
-        grad_dtype=optim.torch_dtype(config.optimizer.grad_dtype),
-        reduce_dtype=optim.torch_dtype(config.optimizer.reduce_dtype),
-        trainable=trained(config, defs),
-        batch_specs=gpt.batch_specs(packed=config.mask_documents),
-        normed=weight_mask(defs),
-        kernels=use(config.kernels),
-        has_aux=model.has_details,
-    )
-    return Recipe(defs, specs, optimizer, step)
+        def loss(params, batch, key):
+            return summed(model, params, batch, key=key if model.random else None, **how)
+
+        return make_step(
+            loss,
+            gpt.num_targets,
+            optimizer,
+            mesh,
+            specs,
+            num_microbatches=config.microbatches,
+            scatter=config.zero == 2,
+            hoist=config.gather == "step",
+            grad_dtype=optim.torch_dtype(config.optimizer.grad_dtype),
+            reduce_dtype=optim.torch_dtype(config.optimizer.reduce_dtype),
+            trainable=trained(config, defs),
+            batch_specs=gpt.batch_specs(packed=config.mask_documents),
+            normed=weight_mask(defs),
+            kernels=use(config.kernels),
+            has_aux=details,
+            layers=layers,
+        )
+
+    return Recipe(defs, specs, optimizer, make(None), watch=_watch(config, defs, make))
+
+
+def _watch(
+    config: TrainConfig,
+    defs: tree.Tree,
+    make: Callable,
+    rows: Mapping[str, Sequence[int]] | None = None,
+) -> Watch | None:
+    """The step that says more, if it is asked for, as `make` makes it of `optim.Layers`.
+
+    Args:
+        config: what is to be run.
+        defs: of the whole model.
+        make: ``layers -> step``.
+        rows: which layers this process holds; see `optim.layers_of`.
+    """
+    if not config.log_layers_every:
+        return None
+    chosen, _ = tree.partition(defs, trained(config, defs))
+    layers = optim.layers_of(tree.partition(chosen, weight_mask(defs))[0], rows)
+    names = gpt.watched_names(config.gpt)
+    return Watch(make(layers), config.log_layers_every, layers.names, names)
 
 
 def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     schedule = staging.schedule_for(config, mesh)
     partition = staging.partition_for(config, mesh, schedule)
     rank = mesh.coordinate["pp"] if isinstance(mesh, BoundMesh) else None
-    defs = partition.local_defs(staging.defs_of(config), rank)
+    whole = staging.defs_of(config)
+    defs = partition.local_defs(whole, rank)
     specs = param_specs(defs, staging.rules_of(config, mesh))
     parts = _parts(config, defs, specs, mesh, None if rank is None else partition)
     optimizer = make_optimizer(config, defs, specs, mesh, partition.copies(rank), parts)
-    stages = pipelined(
-        staging.stage_of(config, mesh),
-        partition,
-        schedule,
-        dtype=optim.torch_dtype(config.optimizer.grad_dtype),
-        compile={} if config.compile else None,
-    )
-    step = make_pipelined_step(
-        stages,
-        gpt.num_targets,
-        optimizer,
-        mesh,
-        specs,
-        compile=config.compile,
-        scatter=config.zero == 2,
-        hoist=config.gather == "step",
-        trainable=trained(config, defs),
-        reduce_dtype=optim.torch_dtype(config.optimizer.reduce_dtype),
-        batch_specs=gpt.batch_specs(packed=config.mask_documents),
-        normed=weight_mask(defs),
-        kernels=use(config.kernels),
-    )
+
+    def make(layers: optim.Layers | None) -> Callable:
+        stages = pipelined(
+            staging.stage_of(config, mesh, watch=layers is not None),
+            partition,
+            schedule,
+            dtype=optim.torch_dtype(config.optimizer.grad_dtype),
+            compile={} if config.compile else None,
+        )
+        return make_pipelined_step(
+            stages,
+            gpt.num_targets,
+            optimizer,
+            mesh,
+            specs,
+            compile=config.compile,
+            scatter=config.zero == 2,
+            hoist=config.gather == "step",
+            trainable=trained(config, defs),
+            reduce_dtype=optim.torch_dtype(config.optimizer.reduce_dtype),
+            batch_specs=gpt.batch_specs(packed=config.mask_documents),
+            normed=weight_mask(defs),
+            layers=layers,
+            kernels=use(config.kernels),
+        )
+
+    stacked = (name for name in whole if partition.stack(name) is not None)
+    rows = {name: partition.rows(name, rank) for name in stacked}
     stored = specs if rank is None else partition.storage_specs(specs)
-    return Recipe(defs, stored, optimizer, step, partition)
+    watch = _watch(config, whole, make, rows)
+    return Recipe(defs, stored, optimizer, make(None), partition, watch)
 
 
 def trained(config: TrainConfig, defs: tree.Tree) -> tree.Tree:

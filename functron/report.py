@@ -1,6 +1,7 @@
 """Where the records of a run go: progress bar, metrics.jsonl, loss.svg, TensorBoard, W&B.
 
-Each is a context manager that yields a function of one record. A record is a flat dict.
+Each is a context manager that yields a function of one record. A record is a dict of numbers by
+name, some of them in dicts of their own: `flat` names each of them.
 """
 
 from __future__ import annotations
@@ -55,11 +56,7 @@ def jsonl(path: Path) -> Iterator[Callable[[Record], None]]:
     with path.open("a", encoding="utf-8") as stream:
 
         def write(record: Record) -> None:
-            plain = {
-                name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in record.items()
-            }
-            stream.write(json.dumps(plain) + "\n")
+            stream.write(json.dumps(_finite(record)) + "\n")
             stream.flush()
 
         yield write
@@ -108,7 +105,7 @@ def tensorboard(folder: Path) -> Iterator[Callable[[Record], None]]:
     writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
 
     def write(record: Record) -> None:
-        for name, value in record.items():
+        for name, value in flat(record).items():
             if name != "step" and value is not None:
                 writer.add_scalar(name, value, record["step"])
 
@@ -131,12 +128,28 @@ def wandb(folder: Path, config: Mapping[str, Any]) -> Iterator[Callable[[Record]
     )
 
     def write(record: Record) -> None:
-        run.log({name: v for name, v in record.items() if v is not None}, step=record["step"])
+        known = {name: value for name, value in flat(record).items() if value is not None}
+        run.log(known, step=record["step"])
 
     try:
         yield write
     finally:
         run.finish()
+
+
+def flat(record: Record, under: str = "") -> dict[str, Any]:
+    """The numbers of a record by paths: ``layers/blocks/3/grad_norm``."""
+    found: dict[str, Any] = {}
+    for name, value in record.items():
+        inner = isinstance(value, Mapping)
+        found |= flat(value, f"{under}{name}/") if inner else {f"{under}{name}": value}
+    return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def require(package: str) -> None:

@@ -141,9 +141,15 @@ def settings_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> dict[str, Any]:
     }
 
 
-def stage_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Callable:
-    """``(part, params, x, batch, key, total) -> y``: a stage, the last dividing its loss."""
-    model, settings = config.gpt, settings_of(config, mesh)
+def stage_of(config: TrainConfig, mesh: Mesh | BoundMesh, *, watch: bool = False) -> Callable:
+    """``(part, params, x, batch, key, total) -> y``: a stage, the last dividing its loss.
+
+    Args:
+        config: what is to be run.
+        mesh: where.
+        watch: say how large the residual stream is after every layer; see `gpt.loss_and_details`.
+    """
+    model, settings = config.gpt, settings_of(config, mesh) | {"watch": watch}
 
     def stage(part, params, x, batch, key, total):
         key = key if model.random else None

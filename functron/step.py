@@ -89,6 +89,7 @@ def make_step(
     batch_specs: tree.Tree = _SAMPLES,
     normed: tree.Tree = True,
     has_aux: bool = False,
+    layers: optim.Layers | None = None,
     kernels: Kernels = AUTO,
 ) -> Callable:
     """The function ``(state, batch) -> (state, metrics)`` that takes one optimization step.
@@ -121,6 +122,8 @@ def make_step(
             `weight_mask`.
         has_aux: `loss` returns ``(sum, aux)``, where aux is a tree of sums that are replicated; the
             sums over microbatches are then in the metrics, as ``aux``.
+        layers: of the parameters that are trained and `normed`: the norms of these, before the
+            update, and of their gradients are in the metrics too; see `update`.
         kernels: of ``"global_norm"``; see `functron.ops.use`.
 
     Returns:
@@ -153,8 +156,9 @@ def make_step(
         key = random.fold_in(state.key, state.step)
         value, grads = gradients(state.params, batch, key, num_targets(batch))
         how = {"arrived": wanted if scatter else used, "dtype": reduce_dtype, "normed": normed}
-        state, norm = update(state, grads, optimizer, specs, kernels=kernels, **how)
-        return state, _metrics(value, norm)
+        how |= {"layers": layers, "kernels": kernels}
+        state, norms = update(state, grads, optimizer, specs, **how)
+        return state, _metrics(value, norms)
 
     layout = state_specs(specs, optimizer)
     return shard_map(step, mesh, (layout, batch_specs), (layout, P()))
@@ -170,12 +174,13 @@ def update(
     arrived: tree.Tree = None,
     dtype: torch.dtype | None = None,
     normed: tree.Tree = True,
+    layers: optim.Layers | None = None,
     kernels: Kernels = AUTO,
-) -> tuple[State, torch.Tensor]:
-    """The state after a step, from every rank's shares of the gradients, and the gradients' norm.
+) -> tuple[State, dict]:
+    """The state after a step, from every rank's shares of the gradients, and norms.
 
-    Donates `state` and `grads`. Collectives: those of `sync_gradients`, `optim.global_norm` and the
-    optimizer.
+    Donates `state` and `grads`. Collectives: those of `sync_gradients`, `optim.global_norm`, the
+    optimizer and, with `layers`, `optim.norms_by_layer`.
 
     Args:
         state: before the step.
@@ -186,15 +191,32 @@ def update(
         arrived: the specs with which the gradients come; None: the parameters'.
         dtype: sum gradients over ranks in this dtype; None: their own.
         normed, kernels: whose gradients the norm is of, and what sums it; as in `make_step`.
+        layers: whose norms are wanted, each by itself; None: no more than that of all gradients.
+
+    Returns:
+        The state, and ``{"grad_norm", "layers"?}``: the norm of all gradients that count; and
+        ``param_norm`` (before the update) and ``grad_norm`` of `layers`, in their order.
     """
     wanted = optimizer.grad_specs(specs)
     with named_scope("sync"):
         grads = sync_gradients(grads, specs if arrived is None else arrived, wanted, dtype=dtype)
     with named_scope("update"):
         counted = tree.partition(grads, normed)[0]
-        norm = optim.global_norm(counted, wanted, copies, kernels=kernels)
+        norms: dict[str, Any] = {
+            "grad_norm": optim.global_norm(counted, wanted, copies, kernels=kernels)
+        }
+        if layers is not None:
+            own = _like(state.params, counted)
+            both = {"param_norm": (own, specs), "grad_norm": (counted, wanted)}
+            norms["layers"] = optim.norms_by_layer(both, layers, copies)
         params, opt_state = optimizer.step_(grads, state.opt_state, state.params)
-    return State(state.step + 1, params, opt_state, state.key), norm
+    return State(state.step + 1, params, opt_state, state.key), norms
+
+
+def _like(params: tree.Tree, some: tree.Tree) -> tree.Tree:
+    """The parameters where `some` has a leaf; None elsewhere."""
+    present = set(tree.paths(some))
+    return tree.map_with_path(lambda path, leaf: leaf if path in present else None, params)
 
 
 def gathered(params: tree.Tree, specs: tree.Tree, into: tree.Tree) -> tree.Tree:
@@ -220,6 +242,7 @@ def make_pipelined_step(
     trainable: tree.Tree = True,
     batch_specs: tree.Tree = _SAMPLES,
     normed: tree.Tree = True,
+    layers: optim.Layers | None = None,
     kernels: Kernels = AUTO,
 ) -> Callable:
     """`make_step` for a model whose stages are divided among the ranks of `axis`.
@@ -240,7 +263,8 @@ def make_pipelined_step(
             pipeline's ranks is reduced at the end in any case. The dtype in which gradients are
             added up is that of `stages`.
         trainable: as in `make_step`, of what this process holds; all, where something is spread.
-        batch_specs, normed, kernels: as in `make_step`; `normed` of what this process holds.
+        batch_specs, normed, layers, kernels: as in `make_step`; `normed` of what this process
+            holds.
 
     Returns:
         The step; see `make_step`. Its metrics have ``aux`` too where the last stage returns that.
@@ -271,9 +295,9 @@ def make_pipelined_step(
         parts = stand_ins(whole, used, arrived)
         return stages.value_and_grad(parts, batch, whole, *shared)
 
-    def updated(state: State, grads: tree.Tree) -> tuple[State, torch.Tensor]:
+    def updated(state: State, grads: tree.Tree) -> tuple[State, dict]:
         how = {"arrived": arrived, "dtype": reduce_dtype, "normed": normed, "kernels": kernels}
-        return update(state, grads, optimizer, specs, copies, **how)
+        return update(state, grads, optimizer, specs, copies, layers=layers, **how)
 
     if compile and isinstance(mesh, BoundMesh):
         # every rank's own shares leave the first program as they are, and enter the second
@@ -285,8 +309,8 @@ def make_pipelined_step(
 
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
         value, grads = first(state, batch)
-        state, norm = second(state, grads)
-        return state, _metrics(value, norm)
+        state, norms = second(state, grads)
+        return state, _metrics(value, norms)
 
     if first is not gradients:
         return step
@@ -329,8 +353,8 @@ def _scattering(
     return Pipeline(stage, partition, stages.schedule, stages.dtype, stages.compile, stages.observe)
 
 
-def _metrics(value: Any, norm: torch.Tensor) -> dict:
+def _metrics(value: Any, norms: dict) -> dict:
     """The metrics of a step with the loss `value`, or with a pair of it and sums beside it."""
     loss, *aux = value if isinstance(value, tuple) else (value,)
-    metrics = {"loss": loss, "grad_norm": norm}
+    metrics = {"loss": loss, **norms}
     return {**metrics, "aux": aux[0]} if aux else metrics

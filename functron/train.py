@@ -25,6 +25,7 @@ from functron.program.jit import jit
 from functron.recipe import Recipe, assemble, placement
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.step import State, state_specs
+from functron.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Run:
         device: where it runs.
         placement: where each part of the whole state lies, for checkpoints.
         start: steps taken already.
+        watch: the twin of `step` that says more, where it is asked for.
     """
 
     config: TrainConfig
@@ -54,6 +56,7 @@ class Run:
     device: torch.device
     placement: checkpoint.Placement
     start: int = 0
+    watch: Watch | None = None
 
     @cached_property
     def batches(self) -> RampUp:
@@ -114,11 +117,13 @@ def prepare(
     specs = state_specs(recipe.specs, recipe.optimizer)
     schedule = optim.make_schedule(config.rate_schedule)
     staged = partition is not None  # compiled by stages
-    step = recipe.step
+    step, watch = recipe.step, recipe.watch
     if config.compile and not staged:
-        step = jit(step, donate=0, num_signatures=len(config.batches.sizes))
+        how = {"donate": 0, "num_signatures": len(config.batches.sizes)}
+        step = jit(step, **how)
+        watch = watch and dataclasses.replace(watch, step=jit(watch.step, **how))
     on = torch.device(device)
-    return Run(config, mesh, text, state, specs, step, schedule, on, where, start)
+    return Run(config, mesh, text, state, specs, step, schedule, on, where, start, watch)
 
 
 def _restored(
@@ -180,6 +185,7 @@ def train(run: Run, out: Path | None) -> Outcome:
         peak_flops=across(peak, dist.ReduceOp.SUM),
         device=device,
         details=gpt.summary if config.gpt.has_details else None,
+        position=lambda steps: seen(run, steps),
     )
     with ExitStack() as stack:
         save = stack.enter_context(_saving(run, out)) if out is not None else None
@@ -197,7 +203,21 @@ def train(run: Run, out: Path | None) -> Outcome:
             save_every=config.save_every,
             reporters=reporters(config, out, run.start) if main else [],
             agree=lambda number: int(across(number, dist.ReduceOp.MAX)),
+            watch=run.watch,
         )
+
+
+def seen(run: Run, steps: int) -> dict[str, Any]:
+    """What the first `steps` steps of a run see: ``samples``, and ``sources`` of a blend.
+
+    By the name of a source how many of its samples these are, and how often it has come round:
+    ``{"samples", "epochs"}``. Arithmetic; nothing is read.
+    """
+    samples = run.batches.first_sample(steps)
+    found: dict[str, Any] = {"samples": samples}
+    if isinstance(run.text, Blend):
+        found["sources"] = run.text.progress(samples)
+    return found
 
 
 @contextmanager

@@ -24,9 +24,11 @@ class Source(Protocol):
 
     Attributes:
         vocab_size: a model of these samples needs at least as many token ids.
+        num_windows: samples in an epoch.
     """
 
     vocab_size: int
+    num_windows: int
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """The samples that a run sees as numbers `numbers` of this source, all but ``rows``."""
@@ -203,6 +205,19 @@ class Blend:
         found = dict.fromkeys(self.names, 0)
         for name, count in zip(self.names, self.mixture.positions(samples).tolist(), strict=True):
             found[name] += count
+        return found
+
+    def progress(self, samples: int) -> dict[str, dict[str, float]]:
+        """`positions`, and how often each source has come round: ``{"samples", "epochs"}`` by name.
+
+        Half of a source's samples are 0.5 epochs. Epochs of sources of the same name are added up,
+        too: each has an order of its own.
+        """
+        counts = self.mixture.positions(samples).tolist()
+        found = {name: {"samples": 0, "epochs": 0.0} for name in self.names}
+        for name, source, count in zip(self.names, self._sources, counts, strict=True):
+            found[name]["samples"] += count
+            found[name]["epochs"] += count / source.num_windows
         return found
 
     def summary(self) -> str:

@@ -42,7 +42,7 @@ softmax(q k^T) v alone (Korthikanti et al. 2022, section 5); all but matrix prod
 
 @dataclass(frozen=True, eq=False)
 class How:
-    """How a decoder is run; see `gpt.forward` and, for the last, `gpt.loss`."""
+    """How a decoder is run; see `gpt.forward`, `gpt.loss` and, for the last, `loss_and_details`."""
 
     key: Key | None = None
     stream: P = STREAM
@@ -52,6 +52,7 @@ class How:
     experts: tuple[str, ...] = ("ep",)
     kernels: Kernels = AUTO
     loss_chunk_tokens: int = 0
+    watch: bool = False
 
     def drop(self, config: GPTConfig, sequence: Sequence, x: Tensor, key: Tensor | None) -> Tensor:
         """Dropout on the stream or on what is added to it."""
@@ -71,7 +72,9 @@ Details = dict[str, Any]
 * ``targets``: int64, how many count;
 * ``next_token``: the sum of their losses;
 * ``ahead``: ``[depth]``, the sums of the losses of tokens further ahead, if any are predicted;
-* ``routers``: `nn.moe.RouterSums`, a row for each layer of experts, if there are any.
+* ``routers``: `nn.moe.RouterSums`, a row for each layer of experts, if there are any;
+* ``stream``: ``squares``, the sums over all tokens of the mean square of the residual stream after
+  the embedding and after each layer, and ``count``, the number of tokens; if they were asked for.
 """
 
 
@@ -87,8 +90,22 @@ class Routed(NamedTuple):
     sums: RouterSums
 
 
-Passed = Tensor | tuple[Tensor, Routed]
-"""What a stage of a pipeline hands on: the stream, and what routers have said, if there are any."""
+class Watched(NamedTuple):
+    """What layers say beside the stream, where its size is asked for.
+
+    Attributes:
+        routed: what those of experts say, if there are any.
+        squares: sums over this rank's tokens of the mean square of the stream: after the embedding,
+            and after each of all layers, 0 where that was not computed yet.
+    """
+
+    routed: Routed | None
+    squares: Tensor
+
+
+Passed = Tensor | tuple[Tensor, Routed | Watched]
+"""What a stage of a pipeline hands on: the stream, and what layers have said, if they say anything.
+"""
 
 
 def joined(before: Routed | None, said: Routed, start: int, total: int) -> Routed:

@@ -8,12 +8,14 @@ import torch
 
 from functron import nn, random, tree
 from functron.errors import Problem, raise_problems
+from functron.models.activations import placed, squares_of, summed, watched
 from functron.models.ahead import predict_ahead
 from functron.models.block import (
     Details,
     How,
     Passed,
     Routed,
+    Watched,
     block,
     check_whole,
     joined,
@@ -39,19 +41,20 @@ def loss(
 
     Returns:
         What `stream` returns, or at the last stage the sum of the losses over the batch of all
-        ranks; with layers of experts or tokens further ahead, a pair of that and `Details`.
+        ranks; with layers of experts, tokens further ahead or ``how.watch``, a pair of that and
+        `Details`.
     """
-    x, routed = stream(config, part, weights, x, sequence, how)
+    x, said = stream(config, part, weights, x, sequence, how)
     if not part.loss:
-        return x if routed is None else (x, routed)
-    return _total(config, weights, x, routed, sequence, how)
+        return x if said is None else (x, said)
+    return _total(config, weights, x, said, sequence, how)
 
 
 def _total(
     config: GPTConfig,
     weights: dict,
     x: Tensor,
-    routed: Routed | None,
+    said: Routed | Watched | None,
     sequence: Sequence,
     how: How,
 ) -> Any:
@@ -82,13 +85,14 @@ def _total(
             return nn.cross_entropy(out, targets, **settings)
 
     first = losses(normed, targets, config.z_loss).sum()
-    if not config.has_details:
+    if not config.has_details and not how.watch:
         with named_scope("loss"):
             return lax.psum(first, SAMPLE_AXES)
+    routed, squares = said if isinstance(said, Watched) else (said, None)
     share, further = first, None
     if config.mtp_depth:
         with named_scope("ahead"):
-            further, said = predict_ahead(
+            further, ahead = predict_ahead(
                 config,
                 weights["mtp"],
                 normed,
@@ -98,7 +102,7 @@ def _total(
                 head=losses,
             )
         share = share + config.mtp_weight * further.mean()
-        for depth, each in enumerate(said):
+        for depth, each in enumerate(ahead):
             row = Routed(each.share, tree.map(lambda s: s[None], each.sums))
             start = config.num_routers - config.mtp_depth + depth
             routed = joined(routed, row, start, config.num_routers)
@@ -109,7 +113,11 @@ def _total(
         details["ahead"] = further
     if routed is not None:
         details["routers"] = routed.sums
-    return lax.psum(share, SAMPLE_AXES), lax.psum(lax.stop_gradient(details), SAMPLE_AXES)
+    total = lax.psum(share, SAMPLE_AXES)
+    details = lax.psum(lax.stop_gradient(details), SAMPLE_AXES)
+    if squares is not None:
+        details["stream"] = summed(squares, x, how.stream)
+    return total, details
 
 
 def logits(config: GPTConfig, weights: dict, x: Tensor, how: How) -> Tensor:
@@ -142,16 +150,19 @@ def stream(
     passed: Passed | None,
     sequence: Sequence,
     how: How,
-) -> tuple[Tensor, Routed | None]:
-    """The residual stream after the layers of `part`, and what routers have said so far."""
+) -> tuple[Tensor, Routed | Watched | None]:
+    """The residual stream after the layers of `part`, and what layers have said so far."""
     split = lax.axis_size(tuple(a for a in sequence_axes(how.stream) if a not in CONTEXT_AXES))
     longest = config.max_seq if sequence.segments is None else None
     check_length(sequence.tokens.shape[1], longest, split)
-    x, routed = passed if isinstance(passed, tuple) else (passed, None)
+    x, said = passed if isinstance(passed, tuple) else (passed, None)
+    routed, squares = said if isinstance(said, Watched) else (said, None)
     keys = None if how.key is None else random.split(how.key, config.num_layers + 1)
     if part.embed:
         with named_scope("embed"):
             x = embedded(config, weights, sequence, how, None if keys is None else keys[-1])
+        if how.watch:
+            squares = placed(None, squares_of(x).reshape(1), 0, 1 + config.num_layers)
     assert x is not None
     differing = patterns(config, x.device)
     for name, layers in config.stacks.items():
@@ -159,12 +170,16 @@ def stream(
         if start >= stop:
             continue
         layer = block(config, sequence, how, how.gather.at(name).rows())
+        layer = watched(layer) if how.watch else layer
         own = {what: rows[start:stop] for what, rows in differing.items()}
         x, said = scan(layer, x, (weights[name], None if keys is None else keys[start:stop], own))
+        if how.watch:
+            said, rows = said
+            squares = placed(squares, rows, 1 + start, 1 + config.num_layers)
         if said is not None:
             said = Routed(said.share.sum(), said.sums)
             routed = joined(routed, said, start - layers.start, config.num_routers)
-    return x, routed
+    return x, routed if squares is None else Watched(routed, squares)
 
 
 def embedded(

@@ -10,6 +10,7 @@ from typing import Any
 
 from functron import nn, params
 from functron.models import decoder
+from functron.models.activations import watched_names
 from functron.models.ahead import ahead_defs
 from functron.models.block import (
     RING,
@@ -58,6 +59,7 @@ __all__ = [
     "stage_loss",
     "summary",
     "uses",
+    "watched_names",
 ]
 
 
@@ -169,10 +171,10 @@ def stage(
         there are layers of experts up to here; at the stage with the loss, the logits of `forward`.
     """
     how = How(key, stream, remat, gather, context, experts, kernels)
-    x, routed = decoder.stream(config, part, weights, x, arranged(batch, context), how)
+    x, said = decoder.stream(config, part, weights, x, arranged(batch, context), how)
     if part.loss:
         return decoder.logits(config, weights, x, how)
-    return x if routed is None else (x, routed)
+    return x if said is None else (x, said)
 
 
 def batch_specs(*, packed: bool = False) -> dict[str, P]:
@@ -245,13 +247,18 @@ def loss_and_details(
     experts: tuple[str, ...] = ("ep",),
     kernels: Kernels = AUTO,
     loss_chunk_tokens: int = 0,
+    watch: bool = False,
 ) -> tuple[Scalar, Details]:
     """`loss` where it has several terms (`GPTConfig.has_details`), and what they are made of.
 
     For `make_step` with ``has_aux=True``. Collectives: one more all-reduce of a few numbers, per
-    expert and layer if there are experts.
+    expert and layer if there are experts; and one of a number per layer with `watch`.
+
+    Args:
+        watch: say how large the residual stream is after every layer: ``stream`` of `Details`.
     """
-    how = How(key, stream, remat, gather, context, experts, kernels, loss_chunk_tokens)
+    chunk = loss_chunk_tokens
+    how = How(key, stream, remat, gather, context, experts, kernels, chunk, watch)
     part, sequence = whole(config.num_layers), arranged(batch, context)
     return decoder.loss(config, part, weights, None, sequence, how)
 
@@ -271,13 +278,16 @@ def stage_loss(
     experts: tuple[str, ...] = ("ep",),
     kernels: Kernels = AUTO,
     loss_chunk_tokens: int = 0,
+    watch: bool = False,
 ) -> Any:
     """`stage`, but the stage with the loss returns that: what `loss` does, for one stage.
 
-    With terms beside the loss of the next token it returns what `loss_and_details` does. Of the
-    batch, the stage with the loss needs ``targets`` too, and so do those with layers of experts.
+    With terms beside the loss of the next token, or `watch`, it returns what `loss_and_details`
+    does; with `watch` stages also hand on how large the stream was. Of the batch, the stage with
+    the loss needs ``targets`` too, and so do those with layers of experts.
     """
-    how = How(key, stream, remat, gather, context, experts, kernels, loss_chunk_tokens)
+    chunk = loss_chunk_tokens
+    how = How(key, stream, remat, gather, context, experts, kernels, chunk, watch)
     return decoder.loss(config, part, weights, x, arranged(batch, context), how)
 
 

@@ -16,6 +16,7 @@ from functron.optim.adam_mini import (
     scale_by_adam_mini,
 )
 from functron.optim.average import AverageState, EmaState, averaged, ema, with_average
+from functron.optim.by_layer import Layers, layers_of, norms_by_layer
 from functron.optim.clip import clip, clip_by_global_norm, global_norm, norm_scale
 from functron.optim.config import make_optimizer, make_schedule
 from functron.optim.finite import (
@@ -87,6 +88,7 @@ __all__ = [
     "GradientTransformation",
     "Group",
     "InjectHyperparamsState",
+    "Layers",
     "MastersState",
     "Matrix",
     "MultiTransformState",
@@ -132,6 +134,7 @@ __all__ = [
     "inject_hyperparams",
     "inverse_square_root",
     "join",
+    "layers_of",
     "linear",
     "lion",
     "make_optimizer",
@@ -143,6 +146,7 @@ __all__ = [
     "muon",
     "newton_schulz",
     "norm_scale",
+    "norms_by_layer",
     "not_norm_or_bias",
     "offload",
     "optimizer_problems",
