@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -62,12 +63,12 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     settings = staging.settings_of(config, mesh)
 
     def make(layers: optim.Layers | None) -> Callable:
-        how = settings if layers is None else settings | {"watch": True}
-        details = model.has_details or layers is not None
-        summed = gpt.loss_and_details if details else gpt.loss
+        details, watch = model.has_details or layers is not None, layers is not None
+        more = functools.partial(gpt.loss_and_details, watch=watch)
+        summed = more if details else gpt.loss
 
         def loss(params, batch, key):
-            return summed(model, params, batch, key=key if model.random else None, **how)
+            return summed(model, params, batch, key=key if model.random else None, **settings)
 
         return make_step(
             loss,

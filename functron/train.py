@@ -119,9 +119,11 @@ def prepare(
     staged = partition is not None  # compiled by stages
     step, watch = recipe.step, recipe.watch
     if config.compile and not staged:
-        how = {"donate": 0, "num_signatures": len(config.batches.sizes)}
-        step = jit(step, **how)
-        watch = watch and dataclasses.replace(watch, step=jit(watch.step, **how))
+        sizes = len(config.batches.sizes)
+        step = jit(step, donate=0, num_signatures=sizes)
+        if watch is not None:
+            compiled = jit(watch.step, donate=0, num_signatures=sizes)
+            watch = dataclasses.replace(watch, step=compiled)
     on = torch.device(device)
     return Run(config, mesh, text, state, specs, step, schedule, on, where, start, watch)
 
