@@ -19,7 +19,8 @@ from functron.errors import Problem, raise_problems
 from functron.models import gpt
 from functron.models.gpt import GPTConfig
 from functron.nn.moe import MoEConfig
-from functron.params import Normal, abstract_params, num_params
+from functron.params import Normal, num_params
+from functron.read_out import read_params
 
 
 def upcycled_config(dense: GPTConfig, moe: MoEConfig) -> GPTConfig:
@@ -114,11 +115,20 @@ def _experts(name: str, layer: dict, moe: MoEConfig, parts: int) -> dict:
     return out
 
 
-def upcycle_run(source: Path, target: Path, moe: MoEConfig, *, seed: int = 0) -> str:
+def upcycle_run(
+    source: Path, target: Path, moe: MoEConfig, *, seed: int = 0, averaged: bool = False
+) -> str:
     """Make a run folder with a mixture of experts of the newest checkpoint in a dense run's folder.
 
     It has step 0 of a training run in it: the parameters, without state of an optimizer;
     ``functron train --resume --out TARGET`` goes on from there.
+
+    Args:
+        source: the dense run's folder.
+        target: the folder to make.
+        moe: the experts.
+        seed: of the routers' random weights.
+        averaged: begin as the dense run's average of its parameters.
 
     Returns:
         What was made, in a line.
@@ -130,8 +140,7 @@ def upcycle_run(source: Path, target: Path, moe: MoEConfig, *, seed: int = 0) ->
     settings = config.load(source / run_folder.CONFIG)
     stored = checkpoint.Checkpoint(checkpoint.latest(source / run_folder.CHECKPOINTS))
     defs = lora.defs_in(gpt.defs(settings.gpt), settings.lora, stored)
-    like = {"params": abstract_params(defs)}
-    params = lora.merge(checkpoint.restore(stored.path, like)["params"])
+    params = lora.merge(read_params(stored, defs, averaged=averaged))
     params, made = upcycle(params, settings.gpt, moe, seed=seed)
     run = replace(
         config.TrainConfig(gpt=made, seq=settings.seq), data=settings.data, format=settings.format

@@ -20,9 +20,10 @@ import functron as ft
 from functron import Mesh, checkpoint, gpt, optim, random, run_folder, tree
 from functron import train as training
 from functron.cli import main
-from functron.config import TrainConfig
+from functron.config import TrainConfig, load
 from functron.data import ByteText, IndexedWriter
 from functron.optim import OptimizerConfig
+from functron.read_out import read_params
 from functron.staging import defs_of
 from functron.validation import validate
 
@@ -125,6 +126,7 @@ SMALL = [
     "--seq", "12", "--global-batch", "12", "--ramp-up", "4 4 16", "--gpt.num-layers", "2",
     "--gpt.embed-dim", "16", "--gpt.num-heads", "4", "--gpt.num-kv-heads", "2", "--gpt.mlp-dim",
     "24", "--steps", "5", "--learning-rate.total-steps", "5", "--save-every", "1",
+    "--optimizer.ema-decay", "0.7",
 ]  # fmt: skip
 
 
@@ -182,6 +184,16 @@ def test_goes_on_on_processes(whole, tmp_path):
     line = [sys.executable, "-m", "functron", "train", "--out", str(cut), "--resume", *options]
     assert subprocess.run(line, timeout=300, check=False).returncode == 0
     torch.testing.assert_close(losses(cut), losses(whole), rtol=2e-6, atol=0)
+    # what the processes keep of an average is one in the checkpoint
+    means = [
+        read_params(
+            checkpoint.Checkpoint(run / "checkpoints" / "5"),
+            gpt.defs(load(run / run_folder.CONFIG).gpt),
+            averaged=True,
+        )
+        for run in (cut, whole)
+    ]
+    close(*means, 1e-5)
 
 
 def test_what_cannot_be(whole, tmp_path, capsys):

@@ -20,12 +20,14 @@ class ConvertOptions:
         source: hf:PATH, a folder with config.json and safetensors, or run:PATH, a run folder.
         target: the other of them, which must not exist.
         dtype: of the parameters in the target; empty: as they are.
+        averaged: export the average of the parameters that the run keeps (--optimizer.ema-decay).
         max_seq: the longest sequence, where the model could take longer ones; 0: what it takes.
     """
 
     source: tyro.conf.Positional[str]
     target: tyro.conf.Positional[str]
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    averaged: bool = False
     max_seq: int = 0
 
 
@@ -37,6 +39,7 @@ def run(arguments: Sequence[str]) -> int:
             options.source,
             options.target,
             dtype=options.dtype or None,
+            averaged=options.averaged,
             max_seq=options.max_seq or None,
         )
         print(done)

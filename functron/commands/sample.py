@@ -17,7 +17,7 @@ from functron.data import Tokenizer
 from functron.data.text_tokenizer import ByteTokenizer, TextTokenizer, open_tokenizer
 from functron.errors import Problem, raise_problems
 from functron.models import gpt
-from functron.params import abstract_params
+from functron.read_out import read_params
 from functron.sample import generate
 
 
@@ -30,6 +30,8 @@ class SampleOptions:
         prompt: the text to continue.
         tokens: how many tokens (bytes, where the run has no tokenizer) to add at most.
         tokenizer: what makes tokens of the prompt, a path or bytes; empty: the run's own.
+        averaged: sample from the average of the parameters that the run keeps
+            (--optimizer.ema-decay).
         chat: take the prompt for what a user says, and print the answer alone.
         temperature: 1 samples from the model's distribution, below 1 from its likelier part, 0
             takes the likeliest.
@@ -43,6 +45,7 @@ class SampleOptions:
     prompt: str
     tokens: int = 200
     tokenizer: str = ""
+    averaged: bool = False
     chat: bool = False
     temperature: float = 0.8
     top_k: int = 0
@@ -60,8 +63,9 @@ def run(arguments: Sequence[str]) -> int:
         tokenizer = _tokenizer(options, config)
         ids = _encoded(options, tokenizer)
         path = checkpoint.latest(options.run / run_folder.CHECKPOINTS)
-        defs = lora.defs_in(gpt.defs(config.gpt), config.lora, checkpoint.Checkpoint(path))
-        found = checkpoint.restore(path, {"params": abstract_params(defs)})["params"]
+        stored = checkpoint.Checkpoint(path)
+        defs = lora.defs_in(gpt.defs(config.gpt), config.lora, stored)
+        found = read_params(stored, defs, averaged=options.averaged)
         params = tree.map(lambda leaf: leaf.to(device), lora.merge(found))
         prompt = torch.tensor([ids], dtype=torch.int64, device=device)
         key = random.key(options.seed).to(device)

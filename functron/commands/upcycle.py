@@ -25,6 +25,7 @@ class UpcycleOptions:
         expert_dim: hidden width of an expert, a fraction of the dense layer's; 0: all of it.
         aux_loss: weight of the load-balancing loss.
         seed: of the routers' random weights.
+        averaged: begin as the average of the parameters that the run keeps (--optimizer.ema-decay).
     """
 
     source: tyro.conf.Positional[str]
@@ -34,6 +35,7 @@ class UpcycleOptions:
     expert_dim: int = 0
     aux_loss: float = 0.01
     seed: int = 0
+    averaged: bool = False
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -50,5 +52,6 @@ def run(arguments: Sequence[str]) -> int:
             expert_bias=dense.bias,
         )
         source, target = Path(options.source), Path(options.target)
-        print(upcycle_run(source, target, moe, seed=options.seed))
+        done = upcycle_run(source, target, moe, seed=options.seed, averaged=options.averaged)
+        print(done)
     return 0

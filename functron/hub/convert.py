@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from functron import checkpoint, config, lora, run_folder, tree
+from functron import checkpoint, config, lora, run_folder
 from functron.errors import Problem, nearest, raise_problems
 from functron.hub.config import CONFIG, read_config
 from functron.hub.reader import load
@@ -15,6 +15,7 @@ from functron.hub.writer import MAX_SHARD_BYTES, copy_companions, save
 from functron.models import gpt
 from functron.models.config import Dtype, GPTConfig
 from functron.params import num_params
+from functron.read_out import stored_params
 
 SCHEMES = ("hf", "run")
 
@@ -44,6 +45,7 @@ def convert(
     target: str,
     *,
     dtype: str | None = None,
+    averaged: bool = False,
     max_seq: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Conversion:
@@ -57,6 +59,7 @@ def convert(
         source: ``hf:PATH`` or ``run:PATH``.
         target: the other of them; the folder must not exist.
         dtype: of the parameters in the target; None: as they are.
+        averaged: export the run's averages of its parameters (from a run only).
         max_seq: the longest sequence, where the model could take longer ones (to a run only).
         max_shard_bytes: the most data in one file (from a run only).
 
@@ -70,11 +73,15 @@ def convert(
         problem = Problem("from and to", f"{kind}: and {other}:", "one hf: and one run:", fix)
         raise_problems("nothing to convert", [problem])
     if kind == "hf":
+        if averaged:
+            got = "true from a Hugging Face folder"
+            problem = Problem("averaged", got, "a run, which keeps averages", "leave it out")
+            raise_problems("cannot convert", [problem])
         return _import(path, out, dtype=dtype, max_seq=max_seq)
     if max_seq is not None:
         problem = Problem("max_seq", str(max_seq), "nothing: it is the run's", "leave it out")
         raise_problems("cannot convert", [problem])
-    return _export(path, out, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    return _export(path, out, dtype=dtype, averaged=averaged, max_shard_bytes=max_shard_bytes)
 
 
 def _parse(text: str, name: str) -> tuple[str, Path]:
@@ -111,18 +118,16 @@ def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) ->
     return Conversion(model, out, tuple(kept))
 
 
-def _export(path: Path, out: Path, *, dtype: str | None, max_shard_bytes: int) -> Conversion:
+def _export(
+    path: Path, out: Path, *, dtype: str | None, averaged: bool, max_shard_bytes: int
+) -> Conversion:
     run_folder.refuse_existing(out, "cannot convert")
     settings = config.load(path / run_folder.CONFIG)
     model = settings.gpt
     stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
     defs = lora.defs_in(gpt.defs(model), settings.lora, stored)
-    missing = [place for place in tree.paths(defs) if f"params/{place}" not in stored]
-    wanted = "a parameter, as config.toml says"
-    problems = [Problem(f"params/{place}", "no such leaf", wanted) for place in missing]
-    raise_problems(f"{stored.path} is no checkpoint of this run's model", problems)
     # leaves that are read where they are used: a row of one at a time
-    params = lora.merge(tree.map_with_path(lambda place, _: stored[f"params/{place}"], defs))
+    params = lora.merge(stored_params(stored, defs, averaged=averaged))
     kept = path / run_folder.HUB if (path / run_folder.HUB / CONFIG).is_file() else None
     save(out, model, params, like=kept, dtype=dtype, max_shard_bytes=max_shard_bytes)
     if kept is None:  # a run that began with random weights may have a tokenizer all the same

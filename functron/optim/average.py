@@ -185,7 +185,8 @@ def averaged(
             a mapped program: one all-gather per leaf and axis.
 
     Raises:
-        ValueError: the state has no average, or several.
+        ValueError: the state has no average, or several; or it is of parts of the parameters, and
+            nothing is said about them.
     """
     is_average = lambda x: isinstance(x, AverageState)  # noqa: E731
     found = [x for x in tree.leaves(state, is_average) if is_average(x)]
@@ -198,6 +199,13 @@ def averaged(
     leaves, structure = tree.flatten(params)
     kept = structure.flatten_up_to(average)
     cuts = [()] * len(leaves) if shards is None else cut_tree(specs, shards, params)
+    if shards is None:
+        fix = "pass specs and shards, as to zero, inside a mapped program"
+        raise_problems("averaged: parameters and their averages differ", [
+            Problem(path, f"an average {tuple(m.shape)}", f"that of {tuple(p.shape)}", fix)
+            for path, p, m in zip(tree.paths(params), leaves, kept, strict=True)
+            if m is not None and m.shape != p.shape
+        ])  # fmt: skip
 
     def one(p: torch.Tensor, m: Any, cut: tuple) -> torch.Tensor:
         if m is None:

@@ -120,6 +120,43 @@ def test_training_is_that_of_float32_moments(dtypes, bytes_per_parameter, tolera
     assert moments == bytes_per_parameter * 64 * 128
 
 
+def decoded(moment, signed):
+    """What 8 bits stand for, in float64, by the paper's table."""
+    units = np.array(paper_values(signed))[moment.codes.numpy()]
+    return units * np.repeat(moment.scales.double().numpy(), 64, -1)
+
+
+def test_every_one_of_20_steps_is_the_papers():
+    """Section 2: moments are read from 8 bits, updated, used in full precision, and stored again.
+
+    Each step in float64 from what the one before has stored: else one code that a rounding error
+    decides otherwise would be another training.
+    """
+    rate, b1, b2, eps, decay = 0.01, 0.9, 0.95, 1e-8, 0.1
+    optimizer = optim.adamw(
+        rate, b1, b2, eps, decay, mu_dtype="int8", nu_dtype="int8", quantised={"w": True}
+    )
+    source = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(8, 128, generator=source)}
+    state = optimizer.init(params)
+    for count in range(1, 21):
+        grad = torch.randn(8, 128, generator=source) * torch.rand(8, 1, generator=source) ** 4
+        g, p = (x.double().numpy().copy() for x in (grad, params["w"]))
+        moments = state[0].mu["w"], state[0].nu["w"]
+        m, v = (decoded(x, signed) for x, signed in zip(moments, (True, False), strict=True))
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        update = m / (1 - b1**count) / (np.sqrt(v / (1 - b2**count)) + eps)
+        params, state = optimizer.step_({"w": grad}, state, params)
+        wanted = p - rate * (update + decay * p)
+        np.testing.assert_allclose(params["w"].double().numpy(), wanted, rtol=1e-5, atol=1e-6)
+        for name, x, signed in (("mu", m, True), ("nu", v, False)):
+            scales = np.repeat(np.abs(x).reshape(8, 2, 64).max(-1), 64, -1)
+            unit, table = x / scales, np.array(paper_values(signed))
+            nearest = np.abs(unit[..., None] - table).min(-1)
+            got = decoded(getattr(state[0], name)["w"], signed) / scales
+            np.testing.assert_allclose(np.abs(unit - got), nearest, atol=1e-6)
+
+
 @pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(dp=2, tp=2)], ids=str)
 def test_shards_have_the_codes_of_the_whole(mesh):
     """Blocks do not cross shards, so on every mesh the same numbers are rounded in the same way."""
