@@ -56,6 +56,11 @@ class TrainConfig:
         fim_spm_rate: the share of these whose suffix comes first.
         fim_tokens: the ids of the tokens before prefix, middle and suffix, and of the one that ends
             a document, if there is one: such as 50257,50258,50259,50256.
+        eval_every: report the loss and perplexity of held-out data after every so many steps, and
+            after the last; 0: never.
+        eval_batches: how many batches of each set, of global_batch samples; 0: all of it.
+        eval_data: held-out sets by name, such as "wiki=PREFIX1 code=PREFIX2", each read as `data`
+            is; empty: the validation part of `split`, of every source of a blend by itself.
         prefetch: batches that a thread makes ahead of the steps that need them; 0: none.
         mesh: axes and sizes, such as dp=2,tp=2; empty: one rank.
         nproc: processes to start, one per rank of the mesh; 0: simulate the mesh in this process.
@@ -130,6 +135,9 @@ class TrainConfig:
     fim_rate: float = 0.0
     fim_spm_rate: float = 0.5
     fim_tokens: str = ""
+    eval_every: int = 0
+    eval_batches: int = 0
+    eval_data: str = ""
     prefetch: int = 2
     mesh: str = ""
     nproc: int = 0

@@ -53,6 +53,20 @@ def is_on_disk(config: TrainConfig) -> bool:
     return _is_one(config.data) or parse_blend(config.data) is not None
 
 
+def sources_of(config: TrainConfig) -> list[str]:
+    """The files of tokens that `data` names: several of a blend.
+
+    Raises:
+        ValueError: it is a blend that is written wrongly.
+    """
+    blend = _blend_of(config)
+    return [config.data] if blend is None else [path for _, path in blend]
+
+
+def _blend_of(config: TrainConfig) -> list[tuple[str, str]] | None:
+    return None if _is_one(config.data) else parse_blend(config.data)
+
+
 def _is_one(data: str) -> bool:
     """Whether `data` names one file of tokens, or folder of them, even if it reads as a blend."""
     try:
@@ -87,8 +101,7 @@ def with_tokenizer(config: TrainConfig) -> TrainConfig:
         return config
     if config.tokenizer or run_folder.tokenizer_path(config) is not None:
         return config
-    blend = None if _is_one(config.data) else parse_blend(config.data)
-    made = provenance([config.data] if blend is None else [path for _, path in blend])
+    made = provenance(sources_of(config))
     if made is None or not made.is_there:
         return config
     pattern = config.tokenizer_pattern or made.pattern
@@ -123,7 +136,7 @@ def _token_samples(config: TrainConfig, part: str) -> Samples:
     if config.format == "mock":
         file = MockTokens(_MOCK_TOKENS, config.gpt.vocab_size, seed=config.seed)
         return _windows(config, file, part)
-    blend = None if _is_one(config.data) else parse_blend(config.data)
+    blend = _blend_of(config)
     if blend is None:
         return _windows(config, open_tokens(config.data), part)
     weights, paths = zip(*blend, strict=True)
@@ -207,15 +220,19 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("gpt.vocab_size", got, wanted, "set it to 256 or choose a model")
 
 
-def check(config: TrainConfig) -> None:
+def check(config: TrainConfig, part: str = PARTS[0]) -> None:
     """Check what can be known of the data at little cost, such as that it is there.
+
+    Args:
+        config: what is to be run.
+        part: of tokens that `split` divides.
 
     Raises:
         ValueError: it is not.
     """
     if is_on_disk(config):
         if config.data or config.format == "mock":
-            _token_samples(config, PARTS[0])
+            _token_samples(config, part)
     elif is_chat(config):
         if config.data:
             chat_files(config.data)

@@ -96,6 +96,8 @@ def loop(
     meter: Meter | None = None,
     save: Callable[[Any, int], None] | None = None,
     save_every: int = 0,
+    evaluate: Callable[[Any], Mapping[str, Mapping[str, float]]] | None = None,
+    evaluate_every: int = 0,
     reporters: Sequence[report.Reporter] | None = None,
     agree: Callable[[int], int] = int,
     watch: Watch | None = None,
@@ -118,6 +120,9 @@ def loop(
         meter: what is known about tokens, rates and FLOPs, for the records.
         save: called with the state and the number of steps taken.
         save_every: save after every so many steps too; 0: only at the end.
+        evaluate: called with the state; what it returns, numbers of held-out sets by name, is the
+            record's ``eval``. Its time is not that of a step.
+        evaluate_every: evaluate after every so many steps, and after the last; 0: never.
         reporters: context managers from `functron.report`; None shows a progress bar.
         agree: the largest of all ranks' numbers: so that every rank stops at the same step.
         watch: what is taken in place of `step` where it is due; its records have ``layers`` too.
@@ -145,6 +150,8 @@ def loop(
                 record |= meter.details(metrics["aux"])
             if watched is not None:
                 record["layers"] = watched.layers(metrics)
+            if evaluate is not None and _is_due(index + 1, evaluate_every, steps, record):
+                record["eval"] = evaluate(state)
             history.append(record)
             for write in writers:
                 write(record)
@@ -156,6 +163,11 @@ def loop(
             if stop:
                 return Outcome(state, history, stop)
     return Outcome(state, history, None)
+
+
+def _is_due(step: int, every: int, steps: int, record: Mapping[str, Any]) -> bool:
+    """Whether to evaluate after `step`: all ranks agree on it, as they do on the loss."""
+    return every > 0 and (step % every == 0 or step == steps) and math.isfinite(record["loss"])
 
 
 def _count(batch: Any) -> int | None:

@@ -21,6 +21,9 @@ from tqdm import tqdm
 
 from functron import plot
 
+EVAL = "eval"
+"""What a record calls the numbers of held-out sets."""
+
 Record = Mapping[str, Any]
 Reporter = AbstractContextManager[Callable[[Record], None]]
 
@@ -29,19 +32,22 @@ REDRAW_SECONDS = 10.0
 
 @contextmanager
 def progress(steps: int, start: int = 0) -> Iterator[Callable[[Record], None]]:
-    """A bar on standard error with loss, gradient norm and tokens per second."""
+    """A bar on standard error: loss, gradient norm, tokens per second, losses held out."""
     # into a file or a pipe, a line every ten seconds is enough
     interval = 0.1 if sys.stderr.isatty() else REDRAW_SECONDS
     with tqdm(
         total=steps, initial=start, unit="step", dynamic_ncols=True, mininterval=interval
     ) as bar:
+        held_out: dict[str, str] = {}
 
         def write(record: Record) -> None:
             shown = {"loss": record["loss"], "norm": record["grad_norm"]}
             shown["tokens/s"] = record["tokens_per_second"]
             formats = {"loss": "{:.4f}", "norm": "{:.2f}", "tokens/s": "{:,.0f}"}
             text = {k: formats[k].format(v) for k, v in shown.items() if v is not None}
-            bar.set_postfix(text, refresh=False)
+            sets = record.get(EVAL, {}).items()
+            held_out.update({name: f"{numbers['loss']:.4f}" for name, numbers in sets})
+            bar.set_postfix(text | held_out, refresh=False)
             bar.update()
 
         yield write

@@ -18,6 +18,8 @@ from functron.data import Blend, Samples
 from functron.data.order import drawn
 from functron.data.prefetch import prefetched
 from functron.data.ramp import RampUp
+from functron.held_out import HeldOut, open_sets
+from functron.held_out_loss import evaluate, loss_program
 from functron.loop import Meter, Outcome, loop
 from functron.models import gpt
 from functron.params import init_params
@@ -44,6 +46,8 @@ class Run:
         placement: where each part of the whole state lies, for checkpoints.
         start: steps taken already.
         watch: the twin of `step` that says more, where it is asked for.
+        held_out: sets that are evaluated, none without `eval_every`.
+        held_out_loss: of `held_out_loss.loss_program`, which evaluates them; None without.
     """
 
     config: TrainConfig
@@ -57,6 +61,8 @@ class Run:
     placement: checkpoint.Placement
     start: int = 0
     watch: Watch | None = None
+    held_out: Sequence[HeldOut] = ()
+    held_out_loss: Callable | None = None
 
     @cached_property
     def batches(self) -> RampUp:
@@ -69,11 +75,15 @@ class Run:
 
     def host_batch(self, step: int) -> dict[str, torch.Tensor]:
         """This process's part of the batch of `step`, in host memory."""
-        mesh = self.mesh
         first, size = self.batches.first_sample(step), self.batches.batch_size(step)
+        return self._own(lambda part: drawn(self.text, first, size, part))
+
+    def _own(self, rows: Callable[[tuple[int, int]], dict]) -> dict[str, torch.Tensor]:
+        """This process's part of a batch, of which `rows` makes one of several parts."""
+        mesh = self.mesh
         if not isinstance(mesh, BoundMesh):
-            return drawn(self.text, first, size)
-        host = drawn(self.text, first, size, part_of(mesh, DATA_AXES))
+            return rows((0, 1))
+        host = rows(part_of(mesh, DATA_AXES))
         index, count = part_of(mesh, CONTEXT_AXES)
         return {
             name: x.chunk(count, 1)[index].contiguous() if x.dim() > 1 else x
@@ -83,6 +93,19 @@ class Run:
     def on_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A batch on the device of the state."""
         return {name: value.to(self.device) for name, value in batch.items()}
+
+    def evaluate(self, state: State) -> dict[str, dict[str, float]]:
+        """The loss, perplexity and number of targets of every held-out set, by its name.
+
+        Collective. Collectives: those of `held_out_loss.loss_program`, batch by batch.
+        """
+
+        def batch(held_out: HeldOut, index: int) -> dict[str, torch.Tensor]:
+            return self.on_device(self._own(lambda part: held_out.batch(index, part)))
+
+        if self.held_out_loss is None:
+            return {}
+        return evaluate(self.held_out_loss, state.params, self.held_out, batch)
 
 
 def prepare(
@@ -104,7 +127,7 @@ def prepare(
         ValueError: the data cannot be read, the model cannot run on the mesh, or the checkpoint is
             damaged or another model's.
     """
-    text = corpus.open_samples(config)
+    text, held_out = corpus.open_samples(config), open_sets(config)
     recipe = assemble(config, mesh)
     partition = recipe.partition if isinstance(mesh, BoundMesh) else None
     where = placement(config, mesh, partition)
@@ -125,7 +148,9 @@ def prepare(
             compiled = jit(watch.step, donate=0, num_signatures=sizes)
             watch = dataclasses.replace(watch, step=compiled)
     on = torch.device(device)
-    return Run(config, mesh, text, state, specs, step, schedule, on, where, start, watch)
+    program = loss_program(config, mesh) if held_out else None
+    parts = (config, mesh, text, state, specs, step, schedule, on, where)
+    return Run(*parts, start, watch, held_out, program)
 
 
 def _restored(
@@ -203,6 +228,8 @@ def train(run: Run, out: Path | None) -> Outcome:
             meter=meter,
             save=save,
             save_every=config.save_every,
+            evaluate=run.evaluate,
+            evaluate_every=config.eval_every,
             reporters=reporters(config, out, run.start) if main else [],
             agree=lambda number: int(across(number, dist.ReduceOp.MAX)),
             watch=run.watch,

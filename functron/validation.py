@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from functron import corpus, report, run_folder, staging
+from functron import corpus, held_out, report, run_folder, staging
 from functron.config import TrainConfig, load
 from functron.data.ramp import RampUp
 from functron.errors import Problem, raise_problems
@@ -51,9 +51,11 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
         problems += schedule_problems(config.rate_schedule, "learning_rate")
     problems += _resume_problems(config) if config.resume else _out_problems(config.out)
     problems += _try(lambda: list(corpus.problems_of(config)), messages) or []
+    problems += _try(lambda: list(held_out.problems_of(config)), messages) or []
     _try(lambda: corpus.check_tokenizer(config), messages)
     if config.seq >= 1:
         _try(lambda: corpus.check(config), messages)
+        _try(lambda: held_out.check(config), messages)
     for package in ("tensorboard", "wandb"):
         if getattr(config, package):
             _try(lambda name=package: report.require(name), messages)
@@ -194,6 +196,7 @@ def _number_problems(config: TrainConfig) -> Iterator[Problem]:
     least = {"steps": 1, "seq": 1, "global_batch": 1, "microbatches": 1}
     least |= dict.fromkeys(("nproc", "seed", "chunks", "save_every", "keep_last", "keep_every"), 0)
     least |= {"loss_chunk_tokens": 0, "prefetch": 0, "log_layers_every": 0}
+    least |= {"eval_every": 0, "eval_batches": 0}
     for name, smallest in least.items():
         value = getattr(config, name)
         if value < smallest:

@@ -11,7 +11,7 @@ from typing import Annotated
 import torch.distributed as dist
 import tyro
 
-from functron import launch, lora, run_folder, staging, tree
+from functron import launch, lora, report, run_folder, staging, tree
 from functron.commands.device import device_type
 from functron.config import TrainConfig, load, with_model
 from functron.corpus import is_chat, with_tokenizer
@@ -83,6 +83,10 @@ def _introduction(run: Run, here: launch.Process | None) -> list[str]:
         f"model  {config.model}: {num_params(gpt.defs(config.gpt)):,} parameters",
         f"data   {name}: {text.summary()}",
     ]
+    lines += [
+        f"eval   {x.name}: {x.num_batches} x {x.global_batch} samples of {x.samples.summary()}"
+        for x in run.held_out
+    ]
     tokenizer = run_folder.tokenizer_path(config)
     if tokenizer is not None:
         lines.append(f"tokens {tokenizer}")
@@ -110,9 +114,14 @@ def _conclusion(outcome: Outcome, out: Path, chat: bool) -> list[str]:
         return [f"nothing to do: the run in {out} has all its steps; more: --steps"]
     first, last = outcome.history[0], outcome.history[-1]
     done = f"stopped after step {last['step']}" if outcome.stopped_by else "done"
+    held_out = [
+        f"held out, {name}: loss {numbers['loss']:.3f}, perplexity {numbers['perplexity']:.1f}"
+        for name, numbers in last.get(report.EVAL, {}).items()
+    ]
     prompt = "'Who are you?' --chat" if chat else "'def '"
     return [
         f"{done}: loss {first['loss']:.3f} -> {last['loss']:.3f}; the run is in {out}",
+        *held_out,
         f"try it: functron sample {out} --prompt {prompt}",
     ]
 

@@ -46,6 +46,11 @@ class Windows(ABC):
             problems.append(Problem(what, got, wanted, fix if num_tokens > 1 else "more text"))
         raise_problems("cannot cut the text into samples", problems)
 
+    @property
+    def num_samples(self) -> int:
+        """Samples in an epoch: windows."""
+        return self.num_windows
+
     @abstractmethod
     def read(self, start: int, length: int) -> np.ndarray:
         """The tokens from `start` on, unsigned integers ``[length]``."""

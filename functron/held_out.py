@@ -1,0 +1,201 @@
+"""Held-out data: the sets whose loss a run reports as it trains; each sample counts once.
+
+A run's `eval_data` names them, or `split` leaves a part for validation. Their batches are as large
+as those that the run trains on, so that they fit into the same memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from functron import corpus
+from functron.config import TrainConfig
+from functron.data.chat import IGNORED
+from functron.data.splits import PARTS
+from functron.errors import Problem, raise_problems
+
+VALIDATION = PARTS[1]
+_NAME = re.compile(r"[\w.-]+")
+_FIX = 'write --eval-data "NAME=PATH", several separated by spaces, paths with spaces in quotes'
+
+
+class Epoch(Protocol):
+    """Samples that come round: all of `functron.data` but blends.
+
+    Attributes:
+        num_samples: samples in an epoch.
+    """
+
+    num_samples: int
+
+    def batch(
+        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
+    ) -> dict[str, torch.Tensor]:
+        """This part's rows of the batch of `step`."""
+        ...
+
+    def summary(self) -> str:
+        """What there is, in a few words for the user."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """A set of held-out samples, in batches.
+
+    Attributes:
+        name: what its loss is called.
+        samples: one epoch of them.
+        global_batch: rows of every batch, over all ranks; the last one may need some more samples
+            than there are, and has rows of the next epoch then, without targets.
+        num_batches: how many there are.
+    """
+
+    name: str
+    samples: Epoch
+    global_batch: int
+    num_batches: int
+
+    def batch(self, index: int, part: tuple[int, int] = (0, 1)) -> dict[str, torch.Tensor]:
+        """This part's rows of batch `index`: the same samples however many parts there are.
+
+        Args:
+            index: from 0, below `num_batches`.
+            part: ``(index, count)``: which of how many contiguous parts.
+
+        Raises:
+            ValueError: `count` does not divide the batch, or no such part.
+        """
+        batch = self.samples.batch(index, self.global_batch, part)
+        again = index * self.global_batch + batch["rows"] >= self.samples.num_samples
+        targets = batch["targets"].masked_fill(again[:, None], IGNORED)
+        return {**batch, "targets": targets}
+
+
+def parse_sets(text: str) -> dict[str, str]:
+    """Names and paths of ``"wiki=PREFIX1 code=PREFIX2"``, in order.
+
+    Paths with spaces are quoted as in a shell.
+
+    Raises:
+        ValueError: a word is no name and path, or a name comes twice; all such are listed.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise_problems("cannot name sets", [Problem("eval_data", repr(text), f"{error}", _FIX)])
+        raise AssertionError("unreachable") from error
+    found: dict[str, str] = {}
+    problems = []
+    for word in words:
+        name, _, path = word.partition("=")
+        if not path or not _NAME.fullmatch(name):
+            wanted = "a name of letters, digits, dots and dashes, = and a path"
+            problems.append(Problem("eval_data", repr(word), wanted, _FIX))
+        elif name in found:
+            problems.append(Problem("eval_data", f"two sets {name!r}", "a name for each", _FIX))
+        found[name] = path
+    raise_problems("cannot name sets", problems)
+    return found
+
+
+def sets_of(config: TrainConfig) -> dict[str, TrainConfig]:
+    """The sets that a run evaluates, each as the configuration of a run on its data.
+
+    With `eval_data` these are its sets; else the validation part of `split`, or of every source of
+    a blend. Their samples come in an order that is the same for all seeds, so that the first
+    `eval_batches` are, too.
+
+    Raises:
+        ValueError: `eval_data`, or a blend, is written wrongly.
+    """
+    if config.eval_data:
+        kind = "tokens" if corpus.is_on_disk(config) else "text"
+        kind = "chat" if corpus.is_chat(config) else kind
+        like = dataclasses.replace(config, seed=0, split="", format=kind)
+        named = parse_sets(config.eval_data).items()
+        return {name: dataclasses.replace(like, data=path) for name, path in named}
+    if not config.split or not corpus.is_on_disk(config):
+        return {}
+    if config.format == "mock":
+        return {VALIDATION: config}  # whose tokens follow from the seed
+    like = dataclasses.replace(config, seed=0)
+    sources = list(dict.fromkeys(corpus.sources_of(config)))
+    if len(sources) < 2:
+        return {VALIDATION: dataclasses.replace(like, data="".join(sources))}
+    short = [Path(path).name for path in sources]
+    names = short if len(set(short)) == len(short) else sources
+    rows = zip(names, sources, strict=True)
+    return {f"{VALIDATION}/{name}": dataclasses.replace(like, data=path) for name, path in rows}
+
+
+def problems_of(config: TrainConfig) -> Iterator[Problem]:
+    """What does not fit about evaluation and data, as far as it can be told without reading.
+
+    Raises:
+        ValueError: what `sets_of` raises.
+    """
+    if config.eval_every < 1:
+        fix = "add --eval-every 100, or leave it out"
+        for name in ("eval_data", "eval_batches"):
+            if value := getattr(config, name):
+                yield Problem(name, repr(value), "nothing without eval_every", fix)
+        return
+    if config.format == "mock" and config.eval_data:
+        fix = "leave it out, and add --split 99,1"
+        yield Problem("eval_data", repr(config.eval_data), "nothing with random tokens", fix)
+        return
+    sets = sets_of(config)
+    if not sets:
+        fix = 'add --eval-data "NAME=PATH"'
+        fix += ", or --split 99,1" if corpus.is_on_disk(config) else ""
+        yield Problem("eval_every", f"{config.eval_every} without a set", "held-out data", fix)
+    elif config.format == "mock" and not config.eval_batches:
+        got, fix = "0, for all of 10^15 random tokens", "add --eval-batches 8"
+        yield Problem("eval_batches", got, "at least 1", fix)
+    for name, one in sets.items() if config.eval_data else ():
+        if one.format == "tokens" and len(corpus.sources_of(one)) > 1:
+            fix = "name each of its files"
+            yield Problem("eval_data", f"a blend as {name!r}", "one file or folder of tokens", fix)
+
+
+def check(config: TrainConfig) -> None:
+    """Check what can be known of the sets at little cost, such as that they are there.
+
+    Raises:
+        ValueError: one is not; all such are told.
+    """
+    messages = []
+    for name, one in sets_of(config).items() if config.eval_every > 0 else ():
+        try:
+            corpus.check(one, VALIDATION)
+        except ValueError as error:
+            messages.append(f"held-out set {name!r}: {error}")
+    if messages:
+        raise ValueError("\n".join(messages))
+
+
+def open_sets(config: TrainConfig) -> list[HeldOut]:
+    """The sets that a run evaluates: none without `eval_every`.
+
+    Raises:
+        ValueError: one cannot be read, does not fit the model, or is shorter than a sample.
+    """
+    raise_problems("cannot evaluate on this", problems_of(config))
+    found = []
+    for name, one in sets_of(config).items() if config.eval_every else ():
+        try:
+            samples: Any = corpus.open_samples(one, VALIDATION)
+        except ValueError as error:
+            raise ValueError(f"held-out set {name!r}: {error}") from error
+        count = -(-samples.num_samples // config.global_batch)
+        count = min(count, config.eval_batches or count)
+        found.append(HeldOut(name, samples, config.global_batch, count))
+    return found

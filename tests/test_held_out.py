@@ -1,0 +1,339 @@
+"""Losses of held-out sets: a mean by hand, on every mesh; training does not notice."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from functron import run_folder, tree
+from functron.cli import main
+from functron.config import TrainConfig
+from functron.corpus import open_samples
+from functron.data import Chat, IndexedWriter
+from functron.held_out import open_sets
+from functron.loop import loop
+from functron.models import gpt
+from functron.nn import IGNORE_INDEX
+from functron.spmd import Mesh
+from functron.train import prepare
+from functron.validation import validate
+from tests.data.chats import corpus, make_tokenizer, write_lines
+from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL
+
+MODEL = gpt.GPTConfig(
+    vocab_size=256,
+    num_layers=4,
+    embed_dim=16,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=24,
+    max_seq=32,
+    dtype="float64",
+    dropout=0.1,
+    z_loss=1e-2,
+)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Two small texts: 13 and 5 samples of 16 tokens, so that the last batch of 8 is not full."""
+    folder = tmp_path_factory.mktemp("texts")
+    words = np.random.default_rng(0).integers(97, 123, 500).astype(np.uint8).tobytes()
+    for name, size in (("a b.txt", 13 * 16 + 1), ("c.txt", 5 * 16 + 4)):
+        (folder / name).write_bytes(words[:size])
+        words = words[size:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(texts):
+    return TrainConfig(
+        gpt=MODEL,
+        data=argparse.__file__,
+        seq=16,
+        global_batch=8,
+        microbatches=2,
+        steps=2,
+        eval_every=1,
+        eval_data=f"one='{texts}/a b.txt' two={texts}/c.txt",
+    )
+
+
+def by_hand(model: gpt.GPTConfig, params: tree.Tree, tokens, targets) -> dict[str, float]:
+    """The mean over targets of the losses that torch makes of the logits of one device."""
+    with torch.no_grad():
+        logits = gpt.forward(model, params, tokens)[..., : model.vocab_size]
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    count = int((targets != IGNORE_INDEX).sum())
+    loss = float(losses.sum()) / count
+    return {"loss": loss, "perplexity": math.exp(loss), "tokens": count}
+
+
+def windows(data: bytes, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets of all whole windows, in order."""
+    ids = torch.tensor(list(data))
+    count = (len(ids) - 1) // seq
+    return ids[: count * seq].view(count, seq), ids[1 : count * seq + 1].view(count, seq)
+
+
+def close(got: dict, want: dict, tolerance: float = 1e-10) -> None:
+    assert tree.paths(got) == tree.paths(want)
+    for path, a, b in zip(tree.paths(got), tree.leaves(got), tree.leaves(want), strict=True):
+        assert abs(a - b) <= tolerance * max(abs(b), 1), (path, a, b)
+
+
+def evaluated(config: TrainConfig, mesh: str, **fields) -> dict:
+    config = replace(config, mesh=mesh, **fields)
+    validate(config)
+    run = prepare(config, Mesh.parse(mesh))
+    before = tree.map(torch.clone, run.state)
+    found = run.evaluate(run.state)
+    for a, b in zip(tree.leaves(run.state), tree.leaves(before), strict=True):
+        assert torch.equal(a, b)
+    return found
+
+
+@pytest.fixture(scope="module")
+def dense(config, texts):
+    """The losses by hand with the initial parameters, of each kind of model."""
+    found = {}
+    for name, model in MODELS.items():
+        params = prepare(replace(config, gpt=model), Mesh()).state.params
+        found[name] = {
+            set_: by_hand(model, params, *windows((texts / file).read_bytes(), 16))
+            for set_, file in (("one", "a b.txt"), ("two", "c.txt"))
+        }
+    return found
+
+
+EXPERTS = replace(MIXTRAL, num_layers=4, vocab_size=256, dtype="float64", max_seq=32)
+AHEAD = replace(DEEPSEEK, num_layers=4, vocab_size=256, dtype="float64", max_seq=32)
+MODELS = {"dense": MODEL, "tied": replace(MODEL, tied=True), "experts": EXPERTS, "ahead": AHEAD}
+"""What training adds beside the loss of the next token is in none of the numbers."""
+SPLIT = {"sequence_parallel": True}
+ROWS = [
+    ("dense", "", {}),
+    ("dense", "", {"remat": "full", "microbatches": 1, "loss_chunk_tokens": 5}),
+    ("dense", "dp=2", {"zero": 2}),
+    ("dense", "dp=2,tp=2", SPLIT),
+    ("dense", "cp=2", {}),
+    ("dense", "ulysses=2,cp=2", {"context": "gather"}),
+    ("dense", "fsdp=2", {}),
+    ("dense", "dp=2,fsdp=2", {"gather": "step"}),
+    ("dense", "dp=2,tp=2", {"zero": 3}),
+    ("dense", "pp=2,cp=2", {"schedule": "zb-h1"}),
+    ("dense", "pp=2", {"schedule": "interleaved"}),
+    ("dense", "pp=2", {"schedule": "zbv"}),
+    ("dense", "pp=2", {"schedule": "dualpipev", "microbatches": 4}),
+    ("dense", "pp=2,tp=2,dp=2", {**SPLIT, "zero": 3}),
+    ("dense", "pp=2,fsdp=2", {"gather": "step"}),
+    ("tied", "pp=2", {"vocab_over_pp": True}),
+    ("tied", "pp=4,dp=2", {"microbatches": 4}),
+    ("dense", "pp=2", {"lora_rank": 2}),
+    ("experts", "ep=2,tp=2", {**SPLIT, "expert_axes": "ep,tp"}),
+    ("experts", "pp=2,ep=2", {}),
+    ("ahead", "pp=2,dp=2", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "fields"), ROWS, ids=str)
+def test_is_the_mean_by_hand_on_every_mesh(config, dense, name, mesh, fields):
+    close(evaluated(replace(config, gpt=MODELS[name]), mesh, **fields), dense[name])
+
+
+SMALL = [
+    "--data", argparse.__file__, "--seq", "16", "--global-batch", "8", "--microbatches", "2", "--gpt.num-layers", "4",
+    "--gpt.embed-dim", "16", "--gpt.num-heads", "4", "--gpt.num-kv-heads", "2", "--gpt.mlp-dim", "24",
+    "--gpt.dtype", "float64", "--gpt.tied", "--learning-rate.total-steps", "4",
+]  # fmt: skip
+
+
+def train(*arguments: object) -> int:
+    return main(["train", *SMALL, *map(str, arguments)])
+
+
+def evals(run) -> dict[int, dict]:
+    return {r["step"]: r["eval"] for r in run_folder.records(run) if "eval" in r}
+
+
+@pytest.fixture(scope="module")
+def whole(texts, tmp_path_factory):
+    """A run that evaluates after steps 2 and 3."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    sets = ["--eval-every", 2, "--eval-data", f"one='{texts}/a b.txt' two={texts}/c.txt"]
+    assert train("--steps", 3, "--save-every", 1, "--out", run, *sets) == 0
+    assert list(evals(run)) == [2, 3]
+    return run
+
+
+def test_training_does_not_notice(whole, tmp_path):
+    assert train("--steps", 3, "--out", tmp_path / "run") == 0
+    same = [[r["loss"] for r in run_folder.records(run)] for run in (whole, tmp_path / "run")]
+    assert same[0] == same[1]
+    assert evals(tmp_path / "run") == {}
+
+
+def test_a_run_that_goes_on_evaluates_the_same(whole, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    for step in ("2", "3"):
+        shutil.rmtree(run / "checkpoints" / step)
+    assert train("--resume", "--out", run) == 0
+    assert evals(run) == evals(whole)
+    last = evals(run)[3]["one"]
+    said = f"held out, one: loss {last['loss']:.3f}, perplexity {last['perplexity']:.1f}"
+    out = capsys.readouterr().out
+    assert said in out
+    assert "eval   two: 1 x 8 samples of 84 bytes in 1 documents" in out
+    # more of it, of other sets, on another mesh
+    more = ["--eval-every", 1, "--eval-data", f"three={argparse.__file__}", "--eval-batches", 2]
+    assert train("--resume", "--out", run, "--steps", 4, "--mesh", "dp=2,tp=2", *more) == 0
+    assert evals(run)[4]["three"]["tokens"] == 2 * 8 * 16
+
+
+@pytest.mark.distributed
+def test_processes_of_a_pipeline_evaluate_the_same(whole, texts, torchrun, tmp_path):
+    program = "import sys; from functron.cli import main; sys.exit(main(sys.argv[1:]))"
+    mesh = ["--mesh", "pp=2,dp=2", "--schedule", "zbv", "--vocab-over-pp", "--zero", 1]
+    sets = ["--eval-every", 2, "--eval-data", f"one='{texts}/a b.txt' two={texts}/c.txt"]
+    rest = ["--steps", 3, "--out", tmp_path / "run", "--device", "cpu"]
+    torchrun(program, 4, "train", *SMALL, *mesh, *sets, *rest)
+    close(evals(tmp_path / "run"), evals(whole))
+
+
+def test_a_number_of_batches_has_the_same_samples_whatever_the_seed(config):
+    some = replace(config, eval_batches=1)
+    one, two = open_sets(some)
+    assert (one.num_batches, two.num_batches) == (1, 1)
+    first = one.batch(0)
+    assert torch.equal(first["tokens"], open_sets(replace(some, seed=7))[0].batch(0)["tokens"])
+    halves = [one.batch(0, (index, 2)) for index in range(2)]
+    for name, leaf in first.items():
+        assert torch.equal(torch.cat([half[name] for half in halves]), leaf)
+    # all of it, whatever more is asked for; every window once
+    one, two = open_sets(replace(config, eval_batches=9))
+    assert (one.num_batches, two.num_batches) == (2, 1)
+    seen = [one.batch(index) for index in range(2)]
+    rows = torch.cat([batch["tokens"][batch["targets"][:, 0] >= 0] for batch in seen])
+    assert len({tuple(row) for row in rows.tolist()}) == len(rows) == 13
+    with pytest.raises(ValueError, match="global_batch: got 8; wanted a positive multiple of 3"):
+        one.batch(0, (0, 3))
+
+
+def test_conversations_count_what_the_assistant_says(config, tmp_path):
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    files = [write_lines(tmp_path / f"{n}.jsonl", corpus(n)) for n in (9, 5)]
+    model = replace(MODEL, vocab_size=300, max_seq=96, num_layers=1)
+    chat = replace(config, gpt=model, data=str(files[0]), tokenizer=str(folder), seq=96)
+    chat = replace(chat, eval_data=f"said={files[1]}")
+    found = evaluated(chat, "dp=2,tp=2")
+    params = prepare(chat, Mesh()).state.params
+    samples = open_samples(replace(chat, data=str(files[1])))
+    assert isinstance(samples, Chat)
+    rows = [
+        torch.stack(x)
+        for x in zip(*(map(torch.from_numpy, samples.sample(i)) for i in range(5)), strict=True)
+    ]
+    want = by_hand(model, params, *rows)
+    assert want["tokens"] == samples.num_targets < 5 * 96
+    close(found, {"said": want})
+
+
+def test_parts_for_validation_of_each_source(config, tmp_path):
+    """Two files of 10 documents, of which the last 2 are held out, attended to one by one."""
+    rng, kept, model = np.random.default_rng(1), {}, replace(MODEL, num_layers=2)
+    for name in ("a", "b"):
+        documents = [rng.integers(0, 256, size) for size in rng.integers(5, 20, 10)]
+        with IndexedWriter(tmp_path / name, np.uint16) as writer:
+            for document in documents:
+                writer.add(document)
+        kept[f"validation/{name}"] = documents[8:]
+    disk = replace(config, data=f"0.3 {tmp_path}/a 0.7 {tmp_path}/b", split="8,2", seq=8)
+    disk = replace(disk, eval_data="", mask_documents=True, gpt=model)
+    params = prepare(replace(config, gpt=model), Mesh()).state.params
+    want = {name: apart(model, params, documents, 8) for name, documents in kept.items()}
+    close(evaluated(disk, "pp=2,dp=2"), want)
+    single = evaluated(replace(disk, data=f"{tmp_path}/a"), "")
+    close(single, {"validation": want["validation/a"]})
+
+
+def apart(
+    model: gpt.GPTConfig, params: tree.Tree, documents: list[np.ndarray], seq: int
+) -> dict[str, float]:
+    """The mean loss in windows of `seq` tokens, one piece of a document at a time."""
+    numbers = np.repeat(np.arange(len(documents)), [len(d) for d in documents])
+    ids, total, count = np.concatenate(documents), 0.0, 0
+    for start in range(0, (len(ids) - 1) // seq * seq, seq):
+        window, places = ids[start : start + seq + 1], numbers[start : start + seq + 1]
+        for document in set(places.tolist()):
+            piece = torch.from_numpy(window[places == document])[None]
+            if piece.shape[1] > 1:
+                found = by_hand(model, params, piece[:, :-1], piece[:, 1:])
+                total, count = total + found["loss"] * found["tokens"], count + found["tokens"]
+    return {"loss": total / count, "perplexity": math.exp(total / count), "tokens": count}
+
+
+def test_what_does_not_fit_is_said_before_the_run(config, tmp_path):
+    mock = replace(config, data="", format="mock", eval_data="", split="9,1")
+    tokens = replace(mock, format="tokens", data=str(tmp_path / "none"))
+    short = tmp_path / "short"
+    short.write_text("too short")
+    for wrong, message in [
+        (replace(config, eval_every=0), r"eval_data: got .*; wanted nothing without eval_every"),
+        (replace(config, eval_every=-1), r"eval_every: got -1; wanted at least 0"),
+        (replace(config, eval_batches=-1), r"eval_batches: got -1; wanted at least 0"),
+        (replace(config, eval_data=""), r"eval_every: got 1 without a set.*NAME=PATH\"$"),
+        (replace(mock, split=""), r"eval_every: got 1 without a set.*or --split 99,1"),
+        (mock, r"eval_batches: got 0, for all of 10\^15 random tokens; wanted at least 1"),
+        (replace(mock, eval_data="a=b"), r"eval_data: got 'a=b'; wanted nothing with random"),
+        (replace(mock, split="9,0,1", eval_batches=1), r"held-out set 'validation': [^:]*\n.*nothing for validation"),
+        (replace(tokens, split="", eval_data="mix='1 a 2 b'"), r"eval_data: got a blend as 'mix'"),
+        (replace(config, eval_data="a"), r"eval_data: got 'a'; wanted a name"),
+        (replace(config, eval_data="a=x a=y"), r"eval_data: got two sets 'a'"),
+        (replace(config, eval_data="'a=x"), r"eval_data: got \"'a=x\"; wanted No closing quotation"),
+        (replace(config, eval_data=f"a={tmp_path}/none"), r"held-out set 'a': .*\n.*got nothing there"),
+        (replace(config, eval_data=f"a={short}"), r"held-out set 'a': .*\n.*got 9 bytes; wanted at least seq"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            validate(wrong)
+    validate(replace(mock, eval_batches=2))
+
+
+def test_the_time_of_evaluation_is_not_that_of_a_step():
+    def evaluate(state):
+        time.sleep(0.3)
+        return {"one": {"loss": float(state)}}
+
+    done = loop(
+        lambda state, _: (state + 1, {"loss": torch.tensor(0.0)}), 0, lambda _: {"tokens": torch.zeros(1)},
+        steps=3, evaluate=evaluate, evaluate_every=2, reporters=[],
+    )  # fmt: skip
+    assert [record.get("eval") for record in done.history] == [
+        None,
+        {"one": {"loss": 2.0}},
+        {"one": {"loss": 3.0}},
+    ]
+    assert all(record["step_seconds"] < 0.2 for record in done.history)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_at_once():
+    asked = []
+    with pytest.raises(FloatingPointError, match="step 1"):
+        loop(
+            lambda state, _: (state, {"loss": torch.tensor(math.inf)}),
+            0,
+            lambda _: None,
+            steps=1,
+            evaluate=asked.append,  # pyright: ignore
+            evaluate_every=1,
+            reporters=[],
+        )
+    assert asked == []
