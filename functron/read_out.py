@@ -91,16 +91,16 @@ class AveragedRows:
 def _check(stored: Checkpoint, defs: tree.Tree) -> None:
     """Raise where the parameters are not those of `defs`."""
     wanted = {
-        f"params/{path}": tuple(d.shape)
+        f"params/{path}": list(d.shape)
         for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)
     }
     stored.open([path for path in wanted if path in stored])
     problems = [
         Problem(path, "no such leaf", "a parameter, as config.toml says")
         if path not in stored
-        else Problem(path, str(stored[path].shape), f"{shape}, as config.toml says")
+        else Problem(path, str(list(stored[path].shape)), f"{shape}, as the config says")
         for path, shape in wanted.items()
-        if path not in stored or stored[path].shape != shape
+        if path not in stored or list(stored[path].shape) != shape
     ]
     raise_problems(f"{stored.path} is no checkpoint of this run's model", problems)
 

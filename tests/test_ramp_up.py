@@ -193,7 +193,7 @@ def test_goes_on_on_processes(whole, tmp_path):
         )
         for run in (cut, whole)
     ]
-    close(*means, 1e-5)
+    close(means[0], means[1], 1e-5)
 
 
 def test_what_cannot_be(whole, tmp_path, capsys):
