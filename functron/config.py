@@ -278,11 +278,18 @@ def _read(table: Mapping[str, Any], base: Any, prefix: str, problems: list[Probl
         elif optional and value == "none":
             out[key] = None
         elif nested is None and (kind := _kind(hints[key], value)) is None:
-            out[key] = float(value) if hints[key] is float else value
+            out[key] = _converted(hints[key], value)
         else:
             kind = "a table" if nested is not None else _kind(hints[key], value)
             problems.append(Problem(where, repr(value), str(kind)))
     return out
+
+
+def _converted(hint: Any, value: Any) -> Any:
+    """A value of the annotated kind from what TOML has for it."""
+    if typing.get_origin(hint) is tuple:
+        return tuple(value)
+    return float(value) if hint is float else value
 
 
 def _dataclass_in(hint: Any) -> tuple[Any, bool]:
@@ -300,6 +307,9 @@ def _kind(hint: Any, value: Any) -> str | None:
     if typing.get_origin(hint) is Literal:
         options = typing.get_args(hint)
         return None if value in options else f"one of {', '.join(map(repr, options))}"
+    if typing.get_origin(hint) is tuple:  # of any number of whole numbers
+        ok = isinstance(value, list | tuple) and all(_kind(int, each) is None for each in value)
+        return None if ok else "a list of whole numbers"
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     fits = (int, float) if hint is float else (hint,)
     ok = isinstance(value, fits) and (hint is bool or not isinstance(value, bool))

@@ -7,6 +7,9 @@
 | OLMo 2   | norms after sublayers alone, norms of queries and keys over all heads together       |
 | Nemotron | LayerNorm around 1, squared ReLU without a gate, half of a head's dims rotated       |
 | SmolLM3  | every fourth layer without rope                                                      |
+| OLMo     | LayerNorm without parameters, queries, keys and values that are clipped              |
+| GLM      | rotated pairs next to each other, half of a head's dims rotated, biases on q, k, v   |
+| GLM-4    | the same with norms on both sides of sublayers                                       |
 """
 
 from __future__ import annotations
@@ -196,5 +199,86 @@ SMOLLM3 = Family(
     ),
     ignored=("layer_types", "sliding_window"),
 )
-DENSE = (GEMMA2, GEMMA3, OLMO2, NEMOTRON, SMOLLM3)
+OLMO = Family(
+    "olmo",
+    "OlmoForCausalLM",
+    (*START, *_PROJECTIONS, *MLP, *END),
+    (
+        settings.same("vocab_size", "vocab_size", 50304),
+        settings.same("hidden_size", "embed_dim", 4096),
+        settings.same("intermediate_size", "mlp_dim", 11008),
+        settings.same("num_hidden_layers", "num_layers", 32),
+        settings.same("num_attention_heads", "num_heads", 32),
+        settings.same("max_position_embeddings", "max_seq", 2048),
+        settings.same("tie_word_embeddings", "tied", False),
+        settings.derived("num_key_value_heads", "num_kv_heads", None, "kv_heads"),
+        settings.derived("head_dim", "head_dim", None, "head_size"),
+        rope(),
+        options.cap("clip_qkv", "qkv_clip", None),
+        common("qkv_clip"),
+        settings.fixed("norm", "bare_layer"),
+        settings.fixed("norm_eps", 1e-5),  # in its code
+        settings.fixed("gated", True),
+        settings.fixed("positions", "rope"),
+        settings.only("attention_bias", False, why="biases on attention alone"),
+        settings.heads_divide(),
+        *PLAIN,
+        NO_QK_NORM,
+        ALL_DENSE,
+        NO_LATENT,
+        NO_WINDOW,
+        *NO_BIASES,
+        *DECODER,
+    ),
+)
+
+_GLM: _Sizes = {"vocab_size": 151552, "embed_dim": 4096, "mlp_dim": 13696, "num_layers": 40,
+                "num_heads": 32, "num_kv_heads": 2, "max_seq": 131072, "head_dim": 128,
+                "norm_eps": 1.5625e-7}  # fmt: skip
+_GLM_MLP = (
+    Rule(f"{LAYER}.mlp.gate_up_proj.weight", UP[0], ("blocks/mlp/gate/w", "blocks/mlp/up/w")),
+    *linear(f"{LAYER}.mlp.down_proj", "blocks/mlp/down", *DOWN),
+)
+_OF_GLM = (
+    *PLAIN,
+    settings.fixed("rope_pairs", "neighbours"),
+    settings.same("attention_bias", "qkv_bias", True),
+    settings.fixed("bias", False),
+    NO_QK_NORM,
+    ALL_DENSE,
+    NO_WINDOW,
+)
+GLM = Family(
+    "glm",
+    "GlmForCausalLM",
+    (*START, *_PROJECTIONS, *_BEFORE, *_GLM_MLP, *END),
+    (
+        *llama_like(**_GLM, rope_aspect=rope(partial=0.5), variants=common("rope_pairs")),
+        *_OF_GLM,
+    ),
+)
+GLM4 = Family(
+    "glm4",
+    "Glm4ForCausalLM",
+    (
+        *START,
+        *_PROJECTIONS,
+        *norm(f"{LAYER}.input_layernorm", "blocks/attention_norm"),
+        *norm(f"{LAYER}.post_self_attn_layernorm", "blocks/attention_out_norm"),
+        *norm(f"{LAYER}.post_attention_layernorm", "blocks/mlp_norm"),
+        *norm(f"{LAYER}.post_mlp_layernorm", "blocks/mlp_out_norm"),
+        *_GLM_MLP,
+        *END,
+    ),
+    (
+        *llama_like(
+            **_GLM,
+            rope_aspect=rope(partial=0.5),
+            variants=common("rope_pairs", "sublayer_norms"),
+        ),
+        settings.fixed("sublayer_norms", "both"),
+        *_OF_GLM,
+    ),
+)
+DENSE = (GEMMA2, GEMMA3, OLMO2, NEMOTRON, SMOLLM3, OLMO, GLM, GLM4)
 """In the order in which one that fits is chosen."""

@@ -235,6 +235,7 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "llama4_text": "layers without rope, attention in chunks and temperatures of queries",
         "deepseek_v2": "names for the tensors of DeepSeek-V2",
         "gemma3": "images of Gemma 3; its text model alone is gemma3_text",
+        "qwen2_vl": "images of Qwen2-VL, though positions of its kind (rope_sections)",
     }
 )
 """What this decoder lacks for families that people ask for."""

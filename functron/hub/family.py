@@ -132,6 +132,7 @@ ALL_DENSE = settings.absent("moe", "dense_layers", "mtp_depth", "sinks")
 NO_WINDOW = settings.absent("window", "global_every")
 _VARIANTS = ("sublayer_norms", "attention_scale", "score_cap", "logit_cap")
 _VARIANTS = (*_VARIANTS, "qk_norm_across", "nope_every", "local_rope_theta", "attention_gate")
+_VARIANTS = (*_VARIANTS, "qkv_clip", "rope_pairs", "rope_sections")
 
 
 def common(*but: str) -> Aspect:

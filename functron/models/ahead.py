@@ -44,8 +44,10 @@ def predict_ahead(
     assert sequence.targets is not None
     gather = how.gather.at("mtp").rows()
     rows = [tree.map(lambda w, k=k: w[k], weights) for k in range(config.mtp_depth)]
+    without = ("embed_norm", "stream_norm", "norm") if config.norm == "bare_layer" else ()
     outer = [
-        {name: gather.at(name)(part) for name, part in row.items() if name != "block"}
+        {name: {} for name in without}
+        | {name: gather.at(name)(part) for name, part in row.items() if name != "block"}
         for row in rows
     ]
 

@@ -130,15 +130,14 @@ def block_defs(config: GPTConfig, *, experts: bool) -> dict:
     """Defs ``{"attention_norm", "attention", "mlp_norm", "mlp"}``, or "moe" for the last.
 
     Norms after sublayers are "attention_out_norm" and "mlp_out_norm", beside those or in their
-    place.
+    place; those without parameters are left out.
     """
     c, dtype = config, config.torch_dtype
     out_stddev = c.init_stddev / math.sqrt(2 * c.num_layers)
     stddevs = {"stddev": c.init_stddev, "out_stddev": out_stddev, "dtype": dtype}
-    places = {"before": ("",), "after": ("_out",), "both": ("", "_out")}[c.sublayer_norms]
-    names = (f"{sublayer}{place}_norm" for sublayer in ("attention", "mlp") for place in places)
+    norms = {name: norm_defs(config) for name in norm_names(config)}
     block = {
-        **{name: norm_defs(config) for name in names},
+        **{name: norm for name, norm in norms.items() if norm},
         "attention": nn.attention_defs(c.attention, **stddevs)
         if c.latent is None
         else nn.mla_defs(c.latent, **stddevs),
@@ -150,12 +149,23 @@ def block_defs(config: GPTConfig, *, experts: bool) -> dict:
     return block | {"mlp": mlp}
 
 
+def norm_names(config: GPTConfig) -> tuple[str, ...]:
+    """The norms of a block, by their names in the parameters, which not all kinds have."""
+    places = {"before": ("",), "after": ("_out",), "both": ("", "_out")}[config.sublayer_norms]
+    return tuple(f"{name}{place}_norm" for name in ("attention", "mlp") for place in places)
+
+
 def norm_defs(config: GPTConfig) -> dict:
-    """Defs of a norm of the stream."""
+    """Defs of a norm of the stream; empty where it has no parameters."""
     c = config
     return nn.norm_defs(
         c.embed_dim, c.norm, axis="embed", dtype=c.torch_dtype, zero_centered=c.zero_centered_norm
     )
+
+
+def own_norm(config: GPTConfig, weights: dict, name: str) -> dict:
+    """The parameters of a norm; ``{}`` for kinds that have none."""
+    return {} if config.norm == "bare_layer" else weights[name]
 
 
 def norm(config: GPTConfig, weights: dict, x: Tensor, kernels: Kernels) -> Tensor:
@@ -181,6 +191,10 @@ def block(config: GPTConfig, sequence: Sequence, how: How, gather: Gather) -> Ca
     _check_remat(how.remat)
     window = 0 if config.global_every else config.window  # else each row says its own
     ropes = _ropes(config, sequence, gather.compute_dtype or config.torch_dtype)
+    norms = norm_names(config)
+
+    def normed(weights: dict, name: str, x: Tensor) -> Tensor:
+        return norm(config, own_norm(config, weights, name), x, how.kernels) if name in norms else x
 
     def layer(weights: dict, x: Tensor, key: Tensor | None, own: dict) -> Any:
         keys = (None, None, None) if key is None else random.split(key, 3).unbind(0)
@@ -190,18 +204,18 @@ def block(config: GPTConfig, sequence: Sequence, how: How, gather: Gather) -> Ca
         check_whole(config, weights["attention"]["out"]["w"].shape[-1])
         rope = _own_rope(ropes, own)
         with named_scope("attention"):
-            y = _normed(config, weights.get("attention_norm"), x, how)
+            y = normed(weights, "attention_norm", x)
             settings = {"rope": rope, "stream": how.stream, "core": core, "kernels": how.kernels}
             if config.latent is None:
                 y = nn.self_attention(weights["attention"], y, config.attention, **settings)
             else:
                 y = nn.mla(weights["attention"], y, config.latent, **settings)
-            y = _normed(config, weights.get("attention_out_norm"), y, how)
+            y = normed(weights, "attention_out_norm", y)
             y = how.drop(config, sequence, y, keys[0])
         with named_scope("moe" if "moe" in weights else "mlp"):
-            if "mlp_norm" in weights:
+            if "mlp_norm" in norms:
                 settings = _norm_settings(config, how.kernels)
-                y, x = nn.add_norm(weights["mlp_norm"], y, x, **settings)
+                y, x = nn.add_norm(own_norm(config, weights, "mlp_norm"), y, x, **settings)
             else:
                 y = x = x + y
             if "moe" in weights:
@@ -210,7 +224,7 @@ def block(config: GPTConfig, sequence: Sequence, how: How, gather: Gather) -> Ca
                 assert config.activation != "clamped_swiglu"
                 routed, settings = None, {"stream": how.stream, "kernels": how.kernels}
                 y = nn.mlp(weights["mlp"], y, activation=config.activation, **settings)
-            y = _normed(config, weights.get("mlp_out_norm"), y, how)
+            y = normed(weights, "mlp_out_norm", y)
             return x + how.drop(config, sequence, y, keys[1]), routed
 
     policy = {"full": policies.nothing, "dots": policies.dots}.get(how.remat, policies.everything)
@@ -247,10 +261,6 @@ def _moe(
     return y, Routed(share, sums)
 
 
-def _normed(config: GPTConfig, weights: dict | None, x: Tensor, how: How) -> Tensor:
-    return x if weights is None else norm(config, weights, x, how.kernels)
-
-
 def patterns(config: GPTConfig, device: torch.device) -> dict[str, Tensor]:
     """In what else layers of one stack differ, a row for each of all layers.
 
@@ -272,10 +282,11 @@ def _ropes(config: GPTConfig, sequence: Sequence, dtype: torch.dtype) -> tuple[R
         return ()
     scaling, positions = config.rope_scaling, sequence.positions
     size = config.rope_head_dim if config.kv_rank else config.rotated_dims
-    tables = (nn.rope_table(positions, size, config.rope_theta, scaling, dtype),)
+    sections = config.rope_sections
+    tables = (nn.rope_table(positions, size, config.rope_theta, scaling, dtype, sections),)
     if not config.local_rope_theta:
         return tables
-    local = nn.rope_table(positions, size, config.local_rope_theta, None, dtype)
+    local = nn.rope_table(positions, size, config.local_rope_theta, None, dtype, sections)
     return (*tables, local) if config.global_every else (local,)
 
 

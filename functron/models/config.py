@@ -11,9 +11,11 @@ import torch
 
 from functron import nn
 from functron.errors import Problem, nearest, raise_problems
+from functron.models.rotary import rope_problems
 from functron.nn.moe import ExpertActivation, MoEConfig
 
 Positions = Literal["rope", "learned", "none"]
+RopePairs = Literal["halves", "neighbours"]
 Norms = Literal["before", "after", "both"]
 Dtype = Literal["float32", "float64", "bfloat16"]
 _CHOICES = MappingProxyType(
@@ -22,6 +24,7 @@ _CHOICES = MappingProxyType(
         "sublayer_norms": Norms,
         "activation": ExpertActivation,
         "positions": Positions,
+        "rope_pairs": RopePairs,
         "dtype": Dtype,
     }
 )
@@ -29,7 +32,7 @@ _CHOICES = MappingProxyType(
 
 _NOT_NEGATIVE = (
     *("window", "global_every", "nope_every", "dense_layers", "mtp_depth", "mtp_weight"),
-    *("local_rope_theta", "attention_scale", "score_cap", "logit_cap"),
+    *("local_rope_theta", "attention_scale", "score_cap", "logit_cap", "qkv_clip"),
 )
 
 
@@ -46,7 +49,8 @@ class GPTConfig:
         head_dim: width of a head; 0 means ``embed_dim // num_heads``.
         mlp_dim: width of the feed-forward hidden layer.
         max_seq: longest sequence, in tokens.
-        norm: ``"rms"`` or ``"layer"``, of sublayers and at the end.
+        norm: ``"rms"``, ``"layer"`` or ``"bare_layer"``, which has no parameters (OLMo 1); of
+            sublayers and at the end.
         sublayer_norms: ``"before"`` each sublayer, of what it reads; ``"after"`` it, of what it
             adds to the stream (OLMo 2); ``"both"`` (Gemma 2 and 3).
         norm_eps: epsilon of the norms.
@@ -54,6 +58,8 @@ class GPTConfig:
         gated: multiply the activation by a second projection (SwiGLU with silu).
         bias: biases on all linear layers.
         qkv_bias: biases on queries, keys and values, also without `bias` (Qwen2).
+        qkv_clip: queries, keys and values are brought into [-qkv_clip, qkv_clip] as they are made
+            (OLMo 1); 0: they are not.
         qk_norm: RMSNorm on queries and keys.
         qk_norm_across: that norm is over all heads together (OLMo 2), not of each.
         zero_centered_norm: norms multiply by 1 + scale, and scales start at 0 (Gemma).
@@ -62,6 +68,13 @@ class GPTConfig:
         local_rope_theta: that of layers with a window, which nothing stretches (Gemma 3); 0: the
             same.
         rope_fraction: of the dims of a head, the first ones, are rotated (Nemotron-4).
+        rope_pairs: pairs of rotated dims are dims i and i + half of them, ``"halves"`` (Llama), or
+            2i and 2i + 1, ``"neighbours"`` (GPT-J, GLM); `rope_interleaved` says it of latent
+            attention.
+        rope_sections: so many pairs of rotated dims, one after the other, turn by each of a token's
+            positions: (16, 24, 24) by time, height and width in Qwen2-VL. A batch's ``positions``
+            are then ``[batch, seq, sections]``, or ``[batch, seq]`` where all are equal, as they
+            are of text; generation takes text. (): tokens have one position.
         nope_every: every so-manieth layer, counted from 1, has no rotary positions (SmolLM3); 0:
             none.
         rope_scaling: stretching of the rotary frequencies for longer sequences, or None.
@@ -117,6 +130,7 @@ class GPTConfig:
     gated: bool = True
     bias: bool = False
     qkv_bias: bool = False
+    qkv_clip: float = 0.0
     qk_norm: bool = False
     qk_norm_across: bool = False
     zero_centered_norm: bool = False
@@ -124,6 +138,8 @@ class GPTConfig:
     rope_theta: float = 10000.0
     local_rope_theta: float = 0.0
     rope_fraction: float = 1.0
+    rope_pairs: RopePairs = "halves"
+    rope_sections: tuple[int, ...] = ()
     nope_every: int = 0
     rope_scaling: nn.RopeScaling | None = None
     window: int = 0
@@ -208,30 +224,13 @@ class GPTConfig:
             fix = "use silu, or make all layers ones of experts"
             got = f"{self.activation!r} on layers without experts"
             found.append(Problem("activation", got, "one of feed-forward layers", fix))
-        found += self._latent_misfits() + self._rope_misfits()
+        found += self._latent_misfits() + rope_problems(self)
         if self.qk_norm_across and not self.qk_norm:
             got = "True without qk_norm"
             found.append(Problem("qk_norm_across", got, "False", "set qk_norm, or leave it out"))
-        return found
-
-    def _rope_misfits(self) -> list[Problem]:
-        """Rotary options that fit neither each other nor the heads."""
-        found, turns = [], self.positions == "rope" and not self.kv_rank
-        defaults = {"local_rope_theta": 0, "rope_fraction": 1, "nope_every": 0}
-        found += [
-            Problem(name, str(getattr(self, name)), f"{default} without rope over a head's dims")
-            for name, default in defaults.items()
-            if not turns and getattr(self, name) != default
-        ]
-        if turns and self.local_rope_theta and not self.window:
-            got = f"{self.local_rope_theta} without a window"
-            found.append(Problem("local_rope_theta", got, "0", "set window, or leave it out"))
-        if turns and (not 0 < self.rope_fraction <= 1 or self.rotated_dims < 2):
-            got, wanted = str(self.rope_fraction), "above 0, for 2 dims at least, and at most 1"
-            found.append(Problem("rope_fraction", got, wanted))
-        elif turns and self.rotated_dims % 2:
-            got = f"{self.rotated_dims} rotated dims"
-            found.append(Problem("head_dim", got, "an even number, for rope"))
+        if self.norm == "bare_layer" and self.zero_centered_norm and not self.qk_norm:
+            got = "True of norms without a scale"
+            found.append(Problem("zero_centered_norm", got, "False", "leave it out"))
         return found
 
     def _latent_misfits(self) -> list[Problem]:
@@ -246,6 +245,7 @@ class GPTConfig:
         wrong = {
             "positions": self.positions != "rope",
             "qk_norm": self.qk_norm,
+            "qkv_clip": bool(self.qkv_clip),
             "sinks": self.sinks,
             "attention_scale": bool(self.attention_scale),
             "attention_gate": self.attention_gate,
@@ -354,6 +354,8 @@ class GPTConfig:
             qk_norm_across=self.qk_norm_across,
             scale=self.attention_scale,
             gate=self.attention_gate,
+            clip=self.qkv_clip,
+            interleaved=self.rope_pairs == "neighbours",
         )
 
     @property

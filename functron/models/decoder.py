@@ -20,10 +20,11 @@ from functron.models.block import (
     check_whole,
     joined,
     norm,
+    own_norm,
     patterns,
 )
 from functron.models.config import GPTConfig
-from functron.models.sequence import SAMPLE_AXES, Sequence, check_length
+from functron.models.sequence import SAMPLE_AXES, Sequence, check_length, check_positions
 from functron.nn import zigzag
 from functron.nn.linear import sequence_axes
 from functron.pipeline.layout import Part
@@ -69,7 +70,7 @@ def _total(
         found = Problem("loss_chunk_tokens", got, "0: capped logits are made at once", fix)
         raise_problems("the loss of capped logits", [found])
     with named_scope("norm"):
-        normed = norm(config, how.gather.at("norm")(weights["norm"]), x, how.kernels)
+        normed = _last_norm(config, weights, x, how)
     with named_scope("unembed"):
         matrix = _unembedding(config, weights, how)
 
@@ -123,12 +124,17 @@ def _total(
 def logits(config: GPTConfig, weights: dict, x: Tensor, how: How) -> Tensor:
     """The logits of the stream after all layers, in the order that the batch came in."""
     with named_scope("norm"):
-        x = norm(config, how.gather.at("norm")(weights["norm"]), x, how.kernels)
+        x = _last_norm(config, weights, x, how)
     with named_scope("unembed"):
         x = nn.gather_sequence(x, how.stream)
         if how.context.order == "zigzag":
             x = zigzag.to_contiguous(x, 1)
         return _capped(config, nn.column_parallel(x, _unembedding(config, weights, how)))
+
+
+def _last_norm(config: GPTConfig, weights: dict, x: Tensor, how: How) -> Tensor:
+    own = own_norm(config, weights, "norm")
+    return norm(config, how.gather.at("norm")(own) if own else own, x, how.kernels)
 
 
 def _capped(config: GPTConfig, logits: Tensor) -> Tensor:
@@ -155,6 +161,7 @@ def stream(
     split = lax.axis_size(tuple(a for a in sequence_axes(how.stream) if a not in CONTEXT_AXES))
     longest = config.max_seq if sequence.segments is None else None
     check_length(sequence.tokens.shape[1], longest, split)
+    check_positions(sequence, config.rope_sections, how.context)
     x, said = passed if isinstance(passed, tuple) else (passed, None)
     routed, squares = said if isinstance(said, Watched) else (said, None)
     keys = None if how.key is None else random.split(how.key, config.num_layers + 1)

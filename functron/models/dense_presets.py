@@ -1,4 +1,4 @@
-"""Published sizes of dense families after Llama: Qwen, Mistral, Gemma, OLMo, Phi, Nemotron."""
+"""Published sizes of dense families after Llama: Qwen, Mistral, Gemma, OLMo, Phi, GLM, Nemotron."""
 
 from __future__ import annotations
 
@@ -95,6 +95,31 @@ def _olmo2(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, **chan
     return _sized(num_layers, embed_dim, num_heads, mlp_dim, settings)
 
 
+def _olmo(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, **changes):
+    settings: dict[str, Any] = {
+        "vocab_size": 50304,
+        "max_seq": 2048,
+        "norm": "bare_layer",
+        **changes,
+    }
+    return _sized(num_layers, embed_dim, num_heads, mlp_dim, settings)
+
+
+def _glm(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, **changes):
+    settings: dict[str, Any] = {
+        "vocab_size": 151552,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "max_seq": 131072,
+        "norm_eps": 1.5625e-7,
+        "qkv_bias": True,
+        "rope_pairs": "neighbours",
+        "rope_fraction": 0.5,
+        **changes,
+    }
+    return _sized(num_layers, embed_dim, num_heads, mlp_dim, settings)
+
+
 def _nemotron(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, **changes):
     settings: dict[str, Any] = {
         "vocab_size": 256000,
@@ -150,11 +175,16 @@ DENSE_PRESETS: Mapping[str, GPTConfig] = MappingProxyType(
         "gemma3-4b": _gemma3(34, 2560, 8, 4, 10240),
         "gemma3-12b": _gemma3(48, 3840, 16, 8, 15360),
         "gemma3-27b": _gemma3(62, 5376, 32, 16, 21504, scalar=168, head_dim=128),
+        "olmo-tiny": _olmo(2, 64, 4, 192, qkv_clip=8.0, **_TINY),
+        "olmo-1b": _olmo(16, 2048, 16, 8192, tied=True),
+        "olmo-7b": _olmo(32, 4096, 32, 11008),
         "olmo2-7b": _olmo2(32, 4096, 32, 11008),
         "olmo2-13b": _olmo2(40, 5120, 40, 13824),
         "olmo2-32b": _olmo2(64, 5120, 40, 27648, num_kv_heads=8),
         "phi3-mini": _sized(32, 3072, 32, 8192, {"vocab_size": 32064, "max_seq": 4096,
                                                  "window": 2047}),
+        "glm-tiny": _glm(2, 64, 4, 192, head_dim=16, **_TINY),
+        "glm4-9b": _glm(40, 4096, 32, 13696),
         "nemotron-tiny": _nemotron(2, 64, 4, 192, num_kv_heads=2, **_TINY),
         "nemotron-4-15b": _nemotron(32, 6144, 48, 24576),
         "nemotron-4-340b": _nemotron(96, 18432, 96, 73728),

@@ -64,17 +64,18 @@ __all__ = [
 
 
 def defs(config: GPTConfig) -> dict:
-    """The parameters: ``{"embed", "positions"?, "dense"?, "blocks", "norm", "unembed"?, "mtp"?}``.
+    """The parameters: ``{"embed", "positions"?, "dense"?, "blocks", "norm"?, "unembed"?, "mtp"?}``.
 
     Those of all blocks are stacked on a leading "layers" dim; where the first blocks are dense and
     the others have experts, these are "dense" and those "blocks".
     """
     c, dtype = config, config.torch_dtype
     normal = Normal(c.init_stddev)
-    model = {
-        "embed": ParamDef((c.padded_vocab, c.embed_dim), ("vocab", "embed"), normal, dtype),
-        "norm": norm_defs(c),
+    model: dict = {
+        "embed": ParamDef((c.padded_vocab, c.embed_dim), ("vocab", "embed"), normal, dtype)
     }
+    if norm := norm_defs(c):
+        model["norm"] = norm
     for name, layers in c.stacks.items():
         layer = block_defs(c, experts=c.moe is not None and name == "blocks")
         model[name] = params.stack(layer, len(layers))
@@ -177,20 +178,25 @@ def stage(
     return x if said is None else (x, said)
 
 
-def batch_specs(*, packed: bool = False) -> dict[str, P]:
+def batch_specs(*, packed: bool = False, placed: bool = False) -> dict[str, P]:
     """How the entries of a batch are split: for `make_step`, and to `shard` it by.
 
     Args:
         packed: whether it has the positions and segments of packed documents.
+        placed: whether it has positions, also without documents: `GPTConfig.rope_sections`.
     """
-    names = ("tokens", "targets", *(("positions", "segments") if packed else ()))
+    names = ["tokens", "targets"]
+    names += ["positions"] if packed or placed else []
+    names += ["segments"] if packed else []
     return {**dict.fromkeys(names, P(DATA_AXES, CONTEXT_AXES)), "rows": P(DATA_AXES)}
 
 
 def uses(config: GPTConfig) -> dict[str, str | range]:
     """Which stages of a pipeline use each entry of `defs`, as `pipeline.Partition` wants it."""
     embed = "EL" if config.tied or config.mtp_depth else "E"
-    table: dict[str, str | range] = {"embed": embed, **config.stacks, "norm": "L"}
+    table: dict[str, str | range] = {"embed": embed, **config.stacks}
+    if norm_defs(config):
+        table["norm"] = "L"
     if config.positions == "learned":
         table["positions"] = "E"
     if not config.tied:

@@ -17,7 +17,8 @@ from functron.typing import Int, Tensor
 
 Batch = Mapping[str, Tensor]
 """``tokens`` and ``targets`` int64 [B, T], and ``rows`` int64 [B], indices in the global batch; of
-packed documents also ``positions`` and ``segments`` int64 [B, T], see `Sequence`."""
+packed documents also ``positions`` and ``segments`` int64 [B, T], see `Sequence`; where tokens have
+several positions (`GPTConfig.rope_sections`) ``positions`` [B, T, their number]."""
 
 SAMPLE_AXES = (*DATA_AXES, *CONTEXT_AXES)
 """The axes over which losses are summed: those that split the batch, by samples and by tokens."""
@@ -75,7 +76,8 @@ class Sequence(NamedTuple):
         targets: int64 ``[B, T]``; None where nobody asked.
         rows: int64 ``[B]``, the samples' indices in the global batch.
         slots: int64 ``[T]``, the tokens' places in their samples (as the batch has them).
-        positions: int64 ``[T]`` or ``[B, T]``, their places in their documents.
+        positions: int64 ``[T]`` or ``[B, T]``, their places in their documents; ``[B, T, S]``:
+            the S places of each, by which parts of a head's dims are rotated.
         segments: int64 ``[B, T]``, the numbers of their documents; None: a sample is one.
         attend: ``(q, k, v, *, window, sinks, cap) -> out``, where attention is done in another way
             than among these tokens: with keys that are kept, for example.
@@ -122,7 +124,7 @@ def arranged(batch: Batch, context: Context) -> Sequence:
         ValueError: the sequence does not divide.
     """
 
-    def moved(x: Int[Tensor, "batch seq"] | None) -> Tensor | None:
+    def moved(x: Int[Tensor, "batch seq *several"] | None) -> Tensor | None:
         if x is None or context.order != "zigzag":
             return x
         return zigzag.to_balanced(x, 1)
@@ -142,6 +144,30 @@ def arranged(batch: Batch, context: Context) -> Sequence:
         positions=slots if positions is None else positions,
         segments=moved(batch.get("segments")),
     )
+
+
+def check_positions(sequence: Sequence, sections: tuple[int, ...], context: Context) -> None:
+    """Raise ValueError unless each token has one position, or one for each of the sections.
+
+    Args:
+        sequence: the rank's tokens.
+        sections: `GPTConfig.rope_sections`.
+        context: how sequences are split.
+    """
+    shape, tokens = tuple(sequence.positions.shape), tuple(sequence.tokens.shape)
+    several = (*tokens, len(sections))
+    if shape == tokens[1:] or shape == tokens:
+        return
+    wanted = f"{tokens}, or {several}" if sections else f"{tokens}, one for each token"
+    if len(shape) == len(several) and not sections:
+        fix = "set rope_sections, if dims of a head are to be rotated by different positions"
+    elif shape == several and context.order == "balanced":
+        wanted, fix = f'{tokens} with order="balanced"', 'use order="zigzag"'
+    elif shape == several:
+        return
+    else:
+        fix = "transformers' [sections, batch, seq] is positions.permute(1, 2, 0) here"
+    raise_problems("the batch cannot be used", [Problem("positions", str(shape), wanted, fix)])
 
 
 def check_length(seq: int, max_seq: int | None, split: int) -> None:

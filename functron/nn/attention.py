@@ -46,6 +46,9 @@ class AttentionConfig:
         scale: multiplies the scores; 0: 1 / sqrt(head_dim).
         gate: what heads say is multiplied by sigmoid(x W_gate), number by number (Qiu et al. 2025,
             "Gated Attention for Large Language Models"; Qwen3-Next).
+        clip: queries, keys and values are brought into [-clip, clip] before all else (MPT; OLMo);
+            0: they are not.
+        interleaved: rotated dims lie in pairs next to each other; see `apply_rope`.
     """
 
     embed_dim: int
@@ -61,6 +64,8 @@ class AttentionConfig:
     qk_norm_across: bool = False
     scale: float = 0.0
     gate: bool = False
+    clip: float = 0.0
+    interleaved: bool = False
 
 
 def attention_defs(
@@ -167,6 +172,8 @@ def self_attention(
     """
     x = gather_sequence(x, stream, axis)
     q, k, v = (column_parallel(x, *weights(params[n])) for n in ("q", "k", "v"))
+    if config.clip:
+        q, k, v = (y.clamp(-config.clip, config.clip) for y in (q, k, v))
     q, k = _placed(params, q, k, config, rope, kernels, axis)
     if config.scale:  # what computes scores divides them by the root of their width
         q = q * (config.scale * math.sqrt(config.head_dim))
@@ -192,7 +199,7 @@ def _placed(
     at_once = whole and not config.qk_norm_across
     if rope is not None and at_once and kernels.takes("qk_norm_rope", q, k, *rope):
         scales = [params[n]["scale"] if config.qk_norm else None for n in ("q_norm", "k_norm")]
-        return QK_NORM_ROPE(q, k, *scales, *rope, eps, zero_centered, False)
+        return QK_NORM_ROPE(q, k, *scales, *rope, eps, zero_centered, config.interleaved)
     if config.qk_norm_across:
         q = _norm_across(params["q_norm"], q, config.num_heads, config, axis)
         k = _norm_across(params["k_norm"], k, config.num_kv_heads, config, axis)
@@ -200,14 +207,14 @@ def _placed(
         settings = {"eps": eps, "zero_centered": zero_centered, "kernels": kernels}
         q, k = norm(params["q_norm"], q, **settings), norm(params["k_norm"], k, **settings)
     if rope is not None:
-        q, k = _rotated(q, rope, kernels), _rotated(k, rope, kernels)
+        q, k = (_rotated(x, rope, config.interleaved, kernels) for x in (q, k))
     return q, k
 
 
-def _rotated(x: Tensor, rope: tuple[Tensor, Tensor], kernels: Kernels) -> Tensor:
+def _rotated(x: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool, kernels: Kernels) -> Tensor:
     """Heads whose first dims are rotated, as many as there are angles for."""
     size = 2 * rope[0].shape[-1]
-    first = apply_rope(x[..., :size], rope, kernels=kernels)
+    first = apply_rope(x[..., :size], rope, interleaved=interleaved, kernels=kernels)
     return first if size == x.shape[-1] else torch.cat([first, x[..., size:]], -1)
 
 

@@ -59,6 +59,8 @@ def multi_token_defs(
 ) -> dict:
     """Defs ``{"embed_norm", "stream_norm", "proj", "norm"}`` of one module, beside its block's.
 
+    Norms without parameters are left out; `multi_token` wants ``{}`` in their places.
+
     The projection is whole on every rank of tp: with a split sequence each computes its own tokens.
     """
 
@@ -66,7 +68,8 @@ def multi_token_defs(
         return norm_defs(embed_dim, kind, axis="embed", dtype=dtype, zero_centered=zero_centered)
 
     proj = linear_defs((2 * embed_dim, embed_dim), ("embed", None), stddev=stddev, dtype=dtype)
-    return {"embed_norm": scale(), "stream_norm": scale(), "proj": proj, "norm": scale()}
+    module = {"embed_norm": scale(), "stream_norm": scale(), "proj": proj, "norm": scale()}
+    return {name: part for name, part in module.items() if part}
 
 
 def multi_token(

@@ -13,7 +13,7 @@ from functron.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
 from functron.params import ParamDef, ones, zeros
 from functron.typing import Float, Tensor
 
-NormKind = Literal["rms", "layer"]
+NormKind = Literal["rms", "layer", "bare_layer"]
 
 
 def norm_defs(
@@ -26,8 +26,11 @@ def norm_defs(
 ) -> dict:
     """Defs ``{"scale"}`` of an RMSNorm, or ``{"scale", "bias"}`` of a LayerNorm, over `size`.
 
-    The scale starts at 1; with `zero_centered` it is what is added to 1, and starts at 0.
+    A "bare_layer" is a LayerNorm without parameters: ``{}``. The scale starts at 1; with
+    `zero_centered` it is what is added to 1, and starts at 0.
     """
+    if kind == "bare_layer":
+        return {}
     start = zeros if zero_centered else ones
     defs = {"scale": ParamDef((size,), (axis,), start, dtype, decay=False)}
     if kind == "layer":
@@ -72,14 +75,17 @@ def norm(
     zero_centered: bool = False,
     kernels: Kernels = AUTO,
 ) -> Float[Tensor, "*batch embed"]:
-    """The norm whose parameters these are: LayerNorm where there is a bias, else RMSNorm.
+    """The norm whose parameters these are: LayerNorm with a bias or nothing, RMSNorm with a scale.
 
     Args:
-        params: as `norm_defs`.
+        params: as `norm_defs`; ``{}``: LayerNorm without scale and bias (OLMo; Groeneveld et al.
+            2024), which no kernel computes.
         x: ``[..., embed]``.
         zero_centered: multiply by 1 + scale (Gemma; Megatron's zero-centered gamma).
         kernels: of ``"rms_norm"`` and ``"layer_norm"``.
     """
+    if not params:
+        return F.layer_norm(x, x.shape[-1:], None, None, eps)
     scale, bias, dtype = params["scale"], params.get("bias"), x.dtype
     if kernels.takes("rms_norm" if bias is None else "layer_norm", x, scale, bias):
         if bias is None:
@@ -110,10 +116,10 @@ def add_norm(
     Args:
         residual: ``[..., embed]``, as x.
     """
-    scale, bias = params["scale"], params.get("bias")
+    scale, bias = params.get("scale"), params.get("bias")
     op = "rms_norm" if bias is None else "layer_norm"
     alike = x.dtype == residual.dtype and x.shape == residual.shape
-    if alike and kernels.takes(op, x, residual, scale, bias):
+    if scale is not None and alike and kernels.takes(op, x, residual, scale, bias):
         if bias is None:
             return ADD_RMS_NORM(x, residual, scale, eps, zero_centered)[:2]
         return ADD_LAYER_NORM(x, residual, scale, bias, eps, zero_centered)[:2]

@@ -7,6 +7,7 @@ interleaved one of the paper and of DeepSeek. A model's weights belong to one of
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,8 @@ import torch
 from functron.ops.kernels import AUTO, Kernels
 from functron.ops.qk_norm_rope import QK_NORM_ROPE
 from functron.typing import Float, Int, Tensor
+
+_SEVERAL = 3  # dims of positions, where a token has several
 
 
 @dataclass(frozen=True)
@@ -117,26 +120,36 @@ def _yarn_kept(head_dim: int, theta: float, scaling: RopeScaling, device: torch.
 
 
 def rope_table(
-    positions: Int[Tensor, "*rows seq"],
+    positions: Int[Tensor, "*places"],
     head_dim: int,
     theta: float,
     scaling: RopeScaling | None,
     dtype: torch.dtype,
+    sections: Sequence[int] = (),
 ) -> tuple[Float[Tensor, "*rows seq half"], Float[Tensor, "*rows seq half"]]:
     """(cos, sin) of position times frequency, times yarn's factor; computed in float32.
 
     Args:
-        positions: int64 ``[seq]``, or ``[batch, seq]`` where samples differ (packed documents).
+        positions: int64 ``[seq]``, or ``[batch, seq]`` where samples differ (packed documents), or
+            ``[batch, seq, sections]`` where tokens have several.
         head_dim: the dims that are rotated.
         theta: the longest wavelength is about 2 pi theta.
         scaling: stretches wavelengths.
         dtype: of the result.
+        sections: how many pairs of dims, one after the other, turn by each of a token's positions
+            (Qwen2-VL, section 2.1: time, height and width).
 
     Returns:
         Two of ``[seq, head_dim / 2]`` or ``[batch, seq, head_dim / 2]``.
     """
     freqs = rope_frequencies(head_dim, theta, scaling, positions.device)
-    angles = positions.to(torch.float32).unsqueeze(-1) * freqs
+    places = positions.to(torch.float32)
+    if positions.dim() == _SEVERAL:  # that of each pair
+        each = zip(places.unbind(-1), sections, strict=True)
+        places = torch.cat([x.unsqueeze(-1).expand(*x.shape, size) for x, size in each], -1)
+    else:
+        places = places.unsqueeze(-1)
+    angles = places * freqs
     factor = 1.0 if scaling is None else scaling.table_factor
     cos, sin = angles.cos(), angles.sin()
     if factor != 1:

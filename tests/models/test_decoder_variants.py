@@ -38,6 +38,15 @@ MODELS = {
     ),
     "gated": replace(BASE, num_kv_heads=4, attention_gate=True, qkv_bias=True, qk_norm=True),
     "smollm3": replace(BASE, num_kv_heads=4, nope_every=2, logit_cap=2.0),
+    "olmo": replace(BASE, num_kv_heads=4, norm="bare_layer", qkv_clip=0.9),
+    "glm": replace(
+        BASE, num_kv_heads=4, head_dim=6, rope_pairs="neighbours", rope_fraction=0.7,
+        qkv_bias=True, nope_every=3,
+    ),
+    "neighbours": replace(
+        BASE, num_kv_heads=1, head_dim=6, rope_pairs="neighbours", qk_norm=True,
+        norm="bare_layer", sublayer_norms="both", rope_sections=(1, 2),
+    ),
 }  # fmt: skip
 MESHES = [(Mesh(tp=2), "", "none"), (Mesh(dp=2, tp=8), "sequence-parallel", "full")]
 LONG = [
@@ -127,6 +136,13 @@ def test_capped_logits_cannot_be_made_in_chunks():
         ({"rope_fraction": 0.75}, "head_dim: got 3 rotated dims"),
         ({"nope_every": 2, "positions": "none"}, "nope_every: got 2"),
         ({"qk_norm_across": True}, "qk_norm_across: got True without qk_norm"),
+        ({"qkv_clip": -1.0}, "qkv_clip: got -1.0; wanted at least 0"),
+        ({"norm": "bare_layer", "zero_centered_norm": True}, "zero_centered_norm: got True of"),
+        ({"rope_pairs": "neighbours", "positions": "none"}, "rope_pairs: got neighbours; wanted"),
+        ({"rope_sections": (1, 2)}, r"rope_sections: got \(1, 2\); .* sum to the 2 rotated pairs"),
+        ({"rope_sections": (2,)}, r"rope_sections: got \(2,\); wanted two numbers or more"),
+        ({"rope_sections": (2, 0)}, r"rope_sections: got \(2, 0\)"),
+        ({"rope_sections": (1, 1), "positions": "learned"}, r"rope_sections: got \(1, 1\); wanted"),
     ],
 )
 def test_impossible_variants_are_refused(changes, message):
@@ -134,8 +150,15 @@ def test_impossible_variants_are_refused(changes, message):
         replace(BASE, **changes)
 
 
-def test_traced_programs_are_right_and_replicated():
-    config = replace(MODELS["olmo2"], score_cap=3.0, nope_every=2)
+VARIANTS = {
+    "olmo2": replace(MODELS["olmo2"], score_cap=3.0, nope_every=2),
+    "neighbours": replace(MODELS["neighbours"], qkv_clip=0.9),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_traced_programs_are_right_and_replicated(name):
+    config = VARIANTS[name]
     *inputs, value, grads = dense(config)
     program = ft.trace(sharded(config, Mesh(dp=2, tp=2), STREAMS[""], "none", 1))(*inputs)
     program.check()

@@ -45,7 +45,7 @@ BILLIONS = {
 }
 KINDS = {
     "mistral": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3", "gemma-": "gemma",
-    "gemma2": "gemma2", "gemma3": "gemma3_text", "olmo2": "olmo2", "phi3": "phi3",
+    "gemma2": "gemma2", "gemma3": "gemma3_text", "olmo-": "olmo", "olmo2": "olmo2", "phi3": "phi3", "glm": "glm",
     "nemotron": "nemotron",
 }  # fmt: skip
 

@@ -40,6 +40,12 @@ CONFIGS = {
         attention_gate=True,
         nope_every=2,
     ),
+    "norms without scales, clipped": replace(BASE, norm="bare_layer", qkv_clip=0.7),
+    "neighbouring pairs": replace(
+        BASE, head_dim=6, rope_pairs="neighbours", rope_fraction=0.7, qkv_bias=True,
+        sublayer_norms="both",
+    ),
+    "sections": replace(BASE, head_dim=8, rope_sections=(1, 1, 2), rope_pairs="neighbours"),
     "latent": replace(
         BASE, kv_rank=8, q_rank=8, rope_head_dim=4, v_head_dim=6, num_kv_heads=4, head_dim=4
     ),

@@ -29,6 +29,10 @@ MODELS = {
         BASE, activation="gelu_tanh", zero_centered_norm=True, tied=True, z_loss=1e-2, dropout=0.2
     ),
     "gpt2": replace(BASE, norm="layer", gated=False, bias=True, positions="learned", qk_norm=False),
+    "olmo": replace(BASE, norm="bare_layer", qkv_clip=0.7, rope_pairs="neighbours"),
+    "glm": replace(
+        BASE, head_dim=8, rope_pairs="neighbours", rope_fraction=0.5, qkv_bias=True, qk_norm=False
+    ),
     "experts": replace(
         BASE,
         moe=MoEConfig(4, 2, 12, aux_loss=1e-2, score="sigmoid", num_groups=2, top_groups=1),
