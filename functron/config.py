@@ -56,6 +56,10 @@ class TrainConfig:
         fim_spm_rate: the share of these whose suffix comes first.
         fim_tokens: the ids of the tokens before prefix, middle and suffix, and of the one that ends
             a document, if there is one: such as 50257,50258,50259,50256.
+        pack: best-fit: documents of tokens on disk are put together so that few are cut, and see
+            none but themselves, as with mask_documents; conversations share samples, whole and
+            without seeing one another; empty: documents as they follow one another, and one
+            conversation a sample.
         eval_every: report the loss and perplexity of held-out data after every so many steps, and
             after the last; 0: never.
         eval_batches: how many batches of each set, of global_batch samples; 0: all of it.
@@ -135,6 +139,7 @@ class TrainConfig:
     fim_rate: float = 0.0
     fim_spm_rate: float = 0.5
     fim_tokens: str = ""
+    pack: Literal["", "best-fit"] = ""
     eval_every: int = 0
     eval_batches: int = 0
     eval_data: str = ""
@@ -186,6 +191,11 @@ class TrainConfig:
             ValueError: `ramp_up` describes no such sizes.
         """
         return parse_ramp_up(self.ramp_up, self.global_batch)
+
+    @property
+    def packed(self) -> bool:
+        """Whether batches say which tokens are of the same document, which alone they attend to."""
+        return self.mask_documents or bool(self.pack)
 
     @property
     def lora(self) -> LoRA | None:

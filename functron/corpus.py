@@ -13,6 +13,8 @@ from functron.data import (
     Chat,
     FillInTheMiddle,
     MockTokens,
+    PackedChat,
+    PackedTokens,
     Samples,
     Tokenizer,
     TokenText,
@@ -127,7 +129,8 @@ def open_samples(config: TrainConfig, part: str = PARTS[0]) -> Samples:
         return ByteText(config.data or None, config.seq, seed=config.seed)
     if is_chat(config):
         reader, overlong = _with_template(tokenizer), config.overlong
-        return Chat(config.data, reader, config.seq, overlong=overlong, **settings)
+        chat = Chat(config.data, reader, config.seq, overlong=overlong, **settings)
+        return PackedChat(chat) if config.pack else chat
     return TokenText(config.data or None, tokenizer, config.seq, **settings)
 
 
@@ -135,16 +138,18 @@ def _token_samples(config: TrainConfig, part: str) -> Samples:
     """Samples of tokens on disk, or of a blend of them."""
     if config.format == "mock":
         file = MockTokens(_MOCK_TOKENS, config.gpt.vocab_size, seed=config.seed)
-        return _windows(config, file, part)
+        return _samples(config, file, part)
     blend = _blend_of(config)
     if blend is None:
-        return _windows(config, open_tokens(config.data), part)
+        return _samples(config, open_tokens(config.data), part)
     weights, paths = zip(*blend, strict=True)
-    sources = [_windows(config, open_tokens(x), part, index) for index, x in enumerate(paths)]
+    sources = [_samples(config, open_tokens(x), part, index) for index, x in enumerate(paths)]
     return Blend(sources, weights, paths)
 
 
-def _windows(config: TrainConfig, file: TokenFile, part: str, index: int = 0) -> TokenWindows:
+def _samples(
+    config: TrainConfig, file: TokenFile, part: str, index: int = 0
+) -> TokenWindows | PackedTokens:
     """Samples of a part of one file, the blend's source `index`."""
     if config.split:
         parts = split(file, config.split)
@@ -153,10 +158,13 @@ def _windows(config: TrainConfig, file: TokenFile, part: str, index: int = 0) ->
             problem = Problem("split", f"{config.split}: nothing for {part}", "a part of it", fix)
             raise_problems("cannot split", [problem])
         file = parts[part]
+    seed = config.seed + (index << 32)  # sources of one size have orders of their own
+    if config.pack:
+        return PackedTokens(file, config.seq, seed=seed, vocab_size=config.gpt.vocab_size)
     return TokenWindows(
         file,
         config.seq,
-        seed=config.seed + (index << 32),  # sources of one size have orders of their own
+        seed=seed,
         vocab_size=config.gpt.vocab_size,
         mask_documents=config.mask_documents,
         middle=_middle(config),
@@ -198,6 +206,13 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
             if getattr(config, name):
                 fix = "make them with functron preprocess, or leave it out"
                 yield Problem(name, str(getattr(config, name)), "tokens on disk", fix)
+        if config.pack and not is_chat(config):
+            fix = "make them with functron preprocess, or leave it out"
+            yield Problem("pack", config.pack, "tokens on disk, or conversations", fix)
+    elif config.pack and config.fim_rate:
+        fix = "leave it out, or --mask-documents in place of --pack"
+        wanted = "documents as long as they were packed"
+        yield Problem("fim_rate", f"{config.fim_rate} with pack={config.pack}", wanted, fix)
     if config.format == "mock":
         if config.data:
             fix = "leave out --data or --format mock"

@@ -82,7 +82,7 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
             grad_dtype=optim.torch_dtype(config.optimizer.grad_dtype),
             reduce_dtype=optim.torch_dtype(config.optimizer.reduce_dtype),
             trainable=trained(config, defs),
-            batch_specs=gpt.batch_specs(packed=config.mask_documents),
+            batch_specs=gpt.batch_specs(packed=config.packed),
             normed=weight_mask(defs),
             kernels=use(config.kernels),
             has_aux=details,
@@ -143,7 +143,7 @@ def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
             hoist=config.gather == "step",
             trainable=trained(config, defs),
             reduce_dtype=optim.torch_dtype(config.optimizer.reduce_dtype),
-            batch_specs=gpt.batch_specs(packed=config.mask_documents),
+            batch_specs=gpt.batch_specs(packed=config.packed),
             normed=weight_mask(defs),
             layers=layers,
             kernels=use(config.kernels),
@@ -259,6 +259,6 @@ def step_program(config: TrainConfig, mesh: Mesh) -> Program:
     rows = torch.empty(config.global_batch, dtype=torch.int64, device="meta")
     tokens = rows.new_empty(config.global_batch, config.seq)
     batch = {"tokens": tokens, "targets": tokens, "rows": rows}
-    if config.mask_documents:
+    if config.packed:
         batch |= {"positions": tokens, "segments": tokens}
     return trace(recipe.step, donate=0)(state, batch)

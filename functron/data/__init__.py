@@ -10,6 +10,8 @@ from functron.data.indexed_writer import IndexedWriter, merge
 from functron.data.middle import FillInTheMiddle
 from functron.data.mock import MockTokens
 from functron.data.order import Samples
+from functron.data.packed_chat import PackedChat
+from functron.data.packed_tokens import PackedTokens
 from functron.data.packing import balance, pack
 from functron.data.permutation import permute
 from functron.data.shards import open_tokens
@@ -30,6 +32,8 @@ __all__ = [
     "IndexedWriter",
     "Mixture",
     "MockTokens",
+    "PackedChat",
+    "PackedTokens",
     "Placement",
     "Plan",
     "Samples",

@@ -24,11 +24,13 @@ class Source(Protocol):
 
     Attributes:
         vocab_size: a model of these samples needs at least as many token ids.
-        num_windows: samples in an epoch.
+        num_samples: in an epoch.
     """
 
     vocab_size: int
-    num_windows: int
+
+    @property
+    def num_samples(self) -> int: ...
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """The samples that a run sees as numbers `numbers` of this source, all but ``rows``."""
@@ -217,7 +219,7 @@ class Blend:
         found = {name: {"samples": 0, "epochs": 0.0} for name in self.names}
         for name, source, count in zip(self.names, self._sources, counts, strict=True):
             found[name]["samples"] += count
-            found[name]["epochs"] += count / source.num_windows
+            found[name]["epochs"] += count / source.num_samples
         return found
 
     def summary(self) -> str:

@@ -50,6 +50,7 @@ class Chat:
         num_cut: conversations whose end was cut off.
         num_tokens: in all samples, without padding.
         num_targets: how many of them are targets.
+        pad: the token id of padding.
         vocab_size: one more than the largest id that occurs.
 
     Raises:
@@ -74,7 +75,7 @@ class Chat:
         self.num_skipped = self.num_cut = 0
         pad = tokenizer.id_of("pad_token")
         # any id does where there is none: no target is predicted from it
-        self._pad = 0 if pad is None or pad >= (vocab_size or pad + 1) else pad
+        self.pad = 0 if pad is None or pad >= (vocab_size or pad + 1) else pad
         kind = token_dtype(tokenizer)
         tokens, said = [np.zeros(0, kind)], [np.zeros(0, bool)]
         for conversation in self._kept(path, tokenizer, overlong):
@@ -120,20 +121,33 @@ class Chat:
         title = f"cannot use {path}" + (more if len(problems) > MAX_LISTED else "")
         raise_problems(title, problems[:MAX_LISTED])
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every conversation in its sample, without padding: int64 ``[num_samples]``."""
+        return np.diff(self._ends) - 1
+
+    def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and targets of conversation `index` without padding: int64 ``[lengths[index]]``.
+
+        Raises:
+            IndexError: there is no such conversation.
+        """
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index}: wanted 0 to {self.num_samples - 1}")
+        part = slice(int(self._ends[index]), int(self._ends[index + 1]))
+        ids = self._tokens[part].astype(np.int64)
+        return ids[:-1], np.where(self._said[part][1:], ids[1:], IGNORED)
+
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and targets of conversation `index`, int64 ``[seq]`` each.
 
         Raises:
             IndexError: there is no such sample.
         """
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"sample {index}: wanted 0 to {self.num_samples - 1}")
-        part = slice(int(self._ends[index]), int(self._ends[index + 1]))
-        ids = self._tokens[part].astype(np.int64)
-        tokens = np.full(self.seq, self._pad, np.int64)
+        ids, wanted = self.conversation(index)
+        tokens = np.full(self.seq, self.pad, np.int64)
         targets = np.full(self.seq, IGNORED, np.int64)
-        tokens[: len(ids) - 1] = ids[:-1]
-        targets[: len(ids) - 1] = np.where(self._said[part][1:], ids[1:], IGNORED)
+        tokens[: len(ids)], targets[: len(ids)] = ids, wanted
         return tokens, targets
 
     def batch(

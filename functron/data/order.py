@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from functron.data.permutation import permute
+from functron.data.permutation import mix, permute
 from functron.errors import Problem, raise_problems
 
 
@@ -113,3 +113,61 @@ def shuffled(numbers: np.ndarray, size: int, seed: int) -> np.ndarray:
         # an odd multiplier makes the keys of two (seed, epoch) pairs differ below 2^32 epochs
         found[chosen] = permute(within[chosen], size, seed * 0x1_0000_0001 + int(epoch))
     return found
+
+
+def shuffled_blocks(
+    numbers: np.ndarray, size: int, block: int, together: int, seed: int
+) -> np.ndarray:
+    """As `shuffled`, but of blocks of samples, some of them at a time.
+
+    Every epoch takes the blocks in an order of its own, `together` of them at a time, and the
+    samples of those in any order. So what must be known of blocks is needed of few at once, and
+    samples that come together are from as many places.
+
+    Args:
+        numbers: from 0, any shape; number n is in epoch ``n // size``.
+        size: how many samples there are.
+        block: samples of a block; the last may have fewer.
+        together: blocks at a time.
+        seed: selects the orders.
+
+    Returns:
+        int64 in ``range(size)``, the shape of `numbers`.
+    """
+    epochs, within = np.divmod(numbers, size)
+    found = np.empty_like(within)
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        key = seed * 0x1_0000_0001 + int(epoch)
+        found[chosen] = _in_blocks(within[chosen], size, block, together, key)
+    return found
+
+
+def _in_blocks(places: np.ndarray, size: int, block: int, together: int, key: int) -> np.ndarray:
+    """The samples at places of one epoch: int64 ``[n]``."""
+
+    def drawn(index: int) -> int:
+        return int(mix(np.array([index], np.uint64), key, 0)[0])
+
+    full, rest = divmod(size, block)
+    # the block that is not full comes at any turn; before its samples places are left out, so that
+    # all turns have as many
+    short, hole = (drawn(0) % (full + 1), block - rest) if rest else (full, 0)
+
+    def wide(place: np.ndarray | int) -> Any:
+        return place + hole * (place >= short * block)
+
+    def begin(turn: int) -> int:
+        return min(turn * block - hole * (turn > short), size)
+
+    groups = wide(places) // (block * together)
+    mixed = np.empty_like(places)
+    for group in np.unique(groups).tolist():
+        chosen = groups == group
+        low, high = begin(group * together), begin((group + 1) * together)
+        mixed[chosen] = low + permute(places[chosen] - low, high - low, drawn(group + 2))
+    turns, inside = np.divmod(wide(mixed), block)
+    blocks = np.full_like(turns, full)
+    others = turns != short
+    blocks[others] = permute(turns[others] - (turns[others] > short), full, drawn(1))
+    return blocks * block + inside - hole * ~others

@@ -71,6 +71,22 @@ def checked_offsets(path: Path, offsets: np.ndarray, num_tokens: int) -> np.ndar
     return wanted
 
 
+def check_ids(path: Path, tokens: np.ndarray, start: int, vocab_size: int | None) -> None:
+    """Check that `tokens`, those from `start` on of the row of all, are ids below `vocab_size`.
+
+    Raises:
+        ValueError: one of them is not; None: any are.
+    """
+    if vocab_size is None or not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocab_size:
+        return
+    at = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
+    got = f"id {int(tokens[at])} at token {start + at}"
+    fix = f"choose a model with gpt.vocab_size > {int(tokens.max())}, or preprocess again"
+    wanted = f"ids from 0 to {vocab_size - 1}"
+    problem = Problem(f"data {path}", got, wanted, fix)
+    raise_problems("tokens outside the vocabulary", [problem])
+
+
 def last_not_after(
     begins: Callable[[np.ndarray], np.ndarray], count: int, offsets: np.ndarray
 ) -> np.ndarray:

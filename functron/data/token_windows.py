@@ -8,7 +8,7 @@ import torch
 from functron.data.chat import IGNORED
 from functron.data.middle import FillInTheMiddle
 from functron.data.order import shuffled
-from functron.data.token_file import TokenFile
+from functron.data.token_file import TokenFile, check_ids
 from functron.data.windows import Windows
 from functron.errors import Problem, raise_problems
 
@@ -69,13 +69,7 @@ class TokenWindows(Windows):
             ValueError: one of them is no id of the model.
         """
         tokens = self._file.read(start, length)
-        if self._most is not None and length and not 0 <= tokens.min() <= tokens.max() < self._most:
-            at = int(np.flatnonzero((tokens < 0) | (tokens >= self._most))[0])
-            got = f"id {int(tokens[at])} at token {start + at}"
-            fix = f"choose a model with gpt.vocab_size > {int(tokens.max())}, or preprocess again"
-            wanted = f"ids from 0 to {self._most - 1}"
-            problem = Problem(f"data {self._file.path}", got, wanted, fix)
-            raise_problems("tokens outside the vocabulary", [problem])
+        check_ids(self._file.path, tokens, start, self._most)
         return tokens
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
