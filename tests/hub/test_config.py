@@ -232,7 +232,7 @@ def test_the_family_that_a_model_fits():
         "qwen3-moe": "qwen3_moe", "qwen3-30b": "qwen3_moe", "qwen3-235b": "qwen3_moe",
         "deepseek-v3": "deepseek_v3", "mistral": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3",
         "gemma-": "gemma", "gemma2": "gemma2", "gemma3": "gemma3_text", "olmo2": "olmo2",
-        "nemotron": "nemotron", "phi3": "mistral",
+        "nemotron": "nemotron", "phi3": "mistral", "olmo-": "olmo", "glm": "glm",
     }  # fmt: skip
     for name, config in gpt.PRESETS.items():
         wanted = [kind for start, kind in kinds.items() if name.startswith(start)]
