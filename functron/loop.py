@@ -121,7 +121,7 @@ def loop(
         save: called with the state and the number of steps taken.
         save_every: save after every so many steps too; 0: only at the end.
         evaluate: called with the state; what it returns, numbers of held-out sets by name, is the
-            record's ``eval``. Its time is not that of a step.
+            record's ``eval``. Its time is not that of a step. Not called once the run is to stop.
         evaluate_every: evaluate after every so many steps, and after the last; 0: never.
         reporters: context managers from `functron.report`; None shows a progress bar.
         agree: the largest of all ranks' numbers: so that every rank stops at the same step.
@@ -150,8 +150,9 @@ def loop(
                 record |= meter.details(metrics["aux"])
             if watched is not None:
                 record["layers"] = watched.layers(metrics)
-            if evaluate is not None and _is_due(index + 1, evaluate_every, steps, record):
-                record["eval"] = evaluate(state)
+            due = evaluate is not None and _is_due(index + 1, evaluate_every, steps, record)
+            if evaluate is not None and due and not agree(request.signal or 0):  # it may take long
+                record[report.EVAL] = evaluate(state)
             history.append(record)
             for write in writers:
                 write(record)

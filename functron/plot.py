@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 40, 50
 MAX_POINTS = 1000
+MAX_DOTS = 100
+COLORS = ("#d94801", "#238b45", "#6a51a3", "#b8860b", "#ce1256", "#525252")
+
+Points = list[tuple[float, float]]
 
 
 def line_chart(
-    x: Sequence[float], y: Sequence[float], *, title: str, x_label: str, y_label: str
+    x: Sequence[float],
+    y: Sequence[float],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    others: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> str:
     """A chart of y over x, with its moving average when there are many points, as an SVG document.
 
@@ -22,10 +32,13 @@ def line_chart(
         title: above the chart.
         x_label: below it, with the unit.
         y_label: beside it, with the unit.
+        others: further curves by name, each as points (x, y), in colours that a legend explains.
     """
-    points = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(a) and math.isfinite(b)]
-    x_ticks = ticks(min((p[0] for p in points), default=0), max((p[0] for p in points), default=1))
-    y_ticks = ticks(min((p[1] for p in points), default=0), max((p[1] for p in points), default=1))
+    points = _finite(zip(x, y, strict=True))
+    further = {name: _finite(curve) for name, curve in (others or {}).items()}
+    seen = [*points, *(point for curve in further.values() for point in curve)]
+    x_ticks = ticks(min((p[0] for p in seen), default=0), max((p[0] for p in seen), default=1))
+    y_ticks = ticks(min((p[1] for p in seen), default=0), max((p[1] for p in seen), default=1))
 
     def place(a: float, b: float) -> tuple[float, float]:
         across = (a - x_ticks[0]) / (x_ticks[-1] - x_ticks[0])
@@ -50,6 +63,8 @@ def line_chart(
     curves = [_curve([place(*p) for p in points], faint=many)]
     if many:
         curves.append(_curve([place(*p) for p in smooth(points)], faint=False))
+    for number, (name, curve) in enumerate(further.items()):
+        curves += _named_curve(name, [place(*p) for p in curve], number)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
@@ -63,6 +78,10 @@ def line_chart(
             "</svg>\n",
         ]
     )
+
+
+def _finite(points: Iterable[tuple[float, float]]) -> Points:
+    return [(a, b) for a, b in points if math.isfinite(a) and math.isfinite(b)]
 
 
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
@@ -90,13 +109,27 @@ def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return out
 
 
-def _curve(points: list[tuple[float, float]], *, faint: bool) -> str:
+def _named_curve(name: str, points: Points, number: int) -> list[str]:
+    """A curve in the colour of its number, its points, and its line of the legend."""
+    color = COLORS[number % len(COLORS)]
+    style = f'stroke="{color}" stroke-width="1.5"'
+    dots = [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" fill="{color}"/>' for a, b in points]
+    height = TOP + 14 + 16 * number
+    legend = _text(WIDTH - RIGHT - 8, height, name, anchor="end", more=f'fill="{color}"')
+    return [_polyline(points, style), *(dots if len(points) <= MAX_DOTS else ()), legend]
+
+
+def _curve(points: Points, *, faint: bool) -> str:
+    style = 'stroke="#9ecae1" stroke-width="1"' if faint else 'stroke="#08519c" stroke-width="2"'
+    return _polyline(points, style)
+
+
+def _polyline(points: Points, style: str) -> str:
     stride = -(-len(points) // MAX_POINTS) or 1
     kept = points[::stride]
     if points and kept[-1] != points[-1]:
         kept.append(points[-1])
     path = " ".join(f"{a:.1f},{b:.1f}" for a, b in kept)
-    style = 'stroke="#9ecae1" stroke-width="1"' if faint else 'stroke="#08519c" stroke-width="2"'
     return f'<polyline points="{path}" fill="none" {style} stroke-linejoin="round"/>'
 
 

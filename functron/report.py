@@ -70,7 +70,7 @@ def jsonl(path: Path) -> Iterator[Callable[[Record], None]]:
 
 @contextmanager
 def loss_picture(path: Path, before: Sequence[Record] = ()) -> Iterator[Callable[[Record], None]]:
-    """The loss curve as SVG, redrawn every ten seconds and at the end.
+    """The loss curve as SVG, and those of held-out sets, redrawn every ten seconds and at the end.
 
     Args:
         path: the file.
@@ -78,22 +78,31 @@ def loss_picture(path: Path, before: Sequence[Record] = ()) -> Iterator[Callable
     """
     steps: list[float] = [record["step"] for record in before]
     losses: list[float] = [record["loss"] for record in before]
+    held_out: dict[str, list[tuple[float, float]]] = {}
     drawn = time.monotonic()
 
+    def evaluated(record: Record) -> None:
+        for name, numbers in record.get(EVAL, {}).items():
+            loss = math.nan if numbers["loss"] is None else numbers["loss"]
+            held_out.setdefault(name, []).append((record["step"], loss))
+
     def draw() -> None:
-        chart = plot.line_chart(
-            steps, losses, title="Training loss", x_label="step", y_label="loss (nats per token)"
-        )
+        names = {"x_label": "step", "y_label": "loss (nats per token)"}
+        title = "Training loss"
+        chart = plot.line_chart(steps, losses, title=title, **names, others=held_out)
         path.write_text(chart, encoding="utf-8")
 
     def write(record: Record) -> None:
         nonlocal drawn
         steps.append(record["step"])
         losses.append(record["loss"])
+        evaluated(record)
         if time.monotonic() - drawn > REDRAW_SECONDS:
             draw()
             drawn = time.monotonic()
 
+    for record in before:
+        evaluated(record)
     try:
         yield write
     finally:

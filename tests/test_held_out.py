@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
+import signal
 import time
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import numpy as np
@@ -324,6 +326,17 @@ def test_the_time_of_evaluation_is_not_that_of_a_step():
     assert all(record["step_seconds"] < 0.2 for record in done.history)
 
 
+def test_a_run_that_is_to_stop_does_not_evaluate():
+    def step(state, _):
+        signal.raise_signal(signal.SIGTERM)
+        return state, {"loss": torch.tensor(0.0)}
+
+    asked = []
+    evaluate = asked.append  # pyright: ignore
+    done = loop(step, 0, lambda _: None, steps=2, evaluate=evaluate, evaluate_every=1, reporters=[])  # pyright: ignore
+    assert (done.stopped_by, len(done.history), asked) == (signal.SIGTERM, 1, [])
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_at_once():
     asked = []
     with pytest.raises(FloatingPointError, match="step 1"):
@@ -337,3 +350,15 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_once():
             reporters=[],
         )
     assert asked == []
+
+
+def test_the_picture_has_a_curve_for_each_set(whole):
+    svg = ET.fromstring((whole / "loss.svg").read_text())
+    lines = [x for x in svg.iter() if x.tag.endswith("polyline")]
+    assert len(lines) == 3
+    assert {"one", "two"} <= {x.text for x in svg.iter() if x.tag.endswith("text")}
+    for curve, name in zip(lines[1:], ("one", "two"), strict=True):
+        heights = [float(point.split(",")[1]) for point in curve.get("points", "").split()]
+        losses = [numbers[name]["loss"] for numbers in evals(whole).values()]
+        assert len(heights) == 2
+        assert (heights[0] < heights[1]) == (losses[0] > losses[1])  # y grows downwards
