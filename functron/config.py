@@ -17,7 +17,9 @@ from functron.data.ramp import RampUp, parse_ramp_up
 from functron.errors import Problem, nearest, raise_problems
 from functron.lora import LoRA
 from functron.models import gpt
+from functron.models.family import FAMILIES, PRESETS, Config, Family, family_of
 from functron.models.gpt import GPTConfig
+from functron.models.mamba import MambaConfig
 from functron.ops.kernels import Choice
 from functron.optim import (
     OptimizerConfig,
@@ -30,8 +32,9 @@ class TrainConfig:
     """Everything that determines a training run.
 
     Attributes:
-        model: name of a preset; it fills `gpt`.
-        gpt: the architecture.
+        model: name of a preset; it fills the table of its architecture: `gpt` or `mamba`.
+        gpt: the architecture, unless another is given.
+        mamba: that of a Mamba-2 model or a hybrid of it.
         data: a text file or a folder of them, tokens on disk, or conversations (see `format`);
             empty: the English and code of this Python. Several files of tokens in proportions, as
             Megatron-LM writes them: "0.3 PREFIX1 0.7 PREFIX2".
@@ -129,6 +132,7 @@ class TrainConfig:
 
     model: str = "tiny"
     gpt: GPTConfig = field(default_factory=lambda: gpt.PRESETS["tiny"])
+    mamba: MambaConfig | None = None
     data: str = ""
     tokenizer: str = ""
     tokenizer_pattern: str = ""
@@ -198,6 +202,16 @@ class TrainConfig:
         return self.mask_documents or bool(self.pack)
 
     @property
+    def architecture(self) -> Config:
+        """What is trained: `mamba` where that is given, and `gpt` otherwise."""
+        return self.gpt if self.mamba is None else self.mamba
+
+    @property
+    def family(self) -> Family:
+        """The family of `architecture`."""
+        return family_of(self.architecture)
+
+    @property
     def lora(self) -> LoRA | None:
         """The low-rank additions; None where all parameters are trained."""
         if not self.lora_rank:
@@ -223,7 +237,13 @@ def with_model(config: TrainConfig, name: str) -> TrainConfig:
     Raises:
         ValueError: there is no such preset; the nearest is suggested.
     """
-    return dataclasses.replace(config, model=name, gpt=gpt.PRESETS[name])
+    return dataclasses.replace(config, model=name, **_tables(PRESETS[name]))
+
+
+def _tables(architecture: Config) -> dict[str, Any]:
+    """The values of all families' fields where this is what is trained."""
+    tables = {name: getattr(TrainConfig(), name) for name in FAMILIES}
+    return tables | {family_of(architecture).name: architecture}
 
 
 def load(path: str | Path, *, model: str | None = None) -> TrainConfig:
@@ -231,7 +251,7 @@ def load(path: str | Path, *, model: str | None = None) -> TrainConfig:
 
     Args:
         path: the file.
-        model: a preset that replaces the file's model and its [gpt] table.
+        model: a preset that replaces the file's model and its table, such as [gpt].
 
     Raises:
         ValueError: the file cannot be read, is no TOML, has unknown keys, values of the wrong
@@ -245,22 +265,29 @@ def load(path: str | Path, *, model: str | None = None) -> TrainConfig:
         raise_problems("cannot read the configuration", [problem])
         raise AssertionError("unreachable") from error
     if model is not None:
-        table = {key: value for key, value in table.items() if key != "gpt"} | {"model": model}
+        table = {key: value for key, value in table.items() if key not in FAMILIES}
+        table["model"] = model
     problems: list[Problem] = []
     name = table.get("model", "tiny")
-    if name in gpt.PRESETS:
+    if name in PRESETS:
         base = with_model(TrainConfig(), name)
     else:
         base = TrainConfig()
-        problems.append(Problem("model", repr(name), "a preset", nearest(str(name), gpt.PRESETS)))
+        problems.append(Problem("model", repr(name), "a preset", nearest(str(name), PRESETS)))
     values = _read(table, base, "", problems)
     raise_problems(f"cannot use the configuration {path}", problems)
     return _rebuild(base, values)
 
 
 def dump(config: TrainConfig) -> str:
-    """`config` as TOML text that `load` reads back: complete, down to every default."""
-    return tomli_w.dumps(_plain(dataclasses.asdict(config)))
+    """`config` as TOML text that `load` reads back: complete, down to every default.
+
+    Only an architecture that is not in force, and nobody changed, is left out.
+    """
+    table = dataclasses.asdict(config)
+    if config.architecture is not config.gpt and config.gpt == TrainConfig().gpt:
+        del table["gpt"]
+    return tomli_w.dumps(_plain(table))
 
 
 def _plain(table: Mapping[str, Any]) -> dict[str, Any]:

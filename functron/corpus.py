@@ -121,7 +121,7 @@ def open_samples(config: TrainConfig, part: str = PARTS[0]) -> Samples:
         ValueError: it cannot be read, does not fit the model, or has no such part.
     """
     raise_problems("cannot train on this", problems_of(config))
-    settings = {"seed": config.seed, "vocab_size": config.gpt.vocab_size}
+    settings = {"seed": config.seed, "vocab_size": config.architecture.vocab_size}
     if is_on_disk(config):
         return _token_samples(config, part)
     tokenizer = open_tokenizer(config)
@@ -137,7 +137,7 @@ def open_samples(config: TrainConfig, part: str = PARTS[0]) -> Samples:
 def _token_samples(config: TrainConfig, part: str) -> Samples:
     """Samples of tokens on disk, or of a blend of them."""
     if config.format == "mock":
-        file = MockTokens(_MOCK_TOKENS, config.gpt.vocab_size, seed=config.seed)
+        file = MockTokens(_MOCK_TOKENS, config.architecture.vocab_size, seed=config.seed)
         return _samples(config, file, part)
     blend = _blend_of(config)
     if blend is None:
@@ -160,12 +160,12 @@ def _samples(
         file = parts[part]
     seed = config.seed + (index << 32)  # sources of one size have orders of their own
     if config.pack:
-        return PackedTokens(file, config.seq, seed=seed, vocab_size=config.gpt.vocab_size)
+        return PackedTokens(file, config.seq, seed=seed, vocab_size=config.architecture.vocab_size)
     return TokenWindows(
         file,
         config.seq,
         seed=seed,
-        vocab_size=config.gpt.vocab_size,
+        vocab_size=config.architecture.vocab_size,
         mask_documents=config.mask_documents,
         middle=_middle(config),
     )
@@ -229,10 +229,12 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
             fix = "name the model's: --tokenizer FOLDER; to train on the file as it is: "
             fix += "--format text"
             yield Problem("tokenizer", got, "a folder with tokenizer.json and a template", fix)
-    elif path is None and config.gpt.vocab_size < ByteText.vocab_size:
-        got = f"{config.gpt.vocab_size} token ids"
+    elif path is None and config.architecture.vocab_size < ByteText.vocab_size:
+        got = f"{config.architecture.vocab_size} token ids"
         wanted = f"at least {ByteText.vocab_size}: the text is read as bytes"
-        yield Problem("gpt.vocab_size", got, wanted, "set it to 256 or choose a model")
+        yield Problem(
+            f"{config.family.name}.vocab_size", got, wanted, "set it to 256 or choose a model"
+        )
 
 
 def check(config: TrainConfig, part: str = PARTS[0]) -> None:
@@ -267,7 +269,8 @@ def check_tokenizer(config: TrainConfig) -> None:
     if tokenizer is None:
         return
     # tokens added for images and the like may lie beyond the vocabulary of a model of text
-    check_vocabulary(min(tokenizer.num_ordinary, tokenizer.vocab_size), config.gpt.vocab_size)
+    needed = min(tokenizer.num_ordinary, tokenizer.vocab_size)
+    check_vocabulary(needed, config.architecture.vocab_size)
     if is_chat(config):
         _with_template(tokenizer).require_template()
 

@@ -46,7 +46,7 @@ def loss_program(config: TrainConfig, mesh: Mesh | BoundMesh) -> Callable:
     used = whole_over(specs, FSDP_AXES) if config.gather == "step" else specs
 
     def counted(params: tree.Tree, batch: gpt.Batch) -> tuple:
-        return program(gathered(params, specs, used), batch), gpt.num_targets(batch)
+        return program(gathered(params, specs, used), batch), config.family.num_targets(batch)
 
     batches = gpt.batch_specs(packed=config.mask_documents)
     stages = "pp" if staged else None
@@ -64,7 +64,8 @@ def loss_program(config: TrainConfig, mesh: Mesh | BoundMesh) -> Callable:
 def _of_all(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[Callable, tree.Tree]:
     """The sum over microbatches of a model that every rank has all layers of, and its specs."""
     model, settings = _plain(config, mesh)
-    loss = gpt.loss_and_details if model.has_details else gpt.loss
+    family = config.family
+    loss: Callable = gpt.loss_and_details if family.has_details(model) else family.loss
 
     def microbatch(params, batch):
         return _next_token(loss(model, params, batch, **settings))
@@ -93,9 +94,11 @@ def _of_stages(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[Callable, t
     return program, param_specs(defs, staging.rules_of(config, mesh))
 
 
-def _plain(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[gpt.GPTConfig, dict[str, Any]]:
+def _plain(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[Any, dict[str, Any]]:
     """The model and how to run it, without what only training needs."""
-    model = dataclasses.replace(config.gpt, z_loss=0.0, mtp_depth=0)
+    model = config.architecture
+    if isinstance(model, gpt.GPTConfig):
+        model = dataclasses.replace(model, z_loss=0.0, mtp_depth=0)
     return model, {**staging.settings_of(config, mesh), "key": None, "remat": "none"}
 
 

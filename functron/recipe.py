@@ -54,7 +54,7 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     Raises:
         ValueError: the model cannot run on the mesh.
     """
-    model = config.gpt
+    model, family = config.architecture, config.family
     if mesh["pp"] > 1:
         return _assemble_pipeline(config, mesh)
     defs = staging.defs_of(config)
@@ -63,16 +63,18 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     settings = staging.settings_of(config, mesh)
 
     def make(layers: optim.Layers | None) -> Callable:
-        details, watch = model.has_details or layers is not None, layers is not None
-        more = functools.partial(gpt.loss_and_details, watch=watch)
-        summed = more if details else gpt.loss
+        # of other families nothing says how large the stream is after a layer
+        watch = layers is not None and family.name == "gpt"
+        details = watch or family.has_details(model)
+        more = functools.partial(gpt.loss_and_details, config.gpt, watch=watch)
+        summed = more if details else functools.partial(family.loss, model)
 
         def loss(params, batch, key):
-            return summed(model, params, batch, key=key if model.random else None, **settings)
+            return summed(params, batch, key=key if model.random else None, **settings)
 
         return make_step(
             loss,
-            gpt.num_targets,
+            family.num_targets,
             optimizer,
             mesh,
             specs,
@@ -110,7 +112,7 @@ def _watch(
         return None
     chosen, _ = tree.partition(defs, trained(config, defs))
     layers = optim.layers_of(tree.partition(chosen, weight_mask(defs))[0], rows)
-    names = gpt.watched_names(config.gpt)
+    names = gpt.watched_names(config.gpt) if config.family.name == "gpt" else ()
     return Watch(make(layers), config.log_layers_every, layers.names, names)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functron import random, tree
 from functron.errors import Problem, raise_problems
-from functron.models import generation, gpt
+from functron.models import generation, gpt, mamba
 from functron.models.block import How
 from functron.params import param_specs
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
@@ -87,7 +87,7 @@ class Draw:
 @torch.no_grad()
 def generate(
     params: tree.Tree,
-    config: gpt.GPTConfig,
+    config: gpt.GPTConfig | mamba.MambaConfig,
     tokens: Tensor,
     num_tokens: int,
     *,
@@ -106,10 +106,11 @@ def generate(
     Keys and values of what was read are kept (`functron.models.generation`), so that each new
     token is read once. Where that cannot be, as the text becomes longer than `max_seq`, tokens of a
     sequence compete for experts, or `logits` is given, the last `max_seq` tokens are read again for
-    every new one.
+    every new one. A Mamba-2 model reads token by token, however many, and takes as long for each.
 
     Args:
-        params: the parameters of `gpt.defs(config)`, as `mesh` splits them; or what `logits` takes.
+        params: the parameters of `gpt.defs(config)` or `mamba.defs(config)`, as `mesh` splits them;
+            or what `logits` takes.
         config: the architecture.
         tokens: int64 ``[batch, seq]``, at least one token each; on a bound mesh, those of this
             rank's data-parallel part.
@@ -133,10 +134,15 @@ def generate(
 
     Raises:
         ValueError: an empty prompt, a token outside the vocabulary, values out of range, a missing
-            key, or a mesh or lengths with what has no cache.
+            key, or a mesh or lengths with what has no cache, or with a Mamba-2 model.
     """
     draw = Draw(temperature, top_k, top_p)
     raise_problems("cannot sample", _problems(config, tokens, lengths, num_tokens, draw, key))
+    if isinstance(config, mamba.MambaConfig):
+        others = {"lengths": lengths, "mesh": mesh, "how": how, "logits": logits}
+        _require_alone(others)
+        steps = _recurrent(params, config, tokens, num_tokens)
+        return _drawn(steps, draw, tokens, None, num_tokens, key, stop, None)
     with_cache = logits is None and tokens.shape[1] + num_tokens <= config.max_seq
     if mesh is not None or lengths is not None or how is not None:
         _require_cache(config, mesh, with_cache, tokens.shape[1] + num_tokens)
@@ -164,6 +170,16 @@ def _require_cache(config, mesh, with_cache: bool, total: int) -> None:
         wanted = f"at most max_seq={config.max_seq}, and no logits, with mesh, lengths or how"
         problem = Problem("num_tokens", got, wanted, "generate fewer, or leave those out")
         raise_problems("cannot generate with a cache", [problem])
+
+
+def _require_alone(others: dict) -> None:
+    """Refuse what a recurrence does not do."""
+    wanted, fix = (
+        "None with a Mamba-2 model",
+        "one rank, prompts of one length; or step by mamba.step",
+    )
+    given = [Problem(name, "a value", wanted, fix) for name, x in others.items() if x is not None]
+    raise_problems("cannot sample", given)
 
 
 def _drawn(
@@ -227,6 +243,16 @@ def _cached(params, config, tokens: Tensor, lengths, num_tokens: int, mesh, how)
         drawn = yield found.float()
         if index + 1 < num_tokens:
             found, cache = step(params, cache, drawn, places + index)
+
+
+def _recurrent(params, config: mamba.MambaConfig, tokens: Tensor, num_tokens: int) -> Steps:
+    cache = mamba.empty_cache(config, params, tokens.shape[0])
+    for index in range(tokens.shape[1] - 1):
+        _, cache = mamba.step(config, params, tokens[:, index], cache)
+    last = tokens[:, -1]
+    for _ in range(num_tokens):
+        found, cache = mamba.step(config, params, last, cache)
+        last = yield found[:, : config.vocab_size].float()
 
 
 def cached(

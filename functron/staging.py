@@ -103,7 +103,7 @@ def defs_of(config: TrainConfig) -> dict:
     Raises:
         ValueError: LoRA's targets are none of its layers.
     """
-    defs = gpt.defs(config.gpt)
+    defs = config.family.defs(config.architecture)
     return defs if config.lora is None else lora_defs(defs, config.lora)
 
 
@@ -114,7 +114,9 @@ def rules_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Rules:
         ValueError: the model cannot run on the mesh.
     """
     axes = ("dp", "fsdp") if config.zero == 3 else ("fsdp",)
-    return gpt.rules(config.gpt, mesh, fsdp=axes, experts=config.experts)
+    family, settings = config.family, {"experts": config.experts}
+    chosen = {name: value for name, value in settings.items() if name in family.rules_settings}
+    return family.rules(config.architecture, mesh, fsdp=axes, **chosen)
 
 
 def gather_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Gather:
@@ -129,15 +131,18 @@ def gather_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Gather:
 
 
 def settings_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> dict[str, Any]:
-    """How the decoder is run, but for its key: the keyword arguments of `gpt.loss`."""
-    return {
-        "stream": stream_of(config),
-        "remat": config.remat,
-        "gather": gather_of(config, mesh),
+    """How the model is run, but for its key: the keyword arguments of its family's loss."""
+    settings = {
         "context": context_of(config),
         "experts": config.experts,
         "kernels": use(config.kernels),
         "loss_chunk_tokens": config.loss_chunk_tokens,
+    }
+    return {
+        "stream": stream_of(config),
+        "remat": config.remat,
+        "gather": gather_of(config, mesh),
+        **{name: value for name, value in settings.items() if name in config.family.settings},
     }
 
 

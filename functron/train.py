@@ -189,6 +189,7 @@ def train(run: Run, out: Path | None) -> Outcome:
         OSError, TimeoutError: a checkpoint could not be written.
     """
     config, mesh, device = run.config, run.mesh, run.device
+    model, family = config.architecture, config.family
     bound = isinstance(mesh, BoundMesh)
     main = not isinstance(mesh, BoundMesh) or mesh.rank == 0
 
@@ -204,14 +205,14 @@ def train(run: Run, out: Path | None) -> Outcome:
         run_folder.keep_tokenizer(out, config)
         run_folder.write_config(out, config)
     # measured on all ranks at the same time, as they will run
-    peak = metrics.peak_flops(device, config.gpt.torch_dtype)
+    peak = metrics.peak_flops(device, model.torch_dtype)
     meter = Meter(
         learning_rate=run.learning_rate,
         tokens_seen=lambda steps: run.batches.first_sample(steps) * config.seq,
-        flops_per_token=gpt.flops_per_token(config.gpt, config.seq),
+        flops_per_token=family.flops_per_token(model, config.seq),
         peak_flops=across(peak, dist.ReduceOp.SUM),
         device=device,
-        details=gpt.summary if config.gpt.has_details else None,
+        details=gpt.summary if family.has_details(model) else None,
         position=lambda steps: seen(run, steps),
     )
     with ExitStack() as stack:

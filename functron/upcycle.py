@@ -138,6 +138,9 @@ def upcycle_run(
     """
     run_folder.refuse_existing(target, "cannot upcycle")
     settings = config.load(source / run_folder.CONFIG)
+    if settings.architecture is not settings.gpt:
+        problem = Problem(str(source), f"{settings.family.title}", "a run of a dense GPT")
+        raise_problems("cannot upcycle", [problem])
     stored = checkpoint.Checkpoint(checkpoint.latest(source / run_folder.CHECKPOINTS))
     defs = lora.defs_in(gpt.defs(settings.gpt), settings.lora, stored)
     params = lora.merge(read_params(stored, defs, averaged=averaged))

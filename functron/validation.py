@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from functron import corpus, held_out, report, run_folder, staging
+from functron import architecture, corpus, held_out, report, run_folder, staging
 from functron.config import TrainConfig, load
 from functron.data.ramp import RampUp
 from functron.errors import Problem, raise_problems
-from functron.models import gpt
 from functron.optim import (
     group_problems,
     optimizer_problems,
@@ -45,6 +44,7 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
         ramp = _try(lambda: config.batches, messages)
         problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)
     problems += _number_problems(config)
+    problems += _try(lambda: list(architecture.problems_of(config)), messages) or []
     problems += _lora_problems(config)
     problems += optimizer_problems(config.optimizer) or _fit_problems(config)
     if config.steps >= 1:
@@ -154,6 +154,8 @@ def _data_problems(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
 def _pipeline_problems(config: TrainConfig, mesh: Mesh, messages: list[str]) -> None:
     """Collect what is wrong with schedule and layout, where the mesh has a pipeline."""
     if mesh["pp"] > 1:
+        if config.family.name != "gpt":
+            return  # its rules have no pipelines
         if min(config.microbatches, config.seq, config.global_batch) < 1 or config.chunks < 0:
             return  # said elsewhere
         schedule = _try(lambda: staging.schedule_for(config, mesh), messages)
@@ -174,8 +176,8 @@ def _pipeline_problems(config: TrainConfig, mesh: Mesh, messages: list[str]) -> 
 
 
 def _lora_problems(config: TrainConfig) -> Iterator[Problem]:
-    if config.lora is not None:
-        yield from config.lora.problems(gpt.defs(config.gpt))
+    if config.lora is not None and config.family.adapters:
+        yield from config.lora.problems(config.family.defs(config.architecture))
         if config.vocab_over_pp:
             fix = "leave one of them out"
             yield Problem("vocab_over_pp", "true with lora_rank", "all parameters to train", fix)
@@ -185,7 +187,9 @@ def _fit_problems(config: TrainConfig) -> Iterator[Problem]:
     """What is wrong with an optimizer, which is right by itself, for these parameters."""
     groups, _ = parse_groups(config.optimizer.groups)
     if groups and config.lora is None:  # those of adapters are checked where they are made
-        yield from group_problems(gpt.defs(config.gpt), groups, "optimizer.groups")
+        yield from group_problems(
+            config.family.defs(config.architecture), groups, "optimizer.groups"
+        )
     if config.vocab_over_pp and config.optimizer.name == "adafactor":
         fix = "leave it out, or choose another optimizer"
         got = "true with adafactor, which needs whole rows and columns"
@@ -204,9 +208,6 @@ def _number_problems(config: TrainConfig) -> Iterator[Problem]:
     if config.loss_chunk_tokens and config.gpt.logit_cap:
         got = f"{config.loss_chunk_tokens} with gpt.logit_cap"
         yield Problem("loss_chunk_tokens", got, "0: capped logits are made at once", "leave it out")
-    if config.seq > config.gpt.max_seq:
-        fix = "shorten the samples or raise gpt.max_seq"
-        yield Problem("seq", str(config.seq), f"at most gpt.max_seq={config.gpt.max_seq}", fix)
 
 
 def _out_problems(out: str) -> Sequence[Problem]:
@@ -251,9 +252,12 @@ def _resume_problems(config: TrainConfig) -> Sequence[Problem]:
         for name in ((*_ORDER, *_LORA) if begun_steps else ())
         if getattr(config, name) != getattr(begun, name)
     ]
-    here, there = dataclasses.asdict(config.gpt), dataclasses.asdict(begun.gpt)
+    if config.family is not begun.family:
+        was = begun.family
+        return [*found, Problem("model", config.family.title, f"{was.title}, as in the run", fix)]
+    here, there = dataclasses.asdict(config.architecture), dataclasses.asdict(begun.architecture)
     return found + [
-        Problem(f"gpt.{name}", repr(here[name]), f"{there[name]!r}, as in the run", fix)
-        for name in here
-        if here[name] != there[name]
+        Problem(f"{begun.family.name}.{name}", repr(value), f"{there[name]!r}, as in the run", fix)
+        for name, value in here.items()
+        if value != there[name]
     ]

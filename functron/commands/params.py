@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import tyro
 
 from functron import launch, tree
-from functron.models import gpt
+from functron.models.family import PRESETS, family_of
 from functron.params import num_params, param_specs
 from functron.spmd import Mesh
 from functron.spmd.spec import local_shape
@@ -42,9 +42,10 @@ def parameter_table(model: str, mesh: Mesh) -> str:
     Raises:
         ValueError: no such preset, or it cannot run on the mesh.
     """
-    config = gpt.PRESETS[model]
-    defs = gpt.defs(config)
-    specs = param_specs(defs, gpt.rules(config, mesh))
+    config = PRESETS[model]
+    family = family_of(config)
+    defs = family.defs(config)
+    specs = param_specs(defs, family.rules(config, mesh))
     rows = [("path", "shape", "logical axes", "spec", "local shape", "parameters", "bytes")]
     total_bytes = local_bytes = 0
     for path, d, spec in zip(tree.paths(defs), tree.leaves(defs), tree.leaves(specs), strict=True):

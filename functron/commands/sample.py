@@ -16,7 +16,6 @@ from functron.config import TrainConfig, load
 from functron.data import Tokenizer
 from functron.data.text_tokenizer import ByteTokenizer, TextTokenizer, open_tokenizer
 from functron.errors import Problem, raise_problems
-from functron.models import gpt
 from functron.read_out import read_params
 from functron.sample import generate
 
@@ -64,14 +63,14 @@ def run(arguments: Sequence[str]) -> int:
         ids = _encoded(options, tokenizer)
         path = checkpoint.latest(options.run / run_folder.CHECKPOINTS)
         stored = checkpoint.Checkpoint(path)
-        defs = lora.defs_in(gpt.defs(config.gpt), config.lora, stored)
+        defs = lora.defs_in(config.family.defs(config.architecture), config.lora, stored)
         found = read_params(stored, defs, averaged=options.averaged)
         params = tree.map(lambda leaf: leaf.to(device), lora.merge(found))
         prompt = torch.tensor([ids], dtype=torch.int64, device=device)
         key = random.key(options.seed).to(device)
         tokens = generate(
             params,
-            config.gpt,
+            config.architecture,
             prompt,
             options.tokens,
             temperature=options.temperature,

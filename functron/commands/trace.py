@@ -16,6 +16,8 @@ from functron.recipe import step_program
 from functron.spmd import DATA_AXES, Mesh
 from functron.stage_costs import pipeline_cost
 
+_SEQ = 2048  # of models that take sequences of any length
+
 
 @dataclass(frozen=True)
 class TraceOptions:
@@ -24,7 +26,7 @@ class TraceOptions:
     Attributes:
         model: name of a preset.
         mesh: axes and sizes, such as dp=64,tp=8; empty: one rank.
-        seq: tokens per sample; 0: the longest that the model takes.
+        seq: tokens per sample; 0: the longest that the model takes, or 2048 where it takes any.
         global_batch: samples per step over all ranks; 0: one per data-parallel rank and microbatch.
         microbatches: parts of each rank's batch, one after another.
         schedule: who computes which microbatch when, where the mesh has pp; then what each rank of
@@ -71,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
         config = replace(
             config,
             mesh=options.mesh,
-            seq=options.seq or config.gpt.max_seq,
+            seq=options.seq or getattr(config.architecture, "max_seq", _SEQ),
             global_batch=options.global_batch or data_ranks * options.microbatches,
             microbatches=options.microbatches,
             schedule=options.schedule,

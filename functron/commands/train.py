@@ -16,7 +16,6 @@ from functron.commands.device import device_type
 from functron.config import TrainConfig, load, with_model
 from functron.corpus import is_chat, with_tokenizer
 from functron.loop import Outcome, exit_code
-from functron.models import gpt
 from functron.params import num_params
 from functron.spmd import Mesh
 from functron.train import Run, prepare, train
@@ -79,8 +78,9 @@ def _folder(config: TrainConfig) -> tuple[Path, Path | None]:
 def _introduction(run: Run, here: launch.Process | None) -> list[str]:
     config, text = run.config, run.text
     name = config.data or "this Python's documentation and standard library"
+    count = num_params(config.family.defs(config.architecture))
     lines = [
-        f"model  {config.model}: {num_params(gpt.defs(config.gpt)):,} parameters",
+        f"model  {config.model}: {count:,} parameters",
         f"data   {name}: {text.summary()}",
     ]
     lines += [

@@ -38,6 +38,7 @@ __all__ = [
     "MambaConfig",
     "defs",
     "empty_cache",
+    "flops_per_token",
     "forward",
     "loss",
     "num_targets",
@@ -232,6 +233,22 @@ def loss(
 def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
     """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
+
+
+def flops_per_token(config: MambaConfig, seq: int) -> int:
+    """Model FLOPs of forward and backward per token: 6 N + 15 S + 12 L H D T.
+
+    N counts the parameters that multiply a token's activations: embedding look-ups do not. S counts
+    the numbers of state of all layers: ``h = a h + (dt x) B`` takes 3 operations of each, ``C h``
+    two, and backward twice as many; what computing in chunks adds is no part of the model. The last
+    term is that of L attention layers over `seq` tokens, as in `gpt.flops_per_token`.
+    """
+    c, counts = config, config.counts
+    total = params.num_params(defs(c))
+    total -= 0 if c.tied else c.padded_vocab * c.embed_dim
+    states = counts.get("mamba", 0) * c.num_heads * c.head_dim * c.state_dim
+    heads = c.attention.num_heads * c.attention.head_dim if "attention" in counts else 0
+    return 6 * total + 15 * states + 12 * counts.get("attention", 0) * heads * seq
 
 
 # --- generation

@@ -1,0 +1,229 @@
+"""`functron train` and `functron sample` with architectures beside the GPT."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+
+import pytest
+import torch
+
+import functron as ft
+from functron import checkpoint, mamba, random, run_folder, tree
+from functron.cli import main
+from functron.config import TrainConfig, dump, load, with_model
+from functron.data import Tokenizer
+from functron.models.family import FAMILIES, PRESETS, family_of
+from functron.recipe import step_program
+from functron.spmd import Mesh
+from functron.train import prepare
+from functron.validation import validate
+from tests.data.chats import corpus as chats
+from tests.data.chats import make_tokenizer, write_lines
+
+TEXT = argparse.__file__
+HYBRID = [
+    "--model", "mamba2-hybrid-tiny", "--data", TEXT, "--seq", 12, "--global-batch", 4,
+    "--mamba.embed-dim", 16, "--mamba.head-dim", 4, "--mamba.state-dim", 4, "--mamba.chunk", 5,
+    "--mamba.mlp-dim", 24, "--mamba.attention-heads", 4, "--mamba.attention-kv-heads", 2,
+    "--mamba.pattern", "M-*", "--mamba.dtype", "float64", "--mamba.dropout", 0.1,
+    "--learning-rate.total-steps", 4, "--eval-every", 2, "--eval-data", f"text={TEXT}",
+    "--eval-batches", 1,
+]  # fmt: skip
+MAMBA = mamba.MambaConfig(
+    pattern="M*", vocab_size=11, embed_dim=12, num_heads=4, head_dim=3, state_dim=2, chunk=3,
+    attention_heads=2, vocab_multiple=16, init_stddev=0.5, dtype="float64",
+)  # fmt: skip
+
+
+def train(*arguments) -> int:
+    return main(["train", *map(str, arguments)])
+
+
+def losses(run) -> list[float]:
+    return [record["loss"] for record in run_folder.records(run)]
+
+
+def problems(config: TrainConfig) -> str:
+    with pytest.raises(ValueError, match="cannot train with this configuration") as caught:
+        validate(config)
+    return str(caught.value)
+
+
+# configurations
+
+
+@pytest.mark.parametrize("model", ["mamba2-tiny", "nemotron-h-8b"])
+def test_toml_there_and_back(tmp_path, model):
+    config = with_model(TrainConfig(steps=3), model)
+    assert config.architecture is PRESETS[model]
+    file = tmp_path / "config.toml"
+    file.write_text(dump(config))
+    assert load(file) == config
+    assert "[gpt]" not in file.read_text()
+    again = load(file, model="gpt2")  # another preset, and the rest of the file
+    assert again == with_model(TrainConfig(steps=3), "gpt2")
+    assert again.mamba is None
+
+
+def test_a_config_without_a_preset_comes_back(tmp_path):
+    file = tmp_path / "config.toml"
+    for config in (TrainConfig(mamba=MAMBA), with_model(TrainConfig(mamba=MAMBA), "gpt2")):
+        file.write_text(dump(config))
+        assert load(file) == config
+    file.write_text('model = "mamba2-tiny"\n[mamba]\npattern = "M"\n')
+    assert load(file).mamba == dataclasses.replace(PRESETS["mamba2-tiny"], pattern="M")
+    file.write_text('model = "mamba-tiny"\n[mamba]\npatern = "M"\n')
+    with pytest.raises(ValueError, match="did you mean 'mamba2-tiny'") as caught:
+        load(file)
+    assert "mamba.patern: got an unknown key" in str(caught.value)
+
+
+def test_names_of_presets_are_unique():
+    assert len(PRESETS) == sum(len(family.presets) for family in FAMILIES.values())
+    for name, config in PRESETS.items():
+        assert name in family_of(config).presets
+    with pytest.raises(TypeError, match="family_of: got int"):
+        family_of(3)
+
+
+def test_what_a_mamba_cannot_be_trained_with(tmp_path):
+    config = with_model(TrainConfig(mesh="pp=2", lora_rank=2, loss_chunk_tokens=8), "mamba2-tiny")
+    said = problems(dataclasses.replace(config, gpt=PRESETS["gpt2"], mask_documents=True))
+    for line in (
+        "mesh: got pp=2; wanted pp=1 for this model; fix: put those ranks on dp, fsdp or tp",
+        "gpt: got settings of a GPT; wanted nothing beside [mamba]",
+        "lora_rank: got 2 with a Mamba-2 model; wanted a GPT; fix: train all parameters",
+        "loss_chunk_tokens: got 8 with a Mamba-2 model; wanted 0",
+        "mask_documents: got True with a Mamba-2 model; wanted a GPT",
+    ):
+        assert line in said
+    for mesh in ("cp=2", "ulysses=2", "ep=2"):
+        assert f"got {mesh}; wanted {mesh[:-1]}1 for" in problems(
+            dataclasses.replace(config, mesh=mesh)
+        )
+    small = dataclasses.replace(TrainConfig(), mamba=MAMBA)
+    assert "mamba.vocab_size: got 11 token ids; wanted at least 256" in problems(small)
+
+
+def test_upcycling_needs_a_gpt(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text(dump(TrainConfig(mamba=MAMBA)))
+    assert main(["upcycle", str(tmp_path), str(tmp_path / "new")]) == 2
+    assert "got a Mamba-2 model; wanted a run of a dense GPT" in capsys.readouterr().err
+
+
+def test_commands_that_show_models(capsys):
+    assert main(["params", "--model", "mamba2-tiny", "--mesh", "tp=2"]) == 0
+    assert "80,944 parameters" in capsys.readouterr().out
+
+
+# training
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A run of 4 steps on one rank, saved after every second one."""
+    run = tmp_path_factory.mktemp("hybrid") / "run"
+    assert train(*HYBRID, "--steps", 4, "--save-every", 2, "--out", run) == 0
+    return run
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--mesh dp=2,tp=2 --sequence-parallel",
+        "--mesh dp=2,fsdp=2 --remat full --zero 2",
+    ],
+)
+def test_meshes_train_what_one_rank_does(options, hybrid, tmp_path):
+    watched = ["--log-layers-every", 2]
+    assert train(*HYBRID, *watched, "--steps", 3, "--out", tmp_path / "run", *options.split()) == 0
+    torch.testing.assert_close(losses(tmp_path / "run"), losses(hybrid)[:3], rtol=1e-10, atol=0)
+    first, second, _ = run_folder.records(tmp_path / "run")
+    held_out = [
+        record["eval"]["text"]["loss"] for record in (second, run_folder.records(hybrid)[1])
+    ]
+    torch.testing.assert_close(*held_out, rtol=1e-10, atol=0)
+    norms = [layer["grad_norm"] ** 2 for layer in first["layers"].values()]
+    torch.testing.assert_close(sum(norms) ** 0.5, first["grad_norm"], rtol=1e-10, atol=0)
+
+
+def test_the_first_loss_is_that_of_the_forward_pass():
+    config = TrainConfig(mamba=MAMBA, format="mock", seq=6, global_batch=3)
+    run = prepare(config, Mesh())
+    batch, weights = run.batch(0), tree.map(torch.clone, run.state.params)
+    logits = mamba.forward(MAMBA, weights, batch["tokens"])[..., :11]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+    _, metrics = run.step(run.state, batch)
+    torch.testing.assert_close(metrics["loss"], expected, rtol=1e-12, atol=0)
+
+
+def test_goes_on_to_the_bit(hybrid, tmp_path, capsys):
+    cut = tmp_path / "cut"
+    shutil.copytree(hybrid, cut)
+    shutil.rmtree(cut / "checkpoints" / "4")
+    assert train("--out", cut, "--resume") == 0
+    assert losses(cut) == losses(hybrid)
+    ends = [checkpoint.restore(run / "checkpoints" / "4") for run in (hybrid, cut)]
+    for path, a, b in zip(tree.paths(ends[0]), *map(tree.leaves, ends), strict=True):
+        assert torch.equal(a, b), path
+    assert train("--out", cut, "--resume", "--mamba.pattern", "MM") == 2
+    assert "mamba.pattern: got 'MM'; wanted 'M-*', as in the run" in capsys.readouterr().err
+    assert train("--out", cut, "--resume", "--model", "tiny") == 2
+    assert "model: got a GPT; wanted a Mamba-2 model, as in the run" in capsys.readouterr().err
+
+
+def test_learns_from_conversations(tmp_path):
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    data = write_lines(tmp_path / "chats.jsonl", chats(6))
+    size = Tokenizer(folder).vocab_size
+    config = TrainConfig(
+        mamba=dataclasses.replace(MAMBA, vocab_size=size), data=str(data), tokenizer=str(folder),
+        seq=96, global_batch=2, steps=1,
+    )  # fmt: skip
+    validate(config)
+    run = prepare(config, Mesh())
+    _, metrics = run.step(run.state, run.batch(0))
+    assert metrics["loss"].isfinite()
+
+
+def test_programs_of_presets_need_no_memory():
+    config = with_model(TrainConfig(seq=2048, mesh="dp=2,tp=2"), "mamba2-2.7b")
+    assert step_program(config, Mesh.parse(config.mesh)).cost().hardware_flops > 1e12
+
+
+# FLOPs
+
+
+def test_flops_per_token():
+    """By hand, of a layer of each kind; norms and the like count as matrices do."""
+    config = dataclasses.replace(MAMBA, pattern="M*-", mlp_dim=7, tied=False)
+    weights = ft.num_params(mamba.defs(config)) - 16 * 12  # but for the embedding
+    states, attention = 4 * 3 * 2, 12 * 12 * 5
+    assert mamba.flops_per_token(config, 5) == 6 * weights + 15 * states + attention
+
+
+# sampling
+
+
+def test_sampling_is_the_forward_pass():
+    weights = ft.init_params(random.key(0), mamba.defs(MAMBA))
+    prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    out = ft.generate(weights, MAMBA, prompt, 4, temperature=0)
+    for end in range(3, 7):
+        logits = mamba.forward(MAMBA, weights, out[:, :end])[:, -1, :11]
+        assert torch.equal(out[:, end], logits.argmax(-1))
+    key = random.key(1)
+    drawn = ft.generate(weights, MAMBA, prompt, 3, temperature=0.7, top_k=3, top_p=0.9, key=key)
+    for end in range(3, 6):
+        logits = mamba.forward(MAMBA, weights, drawn[:, :end])[:, -1, :11]
+        likely = logits.topk(3).indices
+        assert (drawn[:, end : end + 1] == likely).any(-1).all()
+    with pytest.raises(ValueError, match="mesh: got a value; wanted None with a Mamba-2 model"):
+        ft.generate(weights, MAMBA, prompt, 1, key=key, mesh=Mesh.parse("dp=2"))
+
+
+def test_the_command_samples(hybrid, capsys):
+    assert main(["sample", str(hybrid), "--prompt", "def ", "--tokens", "3", "--top-k", "4"]) == 0
+    assert capsys.readouterr().out.startswith("def ")
