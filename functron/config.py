@@ -68,6 +68,8 @@ class TrainConfig:
         eval_batches: how many batches of each set, of global_batch samples; 0: all of it.
         eval_data: held-out sets by name, such as "wiki=PREFIX1 code=PREFIX2", each read as `data`
             is; empty: the validation part of `split`, of every source of a blend by itself.
+        eval_averaged: of the average of the parameters that optimizer.ema_decay keeps, rather than
+            of the parameters.
         prefetch: batches that a thread makes ahead of the steps that need them; 0: none.
         mesh: axes and sizes, such as dp=2,tp=2; empty: one rank.
         nproc: processes to start, one per rank of the mesh; 0: simulate the mesh in this process.
@@ -147,6 +149,7 @@ class TrainConfig:
     eval_every: int = 0
     eval_batches: int = 0
     eval_data: str = ""
+    eval_averaged: bool = False
     prefetch: int = 2
     mesh: str = ""
     nproc: int = 0

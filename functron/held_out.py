@@ -144,10 +144,13 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
     """
     if config.eval_every < 1:
         fix = "add --eval-every 100, or leave it out"
-        for name in ("eval_data", "eval_batches"):
+        for name in ("eval_data", "eval_batches", "eval_averaged"):
             if value := getattr(config, name):
                 yield Problem(name, repr(value), "nothing without eval_every", fix)
         return
+    if config.eval_averaged and not config.optimizer.ema_decay:
+        fix = "add --optimizer.ema-decay 0.999, or leave it out"
+        yield Problem("eval_averaged", "True", "a run that keeps averages", fix)
     if config.format == "mock" and config.eval_data:
         fix = "leave it out, and add --split 99,1"
         yield Problem("eval_data", repr(config.eval_data), "nothing with random tokens", fix)

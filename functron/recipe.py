@@ -17,7 +17,7 @@ from functron.pipeline.execute import pipelined
 from functron.pipeline.partition import Partition
 from functron.program.program import Program
 from functron.program.trace import trace
-from functron.spmd import BoundMesh, Mesh, P
+from functron.spmd import BoundMesh, Mesh, P, shard_map
 from functron.spmd.shards import whole_over
 from functron.step import State, init_state, make_pipelined_step, make_step, state_specs
 from functron.watch import Watch
@@ -34,6 +34,7 @@ class Recipe:
         step: ``(state, batch) -> (state, metrics)``.
         partition: who holds which parameters, where ranks of a pipeline do.
         watch: the twin of `step` that says more, where it is asked for.
+        averaged: ``state -> params``, the averages that the optimizer keeps; None: it keeps none.
     """
 
     defs: tree.Tree
@@ -42,6 +43,7 @@ class Recipe:
     step: Callable
     partition: Partition | None = None
     watch: Watch | None = None
+    averaged: Callable | None = None
 
     def init(self, key: torch.Tensor, mesh: Mesh | BoundMesh, params: tree.Tree = None) -> State:
         """The state before the first step, with these parameters or random ones."""
@@ -91,7 +93,9 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
             layers=layers,
         )
 
-    return Recipe(defs, specs, optimizer, make(None), watch=_watch(config, defs, make))
+    averaged = _averaged(config, mesh, specs, optimizer, _parts(config, defs, specs, mesh))
+    watch = _watch(config, defs, make)
+    return Recipe(defs, specs, optimizer, make(None), watch=watch, averaged=averaged)
 
 
 def _watch(
@@ -155,7 +159,26 @@ def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     rows = {name: partition.rows(name, rank) for name in stacked}
     stored = specs if rank is None else partition.storage_specs(specs)
     watch = _watch(config, whole, make, rows)
-    return Recipe(defs, stored, optimizer, make(None), partition, watch)
+    averaged = _averaged(config, mesh, specs, optimizer, parts)
+    return Recipe(defs, stored, optimizer, make(None), partition, watch, averaged)
+
+
+def _averaged(
+    config: TrainConfig,
+    mesh: Mesh | BoundMesh,
+    specs: tree.Tree,
+    optimizer: optim.GradientTransformation,
+    parts: tree.Tree,
+) -> Callable | None:
+    """What reads the averages of parameters out of a state; None where it has none."""
+    if not config.optimizer.ema_decay:
+        return None
+
+    def read(state: State) -> tree.Tree:
+        return optim.averaged(state.opt_state, state.params, specs, parts)
+
+    stages = "pp" if mesh["pp"] > 1 else None
+    return shard_map(read, mesh, (state_specs(specs, optimizer),), specs, stages=stages)
 
 
 def trained(config: TrainConfig, defs: tree.Tree) -> tree.Tree:

@@ -48,6 +48,7 @@ class Run:
         watch: the twin of `step` that says more, where it is asked for.
         held_out: sets that are evaluated, none without `eval_every`.
         held_out_loss: of `held_out_loss.loss_program`, which evaluates them; None without.
+        averaged: ``state -> params``, what is evaluated in place of its parameters; None: these.
     """
 
     config: TrainConfig
@@ -63,6 +64,7 @@ class Run:
     watch: Watch | None = None
     held_out: Sequence[HeldOut] = ()
     held_out_loss: Callable | None = None
+    averaged: Callable | None = None
 
     @cached_property
     def batches(self) -> RampUp:
@@ -97,7 +99,8 @@ class Run:
     def evaluate(self, state: State) -> dict[str, dict[str, float]]:
         """The loss, perplexity and number of targets of every held-out set, by its name.
 
-        Collective. Collectives: those of `held_out_loss.loss_program`, batch by batch.
+        Collective. Collectives: those of `held_out_loss.loss_program`, batch by batch; and before,
+        where averages are evaluated that ZeRO divides, one all-gather per leaf and axis.
         """
 
         def batch(held_out: HeldOut, index: int) -> dict[str, torch.Tensor]:
@@ -105,7 +108,8 @@ class Run:
 
         if self.held_out_loss is None:
             return {}
-        return evaluate(self.held_out_loss, state.params, self.held_out, batch)
+        params = state.params if self.averaged is None else self.averaged(state)
+        return evaluate(self.held_out_loss, params, self.held_out, batch)
 
 
 def prepare(
@@ -150,7 +154,8 @@ def prepare(
     on = torch.device(device)
     program = loss_program(config, mesh) if held_out else None
     parts = (config, mesh, text, state, specs, step, schedule, on, where)
-    return Run(*parts, start, watch, held_out, program)
+    averaged = recipe.averaged if config.eval_averaged else None
+    return Run(*parts, start, watch, held_out, program, averaged)
 
 
 def _restored(

@@ -147,7 +147,8 @@ def whole(tmp_path_factory):
             for size in source.integers(3, 40, 60):
                 writer.add(source.integers(0, 256, size))
     data = f"3 {folder / 'a'} 1 {folder / 'b'}"
-    assert command(*SMALL, "--data", data, "--out", folder / "run") == 0
+    held = ["--eval-every", "5", "--eval-data", f"a={folder / 'a'}", "--eval-averaged"]
+    assert command(*SMALL, *held, "--data", data, "--out", folder / "run") == 0
     return folder / "run"
 
 
@@ -194,6 +195,8 @@ def test_goes_on_on_processes(whole, tmp_path):
         for run in (cut, whole)
     ]
     close(means[0], means[1], 1e-5)
+    evals = [run_folder.records(run)[-1]["eval"]["a"] for run in (cut, whole)]
+    torch.testing.assert_close(*(x["loss"] for x in evals), rtol=2e-6, atol=0)
 
 
 def test_what_cannot_be(whole, tmp_path, capsys):

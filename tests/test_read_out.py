@@ -23,6 +23,7 @@ from functron.read_out import read_params, stored_params
 from functron.staging import defs_of
 from functron.train import prepare, train
 from functron.upcycle import upcycle, upcycle_run
+from functron.validation import validate
 
 DECAY, STEPS = 0.7, 4
 RUN = TrainConfig(
@@ -36,7 +37,7 @@ RUN = TrainConfig(
 
 
 def run_of(config: TrainConfig, out: Path):
-    return train(prepare(config, Mesh.parse(config.mesh)), out).state
+    return train(prepare(config, Mesh.parse(config.mesh)), out)
 
 
 def last(run: Path) -> Checkpoint:
@@ -61,7 +62,7 @@ def close(got, want, tolerance=1e-12):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("averages")
-    state = run_of(RUN, folder / "run")
+    state = run_of(RUN, folder / "run").state
     return folder / "run", state, by_hand(folder / "run")
 
 
@@ -93,9 +94,20 @@ def test_commands_take_it(alone, tmp_path, capsys):
     close(read_params(last(tmp_path / "moe"), gpt.defs(config)), made)
 
 
+@pytest.fixture(scope="module")
+def held_out(alone, tmp_path_factory):
+    """A text of 20 samples, and the loss on it of the mean by hand."""
+    file = tmp_path_factory.mktemp("held") / "out.txt"
+    file.write_bytes(Path(argparse.__file__).read_bytes()[5000 : 5000 + 20 * 12 + 1])
+    ids = torch.tensor(list(file.read_bytes()))
+    batch = {"tokens": ids[:-1].reshape(20, 12), "targets": ids[1:].reshape(20, 12)}
+    return file, gpt.loss(RUN.gpt, alone[2], {**batch, "rows": torch.arange(20)}) / 240
+
+
 @pytest.mark.parametrize(
     "changes",
     [
+        {},
         {"mesh": "dp=2,tp=2"},
         {"mesh": "fsdp=2", "gather": "step"},
         {"mesh": "dp=3", "zero": 1},  # divides no dim: parts are padded
@@ -104,10 +116,14 @@ def test_commands_take_it(alone, tmp_path, capsys):
     ],
     ids=lambda changes: "-".join(str(value) for value in changes.values()),
 )
-def test_every_mesh_keeps_the_same(changes, alone, tmp_path):
-    run_of(replace(RUN, **changes, save_every=0), tmp_path / "run")
+def test_every_mesh_keeps_and_evaluates_the_same(changes, alone, held_out, tmp_path):
+    file, loss = held_out
+    asked = {"eval_every": STEPS, "eval_data": f"held={file}", "eval_averaged": True}
+    found = run_of(replace(RUN, **changes, **asked, save_every=0), tmp_path / "run")
     got = read_params(last(tmp_path / "run"), gpt.defs(RUN.gpt), averaged=True)
     close(got, alone[2], 1e-10)
+    said = found.history[-1]["eval"]["held"]["loss"]
+    close([torch.tensor(said, dtype=torch.float64)], [loss], 1e-10)
 
 
 def test_parts_of_averages_are_not_taken_for_averages(alone):
@@ -139,7 +155,7 @@ def test_masters_are_averaged_and_what_balances_routers_is_not(tmp_path):
     experts = MoEConfig(num_experts=2, top_k=1, expert_dim=8, score="sigmoid", balance_bias=True)
     tiny = replace(RUN.gpt, moe=experts, dtype="bfloat16")
     config = replace(RUN, gpt=tiny, optimizer=replace(RUN.optimizer, fp32_masters=True))
-    state = run_of(config, tmp_path / "run")
+    state = run_of(config, tmp_path / "run").state
     found = read_params(last(tmp_path / "run"), gpt.defs(tiny), averaged=True)
     close(found, optim.averaged(state.opt_state, state.params), 0)
     moved = tree.map(lambda a, b: not torch.equal(a, b), found, state.params)
@@ -161,3 +177,9 @@ def test_runs_without_averages_are_told_how_to_keep_them(alone, tmp_path, capsys
         assert "or train with --optimizer.ema-decay 0.999" in said
     assert main(["convert", f"hf:{alone[0]}", f"run:{tmp_path / 'new'}", "--averaged"]) == 2
     assert "averaged: got true from a Hugging Face folder" in capsys.readouterr().err
+    for fields, line in (
+        ({"eval_every": 2, "eval_data": f"a={argparse.__file__}"}, "wanted a run that keeps"),
+        ({}, "eval_averaged: got True; wanted nothing without eval_every"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            validate(replace(RUN, optimizer=kept, eval_averaged=True, **fields))

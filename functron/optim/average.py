@@ -210,9 +210,10 @@ def averaged(
     def one(p: torch.Tensor, m: Any, cut: tuple) -> torch.Tensor:
         if m is None:
             return p
+        m, total = m.to(p.device), weight.to(p.device)  # they may be kept in host memory
         m = join(m, cut, p.shape) if cut else m
-        mean = m / weight.clamp(min=1e-12).to(m.dtype)
-        return torch.where(weight.to(m.device) > 0, mean, p.to(m.dtype)).to(p.dtype)
+        mean = m / total.clamp(min=1e-12).to(m.dtype)
+        return torch.where(total > 0, mean, p.to(m.dtype)).to(p.dtype)
 
     rows = zip(leaves, kept, cuts, strict=True)
     return tree.unflatten(structure, [one(*row) for row in rows])
