@@ -29,7 +29,7 @@ import torch
 from functron import tree
 from functron.errors import Problem, nearest, raise_problems
 from functron.nn import Adapter
-from functron.params import Constant, Normal, ParamDef, zeros
+from functron.params import Constant, Normal, ParamDef, Width, zeros
 
 LORA = "lora"
 """The name of an `Adapter` among the parameters of its layer."""
@@ -64,6 +64,13 @@ class LoRA:
         if not self.targets:
             fix = "leave it out for all linear layers of blocks"
             found.append(Problem(f"{path}_targets", "nothing", "patterns of linear layers", fix))
+        if any(d.width != Width() for d in tree.leaves(defs)):
+            got, wanted = (
+                "adapters of a model with gpt.mup_base_dim",
+                "none: there is no rule for them",
+            )
+            fix = "adapt the model without: functron convert run:RUN hf:MODEL folds it"
+            found.append(Problem(f"{path}_rank", got, wanted, fix))
         layers = [] if defs is None else [place for place, _ in _linear_layers(defs)]
         return found + [
             Problem(f"{path}_targets", repr(target), "a linear layer", nearest(target, layers))

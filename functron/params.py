@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,18 @@ from functron.spmd.spec import P, Rules, is_spec, local_shape, offsets, validate
 Index = Sequence[torch.Tensor | None] | None
 Initializer = Callable[[torch.Tensor, Sequence[int], torch.dtype, Index], torch.Tensor]
 """``(key, global shape, dtype, index)`` to the values at `index` (all of them where it is None)."""
+
+
+class Width(NamedTuple):
+    """How many times as wide a matrix is as in the model for which learning rates were chosen.
+
+    Attributes:
+        inputs: times as many numbers are summed for each output.
+        outputs: times as many outputs.
+    """
+
+    inputs: float = 1.0
+    outputs: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,8 @@ class ParamDef:
         decay: whether weight decay applies (matrices yes, norms and biases no).
         balance: whether it is no weight but what balances the load of experts (`nn.moe`): its
             gradient says only which way to go, and is no part of the gradients' norm.
+        width: beside a narrower model with the same learning rates, where there is one
+            (`models.mup`); optimizers divide learning rates by it (`optim.width_multiples`).
     """
 
     shape: tuple[int, ...]
@@ -45,6 +60,7 @@ class ParamDef:
     dtype: torch.dtype = torch.float32
     decay: bool = True
     balance: bool = False
+    width: Width = field(default_factory=Width)
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):

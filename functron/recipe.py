@@ -216,6 +216,7 @@ def make_optimizer(
         copies=copies,
         mask=decay_mask(defs),
         defs=defs,
+        whole=staging.defs_of(config),
         shards=parts,
         mesh=mesh,
         kernels=use(config.kernels),

@@ -19,7 +19,7 @@ from functron.errors import Problem, raise_problems
 from functron.models import gpt
 from functron.models.gpt import GPTConfig
 from functron.nn.moe import MoEConfig
-from functron.params import Normal, num_params
+from functron.params import num_params
 from functron.read_out import read_params
 
 
@@ -93,7 +93,7 @@ def _router(config: GPTConfig, seed: int, parts: int, like: torch.Tensor) -> dic
     defs = gpt.defs(config)["blocks"]["moe"]["router"]
     groups = (*defs["w"].shape[:-1], defs["w"].shape[-1] // parts)
     key = random.key(seed).to(like.device)
-    w = Normal(config.init_stddev)(key, groups, like.dtype, None)
+    w = defs["w"].init(key, groups, like.dtype, None)
     zeros = {
         name: torch.zeros(d.shape, dtype=d.dtype, device=like.device)
         for name, d in defs.items()

@@ -18,6 +18,7 @@ from functron.optim import (
     optimizer_problems,
     parse_groups,
     schedule_problems,
+    width_problems,
 )
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
 
@@ -190,6 +191,8 @@ def _fit_problems(config: TrainConfig) -> Iterator[Problem]:
         yield from group_problems(
             config.family.defs(config.architecture), groups, "optimizer.groups"
         )
+    if config.gpt.mup_base_dim:
+        yield from width_problems(config.optimizer)
     if config.vocab_over_pp and config.optimizer.name == "adafactor":
         fix = "leave it out, or choose another optimizer"
         got = "true with adafactor, which needs whole rows and columns"

@@ -124,6 +124,11 @@ ATTENTION = (
 MLP = mlp(f"{LAYER}.mlp", "blocks/mlp")
 
 DECODER = (
+    settings.absent(
+        "mup_base_dim",
+        "mup_base_head_dim",
+        fix="put it into the parameters first: functron.models.mup.folded(config, params)",
+    ),
     settings.only("is_encoder_decoder", False, why="encoder"),
     settings.only("add_cross_attention", False, why="attention to another sequence"),
 )

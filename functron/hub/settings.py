@@ -89,13 +89,18 @@ def fixed(ours: str, value: Any) -> Aspect:
     return Aspect((), (ours,), lambda *_: {ours: value}, write)
 
 
-def absent(*ours: str) -> Aspect:
-    """Fields that no model of the family makes use of: they stay at their defaults."""
+def absent(*ours: str, fix: str = "") -> Aspect:
+    """Fields that no model of the family makes use of: they stay at their defaults.
+
+    Args:
+        ours: the fields.
+        fix: what to do about other values.
+    """
     defaults = {f.name: f.default for f in dataclasses.fields(GPTConfig)}
 
     def write(config: GPTConfig, problems: list[Problem]) -> dict:
         problems += [
-            Problem(name, repr(getattr(config, name)), f"{defaults[name]!r} in this family")
+            Problem(name, repr(getattr(config, name)), f"{defaults[name]!r} in this family", fix)
             for name in ours
             if getattr(config, name) != defaults[name]
         ]

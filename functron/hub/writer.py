@@ -18,7 +18,7 @@ from functron.hub.config import CONFIG, family_for, family_of, read_table, write
 from functron.hub.family import Family, layouts_of
 from functron.hub.files import INDEX, SINGLE, Planned, Writer, exists, index_of, plan
 from functron.hub.rules import Layout, tensors
-from functron.models import gpt
+from functron.models import gpt, mup
 from functron.models.config import GPTConfig
 from functron.spmd import BoundMesh, Mesh, P, gather
 from functron.spmd.spec import dim_axes, global_shape, is_spec, num_shards
@@ -71,7 +71,7 @@ def save(
         path: a folder that does not exist; its parents are made.
         config: the architecture.
         params: the parameters, as `gpt.defs(config)`: global values, or this rank's shards.
-            Low-rank additions (`functron.lora`) are merged.
+            Low-rank additions (`functron.lora`) are merged, factors of muP folded (`mup.folded`).
         specs: their specs, a prefix tree; needed on a bound mesh.
         mesh: where they live.
         like: the folder that the model was loaded from: its tokenizer, config.json and generation
@@ -86,6 +86,7 @@ def save(
             something lies at `path` or cannot be written; all offenders are listed.
     """
     params, specs = lora.merge(params), lora.plain(specs)
+    config, params = mup.folded(config, params)
     kept = read_table(like) if like is not None else None
     table = {"model_type": model_type} if model_type else kept
     family = family_of(table) if table is not None else family_for(config)

@@ -11,6 +11,7 @@ import torch
 
 from functron import nn
 from functron.errors import Problem, nearest, raise_problems
+from functron.models import mup
 from functron.models.rotary import rope_problems
 from functron.nn.moe import ExpertActivation, MoEConfig
 
@@ -33,6 +34,7 @@ _CHOICES = MappingProxyType(
 _NOT_NEGATIVE = (
     *("window", "global_every", "nope_every", "dense_layers", "mtp_depth", "mtp_weight"),
     *("local_rope_theta", "attention_scale", "score_cap", "logit_cap", "qkv_clip"),
+    *("mup_base_dim", "mup_base_head_dim"),
 )
 
 
@@ -110,6 +112,11 @@ class GPTConfig:
         z_loss: weight of the squared log-normaliser in the loss.
         init_stddev: of all matrices; those that write to the stream are divided by
             sqrt(2 num_layers) (Radford et al. 2019).
+        mup_base_dim: the `embed_dim` at which learning rates were tuned, which then hold at this
+            one (maximal update parametrization; see `functron.models.mup`); 0: the standard
+            parametrization.
+        mup_base_head_dim: the width of heads at `mup_base_dim`; 0: as here, where heads grow in
+            number.
         vocab_multiple: the vocabulary is padded to a multiple of it; every tensor-parallel size
             that divides it fits, and the padding takes no part in the loss.
         dtype: of parameters and activations: ``float32``, ``float64`` or ``bfloat16``.
@@ -163,6 +170,8 @@ class GPTConfig:
     dropout: float = 0.0
     z_loss: float = 0.0
     init_stddev: float = 0.02
+    mup_base_dim: int = 0
+    mup_base_head_dim: int = 0
     vocab_multiple: int = 384
     dtype: Dtype = "float32"
 
@@ -225,6 +234,7 @@ class GPTConfig:
             got = f"{self.activation!r} on layers without experts"
             found.append(Problem("activation", got, "one of feed-forward layers", fix))
         found += self._latent_misfits() + rope_problems(self)
+        found += [] if found else mup.problems(self)
         if self.qk_norm_across and not self.qk_norm:
             got = "True without qk_norm"
             found.append(Problem("qk_norm_across", got, "False", "set qk_norm, or leave it out"))
@@ -352,7 +362,7 @@ class GPTConfig:
             norm_eps=self.norm_eps,
             sinks=self.sinks,
             qk_norm_across=self.qk_norm_across,
-            scale=self.attention_scale,
+            scale=self.attention_scale or mup.score_scale(self),
             gate=self.attention_gate,
             clip=self.qkv_clip,
             interleaved=self.rope_pairs == "neighbours",

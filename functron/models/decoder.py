@@ -8,6 +8,7 @@ import torch
 
 from functron import nn, random, tree
 from functron.errors import Problem, raise_problems
+from functron.models import mup
 from functron.models.activations import placed, squares_of, summed, watched
 from functron.models.ahead import predict_ahead
 from functron.models.block import (
@@ -77,7 +78,7 @@ def _total(
     def losses(x: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
         settings = {"vocab_size": config.vocab_size, "z_loss": z_loss, "kernels": how.kernels}
         with named_scope("unembed"):
-            x = nn.gather_sequence(x, how.stream)
+            x = nn.gather_sequence(_scaled(config, x), how.stream)
             if how.loss_chunk_tokens:
                 chunk = how.loss_chunk_tokens
                 return nn.linear_cross_entropy(x, matrix, targets, chunk_tokens=chunk, **settings)
@@ -126,7 +127,7 @@ def logits(config: GPTConfig, weights: dict, x: Tensor, how: How) -> Tensor:
     with named_scope("norm"):
         x = _last_norm(config, weights, x, how)
     with named_scope("unembed"):
-        x = nn.gather_sequence(x, how.stream)
+        x = nn.gather_sequence(_scaled(config, x), how.stream)
         if how.context.order == "zigzag":
             x = zigzag.to_contiguous(x, 1)
         return _capped(config, nn.column_parallel(x, _unembedding(config, weights, how)))
@@ -135,6 +136,12 @@ def logits(config: GPTConfig, weights: dict, x: Tensor, how: How) -> Tensor:
 def _last_norm(config: GPTConfig, weights: dict, x: Tensor, how: How) -> Tensor:
     own = own_norm(config, weights, "norm")
     return norm(config, how.gather.at("norm")(own) if own else own, x, how.kernels)
+
+
+def _scaled(config: GPTConfig, x: Tensor) -> Tensor:
+    """What is unembedded, so that logits are multiplied by muP's factor, if there is one."""
+    factor = mup.logit_scale(config)
+    return x if factor == 1 else x * factor
 
 
 def _capped(config: GPTConfig, logits: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from functron import nn, params
-from functron.models import decoder
+from functron.models import decoder, mup
 from functron.models.activations import watched_names
 from functron.models.ahead import ahead_defs
 from functron.models.block import (
@@ -67,8 +67,15 @@ def defs(config: GPTConfig) -> dict:
     """The parameters: ``{"embed", "positions"?, "dense"?, "blocks", "norm"?, "unembed"?, "mtp"?}``.
 
     Those of all blocks are stacked on a leading "layers" dim; where the first blocks are dense and
-    the others have experts, these are "dense" and those "blocks".
+    the others have experts, these are "dense" and those "blocks". Where `config` has a base width
+    they begin as `mup` says.
     """
+    model, m = _standard(config), mup.width(config)
+    return model if m == 1 else mup.parametrized(model, _standard(mup.wider(config)), m)
+
+
+def _standard(config: GPTConfig) -> dict:
+    """The parameters, whatever their width is beside others."""
     c, dtype = config, config.torch_dtype
     normal = Normal(c.init_stddev)
     model: dict = {

@@ -76,6 +76,7 @@ from functron.optim.transformation import (
     transformation,
 )
 from functron.optim.where import MultiTransformState, WhereState, multi_transform, where
+from functron.optim.widths import width_multiples, width_problems
 from functron.optim.zero import padded_shapes, shard_specs, zero
 
 __all__ = [
@@ -176,6 +177,8 @@ __all__ = [
     "trace",
     "transformation",
     "where",
+    "width_multiples",
+    "width_problems",
     "with_average",
     "with_fp32_masters",
     "with_stochastic_rounding",

@@ -36,6 +36,7 @@ from functron.optim.sgd import sgd
 from functron.optim.soap import soap
 from functron.optim.stochastic import with_stochastic_rounding
 from functron.optim.transformation import GradientTransformation, chain
+from functron.optim.widths import has_widths, width_multiples, width_problems
 from functron.optim.zero import zero
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P
@@ -159,6 +160,7 @@ def make_optimizer(
     copies: tree.Tree = 1,
     mask: Mask = not_norm_or_bias,
     defs: tree.Tree = None,
+    whole: tree.Tree = None,
     shards: tree.Tree = None,
     mesh: Mesh | BoundMesh | None = None,
     kernels: Kernels = AUTO,
@@ -175,7 +177,9 @@ def make_optimizer(
         copies: how many ranks of a pipeline hold each parameter, for the gradient norm.
         mask: which parameters decay; by default all but norms and biases.
         defs: the parameters' `ParamDef`s; needed by muon, soap, adam_mini, moments in 8 bits and
-            groups, and by adafactor where anything is sharded or stacked.
+            groups, and by adafactor where anything is sharded or stacked. Where they have widths
+            (muP), learning rates are multiplied as `width_multiples` says.
+        whole: those of the whole model, where a rank of a pipeline has some; None: `defs`.
         shards: the specs of every rank's part of the parameters, of `shard_specs`, which makes it
             ZeRO: `zero` around the optimizer. None: every rank updates what it holds.
         mesh: the ranks; with it, moments in 8 bits are checked against how they are sharded.
@@ -192,11 +196,15 @@ def make_optimizer(
         found.append(Problem("defs", "None", "the parameters' defs, to tell them apart by"))
     elif groups and copies == 1:  # else ranks of a pipeline have some of the parameters each
         found += group_problems(defs, groups, "optimizer.groups")
+    whole = defs if whole is None else whole
+    if has_widths(whole):
+        found += width_problems(config)
     raise_problems("the optimizer cannot be built", found)
+    multiples = width_multiples(config, whole)
     seen = specs if shards is None else shards
     if eight and defs is not None and mesh is not None:
         check_blocks(defs, P() if seen is None else seen, mesh)
-    inner = _inner(config, learning_rate, _Given(mask, defs, seen, kernels), groups)
+    inner = _inner(config, learning_rate, _Given(mask, defs, seen, kernels), groups, multiples)
     if config.ema_decay:
         inner = with_average(inner, config.ema_decay)
     if config.fp32_masters:
@@ -215,7 +223,11 @@ def make_optimizer(
 
 
 def _inner(
-    config: OptimizerConfig, rate: LearningRate, given: _Given, groups: tuple[Group, ...]
+    config: OptimizerConfig,
+    rate: LearningRate,
+    given: _Given,
+    groups: tuple[Group, ...],
+    multiples: Mapping[str, float],
 ) -> GradientTransformation:
     if config.name == "adafactor" and config.adafactor.relative_step:
         rate = schedules.relative_step()
@@ -224,4 +236,4 @@ def _inner(
         own = replace(config, weight_decay=config.weight_decay * group.weight_decay)
         return _OPTIMIZERS[config.name](own, _times(rate, group.learning_rate), given)
 
-    return by_group(make, given.defs, groups)
+    return by_group(make, given.defs, groups, multiples)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from functron import tree
 from functron.errors import Problem, nearest
@@ -120,7 +121,10 @@ def _name(index: int) -> str:
 
 
 def by_group(
-    make: Callable[[Group], GradientTransformation], params: tree.Tree, groups: Sequence[Group]
+    make: Callable[[Group], GradientTransformation],
+    params: tree.Tree,
+    groups: Sequence[Group],
+    multiples: Mapping[str, float] = MappingProxyType({}),
 ) -> GradientTransformation:
     """`multi_transform` of an optimizer per group, and one for the parameters in none.
 
@@ -133,8 +137,23 @@ def by_group(
         make: the optimizer of a group, which sees None in place of others' parameters.
         params: the parameters, or their `ParamDef`s.
         groups: the first whose pattern fits a path has the parameter; none: `make` of the others.
+        multiples: by path, what learning rates are multiplied by besides, and decays divided by, as
+            `width_multiples` says of a whole model; of those that are not named nothing is.
     """
-    if not groups:
+    if not groups and not multiples:
         return make(Group("*"))
-    made = {_name(i): make(group) for i, group in enumerate(groups)}
-    return multi_transform(made | {_OTHERS: make(Group("*"))}, group_labels(params, groups))
+    named = {_name(i): group for i, group in enumerate(groups)} | {_OTHERS: Group("*")}
+    values = [1.0, *sorted(set(multiples.values()) - {1.0})]
+
+    def scaled(group: Group, by: float) -> Group:
+        rate, decay = group.learning_rate * by, group.weight_decay / by
+        return replace(group, learning_rate=rate, weight_decay=decay)
+
+    def label(name: str, by: float) -> str:
+        return name if by == 1 else f"{name}_width_{values.index(by)}"
+
+    made = {label(name, by): make(scaled(named[name], by)) for name in named for by in values}
+    labels = tree.map_with_path(
+        lambda path, name: label(name, multiples.get(path, 1.0)), group_labels(params, groups)
+    )
+    return multi_transform(made, labels)

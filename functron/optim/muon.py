@@ -37,10 +37,11 @@ Scale = Literal["adamw", "spectral"]
 0.2 sqrt(max(r, c)), about the size of AdamW's updates, so that both share a learning rate and a
 weight decay (Liu et al. 2025); with "spectral" sqrt(max(1, r / c)), Jordan's own."""
 
-_SCALES: Mapping[str, Callable[[int, int], float]] = {
+SCALES: Mapping[str, Callable[[float, float], float]] = {
     "adamw": lambda r, c: 0.2 * math.sqrt(max(r, c)),
     "spectral": lambda r, c: math.sqrt(max(1, r / c)),
 }
+"""Those factors, of outputs and inputs."""
 
 
 @dataclass(frozen=True)
@@ -152,14 +153,14 @@ def scale_by_muon(
         ValueError: an unknown `scale`, or a momentum that is not in [0, 1).
     """
     problems = []
-    if scale not in _SCALES:
-        problems.append(Problem("scale", repr(scale), "one of its values", nearest(scale, _SCALES)))
+    if scale not in SCALES:
+        problems.append(Problem("scale", repr(scale), "one of its values", nearest(scale, SCALES)))
     if not 0 <= momentum < 1:
         problems.append(Problem("momentum", repr(momentum), "at least 0 and less than 1"))
     raise_problems("scale_by_muon", problems)
 
     def orthogonal(x: torch.Tensor, spec: P, matrix: Matrix) -> torch.Tensor:
-        factor = _SCALES[scale](matrix.outputs, matrix.inputs)
+        factor = SCALES[scale](matrix.outputs, matrix.inputs)
         wide = dtype is None or x.dtype == torch.float64
         compute = _exchanged if distributed else _gathered
         y = compute(

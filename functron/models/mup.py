@@ -1,0 +1,245 @@
+"""Maximal update parametrization (muP): learning rates found at one width hold at others.
+
+"Tensor Programs V: Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer" (Yang et al.
+2022), https://arxiv.org/abs/2203.03466. Tune a narrow model, with `GPTConfig.mup_base_dim` its own
+`embed_dim`; then widen it, and leave `mup_base_dim` and all settings of the optimizer as they were.
+At the base width nothing differs from the standard parametrization, bit for bit.
+
+With m = embed_dim / mup_base_dim, and of Adam (`optim.width_multiples` has the other optimizers):
+
+| parameters                                   | begin with  | learning rate | forward        |
+|----------------------------------------------|-------------|---------------|----------------|
+| embedding, positions, norms, biases, sinks   | the base's  | 1             |                |
+| matrices that read and write widths          | stddev / sqrt(m) | 1/m      |                |
+| unembedding, also where it is the embedding  | the base's  | 1             | logits / m     |
+| routers, the shared expert's gate            | stddev / m  | 1/m           |                |
+| scores of attention                          |             |               | sqrt(B) / head_dim |
+
+where B is the base's head_dim: 1 / sqrt(head_dim) if heads are as wide there.
+
+Why. A number that a layer makes is a sum over n inputs of order one. Adam moves each weight by
+about the learning rate, whatever the size of its gradient, with the signs of the inputs: so the sum
+moves by n times the learning rate, which must fall as 1 / n. Where it begins, signs are independent
+and the sum is of order sqrt(n) times the standard deviation, which must fall as 1 / sqrt(n).
+Embeddings and biases sum over nothing, and stay. What few outputs sum over a width must begin even
+smaller, as 1 / n: the layers before move with the signs of these very weights, so that such sums
+grow as n too. The same holds for q k^T over the width of a head: its scale falls as
+1 / head_dim, not as the root of that.
+
+For unembeddings that is the paper's table 8: stddev and rate of the base, and 1/m in the forward,
+as then one matrix can be embedding and unembedding, and norms of gradients, by which they are
+clipped, do not grow with the width. For routers it is table 3, without a factor: x (theta W) with W
+begun and moved by 1 / theta times as much is the same under Adam for any theta (lemma J.1). In that
+form their gradients, and with them their part of the norm, grow as m.
+
+Weight decay is times the learning rate here, as in torch. Where the rate is divided by m, the decay
+is multiplied by it: what a step takes off a weight stays lr * decay at every width, as in the
+authors' package (MuAdamW; its ``decoupled_wd`` is for decays that are not times the rate), and as
+the two forms above need if they are to be the same under AdamW too.
+
+Also tuned once, at the base: stddevs, `embed_scale`, schedules, batch size. Adam's eps must be
+small beside the gradients of hidden matrices, which fall as 1/m.
+
+What is taken for granted: `mlp_dim`, the ranks of latents and the widths of experts grow as
+`embed_dim` does, and so do heads, by their number (with those of keys) or their width; how many
+layers and experts there are, and the vocabulary, stay. These are limits of width, not of depth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from functron import tree
+from functron.errors import Problem, raise_problems
+from functron.optim.whole import num_stacked
+from functron.params import Normal, ParamDef, Width
+
+if TYPE_CHECKING:
+    from functron.models.config import GPTConfig
+
+
+def width(config: GPTConfig) -> float:
+    """m = embed_dim / mup_base_dim; 1 in the standard parametrization."""
+    return config.embed_dim / config.mup_base_dim if config.mup_base_dim else 1.0
+
+
+def logit_scale(config: GPTConfig) -> float:
+    """1 / m: what logits are multiplied by, before they are capped."""
+    return 1.0 / width(config)
+
+
+def score_scale(config: GPTConfig) -> float:
+    """sqrt(base head_dim) / head_dim, what scores are multiplied by; 0: as without muP."""
+    base, size = config.mup_base_head_dim, config.head_size
+    return math.sqrt(base) / size if base not in (0, size) else 0.0
+
+
+def problems(config: GPTConfig) -> list[Problem]:
+    """What does not fit a base width, in a config that is fine without."""
+    base, head = config.mup_base_dim, config.mup_base_head_dim
+    if not base:
+        wanted, fix = "0 without mup_base_dim", "set mup_base_dim, or leave it out"
+        return [Problem("mup_base_head_dim", str(head), wanted, fix)] if head else []
+    found = []
+    for name in ("kv_rank", "attention_scale"):
+        value = getattr(config, name)
+        if head and value:
+            wanted = f"0 with {name}={value}"
+            fix = "leave it out: let heads grow in number" + (
+                ", or give attention_scale as sqrt(base) / head_dim" if name != "kv_rank" else ""
+            )
+            found.append(Problem("mup_base_head_dim", str(head), wanted, fix))
+    heads = config.num_heads * config.head_size * base
+    each = config.embed_dim * (head or config.head_size)
+    if heads % each and not config.kv_rank:
+        got = f"{base}: {heads / each:g} heads of {head or config.head_size} dims at that width"
+        wanted = "a whole number of heads, as all of them together grow as embed_dim does"
+        fix = "set mup_base_head_dim to the width of heads there, or change num_heads"
+        found.append(Problem("mup_base_dim", got, wanted, fix))
+    grown = math.sqrt(config.embed_dim)
+    if width(config) != 1 and math.isclose(config.embed_scale, grown, rel_tol=1e-6):
+        got, wanted = f"{config.embed_scale:g}, sqrt(embed_dim)", "the same at every width"
+        fix = f"set it to {math.sqrt(base):g}, that of the base"
+        found.append(Problem("embed_scale", got, wanted, fix))
+    return found
+
+
+def wider(config: GPTConfig) -> GPTConfig:
+    """The standard model of twice the width: of its parameters the dims that are widths differ."""
+    moe = config.moe
+    if moe is not None:
+        sizes = ("expert_dim", "shared_dim", "latent_dim")
+        moe = replace(moe, **{name: 2 * getattr(moe, name) for name in sizes})
+    sizes = ("embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "kv_rank", "q_rank")
+    doubled: dict[str, Any] = {name: 2 * getattr(config, name) for name in sizes}
+    plain = {"head_dim": config.head_size, "mup_base_dim": 0, "mup_base_head_dim": 0}
+    return replace(config, **doubled, **plain, moe=moe)
+
+
+def parametrized(defs: tree.Tree, of_wider: tree.Tree, m: float) -> tree.Tree:
+    """`defs` of the standard parametrization with widths and initial values of muP.
+
+    Args:
+        defs: of a model.
+        of_wider: of the model that is `wider`.
+        m: see `width`.
+    """
+    return tree.map_with_path(
+        lambda path, d, other: _parametrized(path, d, other, m), defs, of_wider
+    )
+
+
+def _parametrized(path: str, d: ParamDef, other: ParamDef, m: float) -> ParamDef:
+    own = slice(num_stacked(d), None)
+    names = d.axes[own]
+    if not d.decay or len(names) < 2 or path == "unembed":
+        return d  # a vector, or what `logit_scale` accounts for
+    grows = [two > one for one, two in zip(d.shape[own], other.shape[own], strict=True)]
+    inputs = len(names) - 1 if names[-1] == "embed" and names[0] != "embed" else 1
+    size = Width(*(m if any(part) else 1.0 for part in (grows[:inputs], grows[inputs:])))
+    if size.inputs == 1:
+        return d
+    assert isinstance(d.init, Normal)
+    factor = math.sqrt(size.outputs) / size.inputs
+    return replace(d, init=Normal(d.init.stddev * factor), width=size)
+
+
+def folded(config: GPTConfig, params: tree.Tree) -> tuple[GPTConfig, tree.Tree]:
+    """A model of the standard parametrization that computes the same, to export or adapt it.
+
+    The factor of logits goes into the unembedding, or where that is the embedding too, into the
+    scale and bias of the last norm; that of scores into the projection of queries, or into the
+    scale of their norm. Computed in float32 at least, and rounded to the parameters' dtype.
+
+    Args:
+        config: with or without muP.
+        params: global values or this rank's shards; or leaves that are read where they are indexed.
+
+    Raises:
+        ValueError: there is no parameter that the factor of a tied embedding could go into, or that
+            of scores; all reasons are listed.
+    """
+    if not config.mup_base_dim:
+        return config, params
+    logits, scores = logit_scale(config), score_scale(config) * math.sqrt(config.head_size)
+    raise_problems("cannot fold muP into the parameters", _unfoldable(config, logits, scores))
+    made = dict(params)
+    if logits != 1 and config.tied:
+        made["norm"] = _scaled_norm(params["norm"], logits, config.zero_centered_norm)
+    elif logits != 1:
+        made["unembed"] = _times(params["unembed"], logits)
+    if scores not in (0, 1):
+        for name in config.stacks:
+            made[name] = _with_scores(config, params[name], scores)
+        if config.mtp_depth:
+            inner = _with_scores(config, params["mtp"]["block"], scores)
+            made["mtp"] = {**params["mtp"], "block": inner}
+    return replace(config, mup_base_dim=0, mup_base_head_dim=0), made
+
+
+def _unfoldable(config: GPTConfig, logits: float, scores: float) -> list[Problem]:
+    found = []
+    if logits != 1 and config.tied:
+        fix = "train with tied=False, or at the base width"
+        if config.mtp_depth:  # its modules read what the last norm makes
+            wanted = "0 with tied and mup_base_dim"
+            found.append(Problem("mtp_depth", str(config.mtp_depth), wanted, fix))
+        if config.norm == "bare_layer":
+            wanted = "a norm with a scale, with tied and mup_base_dim"
+            found.append(Problem("norm", repr(config.norm), wanted, fix))
+    if scores not in (0, 1) and config.qkv_clip and not config.qk_norm:
+        got, wanted = str(config.qkv_clip), "0 with mup_base_head_dim"
+        fix = "train with heads as wide as at the base, and more of them"
+        found.append(Problem("qkv_clip", got, wanted, fix))
+    return found
+
+
+def _with_scores(config: GPTConfig, block: Any, factor: float) -> dict:
+    """The parameters of blocks whose queries are multiplied by a factor."""
+    attention = dict(block["attention"])
+    if config.qk_norm:
+        queries = _scaled_norm(attention["q_norm"], factor, config.zero_centered_norm)
+        return {**block, "attention": attention | {"q_norm": queries}}
+    queries = {name: _times(leaf, factor) for name, leaf in attention["q"].items()}
+    return {**block, "attention": attention | {"q": queries}}
+
+
+def _scaled_norm(norm: Any, factor: float, zero_centered: bool) -> dict:
+    """The parameters of a norm whose result is multiplied by a factor."""
+    around = 1.0 if zero_centered else 0.0
+    scaled = {name: _times(leaf, factor) for name, leaf in norm.items()}
+    return scaled | {"scale": _times(norm["scale"], factor, around)}
+
+
+def _times(leaf: Any, factor: float, around: float = 0.0) -> Any:
+    """factor (x + around) - around: of a tensor, or of what is read where it is indexed."""
+
+    def times(x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return ((wide + around) * factor - around).to(x.dtype)
+
+    return times(leaf) if isinstance(leaf, torch.Tensor) else _Read(leaf, times)
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """A stored leaf, with a function of its values in place of them."""
+
+    leaf: Any
+    of: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.leaf.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.leaf.dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.of(self.leaf[index])
