@@ -48,7 +48,7 @@ def loss_program(config: TrainConfig, mesh: Mesh | BoundMesh) -> Callable:
     def counted(params: tree.Tree, batch: gpt.Batch) -> tuple:
         return program(gathered(params, specs, used), batch), config.family.num_targets(batch)
 
-    batches = gpt.batch_specs(packed=config.mask_documents)
+    batches = gpt.batch_specs(packed=config.packed)
     stages = "pp" if staged else None
     mapped = shard_map(counted, mesh, (specs, batches), (P(), P()), stages=stages)
     if config.compile and not (staged and isinstance(mesh, BoundMesh)):
