@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from functron import corpus
+from functron import corpus, objective
 from functron.config import TrainConfig
 from functron.errors import Problem
 from functron.models.family import FAMILIES
@@ -26,6 +26,7 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
             wanted = f"nothing beside [{family.name}]: one run trains one architecture"
             fix = f"leave it out, or name a preset that is {FAMILIES[name].title}"
             yield Problem(name, f"settings of {FAMILIES[name].title}", wanted, fix)
+    yield from objective.problems_of(config)
     longest = getattr(architecture, "max_seq", None)
     if longest is not None and config.seq > longest:
         most = f"{family.name}.max_seq"
@@ -41,6 +42,6 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
     for name in ("mask_documents", "pack") if family.name != "gpt" else ():
         if value := getattr(config, name):
             yield Problem(name, f"{value} with {family.title}", "a GPT", _OFF)
-    if corpus.is_chat(config) and not family.chats:
+    if corpus.is_chat(config) and family.objective != "next":
         got, fix = f"conversations for {family.title}", "read them as text: --format text"
         yield Problem("data", got, "text or tokens", fix)

@@ -17,6 +17,7 @@ from functron.data.ramp import RampUp, parse_ramp_up
 from functron.errors import Problem, nearest, raise_problems
 from functron.lora import LoRA
 from functron.models import gpt
+from functron.models.bert import BertConfig
 from functron.models.family import FAMILIES, PRESETS, Config, Family, family_of
 from functron.models.gpt import GPTConfig
 from functron.models.mamba import MambaConfig
@@ -32,9 +33,10 @@ class TrainConfig:
     """Everything that determines a training run.
 
     Attributes:
-        model: name of a preset; it fills the table of its architecture: `gpt` or `mamba`.
+        model: name of a preset; it fills the table of its architecture.
         gpt: the architecture, unless another is given.
         mamba: that of a Mamba-2 model or a hybrid of it.
+        bert: that of a BERT.
         data: a text file or a folder of them, tokens on disk, or conversations (see `format`);
             empty: the English and code of this Python. Several files of tokens in proportions, as
             Megatron-LM writes them: "0.3 PREFIX1 0.7 PREFIX2".
@@ -63,6 +65,9 @@ class TrainConfig:
             none but themselves, as with mask_documents; conversations share samples, whole and
             without seeing one another; empty: documents as they follow one another, and one
             conversation a sample.
+        mask_rate: the share of tokens that a BERT is to find.
+        mask_token: the id that hides them; -1: the tokenizer's [MASK] or <mask>, or else the last
+            of the vocabulary.
         eval_every: report the loss and perplexity of held-out data after every so many steps, and
             after the last; 0: never.
         eval_batches: how many batches of each set, of global_batch samples; 0: all of it.
@@ -135,6 +140,7 @@ class TrainConfig:
     model: str = "tiny"
     gpt: GPTConfig = field(default_factory=lambda: gpt.PRESETS["tiny"])
     mamba: MambaConfig | None = None
+    bert: BertConfig | None = None
     data: str = ""
     tokenizer: str = ""
     tokenizer_pattern: str = ""
@@ -146,6 +152,8 @@ class TrainConfig:
     fim_spm_rate: float = 0.5
     fim_tokens: str = ""
     pack: Literal["", "best-fit"] = ""
+    mask_rate: float = 0.15
+    mask_token: int = -1
     eval_every: int = 0
     eval_batches: int = 0
     eval_data: str = ""
@@ -206,8 +214,8 @@ class TrainConfig:
 
     @property
     def architecture(self) -> Config:
-        """What is trained: `mamba` where that is given, and `gpt` otherwise."""
-        return self.gpt if self.mamba is None else self.mamba
+        """What is trained: `mamba` or `bert` where one is given, and `gpt` otherwise."""
+        return self.mamba or self.bert or self.gpt
 
     @property
     def family(self) -> Family:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from functron import run_folder
 from functron.config import TrainConfig
@@ -29,10 +30,11 @@ from functron.data.documents import find
 from functron.data.provenance import provenance
 from functron.data.shards import is_tokens
 from functron.data.splits import PARTS
-from functron.data.text_tokenizer import BYTES, TextTokenizer
+from functron.data.text_tokenizer import BYTES, ByteTokenizer, TextTokenizer
 from functron.data.token_file import TokenFile
 from functron.data.token_text import check_vocabulary
 from functron.errors import Problem, raise_problems
+from functron.objective import Objective, objective_of
 
 _MOCK_TOKENS = 1 << 50
 
@@ -121,35 +123,46 @@ def open_samples(config: TrainConfig, part: str = PARTS[0]) -> Samples:
         ValueError: it cannot be read, does not fit the model, or has no such part.
     """
     raise_problems("cannot train on this", problems_of(config))
-    settings = {"seed": config.seed, "vocab_size": config.architecture.vocab_size}
     if is_on_disk(config):
         return _token_samples(config, part)
-    tokenizer = open_tokenizer(config)
+    tokenizer, seed = open_tokenizer(config), config.seed
+    learnt = _objective_of(config, tokenizer)
     if tokenizer is None:
-        return ByteText(config.data or None, config.seq, seed=config.seed)
+        return learnt.over(ByteText(config.data or None, learnt.length, seed=seed), seed)
+    settings = {"seed": seed, "vocab_size": learnt.vocab_size}
     if is_chat(config):
         reader, overlong = _with_template(tokenizer), config.overlong
         chat = Chat(config.data, reader, config.seq, overlong=overlong, **settings)
         return PackedChat(chat) if config.pack else chat
-    return TokenText(config.data or None, tokenizer, config.seq, **settings)
+    text = TokenText(config.data or None, tokenizer, learnt.length, **settings)
+    return learnt.over(text, seed)
+
+
+def _objective_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> Objective:
+    """What the model learns from text of this tokenizer; None: bytes, or unknown tokens on disk."""
+    is_text = tokenizer is None and not is_on_disk(config)
+    return objective_of(config, ByteTokenizer() if is_text else tokenizer)
 
 
 def _token_samples(config: TrainConfig, part: str) -> Samples:
     """Samples of tokens on disk, or of a blend of them."""
+    learnt = _objective_of(config, open_tokenizer(config))
     if config.format == "mock":
-        file = MockTokens(_MOCK_TOKENS, config.architecture.vocab_size, seed=config.seed)
-        return _samples(config, file, part)
+        file = MockTokens(_MOCK_TOKENS, learnt.vocab_size, seed=config.seed)
+        return _samples(config, learnt, file, part)
     blend = _blend_of(config)
     if blend is None:
-        return _samples(config, open_tokens(config.data), part)
+        return _samples(config, learnt, open_tokens(config.data), part)
     weights, paths = zip(*blend, strict=True)
-    sources = [_samples(config, open_tokens(x), part, index) for index, x in enumerate(paths)]
+    sources: list[Any] = [
+        _samples(config, learnt, open_tokens(x), part, index) for index, x in enumerate(paths)
+    ]
     return Blend(sources, weights, paths)
 
 
 def _samples(
-    config: TrainConfig, file: TokenFile, part: str, index: int = 0
-) -> TokenWindows | PackedTokens:
+    config: TrainConfig, learnt: Objective, file: TokenFile, part: str, index: int = 0
+) -> Samples:
     """Samples of a part of one file, the blend's source `index`."""
     if config.split:
         parts = split(file, config.split)
@@ -160,15 +173,16 @@ def _samples(
         file = parts[part]
     seed = config.seed + (index << 32)  # sources of one size have orders of their own
     if config.pack:
-        return PackedTokens(file, config.seq, seed=seed, vocab_size=config.architecture.vocab_size)
-    return TokenWindows(
+        return PackedTokens(file, config.seq, seed=seed, vocab_size=learnt.vocab_size)
+    windows = TokenWindows(
         file,
-        config.seq,
+        learnt.length,
         seed=seed,
-        vocab_size=config.architecture.vocab_size,
+        vocab_size=learnt.vocab_size,
         mask_documents=config.mask_documents,
         middle=_middle(config),
     )
+    return learnt.over(windows, seed)
 
 
 def _middle(config: TrainConfig) -> FillInTheMiddle | None:
@@ -254,7 +268,7 @@ def check(config: TrainConfig, part: str = PARTS[0]) -> None:
         if config.data:
             chat_files(config.data)
     elif run_folder.tokenizer_path(config) is None:
-        ByteText(config.data or None, config.seq)
+        ByteText(config.data or None, _objective_of(config, None).length)
     elif config.data:
         find(config.data)
 
@@ -266,6 +280,7 @@ def check_tokenizer(config: TrainConfig) -> None:
         ValueError: it cannot or does not.
     """
     tokenizer = open_tokenizer(config)
+    _objective_of(config, tokenizer)
     if tokenizer is None:
         return
     # tokens added for images and the like may lie beyond the vocabulary of a model of text

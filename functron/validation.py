@@ -232,7 +232,7 @@ def _out_problems(out: str) -> Sequence[Problem]:
 _ORDER = (
     "data", "tokenizer", "tokenizer_pattern", "format", "overlong", "split", "mask_documents",
     "fim_rate", "fim_spm_rate", "fim_tokens", "pack", "seed", "seq", "global_batch",
-    "ramp_up",
+    "ramp_up", "mask_rate", "mask_token",
 )  # fmt: skip
 """What determines which samples each step sees."""
 

@@ -6,14 +6,17 @@ import argparse
 import dataclasses
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
 import functron as ft
-from functron import checkpoint, mamba, random, run_folder, tree
+from functron import bert, checkpoint, corpus, mamba, random, run_folder, tree
 from functron.cli import main
 from functron.config import TrainConfig, dump, load, with_model
-from functron.data import Tokenizer
+from functron.data import Blend, IndexedWriter, Tokenizer
+from functron.data.changed import Changed
+from functron.models.bert import BertConfig
 from functron.models.family import FAMILIES, PRESETS, family_of
 from functron.recipe import step_program
 from functron.spmd import Mesh
@@ -30,6 +33,12 @@ HYBRID = [
     "--mamba.pattern", "M-*", "--mamba.dtype", "float64", "--mamba.dropout", 0.1,
     "--learning-rate.total-steps", 4, "--eval-every", 2, "--eval-data", f"text={TEXT}",
     "--eval-batches", 1,
+]  # fmt: skip
+BERT = [
+    "--model", "bert-tiny", "--data", TEXT, "--seq", 16, "--global-batch", 4,
+    "--bert.embed-dim", 16, "--bert.num-heads", 2, "--bert.mlp-dim", 24, "--bert.dtype", "float64",
+    "--bert.dropout", 0.1, "--learning-rate.total-steps", 4, "--eval-every", 2,
+    "--eval-data", f"text={TEXT}", "--eval-batches", 1,
 ]  # fmt: skip
 MAMBA = mamba.MambaConfig(
     pattern="M*", vocab_size=11, embed_dim=12, num_heads=4, head_dim=3, state_dim=2, chunk=3,
@@ -54,7 +63,7 @@ def problems(config: TrainConfig) -> str:
 # configurations
 
 
-@pytest.mark.parametrize("model", ["mamba2-tiny", "nemotron-h-8b"])
+@pytest.mark.parametrize("model", ["mamba2-tiny", "nemotron-h-8b", "bert-base"])
 def test_toml_there_and_back(tmp_path, model):
     config = with_model(TrainConfig(steps=3), model)
     assert config.architecture is PRESETS[model]
@@ -193,6 +202,107 @@ def test_programs_of_presets_need_no_memory():
     assert step_program(config, Mesh.parse(config.mesh)).cost().hardware_flops > 1e12
 
 
+# masks
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory):
+    """A run of a BERT on one rank, of 4 steps, saved after every second one."""
+    run = tmp_path_factory.mktemp("bert") / "run"
+    assert train(*BERT, "--steps", 4, "--save-every", 2, "--out", run) == 0
+    return run
+
+
+def test_a_bert_trains_on_a_mesh_and_goes_on(masked, tmp_path, capsys):
+    run, mesh = tmp_path / "run", ["--mesh", "dp=2,tp=2", "--sequence-parallel", "--zero", 2]
+    assert train(*BERT, *mesh, "--microbatches", 2, "--steps", 2, "--out", run) == 0
+    assert "functron sample" not in capsys.readouterr().out
+    back = ["--mesh", "fsdp=2", "--zero", 0, "--no-sequence-parallel", "--steps", 4]
+    assert train("--out", run, "--resume", *back) == 0
+    torch.testing.assert_close(losses(run), losses(masked), rtol=1e-10, atol=0)
+    held_out = [run_folder.records(each)[1]["eval"]["text"] for each in (run, masked)]
+    torch.testing.assert_close(held_out[0]["loss"], held_out[1]["loss"], rtol=1e-10, atol=0)
+    assert 0 < held_out[0]["tokens"] < 4 * 16
+    assert train("--out", run, "--resume", "--mask-rate", 0.2) == 2
+    assert "mask_rate: got 0.2; wanted 0.15, as in the run" in capsys.readouterr().err
+    assert main(["sample", str(run), "--prompt", "def "]) == 2
+    assert "got a run of a BERT; wanted a model that continues text" in capsys.readouterr().err
+
+
+def test_masked_samples_are_the_text(tmp_path):
+    config = dataclasses.replace(with_model(TrainConfig(data=TEXT, seq=64), "bert-tiny"), seed=3)
+    plain = corpus.open_samples(TrainConfig(data=TEXT, seq=64, seed=3))
+    samples = corpus.open_samples(config)
+    assert isinstance(samples, Changed)
+    whole, text = samples.batch(5, 64), plain.batch(5, 64)
+    chosen = whole["targets"] != ft.nn.IGNORE_INDEX
+    assert abs(float(chosen.double().mean()) - 0.15) < 4 * (0.15 * 0.85 / 4096) ** 0.5
+    assert torch.equal(whole["targets"][chosen], text["tokens"][chosen])
+    assert torch.equal(whole["tokens"][~chosen], text["tokens"][~chosen])
+    hidden = (whole["tokens"][chosen] == 257).double().mean()
+    assert abs(float(hidden) - 0.8 - 0.1 / 258) < 4 * (0.16 / int(chosen.sum())) ** 0.5
+    # a sample has the same masks in every part, and in batches of any size
+    halves = [samples.batch(5, 64, (index, 2))["tokens"] for index in (0, 1)]
+    assert torch.equal(torch.cat(halves), whole["tokens"])
+    smaller = torch.cat([samples.batch(step, 16)["tokens"] for step in range(20, 24)])
+    assert torch.equal(smaller, whole["tokens"])
+    # and others when it comes again
+    again = samples.draw(np.array([7, 7 + samples.num_samples]))
+    assert not torch.equal(*(again["targets"] != ft.nn.IGNORE_INDEX).unbind(0))
+
+
+def test_masks_of_tokens_on_disk_and_tokenizers(tmp_path):
+    blend = {name: _tokens(tmp_path / name, low) for name, low in (("a", 0), ("b", 40))}
+    config = with_model(TrainConfig(seq=8, global_batch=16, mask_token=90), "bert-tiny")
+    config = dataclasses.replace(config, data=f"0.5 {blend['a']} 0.5 {blend['b']}")
+    samples = corpus.open_samples(config)
+    assert isinstance(samples, Blend)
+    batch = samples.batch(0, 16)
+    assert ((batch["tokens"] == 90) & (batch["targets"] >= 0)).any()
+    assert set(samples.progress(16)) == set(map(str, blend.values()))
+    validate(config)
+    # nothing says which id is free: the last one is, and text that has it is refused
+    model = dataclasses.replace(PRESETS["bert-tiny"], vocab_size=80)
+    config = dataclasses.replace(config, mask_token=-1, bert=model)
+    samples = corpus.open_samples(config)
+    with pytest.raises(ValueError, match="id 79 at token"):
+        samples.batch(0, 48)  # an epoch
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    ids = Tokenizer(tokenizer).special_tokens
+    file = tokenizer / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|im_start|>", "[MASK]"))
+    config = TrainConfig(tokenizer=str(tokenizer), bert=BertConfig(vocab_size=310), data=TEXT)
+    config = dataclasses.replace(config, seq=32)
+    batch = corpus.open_samples(config).batch(0, 8)
+    assert (batch["tokens"] == ids["<|im_start|>"]).any()
+
+
+def _tokens(place, low: int):
+    """40 ids in turn, on disk."""
+    with IndexedWriter(place, np.uint16) as writer:
+        for _ in range(5):
+            writer.add(np.arange(low, low + 40))
+    return place
+
+
+def test_what_a_bert_cannot_be_trained_with():
+    config = with_model(TrainConfig(mask_rate=1.5, seq=1000, pack="best-fit"), "bert-tiny")
+    small = dataclasses.replace(PRESETS["bert-tiny"], vocab_size=257)
+    said = problems(dataclasses.replace(config, bert=small, data="chats.jsonl"))
+    for line in (
+        "mask_rate: got 1.5; wanted above 0 and below 1",
+        "seq: got 1000; wanted at most bert.max_seq=512",
+        "pack: got best-fit with a BERT; wanted a GPT",
+        "data: got conversations for a BERT; wanted text or tokens; fix: read them as text",
+        "bert.vocab_size: got 257 token ids; wanted at least 258: 257 of text, and 1 that hide",
+    ):
+        assert line in said
+    said = problems(TrainConfig(mask_token=3))
+    assert "mask_token: got 3; wanted nothing with a GPT, which predicts the next token" in said
+    said = problems(with_model(TrainConfig(mask_token=300), "bert-tiny"))
+    assert "mask_token: got 300; wanted an id below bert.vocab_size=258" in said
+
+
 # FLOPs
 
 
@@ -202,6 +312,11 @@ def test_flops_per_token():
     weights = ft.num_params(mamba.defs(config)) - 16 * 12  # but for the embedding
     states, attention = 4 * 3 * 2, 12 * 12 * 5
     assert mamba.flops_per_token(config, 5) == 6 * weights + 15 * states + attention
+    small = BertConfig(vocab_size=11, num_layers=2, embed_dim=6, num_heads=2, mlp_dim=7, max_seq=5)
+    small = dataclasses.replace(small, vocab_multiple=4)
+    block = 4 * (6 * 6 + 6) + 2 * 6 * 7 + 6 + 7 + 4 * 6
+    head = 12 * 6 + 12 + 6 * 6 + 6 + 2 * (6 + 6)  # with the norms of embedding and head
+    assert bert.flops_per_token(small, 4) == 6 * (2 * block + head) + 12 * 2 * 6 * 4
 
 
 # sampling

@@ -59,6 +59,7 @@ def run(arguments: Sequence[str]) -> int:
     with launch.mistakes():
         device = device_type(options.device)
         config = load(options.run / run_folder.CONFIG)
+        _require_generator(options, config)
         tokenizer = _tokenizer(options, config)
         ids = _encoded(options, tokenizer)
         path = checkpoint.latest(options.run / run_folder.CHECKPOINTS)
@@ -82,6 +83,14 @@ def run(arguments: Sequence[str]) -> int:
     said = tokens[0, len(ids) :] if options.chat else tokens[0]
     print(tokenizer.decode(said.tolist()))
     return 0
+
+
+def _require_generator(options: SampleOptions, config: TrainConfig) -> None:
+    """Refuse models that continue nothing."""
+    if config.family.objective == "masked":
+        fix = "fill in what is masked with bert.forward, as examples/pretrain_bert.py does"
+        got, wanted = f"a run of {config.family.title}", "a model that continues text"
+        raise_problems("cannot sample", [Problem(str(options.run), got, wanted, fix)])
 
 
 def _tokenizer(options: SampleOptions, config: TrainConfig) -> TextTokenizer:

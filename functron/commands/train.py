@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
     outcome = train(made, out)
     launch.leave()
     if main_rank:
-        print("\n".join(_conclusion(outcome, out, is_chat(made.config))), flush=True)
+        print("\n".join(_conclusion(outcome, out, _prompt(made.config))), flush=True)
     return exit_code(outcome.stopped_by)
 
 
@@ -109,7 +109,14 @@ def _introduction(run: Run, here: launch.Process | None) -> list[str]:
     return lines
 
 
-def _conclusion(outcome: Outcome, out: Path, chat: bool) -> list[str]:
+def _prompt(config: TrainConfig) -> str | None:
+    """What to try the model with; None where it continues nothing."""
+    if config.family.objective == "masked":
+        return None
+    return "'Who are you?' --chat" if is_chat(config) else "'def '"
+
+
+def _conclusion(outcome: Outcome, out: Path, prompt: str | None) -> list[str]:
     if not outcome.history:
         return [f"nothing to do: the run in {out} has all its steps; more: --steps"]
     first, last = outcome.history[0], outcome.history[-1]
@@ -118,11 +125,10 @@ def _conclusion(outcome: Outcome, out: Path, chat: bool) -> list[str]:
         f"held out, {name}: loss {numbers['loss']:.3f}, perplexity {numbers['perplexity']:.1f}"
         for name, numbers in last.get(report.EVAL, {}).items()
     ]
-    prompt = "'Who are you?' --chat" if chat else "'def '"
     return [
         f"{done}: loss {first['loss']:.3f} -> {last['loss']:.3f}; the run is in {out}",
         *held_out,
-        f"try it: functron sample {out} --prompt {prompt}",
+        *([f"try it: functron sample {out} --prompt {prompt}"] if prompt else []),
     ]
 
 

@@ -44,7 +44,17 @@ from functron.spmd.spec import Rules
 from functron.transforms import Gather
 from functron.typing import Float, Int, Key, Scalar, Tensor
 
-__all__ = ["PRESETS", "BertConfig", "defs", "encode", "forward", "loss", "num_targets", "rules"]
+__all__ = [
+    "PRESETS",
+    "BertConfig",
+    "defs",
+    "encode",
+    "flops_per_token",
+    "forward",
+    "loss",
+    "num_targets",
+    "rules",
+]
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,10 @@ class BertConfig:
 _WORDS: dict[str, Any] = {"vocab_size": 30522, "dropout": 0.1}
 PRESETS: Mapping[str, BertConfig] = Named(
     {
-        "bert-tiny": BertConfig(num_layers=2, embed_dim=64, num_heads=4, mlp_dim=192),
+        # of bytes, with one token that ends a text and one that hides others
+        "bert-tiny": BertConfig(
+            vocab_size=258, num_layers=2, embed_dim=64, num_heads=4, mlp_dim=192
+        ),
         "bert-base": BertConfig(num_layers=12, embed_dim=768, num_heads=12, mlp_dim=3072, **_WORDS),
         "bert-large": BertConfig(
             num_layers=24, embed_dim=1024, num_heads=16, mlp_dim=4096, **_WORDS
@@ -327,3 +340,14 @@ def loss(
 def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
     """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
+
+
+def flops_per_token(config: BertConfig, seq: int) -> int:
+    """Model FLOPs of forward and backward per token: 6 N + 12 L H D T, as `gpt.flops_per_token`.
+
+    N counts the parameters that multiply a token's activations: look-ups of tokens, positions and
+    types do not, but the embedding does where it gives the logits, of all places.
+    """
+    c = config
+    total = params.num_params(defs(c)) - (c.max_seq + c.num_types) * c.embed_dim
+    return 6 * total + 12 * c.num_layers * c.embed_dim * seq

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from functron.models import gpt, mamba
+from functron.models import bert, gpt, mamba
 from functron.models.stack import Named
 
-Config = gpt.GPTConfig | mamba.MambaConfig
+Config = gpt.GPTConfig | mamba.MambaConfig | bert.BertConfig
 """An architecture that ``functron train`` trains."""
 
 Setting = Literal["context", "experts", "kernels", "loss_chunk_tokens"]
@@ -38,7 +38,7 @@ class Family:
         settings: what `loss` takes besides.
         rules_settings: what `rules` takes besides.
         adapters: whether LoRA has a place in it.
-        chats: whether it learns from conversations.
+        objective: what it learns: the next token, or masked ones.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Family:
     settings: frozenset[Setting] = field(default_factory=frozenset)
     rules_settings: frozenset[str] = field(default_factory=frozenset)
     adapters: bool = False
-    chats: bool = True
+    objective: Literal["next", "masked"] = "next"
 
     def has_details(self, config: Config) -> bool:
         """Whether the loss of `config` has several terms: those of `gpt.loss_and_details`."""
@@ -71,6 +71,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mamba": Family(
             "mamba", "a Mamba-2 model", mamba.MambaConfig, mamba.PRESETS, mamba.defs, mamba.rules,
             mamba.loss, mamba.num_targets, mamba.flops_per_token,
+        ),
+        "bert": Family(
+            "bert", "a BERT", bert.BertConfig, bert.PRESETS, bert.defs, bert.rules, bert.loss,
+            bert.num_targets, bert.flops_per_token, objective="masked",
         ),
     }
 )  # fmt: skip
