@@ -76,7 +76,7 @@ class GPTConfig:
         rope_sections: so many pairs of rotated dims, one after the other, turn by each of a token's
             positions: (16, 24, 24) by time, height and width in Qwen2-VL. A batch's ``positions``
             are then ``[batch, seq, sections]``, or ``[batch, seq]`` where all are equal, as they
-            are of text; generation takes text. (): tokens have one position.
+            are of text. (): tokens have one position.
         nope_every: every so-manieth layer, counted from 1, has no rotary positions (SmolLM3); 0:
             none.
         rope_scaling: stretching of the rotary frequencies for longer sequences, or None.

@@ -16,7 +16,7 @@ from functron.errors import Problem, raise_problems
 from functron.models import decoder
 from functron.models.block import STREAM, How, block, patterns
 from functron.models.config import GPTConfig
-from functron.models.sequence import Context, Sequence
+from functron.models.sequence import Context, Sequence, check_positions
 from functron.nn.context import context_attention
 from functron.nn.kv_cache import KVCache, cached_attention, empty_cache, written
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh, P
@@ -76,6 +76,7 @@ def prefill(
     lengths: Int[Tensor, " batch"],
     *,
     room: int,
+    positions: Int[Tensor, "batch seq *several"] | None = None,
     how: How | None = None,
 ) -> tuple[Float[Tensor, "batch vocab"], Cache]:
     """The logits of the token after each prompt, and a cache of the prompts.
@@ -86,6 +87,7 @@ def prefill(
         tokens: int64 ``[batch, seq]``, prompts, each followed by anything where it is shorter.
         lengths: int64 ``[batch]``, their tokens, at least one.
         room: for how many tokens, prompts and what follows them, the cache has room.
+        positions: as in `gpt.forward`.
         how: see `gpt.forward`: gather, experts and kernels.
 
     Returns:
@@ -93,7 +95,8 @@ def prefill(
         Collectives: those of `gpt.forward`, and one all-gather of the logits over tp.
     """
     places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    return _advance(config, weights, None, tokens, places, lengths - 1, room, how)
+    sequence = _sequence(tokens, places, positions)
+    return _advance(config, weights, None, sequence, places, lengths - 1, room, how)
 
 
 def extend(
@@ -103,6 +106,7 @@ def extend(
     tokens: Int[Tensor, " batch"],
     places: Int[Tensor, " batch"],
     *,
+    positions: Int[Tensor, "batch *several"] | None = None,
     how: How | None = None,
 ) -> tuple[Float[Tensor, "batch vocab"], Cache]:
     """The logits of the token after these ones, and the cache with these ones in it.
@@ -112,26 +116,30 @@ def extend(
         cache: of the tokens before.
         tokens: int64 ``[batch]``.
         places: int64 ``[batch]``, how many tokens came before each.
+        positions: int64 ``[batch]`` or ``[batch, sections]``, where they are not the places.
 
     Returns:
         What `prefill` returns.
     """
     last = torch.zeros_like(places)
-    return _advance(config, weights, cache, tokens[:, None], places[:, None], last, 0, how)
+    positions = None if positions is None else positions[:, None]
+    sequence = _sequence(tokens[:, None], places[:, None], positions)
+    return _advance(config, weights, cache, sequence, places[:, None], last, 0, how)
 
 
 def _advance(
     config: GPTConfig,
     weights: dict,
     cache: Cache | None,
-    tokens: Tensor,
+    whole: Sequence,
     places: Tensor,
     last: Tensor,
     room: int,
     how: How | None,
 ) -> tuple[Tensor, Cache]:
     how = replace(how or How(), key=None, stream=STREAM, remat="none", context=_IN_ORDER)
-    x = decoder.embedded(config, weights, _sequence(tokens, places), how)
+    check_positions(whole, config.rope_sections, how.context)
+    x = decoder.embedded(config, weights, whole, how)
     differing = patterns(config, x.device)
     kept: dict[str, KVCache] = {}
     for name, layers in config.stacks.items():
@@ -140,7 +148,7 @@ def _advance(
         for row in range(len(layers)):
             before = None if cache is None else tree.map(lambda c, r=row: c[r], cache.layers[name])
             attend = _Attend(before, places, room)
-            sequence = _sequence(tokens, places)._replace(attend=attend)
+            sequence = whole._replace(attend=attend)
             which = {what: of[layers.start + row] for what, of in differing.items()}
             own = tree.map(lambda w, r=row: w[r], weights[name])
             x, _ = block(config, sequence, how, gather)(x, (own, None, which))
@@ -153,10 +161,10 @@ def _advance(
     return logits if logits.dtype == torch.float64 else logits.float(), Cache(kept)
 
 
-def _sequence(tokens: Tensor, places: Tensor) -> Sequence:
+def _sequence(tokens: Tensor, places: Tensor, positions: Tensor | None) -> Sequence:
     rows = lax.global_index(tokens.shape[0], DATA_AXES, device=tokens.device)
     slots = torch.arange(tokens.shape[1], device=tokens.device)
-    return Sequence(tokens, None, rows, slots, places, None)
+    return Sequence(tokens, None, rows, slots, places if positions is None else positions, None)
 
 
 class _Attend:

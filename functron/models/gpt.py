@@ -103,6 +103,7 @@ def forward(
     tokens: Int[Tensor, "batch seq"],
     *,
     rows: Int[Tensor, " batch"] | None = None,
+    positions: Int[Tensor, "batch seq *several"] | None = None,
     key: Key | None = None,
     stream: P = STREAM,
     remat: Remat = "none",
@@ -120,6 +121,8 @@ def forward(
             (`CONTEXT_AXES`), its part of each, in order.
         rows: int64 ``[batch]``, the samples' indices in the global batch, for dropout; None where
             each data rank's tokens are its whole part of that batch, in order.
+        positions: int64 ``[batch, seq]`` or, for `GPTConfig.rope_sections`, ``[batch, seq,
+            sections]``; None: the places of the tokens in their samples.
         key: the key of dropout's masks; None switches dropout off.
         stream: `STREAM` or `SEQUENCE_PARALLEL_STREAM`.
         remat: what backward computes again; see `Remat`.
@@ -139,7 +142,8 @@ def forward(
         ValueError: the sequence is longer than `max_seq`, or does not divide over the axes that
             split it.
     """
-    batch = {"tokens": tokens} if rows is None else {"tokens": tokens, "rows": rows}
+    given = {"tokens": tokens, "rows": rows, "positions": positions}
+    batch = {name: value for name, value in given.items() if value is not None}
     part = whole(config.num_layers)
     how = How(key, stream, remat, gather, context, experts, kernels)
     x, _ = decoder.stream(config, part, weights, None, arranged(batch, context), how)

@@ -21,6 +21,9 @@ COUNTS = {
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
@@ -30,18 +33,24 @@ COUNTS = {
     "gemma2-9b": 9_241_705_984,
     "gemma2-27b": 27_227_128_320,
     "gemma3-1b": 999_885_952,
+    "gemma3-4b": 3_880_263_168,
+    "gemma3-12b": 11_766_034_176,
+    "gemma3-27b": 27_009_346_304,
+    "glm4-9b": 9_399_951_360,
+    "olmo-1b": 1_176_764_416,
+    "olmo-7b": 6_888_095_744,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo2-32b": 32_234_279_936,
     "phi3-mini": 3_821_079_552,
 }
-# in billions, as the reports say: 9.4 + 331.6 (Nemotron-4 340B); embedding + others (Gemma 3,
-# table 1); OLMo 2, table 1
+# in billions, as the reports say: embedding + others (Nemotron-4; Gemma 3, table 1)
 BILLIONS = {
     "gemma3-4b": 0.675 + 3.209,
     "gemma3-12b": 1.012 + 10.759,
     "gemma3-27b": 1.416 + 25.600,
+    "nemotron-4-15b": 3.2 + 12.5,
     "nemotron-4-340b": 9.4 + 331.6,
-    "olmo2-7b": 7.3,
-    "olmo2-13b": 13.7,
-    "olmo2-32b": 32.2,
 }
 KINDS = {
     "mistral": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3", "gemma-": "gemma",

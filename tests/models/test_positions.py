@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 import functron as ft
 from functron import Mesh, P, gpt, nn, random
+from functron.models.generation import extend, prefill
 from functron.pipeline import Partition, make, pipelined
-from functron.pipeline.layout import layout_of, whole
+from functron.pipeline.layout import layout_of
 from tests.models.test_composition import BASE, BATCH, SEQ, assert_equal, batch
 from tests.models.test_context_composition import CONTEXTS, packed
 from tests.models.test_hugging_face_architectures import (
@@ -131,7 +132,7 @@ def test_qwen2_vl():
     data = {"tokens": tokens, "targets": targets, "positions": places, "rows": torch.arange(4)}
     with Float64():
         logits = model(input_ids=tokens, position_ids=places.permute(2, 0, 1)).logits
-        ours = gpt.stage(QWEN, whole(LAYERS), weights, None, data)[..., :VOCAB]
+        ours = gpt.forward(QWEN, weights, tokens, positions=places)[..., :VOCAB]
     assert_outputs_close(ours, logits)
 
     expected = F.cross_entropy(logits.mT, targets)
@@ -204,6 +205,23 @@ def test_pipelines(name):
 
     run = ft.shard_map(program, mesh, (P(), P(), P()), P(), stages="pp")
     assert_equal(*run(weights, data, key), value, grads)
+
+
+def test_generation():
+    """With keys that are kept, from prompts with images and of different lengths."""
+    weights, data, *_ = dense(CONFIG)
+    tokens, places, rows = data["tokens"], data["positions"], torch.arange(BATCH)
+    whole = gpt.forward(CONFIG, weights, tokens, positions=places)[..., : CONFIG.vocab_size]
+    lengths = 15 + rows % 3
+    prompts = {"room": SEQ, "positions": places[:, :17]}
+    logits, cache = prefill(CONFIG, weights, tokens[:, :17], lengths, **prompts)
+    for ahead in range(7):
+        at = lengths + ahead
+        torch.testing.assert_close(logits, whole[rows, at - 1], rtol=1e-10, atol=1e-10)
+        given = {"positions": places[rows, at]}
+        logits, cache = extend(CONFIG, weights, cache, tokens[rows, at], at, **given)
+    text = gpt.forward(CONFIG, weights, tokens)[..., : CONFIG.vocab_size]
+    assert (text - whole).abs().max() > 0.1
 
 
 def test_equal_positions_are_one():
