@@ -24,13 +24,9 @@ class Source(Protocol):
 
     Attributes:
         vocab_size: a model of these samples needs at least as many token ids.
-        num_samples: in an epoch.
     """
 
     vocab_size: int
-
-    @property
-    def num_samples(self) -> int: ...
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """The samples that a run sees as numbers `numbers` of this source, all but ``rows``."""
@@ -213,13 +209,16 @@ class Blend:
         """`positions`, and how often each source has come round: ``{"samples", "epochs"}`` by name.
 
         Half of a source's samples are 0.5 epochs. Epochs of sources of the same name are added up,
-        too: each has an order of its own.
+        too: each has an order of its own. A source without `num_samples`, such as another blend,
+        has no epochs.
         """
         counts = self.mixture.positions(samples).tolist()
-        found = {name: {"samples": 0, "epochs": 0.0} for name in self.names}
+        found: dict[str, dict[str, float]] = {name: {"samples": 0} for name in self.names}
         for name, source, count in zip(self.names, self._sources, counts, strict=True):
-            found[name]["samples"] += count
-            found[name]["epochs"] += count / source.num_samples
+            entry, size = found[name], getattr(source, "num_samples", 0)
+            entry["samples"] += count
+            if size:
+                entry["epochs"] = entry.get("epochs", 0.0) + count / size
         return found
 
     def summary(self) -> str:

@@ -1,0 +1,138 @@
+"""What ``functron train`` says of every step: positions in the data, and layers where asked for."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from functron import corpus, report, run_folder
+from functron.cli import main
+from functron.config import load
+from functron.data import Blend, ByteText, IndexedWriter, Mixture
+
+SEQ, BATCH = 16, 4
+SMALL = [
+    "--seq", "16", "--global-batch", "4", "--gpt.num-layers", "2", "--gpt.embed-dim", "16",
+    "--gpt.num-heads", "2", "--gpt.num-kv-heads", "2", "--gpt.mlp-dim", "16",
+    "--gpt.vocab-size", "64", "--learning-rate.total-steps", "6", "--log-layers-every", "3",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def prefixes(tmp_path_factory):
+    """Two files of tokens, of 12 and of 5 samples."""
+    folder, rng = tmp_path_factory.mktemp("tokens"), np.random.default_rng(0)
+    found = []
+    for name, samples in (("a", 12), ("b", 5)):
+        found.append(folder / name)
+        with IndexedWriter(found[-1], np.uint16) as writer:
+            writer.add(rng.integers(0, 64, samples * SEQ + 1))
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(prefixes, tmp_path_factory):
+    """A run of 6 steps on a blend, that nothing interrupted."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert (
+        train(*SMALL, "--data", blend(prefixes), "--steps", 6, "--save-every", 3, "--out", out) == 0
+    )
+    return out
+
+
+def blend(prefixes) -> str:
+    return f"0.25 {prefixes[0]} 0.75 {prefixes[1]}"
+
+
+def train(*arguments) -> int:
+    return main(["train", *map(str, arguments)])
+
+
+def test_every_record_says_where_the_data_is(whole, prefixes):
+    records = run_folder.records(whole)
+    sources, _ = Mixture([0.25, 0.75]).at(np.arange(6 * BATCH))
+    for index, record in enumerate(records):
+        seen = Counter(sources[: BATCH * (index + 1)].tolist())  # one after another
+        assert record["step"] == index + 1
+        assert record["samples"] == BATCH * (index + 1)
+        assert record["tokens"] == SEQ * record["samples"]
+        assert record["lr"] > 0
+        assert record["sources"] == {
+            str(path): {"samples": seen[i], "epochs": pytest.approx(seen[i] / size)}
+            for i, (path, size) in enumerate(zip(prefixes, (12, 5), strict=True))
+        }
+    assert records[-1]["sources"][str(prefixes[1])]["epochs"] == pytest.approx(18 / 5)
+
+
+def test_layers_are_in_the_records_that_were_asked_for(whole):
+    records = run_folder.records(whole)
+    assert [record["step"] for record in records if "layers" in record] == [1, 3, 6]
+    for record in records:
+        if "layers" not in record:
+            continue
+        layers = record["layers"]
+        assert list(layers) == ["embed", "norm", "blocks/0", "blocks/1", "unembed"]
+        assert set(layers["blocks/1"]) == {"param_norm", "grad_norm", "activation_rms"}
+        assert set(layers["unembed"]) == {"param_norm", "grad_norm"}
+        total = math.sqrt(sum(entry["grad_norm"] ** 2 for entry in layers.values()))
+        assert total == pytest.approx(record["grad_norm"], rel=1e-5)
+
+
+def test_a_run_that_goes_on_says_the_same(whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoints" / "6")
+    assert train("--out", run, "--resume") == 0
+    names = ("step", "loss", "lr", "tokens", "samples", "sources", "layers")
+    got, want = (
+        [{name: record.get(name) for name in names} for record in run_folder.records(folder)]
+        for folder in (run, whole)
+    )
+    assert got == want
+
+
+@pytest.mark.distributed
+def test_processes_say_what_one_says(whole, prefixes, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "functron", "train", *SMALL, "--data", blend(prefixes)]
+    command += ["--steps", "3", "--mesh", "pp=2", "--microbatches", "2", "--nproc", "2"]
+    subprocess.run([*command, "--out", str(out)], check=True, timeout=240, capture_output=True)
+    got, want = run_folder.records(out), run_folder.records(whole)[:3]
+    for a, b in zip(got, want, strict=True):
+        assert a["sources"] == b["sources"]
+        flat_a, flat_b = (report.flat(record.get("layers", {})) for record in (a, b))
+        assert flat_a == pytest.approx(flat_b, rel=1e-4)
+
+
+def test_batches_that_grow_are_counted(prefixes, tmp_path):
+    given = ["--data", blend(prefixes), "--ramp-up", "2 2 4", "--steps", 4, "--out", tmp_path / "x"]
+    assert train(*SMALL, *given) == 0
+    records = run_folder.records(tmp_path / "x")
+    assert [record["samples"] for record in records] == [2, 4, 8, 12]
+    for record in records:
+        assert sum(row["samples"] for row in record["sources"].values()) == record["samples"]
+
+
+def test_a_blend_of_a_blend_and_sources_of_one_name():
+    text = [ByteText(argparse.__file__, SEQ, seed=seed) for seed in range(2)]
+    both = Blend(text, [1, 1], ["x", "x"])
+    assert both.progress(6) == {"x": {"samples": 6, "epochs": 6 / text[0].num_samples}}
+    outer = Blend([both, text[0]], [1, 1], ["both", "x"])
+    assert outer.progress(2)["both"] == {"samples": 1}
+
+
+def test_positions_cost_little(whole):
+    text = corpus.open_samples(load(whole / run_folder.CONFIG))
+    assert isinstance(text, Blend)
+    began = time.perf_counter()
+    for step in range(100):
+        text.progress(10**12 + step)
+    assert time.perf_counter() - began < 1  # some 10 microseconds each
