@@ -24,7 +24,15 @@ from measure import resident
 
 from functron import Mesh, gpt
 from functron.config import TrainConfig
-from functron.data import Blend, FillInTheMiddle, IndexedFile, IndexedWriter, Samples, TokenWindows
+from functron.data import (
+    Blend,
+    FillInTheMiddle,
+    IndexedFile,
+    IndexedWriter,
+    PackedTokens,
+    Samples,
+    TokenWindows,
+)
 from functron.data.documents import python_text
 from functron.data.indexed import Layout
 from functron.preprocess import Settings, preprocess
@@ -251,7 +259,23 @@ def loaders(prefix: Path, tokens: int, seq: int) -> Mapping[str, Samples]:
         "documents masked": masked[0],
         "masked, blend of 4": Blend(masked, [0.4, 0.3, 0.2, 0.1]),
         "masked, middles filled": TokenWindows(file, seq, mask_documents=True, middle=fill),
+        "packed": PackedTokens(file, seq),
+        "packed, ids checked": PackedTokens(file, seq, vocab_size=50_257),
     }
+
+
+def batch_time(source: Samples, rows: int, rounds: int) -> float:
+    """Processor seconds of a batch: the median, or of packed ones the mean of a whole epoch.
+
+    Documents are packed in few of the batches, of which a median would know nothing.
+    """
+    packed = isinstance(source, PackedTokens)
+    times = []
+    for step in range(source.num_samples // rows if packed else 4 * rounds):
+        begun = time.process_time()
+        source.batch(step, rows)
+        times.append(time.process_time() - begun)
+    return statistics.mean(times) if packed else statistics.median(times[rounds:])
 
 
 def step_rate(prefix: Path) -> float:
@@ -282,12 +306,7 @@ def load_table(args: argparse.Namespace, folder: Path) -> int:
     heads = "".join(f"{'x ' + name:>14}" for name in rates)
     print(f"{'program':<24}{'CPU ms':>8}{'Mtokens/CPU s':>15}{heads}")
     for name, source in samples.items():
-        times = []
-        for step in range(4 * args.rounds):
-            begun = time.process_time()
-            source.batch(step, rows)
-            times.append(time.process_time() - begun)
-        seconds = statistics.median(times[args.rounds :])
+        seconds = batch_time(source, rows, args.rounds)
         rate = rows * seq / seconds
         ratios = "".join(f"{rate / need:>14,.0f}" for need in rates.values())
         print(f"{name:<24}{1e3 * seconds:>8.2f}{rate / 1e6:>15.1f}{ratios}")

@@ -18,8 +18,9 @@ class PackedChat:
     fits into: which ones share a sample is the same in every epoch. Attention sees a token's own
     conversation alone and positions count from 0 in each, so that every target has the loss that it
     has in a sample of its own. A step has as many more targets as its samples have more
-    conversations; losses are means over targets. Padding continues the last conversation of a
-    sample, which does not see what comes after it.
+    conversations; losses are means over targets. What couples the tokens of a sequence, such as
+    balance losses of experts, couples those of a sample. Padding continues the last conversation
+    of a sample, which does not see what comes after it.
 
     Args:
         chat: the conversations, all in memory; what is too long has been cut or dropped there.

@@ -27,7 +27,7 @@ class PackedTokens:
     which there is no whole sample. Which tokens are in a sample follows from its block alone, and
     which sample comes when is arithmetic (`functron.data.order.shuffled_blocks`): there is no index
     of samples, and nothing is read but the documents of some blocks and the tokens of each batch,
-    whatever the size of the file.
+    whatever the size of the file. Kept are some 20 bytes for each piece of the last 16 blocks.
 
     Attention sees a token's own document alone: batches are packed ones
     (`functron.data.packing`). As in `TokenWindows` positions count from 0 where a document begins

@@ -11,13 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from functron import cli, run_folder
+from functron import cli, random, run_folder
 from functron.data import Blend, IndexedWriter, MockTokens, PackedTokens, split
 from functron.data.best_fit import best_fit, fill
 from functron.data.chat import IGNORED
 from functron.data.order import shuffled_blocks
 from functron.data.packed_tokens import TOGETHER
 from functron.data.token_file import TokenFile, last_not_after
+from functron.models import gpt
+from functron.params import init_params
 
 
 class Row(TokenFile):
@@ -261,6 +263,26 @@ def test_1e9_documents():
     assert most < 2**23
 
 
+def test_documents_do_not_see_one_another():
+    packed = PackedTokens(Row([9, 4, 30, 2, 6, 1, 8, 20]), 16)
+    model = gpt.GPTConfig(
+        vocab_size=80, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=24, max_seq=16,
+        init_stddev=0.3, dtype="float64",
+    )  # fmt: skip
+    weights = init_params(random.key(0), gpt.defs(model))
+    batch = packed.batch(0, packed.num_samples)
+    assert batch["segments"].max() > 1
+    total = torch.zeros((), dtype=torch.float64)
+    for tokens, targets, segments in zip(
+        *(batch[x] for x in ("tokens", "targets", "segments")), strict=True
+    ):
+        for number in segments.unique():
+            mine = segments == number
+            alone = {"tokens": tokens[mine][None], "targets": targets[mine][None]}
+            total += gpt.loss(model, weights, alone)
+    assert abs(gpt.loss(model, weights, batch) - total) <= 1e-10 * total
+
+
 # --- in training
 
 
@@ -275,35 +297,22 @@ def prefixes(tmp_path_factory):
 
 
 def train(out, *options) -> int:
-    run = [
-        "train",
-        "--seq",
-        "16",
-        "--global-batch",
-        "4",
-        "--gpt.num-layers",
-        "2",
-        "--out",
-        str(out),
-    ]
-    return cli.main([*run, "--pack", "best-fit", *options])
+    run = ["train", "--seq", "16", "--global-batch", "4", "--out", str(out)]
+    small = ["--gpt.num-layers", "2", "--gpt.embed-dim", "32", "--gpt.num-heads", "4"]
+    return cli.main([*run, *small, "--pack", "best-fit", *options])
 
 
 def losses(out) -> list[float]:
-    return [record["loss"] for record in run_folder.records(out)]
+    records = run_folder.records(out)
+    held_out = records[-1]["eval"]["validation/a"]["loss"]
+    return [*(record["loss"] for record in records), held_out]
 
 
 @pytest.fixture(scope="module")
 def one(prefixes, tmp_path_factory):
     """How to train on a blend of packed parts, and the losses of one rank."""
-    options = (
-        "--data",
-        f"0.75 {prefixes[0]} 0.25 {prefixes[1]}",
-        "--split",
-        "95,5",
-        "--steps",
-        "3",
-    )
+    data = ("--data", f"0.75 {prefixes[0]} 0.25 {prefixes[1]}", "--split", "90,10")
+    options = (*data, "--eval-every", "3", "--steps", "3")
     out = tmp_path_factory.mktemp("runs") / "one"
     assert train(out, *options) == 0
     return options, losses(out)
