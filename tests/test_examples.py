@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PRETRAIN = ROOT / "examples" / "pretrain_gpt.py"
 BERT = ROOT / "examples" / "pretrain_bert.py"
+ON_DISK = ROOT / "examples" / "pretrain_on_disk.py"
 SMALL_BERT = ("--seq", "32", "--global-batch", "8", "--steps", "3")
 SMALL = ("--model", "llama3-tiny", "--seq", "32", "--global-batch", "4", "--steps", "12")
 
@@ -77,3 +78,20 @@ def test_bert_on_processes_gives_the_losses_of_one(torchrun):
     found = losses(torchrun(BERT, 4, *SMALL_BERT, *mesh, timeout=300).stdout)
     assert sorted(found) == [0, 2]
     assert found == pytest.approx(losses(simulate(script=BERT)), rel=1e-5)
+
+
+def test_from_text_to_a_model_that_writes(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    sizes = ("--megabytes", "0.5", "--vocab-size", "600", "--steps", "20", "--seq", "32")
+    options = ("--eval-every", "10", "--eval-batches", "2", "--mesh", "dp=2", "--pack", "best-fit")
+    command = [sys.executable, str(ON_DISK), "--out", str(tmp_path / "work"), *sizes, *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^step +(\d+)  validation perplexity ([\d.]+)$", done.stdout, re.MULTILINE)
+    assert [int(step) for step, _ in found] == [10, 20]
+    first, last = (float(perplexity) for _, perplexity in found)
+    assert last < 0.9 * first < 600  # the vocabulary, which knowing nothing would give
+    assert re.search(r"^def ", done.stdout, re.MULTILINE)
+    apart = re.search(r"with and without the cache: (\S+) apart", done.stdout)
+    assert apart is not None
+    assert float(apart[1]) < 1e-4  # float32, logits of size 1
