@@ -129,8 +129,8 @@ class TrainConfig:
         keep_every: checkpoints of multiples of this step stay in any case; 0: none do.
         device: cpu, cuda, or auto: cuda where there is one.
         log_layers_every: at the first step and at multiples of this one, records also have by layer
-            the norms of parameters and gradients, and the root mean square of what the layer hands
-            on; 0: never.
+            the norms of the parameters that train and of their gradients, and, of a GPT, the root
+            mean square of the residual stream after the layer; 0: never.
         tensorboard: write TensorBoard events into the run folder.
         wandb: log to Weights & Biases.
         optimizer: the optimizer.

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from functron import params as parameters
+from functron import tree
 from functron.errors import Problem, raise_problems
-from functron.lora import lora_defs
+from functron.lora import lora_defs, trainable
 from functron.models import gpt
 from functron.ops import use
 from functron.optim import torch_dtype
@@ -72,7 +73,8 @@ def partition_for(config: TrainConfig, mesh: Mesh | BoundMesh, schedule: Schedul
     """Who holds which parameters under `schedule`.
 
     Raises:
-        ValueError: the layout does not fit, or the vocabulary does not divide.
+        ValueError: the layout does not fit, the vocabulary does not divide, or a rank would have
+            none of the parameters that train.
     """
     layout = layout_for(config, mesh, schedule.num_stages)
     defs = defs_of(config)
@@ -84,7 +86,22 @@ def partition_for(config: TrainConfig, mesh: Mesh | BoundMesh, schedule: Schedul
     partition = Partition(layout, schedule.pipes, gpt.uses(config.gpt), spread)
     stored = partition.storage_specs(parameters.param_specs(defs, rules_of(config, mesh)))
     validate(parameters.abstract_params(defs), stored, mesh, what="params")
+    if config.lora is not None:
+        _check_trained(partition, defs)
     return partition
+
+
+def _check_trained(partition: Partition, defs: dict) -> None:
+    """Raise ValueError for ranks without adapters: norms are summed over ranks that have some."""
+    held = {rank: partition.local(defs, rank) for rank in range(partition.num_ranks)}
+    wanted = "some on every rank of the pipeline"
+    fix = "give one of its stages a layer that has adapters, or use fewer ranks"
+    idle = [
+        Problem("layout", f"no parameters that train on rank {rank}", wanted, fix)
+        for rank, part in held.items()
+        if not tree.leaves(tree.partition(part, trainable(part))[0])
+    ]
+    raise_problems("cannot train adapters on this pipeline", idle)
 
 
 def stream_of(config: TrainConfig) -> P:
@@ -154,11 +171,11 @@ def stage_of(config: TrainConfig, mesh: Mesh | BoundMesh, *, watch: bool = False
         mesh: where.
         watch: say how large the residual stream is after every layer; see `gpt.loss_and_details`.
     """
-    model, settings = config.gpt, settings_of(config, mesh) | {"watch": watch}
+    model, settings = config.gpt, settings_of(config, mesh)
 
     def stage(part, params, x, batch, key, total):
         key = key if model.random else None
-        y = gpt.stage_loss(model, part, params, x, batch, key=key, **settings)
+        y = gpt.stage_loss(model, part, params, x, batch, key=key, watch=watch, **settings)
         if not part.loss:
             return y
         return (y[0] / total, y[1]) if isinstance(y, tuple) else y / total

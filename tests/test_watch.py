@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from functron import Mesh, P, gpt, optim, random, tree
+from functron import Mesh, P, gpt, mamba, optim, random, tree
 from functron.config import TrainConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.params import init_params
@@ -158,6 +158,37 @@ def test_of_adapters_only_what_trains_counts(mesh):
     assert_same(got, want)
     assert set(got["blocks/0"]) == {"param_norm", "grad_norm", "activation_rms"}
     assert set(got["embed"]) == {"activation_rms"}
+
+
+def test_a_rank_of_a_pipeline_must_have_something_that_trains():
+    config = TrainConfig(mesh="pp=2", microbatches=2, lora_rank=2, layout="E|ttttL")
+    with pytest.raises(ValueError, match="no parameters that train on rank 0; wanted some on"):
+        validate(config)
+
+
+MAMBA = mamba.MambaConfig(
+    pattern="MM*", vocab_size=VOCAB, embed_dim=12, num_heads=4, head_dim=3, state_dim=2, chunk=4,
+    attention_heads=2, vocab_multiple=8, init_stddev=0.5, dtype="float64",
+)  # fmt: skip
+
+
+def test_other_families_have_norms():
+    config = replace(CONFIG, model="mamba2-tiny", mamba=MAMBA, mesh="dp=2,tp=2")
+    recipe = assemble(config, Mesh(dp=2, tp=2))
+    assert recipe.watch is not None
+    _, metrics = recipe.watch.step(recipe.init(random.key(0), Mesh(dp=2, tp=2)), batch_of())
+    got = recipe.watch.layers(metrics)
+    weights = init_params(random.split(random.key(0))[0], mamba.defs(MAMBA))
+    flat = [leaf.requires_grad_() for leaf in tree.leaves(weights)]
+    loss = mamba.loss(MAMBA, weights, batch_of()) / (BATCH * SEQ)
+    grads = tree.unflatten(tree.structure(weights), torch.autograd.grad(loss, flat))
+    assert set(got) == {"embed", "norm", "mamba/0", "mamba/1", "attention/0"}
+    for name, entry in got.items():
+        stack, *row = name.split("/")
+        for what, value in (("param_norm", weights), ("grad_norm", grads)):
+            leaves = [x[int(row[0])] if row else x for x in tree.leaves(value[stack])]
+            want = torch.cat([x.flatten() for x in leaves]).norm().item()
+            assert entry[what] == pytest.approx(want, rel=1e-10)
 
 
 @pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
