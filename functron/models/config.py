@@ -115,7 +115,7 @@ class GPTConfig:
         mup_base_dim: the `embed_dim` at which learning rates were tuned, which then hold at this
             one (maximal update parametrization; see `functron.models.mup`); 0: the standard
             parametrization.
-        mup_base_head_dim: the width of heads at `mup_base_dim`; 0: as here, where heads grow in
+        mup_base_head_dim: the width of heads at `mup_base_dim`; 0: `head_dim`, where heads grow in
             number.
         vocab_multiple: the vocabulary is padded to a multiple of it; every tensor-parallel size
             that divides it fits, and the padding takes no part in the loss.

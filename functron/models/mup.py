@@ -37,6 +37,12 @@ is multiplied by it: what a step takes off a weight stays lr * decay at every wi
 authors' package (MuAdamW; its ``decoupled_wd`` is for decays that are not times the rate), and as
 the two forms above need if they are to be the same under AdamW too.
 
+In two commands:
+
+    functron train --gpt.mup-base-dim 256 --learning-rate.peak ...    # the best of several rates
+    functron train --gpt.mup-base-dim 256 --learning-rate.peak THAT --gpt.embed-dim 1024 \\
+        --gpt.mlp-dim 4096 --gpt.num-heads 32 --gpt.mup-base-head-dim 32
+
 Also tuned once, at the base: stddevs, `embed_scale`, schedules, batch size. Adam's eps must be
 small beside the gradients of hidden matrices, which fall as 1/m.
 
@@ -94,19 +100,35 @@ def problems(config: GPTConfig) -> list[Problem]:
                 ", or give attention_scale as sqrt(base) / head_dim" if name != "kv_rank" else ""
             )
             found.append(Problem("mup_base_head_dim", str(head), wanted, fix))
-    heads = config.num_heads * config.head_size * base
-    each = config.embed_dim * (head or config.head_size)
-    if heads % each and not config.kv_rank:
-        got = f"{base}: {heads / each:g} heads of {head or config.head_size} dims at that width"
-        wanted = "a whole number of heads, as all of them together grow as embed_dim does"
-        fix = "set mup_base_head_dim to the width of heads there, or change num_heads"
-        found.append(Problem("mup_base_dim", got, wanted, fix))
+    found += _head_problems(config)
     grown = math.sqrt(config.embed_dim)
     if width(config) != 1 and math.isclose(config.embed_scale, grown, rel_tol=1e-6):
         got, wanted = f"{config.embed_scale:g}, sqrt(embed_dim)", "the same at every width"
         fix = f"set it to {math.sqrt(base):g}, that of the base"
         found.append(Problem("embed_scale", got, wanted, fix))
     return found
+
+
+def _head_problems(config: GPTConfig) -> list[Problem]:
+    """Why it cannot be told which heads the base has."""
+    base, head = config.mup_base_dim, config.mup_base_head_dim
+    told = head or config.head_dim or config.attention_scale  # or scores do not ask
+    if width(config) != 1 and not told:
+        # either the number or the width of heads may have been left as it was, and all would differ
+        got = f"0 with head_dim = embed_dim / num_heads = {config.head_size}"
+        narrow = f", or to {base // config.num_heads} if they were narrower"
+        fix = f"set it to {config.head_size} if there were fewer heads" + narrow
+        if config.kv_rank:
+            fix = "set head_dim, the same at every width"
+        return [Problem("mup_base_head_dim", got, "the width of heads at mup_base_dim", fix)]
+    heads = config.num_heads * config.head_size * base
+    each = config.embed_dim * (head or config.head_size)
+    if heads % each and not config.kv_rank:
+        got = f"{base}: {heads / each:g} heads of {head or config.head_size} dims at that width"
+        wanted = "a whole number of heads, as all of them together grow as embed_dim does"
+        fix = "set mup_base_head_dim to the width of heads there, or change num_heads"
+        return [Problem("mup_base_dim", got, wanted, fix)]
+    return []
 
 
 def wider(config: GPTConfig) -> GPTConfig:

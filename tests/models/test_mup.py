@@ -197,6 +197,13 @@ REFUSED = {
         "let heads grow in number",
     ),
     "heads": ({"mup_base_dim": 12}, "1.5 heads of 8 dims"),
+    "derived heads": (
+        {"head_dim": 0, "mup_base_dim": 8}, "set it to 8 if there were fewer heads, or to 4 if"
+    ),
+    "derived dims of latent heads": (
+        {"head_dim": 0, "mup_base_dim": 8, "kv_rank": 8, "rope_head_dim": 4, "v_head_dim": 8},
+        "set head_dim, the same at every width",
+    ),
     "embedding": ({"mup_base_dim": 8, "embed_scale": 4.0}, "set it to 2.82843"),
     "negative": ({"mup_base_dim": -1}, "mup_base_dim: got -1; wanted at least 0"),
 }  # fmt: skip
