@@ -73,7 +73,7 @@ def partition_for(config: TrainConfig, mesh: Mesh | BoundMesh, schedule: Schedul
     """Who holds which parameters under `schedule`.
 
     Raises:
-        ValueError: the layout does not fit, the vocabulary does not divide, or a rank would have
+        ValueError: the layout does not fit, the vocabulary does not divide, or a process would have
             none of the parameters that train.
     """
     layout = layout_for(config, mesh, schedule.num_stages)
@@ -86,16 +86,16 @@ def partition_for(config: TrainConfig, mesh: Mesh | BoundMesh, schedule: Schedul
     partition = Partition(layout, schedule.pipes, gpt.uses(config.gpt), spread)
     stored = partition.storage_specs(parameters.param_specs(defs, rules_of(config, mesh)))
     validate(parameters.abstract_params(defs), stored, mesh, what="params")
-    if config.lora is not None:
+    if config.lora is not None and (config.nproc or isinstance(mesh, BoundMesh)):
         _check_trained(partition, defs)
     return partition
 
 
 def _check_trained(partition: Partition, defs: dict) -> None:
-    """Raise ValueError for ranks without adapters: norms are summed over ranks that have some."""
+    """Raise ValueError for processes without adapters: norms are summed over those with some."""
     held = {rank: partition.local(defs, rank) for rank in range(partition.num_ranks)}
-    wanted = "some on every rank of the pipeline"
-    fix = "give one of its stages a layer that has adapters, or use fewer ranks"
+    wanted = "some in every process of the pipeline"
+    fix = "give one of its stages a layer that has adapters, or simulate: --nproc 0"
     idle = [
         Problem("layout", f"no parameters that train on rank {rank}", wanted, fix)
         for rank, part in held.items()
