@@ -11,6 +11,7 @@ from functron.commands import (
     checkpoint,
     convert,
     doctor,
+    evaluate,
     params,
     preprocess,
     sample,
@@ -26,6 +27,7 @@ USAGE = """usage: functron COMMAND [OPTIONS]
   preprocess  make tokens on disk of text, in Megatron-LM's format or numpy's
   train       train a language model; without options, a small one on this Python's own text
   sample      continue a prompt with a trained model
+  evaluate    loss and perplexity of a trained model on held-out sets
   checkpoint  list the checkpoints of a run, show what is in one, verify it
   convert     make a run folder of a Hugging Face model, and the other way
   upcycle     make a mixture of experts of a dense run
@@ -42,6 +44,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType(
         "preprocess": preprocess.run,
         "train": train.run,
         "sample": sample.run,
+        "evaluate": evaluate.run,
         "checkpoint": checkpoint.run,
         "convert": convert.run,
         "upcycle": upcycle.run,

@@ -18,6 +18,7 @@ import torch
 from functron import corpus
 from functron.config import TrainConfig
 from functron.data.chat import IGNORED
+from functron.data.provenance import provenance
 from functron.data.splits import PARTS
 from functron.errors import Problem, raise_problems
 
@@ -173,10 +174,14 @@ def check(config: TrainConfig) -> None:
     """Check what can be known of the sets at little cost, such as that they are there.
 
     Raises:
-        ValueError: one is not; all such are told.
+        ValueError: one is not, or has tokens of another tokenizer than `data`; all such are told.
     """
     messages = []
-    for name, one in sets_of(config).items() if config.eval_every > 0 else ():
+    sets = sets_of(config) if config.eval_every > 0 else {}
+    if config.eval_data and config.data and config.format != "mock" and corpus.is_on_disk(config):
+        # other tokenizers' tokens would have a perplexity, too
+        provenance([*corpus.sources_of(config), *(one.data for one in sets.values())])
+    for name, one in sets.items():
         try:
             corpus.check(one, VALIDATION)
         except ValueError as error:

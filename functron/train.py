@@ -78,19 +78,7 @@ class Run:
     def host_batch(self, step: int) -> dict[str, torch.Tensor]:
         """This process's part of the batch of `step`, in host memory."""
         first, size = self.batches.first_sample(step), self.batches.batch_size(step)
-        return self._own(lambda part: drawn(self.text, first, size, part))
-
-    def _own(self, rows: Callable[[tuple[int, int]], dict]) -> dict[str, torch.Tensor]:
-        """This process's part of a batch, of which `rows` makes one of several parts."""
-        mesh = self.mesh
-        if not isinstance(mesh, BoundMesh):
-            return rows((0, 1))
-        host = rows(part_of(mesh, DATA_AXES))
-        index, count = part_of(mesh, CONTEXT_AXES)
-        return {
-            name: x.chunk(count, 1)[index].contiguous() if x.dim() > 1 else x
-            for name, x in host.items()
-        }
+        return own_part(self.mesh, lambda part: drawn(self.text, first, size, part))
 
     def on_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A batch on the device of the state."""
@@ -104,7 +92,8 @@ class Run:
         """
 
         def batch(held_out: HeldOut, index: int) -> dict[str, torch.Tensor]:
-            return self.on_device(self._own(lambda part: held_out.batch(index, part)))
+            host = own_part(self.mesh, lambda part: held_out.batch(index, part))
+            return self.on_device(host)
 
         if self.held_out_loss is None:
             return {}
@@ -290,6 +279,25 @@ def reporters(config: TrainConfig, out: Path | None, start: int = 0) -> list[rep
     if config.wandb:
         found.append(report.wandb(out, dataclasses.asdict(config)))
     return found
+
+
+def own_part(
+    mesh: Mesh | BoundMesh, rows: Callable[[tuple[int, int]], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """This process's part of a batch: all of it where it simulates the mesh.
+
+    Args:
+        mesh: the ranks.
+        rows: makes the samples of the part ``(index, count)`` of the batch.
+    """
+    if not isinstance(mesh, BoundMesh):
+        return rows((0, 1))
+    host = rows(part_of(mesh, DATA_AXES))
+    index, count = part_of(mesh, CONTEXT_AXES)
+    return {
+        name: x.chunk(count, 1)[index].contiguous() if x.dim() > 1 else x
+        for name, x in host.items()
+    }
 
 
 def part_of(mesh: BoundMesh, axes: Sequence[str]) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shutil
 import signal
@@ -140,7 +141,7 @@ ROWS = [
     ("tied", "pp=2", {"vocab_over_pp": True}),
     ("tied", "pp=4,dp=2", {"microbatches": 4}),
     ("dense", "pp=2", {"lora_rank": 2}),
-    ("experts", "ep=2,tp=2", {**SPLIT, "expert_axes": "ep,tp"}),
+    ("experts", "ep=2", {}),
     ("experts", "pp=2,ep=2", {}),
     ("ahead", "pp=2,dp=2", {}),
 ]
@@ -364,3 +365,42 @@ def test_the_picture_has_a_curve_for_each_set(whole):
         losses = [numbers[name]["loss"] for numbers in evals(whole).values()]
         assert len(heights) == 2
         assert (heights[0] < heights[1]) == (losses[0] > losses[1])  # y grows downwards
+
+
+def test_a_run_is_evaluated_afterwards(whole, texts, capsys):
+    """As it was at its end, and on the sets that it had, unless others are named."""
+
+    def said(*options: object) -> str:
+        capsys.readouterr()
+        assert main(["evaluate", str(whole), *map(str, options)]) == 0
+        return capsys.readouterr().out
+
+    want = evals(whole)[3]
+    close(json.loads(said("--json")), want)
+    on_mesh = said("--json", "--mesh", "pp=2,dp=2", "--batch", 4, "--data", f"two={texts}/c.txt")
+    close(json.loads(on_mesh), {"two": want["two"]})
+    lines = said().splitlines()
+    assert lines[0].startswith(f"one: loss {want['one']['loss']:.4f}, perplexity ")
+    for options, message in [
+        (
+            ["--mesh", "dp=2", "--batch", 3],
+            "batch: got 3; wanted a multiple of 2; fix: set it to 4",
+        ),
+        (["--mesh", "dp=2", "--nproc", 3], "nproc: got 3 for a mesh of 2"),
+        (["--averaged"], "eval_averaged: got True; wanted a run that keeps averages"),
+        (["--data", f"x={texts}/none"], "held-out set 'x'"),
+        (["--data", "x"], "eval_data: got 'x'; wanted a name"),
+    ]:
+        assert main(["evaluate", str(whole), *map(str, options)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_sets_of_another_tokenizer_are_refused(config, tmp_path):
+    for name, made in (("a", "one"), ("b", "two")):
+        with IndexedWriter(tmp_path / name, np.uint16) as writer:
+            writer.add(np.arange(40))
+        record = {"tokenizer": made, "pattern": "", "tokenizer_sha256": made}
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    disk = replace(config, data=f"{tmp_path}/a", eval_data=f"x={tmp_path}/b")
+    with pytest.raises(ValueError, match="tokens of different tokenizers"):
+        validate(disk)
