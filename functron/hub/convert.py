@@ -10,6 +10,7 @@ from typing import get_args
 from functron import checkpoint, config, lora, run_folder
 from functron.errors import Problem, nearest, raise_problems
 from functron.hub.config import CONFIG, read_config
+from functron.hub.kinds import kind_of
 from functron.hub.reader import load
 from functron.hub.writer import MAX_SHARD_BYTES, copy_companions, save
 from functron.models import gpt
@@ -103,6 +104,11 @@ def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) ->
             raise_problems("cannot convert", [problem])
         kind = known[dtype]
     model = read_config(path, dtype=kind, max_seq=max_seq)
+    if not isinstance(model, GPTConfig):
+        got, fix = f"a {kind_of(model).name}", "use it in Python: hub.load_model(path), hub.save"
+        problem = Problem(f"hf:{path}", got, "a decoder: run folders of others cannot be made", fix)
+        raise_problems("cannot convert", [problem])
+        raise AssertionError("unreachable")
     params = load(path, model)
     run = config.TrainConfig(gpt=model, seq=min(config.TrainConfig.seq, model.max_seq))
     kept: list[str] = []

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from functron.errors import Problem
 from functron.hub import settings
+from functron.hub.kinds import DECODER as DECODERS
+from functron.hub.kinds import Config, Kind, kind_of
 from functron.hub.rope import rope
 from functron.hub.rules import Layout, Rule, layouts
 from functron.hub.settings import Aspect
-from functron.models import gpt
-from functron.models.config import GPTConfig
+
+
+@dataclass(frozen=True)
+class Surplus:
+    """Tensors that transformers' models have and ours do not need.
+
+    They are passed over when reading. A model is stored with those of the folder that it came from
+    where config.json is that folder's, too; else with constants.
+
+    Attributes:
+        holds: ``(config, name) ->`` whether the tensor is one.
+        name: what a tensor of another naming is called in files that we write.
+        constants: ``config ->`` shapes and values, by name, of those that cannot be left out.
+    """
+
+    holds: Callable[[Any, str], bool]
+    name: Callable[[str], str]
+    constants: Callable[[Any], Mapping[str, tuple[tuple[int, ...], float]]]
 
 
 @dataclass(frozen=True)
@@ -19,16 +39,20 @@ class Family:
 
     Attributes:
         model_type: transformers' name of the family in config.json.
-        architecture: transformers' class of its language models.
+        architecture: transformers' class of the models.
         rules: which tensor of a file holds what.
         aspects: what config.json says.
         in_memory: where transformers renames and fuses tensors as it reads them, which tensor of
             its models in memory holds what; read as well, never written.
         prefix: of tensors of the model proper; base models are stored without it.
-        max_seq: the entry of config.json with the longest sequence.
-        unused: regular expressions of tensors that hold nothing learned.
+        max_seq: the entry of config.json with the longest sequence; empty: there is none.
+        unused: regular expressions of tensors that the model has no use for.
         copies: regular expressions of tensors that repeat one of our leaves, and its path.
         ignored: entries of config.json that change nothing, beside `settings.GENERAL`.
+        kind: what kind of models they are.
+        naming: in place of `rules`, where names depend on the model or there are several: all ways,
+            of which the first is written.
+        surplus: what transformers' models have beyond ours.
     """
 
     model_type: str
@@ -41,25 +65,43 @@ class Family:
     unused: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     copies: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    kind: Kind = DECODERS
+    naming: Callable[[Any], Sequence[Sequence[Rule]]] | None = None
+    surplus: Surplus | None = None
 
     @property
     def looks_ahead(self) -> bool:
         """Whether its models may have modules that predict tokens further ahead."""
         return any("mtp_depth" in aspect.ours and aspect.theirs for aspect in self.aspects)
 
+    def ways(self, config: Config) -> list[Sequence[Rule]]:
+        """All namings of this model's tensors, the one that is written first."""
+        named = [self.rules] if self.naming is None else self.naming(config)
+        return [*named, self.in_memory] if self.in_memory else [*named]
 
-def layouts_of(
-    family: Family, config: GPTConfig, rules: Sequence[Rule] | None = None
-) -> list[Layout]:
-    """The tensors of this model in files of the family, or by other `rules`; see `layouts`.
 
-    Layers are counted through: those of the second stack go on from the first's, and modules that
-    predict tokens further ahead from the last layer.
-    """
-    starts = {name: layers.start for name, layers in config.stacks.items()}
-    starts["mtp"] = config.num_layers
-    rules = family.rules if rules is None else rules
-    return layouts(rules, gpt.defs(config), config.vocab_size, starts)
+def layouts_of(family: Family, config: Config, rules: Sequence[Rule] | None = None) -> list[Layout]:
+    """The tensors of this model in files of the family, or by other `rules`; see `layouts`."""
+    kind, rules = family.kind, family.ways(config)[0] if rules is None else rules
+    return layouts(rules, kind.defs(config), kind.vocab_size(config), kind.numbers(config))
+
+
+def config_problems(config: Config, family: Family) -> list[Problem]:
+    """Why models of this family are not like `config`; empty where they are."""
+    problems: list[Problem] = []
+    kind = family.kind
+    if kind_of(config) is not kind:
+        got = type(config).__name__
+        return [Problem("config", got, f"{kind.config.__name__}, of a {kind.name}")]
+    for aspect in family.aspects:
+        aspect.write(config, problems)
+    covered = {name for aspect in family.aspects for name in aspect.ours}
+    covered |= {*kind.free, *kind.unread(config)}
+    for f in fields(kind.config):
+        value = getattr(config, f.name)
+        if f.name not in covered and value != f.default:
+            problems.append(Problem(f.name, repr(value), f"{f.default!r} in this family"))
+    return problems
 
 
 def linear(name: str, path: str, weight: str, bias: str) -> tuple[Rule, Rule]:

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -17,21 +16,21 @@ from functron.checkpoint import Placement
 from functron.errors import Problem, nearest, raise_problems
 from functron.hub.config import (
     CONFIG,
-    config_problems,
     differences,
     family_of,
     parse,
     read_config,
     read_table,
+    shorter,
 )
-from functron.hub.family import Family, layouts_of
+from functron.hub.family import Family, config_problems, layouts_of
 from functron.hub.files import open_folder
+from functron.hub.held import Held, held_by_placement, held_on_mesh
+from functron.hub.kinds import Config, kind_of
 from functron.hub.rules import Box, Layout, Part, tensors
-from functron.models import gpt
-from functron.models.config import GPTConfig
-from functron.params import abstract_params
-from functron.spmd import BoundMesh, Mesh, P
-from functron.spmd.spec import is_spec, local_shape, offsets, validate
+from functron.models.config import Dtype, GPTConfig
+from functron.params import param_specs
+from functron.spmd import BoundMesh, Mesh
 
 COMPARED_ROWS = 1 << 10
 
@@ -50,7 +49,7 @@ class Source(Protocol):
 
 def load(
     path: str | Path,
-    config: GPTConfig | None = None,
+    config: Config | None = None,
     *,
     specs: tree.Tree | None = None,
     mesh: Mesh | BoundMesh | None = None,
@@ -58,7 +57,7 @@ def load(
     at: str = "params",
     device: torch.device | str = "cpu",
 ) -> dict:
-    """The parameters of a Hugging Face model, as `gpt.defs(config)` lays them out.
+    """The parameters of a Hugging Face model, as its kind's ``defs(config)`` lays them out.
 
     Reads safetensors files, one slice at a time: beyond what it returns it needs memory for one
     slice of one tensor. Rows of padding in the vocabulary are zeros. No collectives.
@@ -67,7 +66,7 @@ def load(
         path: a folder with config.json and model.safetensors, or an index and its files.
         config: what `read_config` gave, with changes that leave the model what it is (dtype,
             dropout, vocab_multiple, a smaller max_seq, what training adds to layers of experts,
-            no modules for tokens further ahead); None: as it is.
+            no modules for tokens further ahead), of whatever kind; None: as it is.
         specs: the parameters' specs, a prefix tree; needed on a bound mesh.
         mesh: on a bound mesh this rank's shards are read, else everything.
         placement: in place of specs and mesh, what this process holds of a state of which the
@@ -99,12 +98,49 @@ def load(
     return read_params(family, config, source, held, device=device)
 
 
-def _check_config(config: GPTConfig, table: Mapping, where: str) -> None:
+def load_model(
+    path: str | Path,
+    *,
+    mesh: Mesh | BoundMesh | None = None,
+    max_seq: int | None = None,
+    dtype: Dtype | None = None,
+    ignore: Sequence[str] = (),
+    device: torch.device | str = "cpu",
+) -> tuple[Config, dict]:
+    """A Hugging Face model of any kind that we have, `read_config` and `load` in one.
+
+    Args:
+        path: a folder with config.json and weights.
+        mesh: where the model will live: on a bound mesh each rank reads its shards, as
+            ``rules(config, mesh)`` of its kind divides them; else everything is read.
+        max_seq, dtype, ignore: as in `read_config`.
+        device: where the parameters are put.
+
+    Returns:
+        The config, whose type says what kind it is (`GPTConfig`, `MambaConfig`, `BertConfig`,
+        `T5Config`, `ViTConfig` or `LlavaConfig`), and the parameters. The specs of shards are
+        ``param_specs(defs(config), rules(config, mesh))``.
+
+    Raises:
+        ValueError: as `read_config` and `load`, or the mesh does not divide the model.
+    """
+    config = read_config(path, max_seq=max_seq, dtype=dtype, ignore=ignore)
+    kind, specs = kind_of(config), None
+    if mesh is not None:
+        specs = param_specs(kind.defs(config), kind.rules(config, mesh))
+    return config, load(path, config, specs=specs, mesh=mesh, device=device)
+
+
+def _check_config(config: Config, table: Mapping, where: str) -> None:
     family = family_of(table)
-    longest = table.get(family.max_seq)
-    shorter = config.max_seq if longest is not None and config.max_seq < longest else None
-    stored = parse(table, max_seq=shorter, ignore=tuple(table), where=where)
-    if family.looks_ahead:  # the tensors say whether there are modules for it
+    if kind_of(config) is not family.kind:
+        wanted = f"{family.kind.config.__name__}: {where} is of a {family.kind.name}"
+        problem = Problem("config", type(config).__name__, wanted, "pass hub.read_config(path)")
+        raise_problems("the config is of another kind of models", [problem])
+    longest = shorter(table, config, family)
+    stored = parse(table, max_seq=longest, ignore=tuple(table), where=where)
+    if family.looks_ahead and isinstance(config, GPTConfig):
+        # the tensors say whether there are modules for it
         stored = dataclasses.replace(stored, mtp_depth=config.mtp_depth)
     fix = "start from hub.read_config and change only what leaves the model what it is"
     problems = [
@@ -114,7 +150,7 @@ def _check_config(config: GPTConfig, table: Mapping, where: str) -> None:
     raise_problems(f"the config is not that of {where}", problems)
 
 
-def from_tensors(model_type: str, config: GPTConfig, named: Mapping[str, torch.Tensor]) -> dict:
+def from_tensors(model_type: str, config: Config, named: Mapping[str, torch.Tensor]) -> dict:
     """Our tree from tensors by their Hugging Face names: parameters, or gradients of them.
 
     Args:
@@ -142,22 +178,9 @@ class _InMemory:
         return self._named[name].detach()[tuple(slices)]
 
 
-@dataclass(frozen=True)
-class Held:
-    """What this process holds of a leaf.
-
-    Attributes:
-        shape: of its tensor.
-        boxes: start in the whole leaf, size, and start in the tensor, of each part of it.
-    """
-
-    shape: tuple[int, ...]
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
-
-
 def read_params(
     family: Family,
-    config: GPTConfig,
+    config: Config,
     source: Source,
     held: Mapping[str, Held],
     *,
@@ -170,7 +193,7 @@ def read_params(
     """
     found = _found(family, config, source)
     stored = match(family, config, found, source)
-    defs = gpt.defs(config)
+    defs = kind_of(config).defs(config)
     dtypes = {p: d.dtype for p, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)}
     parts = {part.path: (layout, part) for layout in found for part in layout.parts}
     params: dict = {}
@@ -193,11 +216,9 @@ def read_params(
     return params
 
 
-def _found(family: Family, config: GPTConfig, source: Source) -> list[Layout]:
-    """The layouts of files, or those of models in memory where the source has more of these."""
-    ways = [layouts_of(family, config)]
-    if family.in_memory:
-        ways.append(layouts_of(family, config, family.in_memory))
+def _found(family: Family, config: Config, source: Source) -> list[Layout]:
+    """The layouts of files, or those of another naming where the source has more of its names."""
+    ways = [layouts_of(family, config, rules) for rules in family.ways(config)]
     names = {name.removeprefix(family.prefix) for name in source.shapes()}
 
     def count(found: list[Layout]) -> float:
@@ -207,46 +228,6 @@ def _found(family: Family, config: GPTConfig, source: Source) -> list[Layout]:
         return sum(name in names for name in wanted) / len(wanted)
 
     return max(ways, key=count)
-
-
-def held_on_mesh(
-    config: GPTConfig, specs: tree.Tree | None, mesh: Mesh | BoundMesh | None
-) -> dict[str, Held]:
-    """What this process holds of parameters with these specs: all, or one box of each leaf."""
-    like = abstract_params(gpt.defs(config))
-    shapes = {
-        path: tuple(leaf.shape)
-        for path, leaf in zip(tree.paths(like), tree.leaves(like), strict=True)
-    }
-    if mesh is not None and specs is not None:
-        validate(like, specs, mesh, what="params")
-    if not isinstance(mesh, BoundMesh):
-        return {path: _one_box((0,) * len(shape), shape) for path, shape in shapes.items()}
-    if specs is None:
-        problem = Problem("specs", "None", "the parameters' specs", "pass param_specs(defs, rules)")
-        raise_problems("cannot load onto a bound mesh", [problem])
-    flat = tree.broadcast_prefix(specs, like, is_leaf=is_spec, what="specs")
-    found = {}
-    for (path, shape), spec in zip(shapes.items(), flat, strict=True):
-        spec = spec if spec is not None else P()
-        start = offsets(shape, spec, mesh, mesh.coordinate)
-        found[path] = _one_box(start, local_shape(shape, spec, mesh))
-    return found
-
-
-def _one_box(start: tuple[int, ...], size: tuple[int, ...]) -> Held:
-    return Held(size, ((start, size, (0,) * len(size)),))
-
-
-def held_by_placement(placement: Placement, at: str) -> dict[str, Held]:
-    """What this process holds of the leaves of a state that stand under `at`."""
-    found = {}
-    for leaf in placement.leaves:
-        shape = placement.local_shape(leaf, placement.here)
-        path = leaf.path.removeprefix(f"{at}/") if at else leaf.path
-        if shape is not None and (not at or path != leaf.path):
-            found[path] = Held(shape, placement.boxes(leaf, placement.here))
-    return found
 
 
 def _fill_(
@@ -274,7 +255,7 @@ def _fill_(
 
 
 def match(
-    family: Family, config: GPTConfig, found: Sequence[Layout], source: Source
+    family: Family, config: Config, found: Sequence[Layout], source: Source
 ) -> dict[str, str]:
     """By what name the source has each tensor of `found`: all of them, and nothing else.
 
@@ -311,19 +292,22 @@ def _unused(family: Family, name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in family.unused)
 
 
-def _left_out(family: Family, config: GPTConfig, name: str) -> bool:
-    """Whether the tensor is of a module for tokens further ahead than the config wants."""
-    if not family.looks_ahead:
+def _left_out(family: Family, config: Config, name: str) -> bool:
+    """Whether the tensor is of a part that config.json has and our model does not want."""
+    if family.surplus is not None and family.surplus.holds(config, name):
+        return True
+    if not family.looks_ahead or not isinstance(config, GPTConfig):
         return False
     ahead = [r.pattern() for r in family.rules if r.paths[0].startswith("mtp/")]
     found = [p.match(name) for p in [*ahead, *(re.compile(copy) for copy, _ in family.copies)]]
     return any(m and int(m[1]) >= config.num_layers + config.mtp_depth for m in found)
 
 
-def _repeated(family: Family, config: GPTConfig, extra: Sequence[str]) -> dict[str, str]:
+def _repeated(family: Family, config: Config, extra: Sequence[str]) -> dict[str, str]:
     """Tensors that were stored although another has the same numbers: which leaf they repeat."""
     heads = [rule.name for rule in family.rules if rule.paths == ("unembed",)]
-    found = {name: "embed" for name in heads if config.tied and name in extra}
+    tied = getattr(config, "tied", False)
+    found = {name: "embed" for name in heads if tied and name in extra}
     for pattern, path in family.copies:
         found |= {name: path for name in extra if re.fullmatch(pattern, name)}
     return found
@@ -337,13 +321,14 @@ def _differing(
         yield Problem(name, str(list(shape)), f"{list(shapes[other][0])}, as {other}")
         return
     for start in range(0, shape[0], COMPARED_ROWS):
-        rows = (slice(start, start + COMPARED_ROWS), slice(0, shape[1]))
+        rows = (slice(start, start + COMPARED_ROWS), *(slice(0, size) for size in shape[1:]))
         if not torch.equal(source.read(name, rows), source.read(other, rows)):
             fix = 'set "tie_word_embeddings" to false in config.json if they are meant to differ'
             wanted = "the same, as config.json ties them"
             if "layers" in name:
                 wanted, fix = "the same: this decoder's modules share it", "read it without them"
-            yield Problem(name, f"other numbers than the {path}ding", wanted, fix)
+            path = "embedding" if path.endswith("embed") else path
+            yield Problem(name, f"other numbers than the {path}", wanted, fix)
             return
 
 

@@ -30,7 +30,7 @@ class Aspect:
 
     Attributes:
         theirs: the entries of config.json that it reads.
-        ours: the fields of `GPTConfig` that it gives.
+        ours: the fields of `GPTConfig`, or of another kind of config, that it gives.
         read: ``(config.json, fields so far, problems) -> fields``.
         write: ``(config, problems) -> entries``.
     """
@@ -38,7 +38,7 @@ class Aspect:
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     read: Callable[[Table, Mapping[str, Any], list[Problem]], dict[str, Any]]
-    write: Callable[[GPTConfig, list[Problem]], dict[str, Any]]
+    write: Callable[[Any, list[Problem]], dict[str, Any]]
 
 
 def same(theirs: str, ours: str, default: Any) -> Aspect:

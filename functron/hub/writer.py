@@ -7,6 +7,8 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,11 +16,29 @@ import torch.distributed as dist
 
 from functron import lora, tree
 from functron.errors import Problem, nearest, raise_problems
-from functron.hub.config import CONFIG, family_for, family_of, read_table, write_config
+from functron.hub.config import (
+    CONFIG,
+    family_for,
+    family_of,
+    read_table,
+    still_describes,
+    write_config,
+)
 from functron.hub.family import Family, layouts_of
-from functron.hub.files import INDEX, SINGLE, Planned, Writer, exists, index_of, plan
+from functron.hub.files import (
+    INDEX,
+    SINGLE,
+    Planned,
+    Tensors,
+    Writer,
+    exists,
+    index_of,
+    open_folder,
+    plan,
+)
+from functron.hub.kinds import Config, kind_of
 from functron.hub.rules import Layout, tensors
-from functron.models import gpt, mup
+from functron.models import mup
 from functron.models.config import GPTConfig
 from functron.spmd import BoundMesh, Mesh, P, gather
 from functron.spmd.spec import dim_axes, global_shape, is_spec, num_shards
@@ -47,7 +67,7 @@ COMPANIONS = ("generation_config.json", *TOKENIZER_FILES, "preprocessor_config.j
 
 def save(
     path: str | Path,
-    config: GPTConfig,
+    config: Config,
     params: tree.Tree,
     *,
     specs: tree.Tree | None = None,
@@ -70,15 +90,17 @@ def save(
     Args:
         path: a folder that does not exist; its parents are made.
         config: the architecture.
-        params: the parameters, as `gpt.defs(config)`: global values, or this rank's shards.
-            Low-rank additions (`functron.lora`) are merged, factors of muP folded (`mup.folded`).
+        params: the parameters, as its kind's ``defs(config)``: global values, or this rank's
+            shards. Low-rank additions (`functron.lora`) are merged, factors of muP folded
+            (`mup.folded`).
         specs: their specs, a prefix tree; needed on a bound mesh.
         mesh: where they live.
         like: the folder that the model was loaded from: its tokenizer, config.json and generation
             settings go with the weights.
         model_type: the family; None: that of `like`, or the first that has such models.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``; None: the parameters'.
-            What balances routers is float32 always: it moves by small steps.
+            What balances routers is float32 always: it moves by small steps. So are decays and
+            steps of state spaces, unless a dtype is given.
         max_shard_bytes: the most data in one file; a tensor that is larger has its own.
 
     Raises:
@@ -86,7 +108,8 @@ def save(
             something lies at `path` or cannot be written; all offenders are listed.
     """
     params, specs = lora.merge(params), lora.plain(specs)
-    config, params = mup.folded(config, params)
+    if isinstance(config, GPTConfig):
+        config, params = mup.folded(config, params)
     kept = read_table(like) if like is not None else None
     table = {"model_type": model_type} if model_type else kept
     family = family_of(table) if table is not None else family_for(config)
@@ -96,13 +119,20 @@ def save(
     name = str(kind).removeprefix("torch.")
     entries = write_config(config, family, kept=kept, dtype=name)
     found = layouts_of(family, config)
-    listed = _listed(config, found, kind)
+    listed = _listed(config, found, kind, all_of_it=dtype is not None)
+    source = None
+    if kept is not None and like is not None and family.surplus is not None:
+        source = open_folder(like) if still_describes(kept, config, family) else None
+    surplus = _surplus(family, config, source, kind)
+    listed += [(name, value.dtype, value.shape) for name, value in surplus.items()]
     export = _Export(Path(path), plan(listed, max_shard_bytes), entries, like, mesh)
     try:
         export.begin()
         with torch.no_grad():
             for layout, index in tensors(found):
                 export.write(layout.name(index), _whole(layout, index, params, flat, mesh))
+            for name, value in surplus.items():
+                export.write(name, value.read())
         export.end()
     except BaseException:
         export.abandon()
@@ -110,13 +140,15 @@ def save(
 
 
 def _listed(
-    config: GPTConfig, found: Sequence[Layout], kind: torch.dtype
+    config: Config, found: Sequence[Layout], kind: torch.dtype, *, all_of_it: bool
 ) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     """Name, dtype and shape of every tensor of a file."""
-    defs = gpt.defs(config)
+    defs = kind_of(config).defs(config)
+    leaves = dict(zip(tree.paths(defs), tree.leaves(defs), strict=True))
+    usual = min((d.dtype for d in leaves.values()), key=lambda dtype: dtype.itemsize)
     kinds = {
-        path: d.dtype if d.balance else kind
-        for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)
+        path: d.dtype if d.balance or (d.dtype != usual and not all_of_it) else kind
+        for path, d in leaves.items()
     }
     return [
         (layout.name(index), kinds[layout.parts[0].path], layout.shape)
@@ -124,8 +156,37 @@ def _listed(
     ]
 
 
+@dataclass(frozen=True)
+class _Surplus:
+    """A tensor of transformers' model that ours has not: of another folder, or a constant."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+
+def _surplus(
+    family: Family, config: Config, source: Tensors | None, kind: torch.dtype
+) -> dict[str, _Surplus]:
+    """By name, those that a model is stored with; see `Surplus`."""
+    if family.surplus is None:
+        return {}
+    found = {
+        name: _Surplus(shape, kind, partial(torch.full, shape, value, dtype=kind))
+        for name, (shape, value) in family.surplus.constants(config).items()
+    }
+    if source is None:
+        return found
+    for name, (shape, _) in source.shapes().items():
+        if family.surplus.holds(config, name):
+            whole = tuple(slice(0, size) for size in shape)
+            read = partial(source.read, name, whole)
+            found[family.surplus.name(name)] = _Surplus(shape, kind, read)
+    return found
+
+
 def to_tensors(
-    config: GPTConfig, params: tree.Tree, model_type: str | None = None
+    config: Config, params: tree.Tree, model_type: str | None = None
 ) -> dict[str, torch.Tensor]:
     """A state dict of Hugging Face's names from our tree of global values.
 
@@ -143,7 +204,7 @@ def to_tensors(
 
 
 def named_tensors(
-    family: Family, config: GPTConfig, params: tree.Tree
+    family: Family, config: Config, params: tree.Tree
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and values of every tensor of the family, in the order of the files."""
     flat = _check_params(config, params, None, None)
@@ -195,10 +256,10 @@ def _check_arguments(dtype: str | None, max_shard_bytes: int) -> None:
 
 
 def _check_params(
-    config: GPTConfig, params: tree.Tree, specs: tree.Tree | None, mesh: Mesh | BoundMesh | None
+    config: Config, params: tree.Tree, specs: tree.Tree | None, mesh: Mesh | BoundMesh | None
 ) -> dict[str, P]:
     """The spec of every leaf by its path; refuses parameters that are not those of the config."""
-    defs = gpt.defs(config)
+    defs = kind_of(config).defs(config)
     leaves = tree.same_structure(defs, params, names=("the config's model", "the parameters"))
     bound = isinstance(mesh, BoundMesh)
     if bound and specs is None:

@@ -12,8 +12,10 @@ import pytest
 
 import functron as ft
 from functron import gpt, hub, nn
-from functron.hub.config import FREE, config_problems, differences, parse
+from functron.hub.config import differences, parse
 from functron.hub.families import FAMILIES, LACKING
+from functron.hub.family import config_problems
+from functron.hub.kinds import FREE
 from tests.hub import tiny
 
 # As published; the numbers of parameters are those that the files have.

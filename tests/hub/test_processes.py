@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hub import tiny
+from tests.hub import tiny, tiny_others
 
 pytestmark = pytest.mark.distributed
 
@@ -19,6 +19,7 @@ LAYERS = {
     "gpt-oss": {"num_hidden_layers": 4},
     "deepseek-v3": {"num_hidden_layers": 4, "first_k_dense_replace": 2},
 }
+OTHERS = ("nemotron-h", "llava")
 LAYOUTS = ("tp", "dp", "fsdp", "pp", "ep")
 
 
@@ -26,12 +27,19 @@ def test_processes(torchrun, tmp_path):
     models = {name: tiny.make(name, **LAYERS[name]) for name in LAYERS}
     for name, model in models.items():
         tiny.store(model, tmp_path / name / "model", files=3)
-    folders = [tmp_path / name for name in models]
+    others = {name: tiny_others.make(name) for name in OTHERS}
+    for name, model in others.items():
+        tiny.store(model, tmp_path / name / "model", files=3)
+    folders = [tmp_path / name for name in (*models, *others)]
     done = torchrun(Path(__file__).with_name("gloo_hub.py"), 2, *folders)
     lines = [f"{check}: ok" for check in (*LAYOUTS, "failures", "numbers")]
-    assert done.stdout.splitlines() == lines * len(models)
+    assert done.stdout.splitlines() == lines * len(models) + ["tp: ok", "fsdp: ok"] * len(others)
     for name, model in models.items():
         check_exports(tmp_path / name, model.state_dict())
+    for name, model in others.items():
+        for layout in ("tp", "fsdp"):
+            back = tiny_others.read_back(name, tmp_path / name / layout).state_dict()
+            assert all(torch.equal(back[key], x) for key, x in model.state_dict().items())
 
 
 def check_exports(folder: Path, expected: dict) -> None:

@@ -117,7 +117,7 @@ def test_names_are_matched_by_their_rules_alone(case):
         hits = {rule: match for rule, match in matches.items() if match}
         assert list(hits) == [layout.rule.name]
         first, *rest = [*index, None]
-        numbers = () if first is None else (first + layout.first, *rest[:-1])
+        numbers = () if first is None else (layout.numbers[first], *rest[:-1])
         assert tuple(map(int, hits[layout.rule.name].groups())) == numbers
 
 
@@ -239,9 +239,9 @@ PATTERNS = [
 @given(st.data())
 def test_any_box_of_a_leaf_is_read_from_the_slices_named(data):
     dims, sizes = data.draw(st.sampled_from(PATTERNS))
-    fused = data.draw(st.integers(0, len(Rule("", dims, ()).theirs) - 1))
+    fused = data.draw(st.integers(0, len(Rule("", dims, ()).theirs()) - 1))
     rule = Rule("x", dims, ("one", "two"), fused, data.draw(st.booleans()))
-    shape = tuple(sizes[name] for name in rule.ours)
+    shape = tuple(sizes[name] for name in rule.ours())
     one, two = torch.arange(2.0 * math.prod(shape)).reshape(2, *shape)
     if "vocab" in sizes:
         rule = Rule("x", dims, ("one",))  # never fused with another
