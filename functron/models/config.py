@@ -102,7 +102,8 @@ class GPTConfig:
         rope_interleaved: rotated dims lie in pairs next to each other, under latent attention.
         moe: layers of experts in place of feed-forward layers; None: there are none.
         dense_layers: how many of the first layers have a feed-forward layer nonetheless.
-        mtp_depth: modules that each predict one token further ahead (DeepSeek-V3, section 2.2).
+        mtp_depth: modules that each predict one token further ahead (DeepSeek-V3, section 2.2);
+            where layers differ, their blocks are like those with rope and without a window.
         mtp_weight: of their losses' mean beside the loss.
         tied: one matrix for embedding and unembedding.
         embed_scale: multiplies the embedding of a token, not the unembedding; sqrt(embed_dim) in
