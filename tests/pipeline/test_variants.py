@@ -73,7 +73,7 @@ def check(config, mesh, schedule, layers, stream):
 @pytest.mark.parametrize(
     ("name", "ahead", "mesh", "schedule", "layers", "stream"),
     [
-        ("gemma3", 1, "pp=2", "1f1b", (3, 1), ""),
+        ("gemma3", 1, "pp=2", "1f1b", (2, 2), ""),
         ("gemma3", 1, "pp=2,tp=2", "interleaved", (1, 1, 0, 2), "sp"),
         ("smollm3", 0, "pp=2", "1f1b", (1, 3), ""),
         ("smollm3", 2, "pp=2,dp=2", "1f1b", (1, 3), ""),
