@@ -8,12 +8,17 @@ from functron import corpus, objective
 from functron.config import TrainConfig
 from functron.errors import Problem
 from functron.models.family import FAMILIES
+from functron.spmd import Mesh
 
 _OFF = "leave it out, or train a GPT"
 
 
-def problems_of(config: TrainConfig) -> Iterator[Problem]:
+def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     """What the family of `config` has no place for; what it cannot be split over, its rules say.
+
+    Args:
+        config: what is to be run.
+        mesh: its mesh; None: that cannot be read.
 
     Raises:
         ValueError: `data` is a blend that is written wrongly.
@@ -26,7 +31,7 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
             wanted = f"nothing beside [{family.name}]: one run trains one architecture"
             fix = f"leave it out, or name a preset that is {FAMILIES[name].title}"
             yield Problem(name, f"settings of {FAMILIES[name].title}", wanted, fix)
-    yield from objective.problems_of(config)
+    yield from objective.problems_of(config, mesh)
     longest = getattr(architecture, "max_seq", None)
     if longest is not None and config.seq > longest:
         most = f"{family.name}.max_seq"

@@ -21,6 +21,7 @@ from functron.models.bert import BertConfig
 from functron.models.family import FAMILIES, PRESETS, Config, Family, family_of
 from functron.models.gpt import GPTConfig
 from functron.models.mamba import MambaConfig
+from functron.models.t5 import T5Config
 from functron.ops.kernels import Choice
 from functron.optim import (
     OptimizerConfig,
@@ -37,6 +38,7 @@ class TrainConfig:
         gpt: the architecture, unless another is given.
         mamba: that of a Mamba-2 model or a hybrid of it.
         bert: that of a BERT.
+        t5: that of a T5.
         data: a text file or a folder of them, tokens on disk, or conversations (see `format`);
             empty: the English and code of this Python. Several files of tokens in proportions, as
             Megatron-LM writes them: "0.3 PREFIX1 0.7 PREFIX2".
@@ -65,9 +67,12 @@ class TrainConfig:
             none but themselves, as with mask_documents; conversations share samples, whole and
             without seeing one another; empty: documents as they follow one another, and one
             conversation a sample.
-        mask_rate: the share of tokens that a BERT is to find.
-        mask_token: the id that hides them; -1: the tokenizer's [MASK] or <mask>, or else the last
-            of the vocabulary.
+        mask_rate: the share of tokens that a BERT is to find, or a T5 to restore.
+        mask_token: the id that hides them, or the first of a T5's sentinels, from which others go
+            down; -1: the tokenizer's [MASK], <mask> or <extra_id_0>, or else the last of the
+            vocabulary.
+        mean_span: how many tokens a T5 is to restore at a place, in the mean.
+        end_token: the id that ends what a T5 reads and says; -1: the tokenizer's end of text.
         eval_every: report the loss and perplexity of held-out data after every so many steps, and
             after the last; 0: never.
         eval_batches: how many batches of each set, of global_batch samples; 0: all of it.
@@ -141,6 +146,7 @@ class TrainConfig:
     gpt: GPTConfig = field(default_factory=lambda: gpt.PRESETS["tiny"])
     mamba: MambaConfig | None = None
     bert: BertConfig | None = None
+    t5: T5Config | None = None
     data: str = ""
     tokenizer: str = ""
     tokenizer_pattern: str = ""
@@ -154,6 +160,8 @@ class TrainConfig:
     pack: Literal["", "best-fit"] = ""
     mask_rate: float = 0.15
     mask_token: int = -1
+    mean_span: float = 3.0
+    end_token: int = -1
     eval_every: int = 0
     eval_batches: int = 0
     eval_data: str = ""
@@ -214,8 +222,8 @@ class TrainConfig:
 
     @property
     def architecture(self) -> Config:
-        """What is trained: `mamba` or `bert` where one is given, and `gpt` otherwise."""
-        return self.mamba or self.bert or self.gpt
+        """What is trained: `mamba`, `bert` or `t5` where one is given, and `gpt` otherwise."""
+        return self.mamba or self.bert or self.t5 or self.gpt
 
     @property
     def family(self) -> Family:

@@ -126,7 +126,7 @@ def open_samples(config: TrainConfig, part: str = PARTS[0]) -> Samples:
     if is_on_disk(config):
         return _token_samples(config, part)
     tokenizer, seed = open_tokenizer(config), config.seed
-    learnt = _objective_of(config, tokenizer)
+    learnt = _objective_of(config)
     if tokenizer is None:
         return learnt.over(ByteText(config.data or None, learnt.length, seed=seed), seed)
     settings = {"seed": seed, "vocab_size": learnt.vocab_size}
@@ -138,15 +138,23 @@ def open_samples(config: TrainConfig, part: str = PARTS[0]) -> Samples:
     return learnt.over(text, seed)
 
 
-def _objective_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> Objective:
-    """What the model learns from text of this tokenizer; None: bytes, or unknown tokens on disk."""
-    is_text = tokenizer is None and not is_on_disk(config)
-    return objective_of(config, ByteTokenizer() if is_text else tokenizer)
+def reader_of(config: TrainConfig) -> TextTokenizer | None:
+    """What makes the run's tokens, be it of bytes; None: tokens on disk whose maker is not known.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    found = open_tokenizer(config)
+    return found if found is not None or is_on_disk(config) else ByteTokenizer()
+
+
+def _objective_of(config: TrainConfig) -> Objective:
+    return objective_of(config, reader_of(config))
 
 
 def _token_samples(config: TrainConfig, part: str) -> Samples:
     """Samples of tokens on disk, or of a blend of them."""
-    learnt = _objective_of(config, open_tokenizer(config))
+    learnt = _objective_of(config)
     if config.format == "mock":
         file = MockTokens(_MOCK_TOKENS, learnt.vocab_size, seed=config.seed)
         return _samples(config, learnt, file, part)
@@ -268,7 +276,7 @@ def check(config: TrainConfig, part: str = PARTS[0]) -> None:
         if config.data:
             chat_files(config.data)
     elif run_folder.tokenizer_path(config) is None:
-        ByteText(config.data or None, _objective_of(config, None).length)
+        ByteText(config.data or None, _objective_of(config).length)
     elif config.data:
         find(config.data)
 
@@ -280,7 +288,7 @@ def check_tokenizer(config: TrainConfig) -> None:
         ValueError: it cannot or does not.
     """
     tokenizer = open_tokenizer(config)
-    _objective_of(config, tokenizer)
+    _objective_of(config)
     if tokenizer is None:
         return
     # tokens added for images and the like may lie beyond the vocabulary of a model of text

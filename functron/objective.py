@@ -13,10 +13,18 @@ from functron.config import TrainConfig
 from functron.data import Samples
 from functron.data.changed import Changed
 from functron.data.masking import mask_tokens
+from functron.data.spans import Spans, spans_of, take_out
 from functron.data.text_tokenizer import TextTokenizer
 from functron.errors import Problem, raise_problems
+from functron.spmd import Mesh
 
 _MASKS = ("[MASK]", "<mask>")
+_SENTINELS = ("<extra_id_0>",)
+_USELESS = {
+    "next": ("mask_rate", "mask_token", "mean_span", "end_token"),
+    "masked": ("mean_span", "end_token"),
+    "spans": (),
+}
 
 
 @dataclass(frozen=True)
@@ -45,18 +53,39 @@ def objective_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> Object
         ValueError: the model has no id for what it needs beside text; all such are listed.
     """
     plain = Objective(config.seq, config.architecture.vocab_size, lambda samples, _: samples)
-    made = {"next": lambda *_: plain, "masked": _masked}
+    made = {"next": lambda *_: plain, "masked": _masked, "spans": _spans}
     return made[config.family.objective](config, tokenizer, plain)
 
 
-def problems_of(config: TrainConfig) -> Iterator[Problem]:
+def target_length(config: TrainConfig) -> int:
+    """How many targets a sample has: `seq`, or what the decoder says to so many tokens."""
+    return spans_in(config).targets if config.family.objective == "spans" else config.seq
+
+
+def flops_per_token(config: TrainConfig) -> int:
+    """Model FLOPs of a step per token of `seq`, forward and backward."""
+    sizes = (config.seq, target_length(config))
+    if config.family.objective != "spans":
+        sizes = sizes[:1]
+    return config.family.flops_per_token(config.architecture, *sizes)
+
+
+def spans_in(config: TrainConfig) -> Spans:
+    """The spans that are taken out of a sample.
+
+    Raises:
+        ValueError: there is no room for them.
+    """
+    return spans_of(config.seq, config.mask_rate, config.mean_span)
+
+
+def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     """What does not fit about what is hidden of text, as far as it can be told without reading."""
     family, default = config.family, TrainConfig()
+    for name in _USELESS[family.objective]:
+        if (value := getattr(config, name)) != getattr(default, name):
+            yield Problem(name, str(value), f"nothing with {family.title}", "leave it out")
     if family.objective == "next":
-        for name in ("mask_token", "mask_rate"):
-            if (value := getattr(config, name)) != getattr(default, name):
-                wanted = f"nothing with {family.title}, which predicts the next token"
-                yield Problem(name, str(value), wanted, "leave it out")
         return
     if not 0 < config.mask_rate < 1:
         yield Problem("mask_rate", str(config.mask_rate), "above 0 and below 1", "such as 0.15")
@@ -65,6 +94,30 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
     if config.fim_rate:
         got, fix = f"{config.fim_rate} with {family.title}", "leave it out"
         yield Problem("fim_rate", got, "a model that predicts the next token", fix)
+    if family.objective == "spans":
+        yield from _length_problems(config, mesh)
+
+
+def _length_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
+    """What is wrong about how much a decoder says."""
+    try:
+        said = target_length(config)
+    except ValueError as error:
+        fix = "lengthen it, or change mask_rate and mean_span"
+        yield Problem("seq", str(config.seq), str(error).splitlines()[1].strip(" -"), fix)
+        return
+    parts = mesh["tp"] if mesh is not None and config.sequence_parallel else 1
+    if said % parts:
+        longer = range(config.seq + 1, config.seq + 100 * parts)
+        fits = (
+            seq
+            for seq in longer
+            if not seq % parts and not target_length(replace(config, seq=seq)) % parts
+        )
+        got = f"{config.seq}, to which the decoder says {said} tokens"
+        wanted = f"a multiple of tp={parts} said under sequence_parallel"
+        fix = f"set it to {next(fits, 'another')}, or leave sequence_parallel out"
+        yield Problem("seq", got, wanted, fix)
 
 
 def _masked(config: TrainConfig, tokenizer: TextTokenizer | None, plain: Objective) -> Objective:
@@ -86,6 +139,49 @@ def _masked(config: TrainConfig, tokenizer: TextTokenizer | None, plain: Objecti
     return replace(plain, vocab_size=text, over=over)
 
 
+def _spans(config: TrainConfig, tokenizer: TextTokenizer | None, plain: Objective) -> Objective:
+    """Spans are taken out of the text, and to be said."""
+    spans, (sentinel, text) = spans_in(config), sentinels(config, tokenizer)
+    end = end_of(config, tokenizer)
+
+    def over(samples: Any, seed: int) -> Samples:
+        def change(drawn: dict[str, torch.Tensor], numbers: np.ndarray) -> dict:
+            tokens, which = drawn["tokens"], torch.from_numpy(numbers)
+            return take_out(tokens, which, spans, seed, sentinel=sentinel, end=end)
+
+        return Changed(samples, change, plain.vocab_size)
+
+    return Objective(spans.length, text, over)
+
+
+def sentinels(config: TrainConfig, tokenizer: TextTokenizer | None) -> tuple[int, int]:
+    """The id of a T5's first sentinel, from which the others go down, and below which id text is.
+
+    Raises:
+        ValueError: there is no room for as many as a sample has spans.
+    """
+    return _id_of(config, tokenizer, _SENTINELS, spans_in(config).count)
+
+
+def end_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> int:
+    """The id that ends what a T5 reads and says.
+
+    Raises:
+        ValueError: the tokenizer has none, or it is not of the vocabulary.
+    """
+    size = config.architecture.vocab_size
+    own = None if tokenizer is None else tokenizer.end_of_text
+    end = config.end_token if config.end_token >= 0 else own
+    if end is not None and end < size:
+        return end
+    got = "-1 for a tokenizer without one" if end is None else str(end)
+    wanted = f"an id below t5.vocab_size={size}"
+    raise_problems("no token that ends a text", [
+        Problem("end_token", got, wanted, "name one: --end-token ID, or name the --tokenizer")
+    ])  # fmt: skip
+    raise AssertionError("unreachable")
+
+
 def _id_of(
     config: TrainConfig, tokenizer: TextTokenizer | None, names: tuple[str, ...], count: int
 ) -> tuple[int, int]:
@@ -102,9 +198,10 @@ def _id_of(
     named = [known[name] for name in names if name in known]
     if config.mask_token >= 0 or named:
         chosen = config.mask_token if config.mask_token >= 0 else named[0]
-        if chosen < size:
+        if count - 1 <= chosen < size:
             return chosen, size
         wanted = f"an id below {table}.vocab_size={size}"
+        wanted += f", and above {count - 2}: sentinels go down from it" if count > 1 else ""
         fix = f"raise {table}.vocab_size, or choose another"
         problem = Problem("mask_token", str(chosen), wanted, fix)
     else:

@@ -11,6 +11,7 @@ import torch
 from functron import checkpoint, lora, optim, random, staging, tree
 from functron.config import TrainConfig
 from functron.models import gpt
+from functron.objective import target_length
 from functron.ops import use
 from functron.params import decay_mask, param_specs, weight_mask
 from functron.pipeline.execute import pipelined
@@ -284,7 +285,8 @@ def step_program(config: TrainConfig, mesh: Mesh) -> Program:
     state = recipe.init(random.key(config.seed).to("meta"), mesh)
     rows = torch.empty(config.global_batch, dtype=torch.int64, device="meta")
     tokens = rows.new_empty(config.global_batch, config.seq)
-    batch = {"tokens": tokens, "targets": tokens, "rows": rows}
+    targets = rows.new_empty(config.global_batch, target_length(config))
+    batch = {"tokens": tokens, "targets": targets, "rows": rows}
     if config.packed:
         batch |= {"positions": tokens, "segments": tokens}
     return trace(recipe.step, donate=0)(state, batch)

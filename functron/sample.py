@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,12 +138,12 @@ def generate(
             key, or a mesh or lengths with what has no cache, or with a Mamba-2 model.
     """
     draw = Draw(temperature, top_k, top_p)
-    raise_problems("cannot sample", _problems(config, tokens, lengths, num_tokens, draw, key))
+    check_prompt(config, tokens, num_tokens, draw, key, lengths)
     if isinstance(config, mamba.MambaConfig):
         others = {"lengths": lengths, "mesh": mesh, "how": how, "logits": logits}
         _require_alone(others)
         steps = _recurrent(params, config, tokens, num_tokens)
-        return _drawn(steps, draw, tokens, None, num_tokens, key, stop, None)
+        return drawn(steps, draw, tokens, num_tokens, key, stop)
     with_cache = logits is None and tokens.shape[1] + num_tokens <= config.max_seq
     if mesh is not None or lengths is not None or how is not None:
         _require_cache(config, mesh, with_cache, tokens.shape[1] + num_tokens)
@@ -152,7 +153,7 @@ def generate(
         steps = _cached(params, config, tokens, lengths, num_tokens, mesh, how)
     else:
         steps = _reread(params, config, tokens, num_tokens, logits)
-    return _drawn(steps, draw, tokens, lengths, num_tokens, key, stop, mesh)
+    return drawn(steps, draw, tokens, num_tokens, key, stop, lengths=lengths, mesh=mesh)
 
 
 def _cacheable(config: gpt.GPTConfig) -> bool:
@@ -182,17 +183,21 @@ def _require_alone(others: dict) -> None:
     raise_problems("cannot sample", given)
 
 
-def _drawn(
+def drawn(
     steps: Steps,
     draw: Draw,
     tokens: Tensor,
-    lengths: Tensor | None,
     num_tokens: int,
     key: Tensor | None,
     stop: Collection[int],
-    mesh: Mesh | BoundMesh | None,
+    *,
+    lengths: Tensor | None = None,
+    mesh: Mesh | BoundMesh | None = None,
 ) -> Tensor:
-    """The prompts and what is drawn from the logits of `steps`, which is sent every draw."""
+    """The prompts and what is drawn from the logits of `steps`, which is sent every draw.
+
+    The arguments and the result are those of `generate`.
+    """
     stops = torch.tensor(sorted(stop), dtype=tokens.dtype, device=tokens.device)
     ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
     rows = torch.arange(tokens.shape[0], device=tokens.device) + _first_row(tokens, mesh)
@@ -231,8 +236,8 @@ def _reread(params, config, tokens: Tensor, num_tokens: int, logits: Logits | No
     for _ in range(num_tokens):
         context = tokens[:, -config.max_seq :]
         found = logits(params, context) if logits else gpt.forward(config, params, context)
-        drawn = yield found[:, -1, : config.vocab_size].float()
-        tokens = torch.cat([tokens, drawn.unsqueeze(1)], dim=1)
+        last = yield found[:, -1, : config.vocab_size].float()
+        tokens = torch.cat([tokens, last.unsqueeze(1)], dim=1)
 
 
 def _cached(params, config, tokens: Tensor, lengths, num_tokens: int, mesh, how) -> Steps:
@@ -240,9 +245,9 @@ def _cached(params, config, tokens: Tensor, lengths, num_tokens: int, mesh, how)
     places = torch.full_like(tokens[:, 0], tokens.shape[1]) if lengths is None else lengths
     found, cache = start(params, tokens, places)
     for index in range(num_tokens):
-        drawn = yield found.float()
+        last = yield found.float()
         if index + 1 < num_tokens:
-            found, cache = step(params, cache, drawn, places + index)
+            found, cache = step(params, cache, last, places + index)
 
 
 def _recurrent(params, config: mamba.MambaConfig, tokens: Tensor, num_tokens: int) -> Steps:
@@ -289,7 +294,19 @@ def cached(
     )
 
 
-def _problems(config, tokens, lengths, num_tokens, draw: Draw, key) -> list[Problem]:
+def check_prompt(
+    config: Any,
+    tokens: Tensor,
+    num_tokens: int,
+    draw: Draw,
+    key: Tensor | None,
+    lengths: Tensor | None = None,
+) -> None:
+    """Refuse what no model with the vocabulary of `config` continues; see `generate`.
+
+    Raises:
+        ValueError: listing everything that is wrong.
+    """
     found = []
     if tokens.dim() != 2 or not tokens.numel():
         got = f"shape {tuple(tokens.shape)}"
@@ -308,4 +325,4 @@ def _problems(config, tokens, lengths, num_tokens, draw: Draw, key) -> list[Prob
         found.append(Problem("num_tokens", str(num_tokens), "at least 0"))
     if draw.temperature > 0 and key is None:
         found.append(Problem("key", "None", "a key", "pass random.key(seed), or temperature=0"))
-    return found
+    raise_problems("cannot sample", found)

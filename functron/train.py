@@ -12,7 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from functron import checkpoint, corpus, lora, metrics, optim, random, report, run_folder, tree
+from functron import (
+    checkpoint,
+    corpus,
+    lora,
+    metrics,
+    objective,
+    optim,
+    random,
+    report,
+    run_folder,
+    tree,
+)
 from functron.config import TrainConfig
 from functron.data import Blend, Samples
 from functron.data.order import drawn
@@ -203,7 +214,7 @@ def train(run: Run, out: Path | None) -> Outcome:
     meter = Meter(
         learning_rate=run.learning_rate,
         tokens_seen=lambda steps: run.batches.first_sample(steps) * config.seq,
-        flops_per_token=family.flops_per_token(model, config.seq),
+        flops_per_token=objective.flops_per_token(config),
         peak_flops=across(peak, dist.ReduceOp.SUM),
         device=device,
         details=gpt.summary if family.has_details(model) else None,

@@ -45,7 +45,7 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
         ramp = _try(lambda: config.batches, messages)
         problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)
     problems += _number_problems(config)
-    problems += _try(lambda: list(architecture.problems_of(config)), messages) or []
+    problems += _try(lambda: list(architecture.problems_of(config, mesh)), messages) or []
     problems += _lora_problems(config)
     problems += optimizer_problems(config.optimizer) or _fit_problems(config)
     if config.steps >= 1:
@@ -232,7 +232,7 @@ def _out_problems(out: str) -> Sequence[Problem]:
 _ORDER = (
     "data", "tokenizer", "tokenizer_pattern", "format", "overlong", "split", "mask_documents",
     "fim_rate", "fim_spm_rate", "fim_tokens", "pack", "seed", "seq", "global_batch",
-    "ramp_up", "mask_rate", "mask_token",
+    "ramp_up", "mask_rate", "mask_token", "mean_span", "end_token",
 )  # fmt: skip
 """What determines which samples each step sees."""
 

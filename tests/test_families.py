@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import shutil
 
 import numpy as np
@@ -11,14 +12,18 @@ import pytest
 import torch
 
 import functron as ft
-from functron import bert, checkpoint, corpus, mamba, random, run_folder, tree
+from functron import bert, checkpoint, corpus, mamba, random, run_folder, t5, tree
 from functron.cli import main
 from functron.config import TrainConfig, dump, load, with_model
 from functron.data import Blend, IndexedWriter, Tokenizer
 from functron.data.changed import Changed
+from functron.data.spans import spans_of
+from functron.data.text_tokenizer import ByteTokenizer
 from functron.models.bert import BertConfig
 from functron.models.family import FAMILIES, PRESETS, family_of
 from functron.recipe import step_program
+from functron.restore import Sentinels, respond
+from functron.sample import Draw
 from functron.spmd import Mesh
 from functron.train import prepare
 from functron.validation import validate
@@ -38,6 +43,12 @@ BERT = [
     "--model", "bert-tiny", "--data", TEXT, "--seq", 16, "--global-batch", 4,
     "--bert.embed-dim", 16, "--bert.num-heads", 2, "--bert.mlp-dim", 24, "--bert.dtype", "float64",
     "--bert.dropout", 0.1, "--learning-rate.total-steps", 4, "--eval-every", 2,
+    "--eval-data", f"text={TEXT}", "--eval-batches", 1,
+]  # fmt: skip
+T5 = [
+    "--model", "t5-tiny", "--data", TEXT, "--seq", 24, "--global-batch", 4, "--t5.embed-dim", 16,
+    "--t5.num-heads", 2, "--t5.mlp-dim", 24, "--t5.num-layers", 1, "--t5.dtype", "float64",
+    "--t5.dropout", 0.1, "--learning-rate.total-steps", 4, "--eval-every", 2,
     "--eval-data", f"text={TEXT}", "--eval-batches", 1,
 ]  # fmt: skip
 MAMBA = mamba.MambaConfig(
@@ -63,7 +74,7 @@ def problems(config: TrainConfig) -> str:
 # configurations
 
 
-@pytest.mark.parametrize("model", ["mamba2-tiny", "nemotron-h-8b", "bert-base"])
+@pytest.mark.parametrize("model", ["mamba2-tiny", "nemotron-h-8b", "bert-base", "t5-small"])
 def test_toml_there_and_back(tmp_path, model):
     config = with_model(TrainConfig(steps=3), model)
     assert config.architecture is PRESETS[model]
@@ -226,7 +237,7 @@ def test_a_bert_trains_on_a_mesh_and_goes_on(masked, tmp_path, capsys):
     assert train("--out", run, "--resume", "--mask-rate", 0.2) == 2
     assert "mask_rate: got 0.2; wanted 0.15, as in the run" in capsys.readouterr().err
     assert main(["sample", str(run), "--prompt", "def "]) == 2
-    assert "got a run of a BERT; wanted a model that continues text" in capsys.readouterr().err
+    assert "got a run of a BERT; wanted one that continues text" in capsys.readouterr().err
 
 
 def test_masked_samples_are_the_text(tmp_path):
@@ -298,9 +309,114 @@ def test_what_a_bert_cannot_be_trained_with():
     ):
         assert line in said
     said = problems(TrainConfig(mask_token=3))
-    assert "mask_token: got 3; wanted nothing with a GPT, which predicts the next token" in said
+    assert "mask_token: got 3; wanted nothing with a GPT" in said
     said = problems(with_model(TrainConfig(mask_token=300), "bert-tiny"))
     assert "mask_token: got 300; wanted an id below bert.vocab_size=258" in said
+
+
+# spans
+
+
+@pytest.fixture(scope="module")
+def restoring(tmp_path_factory):
+    """A run of a T5 on one rank, of 4 steps, saved after every second one."""
+    run = tmp_path_factory.mktemp("t5") / "run"
+    assert train(*T5, "--steps", 4, "--save-every", 2, "--out", run) == 0
+    return run
+
+
+def test_a_t5_trains_on_a_mesh_and_goes_on(restoring, tmp_path, capsys):
+    run, mesh = tmp_path / "run", ["--mesh", "dp=2,tp=2", "--zero", 1, "--microbatches", 2]
+    assert train(*T5, *mesh, "--steps", 2, "--out", run) == 0
+    assert "--prompt 'def <extra_id_0>'" in capsys.readouterr().out
+    back = ["--mesh", "tp=2", "--zero", 0, "--microbatches", 1, "--sequence-parallel"]
+    assert train("--out", run, "--resume", *back, "--steps", 4) == 0
+    torch.testing.assert_close(losses(run), losses(restoring), rtol=1e-10, atol=0)
+    held_out = [run_folder.records(each)[1]["eval"]["text"] for each in (run, restoring)]
+    assert held_out[0]["tokens"] == 4 * 6
+    torch.testing.assert_close(held_out[0]["loss"], held_out[1]["loss"], rtol=1e-10, atol=0)
+    assert train("--out", run, "--resume", "--mean-span", 2) == 2
+    assert "mean_span: got 2.0; wanted 3.0, as in the run" in capsys.readouterr().err
+
+
+def test_samples_with_spans_are_the_text():
+    config = with_model(TrainConfig(data=TEXT, seq=64, seed=3), "t5-tiny")
+    spans = spans_of(64)
+    plain = corpus.open_samples(TrainConfig(data=TEXT, seq=spans.length, seed=3))
+    text = plain.batch(2, 8)["tokens"].tolist()
+    batch = corpus.open_samples(config).batch(2, 8)
+    for row, read, said in zip(
+        text, *(batch[x].tolist() for x in ("tokens", "targets")), strict=True
+    ):
+        assert read[-1] == said[-1] == 256
+        for number in range(spans.count):  # put each back in its place
+            sentinel = 383 - number
+            start = said.index(sentinel) + 1
+            stop = next(i for i in range(start, len(said)) if said[i] >= 256)
+            at = read.index(sentinel)
+            read[at : at + 1] = said[start:stop]
+        assert read[:-1] == row
+
+
+def test_what_a_t5_cannot_be_trained_with(tmp_path):
+    config = with_model(TrainConfig(mean_span=0.5, format="chat", fim_rate=0.5), "t5-tiny")
+    said = problems(config)
+    for line in (
+        "seq: got 128; wanted mean: got 0.5; wanted at least 1",
+        "data: got conversations for a T5",
+        "fim_rate: got 0.5 with a T5; wanted a model that predicts the next token",
+    ):
+        assert line in said
+    config = with_model(TrainConfig(), "t5-tiny")
+    small = dataclasses.replace(PRESETS["t5-tiny"], vocab_size=260)
+    assert "t5.vocab_size: got 260 token ids; wanted at least 264: 257 of text, and 7" in problems(
+        dataclasses.replace(config, t5=small)
+    )
+    assert "mask_token: got 3; wanted an id below t5.vocab_size=384, and above 5: sentinels" in (
+        problems(dataclasses.replace(config, mask_token=3))
+    )
+    split = dataclasses.replace(config, mesh="tp=2", sequence_parallel=True, seq=36)
+    said = problems(split)
+    assert "seq: got 36, to which the decoder says 9 tokens; wanted a multiple of tp=2 said" in said
+    found = re.search(r"set it to (\d+), or leave sequence_parallel out", said)
+    assert found is not None
+    validate(dataclasses.replace(split, seq=int(found[1])))
+    disk = dataclasses.replace(config, data=str(_tokens(tmp_path / "a", 0)), seq=8)
+    assert "end_token: got -1 for a tokenizer without one" in problems(disk)
+    samples = corpus.open_samples(dataclasses.replace(disk, end_token=300))
+    assert (samples.batch(0, 3)["tokens"][:, -1] == 300).all()
+    said = problems(with_model(TrainConfig(mean_span=2.0, end_token=3), "bert-tiny"))
+    assert "mean_span: got 2.0; wanted nothing with a BERT" in said
+    assert "end_token: got 3; wanted nothing with a BERT" in said
+
+
+def test_a_t5_says_what_its_forward_pass_does():
+    model = t5.T5Config(
+        vocab_size=11, embed_dim=8, num_heads=2, mlp_dim=8, num_layers=1, vocab_multiple=16,
+        init_factor=3.0, dtype="float64",
+    )  # fmt: skip
+    weights = ft.init_params(random.key(0), t5.defs(model))
+    read = torch.tensor([[1, 2, 10, 3, 4], [5, 6, 10, 7, 4]])
+    said = respond(weights, model, read, 4, draw=Draw(0.0))
+    given = torch.cat([torch.zeros(2, 1, dtype=torch.int64), said[:, :-1]], 1)
+    logits = t5.forward(model, weights, read, given)[..., :11]
+    assert torch.equal(said, logits.argmax(-1))
+    with pytest.raises(ValueError, match="key: got None; wanted a key"):
+        respond(weights, model, read, 4, draw=Draw(1.0))
+    names = Sentinels(10, 3, 4)
+    letters = ByteTokenizer()
+    assert names.read("a<extra_id_0>b<extra_id_2>", letters) == [97, 10, 98, 8, 4]
+    assert names.written([10, 97, 98, 9, 4], letters) == "<extra_id_0>ab<extra_id_1>\x04"
+
+
+def test_the_command_restores(restoring, capsys):
+    sample = ["sample", str(restoring), "--tokens", "5", "--prompt"]
+    assert main([*sample, "def <extra_id_0>"]) == 0
+    assert main([*sample, "<extra_id_7>"]) == 2
+    assert (
+        "prompt: got <extra_id_7>; wanted <extra_id_0> to <extra_id_0>" in capsys.readouterr().err
+    )
+    assert main([*sample, "def", "--chat"]) == 2
 
 
 # FLOPs
@@ -316,6 +432,15 @@ def test_flops_per_token():
     small = dataclasses.replace(small, vocab_multiple=4)
     block = 4 * (6 * 6 + 6) + 2 * 6 * 7 + 6 + 7 + 4 * 6
     head = 12 * 6 + 12 + 6 * 6 + 6 + 2 * (6 + 6)  # with the norms of embedding and head
+    pair = t5.T5Config(
+        vocab_size=11, num_layers=2, decoder_layers=1, embed_dim=6, num_heads=2, mlp_dim=7,
+        vocab_multiple=4, num_buckets=4, gated=False,
+    )  # fmt: skip
+    layer = 4 * 36 + 2 * 42 + 2 * 6
+    read = 2 * layer + 6 + 2 * 36  # with the keys and values of the memory
+    said = layer + 2 * 36 + 6 + 6 + 12 * 6  # with the queries and outputs that look at it
+    attention = 12 * 6 * (2 * 10 * 10 + 5 * 5 + 5 * 10)
+    assert t5.flops_per_token(pair, 10, 5) == (6 * (10 * read + 5 * said) + attention) // 10
     assert bert.flops_per_token(small, 4) == 6 * (2 * block + head) + 12 * 2 * 6 * 4
 
 

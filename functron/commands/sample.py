@@ -10,14 +10,16 @@ from typing import Literal
 import torch
 import tyro
 
-from functron import checkpoint, corpus, launch, lora, random, run_folder, tree
+from functron import checkpoint, corpus, launch, lora, objective, random, run_folder, tree
 from functron.commands.device import device_type
 from functron.config import TrainConfig, load
 from functron.data import Tokenizer
 from functron.data.text_tokenizer import ByteTokenizer, TextTokenizer, open_tokenizer
 from functron.errors import Problem, raise_problems
+from functron.models import bert, t5
 from functron.read_out import read_params
-from functron.sample import generate
+from functron.restore import Sentinels, respond
+from functron.sample import Draw, generate
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class SampleOptions:
 
     Attributes:
         run: the run folder that training left.
-        prompt: the text to continue.
+        prompt: the text to continue; a T5's has <extra_id_0>, <extra_id_1> and so on for what is
+            missing.
         tokens: how many tokens (bytes, where the run has no tokenizer) to add at most.
         tokenizer: what makes tokens of the prompt, a path or bytes; empty: the run's own.
         averaged: sample from the average of the parameters that the run keeps
@@ -59,25 +62,26 @@ def run(arguments: Sequence[str]) -> int:
     with launch.mistakes():
         device = device_type(options.device)
         config = load(options.run / run_folder.CONFIG)
-        _require_generator(options, config)
         tokenizer = _tokenizer(options, config)
+        model = config.architecture
+        if isinstance(model, t5.T5Config):
+            print(_restored(options, config, model, tokenizer, device))
+            return 0
+        if isinstance(model, bert.BertConfig):
+            fix = "fill in what is masked with bert.forward, as examples/pretrain_bert.py does"
+            problem = Problem(str(options.run), "a run of a BERT", "one that continues text", fix)
+            raise_problems("cannot sample", [problem])
+            raise AssertionError("unreachable")
         ids = _encoded(options, tokenizer)
-        path = checkpoint.latest(options.run / run_folder.CHECKPOINTS)
-        stored = checkpoint.Checkpoint(path)
-        defs = lora.defs_in(config.family.defs(config.architecture), config.lora, stored)
-        found = read_params(stored, defs, averaged=options.averaged)
-        params = tree.map(lambda leaf: leaf.to(device), lora.merge(found))
-        prompt = torch.tensor([ids], dtype=torch.int64, device=device)
-        key = random.key(options.seed).to(device)
         tokens = generate(
-            params,
-            config.architecture,
-            prompt,
+            _params(options, config, device),
+            model,
+            torch.tensor([ids], dtype=torch.int64, device=device),
             options.tokens,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
-            key=key,
+            key=random.key(options.seed).to(device),
             stop=tokenizer.stops,
         )
     said = tokens[0, len(ids) :] if options.chat else tokens[0]
@@ -85,12 +89,40 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _require_generator(options: SampleOptions, config: TrainConfig) -> None:
-    """Refuse models that continue nothing."""
-    if config.family.objective == "masked":
-        fix = "fill in what is masked with bert.forward, as examples/pretrain_bert.py does"
-        got, wanted = f"a run of {config.family.title}", "a model that continues text"
-        raise_problems("cannot sample", [Problem(str(options.run), got, wanted, fix)])
+def _params(options: SampleOptions, config: TrainConfig, device: str) -> dict:
+    """The parameters of the newest checkpoint."""
+    stored = checkpoint.Checkpoint(checkpoint.latest(options.run / run_folder.CHECKPOINTS))
+    defs = lora.defs_in(config.family.defs(config.architecture), config.lora, stored)
+    found = read_params(stored, defs, averaged=options.averaged)
+    return tree.map(lambda leaf: leaf.to(device), lora.merge(found))
+
+
+def _restored(
+    options: SampleOptions,
+    config: TrainConfig,
+    model: t5.T5Config,
+    tokenizer: TextTokenizer,
+    device: str,
+) -> str:
+    """What a T5 says to a prompt whose missing spans have the names of sentinels."""
+    if options.chat:
+        problem = Problem("chat", "a run of a T5", "a model that converses", "leave it out")
+        raise_problems("cannot write a conversation", [problem])
+    reader = corpus.reader_of(replace(config, out=str(options.run)))
+    first, _ = objective.sentinels(config, reader)
+    count, end = objective.spans_in(config).count, objective.end_of(config, reader)
+    spans = Sentinels(first, count, end)
+    ids = spans.read(options.prompt, tokenizer)
+    said = respond(
+        _params(options, config, device),
+        model,
+        torch.tensor([ids], dtype=torch.int64, device=device),
+        options.tokens,
+        draw=Draw(options.temperature, options.top_k, options.top_p),
+        key=random.key(options.seed).to(device),
+        stop={end},
+    )
+    return spans.written(said[0].tolist(), tokenizer)
 
 
 def _tokenizer(options: SampleOptions, config: TrainConfig) -> TextTokenizer:

@@ -113,6 +113,8 @@ def _prompt(config: TrainConfig) -> str | None:
     """What to try the model with; None where it continues nothing."""
     if config.family.objective == "masked":
         return None
+    if config.family.objective == "spans":
+        return "'def <extra_id_0>'"
     return "'Who are you?' --chat" if is_chat(config) else "'def '"
 
 

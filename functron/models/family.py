@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from functron.models import bert, gpt, mamba
+from functron.models import bert, gpt, mamba, t5
 from functron.models.stack import Named
 
-Config = gpt.GPTConfig | mamba.MambaConfig | bert.BertConfig
+Config = gpt.GPTConfig | mamba.MambaConfig | bert.BertConfig | t5.T5Config
 """An architecture that ``functron train`` trains."""
 
 Setting = Literal["context", "experts", "kernels", "loss_chunk_tokens"]
@@ -34,11 +34,12 @@ class Family:
         rules: ``(config, mesh, *, fsdp)`` to how a mesh splits them.
         loss: ``(config, params, batch, *, key, stream, remat, gather)`` to the sum of the losses.
         num_targets: ``(batch)`` to how many terms that sum has.
-        flops_per_token: ``(config, seq)`` to those of a step, forward and backward.
+        flops_per_token: ``(config, seq)`` to those of a step, forward and backward; with
+            ``objective="spans"`` also of how many targets a sample has.
         settings: what `loss` takes besides.
         rules_settings: what `rules` takes besides.
         adapters: whether LoRA has a place in it.
-        objective: what it learns: the next token, or masked ones.
+        objective: what it learns: the next token, masked ones, or spans that are taken out.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Family:
     settings: frozenset[Setting] = field(default_factory=frozenset)
     rules_settings: frozenset[str] = field(default_factory=frozenset)
     adapters: bool = False
-    objective: Literal["next", "masked"] = "next"
+    objective: Literal["next", "masked", "spans"] = "next"
 
     def has_details(self, config: Config) -> bool:
         """Whether the loss of `config` has several terms: those of `gpt.loss_and_details`."""
@@ -75,6 +76,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "bert": Family(
             "bert", "a BERT", bert.BertConfig, bert.PRESETS, bert.defs, bert.rules, bert.loss,
             bert.num_targets, bert.flops_per_token, objective="masked",
+        ),
+        "t5": Family(
+            "t5", "a T5", t5.T5Config, t5.PRESETS, t5.defs, t5.rules, t5.loss, t5.num_targets,
+            t5.flops_per_token, objective="spans",
         ),
     }
 )  # fmt: skip

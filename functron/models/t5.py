@@ -42,6 +42,7 @@ __all__ = [
     "decode",
     "defs",
     "encode",
+    "flops_per_token",
     "forward",
     "loss",
     "num_targets",
@@ -329,3 +330,27 @@ def loss(
 def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
     """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
+
+
+def flops_per_token(config: T5Config, seq: int, said: int) -> int:
+    """Model FLOPs of forward and backward per token that the encoder reads.
+
+    6 for each parameter that multiplies a token's activations, of the decoder and the unembedding
+    for ``said / seq`` tokens, and 12 H D per pair of tokens of attention; see
+    `gpt.flops_per_token`. Keys and values of the memory are those of the encoder's tokens.
+
+    Args:
+        config: the architecture.
+        seq: tokens that the encoder reads.
+        said: tokens that the decoder says.
+    """
+    c = config
+    model, heads = defs(c), c.attention.num_heads * c.attention.head_dim
+    read, answer = (params.num_params(model[name]) for name in c.layers)
+    tables = c.num_buckets * c.num_heads  # look-ups
+    decoder = c.layers["decoder"]
+    memory = 2 * decoder * c.embed_dim * heads
+    unembed = c.padded_vocab * c.embed_dim
+    matrices = (read - tables + memory) * seq + (answer - tables - memory + unembed) * said
+    pairs = c.num_layers * seq * seq + decoder * (said * said + said * seq)
+    return round((6 * matrices + 12 * heads * pairs) / seq)

@@ -123,7 +123,8 @@ def _t5_1_1(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int):
 
 PRESETS: Mapping[str, T5Config] = Named(
     {
-        "t5-tiny": T5Config(embed_dim=64, num_heads=4, mlp_dim=128),
+        # of bytes, with one token that ends a text and 127 sentinels
+        "t5-tiny": T5Config(vocab_size=384, embed_dim=64, num_heads=4, mlp_dim=128),
         "t5-small": _t5(6, 512, 8, 2048),
         "t5-base": _t5(12, 768, 12, 3072),
         "t5-large": _t5(24, 1024, 16, 4096),
