@@ -157,9 +157,21 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     ]
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
     assert all(a != b for a, b in itertools.combinations(orders, 2))
+    # groups of blocks are shuffled each in its own way
+    inside = shuffled_blocks(np.arange(4 * 32), 4 * 32, 16, 2, 0) % 16
+    assert (inside[:32] != inside[32:64]).any()
     # samples of an epoch are spread: neighbours are of the same block no more than by chance
     blocks = shuffled_blocks(np.arange(4096), 4096, 64, TOGETHER, 0) // 64
     assert np.mean(np.diff(blocks) == 0) < 2 / TOGETHER
+
+
+def test_each_block_is_packed_once_in_an_epoch(monkeypatch):
+    packed = PackedTokens(Row([7] * 400), 8, block=8)
+    made, pack = [], packed._pack
+    monkeypatch.setattr(packed, "_pack", lambda block: made.append(block) or pack(block))
+    for step in range(packed.num_samples // 2):
+        packed.batch(step, 2)
+    assert sorted(made) == list(range(350 // 8 + 1))
 
 
 @pytest.mark.parametrize(("mean", "spread", "share"), [
@@ -194,6 +206,9 @@ def test_by_hand():
     # 6, 6 and 4 tokens: nothing is left whole but two of them, and the third fills both rooms
     filled = fill(np.array([0, 6, 12]), 2, 8)
     assert filled.lengths.tolist() == [6, 2, 6, 2]
+    # the largest room is filled first: of 6, 5 and 5 tokens the last fits nowhere, and 3 go with 5
+    filled = fill(np.array([0, 6, 11]), 2, 8)
+    assert filled.begins.tolist() == [0, 14, 6, 11]
     # two in a row fill two samples without a cut, which best fit does not see: 5 + 3 + 3, 4 + 4 + 3
     filled = fill(np.array([0, 5, 8, 11, 15, 19]), 2, 11)
     assert (filled.begins.tolist(), filled.lengths.tolist()) == (
