@@ -5,16 +5,18 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from functron import checkpoint, config, lora, run_folder
 from functron.errors import Problem, nearest, raise_problems
 from functron.hub.config import CONFIG, read_config
-from functron.hub.kinds import kind_of
+from functron.hub.kinds import Config, dtype_of, kind_of
 from functron.hub.reader import load
 from functron.hub.writer import MAX_SHARD_BYTES, copy_companions, save
-from functron.models import gpt
+from functron.models.bert import BertConfig
 from functron.models.config import Dtype, GPTConfig
+from functron.models.family import family_of
+from functron.models.mamba import MambaConfig
 from functron.params import num_params
 from functron.read_out import stored_params
 
@@ -31,14 +33,14 @@ class Conversion:
         files: the names in it that came from the source unchanged.
     """
 
-    config: GPTConfig
+    config: Config
     target: Path
     files: tuple[str, ...]
 
     def __str__(self) -> str:
-        count = num_params(gpt.defs(self.config))
+        count = num_params(kind_of(self.config).defs(self.config))
         kept = f"; with {', '.join(self.files)}" if self.files else ""
-        return f"{count:,} parameters ({self.config.dtype}) in {self.target}{kept}"
+        return f"{count:,} parameters ({dtype_of(self.config)}) in {self.target}{kept}"
 
 
 def convert(
@@ -104,13 +106,16 @@ def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) ->
             raise_problems("cannot convert", [problem])
         kind = known[dtype]
     model = read_config(path, dtype=kind, max_seq=max_seq)
-    if not isinstance(model, GPTConfig):
+    if not isinstance(model, GPTConfig | MambaConfig | BertConfig):
         got, fix = f"a {kind_of(model).name}", "use it in Python: hub.load_model(path), hub.save"
-        problem = Problem(f"hf:{path}", got, "a decoder: run folders of others cannot be made", fix)
+        wanted = "a decoder, Mamba-2, a hybrid or BERT: functron train has no others"
+        problem = Problem(f"hf:{path}", got, wanted, fix)
         raise_problems("cannot convert", [problem])
         raise AssertionError("unreachable")
     params = load(path, model)
-    run = config.TrainConfig(gpt=model, seq=min(config.TrainConfig.seq, model.max_seq))
+    seq = min(config.TrainConfig.seq, getattr(model, "max_seq", config.TrainConfig.seq))
+    table: dict[str, Any] = {family_of(model).name: model, "seq": seq}
+    run = config.TrainConfig(**table)
     kept: list[str] = []
 
     def fill(folder: Path) -> None:
@@ -129,9 +134,9 @@ def _export(
 ) -> Conversion:
     run_folder.refuse_existing(out, "cannot convert")
     settings = config.load(path / run_folder.CONFIG)
-    model = settings.gpt
+    model = settings.architecture
     stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
-    defs = lora.defs_in(gpt.defs(model), settings.lora, stored)
+    defs = lora.defs_in(settings.family.defs(model), settings.lora, stored)
     # leaves that are read where they are used: a row of one at a time
     params = lora.merge(stored_params(stored, defs, averaged=averaged))
     kept = path / run_folder.HUB if (path / run_folder.HUB / CONFIG).is_file() else None

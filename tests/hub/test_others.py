@@ -15,6 +15,7 @@ import torch
 
 import functron as ft
 from functron import BoundMesh, Mesh, hub, tree
+from functron import config as run_config
 from functron.hub import convert, files, reader
 from functron.hub.others import OTHERS
 from functron.spmd.spec import shard
@@ -363,9 +364,20 @@ def test_configs_of_another_model_or_kind(models, tmp_path):
         hub.kind_of("bert")  # type: ignore[arg-type]
 
 
-def test_run_folders_are_of_decoders(models, tmp_path):
-    with pytest.raises(ValueError, match="got a BERT; wanted a decoder") as caught:
-        convert.convert(f"hf:{models('bert')[0]}", f"run:{tmp_path / 'run'}")
+@pytest.mark.parametrize("name", ["bert", "nemotron-h"])
+def test_run_folders_and_back(models, tmp_path, name):
+    path, model, _ = models(name)
+    done = convert.convert(f"hf:{path}", f"run:{tmp_path / 'run'}")
+    assert done.config == run_config.load(tmp_path / "run" / "config.toml").architecture
+    assert "(float64)" in str(done)
+    convert.convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'out'}")
+    back = tiny_others.read_back(name, tmp_path / "out").state_dict()
+    assert all(torch.equal(back[key], value) for key, value in model.state_dict().items())
+
+
+def test_run_folders_of_models_that_are_not_trained(models, tmp_path):
+    with pytest.raises(ValueError, match="got a vision transformer; wanted a decoder") as caught:
+        convert.convert(f"hf:{models('vit')[0]}", f"run:{tmp_path / 'run'}")
     assert "hub.load_model(path)" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
