@@ -126,18 +126,21 @@ def test_at_the_base_width_nothing_differs(name):
 
 
 def test_refusals(tmp_path):
-    known = {"format": "mock", "out": str(tmp_path / "run")}
+    def run(model, name, lora_rank=0):
+        config = config_of(model, optimizer=optim.OptimizerConfig(name))
+        return replace(config, lora_rank=lora_rank, format="mock", out=str(tmp_path / "run"))
+
     for name in ("sgd", "adafactor", "soap"):
         wanted = f"optimizer.name: got '{name}'; wanted one with a rule for widths"
-        config = config_of(BASE, optimizer=optim.OptimizerConfig(name), **known)
+        config = run(BASE, name)
         with pytest.raises(ValueError, match=wanted):
             validate(config)
         validate(replace(config, gpt=replace(BASE, mup_base_dim=0)))
         with pytest.raises(ValueError, match=wanted):
             optim.make_optimizer(config.optimizer, RATE, defs=gpt.defs(WIDE))
     for name in ("adamw", "adam", "lion", "adam_mini", "muon"):
-        validate(config_of(WIDE, optimizer=optim.OptimizerConfig(name), **known))
+        validate(run(WIDE, name))
     with pytest.raises(ValueError, match="convert run:RUN hf:MODEL folds it"):
-        validate(config_of(WIDE, lora_rank=4, **known))
+        validate(run(WIDE, "adamw", lora_rank=4))
     with pytest.raises(ValueError, match="convert run:RUN hf:MODEL folds it"):
         lora_defs(gpt.defs(WIDE), LoRA())
