@@ -17,6 +17,7 @@ from functron.models.bert import BertConfig
 from functron.models.config import Dtype, GPTConfig
 from functron.models.family import family_of
 from functron.models.mamba import MambaConfig
+from functron.models.t5 import T5Config
 from functron.params import num_params
 from functron.read_out import stored_params
 
@@ -106,9 +107,9 @@ def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) ->
             raise_problems("cannot convert", [problem])
         kind = known[dtype]
     model = read_config(path, dtype=kind, max_seq=max_seq)
-    if not isinstance(model, GPTConfig | MambaConfig | BertConfig):
+    if not isinstance(model, GPTConfig | MambaConfig | BertConfig | T5Config):
         got, fix = f"a {kind_of(model).name}", "use it in Python: hub.load_model(path), hub.save"
-        wanted = "a decoder, Mamba-2, a hybrid or BERT: functron train has no others"
+        wanted = "a decoder, Mamba-2, a hybrid, BERT or T5: functron train has no others"
         problem = Problem(f"hf:{path}", got, wanted, fix)
         raise_problems("cannot convert", [problem])
         raise AssertionError("unreachable")

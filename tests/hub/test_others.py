@@ -364,7 +364,7 @@ def test_configs_of_another_model_or_kind(models, tmp_path):
         hub.kind_of("bert")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["bert", "nemotron-h"])
+@pytest.mark.parametrize("name", ["bert", "nemotron-h", "t5-1.1"])
 def test_run_folders_and_back(models, tmp_path, name):
     path, model, _ = models(name)
     done = convert.convert(f"hf:{path}", f"run:{tmp_path / 'run'}")
