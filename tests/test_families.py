@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -325,12 +327,14 @@ def restoring(tmp_path_factory):
     return run
 
 
-def test_a_t5_trains_on_a_mesh_and_goes_on(restoring, tmp_path, capsys):
+def test_a_t5_trains_on_a_mesh_and_goes_on_in_processes(restoring, tmp_path, capsys):
     run, mesh = tmp_path / "run", ["--mesh", "dp=2,tp=2", "--zero", 1, "--microbatches", 2]
     assert train(*T5, *mesh, "--steps", 2, "--out", run) == 0
     assert "--prompt 'def <extra_id_0>'" in capsys.readouterr().out
     back = ["--mesh", "tp=2", "--zero", 0, "--microbatches", 1, "--sequence-parallel"]
-    assert train("--out", run, "--resume", *back, "--steps", 4) == 0
+    command = ["train", "--out", run, "--resume", *back, "--steps", 4, "--nproc", 2]
+    line = [sys.executable, "-m", "functron", *map(str, command)]
+    assert subprocess.run(line, timeout=300, check=False).returncode == 0
     torch.testing.assert_close(losses(run), losses(restoring), rtol=1e-10, atol=0)
     held_out = [run_folder.records(each)[1]["eval"]["text"] for each in (run, restoring)]
     assert held_out[0]["tokens"] == 4 * 6
