@@ -184,13 +184,38 @@ class IndexedFile:
         return self._tokens[start : start + length]
 
     def starts(self, documents: np.ndarray) -> np.ndarray:
-        """Where documents begin in the row of all tokens; D begins where the last one ends."""
+        """Where documents begin in the row of all tokens; D begins where the last one ends.
+
+        Raises:
+            ValueError: the index is damaged there: one does not begin where the sequence before it
+                ends. The whole index is for `functron.data.verify`.
+        """
+        found = self.claimed_starts(documents)
+        self._check_after(np.asarray(documents, np.int64), found)
+        return found
+
+    def claimed_starts(self, documents: np.ndarray) -> np.ndarray:
+        """`starts`, as the pointers say it and nothing else."""
         sequences = self.documents[np.asarray(documents, np.int64)]
         if not self.num_sequences:
             return np.zeros_like(sequences)
-        inside = np.minimum(sequences, self.num_sequences - 1)
+        inside = np.clip(sequences, 0, self.num_sequences - 1)
         tokens = self.pointers[inside] // self.dtype.itemsize
         return np.where(sequences < self.num_sequences, tokens, self.num_tokens)
+
+    def _check_after(self, documents: np.ndarray, starts: np.ndarray) -> None:
+        """Check that documents begin at `starts`, by the sequences before them."""
+        before = self.documents[documents] - 1
+        inside = np.clip(before, 0, max(self.num_sequences - 1, 0))
+        if not self.num_sequences:
+            return
+        ends = self.pointers[inside] // self.dtype.itemsize + self.lengths[inside]
+        wrong = np.flatnonzero(((before >= 0) & (starts != ends)) | (starts < 0))
+        if wrong.size:
+            values = (x.ravel()[wrong[0]] for x in (documents, starts, ends, inside))
+            document, start, end, sequence = map(int, values)
+            where = f"{self.idx_path}, offset {self.layout.pointers + 8 * (sequence + 1)}"
+            _refuse_damage(where, f"document {document} at token {start}", f"at {end}")
 
     def document(self, index: int) -> np.ndarray:
         """The tokens of one document: a view of the file.
@@ -227,10 +252,34 @@ class IndexedFile:
 
         Raises:
             IndexError: there are no such tokens.
+            ValueError: the index is damaged where it was read: a token is in no document. The whole
+                of it is for `functron.data.verify`.
         """
         wanted = checked_offsets(self.path, offsets, self.num_tokens)
         # of documents that begin at the same token, only the last is not empty
-        return last_not_after(self.starts, self.num_documents, wanted)
+        found = last_not_after(self.claimed_starts, self.num_documents, wanted)
+        self._check_inside(found, wanted)
+        return found
+
+    def _check_inside(self, documents: np.ndarray, offsets: np.ndarray) -> None:
+        """Check by lengths, at which the bisection of pointers does not look, what it found."""
+        if not documents.size:
+            return
+        last = np.clip(self.documents[documents + 1] - 1, 0, self.num_sequences - 1)
+        begins = self.claimed_starts(documents)
+        ends = self.pointers[last] // self.dtype.itemsize + self.lengths[last]
+        wrong = np.flatnonzero((offsets < begins) | (offsets >= ends))
+        if wrong.size:
+            values = (x.ravel()[wrong[0]] for x in (documents, begins, ends, offsets, last))
+            document, begin, end, offset, sequence = map(int, values)
+            where = f"{self.idx_path}, offset {self.layout.pointers + 8 * sequence}"
+            got = f"document {document} of tokens {begin} to {end - 1}"
+            _refuse_damage(where, got, f"one with token {offset}")
+
+
+def _refuse_damage(where: str, got: str, wanted: str) -> None:
+    fix = "copy it or write it again; functron.data.verify says all that is wrong with it"
+    raise_problems("a damaged index", [Problem(where, got, wanted, fix)])
 
 
 def _read_layout(idx: Path) -> Layout:

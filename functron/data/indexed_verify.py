@@ -72,7 +72,7 @@ def _document_problems(file: IndexedFile, allow_empty: bool) -> Iterator[Problem
         tokens = np.zeros_like(steps)
         if not outside.any() and not allow_empty:
             count = min(BLOCK, file.num_documents - begin)
-            tokens = np.diff(file.starts(np.arange(begin, begin + count + 1)))
+            tokens = np.diff(file.claimed_starts(np.arange(begin, begin + count + 1)))
         for index in np.flatnonzero(outside | ((tokens == 0) & (not allow_empty))):
             where = f"{file.idx_path}, offset {file.layout.documents + 8 * (begin + int(index))}"
             document = begin + int(index)

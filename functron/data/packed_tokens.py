@@ -9,7 +9,7 @@ from functron.data.best_fit import Filled, fill
 from functron.data.chat import IGNORED
 from functron.data.order import drawn, shuffled_blocks
 from functron.data.packing import LEAVES
-from functron.data.token_file import TokenFile, check_ids
+from functron.data.token_file import TokenFile, check_ids, refuse_order
 from functron.errors import Problem, raise_problems
 
 TOGETHER = 16
@@ -150,7 +150,10 @@ class PackedTokens:
         start, length = block * self.block * self.seq, samples * self.seq
         first, last = self._file.documents_of(np.array([start, start + length - 1])).tolist()
         # of documents that begin at the same token, only the last is not empty
-        edges = np.unique(self._file.starts(np.arange(first, last + 2)) - start)
+        starts = self._file.starts(np.arange(first, last + 2)) - start
+        if last < first or (np.diff(starts) < 0).any() or starts[0] > 0 or starts[-1] < length:
+            refuse_order(self._file.path, start, start + length)
+        edges = np.unique(starts)
         filled = fill(np.maximum(edges[:-1], 0), samples, self.seq)
         ends = filled.begins + filled.lengths
         return filled, edges[np.searchsorted(edges, ends)] != ends

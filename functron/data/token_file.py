@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 
@@ -69,6 +69,15 @@ def checked_offsets(path: Path, offsets: np.ndarray, num_tokens: int) -> np.ndar
         check_range(path, int(wanted.min()), 1, num_tokens)
         check_range(path, int(wanted.max()), 1, num_tokens)
     return wanted
+
+
+def refuse_order(path: Path, start: int, stop: int) -> NoReturn:
+    """Raise ValueError for documents that do not follow one another between two tokens."""
+    got = f"documents that do not begin one after another, between tokens {start} and {stop}"
+    fix = "copy it or make it again; functron.data.verify says what is wrong with an index"
+    problem = Problem(f"data {path}", got, "documents in the order of their tokens", fix)
+    raise_problems("a damaged index of documents", [problem])
+    raise AssertionError("unreachable")
 
 
 def check_ids(path: Path, tokens: np.ndarray, start: int, vocab_size: int | None) -> None:

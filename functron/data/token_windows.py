@@ -8,7 +8,7 @@ import torch
 from functron.data.chat import IGNORED
 from functron.data.middle import FillInTheMiddle
 from functron.data.order import shuffled
-from functron.data.token_file import TokenFile, check_ids
+from functron.data.token_file import TokenFile, check_ids, refuse_order
 from functron.data.windows import Windows
 from functron.errors import Problem, raise_problems
 
@@ -108,10 +108,27 @@ class TokenWindows(Windows):
         first, last = self._file.documents_of(np.stack([starts, starts + self.seq]))
         runs = [np.arange(a + 1, b + 1) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
         places = self._file.starts(np.concatenate([np.zeros(0, np.int64), *runs]))
-        inside = np.split(places, np.cumsum(last - first)[:-1])
+        counts = last - first
+        self._check_order(starts, counts, places)
+        inside = np.split(places, np.cumsum(counts)[:-1])
         found = (np.append(0, x - start) for x, start in zip(inside, starts.tolist(), strict=True))
         # of documents that begin at the same token, only the last is not empty
         return [x[np.diff(x, append=self.seq + 1) > 0] for x in found]
+
+    def _check_order(self, starts: np.ndarray, counts: np.ndarray, places: np.ndarray) -> None:
+        """Check that so many documents begin in each window, one after another, at `places`.
+
+        Raises:
+            ValueError: the index is damaged.
+        """
+        window = np.repeat(np.arange(len(starts)), np.maximum(counts, 0))
+        within = places - starts[window]
+        falls = (np.diff(within) < 0) & (window[1:] == window[:-1])
+        wrong = np.unique(window[(within <= 0) | (within > self.seq) | np.append(falls, False)])
+        wrong = np.concatenate([np.flatnonzero(counts < 0), wrong])
+        if wrong.size:
+            start = int(starts[wrong[0]])
+            refuse_order(self._file.path, start, start + self.seq)
 
     def summary(self) -> str:
         """What there is, in a few words for the user."""

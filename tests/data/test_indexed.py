@@ -138,16 +138,16 @@ def test_modes_of_several_modalities(tmp_path):
 def test_opening_takes_as_long_for_any_size(tmp_path):
     """10^8 documents, and 2 * 10^11 bytes of tokens, as files with holes."""
     count, tokens = 10**8, 1000
+    last = 2 * tokens * (count - 1)
     with (tmp_path / "a.idx").open("wb") as stream:
         stream.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, count, count + 1))
         for at, form, value in [
-            (34 + 4 * (count - 1), "<i", tokens),
-            (34 + 4 * count + 8 * (count - 1), "<q", 2 * tokens * (count - 1)),
-            (34 + 12 * count + 8 * (count - 1), "<q", count - 1),
-            (34 + 12 * count + 8 * count, "<q", count),
+            (34 + 4 * (count - 2), "<ii", (tokens, tokens)),
+            (34 + 4 * count + 8 * (count - 2), "<qq", (2 * tokens * (count - 2), last)),
+            (34 + 12 * count + 8 * (count - 1), "<qq", (count - 1, count)),
         ]:
             stream.seek(at)
-            stream.write(struct.pack(form, value))
+            stream.write(struct.pack(form, *value))
     with (tmp_path / "a.bin").open("wb") as stream:
         stream.truncate(2 * tokens * count)
     begun = time.perf_counter()

@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from functron import cli, random, run_folder
-from functron.data import Blend, IndexedWriter, MockTokens, PackedTokens, split
+from functron.data import (
+    Blend,
+    IndexedWriter,
+    MockTokens,
+    PackedTokens,
+    TokenWindows,
+    open_tokens,
+    split,
+    verify,
+)
 from functron.data.best_fit import best_fit, fill
 from functron.data.chat import IGNORED
 from functron.data.order import shuffled_blocks
@@ -362,3 +371,24 @@ def test_what_does_not_go_with_packing(prefixes, tmp_path, capsys):
     assert train(tmp_path / "x") == 2
     said = "pack: got best-fit; wanted tokens on disk, or conversations; fix: make them with"
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pointer", [0, 2 * 399, 2 * 204, -16, 1 << 40])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_damaged_index_is_told(tmp_path, packed, pointer):
+    with IndexedWriter(tmp_path / "text", np.uint16) as writer:
+        for _ in range(40):
+            writer.add(np.arange(10))
+    index = tmp_path / "text.idx"
+    table = bytearray(index.read_bytes())
+    at = 34 + 4 * 40 + 8 * 20  # the pointer of document 20, after lengths of 4 bytes
+    assert int.from_bytes(table[at : at + 8], "little") == 2 * 200
+    table[at : at + 8] = pointer.to_bytes(8, "little", signed=True)
+    index.write_bytes(table)
+    file = open_tokens(tmp_path / "text")
+    samples = PackedTokens(file, 16) if packed else TokenWindows(file, 16, mask_documents=True)
+    with pytest.raises(ValueError, match=r"damaged index") as caught:
+        samples.draw(np.arange(samples.num_samples))
+    assert f"{tmp_path / 'text'}" in str(caught.value)
+    with pytest.raises(ValueError, match=f"offset {at}: got pointer {pointer} of sequence 20"):
+        verify(file)
