@@ -84,7 +84,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for name, (mesh, settings) in GLOO.items():
         found, measured = predicted_and_measured(
-            *decoder_step(mesh.bind(), samples=8, **settings), runs=3
+            *decoder_step(mesh.bind(), samples=8, **settings), runs=10
         )
         if dist.get_rank() == 0:
             print(f"{name}: {found.peak_bytes} {measured}", flush=True)
