@@ -30,6 +30,7 @@ from functron.step import State, init_state, make_pipelined_step, make_step, sta
 from functron.transforms import (
     Gather,
     accumulate,
+    assume_shares,
     checkpoint_name,
     fsdp,
     grad,
@@ -56,6 +57,7 @@ __all__ = [
     "State",
     "abstract_params",
     "accumulate",
+    "assume_shares",
     "bert",
     "checkpoint",
     "checkpoint_name",

@@ -19,6 +19,7 @@ from functron.errors import Problem, raise_problems
 from functron.program.recorder import active
 from functron.scopes import phase
 from functron.spmd.axes import BoundAxis, SimulatedAxis, scope, user_line
+from functron.spmd.replication import no_share
 from functron.spmd.traced import TracedAxis
 
 __all__ = ["print", "visualize_sharding"]
@@ -57,8 +58,9 @@ def print(text: str, *args: Any, **kwargs: Any) -> None:  # noqa: A001  (as jax.
         return
     axes = [axis for axis in scope().axes.values() if axis is not None]
     simulated = {compat.level_of(a.token): a.name for a in axes if isinstance(a, SimulatedAxis)}
+    plain = [no_share(value) for value in tensors]
     with compat.no_transforms(), torch.no_grad():
-        values, dims = _with_rank_dims(tensors, simulated)
+        values, dims = _with_rank_dims(plain, simulated)
         recorder = active()
         if recorder is not None:
             traced = {axis.name: axis.index for axis in axes if isinstance(axis, TracedAxis)}

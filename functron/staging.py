@@ -26,7 +26,7 @@ from functron.program.trace import trace
 from functron.spmd import BoundMesh, Mesh, P, Rules, shard_map
 from functron.spmd.spec import validate
 from functron.transforms import Gather
-from functron.transforms.gradient import vjp
+from functron.transforms.gradient import rule_vjp
 
 if TYPE_CHECKING:
     from functron.config import TrainConfig
@@ -218,7 +218,7 @@ def stage_flops(config: TrainConfig, mesh: Mesh | BoundMesh, part: Part) -> floa
 
     def both(weights, x, batch, key):
         f = functools.partial(stage_of(config, plain), part)
-        y, pull = vjp(lambda w, x: f(w, x, batch, key, 1), weights, x)
+        y, pull = rule_vjp(lambda w, x: f(w, x, batch, key, 1), weights, x)
         return pull(seeds(loss_of(y)) if part.loss else torch.ones_like(y))
 
     kept = {name: specs[name] for name in names}

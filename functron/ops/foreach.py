@@ -17,6 +17,7 @@ import torch
 from functron import compat
 from functron.errors import Problem, raise_problems
 from functron.spmd.axes import SimulatedAxis, scope
+from functron.spmd.replication import no_share
 
 Columns = Mapping[str, Sequence[torch.Tensor]]
 Column = Sequence[torch.Tensor]
@@ -143,7 +144,7 @@ def _physical_columns(
     problems: list[Problem] = []
     out = []
     for index, row in enumerate(zip(*columns, strict=True)):
-        peeled = [compat.physical(tensor) for tensor in row]
+        peeled = [compat.physical(no_share(tensor)) for tensor in row]
         value, batch_dims, _ = peeled[0]
         sizes = {level: value.shape[batch_dims[level]] for level in sorted(batch_dims)}
         if found := _mismatches(names, peeled, list(sizes), num_mutated):

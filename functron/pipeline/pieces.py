@@ -38,7 +38,7 @@ from functron.spmd.axes import BoundAxis, Scope, enter, scope
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import shard_map
 from functron.spmd.spec import P
-from functron.transforms.gradient import vjp
+from functron.transforms.gradient import rule_vjp
 
 _PARAMS, _X, _BATCH, _SHARED, _SUMS, _COTANGENT = range(6)
 
@@ -228,7 +228,7 @@ def trace_stage(
     made: list[Any] = []
 
     def joint(params, x, batch, shared, sums):
-        y, pull = vjp(lambda params, x: function(part, params, x, batch, *shared), params, x)
+        y, pull = rule_vjp(lambda params, x: function(part, params, x, batch, *shared), params, x)
         check_output(bare, y)
         cotangent, late = ([], []) if last else _late(y)
         made[:] = [tree.structure(y), late]

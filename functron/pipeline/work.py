@@ -10,7 +10,7 @@ import torch
 from functron import tree
 from functron.errors import Problem, raise_problems
 from functron.pipeline.layout import Part
-from functron.transforms.gradient import check_loss, loss_seed, vjp
+from functron.transforms.gradient import check_loss, loss_seed, rule_vjp
 
 StageFunction = Callable[..., Any]
 """``(part, params, x, batch, *shared) -> y``.
@@ -82,7 +82,7 @@ class Pullbacks:
         def f(params: tree.Tree, x: tree.Tree) -> Any:
             return self.stage(call.part, params, x, call.batch, *call.shared)
 
-        y, pull = vjp(f, call.params, call.x)
+        y, pull = rule_vjp(f, call.params, call.x)
         check_output(call, y)
         # of what is passed on only the kinds of leaves are kept: the next stage has the numbers
         return y, (seeds(y) if call.last else are_floats(y), call.last, pull)

@@ -18,12 +18,14 @@ import torch
 
 from functron.errors import Problem, raise_problems
 from functron.program.equations import Block, Equation, Scan, Var
+from functron.spmd.replication import LOSS_FIX, share_problem
 from functron.spmd.spec import spec_axes
 
 if TYPE_CHECKING:
     from functron.program.program import Input, Output, Program
 
 _EQUAL_AFTER = {"psum", "pmax", "pmin", "all_gather", "assume_replicated"}
+_SHARE = "a share"  # no axis: the type of what ranks may add up to a gradient
 _DIFFER_AFTER = {"psum_scatter", "all_to_all", "ppermute", "ragged_all_to_all"}
 
 
@@ -113,7 +115,7 @@ class _Inference:
             pairs = zip(equation.outputs, results, strict=True)
             values.update((value, result) for value, result in pairs if value is not None)
         for value in (*block.inputs, *(v for e in block.equations for v in e.results)):
-            self.seen[value] = self.seen.get(value, frozenset()) | values[value].keys()
+            self.seen[value] = self.seen.get(value, frozenset()) | (values[value].keys() - {_SHARE})
 
     def _results(self, equation: Equation, values: Mapping[Var, Variation]) -> list[Variation]:
         """The variation of every output of an equation that is no scan."""
@@ -140,6 +142,11 @@ class _Inference:
             result.pop(equation.args[1], None)
         elif own and name == "vary":  # what a gradient varied over before is of no interest
             result[equation.args[1]] = Origin("each rank's own share of a gradient", line)
+            result[_SHARE] = result[equation.args[1]]
+        elif own and name == "assume_share":
+            result[_SHARE] = Origin("a declared share of a gradient", line)
+        elif own and name == "require_share":
+            result.pop(_SHARE, None)
         elif own and name in _DIFFER_AFTER:
             result.setdefault(equation.args[1], Origin(f"lax.{name}", line))
         elif _draws(equation):
@@ -177,6 +184,15 @@ class _Inference:
             value, axis = equation.args[:2]
             if axis in values[value]:
                 self.problems.append(_varying_loss(equation, axis, values[value][axis]))
+        elif equation.name == "require_share":
+            value, summed = equation.args[:2]
+            over = [a for a in self.axes if a in summed and a not in values[value]]
+            made = _SHARE in values[value]
+            if self.axes and (over or not made):
+                where = f"sync_gradients at {equation.where.line or 'an unknown line'}"
+                got, *rest = share_problem(over, made)
+                got = got.replace("gradient", f"gradient of shape {value.shape}", 1)
+                self.problems.append(Problem(where, got, *rest))
         elif equation.kwargs.get("must_vary") and equation.args[1] not in values[equation.args[0]]:
             self.problems.append(_redundant(equation))
 
@@ -240,21 +256,13 @@ def _varying_loss(equation: Equation, axis: str, origin: Origin) -> Problem:
         f"grad at {equation.where.line or 'an unknown line'}",
         f"a loss that varies over {axis!r}{_since(origin, equation.where.line)}",
         "one replicated over the mesh",
-        "return lax.psum(loss, ...) of the ranks' parts of the loss, or lax.pmean(loss, ...) of "
-        "their means. For the derivative of each rank's own value use torch.func.grad",
+        LOSS_FIX,
     )
 
 
 def _redundant(equation: Equation) -> Problem:
     value, axis, size = equation.args[:3]
     line = equation.where.line or "an unknown line"
-    if equation.where.phase == "backward":  # no user's reduction: transposes are exempt
-        return Problem(
-            f"sync_gradients at {line}",
-            f"a gradient of shape {value.shape} that is already summed over {axis!r}",
-            "every rank's own share of it, as ft.grad returns it",
-            "call sync_gradients once, and do not psum gradients before it",
-        )
     return Problem(
         f"{equation.name} over {axis!r} at {line}",
         f"a value of shape {value.shape} that is already replicated over {axis!r}",

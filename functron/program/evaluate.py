@@ -34,6 +34,7 @@ from functron.spmd.primitives import (
     Vary,
 )
 from functron.spmd.ragged import RaggedAllToAll, RaggedCall
+from functron.spmd.replication import as_share, no_share
 from functron.spmd.traced import TracedAxis
 
 _aten = torch.ops.aten
@@ -286,6 +287,8 @@ _OTHERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "debug_print": _debug_print,
     "grouped_matmul": _grouped_matmul,
     "grouped_matmul_weight": _grouped_matmul_weight,
+    "assume_share": lambda x: [as_share(x)],
+    "require_share": lambda x, axes: [no_share(x, axes)],
 }
 _STATEMENTS: Mapping[str, Callable[[torch.Tensor, Axis], torch.Tensor]] = {
     "vary": Vary.call,

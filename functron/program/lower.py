@@ -155,7 +155,7 @@ def _ragged(graph, groups, x, axis, size, sends, receives, capacity: int):
     return graph.call_function(op, (x, groups[axis], sends, receives, capacity))
 
 
-def _same(graph, groups, x, axis):
+def _same(graph, groups, x, *axes):
     return x
 
 
@@ -171,4 +171,6 @@ _LOWERINGS: dict[str, Callable[..., fx.Node]] = {
     "functron::vary": _same,
     "functron::assume_replicated": _same,
     "functron::require_replicated": _same,
+    "functron::assume_share": _same,
+    "functron::require_share": _same,
 }

@@ -377,7 +377,8 @@ def live_equations(equations: Sequence[Equation], outputs: Sequence[Any]) -> lis
 
 
 def _is_statement(equation: Equation) -> bool:
-    return equation.op is torch.ops.functron.require_replicated.default
+    ops = torch.ops.functron
+    return equation.op in (ops.require_replicated.default, ops.require_share.default)
 
 
 def _line() -> str:

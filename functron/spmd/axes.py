@@ -130,12 +130,15 @@ class Scope:
         axis_index: while a per-rank program is being traced, gives this rank's index on an axis as
             an input of the program; shard_map then runs the program of one rank, on its shards.
         stages: the axis whose ranks run different programs, if there is one.
+        shares: in a simulation that is checked, a level of size 1 at which ranks' shares of
+            gradients are batched, and so is what is computed from them (`spmd.replication`).
     """
 
     axes: dict[str, Axis | None] = field(default_factory=dict)
     check: bool = False
     axis_index: Callable[[str], torch.Tensor] | None = None
     stages: StageAxis | None = None
+    shares: SimulatedAxis | None = None
 
 
 _scope: contextvars.ContextVar[Scope] = contextvars.ContextVar("functron_scope", default=Scope())  # noqa: B039
@@ -148,12 +151,17 @@ def scope() -> Scope:
 
 @contextlib.contextmanager
 def bind(
-    axes: Sequence[Axis], *, absent: Sequence[str] = (), check: bool = False
+    axes: Sequence[Axis],
+    *,
+    absent: Sequence[str] = (),
+    check: bool = False,
+    shares: SimulatedAxis | None = None,
 ) -> Iterator[None]:
     """Put `axes` in force, and the names `absent` with size 1, inside a with block."""
     outer = _scope.get()
     merged = {**outer.axes, **dict.fromkeys(absent), **{axis.name: axis for axis in axes}}
-    with enter(replace(outer, axes=merged, check=check)):
+    shares = outer.shares if shares is None else shares
+    with enter(replace(outer, axes=merged, check=check, shares=shares)):
         yield
 
 

@@ -53,12 +53,14 @@ class Call:
         perm: pairs of source and destination, of `Ppermute`.
         must_vary: a checked program wrote this reduction, so its operand must vary over the axis.
         dtypes: of `AllGatherAs`.
+        summed: the names of the axes over which a share will be summed, of `RequireShare`.
     """
 
     axis: Axis
     perm: tuple[tuple[int, int], ...] = ()
     must_vary: bool = False
     dtypes: Dtypes | None = None
+    summed: tuple[str, ...] = ()
 
 
 def _transport(value: torch.Tensor) -> torch.Tensor:
@@ -85,9 +87,10 @@ class _Primitive(Function):
         perm: tuple = (),
         must_vary: bool = False,
         dtypes: Dtypes | None = None,
+        summed: tuple[str, ...] = (),
     ) -> torch.Tensor:
         """Apply this primitive to `x` over `axis`."""
-        out: Any = cls.apply(x, axis.token, Call(axis, perm, must_vary, dtypes))
+        out: Any = cls.apply(x, axis.token, Call(axis, perm, must_vary, dtypes, summed))
         return out
 
     @classmethod
@@ -402,3 +405,19 @@ class Vary(_Statement):
     @staticmethod
     def across(x, call):
         return x, 0
+
+
+class AssumeShare(Vary):
+    """y = x, declared each rank's share of a gradient; at the level of shares, or in a trace."""
+
+    @staticmethod
+    def send(x, axis, call):
+        return axis.assume_share(x)
+
+
+class RequireShare(_Statement):
+    """y = x, which must be a share of a gradient, and is none from here on: it is to be summed."""
+
+    @staticmethod
+    def send(x, axis, call):
+        return axis.require_share(x, call.summed)

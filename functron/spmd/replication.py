@@ -3,6 +3,9 @@
 In simulation a value varies over an axis exactly when it is batched at that axis' vmap level, so
 the check is exact, static and free, also on fake tensors. Reductions of values that are already
 replicated are flagged where they are written, in `collectives`.
+
+Whether a value is a rank's share of a gradient is such a type too: shares, and what is computed
+from them, are batched at a level of their own, of size 1. Only they may be summed as gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +19,33 @@ from torch.overrides import TorchFunctionMode
 from functron import tree
 from functron.errors import Problem, raise_problems
 from functron.spmd.axes import SimulatedAxis, scope, user_line
+from functron.spmd.primitives import AssumeShare, RequireShare
 from functron.spmd.spec import P, spec_axes
+from functron.spmd.traced import TracedAxis
+
+
+LOSS_FIX = (
+    "return lax.psum(loss, ...) of the ranks' parts of the loss, or lax.pmean(loss, ...) of their "
+    "means, and differentiate that with ft.grad, whose results sync_gradients adds up"
+)
+
+
+def share_problem(over: Sequence[str], made: bool) -> tuple[str, str, str]:
+    """(got, wanted, fix) of a gradient that must not be synchronised.
+
+    Args:
+        over: the axes over which it would be summed and does not vary.
+        made: whether it is a share.
+    """
+    got = "a gradient that is no rank's share: ft.grad did not make it, or it is synchronised"
+    if over:
+        got = f"a gradient that is already summed over {', '.join(map(repr, over))}"
+    once = "call sync_gradients once, and do not psum gradients before it"
+    other = (
+        f"{once}; differentiate with ft.grad, not torch.func.grad, which counts the loss once per "
+        "rank; or declare shares that you made otherwise with ft.assume_shares"
+    )
+    return got, "every rank's own share of it, as ft.grad returns it", once if made else other
 
 
 class VaryingOutputError(ValueError):
@@ -53,6 +82,35 @@ def varying_axes(value: Any) -> tuple[str, ...]:
         for name, axis in scope().axes.items()
         if isinstance(axis, SimulatedAxis) and axis.varies(value)
     )
+
+
+def as_share(value: torch.Tensor) -> torch.Tensor:
+    """`value`, declared a rank's share of a gradient where a program is checked."""
+    axis = _share_axis()
+    return value if axis is None or not lacks_share(value) else AssumeShare.call(value, axis)
+
+
+def lacks_share(value: torch.Tensor) -> bool:
+    """Whether the check knows that `value` is no share; a trace's own check finds out later."""
+    axis = _share_axis()
+    return axis is not None and not (isinstance(axis, SimulatedAxis) and axis.varies(value))
+
+
+def no_share(value: torch.Tensor, summed: Sequence[str] | None = None) -> torch.Tensor:
+    """`value` without the type of a share; with `summed`, a trace keeps that it had to have it."""
+    axis = _share_axis()
+    if isinstance(axis, SimulatedAxis):
+        return RequireShare.call(value, axis) if axis.varies(value) else value
+    if axis is None or summed is None:
+        return value
+    return RequireShare.call(value, axis, summed=tuple(summed))
+
+
+def _share_axis() -> SimulatedAxis | TracedAxis | None:
+    """What tells shares from other values: a simulation's level of shares, or any traced axis."""
+    if scope().shares is not None or not scope().check:
+        return scope().shares
+    return next((axis for axis in scope().axes.values() if isinstance(axis, TracedAxis)), None)
 
 
 def check_outputs(

@@ -140,7 +140,7 @@ def join(x: torch.Tensor, cuts: Cuts, shape: Sequence[int] | None = None) -> tor
     return x
 
 
-def scatter(x: torch.Tensor, cuts: Cuts, *, must_vary: bool = False) -> torch.Tensor:
+def scatter(x: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     """This rank's part of the sum of x over the ranks of the cuts' axes.
 
     Varying -> varying. One reduce-scatter per axis, of the bytes that are left of x's.
@@ -148,9 +148,8 @@ def scatter(x: torch.Tensor, cuts: Cuts, *, must_vary: bool = False) -> torch.Te
     Args:
         x: each rank's own, a share of the sum.
         cuts: what `take` would cut.
-        must_vary: whether a checked program wrote this reduction.
     """
-    return scatter_over(x, bound_cuts(x.shape, cuts), must_vary=must_vary)
+    return scatter_over(x, bound_cuts(x.shape, cuts))
 
 
 BoundCuts = Sequence[tuple[int, Sequence[Axis]]]
@@ -162,7 +161,7 @@ def bound_cuts(shape: Sequence[int], cuts: Cuts) -> BoundCuts:
     return [(dim, lookup(names)) for dim, names in _steps(shape, cuts)]
 
 
-def scatter_over(x: torch.Tensor, cuts: BoundCuts, *, must_vary: bool = False) -> torch.Tensor:
+def scatter_over(x: torch.Tensor, cuts: BoundCuts) -> torch.Tensor:
     """`scatter` by what `bound_cuts` returned for x's shape."""
     for dim, axes in cuts:
         sizes = [axis.size for axis in axes]
@@ -170,7 +169,7 @@ def scatter_over(x: torch.Tensor, cuts: BoundCuts, *, must_vary: bool = False) -
         rows = _padded(x, dim, count).unflatten(dim, (count, -1))
         x = rows.movedim(dim - 1, 0).unflatten(0, sizes)
         for axis in axes:
-            x = PsumScatter.call(x, axis, must_vary=must_vary and scope().check)
+            x = PsumScatter.call(x, axis)
     return x
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from functron import compat
-from functron.spmd.axes import SimulatedAxis, bind
+from functron.spmd.axes import SimulatedAxis, bind, scope
 from functron.spmd.mesh import Mesh
 from functron.spmd.primitives import OutputReplicated
 from functron.spmd.spec import P, dim_axes, spec_axes
@@ -53,16 +53,19 @@ def run_ranks(
         local = list(split)
         for i, tensor in zip(mapped, tensors, strict=True):
             local[i] = tensor
-        with bind(axes, absent=absent, check=check):
+        own = axes[len(sizes) :]  # the level of shares is the innermost, where it costs least
+        with bind(axes[: len(sizes)], absent=absent, check=check, shares=own[0] if own else None):
             outputs, out_specs = program(local)
             result["outputs"], result["specs"] = list(outputs), list(out_specs)
             return tuple(
-                _mark_replicated(value, spec, axes)
+                _mark_replicated(value, spec, axes[: len(sizes)])
                 for value, spec in zip(outputs, out_specs, strict=True)
                 if spec is not None and _is_tensor(value)
             )
 
     level = rank
+    if check and sizes and scope().shares is None:
+        level = _without_dim(_add_level(level, "shares", 1, [set() for _ in mapped], device))
     for name in reversed(sizes):
         level = _add_level(level, name, sizes[name], mentions, device)
     tensors = iter(level([], *(split[i] for i in mapped)))
@@ -88,6 +91,10 @@ def _add_level(inner: Callable, name: str, size: int, mentions: list[set[str]], 
         return torch.func.vmap(body, in_dims=(0, *in_dims), randomness="error")(token, *tensors)
 
     return level
+
+
+def _without_dim(level: Callable) -> Callable:
+    return lambda axes, *tensors: tuple(value.select(0, 0) for value in level(axes, *tensors))
 
 
 def _mark_replicated(value: torch.Tensor, spec: P, axes: list[SimulatedAxis]) -> torch.Tensor:

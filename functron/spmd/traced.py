@@ -24,6 +24,8 @@ _SCHEMAS = {
     "vary": "(Tensor(a) x, str axis) -> Tensor(a)",
     "assume_replicated": "(Tensor(a) x, str axis) -> Tensor(a)",
     "require_replicated": "(Tensor(a) x, str axis) -> Tensor(a)",
+    "assume_share": "(Tensor(a) x) -> Tensor(a)",
+    "require_share": "(Tensor(a) x, str[] axes) -> Tensor(a)",
 }
 
 for _name, _schema in _SCHEMAS.items():
@@ -42,7 +44,7 @@ def _scattered(x, axis, size, *, must_vary=False):
     return x.new_empty(x.shape[1:])
 
 
-def _view(x, axis):
+def _view(x, *axes):
     return x.view_as(x)
 
 
@@ -50,7 +52,7 @@ for _name in ("psum", "pmax", "pmin", "all_to_all", "ppermute"):
     LIBRARY.impl(_name, _like, "Meta")
 LIBRARY.impl("all_gather", _gathered, "Meta")
 LIBRARY.impl("psum_scatter", _scattered, "Meta")
-for _name in ("vary", "assume_replicated", "require_replicated"):
+for _name in ("vary", "assume_replicated", "require_replicated", "assume_share", "require_share"):
     LIBRARY.impl(_name, _view, "CompositeExplicitAutograd")
 
 OPS = torch.ops.functron
@@ -104,3 +106,11 @@ class TracedAxis:
     def mark(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         """x with a statement about its replication: vary, assume_ or require_replicated."""
         return getattr(OPS, kind)(x, self.name)
+
+    def assume_share(self, x: torch.Tensor) -> torch.Tensor:
+        """x with the statement that it is this rank's share of a gradient."""
+        return OPS.assume_share(x)
+
+    def require_share(self, x: torch.Tensor, summed: Sequence[str]) -> torch.Tensor:
+        """x with the condition that it is a share, which is about to be summed over these axes."""
+        return OPS.require_share(x, list(summed))

@@ -3,7 +3,7 @@
 from functron.transforms import policies
 from functron.transforms.accumulate import accumulate
 from functron.transforms.fsdp import Gather, fsdp
-from functron.transforms.gradient import grad, sync_gradients, value_and_grad, vjp
+from functron.transforms.gradient import assume_shares, grad, sync_gradients, value_and_grad, vjp
 from functron.transforms.policies import checkpoint_name
 from functron.transforms.remat import remat
 from functron.transforms.scan import scan
@@ -11,6 +11,7 @@ from functron.transforms.scan import scan
 __all__ = [
     "Gather",
     "accumulate",
+    "assume_shares",
     "checkpoint_name",
     "fsdp",
     "grad",

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from functron import compat, tree
 from functron.scopes import in_phase
 from functron.spmd.axes import user_line
-from functron.transforms.gradient import vjp
+from functron.transforms.gradient import rule_vjp
 from functron.transforms.rerun import Site, differentiated, fresh, map_level, partial_of
 
 _Tensors = Sequence[torch.Tensor]
@@ -338,7 +338,7 @@ class _Backward(Function):
         moving = [i for i, wanted in enumerate(needed) if wanted]
         with in_phase("recompute"):
             partial = partial_of(pull.again, values, moving)
-            _, pullback = vjp(partial, *(values[i] for i in moving))
+            _, pullback = rule_vjp(partial, *(values[i] for i in moving))
         grads: list[Any] = [None] * len(values)
         for i, grad in zip(moving, pullback(cotangents), strict=True):
             grads[i] = grad

@@ -19,7 +19,14 @@ from functron.errors import Problem, raise_problems
 from functron.scopes import in_phase
 from functron.spmd.axes import SimulatedAxis, scope, user_line
 from functron.spmd.primitives import Psum, Vary
-from functron.spmd.replication import varying_axes
+from functron.spmd.replication import (
+    LOSS_FIX,
+    as_share,
+    lacks_share,
+    no_share,
+    share_problem,
+    varying_axes,
+)
 from functron.spmd.shards import cuts_between, scatter
 from functron.spmd.spec import is_spec, spec_axes
 from functron.spmd.traced import TracedAxis
@@ -35,7 +42,8 @@ def value_and_grad(
     the ranks that hold the same parameter shard, the shares are the gradient of the loss. Finish
     with `sync_gradients`, which does that sum. In other words the loss counts once, not once per
     rank: every rank seeds backward with 1 / num_ranks, as `shard_map` does at its boundary.
-    (`torch.func.grad` inside a program gives the derivative of each rank's own copy instead.)
+    (`torch.func.grad` inside a program gives the derivative of each rank's own copy instead, which
+    `sync_gradients` refuses.)
 
     Outside of any mesh it is `torch.func.grad_and_value` with the order of JAX's.
 
@@ -96,12 +104,19 @@ def vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
     """``f(*primals)`` and its pullback, which maps a cotangent to the primals' cotangents.
 
     The pullback frees what the forward kept, so it can be called once (any number of times while
-    something outside differentiates). Cotangents are each rank's own; nothing is scaled or reduced.
+    something outside differentiates). Cotangents are each rank's own; nothing is scaled or reduced,
+    and `sync_gradients` takes them for shares: seed with each rank's share of the cotangent.
 
     Returns:
         ``(out, pullback)``; ``pullback(cotangent)`` is a tuple with one tree per primal, holding
         None in place of tensors that are not floating point.
     """
+    out, pull = rule_vjp(f, *primals)
+    return out, lambda cotangent: tuple(assume_shares(tree_) for tree_ in pull(cotangent))
+
+
+def rule_vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
+    """`vjp` as a part of a derivative: its cotangents are not yet the shares of a gradient."""
     leaves, structure = tree.flatten(primals)
     moving = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
     split = _Split()
@@ -131,6 +146,16 @@ def vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
     return split.join(outputs), pullback
 
 
+def assume_shares(grads: tree.Tree) -> tree.Tree:
+    """The same values, declared each rank's share: their sum over ranks is the gradient.
+
+    For gradients that `grad`, `value_and_grad` and `vjp` did not make, such as shares that came as
+    an argument of the program: `sync_gradients` takes no others, since nothing else tells a share
+    from a gradient that counts the loss once per rank. No communication, and no proof.
+    """
+    return tree.map(lambda leaf: as_share(leaf) if _is_float(leaf) else leaf, grads)
+
+
 def sync_gradients(
     grads: tree.Tree,
     specs: tree.Tree,
@@ -146,7 +171,8 @@ def sync_gradients(
     that only `into` mentions, and all-reduces of what is left.
 
     Args:
-        grads: what `grad` or `value_and_grad` returned inside a mapped program.
+        grads: what `grad`, `value_and_grad` or `vjp` returned inside a mapped program, or what was
+            computed of it: sums, multiples, other dtypes.
         specs: a prefix tree of the specs with which they come: the parameters'.
         into: the specs of the results: `specs` with axes appended, such as those of
             `optim.shard_specs`. Dims that they do not divide are padded (`spmd.shards`).
@@ -155,8 +181,8 @@ def sync_gradients(
             share: results are of the wider of both dtypes. None: the gradients' own.
 
     Raises:
-        ValueError: a gradient is synchronised already (under shard_map's check), or the specs do
-            not fit.
+        ValueError: under shard_map's check, a gradient that is none of these (`torch.func.grad`
+            counts the loss once per rank) or is synchronised already; or the specs do not fit.
     """
     leaves, structure = tree.flatten(grads)
     flat = tree.broadcast_prefix(specs, grads, is_leaf=is_spec, what="specs", wanted="a P")
@@ -165,15 +191,17 @@ def sync_gradients(
         wanted = tree.broadcast_prefix(into, grads, is_leaf=is_spec, what="into", wanted="a P")
     paths = tree.paths(grads)
     _check_shares(leaves, flat, paths)
+    names = [name for name, axis in scope().axes.items() if axis is not None]
     out = []
     with in_phase("backward"):
         for leaf, spec, target in zip(leaves, flat, wanted, strict=True):
+            leaf = no_share(leaf, [name for name in names if name not in spec_axes(spec)])
             result = leaf.dtype if dtype is None else torch.promote_types(leaf.dtype, dtype)
             cuts = cuts_between(spec, target, leaf.dim())
-            leaf = scatter(leaf if dtype is None else leaf.to(dtype), cuts, must_vary=True)
+            leaf = scatter(leaf if dtype is None else leaf.to(dtype), cuts)
             for name, axis in scope().axes.items():
                 if axis is not None and name not in spec_axes(target):
-                    leaf = Psum.call(leaf, axis, must_vary=scope().check)
+                    leaf = Psum.call(leaf, axis)
             out.append(leaf.to(result))
     return tree.unflatten(structure, out)
 
@@ -181,22 +209,15 @@ def sync_gradients(
 def _check_shares(leaves: list, specs: list, paths: list[str]) -> None:
     if not scope().check:
         return
-    raise_problems(
-        f"sync_gradients at {user_line()}",
-        [
-            Problem(
-                path or "gradient",
-                f"a gradient that is already summed over {name!r}",
-                "every rank's own share of it, as ft.grad returns it",
-                "call sync_gradients once, and do not psum gradients before it",
-            )
-            for leaf, spec, path in zip(leaves, specs, paths, strict=True)
-            for name, axis in scope().axes.items()
-            if isinstance(axis, SimulatedAxis)
-            and name not in spec_axes(spec)
-            and not axis.varies(leaf)
-        ],
-    )
+    simulated = [a for a in scope().axes.values() if isinstance(a, SimulatedAxis)]
+    problems = []
+    for leaf, spec, path in zip(leaves, specs, paths, strict=True):
+        summed = [axis for axis in simulated if axis.name not in spec_axes(spec)]
+        over = [axis.name for axis in summed if not axis.varies(leaf)]
+        made = not simulated or not lacks_share(leaf)
+        if over or not made:
+            problems.append(Problem(path or "gradient", *share_problem(over, made)))
+    raise_problems(f"sync_gradients at {user_line()}", problems)
 
 
 def loss_seed(value: torch.Tensor) -> torch.Tensor:
@@ -214,7 +235,7 @@ def share(leaf: torch.Tensor) -> torch.Tensor:
             continue
         if isinstance(axis, (SimulatedAxis, TracedAxis)):
             leaf = Vary.call(leaf, axis)
-    return leaf
+    return leaf if scope().shares is None else as_share(leaf)  # in a trace, what varies is one
 
 
 def _is_float(leaf: Any) -> bool:
@@ -275,9 +296,7 @@ def check_loss(value: Any) -> None:
         names = ", ".join(map(repr, varying))
         raise ValueError(
             f"grad at {user_line()}: got a loss that varies over {names}; wanted one replicated "
-            "over the mesh; fix: return lax.psum(loss, ...) of the ranks' parts of the loss, or "
-            "lax.pmean(loss, ...) of their means. For the derivative of each rank's own value use "
-            "torch.func.grad"
+            f"over the mesh; fix: {LOSS_FIX}"
         )
 
 

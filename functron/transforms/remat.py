@@ -21,7 +21,7 @@ from functron import compat, tree
 from functron.program.recorder import active
 from functron.scopes import in_phase
 from functron.transforms.barrier import Reach, tie
-from functron.transforms.gradient import vjp
+from functron.transforms.gradient import rule_vjp
 from functron.transforms.policies import Policy, nothing
 from functron.transforms.remember import Memory
 from functron.transforms.rerun import Site, differentiated, fresh, map_level, partial_of
@@ -107,7 +107,7 @@ class _Program:
         if self.tracked:
             return _under_grad(self.f, operands)
         if any(value.requires_grad for value in operands):
-            return vjp(lambda *values: self.f(values), *operands)[0]
+            return rule_vjp(lambda *values: self.f(values), *operands)[0]
         return self.f(operands)
 
 
@@ -156,7 +156,7 @@ class _Remat(Function):
             moving = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
             with program.memory.recalling(after):
                 partial = partial_of(program.f, operands, moving)
-                outputs, pullback = vjp(partial, *(operands[i] for i in moving))
+                outputs, pullback = rule_vjp(partial, *(operands[i] for i in moving))
         given = tuple(
             torch.zeros_like(out) if value is None else value
             for out, value in zip(outputs, cotangents, strict=True)

@@ -36,6 +36,8 @@ class Site:
         self._leaves, self._structure = tree.flatten(arguments)
         self._scope, self._names = scope(), scope_names()
         self._simulated = [x for x in self._scope.axes.values() if isinstance(x, SimulatedAxis)]
+        if self._scope.shares is not None:
+            self._simulated.append(self._scope.shares)
         leaves = enumerate(self._leaves)
         self.positions = [i for i, leaf in leaves if isinstance(leaf, torch.Tensor)]
         tokens = [axis.token for axis in self._simulated]
@@ -61,17 +63,22 @@ class Site:
         Axes are rebound to the tokens, whatever vmap level those belong to. Without `check`,
         reductions may be of replicated values, as those of transposes are.
         """
-        axes = {
-            axis.name: replace(axis, token=token)
+        bound = [
+            replace(axis, token=token)
             for axis, token in zip(self._simulated, operands[: self.num_tokens], strict=True)
-        }
+        ]
+        shares = bound.pop() if self._scope.shares is not None else None
+        axes = {axis.name: axis for axis in bound}
         leaves = list(self._leaves)
         for i, value in zip(self.positions, operands[self.first_argument :], strict=True):
             leaves[i] = value
         function = self._close(list(operands[self.num_tokens : self.first_argument]))
         arguments = tree.unflatten(self._structure, leaves)
         inside = replace(
-            self._scope, axes={**self._scope.axes, **axes}, check=check and self._scope.check
+            self._scope,
+            axes={**self._scope.axes, **axes},
+            check=check and self._scope.check,
+            shares=shares,
         )
         with enter(inside), _named(self._names):
             yield function, arguments

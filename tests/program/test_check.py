@@ -204,6 +204,39 @@ def of_a_varying_loss(w, x):
     return ft.sync_gradients(ft.grad(lambda w: ((x @ w) ** 2).sum())(w), IN[0])
 
 
+def not_of_ft_grad(w, x):
+    return ft.sync_gradients(torch.func.grad(loss)(w, x), IN[0])
+
+
+def not_of_ft_grad_and_split_everywhere(w, x):
+    return ft.sync_gradients(torch.func.grad(lambda x: loss(w, x))(x), P(("dp", "tp")))
+
+
+def not_of_ft_grad_beside_what_is(w, x):
+    good = ft.sync_gradients(ft.grad(loss)(w, x), IN[0])
+    return good + ft.sync_gradients(torch.func.grad(loss)(good, x), IN[0])
+
+
+def declared(w, x):
+    ranks = lax.axis_size(("dp", "tp"))
+    shares = torch.func.grad(lambda w: loss(w, x) / ranks)(w)
+    return ft.sync_gradients(ft.assume_shares(shares), IN[0])
+
+
+def of_a_vjp(w, x):
+    value, pull = ft.vjp(lambda w: loss(w, x), w)
+    seed = torch.full_like(value, 1 / lax.axis_size(("dp", "tp")))
+    return ft.sync_gradients(pull(seed), IN[0])[0]
+
+
+def accumulated(w, x):
+    rows = x.unflatten(0, (2, -1))
+    total, _ = ft.scan(lambda sum_, row: (sum_ + ft.grad(loss)(w, row), None), 0 * w, rows)
+    again = ft.accumulate(ft.grad(loss), 2)(w, x)
+    shares = 0.25 * (total + again).to(torch.float32).to(w.dtype)
+    return ft.sync_gradients({"w": 2 * shares}, IN[0])["w"]
+
+
 def of_the_ranks_own_loss(w, x):
     return lax.pmean(torch.func.grad(lambda w: ((x @ w) ** 2).sum())(w), "dp")
 
@@ -216,15 +249,30 @@ def of_the_ranks_own_loss(w, x):
         (synchronised_twice, "sync_gradients at .*already summed over 'dp'.*sync_gradients once"),
         (summed_before, "sync_gradients at .*already summed over 'dp'"),
         (of_a_varying_loss, "a loss that varies over 'dp'.*'tp'.*from argument 0"),
+        (of_a_varying_loss, "differentiate that with ft.grad, whose results sync_gradients"),
+        (not_of_ft_grad, "no rank's share.*with ft.grad, not torch.func.grad"),
+        (not_of_ft_grad_and_split_everywhere, "no rank's share"),
+        (not_of_ft_grad_beside_what_is, "no rank's share"),
+        (declared, ""),
+        (of_a_vjp, ""),
+        (accumulated, ""),
         (of_the_ranks_own_loss, ""),
     ],
     ids=lambda p: getattr(p, "__name__", ""),
 )
 def test_gradients(program, message):
-    got = assert_agreement(program, MESH, IN, IN[0], W, X)
+    out = P(("dp", "tp")) if program is not_of_ft_grad_and_split_everywhere else IN[0]
+    got = assert_agreement(program, MESH, IN, out, W, X)
     assert bool(got) == bool(message)
     if message:
         assert_matches(got, message)
+
+
+@pytest.mark.parametrize("program", [synchronised, declared, of_a_vjp, accumulated])
+def test_shares_that_are_accepted_add_up(program):
+    want = torch.func.grad(lambda w: ((X @ w) ** 2).sum())(W)
+    got = ft.shard_map(program, MESH, IN, IN[0])(W, X)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
 # --- training steps

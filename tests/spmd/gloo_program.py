@@ -140,6 +140,10 @@ def check_refusals(bound):
         with pytest.raises(ValueError, match=message) as refused:
             ft.shard_map(program, bound, S, out)(x)
         assert "gloo_program.py" in str(refused.value)
+    full = lambda x: lax.psum(x.square().sum(), ALL)
+    program = ft.shard_map(lambda x: ft.sync_gradients(torch.func.grad(full)(x), S), bound, S, S)
+    with pytest.raises(ValueError, match="no rank's share.*torch.func.grad, which counts"):
+        program(x)
     with pytest.raises(ValueError, match="got 4 processes; wanted 3 processes"):
         Mesh(dp=3).bind()
     doubly = ft.shard_map(lambda x: lax.psum(x.pow(3), "tp"), bound, S, P("dp"))
