@@ -94,7 +94,8 @@ def make_step(
 ) -> Callable:
     """The function ``(state, batch) -> (state, metrics)`` that takes one optimization step.
 
-    Donates the state: its tensors are updated in place and returned. On a bound mesh state and
+    Donates the state: its tensors are updated in place and returned, and the old ones are gone:
+    using them raises. On a bound mesh state and
     batch are this rank's shards, on a simulated one global values.
 
     Args:
@@ -161,7 +162,7 @@ def make_step(
         return state, _metrics(value, norms)
 
     layout = state_specs(specs, optimizer)
-    return shard_map(step, mesh, (layout, batch_specs), (layout, P()))
+    return shard_map(step, mesh, (layout, batch_specs), (layout, P()), donate=0)
 
 
 def update(
@@ -314,7 +315,7 @@ def make_pipelined_step(
 
     if first is not gradients:
         return step
-    return shard_map(step, mesh, (layout, batch_specs), (layout, P()), stages=axis)
+    return shard_map(step, mesh, (layout, batch_specs), (layout, P()), stages=axis, donate=0)
 
 
 def _with_frozen(stages: Pipeline, rank: int | None) -> Pipeline:

@@ -18,20 +18,14 @@ from torch import fx
 from functron import tree
 from functron.errors import Problem, nearest, raise_problems
 from functron.program.agreement import check_agreement
-from functron.program.donation import (
-    FIX,
-    Donated,
-    check_consumable,
-    consume,
-    takers,
-    warn_unused,
-)
+from functron.program.donation import takers, warn_unused
 from functron.program.driver import Compiled, Routine, routine
 from functron.program.equations import Var, contiguous_strides
 from functron.program.lower import graph_module
 from functron.program.segments import plan
 from functron.program.steps import Kernel, Plan
 from functron.program.unroll import unroll as unrolled
+from functron.spmd.donation import FIX, Donated, check_consumable, consume
 from functron.spmd.mesh import BoundMesh, Mesh
 
 if TYPE_CHECKING:

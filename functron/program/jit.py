@@ -12,10 +12,10 @@ import torch
 from functron import compat, tree
 from functron.errors import Problem, raise_problems
 from functron.program.compile import Backend, Executable, describe
-from functron.program.donation import Donated
 from functron.program.program import Program
 from functron.program.recorder import active
 from functron.program.trace import trace
+from functron.spmd.donation import refuse_donated
 from functron.spmd.mesh import BoundMesh
 from functron.spmd.shard_map import Mapped
 
@@ -169,13 +169,7 @@ class Jitted:
         return entry.executable
 
     def _check_tensors(self, args: tuple, leaves: list) -> None:
-        gone = [isinstance(leaf, Donated) for leaf in leaves]
-        if any(gone):
-            path = tree.paths(args)[gone.index(True)]
-            more = f", and {sum(gone) - 1} more like it" if sum(gone) > 1 else ""
-            raise ValueError(
-                f"{self.name}: argument {path}: got {describe(leaves[gone.index(True)])}{more}"
-            )
+        refuse_donated(leaves, lambda: tree.paths(args), self.name)
         if compat.transforms_active():
             raise ValueError(
                 f"{self.name}: got a compiled function under a torch.func transform; wanted jit "

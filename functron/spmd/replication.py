@@ -23,7 +23,6 @@ from functron.spmd.primitives import AssumeShare, RequireShare
 from functron.spmd.spec import P, spec_axes
 from functron.spmd.traced import TracedAxis
 
-
 LOSS_FIX = (
     "return lax.psum(loss, ...) of the ranks' parts of the loss, or lax.pmean(loss, ...) of their "
     "means, and differentiate that with ft.grad, whose results sync_gradients adds up"

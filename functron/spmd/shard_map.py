@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from functron.errors import Problem, raise_problems
 from functron.spmd import spec as sharding
 from functron.spmd.axes import StageAxis, enter, scope, source_line
 from functron.spmd.distributed import bound_axes, run_rank
+from functron.spmd.donation import consume_all, refuse_donated
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.replication import LineRecorder, VaryingOutputError, check_outputs
 from functron.spmd.simulate import run_ranks
@@ -32,6 +33,7 @@ def shard_map(
     *,
     check: bool = True,
     stages: str | None = None,
+    donate: int | Sequence[int] = (),
 ) -> Callable:
     """The function that runs the per-rank program `f` on every rank of `mesh`.
 
@@ -56,13 +58,18 @@ def shard_map(
             "pp". It is not mapped: specs cannot mention it. On a `Mesh` values belong to all its
             ranks together; on a `BoundMesh` they are what this rank holds, and nothing is checked,
             since other ranks run other programs: simulate the mesh to check it.
+        donate: positions of arguments that `f` may modify in place, such as the state of a step
+            that calls an optimizer's ``step_``. Their tensors are gone once `f` has returned, and
+            using them raises. Of what `trace` and `jit` make of this, these say what is donated.
 
     Raises:
-        ValueError: a spec does not fit its value, or the check fails; all offenders are listed.
+        ValueError: a spec does not fit its value, the check fails, `f` modified an argument in
+            place that is not donated, or an argument was donated before; all offenders are listed.
         TypeError: keyword arguments, or a leaf that is no tensor and not declared static.
     """
     _check_spec_trees(in_specs, out_specs, mesh, stages)
-    return Mapped(f, mesh, in_specs, out_specs, check, stages)
+    donated = (donate,) if isinstance(donate, int) else tuple(donate)
+    return Mapped(f, mesh, in_specs, out_specs, check, stages, donated)
 
 
 def _check_spec_trees(
@@ -96,6 +103,7 @@ class Mapped:
         out_specs: how results are.
         check: whether replication is checked.
         stages: the axis of a pipeline's stages, which is not mapped.
+        donate: positions of arguments that are consumed.
         name: of `f`.
     """
 
@@ -107,15 +115,17 @@ class Mapped:
         out_specs: tree.Tree,
         check: bool,
         stages: str | None = None,
+        donate: tuple[int, ...] = (),
     ):
         functools.update_wrapper(self, f)
-        self.f, self.mesh, self.stages = f, mesh, stages
+        self.f, self.mesh, self.stages, self.donate = f, mesh, stages, donate
         self.check = check and not (isinstance(mesh, BoundMesh) and mesh[stages or ""] > 1)
         self._mapped = mesh.without(stages)
         self.in_specs, self.out_specs = in_specs, out_specs
         self.name = getattr(f, "__name__", type(f).__name__)
         self._checked: set[Any] = set()
-        self._specs: dict[Any, list[P | None]] = {}  # of arguments that have been checked
+        # of arguments that have been checked: specs and paths
+        self._specs: dict[Any, tuple[list[P | None], list[str]]] = {}
 
     def __call__(self, *args, **kwargs) -> Any:
         if kwargs:
@@ -129,13 +139,46 @@ class Mapped:
                 f"shard_map: axes {again} are already bound by an enclosing shard_map; "
                 "map over other axes, or call the function directly"
             )
-        leaves, structure, specs = self._flatten(args)
+        leaves, structure, specs, paths = self._flatten(args)
         with enter(replace(scope(), stages=self._stage_axis() or scope().stages)):
             if scope().axis_index is not None:
                 return self._trace(leaves, structure, specs)
+            before = {
+                i: leaf._version
+                for i, leaf in enumerate(leaves)
+                if _counts_edits(leaf) and _position(paths[i]) not in self.donate
+            }
             if isinstance(self._mapped, BoundMesh):
-                return self._run(self._mapped, leaves, structure, specs)
-            return self._simulate(self._mapped, leaves, structure, specs)
+                out = self._run(self._mapped, leaves, structure, specs)
+            else:
+                out = self._simulate(self._mapped, leaves, structure, specs)
+        self._refuse_edits(leaves, paths, before)
+        return self._consumed(leaves, paths, out)
+
+    def _refuse_edits(self, leaves: list, paths: list[str], before: dict[int, int]) -> None:
+        raise_problems(
+            f"{self._where()} modified arguments in place, which are the caller's",
+            [
+                Problem(
+                    f"argument {paths[i]}",
+                    "other values than the caller passed",
+                    "a pure function of it",
+                    "modify a clone (x = x.clone()), or, where the caller gives it up, pass "
+                    f"donate={_position(paths[i])} to shard_map",
+                )
+                for i, version in before.items()
+                if leaves[i]._version != version
+            ],
+        )
+
+    def _consumed(self, leaves: list, paths: list[str], out: Any) -> Any:
+        """What was returned, after consuming what was donated; a recorded program decides itself."""
+        if not self.donate or compat.dispatch_modes_active() or compat.transforms_active():
+            return out
+        results, structure = tree.flatten(out)
+        rows = zip(paths, leaves, strict=True)
+        donated = {path: leaf for path, leaf in rows if _position(path) in self.donate}
+        return tree.unflatten(structure, consume_all(donated, results, self.name))
 
     def _stage_axis(self) -> StageAxis | None:
         name, mesh = self.stages, self.mesh
@@ -145,20 +188,21 @@ class Mapped:
             return StageAxis(name, mesh[name])
         return StageAxis(name, mesh[name], mesh.coordinate[name], mesh.groups[name])
 
-    def _flatten(self, args: tuple) -> tuple[list, tree.Structure, list[P | None]]:
+    def _flatten(self, args: tuple) -> tuple[list, tree.Structure, list[P | None], list[str]]:
         prefix = self._prefix(args)
         rows = zip(args, prefix, strict=True)
         masked = tuple(_Static(arg) if _is_static(arg, spec) else arg for arg, spec in rows)
         leaves, structure = tree.flatten(masked)
+        refuse_donated(leaves, lambda: tree.paths(masked), self.name)
         key = (structure, scope().axis_index is not None, tuple(_looks(leaf) for leaf in leaves))
-        specs = self._specs.get(key)
-        if specs is None:
+        if key not in self._specs:
             specs = tree.broadcast_prefix(
                 prefix, masked, is_leaf=is_spec, what="in_specs", wanted="a P, or containers"
             )
-            self._check_leaves(tree.paths(masked), leaves, specs)
-            self._specs[key] = specs
-        return leaves, structure, specs
+            paths = tree.paths(masked)
+            self._check_leaves(paths, leaves, specs)
+            self._specs[key] = specs, paths
+        return leaves, structure, *self._specs[key]
 
     def _check_leaves(self, paths: list[str], leaves: list, specs: list[P | None]) -> None:
         sizes, kinds = [], []
@@ -338,6 +382,16 @@ class _Static:
 
 def _is_static(arg: Any, spec: Any) -> bool:
     return spec is None and not any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(arg))
+
+
+def _position(path: str) -> int:
+    """Of which argument a path is."""
+    return int(path.split("/")[0])
+
+
+def _counts_edits(leaf: Any) -> bool:
+    plain = isinstance(leaf, torch.Tensor) and not compat.is_wrapped(leaf)
+    return plain and not leaf.is_inference()
 
 
 def _looks(leaf: Any) -> Any:

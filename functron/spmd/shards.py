@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from functron import tree
 from functron.errors import Problem, raise_problems
-from functron.spmd.axes import Axis, axis_index, axis_size, lookup, scope
+from functron.spmd.axes import Axis, axis_index, axis_size, lookup
 from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.primitives import PsumScatter

@@ -54,7 +54,8 @@ def train(optimizer, dtype, grad_dtype=None, mesh=ONE, specs=WHOLE):
         grads = ft.sync_gradients(shares(grads, specs, mesh), specs, wanted)
         return optimizer.step_(grads, state, params)
 
-    step = ft.shard_map(step, mesh, (specs, layout, specs), (specs, layout), check=False)
+    layouts = (specs, layout, specs), (specs, layout)
+    step = ft.shard_map(step, mesh, *layouts, check=False, donate=(0, 1, 2))
     for seed in range(1, STEPS + 1):
         params, state = step(values(seed, grad_dtype or dtype), state, params)
     return params, state

@@ -142,7 +142,7 @@ def check_refusals(bound):
         assert "gloo_program.py" in str(refused.value)
     full = lambda x: lax.psum(x.square().sum(), ALL)
     program = ft.shard_map(lambda x: ft.sync_gradients(torch.func.grad(full)(x), S), bound, S, S)
-    with pytest.raises(ValueError, match="no rank's share.*torch.func.grad, which counts"):
+    with pytest.raises(ValueError, match=r"no rank's share.*torch.func.grad, which counts"):
         program(x)
     with pytest.raises(ValueError, match="got 4 processes; wanted 3 processes"):
         Mesh(dp=3).bind()

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import functron as ft
 from functron import Mesh, P, lax, shard_map
+from functron.ops.foreach import foreach_
 
 MESH = Mesh(dp=2, tp=2)
 X = torch.arange(32.0).view(4, 8)
@@ -61,9 +63,59 @@ def test_updates_in_place_reach_the_callers_tensor(spec):
         x.add_(1.0)
         return x
 
-    out = shard_map(program, MESH, spec, spec)(x)
-    torch.testing.assert_close(x, X + 1)
-    assert out.data_ptr() == x.data_ptr()
+    memory = x.data_ptr()
+    out = shard_map(program, MESH, spec, spec, donate=0)(x)
+    torch.testing.assert_close(out, X + 1)
+    assert out.data_ptr() == memory
+    with pytest.raises(ValueError, match="was donated to program as argument 0"):
+        x.sum()
+
+
+def writes(x):
+    x[:1] = 0.0
+
+
+def updates_as_optimizers_do(x):
+    foreach_(lambda column: torch._foreach_add_(column, 1.0), {"x": [x]})
+
+
+def fused(x):
+    state = [torch.zeros_like(x) for _ in range(2)]
+    foreach_(
+        lambda x, g, m, v: torch._fused_adamw_(
+            x, g, m, v, [], [torch.tensor(1.0) for _ in x], lr=0.1, beta1=0.9, beta2=0.9,
+            weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+        ),
+        {"x": [x]},
+        {"g": [x.clone()], "m": state[:1], "v": state[1:]},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), MESH], ids=str)
+@pytest.mark.parametrize("edit", [torch.relu_, writes, updates_as_optimizers_do, fused])
+def test_edits_of_what_is_not_donated_are_refused(edit, mesh):
+    def program(scale, tensors):
+        edit(tensors["x"])
+        return tensors["x"] * scale
+
+    mapped = lambda **how: shard_map(program, mesh, (P(), P("dp")), P("dp"), **how)
+    with pytest.raises(
+        ValueError, match=r"(?s)program \(.*modified .*argument 1/x.*clone.*donate=1"
+    ):
+        mapped()(2.0, {"x": X.clone()})
+    with pytest.raises(ValueError, match=r"(?s)argument 1/x.*donate=1"):
+        mapped(donate=0)(2.0, {"x": X.clone()})
+    mapped(donate=(0, 1))(2.0, {"x": X.clone()})
+    x = X.clone()
+    edit = lambda x: writes(x.clone())
+    mapped()(2.0, {"x": x})
+    assert torch.equal(x, X)
+
+
+def test_edits_are_refused_in_traces_too():
+    program = shard_map(lambda x: (writes(x), x)[1], MESH, P("dp"), P("dp"))
+    with pytest.raises(ValueError, match=r"modifies argument 0 in place.*donate"):
+        ft.trace(program)(X.clone())
 
 
 def test_a_replicated_value_is_held_and_computed_once():
