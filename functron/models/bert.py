@@ -241,7 +241,7 @@ def encode(
     with named_scope("embed"):
         table = gather.at("embed")(weights["embed"])
         check_gathered("embed_dim", table.shape[1], config.embed_dim)
-        x = nn.embed_tokens(table, tokens, stream=stream)
+        x = nn.embed_tokens(table, tokens, stream=stream, vocab_size=config.vocab_size)
         x = nn.add_positions(x, gather.at("positions")(weights["positions"]), stream=stream)
         types = torch.zeros_like(tokens) if types is None else types
         own = nn.stream_positions(x, stream, types)

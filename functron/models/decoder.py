@@ -214,4 +214,5 @@ def embedded(
 def _tokens(config: GPTConfig, weights: dict, tokens: Tensor, how: How) -> Tensor:
     table = how.gather.at("embed")(weights["embed"])
     check_whole(config, table.shape[1])
-    return nn.embed_tokens(table, tokens, stream=how.stream, scale=config.embed_scale)
+    settings = {"scale": config.embed_scale, "vocab_size": config.vocab_size}
+    return nn.embed_tokens(table, tokens, stream=how.stream, **settings)

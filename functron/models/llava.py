@@ -235,7 +235,13 @@ def _stream(
     with named_scope("embed"):
         table = how.gather.at("embed")(weights["text"]["embed"])
         check_whole(text, table.shape[1])
-        x = nn.embed_tokens(table, sequence.tokens, stream=how.stream, scale=text.embed_scale)
+        x = nn.embed_tokens(
+            table,
+            sequence.tokens,
+            stream=how.stream,
+            scale=text.embed_scale,
+            vocab_size=text.vocab_size,
+        )
         here = sequence.tokens == config.image_token
         which = (here.long().cumsum(1) - 1).clamp(0, patches.shape[1] - 1)
         which, here = (nn.stream_positions(x, how.stream, y) for y in (which, here.long()))

@@ -145,7 +145,7 @@ def forward(
     with named_scope("embed"):
         table = gather.at("embed")(weights["embed"])
         check_gathered("embed_dim", table.shape[1], config.embed_dim)
-        x = nn.embed_tokens(table, tokens, stream=stream)
+        x = nn.embed_tokens(table, tokens, stream=stream, vocab_size=config.vocab_size)
         x = run.drop(x, None if keys is None else keys[-1])
     first, done = dict.fromkeys(KINDS, 0), 0
     for kind, group in itertools.groupby(config.pattern):
@@ -286,7 +286,9 @@ def step(
     Returns:
         ``[batch, padded_vocab / tp]``, and the new cache. Collectives: as `forward` of one token.
     """
-    x = nn.embed_tokens(weights["embed"], tokens.unsqueeze(1), stream=P())
+    x = nn.embed_tokens(
+        weights["embed"], tokens.unsqueeze(1), stream=P(), vocab_size=config.vocab_size
+    )
     out = []
     for (name, layer), kept in zip(_layers(config, weights), cache, strict=True):
         mixer = layer["mixer"]

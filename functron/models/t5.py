@@ -208,7 +208,7 @@ def _stack(
     run, weights = run.at(name), weights[name]
     keys = run.keys(count + 2)
     with named_scope("embed"):
-        x = nn.embed_tokens(table, tokens, stream=run.stream)
+        x = nn.embed_tokens(table, tokens, stream=run.stream, vocab_size=config.vocab_size)
         x = run.drop(x, None if keys is None else keys[-1])
     with named_scope("relative"):
         buckets = relative_buckets(

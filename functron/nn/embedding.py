@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from functron.nn.linear import SEQ_DIM, reduce_partial, sequence_axes
+from functron.ops.ids import check_ids
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
 from functron.typing import Float, Int, Tensor
@@ -18,6 +19,7 @@ def embed_tokens(
     stream: P,
     axis: str = "tp",
     scale: float = 1.0,
+    vocab_size: int | None = None,
 ) -> Float[Tensor, "batch seq embed"]:
     """x_t = scale table[token_t], with the rows of the table split over `axis`.
 
@@ -28,10 +30,16 @@ def embed_tokens(
         tokens: ``[batch, seq]`` int64, the whole sequence on every rank.
         stream: the spec of the result.
         scale: rounded to the table's dtype before it multiplies, as where it comes from (Gemma).
+        vocab_size: how many rows over all ranks are no padding; None: all.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: as `reduce_partial`.
+
+    Raises:
+        ValueError: a token is outside of the vocabulary; on CUDA a device-side assertion.
     """
+    whole = table.shape[0] * lax.axis_size(axis) if vocab_size is None else vocab_size
+    check_ids(tokens, "tokens", whole)
     rows = tokens - lax.axis_index(axis) * table.shape[0]
     here = (rows >= 0) & (rows < table.shape[0])
     found = F.embedding(rows.clamp(0, table.shape[0] - 1), table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from functron.ops.cross_entropy import log_sum_exp_and_target
+from functron.ops.ids import check_ids
 from functron.ops.kernels import AUTO, Kernels
 from functron.ops.linear_cross_entropy import linear_log_sum_exp_and_target
 from functron.spmd import collectives as lax
@@ -42,7 +43,11 @@ def cross_entropy(
     Returns:
         ``[...]`` losses in float32 at least, the same on all ranks of `axis`. Collectives: one
         max and two sum all-reduces of one number per token; backward two.
+
+    Raises:
+        ValueError: a target is outside of the vocabulary; on CUDA a device-side assertion.
     """
+    check_ids(targets, "targets", vocab_size, ignore_index)
     first, valid = _own_columns(logits.shape[-1], vocab_size, axis)
     statistics = log_sum_exp_and_target(logits, targets - first, valid, kernels=kernels)
     return _losses(*statistics, targets, z_loss, ignore_index, axis)
@@ -81,8 +86,9 @@ def linear_cross_entropy(
         replicated, or the reduce-scatter of `gather_sequence`.
 
     Raises:
-        ValueError: `chunk_tokens` is below 1.
+        ValueError: `chunk_tokens` is below 1; a target is outside, as in `cross_entropy`.
     """
+    check_ids(targets, "targets", vocab_size, ignore_index)
     first, valid = _own_columns(w.shape[1], vocab_size, axis)
     lse, target = linear_log_sum_exp_and_target(
         x.reshape(-1, x.shape[-1]), w, (targets - first).reshape(-1), valid,

@@ -267,6 +267,13 @@ def _grouped_matmul_weight(x, y, sizes, groups: int) -> Sequence[Any]:
     return [grouped_matmul_weight(x, y, sizes, groups)]
 
 
+def _check_ids(ids: torch.Tensor, name: str, size: int, ignored: int | None) -> Sequence[Any]:
+    from functron.ops.ids import check_ids  # as above
+
+    check_ids(ids, name, size, ignored)
+    return []
+
+
 def _debug_print(text: str, values: Sequence[Any], axes, indices, dims: Sequence[str]) -> list:
     """Print on every rank that there is here, each element of the user's own vmaps by itself."""
     from functron import debug  # as above
@@ -283,6 +290,7 @@ def _debug_print(text: str, values: Sequence[Any], axes, indices, dims: Sequence
 
 _OTHERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "barrier": _barrier,
+    "check_ids": _check_ids,
     "checkpoint_name": _checkpoint_name,
     "debug_print": _debug_print,
     "grouped_matmul": _grouped_matmul,

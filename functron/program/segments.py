@@ -52,7 +52,7 @@ class _Planner:
         self.block, self.outputs, self.into, self.donated = block, tuple(outputs), into, donated
         self.prefetch = prefetch
         self.wanted = [v for v in [*outputs, *self.into.values()] if isinstance(v, Var)]
-        self.equations = live_equations(block.equations, self.wanted)
+        self.equations = _checks_first(live_equations(block.equations, self.wanted), block)
         self.operands = {e: e.operands for e in self.equations}
         self.made_by = {value: e for e in self.equations for value in e.results}
         self.views = {e for e in self.equations if not _drives(e) and e.aliases}
@@ -318,6 +318,14 @@ class _Planner:
         later = [v for step in steps[index + 1 :] for v in step.reads]
         ends = [v for v in self.outputs if isinstance(v, Var)]
         return all(self._class(v) != memory for v in (*here, *later, *ends))
+
+
+def _checks_first(equations: Sequence[Equation], block: Block) -> list[Equation]:
+    """The equations, checks of inputs before all others: between them they would cut kernels."""
+    inputs = set(block.inputs)
+    first = [e for e in equations if e.name == "check_ids" and inputs.issuperset(e.operands)]
+    early = {id(e) for e in first}
+    return [*first, *(e for e in equations if id(e) not in early)]
 
 
 def _drives(equation: Equation) -> bool:
