@@ -19,6 +19,8 @@ from functron.pipeline.execute import Pipeline
 from functron.program.jit import jit
 from functron.scopes import named_scope
 from functron.spmd import DATA_AXES, FSDP_AXES, BoundMesh, Mesh, P, shard_map
+from functron.spmd.axes import AxisNames
+from functron.spmd.shard_map import refuse_idle, unsplit_axes
 from functron.spmd.shards import cut_tree, join, whole_over
 from functron.transforms import accumulate, sync_gradients, value_and_grad
 from functron.transforms.scattered import scattered, stand_ins
@@ -91,6 +93,7 @@ def make_step(
     has_aux: bool = False,
     layers: optim.Layers | None = None,
     kernels: Kernels = AUTO,
+    replicated_over: AxisNames = (),
 ) -> Callable:
     """The function ``(state, batch) -> (state, metrics)`` that takes one optimization step.
 
@@ -126,12 +129,19 @@ def make_step(
         layers: of the parameters that are trained and `normed`: the norms of these, before the
             update, and of their gradients are in the metrics too; see `update`.
         kernels: of ``"global_norm"``; see `functron.ops.use`.
+        replicated_over: axes whose ranks are all meant to do the same work. Any other axis with
+            more than one rank must split parameters, the optimizer's state or the batch.
 
     Returns:
         The step. Its metrics are float scalars ``loss`` (mean over targets) and ``grad_norm``
         (before clipping). Raises ValueError where the batch does not divide.
+
+    Raises:
+        ValueError: an axis of the mesh splits nothing.
     """
 
+    layout = state_specs(specs, optimizer)
+    _check_work("make_step", mesh, (layout, batch_specs), replicated_over)
     used = whole_over(specs, FSDP_AXES) if hoist else specs
     wanted = optimizer.grad_specs(specs)
     both = functools.partial(value_and_grad, has_aux=has_aux)
@@ -161,8 +171,16 @@ def make_step(
         state, norms = update(state, grads, optimizer, specs, **how)
         return state, _metrics(value, norms)
 
-    layout = state_specs(specs, optimizer)
-    return shard_map(step, mesh, (layout, batch_specs), (layout, P()), donate=0)
+    how = {"donate": 0, "replicated_over": replicated_over}
+    return shard_map(step, mesh, (layout, batch_specs), (layout, P()), **how)
+
+
+def _check_work(
+    what: str, mesh: Mesh | BoundMesh, specs: tree.Tree, meant: AxisNames, stages: str = ""
+) -> None:
+    meant = {stages, *((meant,) if isinstance(meant, str) else meant)}
+    idle = [name for name in unsplit_axes(mesh, specs) if name not in meant]
+    refuse_idle(f"{what} on Mesh({mesh})", mesh, idle)
 
 
 def update(
@@ -245,6 +263,7 @@ def make_pipelined_step(
     normed: tree.Tree = True,
     layers: optim.Layers | None = None,
     kernels: Kernels = AUTO,
+    replicated_over: AxisNames = (),
 ) -> Callable:
     """`make_step` for a model whose stages are divided among the ranks of `axis`.
 
@@ -264,19 +283,21 @@ def make_pipelined_step(
             pipeline's ranks is reduced at the end in any case. The dtype in which gradients are
             added up is that of `stages`.
         trainable: as in `make_step`, of what this process holds; all, where something is spread.
-        batch_specs, normed, layers, kernels: as in `make_step`; `normed` of what this process
-            holds.
+        batch_specs, normed, layers, kernels, replicated_over: as in `make_step`; `normed` of what
+            this process holds.
 
     Returns:
         The step; see `make_step`. Its metrics have ``aux`` too where the last stage returns that.
 
     Raises:
-        ValueError: parameters are frozen, and others spread among the pipeline's ranks.
+        ValueError: parameters are frozen, and others spread among the pipeline's ranks; an axis of
+            the mesh splits nothing.
     """
     rank = mesh.coordinate[axis] if isinstance(mesh, BoundMesh) and mesh[axis] > 1 else None
     copies = stages.partition.copies(rank)
 
     layout = state_specs(specs, optimizer)
+    _check_work("make_pipelined_step", mesh, (layout, batch_specs), replicated_over, axis)
     used = whole_over(specs, FSDP_AXES) if hoist else specs
     arrived, partly = used, trainable is not True
     if partly:
@@ -315,7 +336,8 @@ def make_pipelined_step(
 
     if first is not gradients:
         return step
-    return shard_map(step, mesh, (layout, batch_specs), (layout, P()), stages=axis, donate=0)
+    how = {"stages": axis, "donate": 0, "replicated_over": replicated_over}
+    return shard_map(step, mesh, (layout, batch_specs), (layout, P()), **how)
 
 
 def _with_frozen(stages: Pipeline, rank: int | None) -> Pipeline:

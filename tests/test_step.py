@@ -100,7 +100,7 @@ def test_the_state_is_updated_in_place(mesh):
             assert before == after.data_ptr()
 
 
-def small_step(mesh):
+def small_step(mesh, **how):
     """A step of two parameters, its state, a batch, and the state after one step."""
     specs = {"w": ft.P(), "b": ft.P()}
     defs = {
@@ -114,7 +114,7 @@ def small_step(mesh):
     optimizer = optim.sgd(0.125)
     state = ft.init_state(random.key(0), defs, specs, optimizer, mesh)
     count = lambda data: lax.psum(data.shape[0], "dp")
-    step = ft.make_step(loss, count, optimizer, mesh, specs)
+    step = ft.make_step(loss, count, optimizer, mesh, specs, **how)
     return step, state, torch.ones(4, 3)
 
 
@@ -132,6 +132,15 @@ def test_a_state_is_gone_once_a_step_has_updated_it(mesh):
         state.params["w"].sum()
     last, _ = step(new, data)
     assert last.step == 2
+
+
+@pytest.mark.parametrize(("axis", "fix"), [("dpp", "did you mean 'dp'"), ("tp", "say repl")])
+def test_an_axis_that_splits_nothing_is_refused(axis, fix):
+    mesh = Mesh(dp=2, **{axis: 2})
+    with pytest.raises(ValueError, match=f"(?s)make_step on Mesh.*axis '{axis}'.*{fix}"):
+        small_step(mesh)
+    step, state, data = small_step(mesh, replicated_over=axis)
+    assert torch.equal(step(state, data)[0].params["w"], torch.full((3, 2), 0.25))
 
 
 def test_a_donated_state_keeps_no_memory():

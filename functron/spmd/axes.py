@@ -132,6 +132,7 @@ class Scope:
         stages: the axis whose ranks run different programs, if there is one.
         shares: in a simulation that is checked, a level of size 1 at which ranks' shares of
             gradients are batched, and so is what is computed from them (`spmd.replication`).
+        named: collects the axes that programs name; None: nobody asks.
     """
 
     axes: dict[str, Axis | None] = field(default_factory=dict)
@@ -139,6 +140,7 @@ class Scope:
     axis_index: Callable[[str], torch.Tensor] | None = None
     stages: StageAxis | None = None
     shares: SimulatedAxis | None = None
+    named: set[str] | None = None
 
 
 _scope: contextvars.ContextVar[Scope] = contextvars.ContextVar("functron_scope", default=Scope())  # noqa: B039
@@ -183,8 +185,11 @@ def lookup(names: AxisNames) -> list[Axis]:
             is the axis of a pipeline's stages.
     """
     found = []
-    bound, stages = _scope.get().axes, _scope.get().stages
+    here = _scope.get()
+    bound, stages = here.axes, here.stages
     for name in (names,) if isinstance(names, str) else names:
+        if here.named is not None:
+            here.named.add(name)
         if stages is not None and name == stages.name:
             raise ValueError(
                 f"at {user_line()}: got axis {name!r}, whose ranks run the stages of a pipeline; "

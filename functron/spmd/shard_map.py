@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron import compat, tree
 from functron.closure import hoist
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, nearest, raise_problems
 from functron.spmd import spec as sharding
-from functron.spmd.axes import StageAxis, enter, scope, source_line
+from functron.spmd.axes import AxisNames, StageAxis, enter, scope, source_line
 from functron.spmd.distributed import bound_axes, run_rank
 from functron.spmd.donation import consume_all, refuse_donated
-from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
 from functron.spmd.replication import LineRecorder, VaryingOutputError, check_outputs
 from functron.spmd.simulate import run_ranks
 from functron.spmd.spec import P, is_spec, spec_axes
@@ -34,6 +34,7 @@ def shard_map(
     check: bool = True,
     stages: str | None = None,
     donate: int | Sequence[int] = (),
+    replicated_over: AxisNames = (),
 ) -> Callable:
     """The function that runs the per-rank program `f` on every rank of `mesh`.
 
@@ -61,6 +62,10 @@ def shard_map(
         donate: positions of arguments that `f` may modify in place, such as the state of a step
             that calls an optimizer's ``step_``. Their tensors are gone once `f` has returned, and
             using them raises. Of what `trace` and `jit` make of this, these say what is donated.
+        replicated_over: axes whose ranks are all meant to do the same work. Under `check`, an axis
+            of a name of your own (no standard one), that has more than one rank, that no spec
+            mentions and no collective or index in `f` names, is refused otherwise: it is more often
+            a misspelt one. Standard axes may be there for other programs on the same mesh.
 
     Raises:
         ValueError: a spec does not fit its value, the check fails, `f` modified an argument in
@@ -69,7 +74,8 @@ def shard_map(
     """
     _check_spec_trees(in_specs, out_specs, mesh, stages)
     donated = (donate,) if isinstance(donate, int) else tuple(donate)
-    return Mapped(f, mesh, in_specs, out_specs, check, stages, donated)
+    meant = (replicated_over,) if isinstance(replicated_over, str) else tuple(replicated_over)
+    return Mapped(f, mesh, in_specs, out_specs, check, stages, donated, meant)
 
 
 def _check_spec_trees(
@@ -116,12 +122,15 @@ class Mapped:
         check: bool,
         stages: str | None = None,
         donate: tuple[int, ...] = (),
+        replicated_over: tuple[str, ...] = (),
     ):
         functools.update_wrapper(self, f)
         self.f, self.mesh, self.stages, self.donate = f, mesh, stages, donate
         self.check = check and not (isinstance(mesh, BoundMesh) and mesh[stages or ""] > 1)
         self._mapped = mesh.without(stages)
         self.in_specs, self.out_specs = in_specs, out_specs
+        meant = {*STANDARD_AXES, *replicated_over, stages}
+        self._own = [n for n in unsplit_axes(mesh, in_specs, out_specs) if n not in meant]
         self.name = getattr(f, "__name__", type(f).__name__)
         self._checked: set[Any] = set()
         # of arguments that have been checked: specs and paths
@@ -140,7 +149,8 @@ class Mapped:
                 "map over other axes, or call the function directly"
             )
         leaves, structure, specs, paths = self._flatten(args)
-        with enter(replace(scope(), stages=self._stage_axis() or scope().stages)):
+        stages, named = self._stage_axis() or scope().stages, scope().named
+        with enter(replace(scope(), stages=stages, named=set() if named is None else named)):
             if scope().axis_index is not None:
                 return self._trace(leaves, structure, specs)
             before = {
@@ -172,7 +182,7 @@ class Mapped:
         )
 
     def _consumed(self, leaves: list, paths: list[str], out: Any) -> Any:
-        """What was returned, after consuming what was donated; a recorded program decides itself."""
+        """What was returned, after consuming what was donated; recorded programs decide it."""
         if not self.donate or compat.dispatch_modes_active() or compat.transforms_active():
             return out
         results, structure = tree.flatten(out)
@@ -247,12 +257,18 @@ class Mapped:
                 self.out_specs, out, is_leaf=is_spec, what="out_specs", wanted="a P, or containers"
             )
             if scope().check:
+                self._check_named()
                 mine, paths = self._mapped.axis_names, tree.paths(out)
                 check_outputs(outputs, specs, paths, mine, self._where(), recorder)
             self._check_ranks(outputs, specs, tree.paths(out))
             return outputs, specs
 
         return body
+
+    def _check_named(self) -> None:
+        """That the program names the axes of the user's own that split nothing."""
+        idle = [name for name in self._own if name not in (scope().named or ())]
+        refuse_idle(f"{self._where()} on Mesh({self.mesh})", self.mesh, idle)
 
     def _check_ranks(self, outputs: list, specs: list, paths: list[str]) -> None:
         raise_problems(
@@ -382,6 +398,26 @@ class _Static:
 
 def _is_static(arg: Any, spec: Any) -> bool:
     return spec is None and not any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(arg))
+
+
+def unsplit_axes(mesh: Mesh | BoundMesh, *specs: tree.Tree) -> list[str]:
+    """The axes of `mesh` with more than one rank that none of these trees of specs mentions."""
+    leaves = [leaf for specs_ in specs for leaf in tree.leaves(specs_, is_spec)]
+    split = {name for leaf in leaves if isinstance(leaf, P) for name in spec_axes(leaf)}
+    return [name for name, size in mesh.shape.items() if size > 1 and name not in split]
+
+
+def refuse_idle(where: str, mesh: Mesh | BoundMesh, idle: Sequence[str]) -> None:
+    """Raise ValueError for axes whose ranks would all do the same work."""
+    problems = []
+    for name in idle:
+        fix = f"say replicated_over={name!r} if that is meant"
+        if name not in STANDARD_AXES:
+            fix = f"{nearest(name, STANDARD_AXES)}, or {fix}"
+        got = f"no spec and no collective that names it: its {mesh[name]} ranks do the same work"
+        wanted = "an axis that splits arguments, or that the program communicates over"
+        problems.append(Problem(f"axis {name!r}", got, wanted, fix))
+    raise_problems(f"{where} leaves ranks without work of their own", problems)
 
 
 def _position(path: str) -> int:

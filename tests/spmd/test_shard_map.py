@@ -222,3 +222,32 @@ def test_the_programs_name_survives():
     mapped = shard_map(program, MESH, P(), P())
     assert mapped.__name__ == "program"
     assert mapped.__doc__ == "Doc."
+
+
+OWN = Mesh(dp=2, dpp=2)
+ON_DP = lambda x: lax.psum(x, "dp")
+
+
+@pytest.mark.parametrize(
+    ("program", "spec", "out"),
+    [
+        (ON_DP, P(("dp", "dpp")), P("dpp")),
+        (lambda x: ON_DP(x) + lax.axis_index("dpp"), P("dp"), P("dpp")),
+        (lambda x: lax.pmean(ON_DP(x), "dpp"), P("dp"), P()),
+        (lambda x: lax.pmean(ft.remat(lambda x: lax.pmean(x, "dpp"))(x), "dp"), P("dp"), P()),
+    ],
+)
+def test_axes_of_ones_own_that_are_named_pass(program, spec, out):
+    shard_map(program, OWN, spec, out)(X)
+
+
+def test_an_axis_that_nothing_names_is_refused():
+    idle = shard_map(ON_DP, OWN, P("dp"), P())
+    message = r"(?s)leaves ranks without.*axis 'dpp'.*2 ranks do the same work.*did you mean 'dp'"
+    for call in (lambda: idle(X), lambda: ft.trace(idle)(X)):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert torch.equal(shard_map(ON_DP, Mesh(dp=2), P("dp"), P())(X), X[:2] + X[2:])
+    for how in ({"replicated_over": "dpp"}, {"replicated_over": ("dpp",)}, {"check": False}):
+        assert torch.equal(shard_map(ON_DP, OWN, P("dp"), P(), **how)(X), X[:2] + X[2:])
+    shard_map(ON_DP, Mesh(dp=2, tp=2, dpp=1), P("dp"), P())(X)  # tp may be for other programs
