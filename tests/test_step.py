@@ -134,7 +134,7 @@ def test_a_state_is_gone_once_a_step_has_updated_it(mesh):
     assert last.step == 2
 
 
-@pytest.mark.parametrize(("axis", "fix"), [("dpp", "did you mean 'dp'"), ("tp", "say repl")])
+@pytest.mark.parametrize(("axis", "fix"), [("dpp", "did you mean '[dp]p'"), ("tp", "say repl")])
 def test_an_axis_that_splits_nothing_is_refused(axis, fix):
     mesh = Mesh(dp=2, **{axis: 2})
     with pytest.raises(ValueError, match=f"(?s)make_step on Mesh.*axis '{axis}'.*{fix}"):

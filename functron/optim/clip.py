@@ -17,8 +17,9 @@ from functron.optim.transformation import (
     scale_,
     stateless,
 )
+from functron.optim.whole import leaf_specs
 from functron.spmd.collectives import psum
-from functron.spmd.spec import P, is_spec, spec_axes
+from functron.spmd.spec import spec_axes
 from functron.spmd.stages import psum_stages
 
 
@@ -34,23 +35,22 @@ def global_norm(
 
     Args:
         updates: a tree of tensors, on a mesh this rank's shards; gradients already synchronised.
-        specs: how they are sharded (a tree or prefix tree of `P`). None: not at all. On a bound
-            mesh a sharded leaf without its spec would silently give each rank another norm; in
-            simulation the norm then varies, which the next in-place update refuses.
+        specs: how they are sharded (a tree or prefix tree of `P`). None: not at all, which is
+            refused inside programs over more than one rank.
         copies: how many ranks of a pipeline hold each leaf (a tree or prefix tree of numbers), as
             `pipeline.Partition.copies` says.
         kernels: whether sums are made by the kernel of "global_norm", which has the same bits on
             every GPU; see `functron.ops.kernels.use`.
+
+    Raises:
+        ValueError: no specs on a mesh; or a leaf varies over an axis that its spec lacks, where a
+            simulation is checked (and so on processes, before the program first runs).
     """
     leaves = tree.leaves(updates)
     if not leaves:
         return torch.zeros(())
     counts = tree.broadcast_prefix(copies, updates, what="the copies of updates")
-    spec_leaves = (
-        [P()] * len(leaves)
-        if specs is None
-        else tree.broadcast_prefix(specs, updates, is_leaf=is_spec, what="the specs of updates")
-    )
+    spec_leaves = leaf_specs(specs, updates, "global_norm (and clip_by_global_norm)")
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in leaves) else torch.float32
     groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for norm, spec, count in zip(_norms(leaves, kernels), spec_leaves, counts, strict=True):
@@ -103,8 +103,8 @@ def clip_by_global_norm(
 
     Args:
         max_norm: positive.
-        specs: the specs of the parameters (and so of the gradients); needed on any mesh that
-            shards them.
+        specs: the specs of the parameters (and so of the gradients); needed on any mesh, P() where
+            nothing is sharded.
         copies: how many ranks of a pipeline hold each parameter.
         kernels: see `global_norm`.
 

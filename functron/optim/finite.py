@@ -16,8 +16,9 @@ from functron.optim.transformation import (
     stateless,
     transformation,
 )
+from functron.optim.whole import leaf_specs
 from functron.spmd.collectives import psum
-from functron.spmd.spec import P, is_spec, spec_axes
+from functron.spmd.spec import P, spec_axes
 from functron.spmd.stages import psum_stages
 
 
@@ -50,9 +51,7 @@ def all_finite(updates: tree.Tree, specs: tree.Tree = None) -> torch.Tensor:
     leaves = tree.leaves(updates)
     if not leaves:
         return torch.ones((), dtype=torch.bool)
-    flat = [P()] * len(leaves)
-    if specs is not None:
-        flat = tree.broadcast_prefix(specs, updates, is_leaf=is_spec, what="the specs of updates")
+    flat = leaf_specs(specs, updates, "all_finite (and apply_if_finite)")
     groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for leaf, spec in zip(leaves, flat, strict=True):
         bad = leaf.isfinite().logical_not().any().to(leaves[0].device, torch.float32)

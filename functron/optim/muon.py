@@ -23,11 +23,11 @@ from functron.optim.learning_rate import LearningRate, scale_by_learning_rate
 from functron.optim.mask import Mask, add_decayed_weights
 from functron.optim.transformation import GradientTransformation, chain, transformation
 from functron.optim.where import where
-from functron.optim.whole import num_stacked
+from functron.optim.whole import leaf_specs, num_stacked
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all
 from functron.spmd.shards import Cut, Cuts, join, take
-from functron.spmd.spec import P, dim_axes, is_spec
+from functron.spmd.spec import P, dim_axes
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Jordan's quintic: steepest at 0, and bounded, rather than convergent, near 1."""
@@ -177,13 +177,8 @@ def scale_by_muon(
         new = tree.map(lambda g, m: m + (1 - momentum) * (g - m), updates, state.momentum)
         ahead = tree.map(lambda g, m: g + momentum * (m - g), updates, new) if nesterov else new
         leaves, structure = tree.flatten(ahead)
-        flat_specs = (
-            [P()] * len(leaves)
-            if specs is None
-            else tree.broadcast_prefix(specs, updates, is_leaf=is_spec, what="the specs of muon")
-        )
         shapes = tree.broadcast_prefix(matrices, updates, what="matrices", wanted="a Matrix")
-        rows = zip(leaves, flat_specs, shapes, strict=True)
+        rows = zip(leaves, leaf_specs(specs, updates, "muon"), shapes, strict=True)
         return tree.unflatten(structure, [orthogonal(*row) for row in rows]), ScaleByMuonState(new)
 
     return transformation(

@@ -24,7 +24,7 @@ from functron.optim.mask import Mask, add_decayed_weights
 from functron.optim.muon import Matrix, matrix_cuts
 from functron.optim.transformation import GradientTransformation, chain, transformation
 from functron.optim.where import where
-from functron.optim.whole import flat_specs
+from functron.optim.whole import flat_specs, leaf_specs
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all
 from functron.spmd.shards import Cuts, as_entry, fill, join, take, trim
@@ -117,7 +117,7 @@ def scale_by_soap(
 
     def layouts_of(value: tree.Tree) -> list[_Layout]:
         shapes = shapes_of(value)
-        flat = [P()] * len(shapes) if specs is None else flat_specs(specs, value)
+        flat = leaf_specs(specs, value, "soap")
         rows = zip(tree.leaves(value), flat, shapes, strict=True)
         return [_Layout(x, spec, matrix, distributed) for x, spec, matrix in rows]
 

@@ -15,8 +15,9 @@ from functron.ops.rounding import random_bits, stochastic_round
 from functron.optim.learning_rate import increment_, new_count
 from functron.optim.masters import is_low, widen
 from functron.optim.transformation import Around, GradientTransformation, transformation
+from functron.optim.whole import leaf_specs
 from functron.spmd.shards import Cut, take
-from functron.spmd.spec import P, dim_axes, is_spec
+from functron.spmd.spec import P, dim_axes
 
 
 class StochasticState(NamedTuple):
@@ -149,9 +150,7 @@ def _whole(params: tree.Tree, defs: tree.Tree, specs: tree.Tree) -> list[tuple]:
     """Of every leaf its global shape, and the axes that split its dims."""
     leaves = tree.leaves(params)
     known = leaves if defs is None else tree.broadcast_prefix(defs, params, what="the defs")
-    flat = [P()] * len(leaves)
-    if specs is not None:
-        flat = tree.broadcast_prefix(specs, params, is_leaf=is_spec, what="specs", wanted="a P")
+    flat = leaf_specs(specs, params, "with_stochastic_rounding")
     return [
         (tuple(d.shape), dim_axes(spec, len(d.shape))) for d, spec in zip(known, flat, strict=True)
     ]

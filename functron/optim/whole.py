@@ -16,10 +16,11 @@ import torch
 
 from functron import tree
 from functron.errors import Problem, raise_problems
-from functron.spmd.axes import axis_size
+from functron.spmd.axes import axis_size, scope
 from functron.spmd.collectives import psum
+from functron.spmd.replication import varying_axes
 from functron.spmd.shards import Cut, take
-from functron.spmd.spec import P, dim_axes, is_spec
+from functron.spmd.spec import P, dim_axes, is_spec, spec_axes
 
 STACKED = ("layers", "expert")
 """Logical axes along which parameters of the same kind lie side by side."""
@@ -65,6 +66,41 @@ def num_stacked(d: Any) -> int:
     return count
 
 
+def leaf_specs(specs: tree.Tree, value: tree.Tree, what: str) -> list[P]:
+    """The spec of every leaf of `value`, for `what`, whose result depends on all shards of a leaf.
+
+    Raises:
+        ValueError: there are none, inside a program over more than one rank; or, where a simulation
+            is checked, a leaf varies over an axis that its spec lacks. Every rank would silently
+            compute another number.
+    """
+    leaves, axes = tree.leaves(value), [n for n, axis in scope().axes.items() if axis is not None]
+    if specs is None:
+        fix = f"pass the parameters' specs to {what}; P() where nothing is sharded"
+        got = f"no specs, on a mesh with {', '.join(map(repr, axes))}"
+        found = Problem(what, got, "specs, or every rank computes a number of its own", fix)
+        raise_problems("the shards of a leaf are not known", [found] if axes and leaves else [])
+        return [P()] * len(leaves)
+    flat = tree.broadcast_prefix(specs, value, is_leaf=is_spec, what="the specs", wanted="a P")
+    rows = zip(tree.paths(value), leaves, flat, strict=True) if scope().check else ()
+    raise_problems(
+        f"{what}: the specs are not those of the leaves",
+        [
+            Problem(
+                path or "(root)",
+                f"a leaf that varies over {name!r}, and {spec}",
+                "a spec that mentions each axis that splits the leaf",
+                "give it the specs of the parameters; if it is a gradient, call "
+                "sync_gradients(grads, specs) first",
+            )
+            for path, leaf, spec in rows
+            for name in varying_axes(leaf)
+            if name not in spec_axes(spec)
+        ],
+    )
+    return flat
+
+
 def wholes(value: tree.Tree, defs: tree.Tree = None, specs: tree.Tree = None) -> list[Whole]:
     """The `Whole` of every tensor in `value`.
 
@@ -82,9 +118,7 @@ def wholes(value: tree.Tree, defs: tree.Tree = None, specs: tree.Tree = None) ->
     if defs is not None:
         wanted = "a ParamDef, or containers"
         known = tree.broadcast_prefix(defs, value, what="the defs", wanted=wanted)
-    flat = [P()] * len(leaves)
-    if specs is not None:
-        flat = tree.broadcast_prefix(specs, value, is_leaf=is_spec, what="the specs", wanted="a P")
+    flat = leaf_specs(specs, value, "an optimizer that looks at whole parameters")
     rows = zip(paths, known, flat, strict=True)
     found = [Whole(path, tuple(d.shape), num_stacked(d), spec) for path, d, spec in rows]
     rows = [_unlike(one, x) for one, x in zip(found, leaves, strict=True)]

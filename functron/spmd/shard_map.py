@@ -166,18 +166,21 @@ class Mapped:
         return self._consumed(leaves, paths, out)
 
     def _refuse_edits(self, leaves: list, paths: list[str], before: dict[int, int]) -> None:
+        edited: dict[int, list[str]] = {}
+        for i, version in before.items():
+            if leaves[i]._version != version:
+                edited.setdefault(_position(paths[i]), []).append(paths[i])
         raise_problems(
             f"{self._where()} modified arguments in place, which are the caller's",
             [
                 Problem(
-                    f"argument {paths[i]}",
+                    f"argument {found[0]}" + (f" and {len(found) - 1} more" if found[1:] else ""),
                     "other values than the caller passed",
                     "a pure function of it",
                     "modify a clone (x = x.clone()), or, where the caller gives it up, pass "
-                    f"donate={_position(paths[i])} to shard_map",
+                    f"donate={position} to shard_map",
                 )
-                for i, version in before.items()
-                if leaves[i]._version != version
+                for position, found in edited.items()
             ],
         )
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import functron as ft
 from functron import optim
 from functron.spmd import Mesh, P, shard_map
 
@@ -50,10 +51,14 @@ def test_clipping_in_place_and_pure_agree_with_optax_on_shards(specs):
 
     for method in (clip.update, clip.update_):
         copy = {k: v.clone() for k, v in value.items()}
-        got = shard_map(lambda g, m=method: m(g, ())[0], Mesh(dp=2, tp=2), (specs,), specs)(copy)
+        donate = () if method is clip.update else 0
+        got = shard_map(
+            lambda g, m=method: m(g, ())[0], Mesh(dp=2, tp=2), (specs,), specs, donate=donate
+        )(copy)
         for name in value:
             np.testing.assert_allclose(got[name].numpy(), want[name], rtol=1e-6)
-        assert (copy["a"] == value["a"]).all() == (method is clip.update)
+        if method is clip.update:
+            assert torch.equal(copy["a"], value["a"])
 
 
 @given(scale=st.floats(1e-3, 1e3), low=st.booleans())
@@ -87,19 +92,63 @@ def test_low_precision_is_accumulated_in_float32():
     assert float(norm) == 64.0
 
 
-def test_a_shard_without_its_spec_is_refused_by_the_next_update():
-    """Clipping without specs scales each rank by its own norm: the replicated leaf then drifts."""
-    optimizer = optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(1.0))
-    params = {"w": torch.zeros(4), "norm": torch.zeros(2)}
+GRADS = {"w": torch.arange(4.0), "norm": torch.ones(2)}
+SPLIT = {"w": P("tp"), "norm": P()}
+NEEDS_SPECS = {
+    "global_norm": lambda g, specs: optim.global_norm(g, specs),
+    "clip_by_global_norm": lambda g, specs: optim.clip_by_global_norm(0.1, specs).update(g, ())[0],
+    "all_finite": lambda g, specs: optim.all_finite(g, specs),
+}
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("name", ["global_norm", "clip_by_global_norm", "all_finite"])
+def test_no_rank_has_a_norm_of_its_own(name, check):
+    """Without specs a mesh gave per-rank norms: each shard was scaled by its own."""
+    run = lambda specs: shard_map(
+        lambda g: NEEDS_SPECS[name](g, specs), Mesh(tp=2), (SPLIT,),
+        SPLIT if name == "clip_by_global_norm" else P(), check=check,
+    )  # fmt: skip
+    message = rf"(?s){name}.*got no specs, on a mesh with 'tp'; wanted.*pass the parameters' specs"
+    for call in (lambda: run(None)(GRADS), lambda: ft.trace(run(None))(GRADS)):
+        with pytest.raises(ValueError, match=message):
+            call()
+    NEEDS_SPECS[name](GRADS, None)
+    shard_map(
+        lambda g: NEEDS_SPECS[name](g, None), Mesh(), (SPLIT,), SPLIT if "clip" in name else P()
+    )(GRADS)
+    # sqrt(0 + 1 + 4 + 9 + 1 + 1) = 4
+    want = {
+        "global_norm": torch.tensor(4.0),
+        "clip_by_global_norm": {k: v / 40 for k, v in GRADS.items()},
+        "all_finite": torch.tensor(True),
+    }[name]
+    torch.testing.assert_close(run(SPLIT)(GRADS), want)
+
+
+def test_a_leaf_that_varies_where_its_spec_does_not_say_so_is_refused():
+    norm = lambda g: optim.global_norm(g, {"w": P(), "norm": P()})
+    with pytest.raises(ValueError, match=r"w: got a leaf that varies over 'tp', and P\(\)"):
+        shard_map(norm, Mesh(tp=2), (SPLIT,), P())(GRADS)
+
+
+def test_a_step_that_clips_without_specs_is_refused_before_it_changes_anything():
+    """Through make_step, chain, masked and zero."""
+    mesh, params = Mesh(dp=2, tp=2), {"w": torch.ones(4, 2), "norm": torch.ones(2)}
     specs = {"w": P("tp"), "norm": P()}
-
-    def step(params, grads):
-        return optimizer.step_(grads, optimizer.init(params), params)[0]
-
-    mapped = shard_map(step, Mesh(tp=2), (specs, specs), specs)
-    with pytest.raises(ValueError, match="clip_by_global_norm the same specs") as caught:
-        mapped(params, {"w": torch.arange(4.0), "norm": torch.ones(2)})
-    assert "norm: got gradients that vary over mesh axis 'tp'" in str(caught.value)
+    loss = lambda p, x, key: ft.lax.psum((x * p["norm"] * p["w"].sum()).sum(), ("dp", "tp"))
+    plain = optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(1.0))
+    shards = optim.shard_specs(params, specs, mesh)
+    for optimizer in (plain, optim.masked(plain, True), optim.zero(plain, specs, shards)):
+        defs = {
+            k: ft.ParamDef(tuple(v.shape), (None,) * v.dim(), ft.params.ones)
+            for k, v in params.items()
+        }
+        state = ft.init_state(ft.random.key(0), defs, specs, optimizer, mesh)
+        step = ft.make_step(loss, lambda x: 1, optimizer, mesh, specs)
+        with pytest.raises(ValueError, match="got no specs, on a mesh with 'dp', 'tp'"):
+            step(state, torch.ones(4, 2))
+        assert torch.equal(state.params["w"], params["w"])
 
 
 def test_elementwise_clip_is_optax():

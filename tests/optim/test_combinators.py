@@ -142,7 +142,7 @@ def test_ranks_decide_alike_whoever_has_what_is_not_finite(zero):
         return params, state
 
     out = SPECS, optimizer.specs(SPECS)
-    mapped = shard_map(program, mesh, (SPECS, [SPECS] * STEPS), out)
+    mapped = shard_map(program, mesh, (SPECS, [SPECS] * STEPS), out, donate=(0, 1))
     params, state = mapped(values(0), list(gradients(BAD)))
     plain = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1))
     want, _ = run(optim.apply_if_finite(plain, 5), BAD)
@@ -226,7 +226,7 @@ def test_injected_state_on_a_mesh():
         return optimizer.step_(grads, optimizer.init(params), params)
 
     layout = SPECS, optimizer.specs(SPECS)
-    params, state = shard_map(program, Mesh(tp=2, fsdp=2), (SPECS, SPECS), layout)(
+    params, state = shard_map(program, Mesh(tp=2, fsdp=2), (SPECS, SPECS), layout, donate=(0, 1))(
         values(0), values(1)
     )
     want = optim.adamw(0.1, mask=MASK)

@@ -19,6 +19,8 @@ from functron.program.trace import trace
 
 def measured_peak(fn: Callable, *args) -> int:
     """The most bytes that the tensors of this process hold while `fn` runs, `args` included."""
+    storages = {leaf.untyped_storage()._cdata: leaf for leaf in tree.leaves(args)}
+    given = sum(leaf.untyped_storage().nbytes() for leaf in storages.values())
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         fn(*args)
@@ -27,8 +29,7 @@ def measured_peak(fn: Callable, *args) -> int:
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
-    storages = {leaf.untyped_storage()._cdata: leaf for leaf in tree.leaves(args)}
-    return peak + sum(leaf.untyped_storage().nbytes() for leaf in storages.values())
+    return peak + given
 
 
 def decoder_step(
@@ -68,8 +69,9 @@ def predicted_and_measured(step: Callable, state, batch, runs: int = 1) -> tuple
     Several runs are for process groups, whose threads let go of what was sent a moment later.
     """
     found = memory(trace(step, donate=0)(state, batch))
+    states = [tree.map(torch.clone, state) for _ in range(runs)]
     step(state, batch)  # what torch allocates once
-    return found, min(measured_peak(step, state, batch) for _ in range(runs))
+    return found, min(measured_peak(step, each, batch) for each in states)
 
 
 GLOO = {

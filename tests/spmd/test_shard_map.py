@@ -243,7 +243,9 @@ def test_axes_of_ones_own_that_are_named_pass(program, spec, out):
 
 def test_an_axis_that_nothing_names_is_refused():
     idle = shard_map(ON_DP, OWN, P("dp"), P())
-    message = r"(?s)leaves ranks without.*axis 'dpp'.*2 ranks do the same work.*did you mean 'dp'"
+    message = (
+        r"(?s)leaves ranks without.*axis 'dpp'.*2 ranks do the same work.*did you mean '[dp]p'"
+    )
     for call in (lambda: idle(X), lambda: ft.trace(idle)(X)):
         with pytest.raises(ValueError, match=message):
             call()
