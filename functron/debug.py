@@ -1,4 +1,4 @@
-"""Looking into programs: printing from every rank, and drawing how a spec lays out a tensor."""
+"""Looking into programs: printing from every rank, drawing specs, and checking derivatives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import builtins
 import itertools
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,13 @@ from functron.errors import Problem, raise_problems
 from functron.program.recorder import active
 from functron.scopes import phase
 from functron.spmd.axes import BoundAxis, SimulatedAxis, scope, user_line
+from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.replication import no_share
+from functron.spmd.shard_map import Mapped, shard_map
+from functron.spmd.spec import P
 from functron.spmd.traced import TracedAxis
 
-__all__ = ["print", "visualize_sharding"]
+__all__ = ["check_grads", "print", "visualize_sharding"]
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _LIBRARY.define(
@@ -217,3 +220,140 @@ def _debug_print(text, values, axes, indices, dims) -> None:
 
 _LIBRARY.impl("debug_print", _debug_print, "CompositeExplicitAutograd")
 _LIBRARY.impl("debug_print", lambda *args: None, "Meta")
+
+
+_RULE = (
+    "look for a backward rule (custom_vjp, autograd.Function) that forgot a collective: ranks sum "
+    "what they return over the ranks that used a value, so psum transposes to psum, all_gather to "
+    "psum_scatter, and ppermute to its inverse; or for a stop_gradient"
+)
+
+
+def check_grads(
+    f: Callable,
+    mesh: Mesh | BoundMesh,
+    *args: Any,
+    in_specs: tree.Tree = None,
+    order: int = 1,
+    modes: Sequence[str] = ("rev",),
+    eps: float = 1e-5,
+    rtol: float = 1e-5,
+    atol: float = 1e-7,
+    seed: int = 0,
+) -> None:
+    """Check the derivatives of a per-rank program against finite differences, on all ranks.
+
+    For every floating-point argument x_i, a random direction v and random cotangents u of what each
+    rank returns, it compares ``<u, df/dx_i v>`` with ``<u, f(x_i + eps v) - f(x_i - eps v)> / 2
+    eps``, in float64 on the simulated mesh, as `jax.test_util.check_grads` does for one device. So
+    it finds wrong transposes of what ranks exchange, such as a `custom_vjp` whose backward lacks a
+    psum, which single-device checks cannot.
+
+    Args:
+        f: of this rank's shards, as `shard_map` takes it, or what `shard_map` returned. Its
+            results may vary over any axes.
+        mesh: the ranks; simulated here also where it is bound.
+        args: global values, of which those that are no floats stay fixed.
+        in_specs: how they are split, as for `shard_map`. None: those of `f`, or not at all.
+        order: 2 checks the derivative of the gradient too, and so on.
+        modes: "rev" (vjp) and "fwd" (jvp), which functions with a `custom_vjp` lack.
+        eps: the length of a step.
+        rtol: tolerated, in multiples of the lengths of u and of the difference quotient.
+        atol: tolerated beside it.
+        seed: of the directions.
+
+    Raises:
+        ValueError: derivatives differ, by argument with both numbers; an order below 1 or an
+            unknown mode; nothing to differentiate.
+    """
+    problems = [Problem("order", repr(order), "at least 1")] if order < 1 else []
+    problems += [Problem("modes", repr(m), '"rev" or "fwd"') for m in modes if m not in _MODES]
+    leaves, structure = tree.flatten(args)
+    moving = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
+    if not moving:
+        got = "no floating-point tensor"
+        problems.append(Problem("args", got, "something to differentiate by"))
+    raise_problems("check_grads", problems)
+    if isinstance(f, Mapped):
+        f, in_specs = f.f, f.in_specs if in_specs is None else in_specs
+    whole = mesh.mesh if isinstance(mesh, BoundMesh) else mesh
+
+    def rows(*local: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(leaf.unsqueeze(0) for leaf in tree.leaves(f(*local)) if _is_float(leaf))
+
+    ranks = P(tuple(name for name, size in whole.axes if size > 1))
+    mapped = shard_map(rows, whole, P() if in_specs is None else in_specs, ranks, check=False)
+
+    def function(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        full = list(leaves)
+        for i, value in zip(moving, values, strict=True):
+            full[i] = value
+        return mapped(*tree.unflatten(structure, full))
+
+    paths = tree.paths(args)
+    generator = torch.Generator().manual_seed(seed)
+    values = tuple(leaves[i].detach().to(torch.float64) for i in moving)
+    for degree in range(1, order + 1):
+        u = _directions(function(*values), generator)
+        names = [f"{'gradient of ' * (degree - 1)}argument {paths[i]}" for i in moving]
+        found = [
+            _differing(function, values, i, u, mode, (eps, rtol, atol, generator))
+            for mode in modes
+            for i in range(len(values))
+        ]
+        raise_problems(
+            f"derivatives of order {degree} on Mesh({whole}) are not those of finite differences",
+            [
+                Problem(name, *parts, _RULE)
+                for name, parts in zip(names * len(modes), found, strict=True)
+                if parts is not None
+            ],
+        )
+        function = _pulled(function, u)
+
+
+_MODES = ("rev", "fwd")
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _pulled(function: Callable, u: tuple[torch.Tensor, ...]) -> Callable:
+    """The gradient of ``<u, function(...)>``."""
+    return lambda *values: torch.func.vjp(function, *values)[1](u)
+
+
+def _directions(
+    like: Sequence[torch.Tensor], generator: torch.Generator
+) -> tuple[torch.Tensor, ...]:
+    """Random tensors of these shapes, together of length 1."""
+    drawn = [torch.randn(x.shape, dtype=torch.float64, generator=generator) for x in like]
+    length = sum(float(x.square().sum()) for x in drawn) ** 0.5 or 1.0
+    return tuple((x / length).to(one.device) for x, one in zip(drawn, like, strict=True))
+
+
+def _dot(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
+    return sum(float((x * y).sum()) for x, y in zip(a, b, strict=True))
+
+
+def _differing(
+    function: Callable, values: tuple, index: int, u: tuple, mode: str, settings: tuple
+) -> tuple[str, str] | None:
+    """What is got and wanted of the derivative by one argument, where they differ."""
+    eps, rtol, atol, generator = settings
+    (v,) = _directions([values[index]], generator)
+    along = tuple(v if i == index else torch.zeros_like(x) for i, x in enumerate(values))
+    ends = [
+        function(*(x + sign * eps * d for x, d in zip(values, along, strict=True)))
+        for sign in (1, -1)
+    ]
+    quotient = [(a - b) / (2 * eps) for a, b in zip(*ends, strict=True)]
+    want = _dot(u, quotient)
+    if mode == "rev":
+        got = _dot(torch.func.vjp(function, *values)[1](u), along)
+    else:
+        got = _dot(u, torch.func.jvp(function, values, along)[1])
+    if abs(got - want) <= atol + rtol * _dot(quotient, quotient) ** 0.5:
+        return None
+    return f"{got:.9g} by {mode}", f"{want:.9g}, the difference quotient"

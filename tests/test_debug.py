@@ -1,5 +1,6 @@
 """Printing from every kind of program, and drawings of shardings."""
 
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -337,3 +338,63 @@ def test_pictures_show_what_the_text_shows():
 def test_a_spec_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="a multiple of 2"):
         debug.visualize_sharding(P("dp"), (3,), Mesh(dp=2))
+
+
+def test_check_grads_passes_what_is_right():
+    mesh, specs = Mesh(dp=2, tp=2), ({"w": P("tp"), "b": P()}, P("dp", "tp"), P())
+
+    def program(params, x, rows):
+        y = lax.psum(torch.tanh(x @ params["w"]), "tp") * params["b"]
+        y = lax.all_gather(y, "dp", axis=1, tiled=True) + lax.ppermute(y, "tp", [(0, 1)])[:, :1]
+        top = lax.pmax(lax.stop_gradient(y), "tp")
+        return {"y": ft.remat(torch.exp)(y - top).log() + top, "rows": rows}
+
+    generator = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(4, 3, generator=generator), "b": torch.ones(3)}
+    args = params, torch.randn(2, 4, generator=generator), torch.arange(3)
+    ft.debug.check_grads(program, mesh, *args, in_specs=specs)
+    smooth = lambda params, x, rows: lax.psum(torch.tanh(x @ params["w"]), "tp") * params["b"]
+    mapped = ft.shard_map(smooth, mesh, specs, P("dp"))
+    ft.debug.check_grads(mapped, mesh, *args, order=2, modes=("rev", "fwd"))
+
+
+def squares(forgets):
+    """The sum of squares over ranks with a rule of its own, which may forget its psum."""
+    f = lambda x: lax.psum(x.square(), "tp")
+    rule = lambda x, ct: (2 * x * (ct if forgets else lax.psum(ct, "tp")),)
+    return ft.custom_vjp(f, lambda x: (f(x), x), rule)
+
+
+def test_check_grads_finds_a_rule_that_forgot_a_psum():
+    mesh, x = Mesh(tp=4), torch.arange(1.0, 9.0).view(2, 4)
+    specs = ({"x": P(None, "tp")},)
+    run = lambda forgets, **how: ft.debug.check_grads(
+        lambda tree: squares(forgets)(tree["x"]), mesh, {"x": x}, in_specs=specs, **how
+    )
+    run(False, order=2)
+    with pytest.raises(
+        ValueError, match=r"argument 0/x: got .* by rev; wanted .*custom_vjp"
+    ) as bad:
+        run(True)
+    got, want = map(float, re.findall(r"got (\S+) by rev; wanted (\S+),", str(bad.value))[0])
+    assert abs(got - want) > 0.1 * abs(want)
+    # on one rank nothing was forgotten
+    ft.debug.check_grads(squares(True), Mesh(), x)
+
+
+def test_check_grads_finds_wrong_second_derivatives():
+    """A gradient that is right, whose own derivative is cut off."""
+    f = lambda x: lax.psum(x**3, "tp")
+    rule = lambda x, ct: (3 * lax.stop_gradient(x).square() * lax.psum(ct, "tp"),)
+    program = ft.custom_vjp(f, lambda x: (f(x), x), rule)
+    args = Mesh(tp=2), torch.tensor([1.0, 2.0])
+    ft.debug.check_grads(program, *args, in_specs=P("tp"))
+    with pytest.raises(ValueError, match=r"order 2 .*(?s:.)*gradient of argument 0: got 0 by rev"):
+        ft.debug.check_grads(program, *args, in_specs=P("tp"), order=2)
+
+
+def test_check_grads_refuses_what_it_cannot_check():
+    with pytest.raises(ValueError, match="order: got 0") as caught:
+        ft.debug.check_grads(torch.sin, Mesh(), torch.arange(3), order=0, modes=("back",))
+    assert 'modes: got \'back\'; wanted "rev" or "fwd"' in str(caught.value)
+    assert "no floating-point tensor" in str(caught.value)

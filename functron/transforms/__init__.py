@@ -2,6 +2,7 @@
 
 from functron.transforms import policies
 from functron.transforms.accumulate import accumulate
+from functron.transforms.custom_vjp import custom_vjp
 from functron.transforms.fsdp import Gather, fsdp
 from functron.transforms.gradient import assume_shares, grad, sync_gradients, value_and_grad, vjp
 from functron.transforms.policies import checkpoint_name
@@ -13,6 +14,7 @@ __all__ = [
     "accumulate",
     "assume_shares",
     "checkpoint_name",
+    "custom_vjp",
     "fsdp",
     "grad",
     "policies",
