@@ -178,8 +178,8 @@ def make_step(
 def _check_work(
     what: str, mesh: Mesh | BoundMesh, specs: tree.Tree, meant: AxisNames, stages: str = ""
 ) -> None:
-    meant = {stages, *((meant,) if isinstance(meant, str) else meant)}
-    idle = [name for name in unsplit_axes(mesh, specs) if name not in meant]
+    known = {stages, *((meant,) if isinstance(meant, str) else meant)}
+    idle = [name for name in unsplit_axes(mesh, specs) if name not in known]
     refuse_idle(f"{what} on Mesh({mesh})", mesh, idle)
 
 

@@ -144,6 +144,17 @@ def check_refusals(bound):
     program = ft.shard_map(lambda x: ft.sync_gradients(torch.func.grad(full)(x), S), bound, S, S)
     with pytest.raises(ValueError, match=r"no rank's share.*torch.func.grad, which counts"):
         program(x)
+    edits = lambda x: (x.add_(1.0), x)[1]
+    with pytest.raises(ValueError, match=r"argument 0: .*donate=0 to shard_map"):
+        ft.shard_map(edits, bound, S, S)(x.clone())
+    given, want = x.clone(), x + 1.0
+    result = ft.shard_map(edits, bound, S, S, donate=0)(given)
+    assert torch.equal(result, want)
+    with pytest.raises(ValueError, match="was donated to <lambda> as argument 0"):
+        given.sum()
+    norm = ft.shard_map(lambda x: optim.global_norm({"x": x}), bound, S, P())
+    with pytest.raises(ValueError, match="got no specs, on a mesh with 'dp', 'tp'"):
+        norm(x)
     with pytest.raises(ValueError, match="got 4 processes; wanted 3 processes"):
         Mesh(dp=3).bind()
     doubly = ft.shard_map(lambda x: lax.psum(x.pow(3), "tp"), bound, S, P("dp"))
@@ -177,8 +188,11 @@ def check_training(bound):
         step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=2)
         history = []
         for _ in range(3):
+            before = state
             state, metrics = step(state, ft.shard(data, P(ft.DATA_AXES), mesh))
             history.append(metrics)
+            with pytest.raises(ValueError, match="donated to step as argument 0/step"):
+                step(before, ft.shard(data, P(ft.DATA_AXES), mesh))
         return first, state.params, history, specs
 
     for stream in (gpt.STREAM, gpt.SEQUENCE_PARALLEL_STREAM):
