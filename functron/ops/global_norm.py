@@ -1,4 +1,9 @@
-"""Sums of squares in a fixed order, of which the norm of gradients is the root."""
+"""Sums of squares, of which the norm of gradients is the root: close to float64 at any size.
+
+A float32 sum of squares that one accumulator adds up loses 1e-3 beyond ten million elements, and
+another amount on every sharding: torch's norms do that on CPUs. Here no float32 sum is of more than
+a bounded number of terms, and what these give is added up in float64.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,38 @@ CHUNK = 32768
 """Elements that one block adds up; part of the definition of the result, as it sets the order."""
 
 _THREADS = 256
+
+_BLOCK = 512
+"""Elements that `squares` adds up in float32: their sum is within 1e-6 also of equal elements, whose
+rounding errors all have one sign."""
+
+
+def squares(x: torch.Tensor, start_dim: int = 0) -> torch.Tensor:
+    """``sum(x**2)`` over the dims from `start_dim` on, in float64, in torch's operations.
+
+    Within 1e-6 of the exact sum at any size; in one pass over x, and without a copy of it where its
+    memory is dense. Elements are squared and added up in float32, by blocks of `_BLOCK` (float64
+    where x is); so it overflows where elements are above 1e18. Works under every transform and
+    compiled; no collectives.
+
+    Args:
+        x: any shape, floating point.
+        start_dim: how many leading dims stay: 1 for each layer of a stack.
+    """
+    wide = _accumulator(x)
+    own = sorted(range(start_dim, x.dim()), key=x.stride, reverse=True)  # as it lies in memory
+    flat = x.permute(*range(start_dim), *own).flatten(start_dim) if own else x.unsqueeze(-1)
+    blocks, rest = divmod(flat.shape[-1], _BLOCK)
+    norm = torch.linalg.vector_norm
+    if not blocks:
+        return norm(flat, dim=-1, dtype=wide).to(torch.float64).square()
+    head = flat.narrow(-1, 0, blocks * _BLOCK) if rest else flat
+    norms = norm(head.unflatten(-1, (blocks, _BLOCK)), dim=-1, dtype=wide)
+    total = norm(norms, dim=-1, dtype=torch.float64).square()
+    if not rest:
+        return total
+    tail = norm(flat.narrow(-1, blocks * _BLOCK, rest), dim=-1, dtype=wide)
+    return total + tail.to(torch.float64).square()
 
 
 def sum_of_squares(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from functron import tree
+from functron.ops.global_norm import squares
 from functron.optim.zero import STACKED
 from functron.spmd import collectives as lax
 from functron.spmd.spec import is_spec, spec_axes
@@ -79,13 +80,12 @@ def norms_by_layer(
     rows = [row for value, specs in values.values() for row in _leaves(value, specs, copies)]
     over = tuple(dict.fromkeys(axis for _, _, spec, _ in rows for axis in spec_axes(spec)))
     wide = any(leaf.dtype == torch.float64 for _, leaf, _, _ in rows)
-    dtype = torch.float64 if wide else torch.float32
     parts = [
-        _by_part(_leaves(value, specs, copies), layers, over, dtype)
-        for value, specs in values.values()
+        _by_part(_leaves(value, specs, copies), layers, over) for value, specs in values.values()
     ]
-    sums = psum_stages(lax.psum(torch.stack(parts), over))
-    return dict(zip(values, sums.sqrt().unbind(0), strict=True))
+    norms = psum_stages(lax.psum(torch.stack(parts), over)).sqrt()
+    norms = norms if wide else norms.to(torch.float32)
+    return dict(zip(values, norms.unbind(0), strict=True))
 
 
 def _leaves(value: tree.Tree, specs: tree.Tree, copies: tree.Tree) -> list[tuple]:
@@ -95,20 +95,18 @@ def _leaves(value: tree.Tree, specs: tree.Tree, copies: tree.Tree) -> list[tuple
     return list(zip(tree.paths(value), tree.leaves(value), flat, counts, strict=True))
 
 
-def _by_part(
-    leaves: Sequence[tuple], layers: Layers, over: Sequence[str], dtype: torch.dtype
-) -> torch.Tensor:
-    """This rank's shares of the sums of squares, one for each of `layers.names`."""
+def _by_part(leaves: Sequence[tuple], layers: Layers, over: Sequence[str]) -> torch.Tensor:
+    """This rank's shares of the sums of squares, one for each of `layers.names`; float64."""
     whole: dict[str, torch.Tensor] = {}  # by part
     stacks: dict[str, torch.Tensor] = {}  # by entry, [layers that this process holds]
     for path, leaf, spec, count in leaves:
         entry, stacked = path.split("/")[0], path in layers.stacked
         # what the axes do not split would be counted by each of their ranks
         share = 1 / (count * lax.axis_size([a for a in over if a not in spec_axes(spec)]))
-        squares = _squares(leaf, stacked, dtype) * share
+        sums = squares(leaf, int(stacked)) * share
         into = stacks if stacked else whole
-        into[entry] = into[entry] + squares if entry in into else squares
-    pieces = [*(squares.reshape(1) for squares in whole.values()), *stacks.values()]
+        into[entry] = into[entry] + sums if entry in into else sums
+    pieces = [*(total.reshape(1) for total in whole.values()), *stacks.values()]
     places = [layers.names.index(entry) for entry in whole]
     places += [place for entry in stacks for place in layers.places[entry]]
     order = [len(places)] * len(layers.names)  # of what is not here, the zero at the end
@@ -117,11 +115,3 @@ def _by_part(
     zero = pieces[0].new_zeros(1)
     index = torch.tensor(order, device=zero.device)
     return torch.cat([*pieces, zero]).index_select(0, index)
-
-
-def _squares(leaf: torch.Tensor, stacked: bool, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of the squares of a leaf, or of each of its rows."""
-    dims = list(range(1, leaf.dim())) if stacked else None
-    if dims == []:
-        return leaf.to(dtype).square()
-    return torch.linalg.vector_norm(leaf, dim=dims, dtype=dtype).square()

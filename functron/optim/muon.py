@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from functron import tree
 from functron.errors import Problem, nearest, raise_problems
+from functron.ops.global_norm import squares
 from functron.optim.adam import adamw
 from functron.optim.learning_rate import LearningRate, scale_by_learning_rate
 from functron.optim.mask import Mask, add_decayed_weights
@@ -112,7 +113,7 @@ def newton_schulz(
     flipped = x.shape[-2] > x.shape[-1]
     x = x.mT if flipped else x
     # the largest singular value must be at most 1, and the Frobenius norm is no smaller
-    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + eps)
+    x = x / (squares(x, x.dim() - 2)[..., None, None].sqrt().to(x.dtype) + eps)
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x

@@ -168,3 +168,29 @@ def test_a_maximum_that_is_not_positive_is_refused(bad):
         optim.clip_by_global_norm(bad)
     with pytest.raises(ValueError, match="max_delta"):
         optim.clip(bad)
+
+
+def large(kind):
+    """Leaves on which a float32 sum of squares in one accumulator errs by 1e-4 and more."""
+    generator = torch.Generator().manual_seed(0)
+    if kind == "equal":
+        return {"w": torch.full((2, 600, 1001), 0.1), "b": torch.full((1_200_002,), 0.3)}
+    flat = torch.rand(2 * 600 * 1001, generator=generator)
+    return {"w": flat.view(2, 1001, 600).mT, "b": torch.rand(1_200_002, generator=generator)}
+
+
+@pytest.mark.parametrize(("kind", "near"), [("equal", 1e-6), ("random", 1e-7)])
+def test_norms_of_large_leaves_are_those_of_float64_on_every_sharding(kind, near):
+    value = large(kind)
+    want = sum(leaf.double().square().sum() for leaf in value.values()).sqrt().item()
+    for specs in ({"w": P(), "b": P()}, {"w": P(None, "tp"), "b": P("tp")}):
+        norm = lambda g, specs=specs: optim.global_norm(g, specs)  # noqa: E731
+        got = shard_map(norm, Mesh(tp=2), (specs,), P())(value)
+        assert got.dtype == torch.float32
+        assert got.item() == pytest.approx(want, rel=near)
+    for method in (optim.global_norm, ft.jit(optim.global_norm)):
+        assert method(value).item() == pytest.approx(want, rel=near)
+    layers = optim.Layers(("w/0", "w/1", "b"), frozenset({"w"}), {"w": [0, 1]})
+    norms = optim.norms_by_layer({"g": (value, P())}, layers)["g"]
+    rows = [*value["w"].double().flatten(1).norm(dim=1), value["b"].double().norm()]
+    assert norms.tolist() == pytest.approx(torch.stack(rows).tolist(), rel=near)

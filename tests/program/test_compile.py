@@ -250,6 +250,21 @@ def test_no_iteration_gives_ys_of_length_zero(unroll):
     assert (ys.shape, ys.dtype) == ((0, 2, 3), torch.float64)
 
 
+def test_long_sums_through_inductor_are_close_to_float64(cache):
+    """Equal summands, whose rounding errors have one sign: Inductor alone is off by 1e-5 and more."""
+    x, y = torch.full((200_000, 5), 0.1), torch.full((200_000, 5), 0.1, dtype=torch.bfloat16)
+
+    def everything(x, y):
+        roots = torch.linalg.vector_norm(x), *torch._foreach_norm([x])
+        return x.sum(), x.sum(0), (2 * x).mean(), x.mean(0, keepdim=True), y.float().sum(), *roots
+
+    got = made(everything, x, y, backend="inductor", cache=cache)(x, y)
+    want = everything(x.double(), y.double())
+    for a, b, dtype in zip(got, want, [torch.float32] * 7, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), b.double(), rtol=2e-7, atol=0)
+
+
 def test_scans_through_inductor(cache):
     chosen = ["plain", "gradient_of_both", "ys_whole_and_scanned", "carries_swap", "ys_are_views"]
 

@@ -177,7 +177,7 @@ def test_categories_of_a_training_step():
     assert found.at_rest["inputs"] == rest
     index = CATEGORIES.index
     # after backward all gradients are there and no activations; the update takes no more memory
-    update = next(m for m in found.timeline if m.equation == "_foreach_norm")
+    update = next(m for m in found.timeline if m.equation == "linalg_vector_norm")
     assert update.live[index("gradients")] == nbytes(state.params)
     assert update.live[index("activations")] < 1000
     after = found.timeline[found.timeline.index(update) :]
