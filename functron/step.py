@@ -123,7 +123,8 @@ def make_step(
         batch_specs: how the batch is split, a spec or a tree of them, such as ``gpt.batch_specs()``
             where axes split sequences as well.
         normed: whose gradients make up ``grad_norm``, a tree or prefix tree of bools, such as
-            `weight_mask`.
+            `weight_mask`; False: nobody's, and the norm is not in the metrics, nor computed unless
+            `optimizer` clips by it.
         has_aux: `loss` returns ``(sum, aux)``, where aux is a tree of sums that are replicated; the
             sums over microbatches are then in the metrics, as ``aux``.
         layers: of the parameters that are trained and `normed`: the norms of these, before the
@@ -134,7 +135,9 @@ def make_step(
 
     Returns:
         The step. Its metrics are float scalars ``loss`` (mean over targets) and ``grad_norm``
-        (before clipping). Raises ValueError where the batch does not divide.
+        (before clipping; of the same gradients as an `optim.clip_by_global_norm` at the head of
+        `optimizer`, it is computed once for both). Raises ValueError where the batch does not
+        divide.
 
     Raises:
         ValueError: an axis of the mesh splits nothing.
@@ -142,6 +145,7 @@ def make_step(
 
     layout = state_specs(specs, optimizer)
     _check_work("make_step", mesh, (layout, batch_specs), replicated_over)
+    _check_normed(normed, layers)
     used = whole_over(specs, FSDP_AXES) if hoist else specs
     wanted = optimizer.grad_specs(specs)
     both = functools.partial(value_and_grad, has_aux=has_aux)
@@ -198,8 +202,9 @@ def update(
 ) -> tuple[State, dict]:
     """The state after a step, from every rank's shares of the gradients, and norms.
 
-    Donates `state` and `grads`. Collectives: those of `sync_gradients`, `optim.global_norm`, the
-    optimizer and, with `layers`, `optim.norms_by_layer`.
+    Donates `state` and `grads`. Collectives: those of `sync_gradients`, the optimizer, with
+    `layers` `optim.norms_by_layer`, and `optim.global_norm` where the optimizer does not clip by
+    the same norm.
 
     Args:
         state: before the step.
@@ -209,11 +214,12 @@ def update(
         copies: how many ranks of a pipeline hold each parameter.
         arrived: the specs with which the gradients come; None: the parameters'.
         dtype: sum gradients over ranks in this dtype; None: their own.
-        normed, kernels: whose gradients the norm is of, and what sums it; as in `make_step`.
+        normed, kernels: whose gradients the norm is of (False: no norm), and what sums it; as in
+            `make_step`.
         layers: whose norms are wanted, each by itself; None: no more than that of all gradients.
 
     Returns:
-        The state, and ``{"grad_norm", "layers"?}``: the norm of all gradients that count; and
+        The state, and ``{"grad_norm"?, "layers"?}``: the norm of all gradients that count; and
         ``param_norm`` (before the update) and ``grad_norm`` of `layers`, in their order.
     """
     wanted = optimizer.grad_specs(specs)
@@ -221,15 +227,34 @@ def update(
         grads = sync_gradients(grads, specs if arrived is None else arrived, wanted, dtype=dtype)
     with named_scope("update"):
         counted = tree.partition(grads, normed)[0]
-        norms: dict[str, Any] = {
-            "grad_norm": optim.global_norm(counted, wanted, copies, kernels=kernels)
-        }
+        norms: dict[str, Any] = {}
+        shared = {}
+        if normed is not False and _clips_by(optimizer, grads, counted):
+            norms["grad_norm"] = shared["norm"] = optimizer.norm.value(grads)
+        elif normed is not False:
+            norms["grad_norm"] = optim.global_norm(counted, wanted, copies, kernels=kernels)
         if layers is not None:
             own = _like(state.params, counted)
             both = {"param_norm": (own, specs), "grad_norm": (counted, wanted)}
             norms["layers"] = optim.norms_by_layer(both, layers, copies)
-        params, opt_state = optimizer.step_(grads, state.opt_state, state.params)
+        params, opt_state = optimizer.step_(grads, state.opt_state, state.params, **shared)
     return State(state.step + 1, params, opt_state, state.key), norms
+
+
+def _check_normed(normed: tree.Tree, layers: optim.Layers | None) -> None:
+    if normed is False and layers is not None:
+        problem = Problem("layers", "layers, with normed=False", "None", "say whose norms they are")
+        raise_problems("norms by layer are of the gradients that are normed", [problem])
+
+
+def _clips_by(
+    optimizer: optim.GradientTransformation, grads: tree.Tree, counted: tree.Tree
+) -> bool:
+    """Whether the norm of just these gradients is what the optimizer clips by."""
+    if optimizer.norm is None:
+        return False
+    own = tree.leaves(optimizer.norm.of(grads))
+    return list(map(id, own)) == list(map(id, tree.leaves(counted)))
 
 
 def _like(params: tree.Tree, some: tree.Tree) -> tree.Tree:
@@ -293,6 +318,7 @@ def make_pipelined_step(
         ValueError: parameters are frozen, and others spread among the pipeline's ranks; an axis of
             the mesh splits nothing.
     """
+    _check_normed(normed, layers)
     rank = mesh.coordinate[axis] if isinstance(mesh, BoundMesh) and mesh[axis] > 1 else None
     copies = stages.partition.copies(rank)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, gpt, lax, optim, random, tree
+from functron import Mesh, P, gpt, lax, optim, random, tree
 from functron.spmd.donation import Donated
 
 CONFIG = gpt.GPTConfig(
@@ -180,3 +180,46 @@ def test_a_batch_that_does_not_divide_is_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match="multiple of 3"):
         step(state, batch(0))
+
+
+def norms_in(optimizer, specs, **how):
+    """The metrics of a traced step, and the all-reductions of norms' single float64 numbers."""
+    mesh = Mesh(dp=2, tp=2)
+    params = {"w": torch.ones(4, 6), "v": torch.ones(6), "frozen": torch.ones(2)}
+
+    def loss(params, batch, key):
+        x = batch["x"] @ params["w"] * params["v"]
+        return lax.psum(x.square().sum() + 0 * params["frozen"].sum(), ("dp", "tp"))
+
+    data = {"x": torch.ones(8, 4)}
+    state = ft.init_state(random.key(0), params, specs, optimizer, mesh, params)
+    count = lambda batch: 8  # noqa: E731
+    step = ft.make_step(loss, count, optimizer, mesh, specs, batch_specs=P("dp"), **how)
+    program = ft.trace(step)(state, data)
+    found = [
+        equation.args[1]
+        for equation, _ in program.block.walk()
+        if equation.name == "psum"
+        and (equation.results[0].dtype, equation.results[0].shape) == (torch.float64, ())
+    ]
+    return set(step(state, data)[1]), found
+
+
+def test_the_norm_of_gradients_is_computed_once_or_not_at_all():
+    """One all-reduce over tp, of what is split, is a norm: for the metric, clipping, or both."""
+    specs = {"w": P(None, "tp"), "v": P("tp"), "frozen": P()}
+    mask = {"w": True, "v": True, "frozen": False}
+    clip, sgd = optim.clip_by_global_norm(0.5, specs), optim.sgd(0.1)
+    clipped = optim.chain(clip, optim.zero(optim.adamw(0.1), specs, specs))
+    both = {"loss", "grad_norm"}
+    assert norms_in(clipped, specs) == (both, ["tp"])
+    assert norms_in(clipped, specs, normed=False) == ({"loss"}, ["tp"])
+    assert norms_in(sgd, specs, normed=False) == ({"loss"}, [])
+    wrapped = optim.where(mask, optim.apply_if_finite(clipped, 3, specs=specs), sgd)
+    assert norms_in(wrapped, specs, normed=mask) == (both, ["tp"])
+    masked = optim.masked(clipped, mask)
+    assert norms_in(masked, specs, normed=mask, trainable=mask) == (both, ["tp"])
+    # other gradients than those that are clipped have another norm
+    assert norms_in(clipped, specs, normed=mask) == (both, ["tp", "tp"])
+    with pytest.raises(ValueError, match=r"normed=False; wanted None"):
+        norms_in(sgd, specs, normed=False, layers=optim.Layers((), frozenset()))

@@ -12,10 +12,12 @@ from functron.ops.global_norm import squares, sum_of_squares
 from functron.ops.kernels import AUTO, Kernels
 from functron.optim.transformation import (
     GradientTransformation,
+    Norm,
     Updates,
     scale,
     scale_,
     stateless,
+    transformation,
 )
 from functron.optim.whole import leaf_specs
 from functron.spmd.collectives import psum
@@ -88,8 +90,9 @@ def clip_by_global_norm(
 ) -> GradientTransformation:
     """Scales all updates together so that their `global_norm` is at most `max_norm`, as Optax does.
 
-    Updates whose norm is below it pass unchanged. Collectives are those of `global_norm`; a step
-    that also reports the norm can compute it once and use `norm_scale` with `scale_`.
+    Updates whose norm is below it pass unchanged. Collectives are those of `global_norm`, and none
+    where the norm is given: ``update(updates, state, norm=...)``. A step that also reports the norm
+    computes it once that way, as `functron.make_step` does.
 
     Args:
         max_norm: positive.
@@ -103,13 +106,21 @@ def clip_by_global_norm(
     """
     _positive("clip_by_global_norm", "max_norm", max_norm)
 
-    def factor(updates):
-        return norm_scale(global_norm(updates, specs, copies, kernels=kernels), max_norm)
+    def value(updates):
+        return global_norm(updates, specs, copies, kernels=kernels)
 
-    return stateless(
-        lambda updates, params: scale(updates, factor(updates)),
-        lambda updates, params: scale_(updates, factor(updates)),
-    )._replace(factor=factor)
+    def factor(updates, norm=None):
+        return norm_scale(value(updates) if norm is None else norm, max_norm)
+
+    return transformation(
+        lambda params: (),
+        lambda updates, state, params=None, norm=None: (scale(updates, factor(updates, norm)), ()),
+        specs=lambda param_specs: (),
+        update_=lambda updates, state, params=None, norm=None: (
+            scale_(updates, factor(updates, norm)),
+            (),
+        ),
+    )._replace(factor=factor, norm=Norm(lambda updates: updates, value))
 
 
 def clip(max_delta: float) -> GradientTransformation:

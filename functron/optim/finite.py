@@ -100,26 +100,26 @@ def apply_if_finite(
         go = finite | (errors > max_consecutive_errors)
         return go, ApplyIfFiniteState(errors, finite, total, state.inner_state)
 
-    def run(method, updates, state, params):
+    def run(method, updates, state, params, **norm):
         go, counted = judged(updates, state)
         if readable(go):
             if not go:
                 return tree.map(torch.zeros_like, updates), counted
-            updates, kept = method(updates, state.inner_state, params)
+            updates, kept = method(updates, state.inner_state, params, **norm)
             return updates, counted._replace(inner_state=kept)
-        out, kept = inner.update(updates, state.inner_state, params)
+        out, kept = inner.update(updates, state.inner_state, params, **norm)
         out = _select(go, out, tree.map(torch.zeros_like, out))
         return out, counted._replace(inner_state=_select(go, kept, state.inner_state))
 
-    def step_(grads, state, params):
+    def step_(grads, state, params, **norm):
         go, counted = judged(grads, state)
         if not readable(go):
-            out, kept = inner.update(grads, state.inner_state, params)
+            out, kept = inner.update(grads, state.inner_state, params, **norm)
             params = _select(go, apply_updates(params, out), params)
             return params, counted._replace(inner_state=_select(go, kept, state.inner_state))
         if not go:
             return params, counted
-        params, kept = inner.step_(grads, state.inner_state, params)
+        params, kept = inner.step_(grads, state.inner_state, params, **norm)
         return params, counted._replace(inner_state=kept)
 
     def state_specs(param_specs):
@@ -127,12 +127,16 @@ def apply_if_finite(
 
     return transformation(
         init,
-        lambda updates, state, params=None: run(inner.update, updates, state, params),
+        lambda updates, state, params=None, **norm: run(
+            inner.update, updates, state, params, **norm
+        ),
         state_specs,
-        update_=lambda updates, state, params=None: run(inner.update_, updates, state, params),
+        update_=lambda updates, state, params=None, **norm: run(
+            inner.update_, updates, state, params, **norm
+        ),
         step_=step_,
         grad_specs=inner.grad_specs,
-    )
+    )._replace(norm=inner.norm)
 
 
 def _select(flag: torch.Tensor, chosen: tree.Tree, other: tree.Tree) -> tree.Tree:

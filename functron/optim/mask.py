@@ -12,6 +12,7 @@ from functron.optim.learning_rate import LearningRate, ScaleByScheduleState, new
 from functron.optim.transformation import (
     GradientTransformation,
     Params,
+    norm_of_part,
     stateless,
     transformation,
 )
@@ -84,21 +85,26 @@ def masked(inner: GradientTransformation, mask: tree.Tree) -> GradientTransforma
     def chosen(value: tree.Tree) -> tree.Tree:
         return tree.partition(value, mask)[0]
 
-    def run(method: Callable, updates, state, params):
-        return method(chosen(updates), state, None if params is None else chosen(params))
+    def run(method: Callable, updates, state, params, **norm):
+        return method(chosen(updates), state, None if params is None else chosen(params), **norm)
 
-    def step_(grads, state, params):
+    def step_(grads, state, params, **norm):
         mine, others = tree.partition(params, mask)
-        mine, state = inner.step_(chosen(grads), state, mine)
+        mine, state = inner.step_(chosen(grads), state, mine, **norm)
         return tree.join(mine, others), state
 
     return GradientTransformation(
         lambda params: inner.init(chosen(params)),
-        lambda updates, state, params=None: run(inner.update, updates, state, params),
+        lambda updates, state, params=None, **norm: run(
+            inner.update, updates, state, params, **norm
+        ),
         inner.specs,
-        lambda updates, state, params=None: run(inner.update_, updates, state, params),
+        lambda updates, state, params=None, **norm: run(
+            inner.update_, updates, state, params, **norm
+        ),
         step_,
         inner.grad_specs,
+        norm=norm_of_part(inner.norm, chosen),
     )
 
 

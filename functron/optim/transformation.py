@@ -8,7 +8,8 @@ everything else: differentiating through an optimizer, vmapping over hyperparame
 what `step_` is supposed to compute.
 
 Two further functions, which few have, let one kernel compute what several transformations do around
-each other in one pass over memory: `factor` and `one_pass`.
+each other in one pass over memory: `factor` and `one_pass`. And one that clips by a norm says so, as
+`norm`, so that who reports that norm as well need not compute it again.
 """
 
 from __future__ import annotations
@@ -42,6 +43,18 @@ class Around(NamedTuple):
     rounding: tree.Tree = None
 
 
+class Norm(NamedTuple):
+    """The norm that a transformation clips by.
+
+    Attributes:
+        of: ``of(updates)``: those that it is the norm of, with None in the places of others.
+        value: ``value(updates)``: the norm itself, 0-dim; it issues the norm's collectives.
+    """
+
+    of: Callable[[Updates], Updates]
+    value: Callable[[Updates], torch.Tensor]
+
+
 OnePass = Callable[[Updates, State, Params, Around], Callable[[], tuple[Params, State]] | None]
 
 
@@ -60,6 +73,9 @@ class GradientTransformation(NamedTuple):
         grad_specs: ``grad_specs(param_specs) -> specs``: how `update` and `step_` want gradients to
             be sharded, once reduced (`functron.sync_gradients`). As the parameters are, except
             under `zero`.
+        norm: of the updates, where `update` clips by one; None: it does not. Where there is one,
+            `update`, `update_` and `step_` take its value as the keyword argument `norm`, and
+            compute it only if they are not given it.
     """
 
     init: Callable[[Params], State]
@@ -68,8 +84,9 @@ class GradientTransformation(NamedTuple):
     update_: Callable[..., tuple[Updates, State]]
     step_: Callable[[Updates, State, Params], tuple[Params, State]]
     grad_specs: Callable[[tree.Tree], tree.Tree] = lambda param_specs: param_specs
-    factor: Callable[[Updates], torch.Tensor] | None = None
+    factor: Callable[..., torch.Tensor] | None = None
     one_pass: OnePass | None = None
+    norm: Norm | None = None
 
 
 def transformation(
@@ -87,18 +104,18 @@ def transformation(
     `step_` to `update_` followed by `apply_updates_`, and `grad_specs` to the parameters' specs.
     """
 
-    def unshared(updates, state, params=None):
-        updates, state = update(updates, state, params)
+    def unshared(updates, state, params=None, **norm):
+        updates, state = update(updates, state, params, **norm)
         kept = {id(leaf) for leaf in tree.leaves(state)}
         return tree.map(lambda u: u.clone() if id(u) in kept else u, updates), state
 
-    def donating(updates, state, params=None):
+    def donating(updates, state, params=None, **norm):
         # a traced program is pure: what takes whose memory is for its compiler to decide
         method = update if active() is not None else update_ or unshared
-        return method(updates, state, params)
+        return method(updates, state, params, **norm)
 
-    def update_and_apply(grads, state, params):
-        updates, state = donating(grads, state, params)
+    def update_and_apply(grads, state, params, **norm):
+        updates, state = donating(grads, state, params, **norm)
         return apply_updates_(params, updates), state
 
     plain = GradientTransformation(init, update, specs, donating, update_and_apply)
@@ -110,10 +127,10 @@ def transformation(
 def with_step(plain: GradientTransformation, step_: Callable) -> GradientTransformation:
     """`plain` with another `step_`, which a traced program replaces by its pure meaning."""
 
-    def step(grads, state, params):
+    def step(grads, state, params, **norm):
         if active() is None:
-            return step_(grads, state, params)
-        updates, state = plain.update(grads, state, params)
+            return step_(grads, state, params, **norm)
+        updates, state = plain.update(grads, state, params, **norm)
         return apply_updates(params, updates), state
 
     return plain._replace(step_=step)
@@ -166,32 +183,33 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
                 "that its init returns; fix: initialise the state with this same optimizer"
             )
 
-    def run(methods, updates, state, params):
+    def run(methods, updates, state, params, **norm):
         check(state, methods)
         new_state = []
         for method, part in zip(methods, state, strict=True):
-            updates, part = method(updates, part, params)
+            updates, part = method(updates, part, params, **norm)
             new_state.append(part)
+            norm = {}  # that of what the first one sees
         return updates, tuple(new_state)
 
-    def update(updates, state, params=None):
-        return run([t.update for t in transformations], updates, state, params)
+    def update(updates, state, params=None, **norm):
+        return run([t.update for t in transformations], updates, state, params, **norm)
 
-    def update_(updates, state, params=None):
-        return run([t.update_ for t in transformations], updates, state, params)
+    def update_(updates, state, params=None, **norm):
+        return run([t.update_ for t in transformations], updates, state, params, **norm)
 
-    def last_step_(updates, state, params):
-        return transformations[-1].step_(updates, state, params)
+    def last_step_(updates, state, params, **norm):
+        return transformations[-1].step_(updates, state, params, **norm)
 
     factor = transformations[-2].factor if len(transformations) > 1 else None
     one_pass = transformations[-1].one_pass if transformations else None
 
-    def step_(grads, state, params):
+    def step_(grads, state, params, **norm):
         if factor is not None and one_pass is not None:
             check(state, transformations)
             before = [t.update_ for t in transformations[:-2]]
-            updates, kept = run(before, grads, state[:-2], params)
-            by = factor(updates)
+            updates, kept = run(before, grads, state[:-2], params, **norm)
+            by = factor(updates, **({} if before else norm))
             together = one_pass(updates, state[-1], params, Around(by))
             if together is None:
                 params, last = last_step_(scale_(updates, by), state[-1], params)
@@ -199,7 +217,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
                 params, last = together()
             return params, (*kept, state[-2], last)
         methods = [*(t.update_ for t in transformations[:-1]), last_step_]
-        return run(methods, grads, state, params)
+        return run(methods, grads, state, params, **norm)
 
     def grad_specs(param_specs):
         for t in reversed(transformations):
@@ -213,7 +231,14 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         update_=update_,
         step_=step_ if transformations else None,
         grad_specs=grad_specs,
-    )
+    )._replace(norm=transformations[0].norm if transformations else None)
+
+
+def norm_of_part(norm: Norm | None, part: Callable[[Updates], Updates]) -> Norm | None:
+    """The norm of a transformation that is given a part of the updates, ``part(updates)``."""
+    if norm is None:
+        return None
+    return Norm(lambda updates: norm.of(part(updates)), lambda updates: norm.value(part(updates)))
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:

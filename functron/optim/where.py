@@ -7,7 +7,11 @@ from typing import Any, NamedTuple
 
 from functron import tree
 from functron.errors import Problem, nearest, raise_problems
-from functron.optim.transformation import GradientTransformation, transformation
+from functron.optim.transformation import (
+    GradientTransformation,
+    norm_of_part,
+    transformation,
+)
 from functron.spmd.spec import is_spec
 
 
@@ -117,6 +121,8 @@ def _side_by_side(
     """A transformation per label, and how their states become one."""
     several = list(transforms.values())
     pure, donating = [t.update for t in several], [t.update_ for t in several]
+    clips = [t for t in several if t.norm is not None]
+    clipping = clips[0] if len(clips) == 1 else None
 
     def split(value: tree.Tree, labels: tree.Tree, name: str) -> list[tree.Tree]:
         leaves = tree.same_structure(labels, value, names=(what, name))
@@ -128,11 +134,13 @@ def _side_by_side(
         rows = enumerate(tree.leaves(labels))
         return tree.unflatten(tree.structure(labels), [by_label[label][i] for i, label in rows])
 
-    def run(methods: Iterable[Any], updates, state, params):
+    def run(methods: Iterable[Any], updates, state, params, **norm):
         labels = labels_of(updates)
         sides = [None] * len(several) if params is None else split(params, labels, "params")
-        rows = zip(methods, split(updates, labels, "updates"), unpack(state), sides, strict=True)
-        results = [method(part, own, side) for method, part, own, side in rows]
+        given = [norm if t is clipping else {} for t in several]
+        parts = split(updates, labels, "updates")
+        rows = zip(methods, parts, unpack(state), sides, given, strict=True)
+        results = [method(part, own, side, **norm) for method, part, own, side, norm in rows]
         updates = merge([updates for updates, _ in results], labels)
         return updates, pack([state for _, state in results])
 
@@ -160,18 +168,24 @@ def _side_by_side(
         sides = split(params, labels_of(params), "params")
         return pack([t.init(side) for t, side in zip(several, sides, strict=True)])
 
-    def step_(grads, state, params):
-        _, state = run([t.step_ for t in several], grads, state, params)
+    def own(updates: tree.Tree) -> tree.Tree:
+        """The updates of the one that clips."""
+        return split(updates, labels_of(updates), "updates")[several.index(clipping)]
+
+    def step_(grads, state, params, **norm):
+        _, state = run([t.step_ for t in several], grads, state, params, **norm)
         return params, state
 
     return transformation(
         init,
-        lambda updates, state, params=None: run(pure, updates, state, params),
+        lambda updates, state, params=None, **norm: run(pure, updates, state, params, **norm),
         specs,
-        update_=lambda updates, state, params=None: run(donating, updates, state, params),
+        update_=lambda updates, state, params=None, **norm: run(
+            donating, updates, state, params, **norm
+        ),
         step_=step_,
         grad_specs=grad_specs,
-    )
+    )._replace(norm=norm_of_part(clipping and clipping.norm, own))
 
 
 def _only(labels: tree.Tree, leaves: list, label: Hashable) -> tree.Tree:

@@ -132,21 +132,21 @@ def zero(
         )
         return inner.init(own)
 
-    def run(method: Any, updates, state, params):
+    def run(method: Any, updates, state, params, **norm):
         if params is None:
             raise ValueError(
                 "zero: got params=None; wanted the parameters, whose parts are updated; fix: call "
                 "update(grads, state, params)"
             )
-        updates, state = method(updates, state, parts(params))
+        updates, state = method(updates, state, parts(params), **norm)
         return whole(updates, params), state
 
-    def step_(grads, state, params):
+    def step_(grads, state, params, **norm):
         mine = parts(params)
         if active() is not None:  # a traced program is pure
-            updates, state = inner.update(grads, state, mine)
+            updates, state = inner.update(grads, state, mine, **norm)
             return whole(apply_updates(mine, updates), params), state
-        mine, state = inner.step_(grads, state, mine)
+        mine, state = inner.step_(grads, state, mine, **norm)
         return written(mine, params), state
 
     def written(mine: tree.Tree, params: tree.Tree) -> tree.Tree:
@@ -175,12 +175,17 @@ def zero(
 
     return GradientTransformation(
         init,
-        lambda updates, state, params=None: run(inner.update, updates, state, params),
+        lambda updates, state, params=None, **norm: run(
+            inner.update, updates, state, params, **norm
+        ),
         lambda param_specs: inner.specs(extended(param_specs)),
-        lambda updates, state, params=None: run(inner.update_, updates, state, params),
+        lambda updates, state, params=None, **norm: run(
+            inner.update_, updates, state, params, **norm
+        ),
         step_,
         lambda param_specs: inner.grad_specs(extended(param_specs)),
         one_pass=one_pass,
+        norm=inner.norm,
     )
 
 
