@@ -193,7 +193,7 @@ def norms_in(optimizer, specs, **how):
 
     data = {"x": torch.ones(8, 4)}
     state = ft.init_state(random.key(0), params, specs, optimizer, mesh, params)
-    count = lambda batch: 8  # noqa: E731
+    count = lambda batch: 8
     step = ft.make_step(loss, count, optimizer, mesh, specs, batch_specs=P("dp"), **how)
     program = ft.trace(step)(state, data)
     found = [

@@ -16,7 +16,7 @@ from functron.data.weights import proportions
 from functron.errors import Problem, raise_problems
 
 BLOCK = 1 << 16
-_SCALE = 1 << 40
+_LARGEST = 1 << 58
 
 
 class Source(Protocol):
@@ -77,7 +77,8 @@ class Mixture:
 
     The order of a block of 2^16 samples is the greedy one: source i of weight w_i goes next if its
     deficit ``w_i (n + 1) - count_i`` is the largest, the first such source on a tie. It is computed
-    once, in integers, and repeats, so that all else is arithmetic. With k sources, after n samples,
+    once, in integers, and repeats, so that all else is arithmetic; exactly, but where the common
+    denominator of the weights is above 2^58. With k sources, after n samples,
 
         ``-(1 - 1 / k) <= w_i n - count_i <= 1/2 + 1/3 + ... + 1/k``
 
@@ -229,8 +230,9 @@ class Blend:
 
 def _greedy(weights: Sequence[Fraction]) -> np.ndarray:
     """The sources of a block's samples, in order: int64 ``[2^16]``."""
-    # integers, so that ties are ties on every machine; they sum to the scale but for rounding
-    shares = np.array([max(math.floor(weight * _SCALE), 1) for weight in weights], np.int64)
+    # integers, so that ties are ties; deficits are below ln k times their sum, which int64 holds
+    scale = min(math.lcm(*(weight.denominator for weight in weights)), _LARGEST)
+    shares = np.array([max(math.floor(weight * scale), 1) for weight in weights], np.int64)
     total = int(shares.sum())
     order = np.empty(BLOCK, np.int64)
     deficits = np.zeros(len(shares), np.int64)

@@ -18,8 +18,8 @@ CHUNK = 32768
 _THREADS = 256
 
 _BLOCK = 512
-"""Elements that `squares` adds up in float32: their sum is within 1e-6 also of equal elements, whose
-rounding errors all have one sign."""
+"""Elements that `squares` adds up in float32: their sum is within 1e-6 also where all are equal, so
+that rounding errors have one sign."""
 
 
 def squares(x: torch.Tensor, start_dim: int = 0) -> torch.Tensor:

@@ -8,8 +8,8 @@ everything else: differentiating through an optimizer, vmapping over hyperparame
 what `step_` is supposed to compute.
 
 Two further functions, which few have, let one kernel compute what several transformations do around
-each other in one pass over memory: `factor` and `one_pass`. And one that clips by a norm says so, as
-`norm`, so that who reports that norm as well need not compute it again.
+each other in one pass over memory: `factor` and `one_pass`. One that clips by a norm says so, as
+`norm`, so that whoever reports that norm too need not compute it again.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def test_norms_of_large_leaves_are_those_of_float64_on_every_sharding(kind, near
     value = large(kind)
     want = sum(leaf.double().square().sum() for leaf in value.values()).sqrt().item()
     for specs in ({"w": P(), "b": P()}, {"w": P(None, "tp"), "b": P("tp")}):
-        norm = lambda g, specs=specs: optim.global_norm(g, specs)  # noqa: E731
+        norm = lambda g, specs=specs: optim.global_norm(g, specs)
         got = shard_map(norm, Mesh(tp=2), (specs,), P())(value)
         assert got.dtype == torch.float32
         assert got.item() == pytest.approx(want, rel=near)
