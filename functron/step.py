@@ -107,7 +107,9 @@ def make_step(
         optimizer: the gradient transformation.
         mesh: the ranks; the batch is split over its data axes.
         specs: the parameters' specs, one per parameter.
-        num_microbatches: parts that each rank's batch is cut into to save activation memory.
+        num_microbatches: parts that each rank's batch is dealt into to save activation memory, as
+            `accumulate` does. With `batch_specs` every rank holds a contiguous part of the samples,
+            so microbatch m is samples m, m + num_microbatches, ... of the batch on every mesh.
         scatter: reduce gradients to what the optimizer wants of each rank (`optim.zero`, or fully
             sharded parameters) in backward, layer by layer and microbatch by microbatch, so that
             only these parts are kept: ZeRO stage 2. Otherwise once, at the end.

@@ -63,7 +63,8 @@ class Pipeline:
 
         Args:
             params: what `partition` says that this process holds.
-            batch: a tree whose leading dims are cut into the schedule's microbatches.
+            batch: a tree whose leading dims are dealt into the schedule's microbatches, as
+                `accumulate` does: microbatch m of M has samples m, m + M, ...
             shared: what all microbatches share.
 
         Returns:
@@ -99,6 +100,8 @@ class Pipeline:
         """What the last stage returns for each microbatch, on every rank; no gradients.
 
         Arguments are those of `value_and_grad`. Of the schedule the forwards are run, uncompiled.
+        What is made of M microbatches' samples comes in the batch's order by
+        ``torch.stack(results, 1).flatten(0, 1)``.
         """
         schedule = self.schedule.forward_only() if self.schedule.has_backward else self.schedule
         with torch.no_grad():
@@ -108,7 +111,7 @@ class Pipeline:
     def _run(self, schedule: Schedule, params: tree.Tree, batch: tree.Tree, shared: tuple) -> Run:
         """One execution of a table."""
         stages = _stage_axis(schedule)
-        batches = microbatches(batch, schedule.num_microbatches)
+        batches = list(microbatches(batch, schedule.num_microbatches))
         traffic = Traffic(schedule, stages, batches[0], self.known)
         run = Run(
             self.stage, schedule, self.partition, self.work(stages), traffic,

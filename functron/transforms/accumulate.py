@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,16 +21,20 @@ def accumulate(
     argnums: int | tuple[int, ...] = 1,
     dtype: torch.dtype | None = None,
 ) -> Callable:
-    """The sum of ``f`` over microbatches: F(p, b) = sum over m of f(p, b[m]).
+    """The sum of ``f`` over microbatches: F(p, b) = sum over m of f(p, b[m::num_microbatches]).
 
     Turns a `value_and_grad` function of a batch into one whose activations are those of a
     microbatch. Results are *added*, so `f` should return its microbatch's part of the loss: the sum
     of its tokens' losses divided by the token count of the whole batch. That is exact also when
     microbatches hold different numbers of tokens, where a mean of means is not.
 
+    Microbatch m is every `num_microbatches`-th sample from sample m on, of a rank's own contiguous
+    part of a batch as of the whole: the ranks' microbatches m together are the same samples on
+    every mesh, as losses need that couple those of a microbatch (`MoEConfig.aux` "batch").
+
     Args:
         f: returns a tree of tensors, such as ``(loss, gradients)``.
-        num_microbatches: how many equal parts the leading dim of the batch is cut into.
+        num_microbatches: how many equal parts the leading dim of the batch is dealt into.
         argnums: the position of the batch argument, or of several; each a tree whose leaves share
             their leading dim.
         dtype: accumulate floating-point results in this dtype, such as torch.float32 for bf16
@@ -50,11 +54,10 @@ def accumulate(
             one = functools.partial(_one, f, args, kwargs, positions, dtype)
             batch = tuple(_stacked(args[p], num_microbatches, p) for p in positions)
             return _scanned(recorder, one, batch)
-        parts = {p: microbatches(args[p], num_microbatches, f"argument {p}") for p in positions}
+        parts = [microbatches(args[p], num_microbatches, f"argument {p}") for p in positions]
         total = _Total(dtype)
-        for index in range(num_microbatches):
-            chosen = [parts[p][index] if p in parts else arg for p, arg in enumerate(args)]
-            total.add(f(*chosen, **kwargs))
+        for batch in zip(*parts, strict=True):
+            total.add(f(*_chosen(args, positions, batch), **kwargs))
         return total.value
 
     return wrapped
@@ -94,12 +97,17 @@ def _tracked(*leaves: Any) -> bool:
     return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
 
 
-def _one(f: Callable, args: tuple, kwargs: dict, positions: tuple, dtype, batch: tuple) -> Any:
-    """`f` with its batch arguments replaced by those of one microbatch."""
+def _chosen(args: tuple, positions: tuple, batch: tuple) -> list:
+    """`args` with its batch arguments replaced by those of one microbatch."""
     full = list(args)
     for position, part in zip(positions, batch, strict=True):
         full[position] = part
-    return tree.map(lambda leaf: _cast(leaf, dtype), f(*full, **kwargs))
+    return full
+
+
+def _one(f: Callable, args: tuple, kwargs: dict, positions: tuple, dtype, batch: tuple) -> Any:
+    value = f(*_chosen(args, positions, batch), **kwargs)
+    return tree.map(lambda leaf: _cast(leaf, dtype), value)
 
 
 def _scanned(recorder: Recorder, one: Callable, batch: tuple) -> tree.Tree:
@@ -118,7 +126,7 @@ def _scanned(recorder: Recorder, one: Callable, batch: tuple) -> tree.Tree:
 
 def _stacked(batch: tree.Tree, count: int, position: int) -> tree.Tree:
     microbatches(batch, count, f"argument {position}")  # raises where it does not divide
-    return tree.map(lambda leaf: leaf.unflatten(0, (count, -1)), batch)
+    return tree.map(lambda leaf: leaf.unflatten(0, (-1, count)).movedim(1, 0).contiguous(), batch)
 
 
 def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
@@ -126,8 +134,11 @@ def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
     return leaf.to(dtype) if dtype is not None and floating else leaf
 
 
-def microbatches(batch: tree.Tree, count: int, where: str = "batch") -> list[tree.Tree]:
-    """`count` equal parts of a batch along the leading dim of its leaves, as views.
+def microbatches(batch: tree.Tree, count: int, where: str = "batch") -> Iterator[tree.Tree]:
+    """`count` equal parts of a batch, one after another: part m is of samples m, m + count, ...
+
+    Ranks that hold equal, contiguous parts of a batch so have their parts of the same microbatches.
+    Contiguous copies, made when asked for; the batch itself where `count` is 1.
 
     Raises:
         ValueError: a leading dim does not divide; all offenders are listed, as paths under `where`.
@@ -146,5 +157,9 @@ def microbatches(batch: tree.Tree, count: int, where: str = "batch") -> list[tre
             if leaf.dim() == 0 or leaf.shape[0] % count
         ],
     )
-    columns = [leaf.chunk(count) if count > 1 else (leaf,) for leaf in leaves]
-    return [tree.unflatten(structure, [c[index] for c in columns]) for index in range(count)]
+    if count == 1:
+        return iter([batch])
+    return (
+        tree.unflatten(structure, [leaf[index::count].contiguous() for leaf in leaves])
+        for index in range(count)
+    )

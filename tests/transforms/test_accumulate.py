@@ -21,6 +21,24 @@ def test_equals_the_whole_batch(num):
     torch.testing.assert_close((grads, value), want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("mesh", [ft.Mesh(dp=2), ft.Mesh(dp=2, ep=2), ft.Mesh(fsdp=4)], ids=str)
+def test_microbatches_are_the_same_samples_on_every_mesh(mesh):
+    """A loss that couples those of a microbatch: the square of a sum over them, on all ranks."""
+    batch = torch.arange(16.0, dtype=torch.float64).view(16, 1).exp()
+
+    def coupled(_, part):
+        return ft.lax.psum(part.sum(), ft.DATA_AXES).square()
+
+    def per_rank(batch):
+        return ft.accumulate(coupled, 4)(None, batch)
+
+    want = sum(batch[first::4].sum().square() for first in range(4))
+    for traced in (False, True):
+        run = ft.shard_map(per_rank, mesh, (ft.P(ft.DATA_AXES),), ft.P())
+        run = ft.jit(run) if traced and mesh.size == 4 else run
+        torch.testing.assert_close(run(batch), want, rtol=1e-12, atol=0)
+
+
 def test_accumulates_in_the_dtype_asked_for():
     w = W.bfloat16()
     f = ft.accumulate(ft.grad(lambda w, x: (x @ w).sum()), 8, dtype=torch.float32)
