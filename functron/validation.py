@@ -193,6 +193,12 @@ def _fit_problems(config: TrainConfig) -> Iterator[Problem]:
         )
     if config.gpt.mup_base_dim:
         yield from width_problems(config.optimizer)
+    if config.gpt.moe is not None and config.gpt.moe.balance_bias:
+        for name in ("grad_dtype", "reduce_dtype"):
+            if getattr(config.optimizer, name) == "bfloat16":
+                wanted = "one that counts tokens for gpt.moe.balance_bias: bfloat16 stops at 256"
+                fix = "set it to float32, or leave it out"
+                yield Problem(f"optimizer.{name}", "'bfloat16'", wanted, fix)
     if config.vocab_over_pp and config.optimizer.name == "adafactor":
         fix = "leave it out, or choose another optimizer"
         got = "true with adafactor, which needs whole rows and columns"

@@ -19,8 +19,9 @@ from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL, VOCAB
 
 STEPS, SEQ, BATCH = 3, 16, 8
 DEEP = replace(DEEPSEEK, num_layers=4)
-PER_SEQUENCE = replace(MIXTRAL, num_layers=4, moe=replace(_moe := MIXTRAL.moe, aux="sequence"))
-assert isinstance(_moe, MoEConfig)
+COUPLED = replace(MIXTRAL, num_layers=4)  # samples of a microbatch, by their balance loss
+assert COUPLED.moe is not None
+assert COUPLED.moe.aux == "batch"
 CONFIG = TrainConfig(
     seq=SEQ,
     global_batch=BATCH,
@@ -50,7 +51,7 @@ def dense():
     return {name: trained(model, "") for name, model in MODELS.items()}
 
 
-MODELS = {"deepseek": DEEP, "mixtral": PER_SEQUENCE}
+MODELS = {"deepseek": DEEP, "mixtral": COUPLED}
 FOLDED = {"sequence_parallel": True, "expert_axes": "ep,tp"}
 ROWS = [
     ("ep=2", {}),
@@ -96,6 +97,32 @@ def test_the_balance_moves_against_the_load(dense):
     assert (balance != 0).any()
 
 
+TIED = replace(
+    MIXTRAL, num_layers=1,
+    moe=MoEConfig(4, 2, 8, score="sigmoid", renormalise=True, balance_bias=True),
+)  # fmt: skip
+
+
+def test_the_balance_rests_where_loads_are_equal():
+    """Loads are integers until their sign is taken: a quotient of them does not sum to 0."""
+    rate, ties = TIED.moe.balance_rate, 0
+    rows = [(seed, mesh, 1, 4) for seed in range(12) for mesh in ("", "ep=4")]
+    rows += [(0, mesh, 3, 18) for mesh in ("ep=2,tp=2", "dp=3", "pp=2")]
+    for seed, mesh, parts, size in rows:
+        model = replace(TIED, num_layers=2) if "pp" in mesh else TIED
+        config = replace(CONFIG, gpt=model, mesh=mesh, seq=3, global_batch=size, microbatches=parts)
+        recipe = assemble(config, Mesh.parse(mesh))
+        state = recipe.init(random.key(seed), Mesh.parse(mesh))
+        tokens = torch.randint(0, VOCAB, (size, 4), generator=torch.Generator().manual_seed(seed))
+        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(size)}
+        state, metrics = recipe.step(state, batch)
+        load = metrics["aux"]["routers"].load
+        want = -rate * (load * 4 - load.sum(-1, keepdim=True)).sign().float()
+        assert torch.equal(state.params["blocks"]["moe"]["router"]["balance"], want), (seed, mesh)
+        ties += int((want == 0).sum())
+    assert ties
+
+
 def test_a_run_goes_on_where_experts_lie_on_other_ranks(tmp_path, capsys):
     def losses(name: str, *meshes: tuple[int, str]) -> list[float]:
         out = tmp_path / name
@@ -119,6 +146,7 @@ def test_a_run_goes_on_where_experts_lie_on_other_ranks(tmp_path, capsys):
         ("deepseek-v3-tiny", "ep=2,tp=2", ["--sequence-parallel", "--expert-axes", "ep,tp"]),
         ("llama-tiny", "cp=4", []),
         ("gpt-oss-tiny", "cp=2,ulysses=2", ["--context", "gather"]),
+        ("mixtral-tiny", "pp=2,dp=2", ["--microbatches", "2"]),
     ],
 )
 def test_processes_train_as_their_simulation_does(tmp_path, model, mesh, options):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import torch
 
+from functron import compat
 from functron.nn.linear import SEQ_DIM, sequence_axes
 from functron.nn.moe.config import MoEConfig
 from functron.nn.moe.router import Routing, top_k_experts
@@ -26,6 +27,7 @@ from functron.ops.kernels import AUTO, Kernels
 from functron.spmd import DATA_AXES
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
+from functron.transforms.custom_vjp import custom_vjp
 from functron.typing import Bool, Scalar, Tensor
 
 
@@ -45,7 +47,9 @@ def auxiliary(
     logits, and of a term for the bias that balances. The latter is 0, and its derivative by that
     bias is num_experts times each expert's load minus that of all: an integer that is positive for
     those with more than their part. A rule that subtracts `balance_rate` times its sign is that of
-    Wang et al. 2024.
+    Wang et al. 2024. That derivative is not scaled with the loss, by whose number of targets the
+    step divides: sums of these integers over ranks and microbatches are exact in float32 below
+    2^24, so that the sign is 0 on every mesh where loads are equal.
 
     Args:
         params: this rank's `router_defs`.
@@ -68,7 +72,7 @@ def auxiliary(
         lse = routing.logits.logsumexp(-1)
         share = share + config.z_loss * torch.where(counted, lse.square(), 0).sum()
     if "balance" in params:
-        share = share + _against_load(params["balance"], routing, config, counted)
+        share = share + _against_load(params["balance"], routing, config, counted, stream)
     return over_context(share, stream)
 
 
@@ -96,11 +100,25 @@ def _imbalance(
     return (f * shares).sum()
 
 
-def _against_load(balance: Tensor, routing: Routing, config: MoEConfig, counted: Tensor) -> Tensor:
+def _against_load(
+    balance: Tensor, routing: Routing, config: MoEConfig, counted: Tensor, stream: P
+) -> Tensor:
     """0, with the derivative by `balance` that `auxiliary` says: of what tokens did choose."""
     taken = counted.unsqueeze(-1).expand_as(routing.experts)
     load = expert_load(routing.experts, taken, config.num_experts).sum(0)
-    # whole numbers, so that the sign is right also where experts differ by one token
-    excess = (load * config.num_experts - load.sum()).to(balance.dtype)
-    wide = routing.logits.dtype
-    return ((balance - lax.stop_gradient(balance)) * excess).sum().to(wide)
+    excess = load * config.num_experts - load.sum()
+    excess = excess.to(balance.dtype)
+
+    def zero(balance, excess):
+        return ((balance - lax.stop_gradient(balance)) * excess).sum()
+
+    def forward(balance, excess):
+        return zero(balance, excess), excess
+
+    def backward(excess, _):
+        # counts, not a share of the cotangent; where ranks of tp have the same tokens, of the first
+        once = "tp" in sequence_axes(stream) or lax.axis_index("tp") == 0
+        return torch.where(torch.as_tensor(once, device=excess.device), excess, 0.0), None
+
+    counts = zero if compat.pushing_forward() else custom_vjp(zero, forward, backward)
+    return counts(balance, excess).to(routing.logits.dtype)

@@ -65,10 +65,6 @@ def formula(params: dict, x, counted, config: MoEConfig, oracle) -> torch.Tensor
         total = total + config.aux_loss * n * (f * p).sum()
     z = torch.log(routed.logits.exp().sum(-1))
     total = total + config.z_loss * (z**2 * mask).sum()
-    if "balance" in params:
-        load = count(routed.choices, counted, EXPERTS).sum(0)
-        term = params["balance"] @ (EXPERTS * load - load.sum())
-        total = total + term - term.detach()
     return total
 
 
@@ -93,21 +89,28 @@ def test_all_tokens_and_none(agrees, params, randn, oracle, configs, layout, los
 
 def check(agrees, params, randn, oracle, config, layout, counted):
     order = list(layout.order)
+    weights = params(config)
+    # its derivative is a count, which no cotangent scales: `test_bias_moves_against_the_load`
+    balance = [weights.pop("balance")] if config.balance_bias else []
 
-    def per_rank(params, x, rows, positions, counted):
+    def whole(params, balance):
+        return {**params, "balance": balance[0]} if balance else params
+
+    def per_rank(params, x, rows, positions, counted, *balance):
+        params = whole(params, balance)
         routing = route(params, x, config, stream=layout.stream, rows=rows, positions=positions)
         share = auxiliary(params, routing, config, counted=counted, stream=layout.stream)
         return lax.psum(share, SUMMED).view(1)
 
-    def dense(params, x, *_):
-        back = torch.tensor(order).argsort()
+    def dense(params, x, rows, positions, _, *balance):
+        params, back = whole(params, balance), torch.tensor(order).argsort()
         return formula(params, x[:, back], counted[:, back], config, oracle).view(1)
 
-    args = (params(config), randn(BATCH, SEQ, EMBED))
-    others = (ROWS, layout.positions, counted)
+    args = (weights, randn(BATCH, SEQ, EMBED))
+    others = (ROWS, layout.positions, counted, *balance)
     agrees(
         per_rank, dense, args, layout.mesh, (tree.map(lambda _: P(), args[0]), layout.stream), P(),
-        others, (P(DATA_AXES), layout.stream, layout.stream),
+        others, (P(DATA_AXES), layout.stream, layout.stream, *(P() for _ in balance)),
     )  # fmt: skip
 
 
@@ -162,6 +165,8 @@ def test_bias_moves_against_the_load(params, randn, configs, dtype):
     assert value == 0
     assert value.dtype == gradient.dtype == torch.float32
     assert torch.equal(gradient, (load * EXPERTS - load.sum()).float())
+    mean = torch.func.grad(lambda balance: term(balance) / 7)(weights["balance"])
+    assert torch.equal(mean, gradient)  # a count all the same
 
 
 def test_steps_of_the_bias_even_the_load(randn, configs):
