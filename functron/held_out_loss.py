@@ -16,8 +16,7 @@ from functron.models import gpt
 from functron.params import param_specs
 from functron.pipeline.execute import pipelined
 from functron.program.jit import jit
-from functron.spmd import FSDP_AXES, BoundMesh, Mesh, P, shard_map
-from functron.spmd.shards import whole_over
+from functron.spmd import BoundMesh, Mesh, P, shard_map
 from functron.step import gathered
 from functron.transforms import accumulate
 
@@ -43,7 +42,7 @@ def loss_program(config: TrainConfig, mesh: Mesh | BoundMesh) -> Callable:
     """
     staged = mesh["pp"] > 1
     program, specs = (_of_stages if staged else _of_all)(config, mesh)
-    used = whole_over(specs, FSDP_AXES) if config.gather == "step" else specs
+    used = staging.used_specs(config, specs)
 
     def counted(params: tree.Tree, batch: gpt.Batch) -> tuple:
         return program(gathered(params, specs, used), batch), config.family.num_targets(batch)

@@ -20,8 +20,7 @@ from functron.pipeline.work import Call
 from functron.program.cost import bytes_text, count_text
 from functron.program.text import aligned
 from functron.recipe import placement
-from functron.spmd import CONTEXT_AXES, DATA_AXES, FSDP_AXES, Mesh, P
-from functron.spmd.shards import whole_over
+from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh, P
 from functron.spmd.spec import local_shape
 
 
@@ -150,6 +149,7 @@ def _traced(
     """The pieces of a stage, and what it would be sent by the one before."""
     model, plain, part = config.gpt, mesh.without("pp"), partition.layout[number]
     specs = param_specs(staging.defs_of(config), staging.rules_of(config, mesh))
+    specs = staging.used_specs(config, specs)
     rank = partition.holders(number)[0]
     defs = partition.local_defs(staging.defs_of(config), rank)
 
@@ -178,8 +178,7 @@ def _state_bytes(
     specs = param_specs(defs, staging.rules_of(config, mesh))
     if config.zero == 2:
         specs = optim.shard_specs(defs, specs, mesh)
-    if config.gather == "step":
-        specs = whole_over(specs, FSDP_AXES)
+    specs = staging.used_specs(config, specs)
     dtype = optim.torch_dtype(config.optimizer.grad_dtype)
     sums = tree.map(lambda leaf: leaf.to(dtype or leaf.dtype), abstract_params(defs))
     held = (

@@ -21,9 +21,10 @@ from functron.pipeline.layout import Layout, Part, balanced_layout, even_layout,
 from functron.pipeline.partition import Partition
 from functron.pipeline.registry import make
 from functron.pipeline.schedule import Schedule
-from functron.pipeline.work import loss_of, seeds
+from functron.pipeline.work import are_floats, floats, seeds, with_floats
 from functron.program.trace import trace
-from functron.spmd import BoundMesh, Mesh, P, Rules, shard_map
+from functron.spmd import FSDP_AXES, BoundMesh, Mesh, P, Rules, shard_map
+from functron.spmd.shards import whole_over
 from functron.spmd.spec import validate
 from functron.transforms import Gather
 from functron.transforms.gradient import rule_vjp
@@ -147,6 +148,11 @@ def gather_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Gather:
     )
 
 
+def used_specs(config: TrainConfig, specs: tree.Tree) -> tree.Tree:
+    """The specs with which a step's microbatches get parameters of `specs`: perhaps gathered."""
+    return whole_over(specs, FSDP_AXES) if config.gather == "step" else specs
+
+
 def settings_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> dict[str, Any]:
     """How the model is run, but for its key: the keyword arguments of its family's loss."""
     settings = {
@@ -206,7 +212,7 @@ def stage_flops(config: TrainConfig, mesh: Mesh | BoundMesh, part: Part) -> floa
     whole = Partition((part,), (((0, 0),),), gpt.uses(model))
     defs = defs_of(config)
     names = whole.names(0)
-    specs = parameters.param_specs(defs, rules_of(config, plain))
+    specs = used_specs(config, parameters.param_specs(defs, rules_of(config, plain)))
     weights = parameters.abstract_params({name: defs[name] for name in names})
     weights = whole.stage_params(weights, 0, None)
     rows = config.global_batch // config.microbatches
@@ -219,7 +225,8 @@ def stage_flops(config: TrainConfig, mesh: Mesh | BoundMesh, part: Part) -> floa
     def both(weights, x, batch, key):
         f = functools.partial(stage_of(config, plain), part)
         y, pull = rule_vjp(lambda w, x: f(w, x, batch, key, 1), weights, x)
-        return pull(seeds(loss_of(y)) if part.loss else torch.ones_like(y))
+        ones = with_floats(are_floats(y), [torch.ones_like(leaf) for leaf in floats(y)])
+        return pull(seeds(y) if part.loss else ones)
 
     kept = {name: specs[name] for name in names}
     mapped = shard_map(both, plain, (kept, stream, gpt.batch_specs(), P()), P(), check=False)

@@ -8,11 +8,14 @@ import pytest
 
 from functron import random, tree
 from functron.cli import main
-from functron.config import TrainConfig
+from functron.config import TrainConfig, with_model
 from functron.models import gpt
+from functron.pipeline.layout import Part
 from functron.recipe import assemble, step_program
 from functron.spmd import Mesh
 from functron.stage_costs import pipeline_cost
+from functron.staging import stage_flops
+from functron.validation import validate
 
 CONFIG = TrainConfig(
     gpt=replace(gpt.PRESETS["tiny"], num_layers=8), global_batch=16, microbatches=8, seq=64
@@ -59,3 +62,19 @@ def test_trace_shows_pipelines(capsys):
     assert "embed+" in printed
     assert main([*arguments, "--program"]) == 2
     assert "leave --program out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "gather"), [("tiny", "step"), ("mixtral-tiny", "use"), ("deepseek-v3-tiny", "step")]
+)
+def test_layouts_by_cost_count_all_that_stages_compute(model, gather):
+    """Also where they hand on what routers said, and where parameters are gathered for the step."""
+    config = replace(with_model(TrainConfig(), model), layout="cost", seq=32, microbatches=2)
+    mesh = Mesh(pp=2, fsdp=2)
+    config = replace(config, mesh=str(mesh), gather=gather, format="mock")
+    validate(config)
+    ends = (Part(range(0), embed=True), Part(range(0), loss=True))
+    layers = [Part(range(i, i + 1)) for i in range(config.gpt.num_layers)]
+    total = 2 * sum(stage_flops(config, mesh, part) for part in (*ends, *layers))
+    assert total == step_program(config, Mesh(fsdp=2)).cost().hardware_flops
+    assert total == 2 * sum(sum(stage.flops) for stage in pipeline_cost(config, mesh).stages)
