@@ -2,7 +2,8 @@
 
 This is the layout that Orbax reads and writes: every process has a database of its own in
 ``ocdbt.process_<rank>``, and the checkpoint's database refers to them. Chunks are raw
-little-endian values followed by their CRC-32C, which is compared whenever they are read.
+little-endian values followed by their CRC-32C, which is compared whenever they are read. That alone
+says nothing of which chunk it is: the manifest holds the checksum of every chunk as well.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ PROCESS = "ocdbt.process_"
 IN_FLIGHT = 64 << 20
 """Bytes that are read or written at the same time."""
 
+_CHECKSUM = 4  # bytes, at the end of a chunk
+
 
 def key_of(path: str) -> str:
     """The name of a leaf in the database."""
     return path.replace("/", ".")
+
+
+def chunk_key(path: str, cell: Sequence[int]) -> str:
+    """The name of a leaf's chunk in the database."""
+    return "/".join([key_of(path), "c", *map(str, cell)])
 
 
 def context() -> Any:
@@ -101,6 +109,25 @@ def reading(folder: Path, path: str, driver: str = "zarr3") -> dict[str, Any]:
         "recheck_cached_metadata": False,
         "fill_missing_data_reads": False,
     }
+
+
+class Checksums:
+    """The CRC-32C at the end of each chunk of a database, read without the values before it.
+
+    Args:
+        folder: of the database.
+        shared: its `context`.
+    """
+
+    def __init__(self, folder: Path, shared: Any):
+        import tensorstore as ts
+
+        self._opened = ts.KvStore.open(store(folder), context=shared).result()
+
+    def begin(self, path: str, cell: Sequence[int]) -> Callable[[], int]:
+        """Begin to read that of a chunk; what is returned waits for it."""
+        future = self._opened.read(chunk_key(path, cell), byte_range=slice(-_CHECKSUM, None))
+        return lambda: int.from_bytes(future.result().value, "little")
 
 
 class Window:

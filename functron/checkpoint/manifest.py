@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: its files with sizes and checksums, its leaves, its metadata.
 
 Values and the database's index carry checksums of their own. The manifest covers the rest: that
-every file is there and as long as it was, and the bytes of the small ones. It has a checksum of
-itself.
+every file is there and as long as it was, the bytes of the small ones, and which checksum each
+chunk of each leaf has, so that chunks which changed places are found. It has a checksum of itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SMALL = 1 << 20  # values and index have checksums: large files are not read tw
 
 def make(
     folder: Path,
-    leaves: Sequence[tuple[Leaf, Sequence[int]]],
+    leaves: Sequence[tuple[Leaf, Sequence[int], Sequence[int]]],
     metadata: Mapping[str, Any],
     origin: Mapping[str, Any],
     progress: Callable[[], None] | None = None,
@@ -37,7 +37,7 @@ def make(
 
     Args:
         folder: of the checkpoint.
-        leaves: each with the shape of its chunks.
+        leaves: each with the shape of its chunks, and their CRC-32C in the order of `grid`.
         metadata: the user's.
         origin: where it was made: mesh, processes, versions.
         progress: called after each file.
@@ -51,8 +51,9 @@ def make(
                 "shape": list(leaf.shape),
                 "dtype": name_of(leaf.dtype),
                 "chunk": list(chunk),
+                "crc32c": list(checksums),
             }
-            for leaf, chunk in leaves
+            for leaf, chunk, checksums in leaves
         },
         "files": {name: _entry(folder / name, progress) for name in files(folder)},
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,12 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
     >>> stored["params/embed"][:10]  # reads only the chunks that these rows are in
 
     Its files are looked at, not read: all must be there and as long as they were, and the small
-    ones have the checksums they had. The values' checksums are compared when they are read.
+    ones have the checksums they had. The values' checksums are compared when they are read, with
+    those that were written for that chunk of that leaf.
 
-    Plain Orbax checkpoints open too, if they are PyTrees in OCDBT databases; what has no manifest
-    is checked less.
+    Plain Orbax checkpoints open too, if they are PyTrees in OCDBT databases; what has no manifest,
+    or one of before functron recorded the checksum of each chunk, is checked less. A UserWarning
+    says so when values are read; see `unbound`.
 
     Args:
         path: a complete checkpoint.
@@ -65,6 +69,18 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
     def origin(self) -> dict[str, Any]:
         """Where it was made: mesh, number of processes, time, versions; empty where unknown."""
         return {} if self._content is None else self._content["origin"]
+
+    @property
+    def unbound(self) -> str:
+        """What is not checked where no checksum of each chunk is recorded; empty where it is."""
+        leaves = self._content["leaves"].values() if self._content else [{}]
+        if all("crc32c" in entry for entry in leaves):
+            return ""
+        return (
+            f"{self.path} was written by Orbax alone or by an older functron, which does not "
+            "record the checksum of each part of each leaf: parts that changed places would not be "
+            "noticed; fix: restore it, evaluate it, and save it again"
+        )
 
     @property
     def nbytes(self) -> int:
@@ -125,8 +141,31 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
 
     def file_of(self, path: str, cell: Sequence[int]) -> str:
         """The file that a chunk lies in."""
-        key = "/".join([database.key_of(path), "c", *map(str, cell)])
-        return index.file_of(self.path, key)
+        return index.file_of(self.path, database.chunk_key(path, cell))
+
+    def checksum_read(self, path: str, cell: Sequence[int]) -> Callable[[], int]:
+        """Begin to read the CRC-32C that a chunk ends with; what is returned waits for it."""
+        return self._checksums.begin(path, cell)
+
+    def checksum_written(self, path: str, number: int) -> int | None:
+        """The CRC-32C of a leaf's chunk `number`, in the order of `grid`.
+
+        None where none is recorded, which the first call warns of.
+        """
+        if self._warned:
+            return None
+        assert self._content is not None
+        return self._content["leaves"][path]["crc32c"][number]
+
+    @cached_property
+    def _warned(self) -> bool:
+        if text := self.unbound:
+            warnings.warn(text, stacklevel=2)
+        return bool(text)
+
+    @cached_property
+    def _checksums(self) -> database.Checksums:
+        return database.Checksums(self.path, self._context)
 
     def _orbax(self) -> tuple[str, list[str]]:
         """The array format and the leaves of what has only Orbax's own metadata."""
@@ -188,10 +227,14 @@ class StoredLeaf:
             ValueError: values are damaged.
             IndexError: it is out of range, or something else than these.
         """
-        view = self._array[_position(where, self.shape)]
+        position = _position(where, self.shape)
         folder = self._checkpoint.path
+        checks = [self._check(cell) for cell in cells(_bounds(position), self.chunk)]
         with failures.reading(self.path, lambda: f"a file of {folder}", folder):
-            return as_tensor(np.asarray(view.read().result()))
+            found = as_tensor(np.asarray(self._array[position].read().result()))
+            for check in checks:
+                check()
+            return found
 
     def read(self, boxes: Sequence[Box], out: torch.Tensor, window: database.Window) -> None:
         """Begin to read boxes of the leaf into `out`; done when the window is drained.
@@ -211,11 +254,12 @@ class StoredLeaf:
         """Begin to read a chunk; what is returned waits, and adds what is wrong to `found`."""
         size = zip(cell, self.chunk, self.shape, strict=True)
         region = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in size)
-        future = self._array[region].read()
+        future, check = self._array[region].read(), self._check(cell)
 
         def wait() -> None:
             try:
                 future.result()
+                check()
             except Exception as error:
                 found.append(failures.of_reading(error, self.path, self._file(cell)))
 
@@ -249,11 +293,38 @@ class StoredLeaf:
         return begin
 
     def _wait(self, future: Any, cell: Sequence[int]) -> Callable[[], Any]:
+        check = self._check(cell)
+
         def wait() -> Any:
             with failures.reading(self.path, lambda: self._file(cell), self._checkpoint.path):
-                return future.result()
+                found = future.result()
+                check()
+                return found
 
         return wait
+
+    def _check(self, cell: Sequence[int]) -> Callable[[], None]:
+        """Begin to see whether a chunk is the one that was written there; wait, and raise if not.
+
+        Values agree with the checksum beside them wherever the two went together.
+        """
+        counts = [-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True)]
+        number = 0
+        for i, count in zip(cell, counts, strict=True):
+            number = number * count + i
+        written = self._checkpoint.checksum_written(self.path, number)
+        if written is None:
+            return lambda: None
+        read = self._checkpoint.checksum_read(self.path, cell)
+
+        def check() -> None:
+            if (got := read()) != written:
+                raise ValueError(
+                    f"another chunk at {list(cell)}, whose CRC-32C is {got:08x} and not "
+                    f"{written:08x}"
+                )
+
+        return check
 
     def _file(self, cell: Sequence[int]) -> str:
         return self._checkpoint.file_of(self.path, cell)
@@ -288,6 +359,13 @@ def _position(where: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
             wanted = f"an integer from {-size} to {size - 1}, or a slice with a positive step"
             raise IndexError(f"dim {dim}: got {entry!r}; wanted {wanted}")
     return tuple(out)
+
+
+def _bounds(position: Sequence[int | slice]) -> Box:
+    """The smallest box around an index that `_position` made."""
+    spans = [(p.start, p.stop - p.start) if isinstance(p, slice) else (p, 1) for p in position]
+    start, size = tuple(a for a, _ in spans), tuple(n for _, n in spans)
+    return Box(start, size, start)
 
 
 def _existing(path: str | Path) -> Path:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from functron.checkpoint import database, failures, manifest, orbax, writer
-from functron.checkpoint.chunks import Division
+from functron.checkpoint.chunks import Division, grid
+from functron.checkpoint.database import chunk_key
 from functron.checkpoint.ranks import Ranks
 from functron.errors import Problem, raise_problems
 
@@ -58,19 +59,27 @@ def refuse(ranks: Ranks, error: BaseException) -> None:
 
 def _lead(order: Order, source: writer.Source, ranks: Ranks) -> None:
     unfinished: list[Path] = []
+    checksums: dict[str, int] = {}
     try:
         _check_target(order.target)
 
         def write(folder: Path) -> None:
             unfinished.append(folder)
             ranks.tell("begin", {"folder": str(folder)})
-            _write(order, folder, source, ranks)
+            checksums.update(_write(order, folder, source, ranks))
             for rank in range(1, ranks.size):
-                _check_answer(ranks.hear(f"done/{rank}", rank), rank, order)
+                answer = ranks.hear(f"done/{rank}", rank)
+                _check_answer(answer, rank, order)
+                checksums.update(answer["crc32c"])
             writer.check_complete(folder, order.division)
 
         def finish(folder: Path) -> None:
-            leaves = list(zip(order.division.placement.leaves, order.division.chunks, strict=True))
+            leaves = [
+                (leaf, chunk, [checksums[chunk_key(leaf.path, c)] for c in grid(leaf.shape, chunk)])
+                for leaf, chunk in zip(
+                    order.division.placement.leaves, order.division.chunks, strict=True
+                )
+            ]
             manifest.make(folder, leaves, order.metadata, _origin(order), ranks.beat)
 
         leaves = order.division.placement.leaves
@@ -91,16 +100,17 @@ def _follow(order: Order, source: writer.Source, ranks: Ranks) -> None:
     begin = ranks.hear("begin", 0)
     _raise_failure(begin, 0, order)
     try:
-        _write(order, Path(begin["folder"]), source, ranks)
+        checksums = _write(order, Path(begin["folder"]), source, ranks)
     except BaseException as error:
         refuse(ranks, error)
         _raise_plainly(error, order)
-    ranks.tell(f"done/{ranks.rank}", {"digest": order.division.digest})
+    ranks.tell(f"done/{ranks.rank}", {"digest": order.division.digest, "crc32c": checksums})
     _raise_failure(ranks.hear("end", 0), 0, order)
 
 
-def _write(order: Order, folder: Path, source: writer.Source, ranks: Ranks) -> None:
-    writer.write(folder, order.division, source, in_flight=order.in_flight, progress=ranks.beat)
+def _write(order: Order, folder: Path, source: writer.Source, ranks: Ranks) -> dict[str, int]:
+    division, beat = order.division, ranks.beat
+    return writer.write(folder, division, source, in_flight=order.in_flight, progress=beat)
 
 
 def _check_target(target: Path) -> None:

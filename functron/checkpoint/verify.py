@@ -14,7 +14,8 @@ def verify(path: str | Path, *, in_flight: int = database.IN_FLIGHT) -> int:
     """Read all of a checkpoint and compare all checksums; returns the bytes of its values.
 
     Only bytes that nothing refers to may differ unnoticed, in files too large for the manifest to
-    have a checksum of: replaced parts of a process's index.
+    have a checksum of: replaced parts of a process's index. Where the checkpoint does not record
+    the checksum of each chunk, chunks may have changed places too; a UserWarning says so.
 
     Raises:
         ValueError: something is missing or damaged; every leaf at fault is listed, with its file.

@@ -97,7 +97,7 @@ def write(
     *,
     in_flight: int = database.IN_FLIGHT,
     progress: Callable[[], None] | None = None,
-) -> None:
+) -> dict[str, int]:
     """Write this process's pieces into its database in `folder`; process 0 describes the arrays.
 
     Args:
@@ -106,6 +106,9 @@ def write(
         source: where the values are.
         in_flight: bytes that are written at the same time.
         progress: called after each piece.
+
+    Returns:
+        The CRC-32C that was written with each piece, by `database.chunk_key`.
 
     Raises:
         OSError: something could not be written; its leaf is named.
@@ -134,8 +137,22 @@ def write(
         window.drain()
     finally:
         window.abandon()
-    if mine.exists():  # not where all of this process's values are other ones' to write
-        manifest.sync_all(mine, progress)
+    if not mine.exists():  # all of this process's values are other ones' to write
+        return {}
+    written = _checksums(mine, division, shared)
+    manifest.sync_all(mine, progress)
+    return written
+
+
+def _checksums(mine: Path, division: Division, shared: Any) -> dict[str, int]:
+    """The checksums that this process's pieces ended with: a few bytes of each are read."""
+    stored = database.Checksums(mine, shared)
+    waiting = {
+        database.chunk_key(leaf.path, piece.cell): stored.begin(leaf.path, piece.cell)
+        for leaf, pieces in zip(division.placement.leaves, division.pieces, strict=True)
+        for piece in pieces
+    }
+    return {key: wait() for key, wait in waiting.items()}
 
 
 def _begin(array: Any, piece: Piece, values: np.ndarray) -> Callable[[], Any]:
@@ -175,7 +192,7 @@ def check_complete(folder: Path, division: Division) -> None:
     for leaf, chunk in zip(division.placement.leaves, division.chunks, strict=True):
         name = database.key_of(leaf.path)
         wanted = [f"{name}/zarr.json"]
-        wanted += ["/".join([name, "c", *map(str, cell)]) for cell in grid(leaf.shape, chunk)]
+        wanted += [database.chunk_key(leaf.path, cell) for cell in grid(leaf.shape, chunk)]
         counts = [written.pop(key, 0) for key in wanted]
         if missing := counts.count(0):
             fix = f"see that all processes reach the same {folder.parent}"

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import torch
 
 from functron import Mesh, P, checkpoint, tree
-from functron.checkpoint import database, manifest
+from functron.checkpoint import database, index, manifest
 from functron.checkpoint.folder import COMMITTED
 from functron.spmd.spec import shard
 
@@ -127,6 +130,72 @@ def test_flipped_values_are_named_with_their_leaf_and_file(path):
         like = {"small": tree.map(lambda leaf: leaf.to("meta"), values()["small"])}
         assert torch.equal(checkpoint.restore(path, like)["small"]["b"], values()["small"]["b"])
         put_back(file, at, byte)
+
+
+def exchange(path: Path, first: str, second: str) -> None:
+    """Exchange two stored chunks of equal size, each with the checksum that it ends with."""
+    places = {name: location.split(":") for name, location in index._entries(path)}
+    files, spans = [], []
+    for name in (first, second):
+        *_, folder, file, offset, length = places[name]
+        files.append(path / unquote(folder + file))
+        spans.append((int(offset), int(length)))
+    assert spans[0][1] == spans[1][1]
+    held = []
+    for file, (offset, length) in zip(files, spans, strict=True):
+        with file.open("rb") as handle:
+            handle.seek(offset)
+            held.append(handle.read(length))
+    for file, (offset, _), chunk in zip(files, spans, reversed(held), strict=True):
+        with file.open("r+b") as handle:
+            handle.seek(offset)
+            handle.write(chunk)
+
+
+@pytest.mark.parametrize("second", ["out/c/0/0", "in/c/1/0"], ids=["leaves", "places"])
+def test_chunks_that_changed_places_are_found(tmp_path, second):
+    """Each is whole, and has the checksum of its bytes: two leaves, or two parts of one."""
+    whole = {"in": torch.randn(2400, 1000), "out": torch.randn(2400, 1000)}
+    path = tmp_path / "1"
+    checkpoint.save(path, whole)
+    exchange(path, "in/c/0/0", second)
+    other = second.split("/")[0]
+    with pytest.raises(ValueError, match="is damaged") as caught:
+        checkpoint.verify(path)
+    text = str(caught.value)
+    assert "in: got another chunk at [0, 0], whose CRC-32C is" in text
+    assert f"{other}: got another chunk at {[int(i) for i in second.split('/')[2:]]}" in text
+    assert f"in {path}/ocdbt.process_0/d/" in text
+    stored = checkpoint.Checkpoint(path)
+    into = tree.map(lambda leaf: torch.zeros_like(leaf, dtype=torch.float64), whole)
+    readers = (
+        lambda: checkpoint.restore(path),
+        lambda: checkpoint.restore_(path, into, cast=True),
+        lambda: stored["in"][5:7],
+    )
+    for read in readers:
+        with pytest.raises(ValueError, match="got another chunk at"):
+            read()
+    assert torch.equal(stored["out"][1300], whole["out"][1300])  # in a chunk that stayed
+    exchange(path, "in/c/0/0", second)
+    checkpoint.verify(path)
+
+
+def test_a_checkpoint_without_checksums_of_chunks_says_what_is_not_checked(path):
+    """As functron wrote them once: readable, but not called verified."""
+    assert checkpoint.Checkpoint(path).unbound == ""
+    assert "all files and checksums are right" in checkpoint.verify_text(path)
+    file = path / manifest.NAME
+    content = json.loads(file.read_text())["content"]
+    for entry in content["leaves"].values():
+        assert all(isinstance(number, int) for number in entry.pop("crc32c"))
+    crc32 = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    file.write_text(json.dumps({"crc32": crc32, "content": content}))
+    with pytest.warns(UserWarning, match="changed places would not be noticed; fix: restore it"):
+        assert_right(checkpoint.restore(path))
+    text = checkpoint.verify_text(path)
+    assert "checksums are right" not in text
+    assert f"not checked: {path} was written by Orbax alone or by an older functron" in text
 
 
 def test_missing_and_truncated_files_are_named(path, tmp_path):
