@@ -137,7 +137,7 @@ def scale_by_soap(
         for g, layout, *parts in zip(flat, layouts_of(updates), *columns, strict=True):
             whole = layout.gather(g)
             moments, direction = _step(
-                whole.to(torch.promote_types(g.dtype, torch.float32)), _Moments(*parts),
+                whole.to(parts[0].dtype), _Moments(*parts),
                 (b1, b2, decay, eps), state.count, first, due,
             )  # fmt: skip
             out.append(layout.give(direction.to(g.dtype)))

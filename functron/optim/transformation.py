@@ -100,25 +100,34 @@ def transformation(
 ) -> GradientTransformation:
     """A transformation from the functions that its author cares about; the rest follow.
 
+    Whatever dtype an update computes in, the state that it returns has the dtypes of the state that
+    it was given, those of `init`: checkpoints, donated memory and compiled steps rely on that.
+
     `update_` defaults to `update` (with leaves copied that are at once an update and state),
     `step_` to `update_` followed by `apply_updates_`, and `grad_specs` to the parameters' specs.
     """
 
+    def pure(updates, state, params=None, **norm):
+        updates, new = update(updates, state, params, **norm)
+        return updates, _with_dtypes(new, state)
+
     def unshared(updates, state, params=None, **norm):
-        updates, state = update(updates, state, params, **norm)
+        updates, state = pure(updates, state, params, **norm)
         kept = {id(leaf) for leaf in tree.leaves(state)}
         return tree.map(lambda u: u.clone() if id(u) in kept else u, updates), state
 
     def donating(updates, state, params=None, **norm):
         # a traced program is pure: what takes whose memory is for its compiler to decide
-        method = update if active() is not None else update_ or unshared
-        return method(updates, state, params, **norm)
+        if active() is not None or update_ is None:
+            return (unshared if active() is None else pure)(updates, state, params, **norm)
+        updates, new = update_(updates, state, params, **norm)
+        return updates, _with_dtypes(new, state)
 
     def update_and_apply(grads, state, params, **norm):
         updates, state = donating(grads, state, params, **norm)
         return apply_updates_(params, updates), state
 
-    plain = GradientTransformation(init, update, specs, donating, update_and_apply)
+    plain = GradientTransformation(init, pure, specs, donating, update_and_apply)
     if grad_specs is not None:
         plain = plain._replace(grad_specs=grad_specs)
     return with_step(plain, step_ or update_and_apply)
@@ -129,11 +138,22 @@ def with_step(plain: GradientTransformation, step_: Callable) -> GradientTransfo
 
     def step(grads, state, params, **norm):
         if active() is None:
-            return step_(grads, state, params, **norm)
+            params, new = step_(grads, state, params, **norm)
+            return params, _with_dtypes(new, state)
         updates, state = plain.update(grads, state, params, **norm)
         return apply_updates(params, updates), state
 
     return plain._replace(step_=step)
+
+
+def _with_dtypes(new: State, state: State) -> State:
+    """`new` in the dtypes of `state`, whose leaves `new` may have for its own."""
+    before, after = tree.leaves(state), tree.leaves(new)
+    kept = [
+        a.to(b.dtype) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a
+        for a, b in zip(after, before, strict=True)
+    ]
+    return tree.unflatten(tree.structure(new), kept)
 
 
 def stateless(
