@@ -10,7 +10,9 @@ import torch
 from functron import checkpoint, tree
 from functron.checkpoint import Checkpoint
 from functron.errors import Problem, raise_problems
-from functron.params import abstract_params
+from functron.params import abstract_params, param_specs
+from functron.spmd import BoundMesh, Mesh, P, Rules
+from functron.spmd.spec import local_shape, offsets
 
 _STATE = "opt_state/"
 
@@ -52,16 +54,38 @@ def stored_params(stored: Checkpoint, defs: tree.Tree, *, averaged: bool = False
     return tree.map_with_path(one, found)
 
 
-def read_params(stored: Checkpoint, defs: tree.Tree, *, averaged: bool = False) -> tree.Tree:
+def read_params(
+    stored: Checkpoint,
+    defs: tree.Tree,
+    *,
+    averaged: bool = False,
+    rules: Rules | None = None,
+    mesh: Mesh | BoundMesh | None = None,
+) -> tree.Tree:
     """`stored_params` as tensors in host memory.
+
+    Args:
+        stored, defs, averaged: as in `stored_params`.
+        rules: how a mesh splits the parameters; None: not at all.
+        mesh: on a bound one this rank's shards are read, and nothing else; otherwise whole leaves.
 
     Raises:
         ValueError: what `stored_params` raises, or values are damaged.
     """
     found = stored_params(stored, defs, averaged=averaged)
+    if rules is not None and isinstance(mesh, BoundMesh):
+        specs = param_specs(defs, rules)
+        return tree.map(lambda leaf, spec: leaf[_own(leaf.shape, spec, mesh)], found, specs)
     if averaged:
         return tree.map(lambda leaf: leaf[...], found)
     return checkpoint.restore(stored.path, {"params": abstract_params(defs)})["params"]
+
+
+def _own(shape: tuple[int, ...], spec: P, mesh: BoundMesh) -> tuple[slice, ...]:
+    """Where this rank's shard of a leaf is."""
+    starts = offsets(shape, spec, mesh, mesh.coordinate)
+    sizes = local_shape(shape, spec, mesh)
+    return tuple(slice(at, at + size) for at, size in zip(starts, sizes, strict=True))
 
 
 @dataclass(frozen=True, eq=False)

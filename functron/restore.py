@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,10 @@ from functron import tree
 from functron.data.text_tokenizer import TextTokenizer
 from functron.errors import Problem, raise_problems
 from functron.models import t5
+from functron.params import param_specs
 from functron.sample import Draw, Steps, check_prompt, drawn
+from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
+from functron.transforms import Gather
 
 _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
@@ -26,40 +29,72 @@ def respond(
     num_tokens: int,
     *,
     draw: Draw,
+    mask: Tensor | None = None,
     key: Tensor | None = None,
     stop: Collection[int] = (),
+    mesh: Mesh | BoundMesh | None = None,
 ) -> Tensor:
     """What the decoder says to what the encoder reads, token by token.
 
-    The encoder reads once, the decoder what it has said so far for every token: its time grows with
-    the square of that.
+    The encoder reads once, and keys and values of its result are made once; those of what the
+    decoder has said are kept (`t5.prefill`, `t5.extend`).
 
     Args:
-        params: the parameters of `t5.defs(config)`, whole.
+        params: the parameters of `t5.defs(config)`, as `mesh` splits them.
         config: the architecture.
-        tokens: int64 ``[batch, seq]``, what is read, with its end.
+        tokens: int64 ``[batch, seq]``, what is read, with its end; on a bound mesh, those of this
+            rank's data-parallel part.
         num_tokens: how many are said at most.
         draw: how a token is drawn.
+        mask: ``[batch, seq]``, 0 or False where a token is padding; None: no token is.
         key: of the draws; temperature 0 needs none.
         stop: tokens after which a row has ended: it repeats that token while others go on.
+        mesh: data and tensor-parallel ranks that do it together, simulated or bound; None: one.
+            Parameters lie on it as ``t5.rules(config, mesh)`` has it.
 
     Returns:
         int64 ``[batch, said]``.
 
     Raises:
-        ValueError: an empty prompt, a token outside the vocabulary, or a missing key.
+        ValueError: an empty prompt, a token outside the vocabulary, a missing key, or a mesh on
+            which the model cannot run.
     """
     check_prompt(config, tokens, num_tokens, draw, key)
-    memory = t5.encode(config, params, tokens)
-
-    def steps(said: Tensor) -> Steps:
-        for _ in range(num_tokens):
-            found = t5.decode(config, params, said, memory)
-            last = yield found[:, -1, : config.vocab_size].float()
-            said = torch.cat([said, last.unsqueeze(1)], 1)
-
+    read, say = _cached(config, mesh, num_tokens, mask)
     start = torch.full_like(tokens[:, :1], config.start_id)
-    return drawn(steps(start), draw, start, num_tokens, key, stop)[:, 1:]
+
+    def steps() -> Steps:
+        cache, last = read(params, tokens), start[:, 0]
+        for index in range(num_tokens):
+            place = torch.tensor(index, device=tokens.device)
+            found, cache = say(params, cache, last, place)
+            last = yield found.float()
+
+    return drawn(steps(), draw, start, num_tokens, key, stop, mesh=mesh)[:, 1:]
+
+
+def _cached(
+    config: t5.T5Config, mesh: Mesh | BoundMesh | None, room: int, mask: Tensor | None
+) -> tuple[Callable, Callable]:
+    """`t5.prefill` and `t5.extend` over a mesh."""
+    mesh = Mesh() if mesh is None else mesh
+    specs = param_specs(t5.defs(config), t5.rules(config, mesh))
+    gather = Gather(specs)
+    rows, kept = P(DATA_AXES), t5.cache_specs(config)
+    masks = None if mask is None else rows
+
+    def read(params, tokens, mask):
+        return t5.prefill(config, params, tokens, room=room, mask=mask, gather=gather)
+
+    def say(params, cache, tokens, place, mask):
+        return t5.extend(config, params, cache, tokens, place, mask=mask, gather=gather)
+
+    first = shard_map(read, mesh, (specs, rows, masks), kept)
+    later = shard_map(say, mesh, (specs, kept, rows, P(), masks), (rows, kept))
+    return (
+        lambda params, tokens: first(params, tokens, mask),
+        lambda *given: later(*given, mask),
+    )
 
 
 @dataclass(frozen=True)

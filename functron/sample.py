@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from functron.models import generation, gpt, mamba
 from functron.models.block import How
 from functron.params import param_specs
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
+from functron.spmd import collectives as lax
 from functron.transforms import Gather
 
 Logits = Callable[[tree.Tree, Tensor], Tensor]
@@ -105,9 +107,10 @@ def generate(
     """Continue each row of `tokens` by `num_tokens` draws from softmax(logits / temperature).
 
     Keys and values of what was read are kept (`functron.models.generation`), so that each new
-    token is read once. Where that cannot be, as the text becomes longer than `max_seq`, tokens of a
-    sequence compete for experts, or `logits` is given, the last `max_seq` tokens are read again for
-    every new one. A Mamba-2 model reads token by token, however many, and takes as long for each.
+    token is read once. Where that cannot be, as the text becomes longer than `max_seq`, or on one
+    rank tokens of a sequence compete for experts or `logits` is given, the last `max_seq` tokens
+    are read again for every new one. A Mamba-2 model reads token by token, however many, and takes
+    as long for each.
 
     Args:
         params: the parameters of `gpt.defs(config)` or `mamba.defs(config)`, as `mesh` splits them;
@@ -135,7 +138,8 @@ def generate(
 
     Raises:
         ValueError: an empty prompt, a token outside the vocabulary, values out of range, a missing
-            key, or a mesh or lengths with what has no cache, or with a Mamba-2 model.
+            key, a mesh that cannot generate, lengths with what has no cache, or either with a
+            Mamba-2 model.
     """
     draw = Draw(temperature, top_k, top_p)
     check_prompt(config, tokens, num_tokens, draw, key, lengths)
@@ -144,15 +148,18 @@ def generate(
         _require_alone(others)
         steps = _recurrent(params, config, tokens, num_tokens)
         return drawn(steps, draw, tokens, num_tokens, key, stop)
-    with_cache = logits is None and tokens.shape[1] + num_tokens <= config.max_seq
-    if mesh is not None or lengths is not None or how is not None:
-        _require_cache(config, mesh, with_cache, tokens.shape[1] + num_tokens)
+    total = tokens.shape[1] + num_tokens
+    with_cache = logits is None and total <= config.max_seq
+    on_mesh = mesh is not None or how is not None
+    if on_mesh or lengths is not None:
+        _require_cache(config, mesh, logits is None, total if lengths is not None else 0)
     elif with_cache:
         with_cache = _cacheable(config)
     if with_cache:
         steps = _cached(params, config, tokens, lengths, num_tokens, mesh, how)
     else:
-        steps = _reread(params, config, tokens, num_tokens, logits)
+        read = logits or (_reader(config, mesh, how) if on_mesh else partial(_dense, config))
+        steps = _reread(params, config, tokens, num_tokens, read)
     return drawn(steps, draw, tokens, num_tokens, key, stop, lengths=lengths, mesh=mesh)
 
 
@@ -164,13 +171,18 @@ def _cacheable(config: gpt.GPTConfig) -> bool:
     return True
 
 
-def _require_cache(config, mesh, with_cache: bool, total: int) -> None:
+def _require_cache(config, mesh, by_model: bool, total: int) -> None:
+    """Refuse what needs a cache, of `total` tokens, where there is none."""
     generation.check(config, mesh)
-    if not with_cache:
-        got = f"{total} tokens in all, or logits"
-        wanted = f"at most max_seq={config.max_seq}, and no logits, with mesh, lengths or how"
-        problem = Problem("num_tokens", got, wanted, "generate fewer, or leave those out")
-        raise_problems("cannot generate with a cache", [problem])
+    found = []
+    if not by_model:
+        wanted, fix = "None with mesh, lengths or how", "leave it out, or those"
+        found.append(Problem("logits", "a function", wanted, fix))
+    if total > config.max_seq:
+        wanted = f"at most max_seq={config.max_seq} with lengths"
+        fix = "generate fewer, or give prompts of one length"
+        found.append(Problem("num_tokens", f"{total} tokens in all", wanted, fix))
+    raise_problems("cannot generate with a cache", found)
 
 
 def _require_alone(others: dict) -> None:
@@ -211,7 +223,7 @@ def drawn(
         found.append(last)
         if stop:
             ended = torch.isin(last, stops)
-            if bool(ended.all()):
+            if _everywhere(ended, mesh):
                 break
     if lengths is None or not found:
         return torch.cat([tokens, *(x.unsqueeze(1) for x in found)], dim=1)
@@ -232,10 +244,42 @@ def _first_row(tokens: Tensor, mesh: Mesh | BoundMesh | None) -> int:
     return index * tokens.shape[0]
 
 
-def _reread(params, config, tokens: Tensor, num_tokens: int, logits: Logits | None) -> Steps:
+def _everywhere(ended: Tensor, mesh: Mesh | BoundMesh | None) -> bool:
+    """Whether all rows have ended, those of other data ranks too, which go on together."""
+    if isinstance(mesh, BoundMesh):
+        least = shard_map(lambda x: lax.pmin(x, DATA_AXES), mesh, P(DATA_AXES), P())
+        ended = least(ended.all()[None].to(torch.int64))
+    return bool(ended.all())
+
+
+def _dense(config: gpt.GPTConfig, params, tokens: Tensor) -> Tensor:
+    return gpt.forward(config, params, tokens)
+
+
+def _reader(config: gpt.GPTConfig, mesh: Mesh | BoundMesh | None, how: How | None) -> Logits:
+    """`gpt.forward` over a mesh, with the logits whole on every rank of tp."""
+    mesh, specs, how = _parts(config, mesh, how)
+    settings = {"gather": how.gather, "experts": how.experts, "kernels": how.kernels}
+
+    def read(params, tokens):
+        found = gpt.forward(config, params, tokens, **settings)
+        return lax.all_gather(found, "tp", axis=-1, tiled=True)
+
+    return shard_map(read, mesh, (specs, P(DATA_AXES)), P(DATA_AXES))
+
+
+def _parts(
+    config: gpt.GPTConfig, mesh: Mesh | BoundMesh | None, how: How | None
+) -> tuple[Mesh | BoundMesh, tree.Tree, How]:
+    """The mesh, how parameters are split on it, and how they are gathered."""
+    mesh = Mesh() if mesh is None else mesh
+    specs = param_specs(gpt.defs(config), gpt.rules(config, mesh))
+    return mesh, specs, How(gather=Gather(specs)) if how is None else how
+
+
+def _reread(params, config, tokens: Tensor, num_tokens: int, read: Logits) -> Steps:
     for _ in range(num_tokens):
-        context = tokens[:, -config.max_seq :]
-        found = logits(params, context) if logits else gpt.forward(config, params, context)
+        found = read(params, tokens[:, -config.max_seq :])
         last = yield found[:, -1, : config.vocab_size].float()
         tokens = torch.cat([tokens, last.unsqueeze(1)], dim=1)
 
@@ -274,11 +318,8 @@ def cached(
     Raises:
         ValueError: what `generation.check` raises.
     """
-    mesh = Mesh() if mesh is None else mesh
     generation.check(config, mesh)
-    specs = param_specs(gpt.defs(config), gpt.rules(config, mesh))
-    if how is None:
-        how = How(gather=Gather(specs))
+    mesh, specs, how = _parts(config, mesh, how)
     rows, kept = P(DATA_AXES), generation.cache_specs(config)
 
     def start(params, tokens, lengths):

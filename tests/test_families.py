@@ -423,6 +423,97 @@ def test_the_command_restores(restoring, capsys):
     assert main([*sample, "def", "--chat"]) == 2
 
 
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A run of a GPT with adapters, on one rank."""
+    run = tmp_path_factory.mktemp("gpt") / "run"
+    options = ["--model", "llama3-tiny", "--data", TEXT, "--seq", 16, "--global-batch", 4]
+    options += ["--gpt.num-layers", 1, "--gpt.max-seq", 16, "--gpt.embed-dim", 32]
+    options += ["--gpt.num-heads", 4, "--gpt.num-kv-heads", 2, "--gpt.mlp-dim", 48]
+    options += ["--gpt.dtype", "float64", "--lora-rank", 2, "--learning-rate.peak", 0.03]
+    assert train(*options, "--steps", 2, "--out", run) == 0
+    return run
+
+
+def sampled(run, *options) -> list[str]:
+    """The prompt and 20 tokens, which go beyond the context of `adapted`."""
+    prompt = "def <extra_id_0>" if "t5" in str(run) else "def "
+    return ["sample", str(run), "--prompt", prompt, "--tokens", "20", *options]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2,tp=2"])
+@pytest.mark.parametrize("name", ["adapted", "restoring"])
+def test_the_text_is_the_same_on_every_mesh(name, mesh, request, capsys):
+    run = request.getfixturevalue(name)
+    capsys.readouterr()
+    for options in ([], ["--temperature", "0"]):
+        assert main(sampled(run, *options)) == 0
+        wanted = capsys.readouterr()
+        assert main(sampled(run, *options, "--mesh", mesh)) == 0
+        got = capsys.readouterr()
+        assert got.out == wanted.out
+        assert not wanted.err
+        assert "ranks simulated in this process (--nproc" in got.err
+
+
+IN_PROCESSES = """
+import torch
+import torch.distributed as dist
+import functron as ft
+from functron import Mesh, gpt, random, t5
+from functron.restore import respond
+from functron.sample import Draw
+
+dist.init_process_group("gloo")
+small = {"embed_dim": 16, "num_heads": 2, "mlp_dim": 24, "num_layers": 1, "vocab_size": 11}
+small |= {"vocab_multiple": 16, "dtype": "float64"}
+
+# rows that end at different times, on ranks that gather parameters from each other
+mesh = Mesh(fsdp=2).bind()
+config = gpt.GPTConfig(**small, max_seq=32, init_stddev=0.5)
+weights = ft.init_params(random.key(0), gpt.defs(config))
+tokens = torch.tensor([[1], [2]])
+free = ft.generate(weights, config, tokens, 8, key=random.key(1))
+options = {"key": random.key(1), "stop": {int(free[0, 1])}}
+assert free[0, 1] not in free[1, 1:4]
+wanted = ft.generate(weights, config, tokens, 8, **options)
+own = ft.shard(weights, ft.param_specs(gpt.defs(config), gpt.rules(config, mesh)), mesh)
+got = ft.generate(own, config, tokens[mesh.rank :][:1], 8, mesh=mesh, **options)
+assert torch.equal(got, wanted[mesh.rank :][:1])
+
+mesh = Mesh(tp=2).bind()
+config = t5.T5Config(**small, init_factor=2.0)
+weights = ft.init_params(random.key(0), t5.defs(config))
+options = {"draw": Draw(1.0), "key": random.key(1)}
+wanted = respond(weights, config, tokens, 8, **options)
+own = ft.shard(weights, ft.param_specs(t5.defs(config), t5.rules(config, mesh)), mesh)
+assert torch.equal(respond(own, config, tokens, 8, mesh=mesh, **options), wanted)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_processes_sample_the_same_text(adapted, torchrun, capsys):
+    torchrun(IN_PROCESSES, 2)
+    capsys.readouterr()
+    assert main(sampled(adapted)) == 0
+    command = [sys.executable, "-m", "functron", *sampled(adapted, "--mesh", "fsdp=2")]
+    done = subprocess.run([*command, "--nproc", "2"], timeout=300, check=True, capture_output=True)
+    assert done.stdout.decode() == capsys.readouterr().out
+
+
+def test_where_sampling_is_refused(adapted, hybrid, restoring, capsys):
+    for run, options, said in (
+        (adapted, ("--mesh", "pp=2"), "mesh: got pp=2; wanted data, expert and tensor-parallel"),
+        (adapted, ("--mesh", "tp=3"), "num_heads: got 4; wanted a multiple of tp=3"),
+        (adapted, ("--mesh", "tp=2", "--nproc", "4"), "nproc: got 4 for a mesh of 2; wanted one"),
+        (restoring, ("--mesh", "cp=2"), "got cp=2; wanted cp=1 for this model; fix: put those"),
+        (hybrid, ("--mesh", "tp=2"), "mesh: got tp=2; wanted one rank with a Mamba-2 model; fix:"),
+    ):
+        assert main(sampled(run, *options)) == 2
+        assert said in capsys.readouterr().err
+
+
 # FLOPs
 
 

@@ -94,6 +94,18 @@ def test_commands_take_it(alone, tmp_path, capsys):
     close(read_params(last(tmp_path / "moe"), gpt.defs(config)), made)
 
 
+@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize("rank", [0, 5])
+def test_a_process_reads_its_shards(alone, averaged, rank):
+    run, _, _ = alone
+    mesh, defs = Mesh(fsdp=2, dp=2, tp=2), gpt.defs(RUN.gpt)
+    bound = ft.BoundMesh(mesh, rank, mesh.coordinate(rank), {}, "cpu")
+    rules = gpt.rules(RUN.gpt, mesh)
+    got = read_params(last(run), defs, averaged=averaged, rules=rules, mesh=bound)
+    whole = read_params(last(run), defs, averaged=averaged)
+    close(got, ft.shard(whole, ft.param_specs(defs, rules), bound), 0)
+
+
 @pytest.fixture(scope="module")
 def held_out(alone, tmp_path_factory):
     """A text of 20 samples, and the loss on it of the mean by hand."""

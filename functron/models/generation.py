@@ -54,13 +54,12 @@ def check(config: GPTConfig, mesh: Mesh | BoundMesh | None = None) -> None:
         ValueError: experts for which tokens compete, or axes that split sequences or layers.
     """
     problems = []
-    moe = config.moe
+    moe, fix = config.moe, "generate without a cache: one rank, prompts of one length"
     if moe is not None and (moe.routing == "expert_choice" or moe.capacity_factor):
-        fix = "generate without a cache"
         got = "tokens that compete for experts"
         problems.append(Problem("gpt.moe", got, "routing of each token by itself", fix))
     if moe is not None and moe.routing == "sinkhorn":
-        got, fix = "routing of whole sequences", "generate without a cache"
+        got = "routing of whole sequences"
         problems.append(Problem("gpt.moe.routing", got, "routing of each token by itself", fix))
     for axis in ("pp", *CONTEXT_AXES):
         if mesh is not None and mesh[axis] > 1:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -20,32 +21,38 @@ from functron.models.block import STREAM, WHOLE, Remat
 from functron.models.sequence import SAMPLE_AXES, check_length
 from functron.models.stack import Run, check_gathered, keys_of, tensor_rules, whole_heads
 from functron.models.t5_config import PRESETS, T5Config
+from functron.nn.kv_cache import KVCache, empty_cache, written
 from functron.nn.linear import sequence_axes
 from functron.nn.masked import (
     cross_attention,
+    cross_keys,
     masked_attention,
     relative_bias,
     relative_buckets,
 )
 from functron.params import Normal, ParamDef
 from functron.scopes import named_scope
-from functron.spmd import P
+from functron.spmd import DATA_AXES, P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import Rules
-from functron.transforms import Gather
+from functron.transforms import Gather, scan
 from functron.typing import Float, Int, Key, Scalar, Tensor
 
 __all__ = [
     "PRESETS",
+    "Cache",
     "T5Config",
+    "cache_specs",
     "decode",
     "defs",
     "encode",
+    "extend",
     "flops_per_token",
     "forward",
     "loss",
     "num_targets",
+    "prefill",
     "rules",
     "shift_right",
 ]
@@ -183,12 +190,7 @@ def decode(
     seen = None if mask is None else mask != 0
     whole = nn.gather_sequence(memory, stream)
     x = _stack(config, "decoder", weights, tokens, run, whole, seen)
-    with named_scope("unembed"):
-        name = "embed" if config.tied else "unembed"
-        matrix = gather.at(name)(weights[name])
-        if config.tied:
-            x, matrix = x / math.sqrt(config.embed_dim), matrix.mT
-        return nn.column_parallel(nn.gather_sequence(x, stream), matrix)
+    return _unembedded(config, weights, x, run)
 
 
 def _stack(
@@ -202,39 +204,84 @@ def _stack(
 ) -> Tensor:
     """The normed result of the encoder, or of the decoder if there is a memory."""
     seq, count = tokens.shape[1], config.layers[name]
-    check_length(seq, None, lax.axis_size(sequence_axes(run.stream)))
-    table = run.gather.at("embed")(weights["embed"])
-    check_gathered("embed_dim", table.shape[1], config.embed_dim)
+    x = _embedded(config, weights, tokens, run)
     run, weights = run.at(name), weights[name]
     keys = run.keys(count + 2)
-    with named_scope("embed"):
-        x = nn.embed_tokens(table, tokens, stream=run.stream, vocab_size=config.vocab_size)
-        x = run.drop(x, None if keys is None else keys[-1])
-    with named_scope("relative"):
-        buckets = relative_buckets(
-            seq,
-            seq,
-            num_buckets=config.num_buckets,
-            max_distance=config.max_distance,
-            bidirectional=memory is None,
-            device=tokens.device,
-        )
-        bias = relative_bias(run.gather.at("relative")(weights["relative"]), buckets)
-    block = _block(config, run, bias, memory, seen)
-    x = run.at("blocks").over(block, x, weights["blocks"], None if keys is None else keys[:count])
-    with named_scope("norm"):
-        scale = run.gather.at("norm")(weights["norm"])["scale"]
-        x = nn.rms_norm(x, scale, eps=config.norm_eps)
-    return run.drop(x, None if keys is None else keys[-2])
-
-
-def _block(
-    config: T5Config, run: Run, bias: Tensor, memory: Tensor | None, seen: Tensor | None
-) -> Callable:
-    """``(parameters, x, key) -> x``: one block of the encoder, or with a memory of the decoder."""
+    x = run.drop(x, None if keys is None else keys[-1])
+    bias = _bias(config, weights, run, seq, seq, bidirectional=memory is None)
     # the encoder's own tokens may be padding; what the decoder sees of itself is what came before
     reads = {"seen": seen} if memory is None else {"causal": True}
     core = run.core(partial(masked_attention, bias=bias, scale=1.0, **reads))
+    block = _block(config, run, core, memory, seen)
+    x = run.at("blocks").over(block, x, weights["blocks"], None if keys is None else keys[:count])
+    return run.drop(_normed(config, weights, x, run), None if keys is None else keys[-2])
+
+
+def _embedded(config: T5Config, weights: dict, tokens: Tensor, run: Run) -> Tensor:
+    check_length(tokens.shape[1], None, lax.axis_size(sequence_axes(run.stream)))
+    table = run.gather.at("embed")(weights["embed"])
+    check_gathered("embed_dim", table.shape[1], config.embed_dim)
+    with named_scope("embed"):
+        return nn.embed_tokens(table, tokens, stream=run.stream, vocab_size=config.vocab_size)
+
+
+def _bias(
+    config: T5Config,
+    weights: dict,
+    run: Run,
+    queries: int,
+    keys: int,
+    *,
+    bidirectional: bool = False,
+    first: int | Tensor = 0,
+) -> Tensor:
+    """``[heads, queries, keys]``: what a stack adds to the scores of its self-attention."""
+    with named_scope("relative"):
+        table = run.gather.at("relative")(weights["relative"])
+        buckets = relative_buckets(
+            queries,
+            keys,
+            num_buckets=config.num_buckets,
+            max_distance=config.max_distance,
+            bidirectional=bidirectional,
+            first=first,
+            device=table.device,
+        )
+        return relative_bias(table, buckets)
+
+
+def _normed(config: T5Config, weights: dict, x: Tensor, run: Run) -> Tensor:
+    with named_scope("norm"):
+        scale = run.gather.at("norm")(weights["norm"])["scale"]
+        return nn.rms_norm(x, scale, eps=config.norm_eps)
+
+
+def _unembedded(config: T5Config, weights: dict, x: Tensor, run: Run) -> Tensor:
+    """``[batch, seq, padded_vocab / tp]`` logits of the decoder's normed result."""
+    with named_scope("unembed"):
+        name = "embed" if config.tied else "unembed"
+        matrix = run.gather.at(name)(weights[name])
+        if config.tied:
+            x, matrix = x / math.sqrt(config.embed_dim), matrix.mT
+        return nn.column_parallel(nn.gather_sequence(x, run.stream), matrix)
+
+
+def _block(
+    config: T5Config,
+    run: Run,
+    core: Callable,
+    memory: Tensor | KVCache | None = None,
+    seen: Tensor | None = None,
+) -> Callable:
+    """``(parameters, x, key) -> x``: one block of the encoder, or with a memory of the decoder.
+
+    Args:
+        config: the architecture.
+        run: how it is run.
+        core: of self-attention.
+        memory: what the decoder looks at, or the keys and values of this block made of it.
+        seen: which of its tokens are no padding.
+    """
     look = run.core(partial(masked_attention, seen=seen, scale=1.0))
     stream, shape = run.stream, config.attention
 
@@ -259,6 +306,108 @@ def _block(
             return x + run.drop(y, third)
 
     return block
+
+
+# --- generation
+
+
+class Cache(NamedTuple):
+    """What is kept of a text that is read and of what was said to it, of each block of the decoder.
+
+    Attributes:
+        own: ``[layers, batch, room, heads, head_dim]``, of the decoder's tokens so far; zeros from
+            there on.
+        memory: ``[layers, batch, keys, heads, head_dim]``, of the encoder's result.
+    """
+
+    own: KVCache
+    memory: KVCache
+
+
+def cache_specs(config: T5Config) -> Cache:
+    """How a cache is split: samples over data axes, heads over tp."""
+    row = P(None, DATA_AXES, None, "tp")
+    return Cache(KVCache(row, row), KVCache(row, row))
+
+
+def prefill(
+    config: T5Config,
+    weights: dict,
+    tokens: Int[Tensor, "batch seq"],
+    *,
+    room: int,
+    mask: Tensor | None = None,
+    gather: Gather = WHOLE,
+) -> Cache:
+    """A cache of a text that has been read, and to which nothing has been said yet.
+
+    Args:
+        config, weights, tokens, mask, gather: as in `encode`.
+        room: for how many tokens of the decoder the cache has room.
+
+    Returns:
+        The cache. Collectives: those of `encode`, and of `gather` for each block of the decoder.
+    """
+    memory = encode(config, weights, tokens, mask=mask, gather=gather)
+    once = gather.at("decoder").at("blocks").at("cross").rows().around(cross_keys)
+
+    def layer(memory: Tensor, params: dict) -> tuple[Tensor, Cache]:
+        kept = once(params, memory)
+        return memory, Cache(empty_cache(*kept, room), kept)
+
+    return scan(layer, memory, weights["decoder"]["blocks"]["cross"])[1]
+
+
+def extend(
+    config: T5Config,
+    weights: dict,
+    cache: Cache,
+    tokens: Int[Tensor, " batch"],
+    place: Int[Tensor, ""],
+    *,
+    mask: Tensor | None = None,
+    gather: Gather = WHOLE,
+) -> tuple[Float[Tensor, "batch vocab"], Cache]:
+    """The logits of the decoder's token after these ones, and the cache with these ones in it.
+
+    What `decode` says of all tokens so far, at the last one; each token is read once.
+
+    Args:
+        config, weights, gather: as in `decode`.
+        cache: of the text and of the decoder's tokens before.
+        tokens: int64 ``[batch]``, at first ``config.start_id``.
+        place: int64 scalar, how many tokens of the decoder came before.
+        mask: of the encoder's tokens, as `prefill` was given it.
+
+    Returns:
+        ``[batch, vocab_size]`` in float32 at least, the same on all ranks of tp, and the cache.
+        Collectives: those of `decode` but for the memory, and one all-gather of the logits over tp.
+    """
+    whole = Run(gather=gather)
+    x = _embedded(config, weights, tokens[:, None], whole)
+    run, params = whole.at("decoder"), weights["decoder"]
+    room = cache.own.k.shape[2]
+    bias = _bias(config, params, run, 1, room, first=place)
+    before = (torch.arange(room, device=tokens.device) <= place)[None]
+    places = place.expand(len(tokens), 1)
+    seen = None if mask is None else mask != 0
+
+    def layer(weights: dict, x: Tensor, kept: Cache) -> tuple[Tensor, KVCache]:
+        after = []
+
+        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            own = written(kept.own, k, v, places)
+            after.append(own)
+            return masked_attention(q, *own, seen=before, bias=bias, scale=1.0)
+
+        return _block(config, run, core, kept.memory, seen)(weights, x, None), after[0]
+
+    once = run.gather.at("blocks").rows().around(layer)
+    x, own = scan(lambda x, row: once(row[0], x, row[1]), x, (params["blocks"], cache))
+    logits = _unembedded(config, weights, _normed(config, params, x, run), whole).squeeze(1)
+    logits = lax.all_gather(logits, "tp", axis=-1, tiled=True)[:, : config.vocab_size]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits, cache._replace(own=own)
 
 
 def shift_right(targets: Int[Tensor, "batch seq"], start: int) -> Int[Tensor, "batch seq"]:

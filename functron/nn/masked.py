@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from functron.nn.attention import AttentionConfig
+from functron.nn.kv_cache import KVCache
 from functron.nn.linear import column_parallel, gather_sequence, row_parallel, weights
 from functron.ops.attention import attention
 from functron.ops.flash import Visible, block, block_backward
@@ -106,10 +107,23 @@ def _biased(
     return (p.to(v.dtype) @ v).transpose(1, 2)
 
 
+def cross_keys(params: dict, memory: Float[Tensor, "batch keys embed"]) -> KVCache:
+    """The keys and values that `cross_attention` makes of a memory: to be kept, if read often.
+
+    Args:
+        params: as in `cross_attention`.
+        memory: ``[batch, keys, embed]``, whole on every rank that splits heads.
+
+    Returns:
+        ``[batch, keys, heads, head_dim]`` each, of this rank's heads. No collectives.
+    """
+    return KVCache(*(column_parallel(memory, *weights(params[n])) for n in ("k", "v")))
+
+
 def cross_attention(
     params: dict,
     x: Float[Tensor, "batch seq embed"],
-    memory: Float[Tensor, "batch keys embed"],
+    memory: Float[Tensor, "batch keys embed"] | KVCache,
     config: AttentionConfig,
     *,
     stream: P,
@@ -121,7 +135,8 @@ def cross_attention(
     Args:
         params: this rank's part of `nn.attention_defs`, with as many key heads as query heads.
         x: ``[batch, seq, embed]`` with spec `stream`: what queries are made of.
-        memory: ``[batch, keys, embed]``, whole on every rank of `axis`: keys and values.
+        memory: ``[batch, keys, embed]``, whole on every rank of `axis`: keys and values; or these
+            themselves, as `cross_keys` makes them.
         stream: the spec of x and of the result.
         core: computes softmax(q k^T) v; for example `masked_attention` with a mask.
 
@@ -138,8 +153,8 @@ def cross_attention(
         )
     x = gather_sequence(x, stream, axis)
     q = column_parallel(x, *weights(params["q"]))
-    k, v = (column_parallel(memory, *weights(params[n])) for n in ("k", "v"))
-    return row_parallel(core(q, k, v), *weights(params["out"]), stream=stream, axis=axis)
+    kept = memory if isinstance(memory, KVCache) else cross_keys(params, memory)
+    return row_parallel(core(q, *kept), *weights(params["out"]), stream=stream, axis=axis)
 
 
 def relative_buckets(
@@ -149,6 +164,7 @@ def relative_buckets(
     num_buckets: int,
     max_distance: int,
     bidirectional: bool,
+    first: int | Int[Tensor, ""] = 0,
     device: torch.device | str | None = None,
 ) -> Int[Tensor, "queries keys"]:
     """The bucket of each query's distance to each key (Raffel et al. 2020, section 2.1).
@@ -157,12 +173,13 @@ def relative_buckets(
     `max_distance`, beyond which all is one. Between distance e, the number of the first ones, and
     M = `max_distance` the bucket of distance d is ``e + floor((n - e) log(d / e) / log(M / e))``,
     computed in integers. If `bidirectional`, keys after the query have buckets of their own, half
-    of all; else they count as at distance 0.
+    of all; else they count as at distance 0. The first query is at the place of key `first`.
 
     Returns:
         int64 ``[queries, keys]`` in ``[0, num_buckets)``.
     """
-    ahead = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+    places = torch.arange(queries, device=device) + first
+    ahead = torch.arange(keys, device=device) - places[:, None]
     count = num_buckets // 2 if bidirectional else num_buckets
     distance = ahead.abs() if bidirectional else (-ahead).clamp(min=0)
     exact = count // 2

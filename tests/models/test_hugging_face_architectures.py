@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 import functron as ft
 from functron import bert, gpt, llava, mamba, nn, t5, tree, vit
 from functron.nn.masked import relative_buckets
+from functron.restore import respond
+from functron.sample import Draw
 
 VOCAB, EMBED, BATCH, SEQ = 61, 32, 4, 12
 TOLERANCE = 1e-10
@@ -409,6 +411,27 @@ def test_t5(version):
     value, grads = ft.value_and_grad(loss)(weights)
     torch.testing.assert_close(value, expected.detach(), rtol=TOLERANCE, atol=0)
     assert_leaves_close(grads, t5_tree(c, gradients(model, expected), 0.0))
+
+
+@pytest.mark.parametrize("version", T5S)
+def test_t5_generates_what_transformers_does(version):
+    c = T5S[version]
+    model = drawn(lambda: hf_t5(c))
+    with torch.no_grad():  # what blocks say must outweigh what they read, or it is said again
+        for name, parameter in model.named_parameters():
+            parameter.mul_(8 if name.endswith(("o.weight", "wo.weight")) else 1)
+    weights = t5_tree(c, tensors(model), 3.0)
+    tokens, mask = torch.randint(1, VOCAB, (BATCH, SEQ)), torch.ones(BATCH, SEQ, dtype=torch.int64)
+    mask[1, 7:] = 0
+    with Float64():
+        # without their cache, which has a layer per one of the encoder's
+        theirs = model.generate(
+            tokens, attention_mask=mask, max_new_tokens=24, do_sample=False, eos_token_id=None,
+            use_cache=False,
+        )  # fmt: skip
+    ours = respond(weights, c, tokens, 24, mask=mask, draw=Draw(0.0))
+    assert torch.equal(ours, theirs[:, 1:])
+    assert len(set(ours.flatten().tolist())) > 5
 
 
 @pytest.mark.parametrize(("buckets", "distance"), [(32, 128), (8, 10), (16, 100)])
