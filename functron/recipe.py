@@ -92,6 +92,7 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
             kernels=use(config.kernels),
             has_aux=details,
             layers=layers,
+            check=False,  # the losses of families are sums
         )
 
     averaged = _averaged(config, mesh, specs, optimizer, _parts(config, defs, specs, mesh))
@@ -154,6 +155,7 @@ def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
             normed=weight_mask(defs),
             layers=layers,
             kernels=use(config.kernels),
+            check=False,
         )
 
     stacked = (name for name in whole if partition.stack(name) is not None)

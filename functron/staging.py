@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +21,11 @@ from functron.optim import torch_dtype
 from functron.params import ParamDef
 from functron.pipeline.layout import Layout, Part, balanced_layout, even_layout, parse_layout
 from functron.pipeline.partition import Partition
-from functron.pipeline.registry import make
+from functron.pipeline.registry import NAMES, make
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.work import are_floats, floats, seeds, with_floats
 from functron.program.trace import trace
-from functron.spmd import FSDP_AXES, BoundMesh, Mesh, P, Rules, shard_map
+from functron.spmd import DATA_AXES, FSDP_AXES, BoundMesh, Mesh, P, Rules, shard_map
 from functron.spmd.shards import whole_over
 from functron.spmd.spec import validate
 from functron.transforms import Gather
@@ -46,6 +48,82 @@ def schedule_for(config: TrainConfig, mesh: Mesh | BoundMesh) -> Schedule:
         problem = Problem("schedule", f"{config.schedule}, forwards only", "one that trains")
         raise_problems("cannot train with this schedule", [problem])
     return schedule
+
+
+LARGE_BUBBLE = 0.25
+"""Of the time of a pipeline's ranks: from there on `bubble_note` says what would leave less."""
+
+
+def bubble_note(config: TrainConfig, mesh: Mesh | BoundMesh) -> str | None:
+    """How long the ranks of a pipeline wait for one another, and what makes that less.
+
+    Schedules are timed on stages that take equally long, backward twice as long as forward. Of
+    those that this model and batch admit, it names the fewest microbatches that leave less than
+    `LARGE_BUBBLE` (or the most there are), and the schedule that leaves the least, with as many
+    microbatches as now and with so many more: of those that hold parameters once.
+
+    Returns:
+        A line; None without a pipeline, and where it is less than `LARGE_BUBBLE`.
+    """
+    if mesh["pp"] == 1:
+        return None
+    now = schedule_for(config, mesh).bubble_fraction()
+    if now < LARGE_BUBBLE:
+        return None
+    more = next((c for c, least in _more_microbatches(config, mesh) if least < LARGE_BUBBLE), None)
+    if more is None:
+        more = max(_more_microbatches(config, mesh), key=lambda row: -row[1], default=(None,))[0]
+    ways = [] if more is None else [more]
+    for base in (config, *ways):
+        named = [replace(base, schedule=name, chunks=0) for name in NAMES if name != base.schedule]
+        found = [(least, c) for c in named if (least := _bubble(c, mesh, pipes=1)) is not None]
+        best = min(found, key=lambda row: row[0], default=None)
+        if best is not None and best[0] < (_bubble(base, mesh) or 1.0) - 0.01:
+            ways.append(best[1])
+    said = ", ".join(f"{_options(config, way)}: {_bubble(way, mesh):.0%}" for way in ways)
+    count = config.microbatches
+    return (
+        f"{config.schedule} with {count} microbatch{'es' if count > 1 else ''} a step leaves the "
+        f"{mesh['pp']} ranks of the pipeline idle {now:.0%} of the time; "
+        f"{f'less: {said}' if said else 'a larger --global-batch has room for more of them'}"
+    )
+
+
+def _more_microbatches(
+    config: TrainConfig, mesh: Mesh | BoundMesh
+) -> Iterator[tuple[TrainConfig, float]]:
+    """The configs with more microbatches that the batch can be cut into, and their bubbles."""
+    share = math.prod(mesh[axis] for axis in DATA_AXES)
+    samples = math.gcd(*config.batches.sizes) // share
+    for count in range(config.microbatches + 1, samples + 1):
+        changed = replace(config, microbatches=count)
+        if samples % count == 0 and (least := _bubble(changed, mesh)) is not None:
+            yield changed, least
+
+
+def _bubble(config: TrainConfig, mesh: Mesh | BoundMesh, pipes: int = 0) -> float | None:
+    """The bubble of a schedule; None where it, the model or these counts do not go together.
+
+    Args:
+        config: with the schedule.
+        mesh: where.
+        pipes: how many times parameters are held, at most; 0: as often as it likes.
+    """
+    try:
+        schedule = schedule_for(config, mesh)
+        partition_for(config, mesh, schedule)
+    except ValueError:
+        return None
+    return None if 0 < pipes < len(schedule.pipes) else schedule.bubble_fraction()
+
+
+def _options(config: TrainConfig, changed: TrainConfig) -> str:
+    """The options that make one config of another."""
+    names = ("schedule", "microbatches")
+    given = {name: getattr(changed, name) for name in names}
+    return " ".join(
+        f"--{name} {value}" for name, value in given.items() if value != getattr(config, name)
+    )
 
 
 def layout_for(config: TrainConfig, mesh: Mesh | BoundMesh, num_stages: int) -> Layout:

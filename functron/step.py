@@ -94,6 +94,7 @@ def make_step(
     layers: optim.Layers | None = None,
     kernels: Kernels = AUTO,
     replicated_over: AxisNames = (),
+    check: bool = True,
 ) -> Callable:
     """The function ``(state, batch) -> (state, metrics)`` that takes one optimization step.
 
@@ -134,12 +135,14 @@ def make_step(
         kernels: of ``"global_norm"``; see `functron.ops.use`.
         replicated_over: axes whose ranks are all meant to do the same work. Any other axis with
             more than one rank must split parameters, the optimizer's state or the batch.
+        check: after the first step, see that `loss` is a sum and no mean: of one sample of each
+            rank and of the same sample twice, without gradients, once.
 
     Returns:
         The step. Its metrics are float scalars ``loss`` (mean over targets) and ``grad_norm``
         (before clipping; of the same gradients as an `optim.clip_by_global_norm` at the head of
         `optimizer`, it is computed once for both). Raises ValueError where the batch does not
-        divide.
+        divide, or `loss` is a mean.
 
     Raises:
         ValueError: an axis of the mesh splits nothing.
@@ -177,8 +180,16 @@ def make_step(
         state, norms = update(state, grads, optimizer, specs, **how)
         return state, _metrics(value, norms)
 
+    def total(params, batch, key):
+        out = loss(gathered(params, specs, used), batch, key)
+        return out[0] if has_aux else out
+
     how = {"donate": 0, "replicated_over": replicated_over}
-    return shard_map(step, mesh, (layout, batch_specs), (layout, P()), **how)
+    mapped = shard_map(step, mesh, (layout, batch_specs), (layout, P()), **how)
+    if check:
+        look = _sum_check(total, num_targets, mesh, specs, batch_specs, num_microbatches)
+        mapped.observe = lambda args, out: look(out[0], args[1])
+    return mapped
 
 
 def _check_work(
@@ -291,6 +302,7 @@ def make_pipelined_step(
     layers: optim.Layers | None = None,
     kernels: Kernels = AUTO,
     replicated_over: AxisNames = (),
+    check: bool = True,
 ) -> Callable:
     """`make_step` for a model whose stages are divided among the ranks of `axis`.
 
@@ -312,6 +324,8 @@ def make_pipelined_step(
         trainable: as in `make_step`, of what this process holds; all, where something is spread.
         batch_specs, normed, layers, kernels, replicated_over: as in `make_step`; `normed` of what
             this process holds.
+        check: as in `make_step`, of one sample of each microbatch, and of what the last stage
+            returns for a number of targets of 1.
 
     Returns:
         The step; see `make_step`. Its metrics have ``aux`` too where the last stage returns that.
@@ -323,6 +337,7 @@ def make_pipelined_step(
     _check_normed(normed, layers)
     rank = mesh.coordinate[axis] if isinstance(mesh, BoundMesh) and mesh[axis] > 1 else None
     copies = stages.partition.copies(rank)
+    plain = stages
 
     layout = state_specs(specs, optimizer)
     _check_work("make_pipelined_step", mesh, (layout, batch_specs), replicated_over, axis)
@@ -357,15 +372,83 @@ def make_pipelined_step(
     else:
         first, second = gradients, updated
 
+    def total(params, batch, key):
+        whole, one = gathered(params, specs, used), torch.ones((), device=key.device)
+        return sum(
+            x[0] if isinstance(x, tuple) else x for x in plain.forward(whole, batch, key, one)
+        )
+
+    count = plain.schedule.num_microbatches
+    look = _sum_check(total, num_targets, mesh, specs, batch_specs, count, axis) if check else None
+
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
         value, grads = first(state, batch)
         state, norms = second(state, grads)
+        if look is not None and first is not gradients:
+            look(state, batch)
         return state, _metrics(value, norms)
 
     if first is not gradients:
         return step
     how = {"stages": axis, "donate": 0, "replicated_over": replicated_over}
-    return shard_map(step, mesh, (layout, batch_specs), (layout, P()), **how)
+    mapped = shard_map(step, mesh, (layout, batch_specs), (layout, P()), **how)
+    if look is not None:
+        mapped.observe = lambda args, out: look(out[0], args[1])
+    return mapped
+
+
+def _sum_check(
+    total: Callable,
+    num_targets: Callable,
+    mesh: Mesh | BoundMesh,
+    specs: tree.Tree,
+    batch_specs: tree.Tree,
+    num_microbatches: int,
+    stages: str | None = None,
+) -> Callable[[State, tree.Tree], None]:
+    """``(state, batch)``: raises, once, where the loss is a mean: the same for a batch twice.
+
+    Exact but for what samples do to one another (dropout without ``rows``, experts' capacities),
+    so a mean is told from a sum in the middle between 1 and 2. A mean of one target by declaration
+    (`num_targets` is the same for the batch twice) is a sum, unless microbatches add it up.
+
+    Args:
+        total: ``(params, batch, key)`` to the loss.
+        num_targets, mesh, specs, batch_specs, num_microbatches: of `make_step`.
+        stages: the axis of a pipeline's ranks.
+    """
+
+    def twice(leaf: torch.Tensor, count: int) -> torch.Tensor:
+        """`count` times the first sample of every microbatch."""
+        parts = num_microbatches if stages is not None else 1
+        rows = leaf.unflatten(0, (parts, -1))[:, :1]
+        return rows.expand(parts, count, *leaf.shape[1:]).flatten(0, 1)
+
+    def numbers(params, batch, key):
+        each = [tree.map(lambda leaf, n=n: twice(leaf, n), batch) for n in (1, 2)]
+        return [f(x) for x in each for f in (lambda b: total(params, b, key), num_targets)]
+
+    mapped = shard_map(numbers, mesh, (specs, batch_specs, P()), P(), check=False, stages=stages)
+    done = False
+
+    def look(state: State, batch: tree.Tree) -> None:
+        nonlocal done
+        leaves = tree.leaves(batch)
+        plain = all(isinstance(x, torch.Tensor) and x.dim() and not x.is_meta for x in leaves)
+        if done or not plain:
+            return
+        with torch.no_grad():
+            once, count, again, counts = map(float, mapped(state.params, batch, state.key))
+        done = once != 0  # the first samples may have no targets
+        added_up = num_microbatches > 1 or counts > count
+        if not done or not added_up or not again / once < 1.5:
+            return
+        got = f"{once:.6g} for a sample of each rank, and {again:.6g} for each sample twice: a mean"
+        wanted = "the sum over the targets of all ranks, which is divided by num_targets later"
+        fix = "return lax.psum(losses.sum(), ft.DATA_AXES), not a mean of the losses"
+        raise_problems("cannot train on this loss", [Problem("loss", got, wanted, fix)])
+
+    return look
 
 
 def _with_frozen(stages: Pipeline, rank: int | None) -> Pipeline:

@@ -14,7 +14,7 @@ from functron.pipeline.layout import Part
 from functron.recipe import assemble, step_program
 from functron.spmd import Mesh
 from functron.stage_costs import pipeline_cost
-from functron.staging import stage_flops
+from functron.staging import bubble_note, stage_flops
 from functron.validation import validate
 
 CONFIG = TrainConfig(
@@ -78,3 +78,29 @@ def test_layouts_by_cost_count_all_that_stages_compute(model, gather):
     total = 2 * sum(stage_flops(config, mesh, part) for part in (*ends, *layers))
     assert total == step_program(config, Mesh(fsdp=2)).cost().hardware_flops
     assert total == 2 * sum(sum(stage.flops) for stage in pipeline_cost(config, mesh).stages)
+
+
+def test_a_run_says_how_long_its_pipeline_waits(tmp_path, capsys):
+    """1f1b leaves (p - 1) / (m + p - 1) of the time; zb-h1 works 3 of 4 F, 4 I and a W, at m = 1."""
+    arguments = [
+        "train", "--model", "llama3-tiny", "--gpt.num-layers", "4", "--gpt.embed-dim", "32",
+        "--gpt.num-heads", "2", "--gpt.num-kv-heads", "2", "--gpt.mlp-dim", "32", "--seq", "8",
+        "--mesh", "pp=4", "--global-batch", "16", "--steps", "1", "--out", str(tmp_path / "run"),
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("bubble")]
+    assert len(lines) == 1
+    assert "1f1b with 1 microbatch a step leaves the 4 ranks of the pipeline idle 75%" in lines[0]
+    assert "less: --microbatches 16: 16%, " in lines[0]  # 3 / 19; with 8 it were 3 / 11
+    assert "--schedule zb-h1: 67%" in lines[0]
+
+
+def test_what_makes_a_bubble_smaller():
+    few = replace(CONFIG, mesh="pp=4,dp=2", microbatches=2)
+    note = bubble_note(few, Mesh.parse(few.mesh))
+    assert note is not None
+    assert "idle 60%" in note  # 3 / 5
+    assert "--microbatches 8: 27%" in note  # 3 / 11: a data rank has no more samples
+    assert "dualpipe" not in note  # which holds parameters twice
+    for good in (replace(few, global_batch=64, microbatches=16), replace(few, mesh="dp=2")):
+        assert bubble_note(good, Mesh.parse(good.mesh)) is None

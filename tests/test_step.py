@@ -223,3 +223,49 @@ def test_the_norm_of_gradients_is_computed_once_or_not_at_all():
     assert norms_in(clipped, specs, normed=mask) == (both, ["tp", "tp"])
     with pytest.raises(ValueError, match=r"normed=False; wanted None"):
         norms_in(sgd, specs, normed=False, layers=optim.Layers((), frozenset()))
+
+
+def summed(params, batch, key):
+    return gpt.loss(CONFIG, params, batch)
+
+
+def mean(params, batch, key):
+    return gpt.loss(CONFIG, params, batch) / gpt.num_targets(batch)
+
+
+def one(batch):
+    return torch.ones(())
+
+
+def take(loss, mesh, jit=False, count=gpt.num_targets, **options):
+    """Two steps on this loss."""
+    defs = gpt.defs(CONFIG)
+    specs = ft.param_specs(defs, gpt.rules(CONFIG, mesh))
+    optimizer = optim.adamw(1e-3)
+    state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
+    step = ft.make_step(loss, count, optimizer, mesh, specs, **options)
+    step = ft.jit(step, donate=0, backend="eager") if jit else step
+    for index in range(2):
+        state, _ = step(state, batch(index))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (Mesh(), {}),
+        (Mesh(), {"jit": True}),
+        (Mesh(dp=2, tp=2), {"num_microbatches": 2}),
+        (Mesh(fsdp=2), {"hoist": True}),
+        (Mesh(), {"count": one, "num_microbatches": 2}),
+    ],
+    ids=str,
+)
+def test_a_mean_is_refused(mesh, options):
+    take(summed, mesh, **options)
+    with pytest.raises(ValueError, match=r"loss: got .* for each sample twice: a mean; wanted the"):
+        take(mean, mesh, **options)
+    take(mean, mesh, **{**options, "check": False})
+
+
+def test_a_mean_of_one_term_is_a_sum():
+    take(mean, Mesh(dp=2), count=one)

@@ -103,6 +103,8 @@ def _introduction(run: Run, here: launch.Process | None) -> list[str]:
             f"mesh   {config.mesh}: {run.mesh.size} ranks simulated in this process "
             f"(--nproc {run.mesh.size} starts processes)"
         )
+    if (note := staging.bubble_note(config, run.mesh)) is not None:
+        lines.append(f"bubble {note}")
     if config.resume:
         done = f"after step {run.start}" if run.start else "with the first step: none is saved yet"
         lines.append(f"resume {config.out}, {done}")

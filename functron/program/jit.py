@@ -137,7 +137,10 @@ class Jitted:
             return self.fn(*args)
         leaves, structure = tree.flatten(args)
         executable = self._executable(args, leaves, structure)
-        return executable.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        out = executable.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        if isinstance(self.fn, Mapped) and self.fn.observe is not None:
+            self.fn.observe(args, out)
+        return out
 
     def trace(self, *args: tree.Tree) -> Program:
         """The program for such arguments, which may be abstract, uncompiled."""

@@ -111,7 +111,11 @@ class Mapped:
         stages: the axis of a pipeline's stages, which is not mapped.
         donate: positions of arguments that are consumed.
         name: of `f`.
+        observe: called with the arguments and the results of calls that have computed them, by
+            `jit` too; None: nothing is.
     """
+
+    observe: Callable[[tuple, Any], None] | None = None
 
     def __init__(
         self,
@@ -163,7 +167,11 @@ class Mapped:
             else:
                 out = self._simulate(self._mapped, leaves, structure, specs)
         self._refuse_edits(leaves, paths, before)
-        return self._consumed(leaves, paths, out)
+        out = self._consumed(leaves, paths, out)
+        seen = compat.transforms_active() or compat.dispatch_modes_active()
+        if self.observe is not None and not seen:
+            self.observe(args, out)
+        return out
 
     def _refuse_edits(self, leaves: list, paths: list[str], before: dict[int, int]) -> None:
         edited: dict[int, list[str]] = {}

@@ -612,6 +612,29 @@ def test_a_step_reports_what_the_last_stage_returns_besides_its_loss():
     torch.testing.assert_close(metrics["aux"], aux, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("schedule", [("1f1b", 2), ("dualpipe", 4)], ids=str)
+def test_a_step_refuses_a_mean(schedule):
+    name, count = schedule
+    schedule = make(name, 2, count)
+
+    def take(scale):
+        def stage(part, params, x, batch, key, total):
+            y = mlp(part, params, x, batch, 0.1)
+            return y[0] / scale(batch) / total if part.loss else y
+
+        layers = layout_of((1,) * schedule.num_stages)
+        partition = Partition(layers, schedule.pipes, MLP_USES)
+        stages = pipelined(stage, partition, schedule)
+        count, optimizer = lambda batch: torch.tensor(len(batch["y"])), optim.sgd(0.1)
+        step = make_pipelined_step(stages, count, optimizer, Mesh(pp=2), P())
+        params, zero = layers_of_mlp(schedule.num_stages), torch.zeros((), dtype=torch.int64)
+        step(ft.State(zero, params, optimizer.init(params), random.key(0)), mlp_batch(8))
+
+    take(lambda batch: 1)
+    with refused(ValueError, "loss: got .* for each sample twice: a mean; wanted the sum"):
+        take(lambda batch: len(batch["y"]))
+
+
 # --- what is refused
 
 
