@@ -269,3 +269,97 @@ def test_a_mean_is_refused(mesh, options):
 
 def test_a_mean_of_one_term_is_a_sum():
     take(mean, Mesh(dp=2), count=one)
+
+
+# --- local steps
+
+
+def replicas_by_hand(rounds, local):
+    """DiLoCo (Douillard et al. 2023) on one device: two replicas, one after the other."""
+    params = ft.init_params(random.key(2), gpt.defs(CONFIG))
+    velocity = tree.map(torch.zeros_like, params)
+    losses = []
+    for index in range(rounds):
+        ends = []
+        for replica in range(2):
+            own = tree.map(lambda x: x.clone().requires_grad_(), params)
+            inner = torch.optim.SGD(tree.leaves(own), lr=0.5, momentum=0.9)
+            for step in range(local):
+                data = tree.map(lambda x, r=replica: x[2 * r : 2 * r + 2], batch(index * 10 + step))
+                value = gpt.loss(CONFIG, own, data) / data["targets"].numel()
+                inner.zero_grad()
+                value.backward()
+                inner.step()
+            losses.append(value.item())
+            ends.append(own)
+        change = tree.map(lambda x, a, b: x - (a + b).detach() / 2, params, *ends)
+        velocity = tree.map(lambda v, d: 0.9 * v + d, velocity, change)
+        params = tree.map(lambda x, v, d: x - 0.7 * (d + 0.9 * v), params, velocity, change)
+    return params, losses
+
+
+@pytest.mark.parametrize(
+    ("mesh", "replica"),
+    [(Mesh(replica=2, dp=2, tp=2), "replica"), (Mesh(replica=2), "replica"), (Mesh(dp=2), "dp")],
+    ids=str,
+)
+def test_local_steps(mesh, replica):
+    """Along an axis of one's own, or along one that the loss is told to leave out."""
+    specs = ft.param_specs(gpt.defs(CONFIG), gpt.rules(CONFIG, mesh))
+    inner, outer = optim.sgd(0.5, momentum=0.9), optim.sgd(0.7, momentum=0.9, nesterov=True)
+    samples = tuple(axis for axis in gpt.SAMPLE_AXES if axis != replica)
+    together = (*samples, "tp")
+
+    def mean_loss(params, data):
+        return gpt.loss(CONFIG, params, data, axes=samples) / gpt.num_targets(data, samples)
+
+    def meet(params, state, batches):
+        own, local = params, inner.init(params)
+        for data in batches:
+            value, grads = ft.value_and_grad(mean_loss, axes=together)(own, data)
+            grads = ft.sync_gradients(grads, specs, axes=together)
+            updates, local = inner.update(grads, local, own)
+            own = optim.apply_updates(own, updates)
+        change = tree.map(lambda x, y: ft.lax.pmean(x - y, replica), params, own)
+        updates, state = outer.update(change, state, params)
+        return optim.apply_updates(params, updates), state, value[None]
+
+    kept = outer.specs(specs)
+    rows = P((replica, *(axis for axis in ft.DATA_AXES if axis != replica)))
+    step = ft.shard_map(meet, mesh, (specs, kept, rows), (specs, kept, P(replica)))
+    params = ft.init_params(random.key(2), gpt.defs(CONFIG))
+    state, losses = outer.init(params), []
+    for index in range(2):
+        batches = [batch(index * 10 + local) for local in range(3)]
+        params, state, values = step(params, state, batches)
+        losses += values.tolist()
+    want, by_hand_losses = replicas_by_hand(2, 3)
+    assert losses == pytest.approx(by_hand_losses, rel=1e-10)
+    for got, leaf in zip(tree.leaves(params), tree.leaves(want), strict=True):
+        torch.testing.assert_close(got, leaf, rtol=1e-10, atol=1e-12)
+    ft.trace(step)(params, state, batches).check()
+
+
+def test_axes_of_local_steps_that_do_not_fit():
+    mesh, params = Mesh(dp=2, cp=2), ft.init_params(random.key(2), gpt.defs(CONFIG))
+    data = {name: x for name, x in batch(0).items() if name != "rows"}
+
+    def take(loss, axes, **options):
+        def grads(params, data):
+            made = ft.grad(loss, axes=axes)(params, data)
+            return tree.map(lambda x: x[None], ft.sync_gradients(made, P(), axes=axes, **options))
+
+        ft.shard_map(grads, mesh, (P(), P("dp", "cp")), P("dp"))(params, data)
+
+    def own(params, data):
+        return gpt.loss(CONFIG, params, data, axes=("cp",))
+
+    take(own, ("cp",))
+    with pytest.raises(ValueError, match=r"the same along 'dp'(.|\n)*do not reduce the loss over"):
+        take(lambda params, data: gpt.loss(CONFIG, params, data), ("cp",))
+    with pytest.raises(ValueError, match="a loss that varies over 'dp'"):
+        take(own, None)
+    with pytest.raises(ValueError, match=r"axes: got \('dp',\); wanted 'cp' among them"):
+        take(lambda params, data: gpt.loss(CONFIG, params, data, axes=("dp",)), ("dp",))
+    with pytest.raises(ValueError, match=r"into/embed: got .* scatters over 'dp'"):
+        take(own, ("cp",), into=P("dp"))

@@ -12,7 +12,7 @@ import torch
 from functron import nn, random, tree
 from functron.errors import nearest
 from functron.models.config import GPTConfig
-from functron.models.sequence import Context, Sequence
+from functron.models.sequence import SAMPLE_AXES, Context, Sequence
 from functron.nn.moe import RouterSums, moe, moe_defs
 from functron.ops import AUTO, Kernels
 from functron.scopes import named_scope
@@ -53,6 +53,7 @@ class How:
     kernels: Kernels = AUTO
     loss_chunk_tokens: int = 0
     watch: bool = False
+    axes: tuple[str, ...] = SAMPLE_AXES
 
     def drop(self, config: GPTConfig, sequence: Sequence, x: Tensor, key: Tensor | None) -> Tensor:
         """Dropout on the stream or on what is added to it."""

@@ -25,7 +25,7 @@ from functron.models.block import (
     patterns,
 )
 from functron.models.config import GPTConfig
-from functron.models.sequence import SAMPLE_AXES, Sequence, check_length, check_positions
+from functron.models.sequence import Sequence, check_length, check_positions
 from functron.nn import zigzag
 from functron.nn.linear import sequence_axes
 from functron.pipeline.layout import Part
@@ -89,7 +89,7 @@ def _total(
     first = losses(normed, targets, config.z_loss).sum()
     if not config.has_details and not how.watch:
         with named_scope("loss"):
-            return lax.psum(first, SAMPLE_AXES)
+            return lax.psum(first, how.axes)
     routed, squares = said if isinstance(said, Watched) else (said, None)
     share, further = first, None
     if config.mtp_depth:
@@ -115,8 +115,8 @@ def _total(
         details["ahead"] = further
     if routed is not None:
         details["routers"] = routed.sums
-    total = lax.psum(share, SAMPLE_AXES)
-    details = lax.psum(lax.stop_gradient(details), SAMPLE_AXES)
+    total = lax.psum(share, how.axes)
+    details = lax.psum(lax.stop_gradient(details), how.axes)
     if squares is not None:
         details["stream"] = summed(squares, x, how.stream)
     return total, details

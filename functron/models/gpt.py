@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from functron import nn, params
+from functron.errors import Problem, raise_problems
 from functron.models import decoder, mup
 from functron.models.activations import watched_names
 from functron.models.ahead import ahead_defs
@@ -230,6 +231,7 @@ def loss(
     experts: tuple[str, ...] = ("ep",),
     kernels: Kernels = AUTO,
     loss_chunk_tokens: int = 0,
+    axes: tuple[str, ...] = SAMPLE_AXES,
 ) -> Scalar:
     """The sum of all tokens' losses over the batch of all ranks; replicated over the mesh.
 
@@ -240,12 +242,20 @@ def loss(
         batch: this rank's samples; targets of `nn.IGNORE_INDEX` do not count.
         loss_chunk_tokens: make logits of so many of a rank's tokens at a time, and again in
             backward: they take memory for so many tokens alone; 0: of all, once.
+        axes: the axes over which the losses are summed; without one that splits samples, each rank
+            along it has a loss of its own. The same are to be passed to `num_targets`,
+            `value_and_grad` and, with those that split parameters, `sync_gradients`.
 
     Returns:
         A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
         one all-reduce of a scalar.
+
+    Raises:
+        ValueError: what `forward` raises, or ranks along an axis that is none of `axes` compute one
+            loss together: they split sequences, or their tokens share experts.
     """
-    how = How(key, stream, remat, gather, context, experts, kernels, loss_chunk_tokens)
+    _check_axes(config, axes)
+    how = How(key, stream, remat, gather, context, experts, kernels, loss_chunk_tokens, axes=axes)
     part, sequence = whole(config.num_layers), arranged(batch, context)
     out = decoder.loss(config, part, weights, None, sequence, how)
     return out[0] if config.has_details else out
@@ -326,9 +336,25 @@ def summary(details: Details) -> dict[str, float]:
     return out
 
 
-def num_targets(batch: Batch) -> Int[Tensor, ""]:
-    """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
-    return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
+def num_targets(batch: Batch, axes: tuple[str, ...] = SAMPLE_AXES) -> Int[Tensor, ""]:
+    """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce.
+
+    Args:
+        batch: this rank's samples.
+        axes: as in `loss`.
+    """
+    return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), axes)
+
+
+def _check_axes(config: GPTConfig, axes: tuple[str, ...]) -> None:
+    """Refuse losses of their own for ranks that compute one together."""
+    together = SAMPLE_AXES if config.moe is not None else CONTEXT_AXES
+    left_out = [name for name in together if name not in axes and lax.axis_size(name) > 1]
+    why = "whose ranks' tokens share experts" if config.moe is not None else "which split sequences"
+    fix = "add them; replicas that step alone want an axis of their own, Mesh(replica=2, ...)"
+    wanted = f"{', '.join(map(repr, left_out))} among them, {why}"
+    found = [Problem("axes", f"{axes}", wanted, fix)] if left_out else []
+    raise_problems("the loss cannot be of each rank's own", found)
 
 
 def flops_per_token(config: GPTConfig, seq: int) -> int:

@@ -8,7 +8,7 @@ and `torch.func.vjp` otherwise, and keep the graph only where something outside 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,16 @@ from functron.spmd.replication import (
     varying_axes,
 )
 from functron.spmd.shards import cuts_between, scatter
-from functron.spmd.spec import is_spec, spec_axes
+from functron.spmd.spec import P, is_spec, spec_axes
 from functron.spmd.traced import TracedAxis
 
 
 def value_and_grad(
-    f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False
+    f: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    has_aux: bool = False,
+    axes: Sequence[str] | None = None,
 ) -> Callable:
     """The function that computes ``f(*args)`` and its gradient with respect to some arguments.
 
@@ -51,12 +55,16 @@ def value_and_grad(
         f: returns a floating-point scalar; with `has_aux`, ``(scalar, anything)``.
         argnums: the position of the tree to differentiate, or several.
         has_aux: whether `f` returns auxiliary values as well.
+        axes: the mesh axes over which the loss is replicated; None: all. Along the others every
+            rank has a loss and parameters of its own, such as replicas that take local steps: pass
+            these axes to `sync_gradients` too.
 
     Returns:
         A function giving ``(value, gradients)``, or ``((value, aux), gradients)``.
 
     Raises:
-        ValueError: the loss is no scalar, or varies over a mesh axis (under shard_map's check).
+        ValueError: the loss is no scalar, varies over one of `axes`, or is replicated over an axis
+            that is none of them (under shard_map's check).
         TypeError: a leaf to differentiate is not floating point.
     """
 
@@ -74,23 +82,30 @@ def value_and_grad(
                 new[position] = value
             out = f(*new, **kwargs)
             value, aux = out if has_aux else (out, None)
-            check_loss(value)
+            check_loss(value, axes)
             return value, split.tensors(aux)
 
         value, aux, pullback = _pullback(scalar, leaves, differentiated_outside(f, (args, kwargs)))
-        grads = tree.unflatten(structure, [share(leaf) for leaf in pullback(loss_seed(value))])
+        seed = loss_seed(value, axes)
+        grads = tree.unflatten(structure, [share(leaf) for leaf in pullback(seed)])
         grads = grads[0] if isinstance(argnums, int) else grads
         return ((value, split.join(aux)) if has_aux else value), grads
 
     return wrapped
 
 
-def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False) -> Callable:
+def grad(
+    f: Callable,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    has_aux: bool = False,
+    axes: Sequence[str] | None = None,
+) -> Callable:
     """The function that computes the gradient of `f`: `value_and_grad` without the value.
 
     With `has_aux` it gives ``(gradients, aux)``, as in JAX.
     """
-    both = value_and_grad(f, argnums, has_aux=has_aux)
+    both = value_and_grad(f, argnums, has_aux=has_aux, axes=axes)
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
@@ -162,6 +177,7 @@ def sync_gradients(
     into: tree.Tree = None,
     *,
     dtype: torch.dtype | None = None,
+    axes: Sequence[str] | None = None,
 ) -> tree.Tree:
     """The gradients, from every rank's shares: each leaf psummed over the axes its spec lacks.
 
@@ -179,6 +195,8 @@ def sync_gradients(
         dtype: reduce in this dtype, such as torch.float32 for bfloat16 gradients, which arrive so
             then, or torch.bfloat16 for float32 ones, which halves the bytes and rounds every rank's
             share: results are of the wider of both dtypes. None: the gradients' own.
+        axes: reduce over these alone, those that `value_and_grad` was given; None: over all. Ranks
+            along the others keep gradients of their own.
 
     Raises:
         ValueError: under shard_map's check, a gradient that is none of these (`torch.func.grad`
@@ -190,8 +208,9 @@ def sync_gradients(
     if into is not None:
         wanted = tree.broadcast_prefix(into, grads, is_leaf=is_spec, what="into", wanted="a P")
     paths = tree.paths(grads)
-    _check_shares(leaves, flat, paths)
-    names = [name for name, axis in scope().axes.items() if axis is not None]
+    _check_into(wanted, flat, paths, axes)
+    _check_shares(leaves, flat, paths, axes)
+    names = [name for name, axis in _chosen(axes) if axis is not None]
     out = []
     with in_phase("backward"):
         for leaf, spec, target in zip(leaves, flat, wanted, strict=True):
@@ -199,20 +218,43 @@ def sync_gradients(
             result = leaf.dtype if dtype is None else torch.promote_types(leaf.dtype, dtype)
             cuts = cuts_between(spec, target, leaf.dim())
             leaf = scatter(leaf if dtype is None else leaf.to(dtype), cuts)
-            for name, axis in scope().axes.items():
+            for name, axis in _chosen(axes):
                 if axis is not None and name not in spec_axes(target):
                     leaf = Psum.call(leaf, axis)
             out.append(leaf.to(result))
     return tree.unflatten(structure, out)
 
 
-def _check_shares(leaves: list, specs: list, paths: list[str]) -> None:
+def _chosen(axes: Sequence[str] | None) -> list[tuple[str, Any]]:
+    """The axes of the mesh, or those of these names."""
+    return [row for row in scope().axes.items() if axes is None or row[0] in axes]
+
+
+def _check_into(wanted: list, specs: list, paths: list[str], axes: Sequence[str] | None) -> None:
+    raise_problems(
+        f"sync_gradients at {user_line()}",
+        [
+            Problem(
+                f"into/{path}" if path else "into",
+                f"{target}, which scatters over {name!r}",
+                f"one over axes that are reduced, {', '.join(map(repr, axes or ()))}",
+                f"add {name!r} to axes, or leave it out of into",
+            )
+            for path, spec, target in zip(paths, specs, wanted, strict=True)
+            for name in spec_axes(target or P())
+            if axes is not None and name not in axes and name not in spec_axes(spec or P())
+        ],
+    )
+
+
+def _check_shares(leaves: list, specs: list, paths: list[str], axes: Sequence[str] | None) -> None:
     if not scope().check:
         return
-    simulated = [a for a in scope().axes.values() if isinstance(a, SimulatedAxis)]
+    chosen = [axis for _, axis in _chosen(axes) if isinstance(axis, SimulatedAxis)]
+    simulated = any(isinstance(axis, SimulatedAxis) for axis in scope().axes.values())
     problems = []
     for leaf, spec, path in zip(leaves, specs, paths, strict=True):
-        summed = [axis for axis in simulated if axis.name not in spec_axes(spec)]
+        summed = [axis for axis in chosen if axis.name not in spec_axes(spec)]
         over = [axis.name for axis in summed if not axis.varies(leaf)]
         made = not simulated or not lacks_share(leaf)
         if over or not made:
@@ -220,10 +262,10 @@ def _check_shares(leaves: list, specs: list, paths: list[str]) -> None:
     raise_problems(f"sync_gradients at {user_line()}", problems)
 
 
-def loss_seed(value: torch.Tensor) -> torch.Tensor:
-    """The cotangent of a loss that is replicated over the mesh: each rank's share of 1."""
+def loss_seed(value: torch.Tensor, axes: Sequence[str] | None = None) -> torch.Tensor:
+    """The cotangent of a loss that is replicated over `axes`, or all: each rank's share of 1."""
     count = 1
-    for axis in scope().axes.values():
+    for _, axis in _chosen(axes):
         count *= axis.size if axis is not None else 1
     return torch.full_like(value, 1 / count)
 
@@ -282,16 +324,33 @@ def _check_leaves(paths: list[str], leaves: list) -> None:
     )
 
 
-def check_loss(value: Any) -> None:
-    """Raise ValueError unless `value` is a scalar, replicated over the mesh."""
+def check_loss(value: Any, axes: Sequence[str] | None = None) -> None:
+    """Raise ValueError unless `value` is a scalar, replicated over exactly these axes, or all."""
     if not _is_float(value) or value.dim():
         got = f"shape {tuple(value.shape)}" if _is_float(value) else repr(value)
         raise ValueError(
             f"grad: the function returned {got}; wanted a floating-point scalar (with aux outputs, "
             "pass has_aux=True)"
         )
-    _require_replicated(value)
-    varying = varying_axes(value) if scope().check else ()
+    _require_replicated(value, axes)
+    found = varying_axes(value) if scope().check else ()
+    varying = tuple(name for name in found if axes is None or name in axes)
+    own = (
+        []
+        if axes is None or not scope().check
+        else [
+            name
+            for name, axis in scope().axes.items()
+            if isinstance(axis, SimulatedAxis) and name not in axes and not axis.varies(value)
+        ]
+    )
+    if own:
+        names = ", ".join(map(repr, own))
+        raise ValueError(
+            f"grad at {user_line()}: got a loss that is the same along {names}; wanted each rank's "
+            f"own there, since axes={tuple(axes or ())}; fix: do not reduce the loss over {names}, "
+            f"or add {names} to axes"
+        )
     if varying:
         names = ", ".join(map(repr, varying))
         raise ValueError(
@@ -300,9 +359,9 @@ def check_loss(value: Any) -> None:
         )
 
 
-def _require_replicated(value: torch.Tensor) -> None:
+def _require_replicated(value: torch.Tensor, axes: Sequence[str] | None) -> None:
     """Leave the condition in a program that is being traced, for its own check."""
-    for axis in scope().axes.values():
+    for _, axis in _chosen(axes):
         if isinstance(axis, TracedAxis) and scope().check:
             axis.mark(value.detach(), "require_replicated")
 
