@@ -29,6 +29,7 @@ from functron.data.conversations import chat_files
 from functron.data.documents import find
 from functron.data.provenance import provenance
 from functron.data.shards import is_tokens
+from functron.data.sliding import Conversations, Documents, StoredTokens, Texts
 from functron.data.splits import PARTS
 from functron.data.text_tokenizer import BYTES, ByteTokenizer, TextTokenizer
 from functron.data.token_file import TokenFile
@@ -37,6 +38,7 @@ from functron.errors import Problem, raise_problems
 from functron.objective import Objective, objective_of
 
 _MOCK_TOKENS = 1 << 50
+_ANY_LENGTH = 1 << 40
 
 
 def is_chat(config: TrainConfig) -> bool:
@@ -138,6 +140,34 @@ def open_samples(config: TrainConfig, part: str = PARTS[0]) -> Samples:
     return learnt.over(text, seed)
 
 
+def open_texts(config: TrainConfig, part: str = PARTS[0]) -> Texts:
+    """The same data, to be scored text by text: see `functron.data.sliding`.
+
+    Files of text are texts, and conversations; tokens on disk are one text, or each document is one
+    where the run keeps them apart (`mask_documents`, `pack`). Nothing is rearranged or cut off.
+
+    Args:
+        config: what is to be run, on one source of data.
+        part: of tokens that `split` divides: train, validation or test.
+
+    Raises:
+        ValueError: it cannot be read, does not fit the model, or has no such part.
+    """
+    raise_problems("cannot evaluate on this", problems_of(config))
+    size = config.architecture.vocab_size
+    if config.format == "mock":
+        mock = MockTokens(_MOCK_TOKENS, size, seed=config.seed)
+        return StoredTokens(_part_of(config, mock, part), size)
+    if is_on_disk(config):
+        file = _part_of(config, open_tokens(config.data), part)
+        return StoredTokens(file, size, by_document=config.packed)
+    tokenizer = open_tokenizer(config)
+    if tokenizer is not None and is_chat(config):
+        reader = _with_template(tokenizer)
+        return Conversations(Chat(config.data, reader, _ANY_LENGTH, vocab_size=size))
+    return Documents(config.data, tokenizer, size)
+
+
 def reader_of(config: TrainConfig) -> TextTokenizer | None:
     """What makes the run's tokens, be it of bytes; None: tokens on disk whose maker is not known.
 
@@ -172,13 +202,7 @@ def _samples(
     config: TrainConfig, learnt: Objective, file: TokenFile, part: str, index: int = 0
 ) -> Samples:
     """Samples of a part of one file, the blend's source `index`."""
-    if config.split:
-        parts = split(file, config.split)
-        if part not in parts:
-            fix = f"give it a weight in --split, such as {config.split},1"
-            problem = Problem("split", f"{config.split}: nothing for {part}", "a part of it", fix)
-            raise_problems("cannot split", [problem])
-        file = parts[part]
+    file = _part_of(config, file, part)
     seed = config.seed + (index << 32)  # sources of one size have orders of their own
     if config.pack:
         return PackedTokens(file, config.seq, seed=seed, vocab_size=learnt.vocab_size)
@@ -191,6 +215,18 @@ def _samples(
         middle=_middle(config),
     )
     return learnt.over(windows, seed)
+
+
+def _part_of(config: TrainConfig, file: TokenFile, part: str) -> TokenFile:
+    """The documents of a file that `split` has for `part`; without `split` all of them."""
+    if not config.split:
+        return file
+    parts = split(file, config.split)
+    if part not in parts:
+        fix = f"give it a weight in --split, such as {config.split},1"
+        problem = Problem("split", f"{config.split}: nothing for {part}", "a part of it", fix)
+        raise_problems("cannot split", [problem])
+    return parts[part]
 
 
 def _middle(config: TrainConfig) -> FillInTheMiddle | None:

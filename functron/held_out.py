@@ -19,6 +19,7 @@ from functron import corpus
 from functron.config import TrainConfig
 from functron.data.chat import IGNORED
 from functron.data.provenance import provenance
+from functron.data.sliding import Sliding, Texts
 from functron.data.splits import PARTS
 from functron.errors import Problem, raise_problems
 
@@ -207,3 +208,43 @@ def open_sets(config: TrainConfig) -> list[HeldOut]:
         count = min(count, config.eval_batches or count)
         found.append(HeldOut(name, samples, config.global_batch, count))
     return found
+
+
+def open_texts(config: TrainConfig) -> dict[str, Texts]:
+    """The same sets, to be scored text by text; see `functron.data.sliding`.
+
+    Raises:
+        ValueError: one cannot be read, or does not fit the model.
+    """
+    raise_problems("cannot evaluate on this", problems_of(config))
+    found = {}
+    for name, one in sets_of(config).items():
+        try:
+            found[name] = corpus.open_texts(one, VALIDATION)
+        except ValueError as error:
+            raise ValueError(f"held-out set {name!r}: {error}") from error
+    return found
+
+
+def slide(
+    name: str, texts: Texts, config: TrainConfig, stride: int, *, multiple: int, exact: bool
+) -> HeldOut:
+    """A set in windows of `seq` tokens that slide over its texts, in batches of `global_batch`.
+
+    Args:
+        name: of the set.
+        texts: of the set.
+        config: the run, with the seq and global_batch to use; of its batches, `eval_batches`.
+        stride: tokens between the beginnings of two windows.
+        multiple, exact: see `functron.data.sliding.Sliding`.
+
+    Raises:
+        ValueError: what `Sliding` raises.
+    """
+    size = config.global_batch
+    try:
+        samples = Sliding(texts, config.seq, stride, size, multiple=multiple, exact=exact)
+    except ValueError as error:
+        raise ValueError(f"held-out set {name!r}: {error}") from error
+    count = -(-samples.num_samples // size)
+    return HeldOut(name, samples, size, min(count, config.eval_batches or count))

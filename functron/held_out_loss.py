@@ -13,9 +13,10 @@ from functron import staging, tree
 from functron.config import TrainConfig
 from functron.held_out import HeldOut
 from functron.models import gpt
-from functron.params import param_specs
+from functron.params import abstract_params, param_specs
 from functron.pipeline.execute import pipelined
 from functron.program.jit import jit
+from functron.program.trace import trace
 from functron.spmd import BoundMesh, Mesh, P, shard_map
 from functron.step import gathered
 from functron.transforms import accumulate
@@ -58,6 +59,32 @@ def loss_program(config: TrainConfig, mesh: Mesh | BoundMesh) -> Callable:
             return mapped(params, batch)
 
     return without_gradients
+
+
+def loss_memory_bytes(config: TrainConfig, mesh: Mesh | BoundMesh, rows: int, seq: int) -> int:
+    """The most that `loss_program` holds at once in a process, of its traced program.
+
+    Of a pipeline it is that of a rank with all layers, which is more than any of its ranks holds.
+
+    Args:
+        config: the run.
+        mesh: simulated, whose ranks one process has together, or bound.
+        rows: of a batch, over all ranks.
+        seq: tokens of each.
+
+    Raises:
+        ValueError: the model cannot run on the mesh.
+    """
+    bound = isinstance(mesh, BoundMesh)
+    plain = (mesh.mesh if isinstance(mesh, BoundMesh) else mesh).without("pp")
+    config = dataclasses.replace(config, mesh=str(plain), microbatches=1)
+    program, specs = _of_all(config, plain)
+    batches = gpt.batch_specs(packed=False)
+    mapped = shard_map(program, plain, (specs, batches), P())
+    params = abstract_params(staging.defs_of(config))
+    tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
+    batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
+    return trace(mapped, simulate=not bound)(params, batch).memory().peak_bytes
 
 
 def _of_all(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[Callable, tree.Tree]:

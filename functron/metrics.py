@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
@@ -72,6 +73,18 @@ def peak_memory_bytes(device: torch.device | str) -> int:
         return int(fields["VmHWM"].split()[0]) * 1024
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return resident if sys.platform == "darwin" else resident * 1024
+
+
+def free_memory_bytes(device: torch.device | str) -> int:
+    """The memory that a process could still take: of a GPU, or of the machine without swapping."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    about = Path("/proc/meminfo")
+    if about.exists():
+        fields = dict(line.split(":", 1) for line in about.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _synchronize(device: torch.device) -> None:

@@ -81,7 +81,7 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
         fix = f"set it to {-(-config.global_batch // share) * share}"
         wanted = f"a multiple of {share}: {why}"
         yield Problem("global_batch", str(config.global_batch), wanted, fix)
-    parts, why = _sequence_parts(config, mesh)
+    parts, why = sequence_parts(config, mesh)
     if config.seq % parts:
         fix = f"set it to {-(-config.seq // parts) * parts}"
         yield Problem("seq", str(config.seq), f"a multiple of {parts}: {why}", fix)
@@ -127,7 +127,7 @@ def _ramp_problems(config: TrainConfig, mesh: Mesh, ramp: RampUp) -> Iterator[Pr
         yield Problem("ramp_up", got, f"multiples of {share}: {why}", fix)
 
 
-def _sequence_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
+def sequence_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
     """Into how many equal parts a sequence is cut, and by what."""
     counts = {f"{axis}={mesh[axis]}": mesh[axis] for axis in CONTEXT_AXES if mesh[axis] > 1}
     if mesh["cp"] > 1 and config.zigzag:

@@ -16,12 +16,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from functron import run_folder, tree
+from functron import checkpoint, run_folder, tree
 from functron.cli import main
-from functron.config import TrainConfig
+from functron.commands import evaluate as evaluate_command
+from functron.config import TrainConfig, dump, load
 from functron.corpus import open_samples
 from functron.data import Chat, IndexedWriter
 from functron.held_out import open_sets
+from functron.held_out_loss import loss_memory_bytes
 from functron.loop import loop
 from functron.models import gpt
 from functron.nn import IGNORE_INDEX
@@ -367,20 +369,51 @@ def test_the_picture_has_a_curve_for_each_set(whole):
         assert (heights[0] < heights[1]) == (losses[0] > losses[1])  # y grows downwards
 
 
+def once(model: gpt.GPTConfig, params: tree.Tree, texts: list, seq: int, stride: int) -> dict:
+    """The mean loss of every token but the first of each text, each from windows of its own."""
+    total, count = 0.0, 0
+    for ids in map(torch.as_tensor, texts):
+        for target in range(1, len(ids)):
+            # the first window that has it
+            begin = max(-(-(target - seq) // stride), 0) * stride
+            window = ids[None, begin : target + 1]
+            wanted = torch.full_like(window[:, 1:], IGNORE_INDEX)
+            wanted[0, -1] = ids[target]
+            total += by_hand(model, params, window[:, :-1], wanted)["loss"]
+            count += 1
+    return {"loss": total / count, "perplexity": math.exp(total / count), "tokens": count}
+
+
 def test_a_run_is_evaluated_afterwards(whole, texts, capsys):
-    """As it was at its end, and on the sets that it had, unless others are named."""
+    """Every byte of its sets but the first once, the tail too, in windows as long as it can read."""
 
     def said(*options: object) -> str:
         capsys.readouterr()
         assert main(["evaluate", str(whole), *map(str, options)]) == 0
         return capsys.readouterr().out
 
-    want = evals(whole)[3]
+    model = load(whole / "config.toml").gpt
+    params = checkpoint.restore(run_folder.newest(whole))["params"]
+    sets = {"one": "a b.txt", "two": "c.txt"}
+    ids = {name: torch.tensor(list((texts / file).read_bytes())) for name, file in sets.items()}
+    want = {}
+    for name, text in ids.items():
+        want[name] = by_hand(model, params, text[None, :-1], text[None, 1:])  # one window
+        want[name]["bits_per_byte"] = want[name]["loss"] / math.log(2)
+    assert want["one"]["tokens"] == 13 * 16
     close(json.loads(said("--json")), want)
-    on_mesh = said("--json", "--mesh", "pp=2,dp=2", "--batch", 4, "--data", f"two={texts}/c.txt")
-    close(json.loads(on_mesh), {"two": want["two"]})
-    lines = said().splitlines()
-    assert lines[0].startswith(f"one: loss {want['one']['loss']:.4f}, perplexity ")
+    line = f"one: loss {want['one']['loss']:.4f}, perplexity {want['one']['perplexity']:.2f}, "
+    line += f"{want['one']['bits_per_byte']:.4f} bits per byte, {13 * 16} tokens"
+    assert said().splitlines()[0] == line
+    # 83 targets in windows of 16 that begin 6 apart, of which the last has 17 - 6 tokens
+    slid = once(model, params, [ids["two"]], 16, 6)
+    slid["bits_per_byte"] = slid["loss"] / math.log(2)
+    two = ["--data", f"two={texts}/c.txt", "--seq", 16, "--stride", 6, "--json"]
+    for mesh in (["--mesh", "pp=2,dp=2", "--batch", 4], ["--mesh", "cp=2,tp=2", "--batch", 5]):
+        close(json.loads(said(*two, *mesh)), {"two": slid})
+    some = json.loads(said(*two, "--batches", 2, "--batch", 3))["two"]
+    assert some["bits_per_byte"] is None
+    assert 6 <= some["tokens"] < 83
     for options, message in [
         (
             ["--mesh", "dp=2", "--batch", 3],
@@ -390,9 +423,58 @@ def test_a_run_is_evaluated_afterwards(whole, texts, capsys):
         (["--averaged"], "eval_averaged: got True; wanted a run that keeps averages"),
         (["--data", f"x={texts}/none"], "held-out set 'x'"),
         (["--data", "x"], "eval_data: got 'x'; wanted a name"),
+        (["--seq", 2000], "seq: got 2000; wanted at most gpt.max_seq=1024"),
+        (["--mesh", "cp=2", "--seq", 18], "seq: got 18; wanted a multiple of 4: cp=2 x 2 for zig"),
+        (["--seq", 16, "--stride", 17], "stride: got 17; wanted at most seq=16"),
+        (["--stride", -1], "stride: got -1; wanted at least 0"),
     ]:
         assert main(["evaluate", str(whole), *map(str, options)]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_windows_become_shorter_where_memory_is_scarce(whole, capsys, monkeypatch):
+    """And say so: the longest text has 208 targets, and 104 of them fit."""
+    needed = {}
+
+    def measured(config, mesh, rows, seq):
+        needed[seq] = loss_memory_bytes(config, mesh, rows, seq)
+        return needed[seq]
+
+    monkeypatch.setattr(evaluate_command, "loss_memory_bytes", measured)
+    assert main(["evaluate", str(whole), "--batch", "1"]) == 0
+    whole_texts = capsys.readouterr()
+    assert (list(needed), whole_texts.err) == ([208], "")
+    monkeypatch.setattr(evaluate_command, "free_memory_bytes", lambda device: needed[208] - 1)
+    monkeypatch.setattr(evaluate_command, "_LEAST_SEQ", 16)
+    assert main(["evaluate", str(whole), "--batch", "1"]) == 0
+    said = capsys.readouterr()
+    assert list(needed) == [208, 104]
+    assert said.err.startswith("seq 104, of 1024 that the model reads: ")
+    assert said.out != whole_texts.out
+    assert main(["evaluate", str(whole), "--batch", "1", "--seq", "1024"]) == 0
+    assert capsys.readouterr() == whole_texts
+
+
+@pytest.mark.parametrize("fields", [{}, {"mask_documents": True}, {"pack": "best-fit"}], ids=str)
+def test_tokens_on_disk_are_one_text_or_many(fields, tmp_path, capsys):
+    """Documents see one another as in training."""
+    rng, model = np.random.default_rng(2), replace(MODEL, num_layers=1, dropout=0.0)
+    documents = [rng.integers(0, 256, size) for size in (5, 1, 23, 9, 40)]
+    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
+        for document in documents:
+            writer.add(document)
+    disk = replace(TrainConfig(), gpt=model, seq=16, data=f"{tmp_path}/a", **fields)
+    params = prepare(disk, Mesh()).state.params
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(dump(disk))
+    checkpoint.save(tmp_path / "run" / "checkpoints" / "0", {"params": params})
+    texts = documents if fields else [np.concatenate(documents)]
+    want = {"x": {**once(model, params, texts, 8, 3), "bits_per_byte": None}}
+    options = ["--data", f"x={tmp_path}/a", "--seq", "8", "--stride", "3", "--json"]
+    assert main(["evaluate", str(tmp_path / "run"), *options]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert got["x"].pop("bits_per_byte") is want["x"].pop("bits_per_byte")
+    close(got, want)
 
 
 def test_sets_of_another_tokenizer_are_refused(config, tmp_path):

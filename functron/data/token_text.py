@@ -56,7 +56,7 @@ class TokenText(Windows):
         end, kind = _end_of(tokenizer), token_dtype(tokenizer)
         pieces: list[np.ndarray] = []
         self.vocab_size = 0
-        for text in _texts(files):
+        for text in texts_of(files):
             piece = np.array([*tokenizer.encode(text, special=False), end], kind)
             self.vocab_size = max(self.vocab_size, int(piece.max()) + 1)
             check_vocabulary(self.vocab_size, vocab_size)
@@ -104,7 +104,7 @@ def _end_of(tokenizer: TextTokenizer) -> int:
     return end
 
 
-def _texts(files: list) -> Iterator[str]:
+def texts_of(files: list) -> Iterator[str]:
     """The texts of files, one at a time; those that are not UTF-8 are all refused at the end."""
     problems = []
     for file in files:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import replace
 
@@ -11,8 +12,10 @@ import torch
 
 import functron as ft
 from functron import checkpoint, config, gpt, hub, tree
+from functron.cli import main
 from functron.hub.convert import convert
 from functron.params import abstract_params
+from tests.data.chats import WORDS, make_tokenizer
 from tests.hub import tiny
 
 
@@ -49,6 +52,52 @@ def test_there_and_back(model, tmp_path):
     )
     assert (out / "tokenizer.json").read_text() == "{}"
     assert sorted(os.listdir(tmp_path)) == ["model", "out", "run"]
+
+
+def test_is_evaluated_as_transformers_does(tmp_path, capsys):
+    """A text whose length is no multiple of anything, in one window and in windows that slide."""
+    table = {**tiny.LLAMA, "vocab_size": 300, "max_position_embeddings": 512}
+    torch.manual_seed(0)
+    made = tiny.transformers.LlamaForCausalLM(tiny.transformers.LlamaConfig(**table)).double()
+    with torch.no_grad():
+        made.lm_head.weight.mul_(30)  # so that tokens differ in their likelihood
+    path = tiny.store(made.float(), tmp_path / "model")
+    tokenizer = tiny.transformers.AutoTokenizer.from_pretrained(make_tokenizer(path))
+    text = (WORDS * 3 + "\u00e9\u4f60 ends here").lstrip()
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    convert(f"hf:{path}", f"run:{tmp_path / 'run'}")
+    reference = made.double()
+
+    def guide(max_length: int, stride: int) -> tuple[float, int]:
+        """Hugging Face's guide to perplexity."""
+        total, count, previous = 0.0, 0, 0
+        for begin in range(0, ids.shape[1], stride):
+            end = min(begin + max_length, ids.shape[1])
+            labels = ids[:, begin:end].clone()
+            labels[:, : previous - end] = -100
+            counted = int((labels[:, 1:] != -100).sum())
+            loss = reference(ids[:, begin:end], labels=labels).loss
+            total, count, previous = total + float(loss) * counted, count + counted, end
+            if end == ids.shape[1]:
+                return total / count, count
+        raise AssertionError
+
+    for options, (length, stride) in (
+        ([], (513, 512)),
+        (["--seq", "32", "--stride", "12"], (33, 12)),
+        (["--seq", "32"], (33, 32)),
+    ):
+        want, count = guide(length, stride)
+        assert (count, count % 12 > 0, count % 32 > 0) == (ids.shape[1] - 1, True, True)
+        data = ["--data", f"x={tmp_path / 'text.txt'}", "--json"]
+        assert main(["evaluate", str(tmp_path / "run"), *data, *options]) == 0
+        found = json.loads(capsys.readouterr().out)["x"]
+        assert found["tokens"] == count
+        assert found["loss"] == pytest.approx(want, rel=1e-5)
+        first = len(tokenizer.decode(ids[0, :1]).encode())
+        bits = want * count / math.log(2) / (len(text.encode()) - first)
+        assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "gpt-oss"])
