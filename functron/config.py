@@ -34,7 +34,9 @@ class TrainConfig:
     """Everything that determines a training run.
 
     Attributes:
-        model: name of a preset; it fills the table of its architecture.
+        model: name of a preset; it fills the table of its architecture. Where there is a source it
+            is what this calls the architecture.
+        source: where the model came from, such as hf:PATH, if it is no preset.
         gpt: the architecture, unless another is given.
         mamba: that of a Mamba-2 model or a hybrid of it.
         bert: that of a BERT.
@@ -143,6 +145,7 @@ class TrainConfig:
     """
 
     model: str = "tiny"
+    source: str = ""
     gpt: GPTConfig = field(default_factory=lambda: gpt.PRESETS["tiny"])
     mamba: MambaConfig | None = None
     bert: BertConfig | None = None
@@ -226,6 +229,14 @@ class TrainConfig:
         return self.mamba or self.bert or self.t5 or self.gpt
 
     @property
+    def title(self) -> str:
+        """What the user calls the model: the preset, or the architecture and where it came from."""
+        if self.source:
+            return f"{self.model} of {self.source}"
+        same = self.model in PRESETS and PRESETS[self.model] == self.architecture
+        return self.model if same else f"{self.model} with changes"
+
+    @property
     def family(self) -> Family:
         """The family of `architecture`."""
         return family_of(self.architecture)
@@ -256,7 +267,7 @@ def with_model(config: TrainConfig, name: str) -> TrainConfig:
     Raises:
         ValueError: there is no such preset; the nearest is suggested.
     """
-    return dataclasses.replace(config, model=name, **_tables(PRESETS[name]))
+    return dataclasses.replace(config, model=name, source="", **_tables(PRESETS[name]))
 
 
 def _tables(architecture: Config) -> dict[str, Any]:
@@ -284,11 +295,13 @@ def load(path: str | Path, *, model: str | None = None) -> TrainConfig:
         raise_problems("cannot read the configuration", [problem])
         raise AssertionError("unreachable") from error
     if model is not None:
-        table = {key: value for key, value in table.items() if key not in FAMILIES}
+        table = {k: value for k, value in table.items() if k not in (*FAMILIES, "source")}
         table["model"] = model
     problems: list[Problem] = []
     name = table.get("model", "tiny")
-    if name in PRESETS:
+    if table.get("source"):
+        base = TrainConfig()
+    elif name in PRESETS:
         base = with_model(TrainConfig(), name)
     else:
         base = TrainConfig()

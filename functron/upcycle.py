@@ -115,6 +115,13 @@ def _experts(name: str, layer: dict, moe: MoEConfig, parts: int) -> dict:
     return out
 
 
+_DIVIDED = (
+    "sequence_parallel", "context", "zigzag", "expert_axes", "schedule", "chunks", "layout",
+    "vocab_over_pp", "zero", "gather",
+)  # fmt: skip
+"""How the dense run divides its model among the ranks of a mesh, which others do in other ways."""
+
+
 def upcycle_run(
     source: Path, target: Path, moe: MoEConfig, *, seed: int = 0, averaged: bool = False
 ) -> str:
@@ -145,9 +152,12 @@ def upcycle_run(
     defs = lora.defs_in(gpt.defs(settings.gpt), settings.lora, stored)
     params = lora.merge(read_params(stored, defs, averaged=averaged))
     params, made = upcycle(params, settings.gpt, moe, seed=seed)
+    # the dense run's recipe: of one that was imported it is for fine-tuning
     run = replace(
-        config.TrainConfig(gpt=made, seq=settings.seq), data=settings.data, format=settings.format
-    )
+        settings, model=f"{settings.model}-experts", source=f"run:{source}", gpt=made, lora_rank=0,
+        mesh="", nproc=0, out="", resume=False,
+        **{name: getattr(config.TrainConfig, name) for name in _DIVIDED},
+    )  # fmt: skip
 
     def fill(folder: Path) -> None:
         (folder / run_folder.CONFIG).write_text(config.dump(run), encoding="utf-8")

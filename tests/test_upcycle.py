@@ -9,6 +9,7 @@ import torch
 
 import functron as ft
 from functron import cli, gpt, random, tree
+from functron.config import load
 from functron.nn.moe import MoEConfig
 from functron.upcycle import upcycle, upcycled_config
 
@@ -67,5 +68,10 @@ def test_a_run_is_made_of_a_run_and_trains(tmp_path, capsys):
     assert cli.main(["upcycle", dense, made, "--experts", "4", "--expert-dim", "96"]) == 0
     assert "4 experts" in capsys.readouterr().out
     assert cli.main(["upcycle", dense, made]) == 2  # it is there already
-    more = ["--steps", "2", "--seq", "32", "--global-batch", "4", "--mesh", "ep=2"]
+    # its recipe is that of the dense run
+    first, then = (load(f"{run}/config.toml") for run in (dense, made))
+    assert (then.seq, then.global_batch) == (32, 4)
+    assert (then.optimizer, then.learning_rate) == (first.optimizer, first.learning_rate)
+    assert then.title == f"llama3-tiny-experts of run:{dense}"
+    more = ["--steps", "2", "--mesh", "ep=2"]
     assert cli.main(["train", "--resume", "--out", made, *more]) == 0

@@ -43,4 +43,6 @@ def run(arguments: Sequence[str]) -> int:
             max_seq=options.max_seq or None,
         )
         print(done)
+        if done.recipe:
+            print(done.recipe)
     return 0

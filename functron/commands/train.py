@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch.distributed as dist
 import tyro
 
 from functron import launch, lora, report, run_folder, staging, tree
 from functron.commands.device import device_type
 from functron.config import TrainConfig, load, with_model
-from functron.corpus import is_chat, with_tokenizer
+from functron.corpus import is_chat, reader_of, with_tokenizer
 from functron.loop import Outcome, exit_code
 from functron.params import num_params
 from functron.spmd import Mesh
@@ -52,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
     outcome = train(made, out)
     launch.leave()
     if main_rank:
-        print("\n".join(_conclusion(outcome, out, _prompt(made.config))), flush=True)
+        print("\n".join(_conclusion(outcome, out, _prompt(made, out))), flush=True)
     return exit_code(outcome.stopped_by)
 
 
@@ -80,7 +82,7 @@ def _introduction(run: Run, here: launch.Process | None) -> list[str]:
     name = config.data or "this Python's documentation and standard library"
     count = num_params(config.family.defs(config.architecture))
     lines = [
-        f"model  {config.model}: {count:,} parameters",
+        f"model  {config.title}: {count:,} parameters",
         f"data   {name}: {text.summary()}",
     ]
     lines += [
@@ -111,13 +113,35 @@ def _introduction(run: Run, here: launch.Process | None) -> list[str]:
     return lines
 
 
-def _prompt(config: TrainConfig) -> str | None:
-    """What to try the model with; None where it continues nothing."""
+_WORDS = 4  # of a prompt
+
+
+def _prompt(run: Run, out: Path) -> str | None:
+    """What to try the model with, of its data; None where it continues nothing."""
+    config = replace(run.config, out=str(out))
     if config.family.objective == "masked":
         return None
-    if config.family.objective == "spans":
-        return "'def <extra_id_0>'"
-    return "'Who are you?' --chat" if is_chat(config) else "'def '"
+    if is_chat(config):
+        return "'Who are you?' --chat"
+    text = _opening(run, config)
+    if text is None:
+        return None
+    return shlex.quote(f"{text} <extra_id_0>" if config.family.objective == "spans" else text)
+
+
+def _opening(run: Run, config: TrainConfig) -> str | None:
+    """Words that the data has; None where no words are known."""
+    if config.format == "mock":
+        return None
+    if not config.data:
+        return "def"
+    reader = reader_of(config)
+    if reader is None:
+        return None
+    tokens = run.text.draw(np.zeros(1, np.int64))["tokens"][0].tolist()
+    # of a sample that begins within a word, and may begin within a character
+    words = [word for word in reader.decode(tokens).split()[1:] if "\ufffd" not in word]
+    return " ".join(words[:_WORDS]) or None
 
 
 def _conclusion(outcome: Outcome, out: Path, prompt: str | None) -> list[str]:

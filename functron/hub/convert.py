@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import shlex
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
 from functron import checkpoint, config, lora, run_folder
 from functron.errors import Problem, nearest, raise_problems
-from functron.hub.config import CONFIG, read_config
+from functron.hub.config import CONFIG, read_config, read_table
 from functron.hub.kinds import Config, dtype_of, kind_of
 from functron.hub.reader import load
 from functron.hub.writer import MAX_SHARD_BYTES, copy_companions, save
+from functron.metrics import free_memory_bytes
 from functron.models.bert import BertConfig
 from functron.models.config import Dtype, GPTConfig
+from functron.models.family import Config as TrainedConfig
 from functron.models.family import family_of
 from functron.models.mamba import MambaConfig
 from functron.models.t5 import T5Config
+from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.params import num_params
+from functron.program.cost import bytes_text
 from functron.read_out import stored_params
+from functron.recipe import step_program
+from functron.spmd import Mesh
 
 SCHEMES = ("hf", "run")
 
@@ -32,11 +42,13 @@ class Conversion:
         config: the model's architecture.
         target: the folder that was made.
         files: the names in it that came from the source unchanged.
+        recipe: what a run that was made is set to, for the user; empty where none was.
     """
 
     config: Config
     target: Path
     files: tuple[str, ...]
+    recipe: str = ""
 
     def __str__(self) -> str:
         count = num_params(kind_of(self.config).defs(self.config))
@@ -56,8 +68,9 @@ def convert(
     """Make a run folder of a Hugging Face folder (``hf:PATH run:PATH``), or the other way.
 
     A run folder made this way has step 0 of a training run in it: the parameters, without state of
-    an optimizer. The newest checkpoint of a run is what is exported. One process does it: into a
-    run in as much memory as the parameters take, from one in as much as one tensor takes.
+    an optimizer, and the settings that `fine_tuning` chooses. The newest checkpoint of a run is
+    what is exported. One process does it: into a run in as much memory as the parameters take, from
+    one in as much as one tensor takes.
 
     Args:
         source: ``hf:PATH`` or ``run:PATH``.
@@ -114,9 +127,9 @@ def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) ->
         raise_problems("cannot convert", [problem])
         raise AssertionError("unreachable")
     params = load(path, model)
-    seq = min(config.TrainConfig.seq, getattr(model, "max_seq", config.TrainConfig.seq))
-    table: dict[str, Any] = {family_of(model).name: model, "seq": seq}
-    run = config.TrainConfig(**table)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    run, needed, free = fine_tuning(model, free_memory_bytes(device))
+    run = replace(run, model=read_table(path)["model_type"], source=f"hf:{path}")
     kept: list[str] = []
 
     def fill(folder: Path) -> None:
@@ -127,7 +140,89 @@ def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) ->
         checkpoint.save(folder / run_folder.CHECKPOINTS / "0", {"params": params}, {"step": 0})
 
     run_folder.make(out, fill)
-    return Conversion(model, out, tuple(kept))
+    return Conversion(model, out, tuple(kept), _told(run, out, needed, free))
+
+
+_PEAK, _WARMUP, _DECAY = 2e-5, 0.05, 0.01
+_ROWS, _SEQ, _LEAST_SEQ, _CHUNK = 8, 2048, 128, 1024
+_SHARE = 0.8
+"""Of free memory: what no program says, such as the allocator's rounding, needs some too."""
+
+
+def fine_tuning(model: TrainedConfig, free_bytes: int) -> tuple[config.TrainConfig, int, int]:
+    """Settings to go on with trained parameters: a small learning rate, and steps that fit.
+
+    AdamW with a peak of 2e-5 after a warm-up and a cosine to 0, weight decay 0.01 (0 on norms and
+    biases, as always), and float32 masters of parameters of 16 bits, whose updates would be lost.
+    Steps have 8 samples of as many tokens as the model reads, at most 2048. Where that needs too
+    much memory on one rank they are cut into microbatches; then logits are made of some tokens at a
+    time; then blocks are computed again in backward; and then samples are shorter.
+
+    Args:
+        model: its architecture.
+        free_bytes: memory of a rank; four fifths of it are used.
+
+    Returns:
+        The settings, what one rank holds at most in a step by its traced program, and what was
+        free. Where nothing fits they are those that need least.
+    """
+    family = family_of(model)
+    longest = min(getattr(model, "max_seq", _SEQ), _SEQ)
+    table: dict[str, Any] = {
+        family.name: model,
+        "seq": longest,
+        "global_batch": _ROWS,
+        "optimizer": OptimizerConfig(
+            b2=0.999, weight_decay=_DECAY, fp32_masters=model.torch_dtype.itemsize == 2
+        ),
+        "learning_rate": ScheduleConfig(
+            "cosine", peak=_PEAK, warmup_ratio=_WARMUP, total_steps=0, end=0.0
+        ),
+    }
+    whole = config.TrainConfig(**table)
+
+    def held(run: config.TrainConfig) -> int:
+        return step_program(run, Mesh()).memory().peak_bytes
+
+    chunked = "loss_chunk_tokens" in family.settings and not getattr(model, "logit_cap", 0.0)
+    chunk = _CHUNK if chunked and longest > _CHUNK else 0
+    ladder: list[dict[str, Any]] = [{"microbatches": count} for count in (1, 2, 4, 8)]
+    ladder += [{"microbatches": _ROWS, "loss_chunk_tokens": chunk}] if chunk else []
+    ladder += [{**ladder[-1], "remat": "full"}]
+    seqs = [longest]
+    while seqs[-1] >= 2 * _LEAST_SEQ:
+        seqs.append(seqs[-1] // 2)
+    least = replace(whole, seq=seqs[-1], **ladder[-1])
+    if (needed := held(whole)) <= _SHARE * free_bytes:
+        return whole, needed, free_bytes
+    if (needed := held(least)) <= _SHARE * free_bytes:
+        for seq, rung in itertools.islice(itertools.product(seqs, ladder), 1, None):
+            run = replace(whole, seq=seq, **rung)
+            if (found := held(run)) <= _SHARE * free_bytes:
+                return run, found, free_bytes
+    return least, needed, free_bytes
+
+
+def _told(run: config.TrainConfig, out: Path, needed: int, free: int) -> str:
+    """What a run is set to, and how to begin it."""
+    most = getattr(run.architecture, "max_seq", run.seq)
+    of = f" (the model reads up to {most})" if most > run.seq else ""
+    parts = f" in {run.microbatches} microbatches" if run.microbatches > 1 else ""
+    more = ", blocks computed again in backward" if run.remat == "full" else ""
+    fits = f"{bytes_text(needed)} a rank, of {bytes_text(free)} free here"
+    lines = [
+        f"set to fine-tune: learning rate up to {run.learning_rate.peak:g} after a warm-up over "
+        f"{run.learning_rate.warmup_ratio:.0%} of the steps, weight decay "
+        f"{run.optimizer.weight_decay:g} (0 on norms and biases)",
+        f"steps of {run.global_batch} samples{parts} of seq {run.seq}{of}{more}: {fits}",
+    ]
+    if needed > _SHARE * free:
+        lines.append(
+            "which does not fit here: divide it (--mesh fsdp=N --nproc N), or train adapters "
+            "(--lora-rank 8)"
+        )
+    folder = shlex.quote(str(out))
+    return "\n".join([*lines, f"fine-tune it: functron train --resume --out {folder} --data TEXT"])
 
 
 def _export(

@@ -42,19 +42,19 @@ from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P
 
 _SCHEDULES: Mapping[str, Callable[[ScheduleConfig], Schedule]] = {
-    "constant": lambda c: schedules.constant(c.peak, warmup_steps=c.warmup_steps),
+    "constant": lambda c: schedules.constant(c.peak, warmup_steps=c.num_warmup_steps),
     "linear": lambda c: schedules.linear(
-        c.peak, c.total_steps, warmup_steps=c.warmup_steps, end=c.end
+        c.peak, c.total_steps, warmup_steps=c.num_warmup_steps, end=c.end
     ),
     "cosine": lambda c: schedules.cosine_decay(
-        c.peak, c.total_steps, warmup_steps=c.warmup_steps, end=c.end
+        c.peak, c.total_steps, warmup_steps=c.num_warmup_steps, end=c.end
     ),
     "wsd": lambda c: schedules.wsd(
         c.peak, c.total_steps, c.decay_steps,
-        warmup_steps=c.warmup_steps, end=c.end, decay=c.decay,
+        warmup_steps=c.num_warmup_steps, end=c.end, decay=c.decay,
     ),
     "inverse_square_root": lambda c: schedules.inverse_square_root(
-        c.peak, warmup_steps=c.warmup_steps, end=c.end
+        c.peak, warmup_steps=c.num_warmup_steps, end=c.end
     ),
 }  # fmt: skip
 

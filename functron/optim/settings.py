@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -22,6 +23,8 @@ class ScheduleConfig:
         name: "constant", "linear", "cosine", "wsd" or "inverse_square_root".
         peak: the highest learning rate.
         warmup_steps: updates of linear warm-up from 0.
+        warmup_ratio: the share of `total_steps` that these are, where warmup_steps is 0: rounded
+            up, and fewer than all.
         total_steps: the count at which `end` is reached (linear, cosine, wsd).
         end: the last learning rate, or the floor of inverse_square_root.
         decay_steps: length of the decay at the end of `total_steps` (wsd only).
@@ -31,10 +34,17 @@ class ScheduleConfig:
     name: str = "cosine"
     peak: float = 3e-4
     warmup_steps: int = 0
+    warmup_ratio: float = 0.0
     total_steps: int = 1000
     end: float = 0.0
     decay_steps: int = 200
     decay: str = "linear"
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """`warmup_steps`, or as many as `warmup_ratio` says."""
+        share = math.ceil(self.warmup_ratio * self.total_steps)
+        return self.warmup_steps or max(min(share, self.total_steps - 1), 0)
 
 
 Moment = Literal["", "float32", "bfloat16", "int8"]
@@ -174,11 +184,18 @@ def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Pr
     if config.name not in SCHEDULES:
         fix = nearest(config.name, SCHEDULES)
         return [Problem(f"{path}.name", repr(config.name), "a learning-rate schedule", fix)]
+    if not 0 <= config.warmup_ratio < 1:
+        got, wanted = repr(config.warmup_ratio), "at least 0 and less than 1"
+        return [Problem(f"{path}.warmup_ratio", got, wanted)]
+    if config.warmup_ratio and config.warmup_steps:
+        got = f"{config.warmup_ratio} with warmup_steps={config.warmup_steps}"
+        problem = Problem(f"{path}.warmup_ratio", got, "one of them", "set the other to 0")
+        return [problem]
     ends = config.name in ("linear", "cosine", "wsd")
     is_wsd = config.name == "wsd"
     found = schedules.problems(
         config.peak,
-        config.warmup_steps,
+        config.num_warmup_steps,
         config.total_steps if ends else None,
         config.end if config.name != "constant" else 0.0,
         config.decay_steps if is_wsd else None,

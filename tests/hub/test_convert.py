@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,11 @@ import torch
 import functron as ft
 from functron import checkpoint, config, gpt, hub, tree
 from functron.cli import main
-from functron.hub.convert import convert
-from functron.params import abstract_params
+from functron.hub.convert import convert, fine_tuning
+from functron.optim import make_optimizer, make_schedule
+from functron.params import abstract_params, decay_mask
+from functron.recipe import step_program
+from functron.spmd import Mesh
 from tests.data.chats import WORDS, make_tokenizer
 from tests.hub import tiny
 
@@ -98,6 +102,83 @@ def test_is_evaluated_as_transformers_does(tmp_path, capsys):
         first = len(tokenizer.decode(ids[0, :1]).encode())
         bits = want * count / math.log(2) / (len(text.encode()) - first)
         assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+
+
+def test_is_set_to_fine_tune(model, tmp_path, capsys):
+    """A small learning rate, no decay of norms; named after what it is in all that is said."""
+    _, path = model
+    make_tokenizer(path)
+    table = json.loads((path / "config.json").read_text())
+    run = tmp_path / "run"
+    assert main(["convert", f"hf:{path}", f"run:{run}", "--dtype", "bfloat16"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "learning rate up to 2e-05 after a warm-up over 5% of the steps, weight decay 0.01" in said
+    )
+    assert f"steps of 8 samples of seq {tiny.MAX_SEQ}: " in said
+    assert f"functron train --resume --out {run} --data TEXT" in said
+    made = config.load(run / "config.toml")
+    assert (
+        (made.model, made.source) == (table["model_type"], f"hf:{path}") == ("qwen3", f"hf:{path}")
+    )
+    assert made.optimizer.fp32_masters  # updates of 2e-5 would round to nothing
+    # 40 steps: two of warm-up, then half a cosine to 0
+    rate = make_schedule(replace(made, steps=40).rate_schedule)
+    assert [float(rate(t)) for t in (0, 1, 2, 21, 40)] == pytest.approx([0, 1e-5, 2e-5, 1e-5, 0])
+    # without gradients decay alone acts: p -> p - rate * 0.01 * p on matrices, nothing elsewhere
+    defs = gpt.defs(replace(made.gpt, dtype="float64", bias=True))
+    params = tree.map(lambda d: torch.full(d.shape, 2.0, dtype=torch.float64), defs)
+    settings = replace(made.optimizer, fp32_masters=False)
+    step = make_optimizer(settings, 2e-5, mask=decay_mask(defs), defs=defs)
+    updates, _ = step.update(tree.map(torch.zeros_like, params), step.init(params), params)
+    for leaf, x in zip(tree.paths(updates), tree.leaves(updates), strict=True):
+        kept = "norm" in leaf or leaf.endswith("/b")
+        wanted = 0.0 if kept else -2e-5 * 0.01 * 2
+        torch.testing.assert_close(x, torch.full_like(x, wanted), rtol=1e-12, atol=1e-20, msg=leaf)
+
+
+def test_steps_of_fine_tuning_fit_into_memory():
+    """The first of: all at once, microbatches, chunks of logits, recomputation, shorter samples."""
+    model = replace(
+        gpt.PRESETS["llama-tiny"], num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2,
+        mlp_dim=16, vocab_size=4096,
+    )  # fmt: skip
+    generous, whole, _ = fine_tuning(model, 1 << 40)
+    assert (generous.seq, generous.global_batch, generous.microbatches) == (2048, 8, 1)
+    assert whole == step_program(generous, Mesh()).memory().peak_bytes
+    # four fifths of the memory are used: it does not fit, and half as much does
+    run, needed, _ = fine_tuning(model, whole)
+    assert (run.seq, run.microbatches) == (2048, 2)
+    assert needed <= 0.8 * whole
+    least, needed, _ = fine_tuning(model, 1 << 20)
+    assert needed > 1 << 20
+    assert (least.seq, least.microbatches, least.remat) == (128, 8, "full")
+
+
+def test_is_called_what_it_is(tmp_path, capsys):
+    """In the log and in config.toml; a prompt to try is of the data."""
+    table = {**tiny.LLAMA, "vocab_size": 300, "num_hidden_layers": 1}
+    made = tiny.transformers.LlamaForCausalLM(tiny.transformers.LlamaConfig(**table))
+    path = tiny.store(made, tmp_path / "model")
+    make_tokenizer(path)
+    run, text = tmp_path / "run", tmp_path / "text.txt"
+    convert(f"hf:{path}", f"run:{run}")
+    text.write_text("The quick brown fox jumps over the lazy dog.\n" * 20)
+    options = ["--data", str(text), "--steps", "1", "--global-batch", "2"]
+    assert main(["train", "--resume", "--out", str(run), *options]) == 0
+    said = capsys.readouterr().out
+    assert f"model  llama of hf:{path}: " in said
+    hint = said.splitlines()[-1]
+    prompt = shlex.split(hint.partition("--prompt")[2])
+    assert len(prompt) == 1
+    assert prompt[0] in text.read_text().replace("\n", " ")
+    kept = config.load(run / "config.toml")
+    assert (kept.title, kept.model) == (f"llama of hf:{path}", "llama")
+    assert kept.learning_rate.peak == 2e-5
+    assert config.load(run / "config.toml", model="llama3-tiny").title == "llama3-tiny"
+    assert config.TrainConfig().title == "tiny"
+    changed = replace(gpt.PRESETS["tiny"], num_layers=1)
+    assert config.TrainConfig(gpt=changed).title == "tiny with changes"
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "gpt-oss"])
