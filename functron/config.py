@@ -129,8 +129,9 @@ class TrainConfig:
         compile: compile the step with Inductor before the first one, which then takes longer.
         seed: of initial parameters, order of the data, and dropout.
         out: run folder, new or empty; empty: the next free runs/MODEL-1, runs/MODEL-2, ...
-        resume: go on from the newest complete step in the run folder `out`, on the mesh asked for
-            now; where there is none yet, begin.
+        resume: go on from the newest complete step of the run in the folder `out`, or begin with it
+            where none is complete, on the mesh asked for now; auto: begin a run where there is none
+            as well, such as in a job that is started again until it is done.
         save_every: save after every so many steps as well; 0: only at the end.
         keep_last: how many of the newest checkpoints stay; 0: all.
         keep_every: checkpoints of multiples of this step stay in any case; 0: none do.
@@ -196,7 +197,7 @@ class TrainConfig:
     compile: bool = False
     seed: int = 0
     out: str = ""
-    resume: bool = False
+    resume: bool | Literal["auto"] = False
     save_every: int = 0
     keep_last: int = 0
     keep_every: int = 0
@@ -376,6 +377,9 @@ def _kind(hint: Any, value: Any) -> str | None:
     if typing.get_origin(hint) is Literal:
         options = typing.get_args(hint)
         return None if value in options else f"one of {', '.join(map(repr, options))}"
+    if typing.get_origin(hint) in _UNIONS:
+        kinds = [_kind(option, value) for option in typing.get_args(hint)]
+        return None if None in kinds else " or ".join(map(str, kinds))
     if typing.get_origin(hint) is tuple:  # of any number of whole numbers
         ok = isinstance(value, list | tuple) and all(_kind(int, each) is None for each in value)
         return None if ok else "a list of whole numbers"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import json
 import os
@@ -30,6 +31,32 @@ HUB = "hub"
 def is_run(path: Path) -> bool:
     """Whether `path` is a folder in which a run began."""
     return (path / CONFIG).is_file()
+
+
+def nearest(path: Path) -> Path | None:
+    """The run folder that `path` may have been meant for; None where there is none around it.
+
+    The one that it lies in, or else that of the closest name among those in it, beside it, or in
+    the folders beside it.
+    """
+    above = next((folder for folder in path.parents if is_run(folder)), None)
+    if above is not None:
+        return above
+    beside = _folders_in(path.parent)
+    for folders in (_folders_in(path), beside, [x for y in beside for x in _folders_in(y)]):
+        runs = {folder.name: folder for folder in folders if is_run(folder)}
+        close = difflib.get_close_matches(path.name, sorted(runs), n=1, cutoff=0)
+        if close:
+            return runs[close[0]]
+    return None
+
+
+def _folders_in(path: Path) -> list[Path]:
+    """Folders in a folder, if there is one to look into."""
+    try:
+        return [entry for entry in path.iterdir() if entry.is_dir()]
+    except OSError:
+        return []
 
 
 def claim(config: TrainConfig) -> Path:

@@ -251,7 +251,12 @@ def _resume_problems(config: TrainConfig) -> Sequence[Problem]:
         return [Problem("resume", "no run folder", "the one to go on with", "name it: --out RUN")]
     path = Path(config.out)
     if not run_folder.is_run(path):
-        return _out_problems(config.out)
+        if config.resume == "auto":
+            return _out_problems(config.out)
+        near = run_folder.nearest(path)
+        fix = "" if near is None else f"--out {near}, which is one; "
+        fix += "to begin one where there is none, --resume auto"
+        return [Problem("out", f"{config.out}, where no run is", "the folder of a run", fix)]
     begun = load(path / run_folder.CONFIG)
     newest = run_folder.newest(path)
     begun_steps = newest is not None and int(newest.name) > 0  # else no sample was seen

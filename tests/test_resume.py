@@ -12,6 +12,7 @@ import torch
 
 from functron import checkpoint, run_folder, tree
 from functron.cli import main
+from functron.config import load
 
 SMALL = [
     "--data", argparse.__file__, "--seq", "16", "--global-batch", "8", "--gpt.num-layers", "2", "--gpt.embed-dim", "32",
@@ -104,12 +105,38 @@ def _command(*arguments) -> int:
 
 def test_begins_where_nothing_is_saved_yet(whole, tmp_path, capsys):
     run = tmp_path / "new"
-    assert train(*SMALL, "--steps", 3, "--out", run, "--resume") == 0
+    assert train(*SMALL, "--steps", 3, "--out", run, "--resume", "auto") == 0
     assert "none is saved yet" in capsys.readouterr().out
     assert losses(run) == losses(whole)[:3]
     shutil.rmtree(run / "checkpoints")  # killed before the first save
     assert train("--steps", 3, "--out", run, "--resume") == 0
     assert losses(run) == losses(whole)[:3]
+
+
+def test_resumes_a_run_that_is_there_and_no_other(whole, cut, tmp_path, capsys):
+    """Where none is nothing begins, and the run that may have been meant is named."""
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", tmp_path / "cvt", cut / "checkpoints" / "3", tmp_path):
+        before = sorted(tmp_path.rglob("*"))
+        assert train(*SMALL, "--steps", 3, "--out", folder, "--resume") == 2
+        said = capsys.readouterr().err
+        assert f"out: got {folder}, where no run is; wanted the folder of a run" in said
+        assert f"fix: --out {cut}, which is one; to begin one where there is none, --resume" in said
+        assert sorted(tmp_path.rglob("*")) == before
+    alone = tmp_path / "a" / "b" / "c"
+    assert train(*SMALL, "--steps", 3, "--out", alone, "--resume") == 2
+    assert "fix: to begin one where there is none, --resume auto" in capsys.readouterr().err
+    assert train("--out", cut, "--resume", "auto") == 0
+    assert losses(cut) == losses(whole)
+    # that it was resumed is no setting of the run
+    assert "resume = false" in (cut / "config.toml").read_text()
+    (tmp_path / "mine.toml").write_text('resume = "auto"')
+    assert load(tmp_path / "mine.toml").resume == "auto"
+    (tmp_path / "mine.toml").write_text('resume = "now"')
+    with pytest.raises(
+        ValueError, match="resume: got 'now'; wanted true or false or one of 'auto'"
+    ):
+        load(tmp_path / "mine.toml")
 
 
 def test_a_checkpoint_half_written_is_no_checkpoint(whole, cut):

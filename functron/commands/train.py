@@ -160,6 +160,20 @@ def _conclusion(outcome: Outcome, out: Path, prompt: str | None) -> list[str]:
     ]
 
 
+def _spelled_out(arguments: Sequence[str]) -> list[str]:
+    """The options with ``--resume`` given a value where it stands alone."""
+    found: list[str] = []
+    for index, word in enumerate(arguments):
+        following = arguments[index + 1] if index + 1 < len(arguments) else ""
+        if word == "--no-resume":
+            found += ["--resume", "False"]
+        elif word == "--resume" and following not in ("auto", "True", "False"):
+            found += ["--resume", "True"]
+        else:
+            found.append(word)
+    return found
+
+
 def parse_train(arguments: Sequence[str]) -> TrainConfig:
     """The configuration that these options ask for: defaults, preset, file, options, in this order.
 
@@ -174,9 +188,11 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
     first.add_argument("--config", type=Path)
     first.add_argument("--model")
     first.add_argument("--out", type=Path)
-    first.add_argument("--resume", action="store_true")
+    first.add_argument("--resume")
+    arguments = _spelled_out(arguments)
     early, _ = first.parse_known_args(arguments)
-    begun = early.out / run_folder.CONFIG if early.resume and early.out else None
+    resumes = early.resume in ("True", "auto")
+    begun = early.out / run_folder.CONFIG if resumes and early.out else None
     file = early.config or (begun if begun is not None and begun.is_file() else None)
     if file is not None:
         base = load(file, model=early.model)
