@@ -163,6 +163,8 @@ def _traced(
     seq = seq // mesh["tp"] if config.sequence_parallel else seq
     x = torch.empty(rows, seq, model.embed_dim, dtype=model.torch_dtype, device="meta")
     batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
+    if config.packed:
+        batch |= {"positions": tokens, "segments": tokens}
     shared = (random.key(0).to("meta"), torch.empty((), dtype=torch.int64, device="meta"))
     params = partition.stage_params(weights, number, rank)
     call = Call(number, part, part.loss, params, None if part.embed else x, batch, shared, {})

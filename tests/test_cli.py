@@ -8,17 +8,22 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from functron import checkpoint
+from functron import checkpoint, staging, tree
 from functron.cli import main
 from functron.commands.train import parse_train
 from functron.config import TrainConfig, load
+from functron.data import IndexedWriter
+from functron.lora import trainable
 from functron.models import gpt
-from functron.params import abstract_params
+from functron.params import abstract_params, num_params
+from functron.recipe import step_program
 from functron.spmd import Mesh
 from functron.train import prepare
 
@@ -254,6 +259,81 @@ def test_trace_prints_the_program(capsys):
     out = capsys.readouterr().out
     assert out.startswith("program step on Mesh(dp=2, tp=2)")
     assert "4 samples of 64 tokens" in out
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A run, small and unlike every preset, on tokens on disk, with adapters."""
+    folder = tmp_path_factory.mktemp("packed")
+    with IndexedWriter(folder / "tokens", np.uint16) as writer:
+        for size in (30, 50, 70):
+            writer.add(np.arange(size) % 250)
+    options = [
+        "--data", str(folder / "tokens"), "--pack", "best-fit", "--seq", "32", "--global-batch", "4",
+        "--gpt.num-layers", "2", "--gpt.embed-dim", "32", "--gpt.mlp-dim", "40", "--lora-rank", "3",
+    ]  # fmt: skip
+    assert run("train", *options, "--steps", 1, "--out", folder / "run") == 0
+    return folder / "run", options
+
+
+def bytes_table(memory) -> str:
+    """Without where the peak is, which names the line that asked."""
+    return str(memory).partition("\n\n")[2]
+
+
+def test_a_run_is_shown_before_any_step(packed, tmp_path, capsys):
+    """Of a run folder, of its file and of options alone: the same, in whatever way it is asked."""
+    run_folder_, options = packed
+
+    def said(*arguments: object) -> str:
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == 0
+        return capsys.readouterr().out
+
+    first = said("trace", run_folder_)
+    assert first == said("trace", run_folder_ / "config.toml")
+    assert first.startswith(
+        "tiny with changes, one of 1 ranks (no mesh), 4 samples of 32 tokens per step\n"
+    )
+    config = load(run_folder_ / "config.toml")
+    program = step_program(config, Mesh())
+    assert str(program.cost()) in first
+    held = program.memory()
+    assert bytes_table(held) in first
+    # the whole of the parameters, and two moments of the adapters alone
+    defs = staging.defs_of(config)
+    adapters = tree.partition(defs, trainable(defs))[0]
+    assert held.at_rest["parameters"] == 4 * num_params(defs)
+    assert 8 * num_params(adapters) <= held.at_rest["optimizer"] < 8 * num_params(adapters) + 32
+    # the options that made it, and nothing written or begun
+    out = tmp_path / "new"
+    assert said("train", *options, "--steps", 1, "--out", out, "--dry-run") == first
+    assert not out.exists()
+    # on another mesh, with other options
+    mesh = ["--mesh", "dp=2,tp=2", "--microbatches", 2, "--seq", 16]
+    there = said("trace", run_folder_, *mesh)
+    assert there == said("train", *options, *mesh, "--out", out, "--dry-run")
+    assert "one of 4 ranks (dp=2,tp=2), 4 samples of 16 tokens per step" in there
+    divided = replace(config, mesh="dp=2,tp=2", microbatches=2, seq=16)
+    assert bytes_table(step_program(divided, Mesh(dp=2, tp=2)).memory()) in there
+    stages = said("trace", run_folder_, "--mesh", "pp=2", "--microbatches", 2)
+    assert "1f1b: 2 microbatches, bubble" in stages
+    table = said("params", run_folder_, "--mesh", "tp=2")
+    assert f"{num_params(defs):,} parameters" in table
+    assert "blocks/attention/q/lora" in table.replace("lora_", "lora")
+    assert not out.exists()
+
+
+def test_which_run_is_meant_is_told(packed, tmp_path, capsys):
+    run_folder_, options = packed
+    for arguments, message in [
+        (["trace", run_folder_.parent], f"no run is; wanted a run folder.*name {run_folder_}, which"),
+        (["params", tmp_path / "no.toml"], "no.toml: got No such file or directory; wanted a readable"),
+        (["trace", "--mesh", "dp=2", run_folder_], "wanted the first argument; fix: functron trace /"),
+        (["train", *options, "--mesh", "dp=3", "--dry-run"], "global_batch: got 4; wanted a multiple"),
+    ]:  # fmt: skip
+        assert main([*map(str, arguments)]) == 2
+        assert re.search(message, capsys.readouterr().err)
 
 
 def test_trace_teaches(capsys):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import tyro
 
-from functron import launch, tree
-from functron.models.family import PRESETS, family_of
+from functron import launch, staging, tree
+from functron.commands.run_options import parse
+from functron.config import TrainConfig
 from functron.params import num_params, param_specs
 from functron.spmd import Mesh
 from functron.spmd.spec import local_shape
@@ -20,32 +22,30 @@ class ParamsOptions:
     """Show the parameters of a model, and how a mesh splits them. No memory is needed for them.
 
     Attributes:
-        model: name of a preset.
-        mesh: axes and sizes, such as dp=2,tp=4; empty: one rank.
+        run: a run folder, or a file like its config.toml, whose options the others override; none:
+            a preset, by --model.
     """
 
-    model: str = "tiny"
-    mesh: str = ""
+    run: tyro.conf.Positional[str] = ""
+    options: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the table."""
-    options = tyro.cli(ParamsOptions, args=arguments, prog="functron params")
     with launch.mistakes():
-        print(parameter_table(options.model, Mesh.parse(options.mesh)))
+        config: TrainConfig = parse(ParamsOptions, arguments, "functron params").options
+        print(parameter_table(config, Mesh.parse(config.mesh)))
     return 0
 
 
-def parameter_table(model: str, mesh: Mesh) -> str:
-    """The parameters of the preset `model` and their shards on `mesh`, as text.
+def parameter_table(config: TrainConfig, mesh: Mesh) -> str:
+    """The parameters of a run, with those of LoRA, and their shards on `mesh`, as text.
 
     Raises:
-        ValueError: no such preset, or it cannot run on the mesh.
+        ValueError: it cannot run on the mesh.
     """
-    config = PRESETS[model]
-    family = family_of(config)
-    defs = family.defs(config)
-    specs = param_specs(defs, family.rules(config, mesh))
+    defs = staging.defs_of(config)
+    specs = param_specs(defs, staging.rules_of(config, mesh))
     rows = [("path", "shape", "logical axes", "spec", "local shape", "parameters", "bytes")]
     total_bytes = local_bytes = 0
     for path, d, spec in zip(tree.paths(defs), tree.leaves(defs), tree.leaves(specs), strict=True):

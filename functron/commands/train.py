@@ -15,6 +15,7 @@ import tyro
 
 from functron import launch, lora, report, run_folder, staging, tree
 from functron.commands.device import device_type
+from functron.commands.run_options import step_report
 from functron.config import TrainConfig, load, with_model
 from functron.corpus import is_chat, reader_of, with_tokenizer
 from functron.loop import Outcome, exit_code
@@ -31,9 +32,12 @@ class TrainOptions:
     Attributes:
         config: a TOML file of these options, such as the config.toml of a run folder; options
             given here override it.
+        dry_run: check everything, show what one rank will compute, send and hold in a step, and
+            begin nothing.
     """
 
     config: Path | None = None
+    dry_run: bool = False
     options: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 
 
@@ -41,8 +45,14 @@ def run(arguments: Sequence[str]) -> int:
     """Train; the exit code is 0, or 128 + the signal that ended it after saving."""
     here = launch.process()
     with launch.mistakes():
-        config = with_tokenizer(parse_train(arguments))
+        options = _parsed(arguments)
+        config = with_tokenizer(options.options)
         validate(config, processes=here.world_size if here else None)
+        if options.dry_run:
+            report_text = step_report(config, Mesh.parse(config.mesh))
+            if here is None or here.rank == 0:
+                print(report_text)
+            return 0
         kind = device_type(config.device, config.nproc)
     if here is None and config.nproc:
         return launch.launch(config.nproc, ["-m", "functron", "train", *arguments])
@@ -184,6 +194,10 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
         ValueError: an unknown preset, or what `functron.config.load` raises.
         SystemExit: options that do not exist or do not parse (code 2), or --help (code 0).
     """
+    return _parsed(arguments).options
+
+
+def _parsed(arguments: Sequence[str]) -> TrainOptions:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config", type=Path)
     first.add_argument("--model")
@@ -201,7 +215,7 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
     return tyro.cli(
         TrainOptions,
         args=arguments,
-        default=TrainOptions(early.config, base),
+        default=TrainOptions(early.config, options=base),
         prog="functron train",
         config=(tyro.conf.AvoidSubcommands,),
-    ).options
+    )
