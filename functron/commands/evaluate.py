@@ -152,8 +152,7 @@ def _sets(
     config, notes = chosen[0]
     texts = open_texts(config)
     stride, multiple = options.stride or config.seq, sequence_parts(config, _plain(mesh))[0]
-    exact = config.gpt.moe is not None and bool(config.gpt.moe.capacity_factor)
-    how = {"multiple": multiple, "exact": exact and config.architecture is config.gpt}
+    how = {"multiple": multiple, "exact": _is_limited(config)}
     sets = [slide(name, one, config, stride, **how) for name, one in texts.items()]
     # windows of one document each, which attention need not keep apart
     return replace(config, mask_documents=False, pack=""), sets, notes
@@ -165,8 +164,8 @@ def _chosen(
     """The run with tokens and rows of a batch that fit into memory, and what there is to say."""
     share = _share(mesh, config.microbatches)
     held, model = config.global_batch * config.seq, config.architecture
-    most = options.seq or getattr(model, "max_seq", _ANY_SEQ)
     parts = sequence_parts(config, _plain(mesh))[0]
+    most = options.seq or getattr(model, "max_seq", _ANY_SEQ) // parts * parts
     lengths = [int(one.lengths.max(initial=0)) for one in open_texts(config).values()]
     longest = max(lengths, default=0)
     chunked = "loss_chunk_tokens" in config.family.settings and not config.gpt.logit_cap
@@ -193,6 +192,12 @@ def _chosen(
         return made, []
     sizes = f"{bytes_text(first)} of {bytes_text(free)} free"
     return made, [f"seq {seq}, of {most} that the model reads: {sizes}; --seq sets another"]
+
+
+def _is_limited(config: TrainConfig) -> bool:
+    """Whether experts take so many tokens of a sequence, of which padding then is a part."""
+    moe = config.gpt.moe if config.architecture is config.gpt else None
+    return moe is not None and bool(moe.capacity_factor)
 
 
 def _is_first(mesh: Mesh | BoundMesh) -> bool:
@@ -243,6 +248,10 @@ def _window_problems(
     if options.seq % parts:
         fix = f"set it to {-(-options.seq // parts) * parts}"
         yield Problem("seq", str(options.seq), f"a multiple of {parts}: {why}", fix)
+    if parts > 1 and _slides(config) and _is_limited(config):
+        wanted = f"whole sequences on a rank, not in {why}: experts of limited capacity would see "
+        wanted += "what pads the ends of texts"
+        yield Problem("mesh", repr(options.mesh), wanted, "leave cp and ulysses out")
     if options.stride and not _slides(config):
         wanted = f"nothing with {family.title}, which reads whole samples"
         yield Problem("stride", str(options.stride), wanted, "leave it out")
