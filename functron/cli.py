@@ -36,7 +36,8 @@ USAGE = """usage: functron COMMAND [OPTIONS]
   schedule    draw a pipeline schedule, with its bubble and its live activations
   doctor      show what this machine and this installation have, and what is missing
 
-functron COMMAND --help lists the options.
+functron COMMAND --help lists the options. Mistakes are messages; with the environment variable
+FUNCTRON_FULL_TRACEBACKS=1 they come with the traceback that they have.
 """
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from functron import compat, tree
+from functron.errors import made_public
 
 
 def hoist(fn: Callable) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Callable]]:
@@ -72,8 +73,9 @@ def _parts(fn: types.FunctionType) -> Iterator[Any]:
     for name in _global_names(fn.__code__):
         value = fn.__globals__.get(name)
         # a function of another module with nothing closed over holds no tensor of this program
-        holds = isinstance(value, types.FunctionType) and (
-            value.__globals__ is fn.__globals__ or value.__closure__
+        inner = made_public(value)
+        holds = isinstance(inner, types.FunctionType) and (
+            inner.__globals__ is fn.__globals__ or inner.__closure__
         )
         if holds or _is_data(value):
             yield value

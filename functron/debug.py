@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from functron import compat, tree
 from functron.drawing import visualize_sharding
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, full_tracebacks, public, raise_problems
 from functron.program.recorder import active
 from functron.scopes import phase
 from functron.spmd.axes import BoundAxis, SimulatedAxis, scope, user_line
@@ -25,7 +25,7 @@ from functron.spmd.shard_map import Mapped, shard_map
 from functron.spmd.spec import P
 from functron.spmd.traced import TracedAxis
 
-__all__ = ["check_grads", "print", "visualize_sharding"]
+__all__ = ["check_grads", "full_tracebacks", "print", "visualize_sharding"]
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _LIBRARY.define(
@@ -33,6 +33,7 @@ _LIBRARY.define(
 )
 
 
+@public
 def print(text: str, *args: Any, **kwargs: Any) -> None:  # noqa: A001  (as jax.debug.print)
     """Print ``text.format(*args, **kwargs)`` from inside a program, on every rank.
 

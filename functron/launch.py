@@ -1,6 +1,6 @@
 """Processes: starting one per rank, joining those that torchrun started, and ending with them.
 
-The only module that reads torchrun's environment variables.
+The only module that reads environment variables: torchrun's, and `FULL_TRACEBACKS`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from functron.errors import full_tracebacks
 from functron.spmd import BoundMesh, Mesh
 
 MARK = "functron-"
+FULL_TRACEBACKS = "FUNCTRON_FULL_TRACEBACKS"
 NOTICED_WITHIN_SECONDS = 2
 
 
@@ -195,11 +197,13 @@ def guarded(program: Callable[[], int]) -> int:
     """The exit code of `program()`: what a process of a job, or a lone one, should end with.
 
     A `InputError` is printed as its message and gives 2; a FloatingPointError (a loss that is not
-    finite) likewise, and gives 1. Anything else is a traceback and 1.
+    finite) likewise, and gives 1. Anything else is a traceback and 1. Where the environment has
+    `FULL_TRACEBACKS`, which processes inherit, messages come with their traceback too.
     """
     here = process()
     try:
-        return program()
+        with full_tracebacks():  # what is no message is a bug of functron
+            return program()
     except SystemExit as error:  # of the option parser, which has printed why
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except KeyboardInterrupt:
@@ -210,6 +214,8 @@ def guarded(program: Callable[[], int]) -> int:
         return 128 + signal.SIGPIPE
     except (InputError, FloatingPointError) as error:
         text, code = f"functron: {error}", 2 if isinstance(error, InputError) else 1
+        if os.environ.get(FULL_TRACEBACKS):
+            text = f"{traceback.format_exc()}{text}"
         failure: Exception = error
     except Exception as error:
         text, code = traceback.format_exc(), 1

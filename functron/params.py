@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from functron import random, tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P, Rules, is_spec, local_shape, offsets, validate
 
@@ -115,6 +115,7 @@ def stack(defs: tree.Tree, num_layers: int) -> tree.Tree:
     )
 
 
+@public
 def param_specs(defs: tree.Tree, rules: Rules) -> tree.Tree:
     """The spec of every parameter under `rules`.
 
@@ -124,6 +125,7 @@ def param_specs(defs: tree.Tree, rules: Rules) -> tree.Tree:
     return tree.map_with_path(lambda path, d: rules.spec(d.axes, path=path), defs)
 
 
+@public
 def abstract_params(defs: tree.Tree) -> tree.Tree:
     """The parameters as meta tensors: shapes and dtypes without memory, also for 405B."""
     return tree.map(lambda d: torch.empty(d.shape, dtype=d.dtype, device="meta"), defs)
@@ -139,11 +141,13 @@ def weight_mask(defs: tree.Tree) -> tree.Tree:
     return tree.map(lambda d: not d.balance, defs)
 
 
+@public
 def num_params(defs: tree.Tree) -> int:
     """The number of parameters."""
     return sum(math.prod(d.shape) for d in tree.leaves(defs))
 
 
+@public
 def init_params(
     key: torch.Tensor,
     defs: tree.Tree,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from functron import random, tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.models import generation, gpt, mamba
 from functron.models.block import How
 from functron.params import param_specs
@@ -87,6 +87,7 @@ class Draw:
         return logits
 
 
+@public
 @torch.no_grad()
 def generate(
     params: tree.Tree,

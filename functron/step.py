@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import optim, random, tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.ops import AUTO, Kernels
 from functron.params import init_params
 from functron.pipeline.execute import Pipeline
@@ -44,11 +44,13 @@ class State(NamedTuple):
     key: Any
 
 
+@public
 def state_specs(specs: tree.Tree, optimizer: optim.GradientTransformation) -> State:
     """The specs of a `State` whose parameters have these specs."""
     return State(P(), specs, optimizer.specs(specs), P())
 
 
+@public
 def init_state(
     key: torch.Tensor,
     defs: tree.Tree,
@@ -75,6 +77,7 @@ def init_state(
     return State(zero, weights, init(weights), step_key)
 
 
+@public
 def make_step(
     loss: Callable,
     num_targets: Callable,
@@ -284,6 +287,7 @@ def gathered(params: tree.Tree, specs: tree.Tree, into: tree.Tree) -> tree.Tree:
         return tree.unflatten(structure, [join(leaf, cuts) for leaf, cuts in rows])
 
 
+@public
 def make_pipelined_step(
     stages: Pipeline,
     num_targets: Callable,

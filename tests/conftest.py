@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _full_tracebacks() -> Iterator[None]:
+    """Failing tests show functron's own frames."""
+    from functron.errors import full_tracebacks  # the import hook comes first
+
+    with full_tracebacks():
+        yield
 
 
 @pytest.fixture

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import subprocess
+import sys
+import traceback
+import types
+from pathlib import Path
 
-from functron.errors import Problem, nearest, raise_problems
+import pytest
+import torch
+
+import functron as ft
+from functron import P, gpt, lax, optim
+from functron.cli import main
+from functron.errors import Problem, in_library, made_public, nearest, raise_problems
 
 
 def test_a_problem_in_words():
@@ -50,3 +60,144 @@ def test_nearest(name, expected):
 
 def test_nearest_of_nothing():
     assert nearest("x", []) == "use one of: none"
+
+
+# --- tracebacks
+
+
+MESH = ft.Mesh(dp=2)
+X = torch.ones(4, 3)
+
+
+class MineError(Exception):
+    pass
+
+
+def mine(x):
+    raise MineError("as it was")
+
+
+def odd(x):
+    return x @ x
+
+
+def branch(x):
+    return x if x.sum() > 0 else -x
+
+
+def mapped(f):
+    return ft.shard_map(f, MESH, P("dp"), P("dp"))
+
+
+def trained():
+    config = gpt.PRESETS["tiny"]
+    defs, optimizer = gpt.defs(config), optim.adamw(1e-3)
+    specs = ft.param_specs(defs, gpt.rules(config, MESH))
+    state = ft.init_state(ft.random.key(0), defs, specs, optimizer, MESH)
+
+    def loss(params, batch, key):
+        return gpt.loss(config, params, batch) + odd(X)[0, 0]
+
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    step = ft.make_step(loss, gpt.num_targets, optimizer, MESH, specs)
+    step(state, {"tokens": tokens, "targets": tokens})
+
+
+CALLS = {
+    "shard_map": (lambda: mapped(odd)(X), RuntimeError, "odd"),
+    "its check": (lambda: ft.shard_map(odd, MESH, "dp", P()), ValueError, "<lambda>"),
+    "simulated": (lambda: mapped(branch)(X), ValueError, "branch"),
+    "traced": (lambda: ft.trace(mapped(branch))(X), ValueError, "branch"),
+    "jit": (lambda: ft.jit(mapped(branch))(X), ValueError, "branch"),
+    "grad": (lambda: ft.grad(mapped(mine))(X), MineError, "mine"),
+    "accumulate": (lambda: ft.accumulate(lambda p, b: odd(b), 2)(X, X), RuntimeError, "odd"),
+    "scan": (lambda: ft.scan(lambda c, x: (odd(X), x), X, X), RuntimeError, "odd"),
+    "remat": (lambda: ft.remat(odd)(X), RuntimeError, "odd"),
+    "psum": (lambda: lax.psum(X, "rows"), ValueError, "<lambda>"),
+    "a mesh": (lambda: ft.Mesh(dp=0), ValueError, "<lambda>"),
+    "a step": (trained, RuntimeError, "odd"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tracebacks_have_the_users_frames_down_to_the_line_at_fault(name):
+    call, kind, last = CALLS[name]
+    with ft.debug.full_tracebacks(False), pytest.raises(kind) as caught:
+        call()
+    error = caught.value
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    assert type(error) is kind
+    assert not any(map(in_library, frames))
+    assert frames[-1].f_code.co_name == last
+    shown = "".join(traceback.format_exception(error))
+    assert shown.count('File "') == len(frames)  # of no other error that it came from
+    with pytest.raises(kind) as full:  # as the test suite has them
+        call()
+    assert any(in_library(frame) for frame, _ in traceback.walk_tb(full.value.__traceback__))
+
+
+def test_a_users_own_error_comes_through_as_it_is():
+    error = MineError("own")
+
+    def program(x):
+        try:
+            raise KeyError("first")
+        except KeyError as before:
+            raise error from before
+
+    with ft.debug.full_tracebacks(False), pytest.raises(MineError) as caught:
+        mapped(program)(X)
+    assert caught.value is error
+    assert isinstance(error.__cause__, KeyError)
+    assert not hasattr(error, "__notes__")
+
+
+def test_what_functron_has_no_words_for_says_how_to_see_more():
+    with ft.debug.full_tracebacks(False), pytest.raises(AttributeError) as caught:
+        ft.num_params({"w": 3})
+    assert "full_tracebacks" in caught.value.__notes__[0]
+    with pytest.raises(AttributeError) as caught:
+        ft.num_params({"w": 3})
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_script_shows_its_own_lines(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import torch, functron as ft\n"
+        "def half(x):\n"
+        "    return x[x > 0]\n"
+        "x = torch.ones(4)\n"
+        "ft.shard_map(half, ft.Mesh(dp=2), ft.P('dp'), ft.P('dp'))(x)\n"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, cwd=root, timeout=120,
+        env={"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    lines = [line for line in done.stderr.splitlines() if line.startswith("  File")]
+    assert [line.split(",")[1].strip() for line in lines] == ["line 5", "line 3"]
+
+
+@pytest.mark.parametrize("module", [ft, lax], ids=["functron", "lax"])
+def test_every_public_function_leaves_out_the_librarys_frames(module):
+    """Of `functron` all but what only passes a value on (`named_scope`)."""
+    functions = {
+        name: value
+        for name in module.__all__
+        if isinstance(value := getattr(module, name), types.FunctionType)
+    }
+    assert len(functions) > 10
+    bare = {name for name, value in functions.items() if made_public(value) is value}
+    assert bare <= {"named_scope"}
+
+
+def test_the_command_line_shows_all_where_the_environment_asks(monkeypatch, capsys):
+    arguments = ["params", "--mesh", "tp=3"]
+    assert main(arguments) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    monkeypatch.setenv("FUNCTRON_FULL_TRACEBACKS", "1")
+    assert main(arguments) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert shown[shown.rindex("functron: ") :].startswith("functron: this model cannot run")

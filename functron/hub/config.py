@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, nearest, public, raise_problems
 from functron.hub import files
 from functron.hub.entries import values_of
 from functron.hub.families import LACKING
@@ -23,6 +23,7 @@ CONFIG = "config.json"
 _NO_TOKENS = MappingProxyType({"bos_token_id": None, "eos_token_id": None, "pad_token_id": None})
 
 
+@public
 def read_config(
     path: str | Path,
     *,

@@ -13,7 +13,7 @@ import torch
 
 from functron import tree
 from functron.checkpoint import Placement
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, nearest, public, raise_problems
 from functron.hub.config import (
     CONFIG,
     differences,
@@ -47,6 +47,7 @@ class Source(Protocol):
         ...
 
 
+@public
 def load(
     path: str | Path,
     config: Config | None = None,
@@ -98,6 +99,7 @@ def load(
     return read_params(family, config, source, held, device=device)
 
 
+@public
 def load_model(
     path: str | Path,
     *,

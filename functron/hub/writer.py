@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from functron import lora, tree
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, nearest, public, raise_problems
 from functron.hub.config import (
     CONFIG,
     family_for,
@@ -65,6 +65,7 @@ COMPANIONS = ("generation_config.json", *TOKENIZER_FILES, "preprocessor_config.j
 """Files beside the weights that belong to the model: of the tokenizer and of generation."""
 
 
+@public
 def save(
     path: str | Path,
     config: Config,

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from functron import nn, params
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.models.block import STREAM, WHOLE, Remat
 from functron.models.config import Dtype
 from functron.models.sequence import SAMPLE_AXES, check_length
@@ -140,6 +140,7 @@ PRESETS: Mapping[str, BertConfig] = Named(
 """Named architectures: "bert-tiny" trains on a laptop; the others have the paper's sizes."""
 
 
+@public
 def defs(config: BertConfig) -> dict:
     """The parameters: ``{"embed", "positions", "types", "embed_norm", "blocks", "head"}``.
 
@@ -186,6 +187,7 @@ def defs(config: BertConfig) -> dict:
     }
 
 
+@public
 def rules(
     config: BertConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)
 ) -> Rules:
@@ -205,6 +207,7 @@ def rules(
     return tensor_rules(mesh, split=split, embed={"embed_dim": c.embed_dim}, fsdp=fsdp)
 
 
+@public
 def encode(
     config: BertConfig,
     weights: dict,
@@ -274,6 +277,7 @@ def _block(config: BertConfig, run: Run, seen: Tensor | None) -> Callable:
     return block
 
 
+@public
 def forward(
     config: BertConfig,
     weights: dict,
@@ -306,6 +310,7 @@ def forward(
         return nn.column_parallel(x, matrix, head["bias"])
 
 
+@public
 def loss(
     config: BertConfig,
     weights: dict,
@@ -337,6 +342,7 @@ def loss(
         return lax.psum(losses.sum(), SAMPLE_AXES)
 
 
+@public
 def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
     """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)

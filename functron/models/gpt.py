@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from functron import nn, params
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.models import decoder, mup
 from functron.models.activations import watched_names
 from functron.models.ahead import ahead_defs
@@ -64,6 +64,7 @@ __all__ = [
 ]
 
 
+@public
 def defs(config: GPTConfig) -> dict:
     """The parameters: ``{"embed", "positions"?, "dense"?, "blocks", "norm"?, "unembed"?, "mtp"?}``.
 
@@ -98,6 +99,7 @@ def _standard(config: GPTConfig) -> dict:
     return model
 
 
+@public
 def forward(
     config: GPTConfig,
     weights: dict,
@@ -151,6 +153,7 @@ def forward(
     return decoder.logits(config, weights, x, how)
 
 
+@public
 def stage(
     config: GPTConfig,
     part: Part,
@@ -218,6 +221,7 @@ def uses(config: GPTConfig) -> dict[str, str | range]:
     return table
 
 
+@public
 def loss(
     config: GPTConfig,
     weights: dict,
@@ -261,6 +265,7 @@ def loss(
     return out[0] if config.has_details else out
 
 
+@public
 def loss_and_details(
     config: GPTConfig,
     weights: dict,
@@ -290,6 +295,7 @@ def loss_and_details(
     return decoder.loss(config, part, weights, None, sequence, how)
 
 
+@public
 def stage_loss(
     config: GPTConfig,
     part: Part,
@@ -336,6 +342,7 @@ def summary(details: Details) -> dict[str, float]:
     return out
 
 
+@public
 def num_targets(batch: Batch, axes: tuple[str, ...] = SAMPLE_AXES) -> Int[Tensor, ""]:
     """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce.
 

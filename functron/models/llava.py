@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from functron import nn, random
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.models import decoder, gpt, vit
 from functron.models.block import RING, STREAM, WHOLE, How, Remat, check_whole
 from functron.models.config import GPTConfig
@@ -104,6 +104,7 @@ PRESETS: Mapping[str, LlavaConfig] = Named(
 """Named architectures; those of LLaVA 1.5 have CLIP's last block, which is not used, left out."""
 
 
+@public
 def defs(config: LlavaConfig) -> dict:
     """The parameters: ``{"vision": vit.defs, "connector": {"up", "down"}, "text": gpt.defs}``."""
     c, dtype = config, config.text.torch_dtype
@@ -125,6 +126,7 @@ def defs(config: LlavaConfig) -> dict:
     return {"vision": vit.defs(c.vision), "connector": connector, "text": gpt.defs(c.text)}
 
 
+@public
 def rules(
     config: LlavaConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)
 ) -> Rules:
@@ -148,6 +150,7 @@ def rules(
     return Rules(both)
 
 
+@public
 def forward(
     config: LlavaConfig,
     weights: dict,
@@ -186,6 +189,7 @@ def forward(
     return decoder.logits(config.text, weights["text"], x, how)
 
 
+@public
 def loss(
     config: LlavaConfig,
     weights: dict,
@@ -259,6 +263,7 @@ def _targets(config: LlavaConfig, batch: Mapping[str, Tensor]) -> Tensor:
     return torch.where(targets == config.image_token, nn.IGNORE_INDEX, targets)
 
 
+@public
 def num_targets(config: LlavaConfig, batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
     """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce.
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from functron import nn, params, tree
+from functron.errors import public
 from functron.models.block import STREAM, WHOLE, Remat
 from functron.models.mamba_config import KINDS, PRESETS, MambaConfig
 from functron.models.sequence import SAMPLE_AXES, check_length
@@ -50,6 +51,7 @@ Cache = tuple[Any, ...]
 """Per layer: a `MambaCache`; keys and values so far; or () of a feed-forward layer."""
 
 
+@public
 def defs(config: MambaConfig) -> dict:
     """The parameters: ``{"embed", "mamba"?, "attention"?, "mlp"?, "norm", "unembed"?}``.
 
@@ -79,6 +81,7 @@ def defs(config: MambaConfig) -> dict:
     return model
 
 
+@public
 def rules(
     config: MambaConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)
 ) -> Rules:
@@ -113,6 +116,7 @@ def rules(
     return tensor_rules(mesh, split=split, embed=embed, fsdp=fsdp, replicated=whole)
 
 
+@public
 def forward(
     config: MambaConfig,
     weights: dict,
@@ -193,6 +197,7 @@ def _logits(config: MambaConfig, weights: dict, x: Tensor, stream: P, gather: Ga
         return nn.column_parallel(nn.gather_sequence(x, stream), matrix)
 
 
+@public
 def loss(
     config: MambaConfig,
     weights: dict,
@@ -230,6 +235,7 @@ def loss(
         return lax.psum(losses.sum(), SAMPLE_AXES)
 
 
+@public
 def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
     """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
@@ -270,6 +276,7 @@ def empty_cache(config: MambaConfig, weights: dict, batch: int) -> Cache:
     return tuple(out)
 
 
+@public
 def step(
     config: MambaConfig, weights: dict, tokens: Int[Tensor, " batch"], cache: Cache
 ) -> tuple[Float[Tensor, "batch columns"], Cache]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.models.config import GPTConfig
 from functron.spmd.mesh import CONTEXT_AXES, FSDP_AXES, BoundMesh, Mesh
 from functron.spmd.shards import as_entry
@@ -13,6 +13,7 @@ from functron.spmd.spec import Rules
 _TOKENS = ("ep", *CONTEXT_AXES, "tp")
 
 
+@public
 def rules(
     config: GPTConfig,
     mesh: Mesh | BoundMesh,

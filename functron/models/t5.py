@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from functron import nn, params
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.models.block import STREAM, WHOLE, Remat
 from functron.models.sequence import SAMPLE_AXES, check_length
 from functron.models.stack import Run, check_gathered, keys_of, tensor_rules, whole_heads
@@ -58,6 +58,7 @@ __all__ = [
 ]
 
 
+@public
 def defs(config: T5Config) -> dict:
     """The parameters: ``{"embed", "encoder", "decoder", "unembed"?}``.
 
@@ -108,6 +109,7 @@ def _block_defs(config: T5Config, *, cross: bool) -> dict:
     return block | {"mlp_norm": norm, "mlp": mlp}
 
 
+@public
 def rules(config: T5Config, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)) -> Rules:
     """Tensor parallelism and fully sharded data parallelism; see `gpt.rules`.
 
@@ -125,6 +127,7 @@ def rules(config: T5Config, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = (
     return tensor_rules(mesh, split=split, embed={"embed_dim": c.embed_dim}, fsdp=fsdp)
 
 
+@public
 def encode(
     config: T5Config,
     weights: dict,
@@ -158,6 +161,7 @@ def encode(
     return _stack(config, "encoder", weights, tokens, run, None, seen)
 
 
+@public
 def decode(
     config: T5Config,
     weights: dict,
@@ -419,6 +423,7 @@ def shift_right(targets: Int[Tensor, "batch seq"], start: int) -> Int[Tensor, "b
     return torch.where(before == nn.IGNORE_INDEX, start, before)
 
 
+@public
 def forward(
     config: T5Config,
     weights: dict,
@@ -438,6 +443,7 @@ def forward(
     return decode(config, weights, given, memory, **how, gather=gather)
 
 
+@public
 def loss(
     config: T5Config,
     weights: dict,
@@ -476,6 +482,7 @@ def loss(
         return lax.psum(losses.sum(), SAMPLE_AXES)
 
 
+@public
 def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
     """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)

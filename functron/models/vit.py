@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from functron import nn, params
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.models.block import STREAM, WHOLE, Remat
 from functron.models.config import Dtype
 from functron.models.sequence import SAMPLE_AXES
@@ -150,6 +150,7 @@ PRESETS: Mapping[str, ViTConfig] = Named(
 """Named architectures: "vit-tiny" is for images of 32 x 32; the others have their papers' sizes."""
 
 
+@public
 def defs(config: ViTConfig) -> dict:
     """The parameters of the patches, the blocks, and the head.
 
@@ -193,6 +194,7 @@ def defs(config: ViTConfig) -> dict:
     return model
 
 
+@public
 def rules(config: ViTConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)) -> Rules:
     """Tensor parallelism and fully sharded data parallelism; see `gpt.rules`.
 
@@ -211,6 +213,7 @@ def rules(config: ViTConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = 
     return tensor_rules(mesh, split=split, embed={"embed_dim": c.embed_dim}, fsdp=fsdp)
 
 
+@public
 def features(
     config: ViTConfig,
     weights: dict,
@@ -311,6 +314,7 @@ def _mlp(config: ViTConfig, layer: dict, x: Tensor, stream: P) -> Tensor:
     return nn.row_parallel(y * (1.702 * y).sigmoid(), *weights(layer["down"]), stream=stream)
 
 
+@public
 def forward(
     config: ViTConfig,
     weights: dict,
@@ -339,6 +343,7 @@ def forward(
         return nn.column_parallel(x[:, 0], head["w"], head["b"])
 
 
+@public
 def loss(
     config: ViTConfig,
     weights: dict,
@@ -367,6 +372,7 @@ def loss(
         return lax.psum(losses.sum(), SAMPLE_AXES)
 
 
+@public
 def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
     """How many images count, over the batch of all ranks: an int64 scalar; one all-reduce."""
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import compat, tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.program.compile import Backend, Executable, describe
 from functron.program.program import Program
 from functron.program.recorder import active
@@ -20,6 +20,7 @@ from functron.spmd.mesh import BoundMesh
 from functron.spmd.shard_map import Mapped
 
 
+@public
 def jit(
     fn: Callable | None = None,
     *,
@@ -120,6 +121,7 @@ class Jitted:
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self._made: dict[Any, dict[Any, _Entry]] = {}
 
+    @public
     def __call__(self, *args: tree.Tree, **kwargs: Any) -> tree.Tree:
         """The results of `fn`.
 
@@ -142,11 +144,13 @@ class Jitted:
             self.fn.observe(args, out)
         return out
 
+    @public
     def trace(self, *args: tree.Tree) -> Program:
         """The program for such arguments, which may be abstract, uncompiled."""
         simulate = not (isinstance(self.fn, Mapped) and isinstance(self.fn.mesh, BoundMesh))
         return trace(self.fn, donate=self.donate, simulate=simulate)(*args)
 
+    @public
     def compile(self, *args: tree.Tree) -> Executable:
         """What a call with these arguments runs; compiled now, if there is none yet."""
         return self._executable(args, *tree.flatten(args))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.program import compile as compiling
 from functron.program import text
 from functron.program.check import check
@@ -116,6 +116,7 @@ class Program:
         rows = zip(paths, leaves, strict=True)
         return {path: leaf for path, leaf in rows if isinstance(leaf, torch.Tensor)}
 
+    @public
     def __call__(self, *args: tree.Tree) -> tree.Tree:
         """The results for global arguments: every rank, in lockstep, in this process.
 
@@ -141,6 +142,7 @@ class Program:
         """
         return text.diff(self, other)
 
+    @public
     def check(self) -> None:
         """Check which values are equal on which ranks, as `shard_map` does in simulation.
 
@@ -150,14 +152,17 @@ class Program:
         """
         check(self)
 
+    @public
     def cost(self) -> Cost:
         """FLOPs, bytes moved and bytes communicated per axis, of one rank."""
         return cost(self)
 
+    @public
     def memory(self) -> Memory:
         """The bytes that one rank holds while the program runs: timeline, peak and categories."""
         return memory(self)
 
+    @public
     def compile(
         self,
         mesh: BoundMesh | None = None,

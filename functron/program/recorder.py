@@ -30,6 +30,7 @@ from functron.program.equations import Block, Equation, Scan, Var, Where
 from functron.program.schema import draws, functional_form
 from functron.scopes import phase, scope_names
 from functron.spmd.axes import user_line
+from functron.spmd.simulate import depends_on_data, draws_randomly
 
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
@@ -237,17 +238,14 @@ class Recorder(TorchDispatchMode):
 
     def _refuse(self, func, args, kwargs) -> None:
         if torch.Tag.nondeterministic_seeded in func.tags and draws(func, args, kwargs):
-            raise ValueError(
-                f"trace: at {_line()} the program draws torch's own random numbers ({func}), a "
-                "hidden side effect; wanted a function of its arguments; fix: draw from a key with "
-                "functron.random"
-            )
+            raise ValueError(f"trace: at {_line()} the program {draws_randomly(func)}")
 
     def _run(self, func, args, kwargs):
         try:
             return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise ValueError(_data_dependent(func)) from error
+            text = f"trace: at {_line()} the program {depends_on_data(func)}"
+            raise ValueError(text) from error
 
     def _record(self, func, args, kwargs, out) -> None:
         leaves, _ = pytree.tree_flatten(out)
@@ -384,13 +382,3 @@ def _is_statement(equation: Equation) -> bool:
 def _line() -> str:
     line = user_line()
     return "" if line == "an unknown line" else line
-
-
-def _data_dependent(func) -> str:
-    return (
-        f"trace: at {_line()} the program asks for the number in a tensor ({func}: a Python if, "
-        "int(), item(), a boolean mask, nonzero, ...), which is not known before it runs and may "
-        "differ by rank; wanted control flow and shapes that do not depend on data or on "
-        "lax.axis_index, so that every rank issues the same collectives; fix: torch.where on both "
-        "results, or pass the number as a static argument"
-    )

@@ -9,10 +9,12 @@ from dataclasses import replace
 import torch
 
 from functron import compat, tree
+from functron.errors import public
 from functron.program.recorder import Recorder, active
 from functron.spmd.axes import enter, scope
 
 
+@public
 def eval_shape(fn: Callable) -> Callable[..., tree.Tree]:
     """The function that gives the shapes and dtypes of what `fn` returns, computing nothing.
 
@@ -30,6 +32,7 @@ def eval_shape(fn: Callable) -> Callable[..., tree.Tree]:
             numbers come from keys, and tensors that `fn` closes over are not modified.
     """
 
+    @public
     def shaped(*args, **kwargs) -> tree.Tree:
         outer = active()
         recorder = Recorder() if outer is None else outer

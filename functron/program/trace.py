@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.program.equations import Block, Scan, Var, contiguous_strides
 from functron.program.program import Input, Output, Program
 from functron.program.recorder import Recorder, active
@@ -19,6 +19,7 @@ from functron.spmd.shard_map import Mapped
 from functron.spmd.spec import P, is_spec, local_shape, problems, spec_axes
 
 
+@public
 def trace(
     fn: Callable,
     *,
@@ -54,6 +55,7 @@ def trace(
     """
     donated = (donate,) if isinstance(donate, int) else tuple(donate)
 
+    @public
     def traced(*args, **kwargs) -> Program:
         if kwargs:
             raise TypeError(

@@ -9,19 +9,16 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
 from functron import compat
-from functron.errors import nearest
+from functron.errors import in_library, nearest, public
 from functron.spmd.mesh import STANDARD_AXES
 from functron.spmd.traced import TracedAxis
 
 AxisNames = str | Sequence[str]
 _c10d = torch.ops._c10d_functional
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = ("/torch/", "/optree/", "/jaxtyping/", "<@beartype", "<frozen runpy>")
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,6 +204,7 @@ def lookup(names: AxisNames) -> list[Axis]:
     return found
 
 
+@public
 def axis_size(names: AxisNames) -> int:
     """The number of ranks along one axis, or along several together; a plain int.
 
@@ -215,6 +213,7 @@ def axis_size(names: AxisNames) -> int:
     return math.prod(axis.size for axis in lookup(names))
 
 
+@public
 def axis_index(names: AxisNames) -> torch.Tensor | int:
     """This rank's index along one axis, or its row-major index along several.
 
@@ -231,9 +230,8 @@ def user_line() -> str:
     """``file:line: source`` of the innermost caller outside functron and torch."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES):
-            return source_line(name, frame.f_lineno)
+        if not in_library(frame):
+            return source_line(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return "an unknown line"
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.spmd.axes import (
     Axis,
     AxisNames,
@@ -91,6 +91,7 @@ def _dim(dim: int, num_dims: int, name: str) -> int:
     return dim % num_dims
 
 
+@public
 def psum(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) -> tree.Tree:
     """y = sum of x over the ranks of `axis_name`; equal on all of them.
 
@@ -118,6 +119,7 @@ def psum(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) 
     return tree.map(one, x)
 
 
+@public
 def pmean(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) -> tree.Tree:
     """y = mean of x over the ranks of `axis_name`; equal on all of them.
 
@@ -149,6 +151,7 @@ def _extremum(primitive: type, x: tree.Tree, axis_name: AxisNames) -> tree.Tree:
     return tree.map(one, x)
 
 
+@public
 def pmax(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) -> tree.Tree:
     """y = elementwise maximum of x over the ranks of `axis_name`; equal on all of them.
 
@@ -159,6 +162,7 @@ def pmax(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) 
     return _extremum(Pmax, x, axis_name)
 
 
+@public
 def pmin(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) -> tree.Tree:
     """y = elementwise minimum of x over the ranks of `axis_name`; equal on all of them.
 
@@ -168,6 +172,7 @@ def pmin(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) 
     return _extremum(Pmin, x, axis_name)
 
 
+@public
 def all_gather(
     x: tree.Tree,
     axis_name: AxisNames,
@@ -218,6 +223,7 @@ def _split(leaf: torch.Tensor, dim: int, size: int, tiled: bool, name: str) -> t
     return (leaf.unflatten(dim, (size, -1)) if tiled else leaf).movedim(dim, 0)
 
 
+@public
 def psum_scatter(
     x: tree.Tree,
     axis_name: AxisNames,
@@ -257,6 +263,7 @@ def psum_scatter(
     return tree.map(one, x)
 
 
+@public
 def all_to_all(
     x: tree.Tree,
     axis_name: AxisNames,
@@ -298,6 +305,7 @@ def all_to_all(
     return tree.map(one, x)
 
 
+@public
 def ppermute(x: tree.Tree, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -> tree.Tree:
     """y on rank d = x of rank s for every pair (s, d) of `perm`; zeros where no pair ends.
 
@@ -344,6 +352,7 @@ def _check_perm(pairs: tuple[tuple[int, int], ...], size: int) -> None:
     raise_problems(f"ppermute at {user_line()}", problems)
 
 
+@public
 def pbroadcast(x: tree.Tree, axis_name: AxisNames, source: int) -> tree.Tree:
     """y = x of rank `source` (row-major over the axes), on every rank.
 
@@ -367,6 +376,7 @@ def pbroadcast(x: tree.Tree, axis_name: AxisNames, source: int) -> tree.Tree:
     return tree.map(one, x)
 
 
+@public
 def assume_replicated(x: tree.Tree, axis_name: AxisNames) -> tree.Tree:
     """y = x, declared equal on all ranks of `axis_name` without a reduction.
 
@@ -383,11 +393,13 @@ def assume_replicated(x: tree.Tree, axis_name: AxisNames) -> tree.Tree:
     return tree.map(one, x)
 
 
+@public
 def stop_gradient(x: tree.Tree) -> tree.Tree:
     """y = x with derivative zero."""
     return tree.map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, x)
 
 
+@public
 def global_index(size: int, axis_name: AxisNames, *, device: torch.device | str) -> torch.Tensor:
     """The global indices, int64 [size], of this rank's rows of a dim split by `axis_name`."""
     rows = torch.arange(size, device=device)

@@ -9,6 +9,7 @@ import torch
 
 from functron import compat, tree
 from functron.closure import hoist
+from functron.errors import public
 from functron.spmd.axes import BoundAxis, bind
 from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -80,6 +81,7 @@ def _count_once(
     return value
 
 
+@public
 def shard(value: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh) -> tree.Tree:
     """What this process holds of a tree of global values.
 
@@ -102,6 +104,7 @@ def shard(value: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh) -> tree.Tr
     )
 
 
+@public
 def gather(value: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh) -> tree.Tree:
     """The tree of global values, on every rank, from every rank's shards.
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from functron import compat
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, nearest, public, raise_problems
 
 STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ulysses", "ep", "tp")
 """The axes that layers may name on any mesh; where a mesh lacks one, it has size 1."""
@@ -40,6 +40,7 @@ class Mesh:
 
     axes: tuple[tuple[str, int], ...]
 
+    @public
     def __init__(self, **axes: int):
         raise_problems(
             "a mesh needs a positive whole number of ranks on every axis",
@@ -108,6 +109,7 @@ class Mesh:
             rank, out[name] = divmod(rank, size)
         return {name: out[name] for name in self.axis_names}
 
+    @public
     def bind(self, device_type: str = "cpu") -> BoundMesh:
         """This mesh with one process per rank: process groups from torch's DeviceMesh.
 

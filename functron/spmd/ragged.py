@@ -15,6 +15,7 @@ import torch
 from torch.autograd import Function
 
 from functron import compat
+from functron.errors import public
 from functron.spmd.axes import Axis, AxisNames, BoundAxis, SimulatedAxis, lookup, user_line
 from functron.spmd.primitives import AllToAll
 from functron.spmd.rows import blocks_of, copy_rows, pick, swap_blocks
@@ -32,6 +33,7 @@ LIBRARY.define(
 )
 
 
+@public
 def ragged_all_to_all(
     x: Shaped[Tensor, "rows *rest"],
     send_sizes: Int[Tensor, " ranks"],

@@ -13,18 +13,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron import compat, tree
 from functron.closure import hoist
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, nearest, public, raise_problems
 from functron.spmd import spec as sharding
 from functron.spmd.axes import AxisNames, StageAxis, enter, scope, source_line
 from functron.spmd.distributed import bound_axes, run_rank
 from functron.spmd.donation import consume_all, refuse_donated
 from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
 from functron.spmd.replication import LineRecorder, VaryingOutputError, check_outputs
-from functron.spmd.simulate import run_ranks
+from functron.spmd.simulate import run_ranks, taught
 from functron.spmd.spec import P, is_spec, spec_axes
 from functron.spmd.traced import TracedAxis
 
 
+@public
 def shard_map(
     f: Callable,
     mesh: Mesh | BoundMesh,
@@ -140,6 +141,7 @@ class Mapped:
         # of arguments that have been checked: specs and paths
         self._specs: dict[Any, tuple[list[P | None], list[str]]] = {}
 
+    @public
     def __call__(self, *args, **kwargs) -> Any:
         if kwargs:
             raise TypeError(
@@ -311,6 +313,10 @@ class Mapped:
         except VaryingOutputError as error:
             self._explain(mesh, leaves, structure, specs)
             raise ValueError(str(error)) from None
+        except RuntimeError as error:
+            if (means := taught(error)) is None:
+                raise
+            raise ValueError(means).with_traceback(error.__traceback__) from None
         return tree.unflatten(result.structure, outputs)
 
     def _explain(self, mesh: Mesh, leaves: list, structure, specs: list) -> None:
@@ -378,7 +384,8 @@ class Mapped:
         except RuntimeError as error:
             warnings.warn(
                 f"shard_map: the replication of {self.name} could not be checked without data "
-                f"({error}); simulate it on a Mesh to check it, or pass check=False",
+                f"({taught(error) or error}); simulate it on a Mesh to check it, or pass "
+                "check=False",
                 stacklevel=4,
             )
         self._checked.add(key)

@@ -9,13 +9,16 @@ updates its arguments in place updates the caller's global tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
 
 from functron import compat
-from functron.spmd.axes import SimulatedAxis, bind, scope
+from functron.errors import in_library
+from functron.spmd.axes import SimulatedAxis, bind, scope, source_line
 from functron.spmd.mesh import Mesh
 from functron.spmd.primitives import OutputReplicated
 from functron.spmd.spec import P, dim_axes, spec_axes
@@ -140,3 +143,86 @@ def _join_axes(value: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Ten
         order += [*(leading.index(name) for name in axes), position]
         shape.append(value.shape[position] * math.prod(sizes[name] for name in axes))
     return value.permute(order).reshape(shape)
+
+
+# --- what no program may do, in words: simulated, and traced (`functron.program.recorder`)
+
+_DRAWS = (
+    "draws torch's own random numbers{op}, a hidden side effect; wanted a function of its "
+    "arguments; fix: draw from a key with functron.random"
+)
+_READS = (
+    "asks for the number in a tensor ({op}a Python if, int(), item(), a boolean mask, nonzero, "
+    "...), which is not known before it runs and may differ by rank; wanted control flow and "
+    "shapes that do not depend on data or on lax.axis_index, so that every rank issues the same "
+    "collectives; fix: torch.where on both results, or pass the number as a static argument"
+)
+_WRITES = (
+    "writes values of its own rank into a tensor that all ranks share{op}, such as fresh zeros; "
+    "wanted operations out of place, or a tensor made of the rank's own; fix: "
+    "torch.zeros_like(x), or x.new_zeros(...) + 0 * x, or torch.cat and torch.stack of the parts"
+)
+_UNKNOWN = (
+    "calls an operation for which torch has no rule under vmap{op}, by which ranks are simulated; "
+    "wanted operations that have one; fix: write it with others, or run it on processes "
+    "(mesh.bind(), with check=False)"
+)
+
+
+def draws_randomly(op: object = "") -> str:
+    """Words for a program that draws random numbers without a key, by the operation `op`."""
+    return _DRAWS.format(op=f" ({op})" if op else "")
+
+
+def depends_on_data(op: object = "") -> str:
+    """Words for a program whose shapes or control flow depend on numbers, by the operation `op`."""
+    return _READS.format(op=f"{op}: " if op else "")
+
+
+def _shares(op: str) -> str:
+    return _WRITES.format(op=f" ({op})" if op else "")
+
+
+def _has_no_rule(op: str) -> str:
+    return _UNKNOWN.format(op=f" ({op})" if op else "")
+
+
+_RAW: Mapping[str, Callable[[str], str]] = MappingProxyType(
+    {
+        r"randomness error mode|aten::rrelu": draws_randomly,
+        r"calling \.item\(\)|data-dependent control flow|dynamic shape|differently shaped Tensor"
+        r"|aten::equal|torch\.allclose|data pointer of Tensor that doesn't have storage": (
+            depends_on_data
+        ),
+        r"inplace arithmetic|in-?place .*vmap|vmap.* in-?place": _shares,
+        r"(?P<said>output with shape .* doesn't match the broadcast shape.*)": _shares,
+        r"Batching rule not implemented|we do not yet support aten::|isn't supported yet": (
+            _has_no_rule
+        ),
+    }
+)
+"""What torch says under vmap of what a program does, as patterns."""
+
+
+def taught(error: RuntimeError) -> str | None:
+    """What `error`, which a program raised under vmap, means; None for what torch says well."""
+    raw = str(error)
+    rows = ((re.search(pattern, raw), words) for pattern, words in _RAW.items())
+    found, words = next(((found, words) for found, words in rows if found), (None, None))
+    if found is None or words is None:
+        return None
+    op = re.search(r"aten::\w+|torch\.\w+(?=\()", raw)
+    line = _users_line(error.__traceback__)
+    said = found.groupdict().get("said") or (op[0] if op else "")
+    return f"shard_map: {f'at {line} ' if line else ''}the program {words(said)}"
+
+
+def _users_line(traceback: TracebackType | None) -> str:
+    """``file:line: source`` of the user's innermost line that an error passed through."""
+    line = ""
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not in_library(traceback.tb_frame):
+            line = source_line(code.co_filename, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return line

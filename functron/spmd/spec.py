@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from functron import tree
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, nearest, public, raise_problems
 from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
 
 Entry = str | tuple[str, ...] | None
@@ -209,6 +209,7 @@ class Rules(Mapping[str, Entry]):
     def __repr__(self) -> str:
         return f"Rules({self._rules})"
 
+    @public
     def spec(self, axes: Sequence[str | None], *, path: str = "value") -> P:
         """The spec of a value whose dims have these logical axes.
 

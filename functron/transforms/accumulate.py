@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from functron import compat, tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.program.recorder import Recorder, active
 from functron.transforms.scan import scan
 
 
+@public
 def accumulate(
     f: Callable,
     num_microbatches: int,
@@ -46,6 +47,7 @@ def accumulate(
     if num_microbatches < 1:
         raise ValueError(f"accumulate: got num_microbatches={num_microbatches}; wanted at least 1")
 
+    @public
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)

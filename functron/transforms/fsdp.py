@@ -33,7 +33,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from functron import compat, tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.scopes import in_phase, in_scopes, named_scope, phase, scope_names
 from functron.spmd.axes import Axis, AxisNames, lookup, user_line
 from functron.spmd.mesh import FSDP_AXES
@@ -45,6 +45,7 @@ _MERGED_BYTES = 1 << 20
 """Shards below this size travel together: a collective costs as much as sending so many bytes."""
 
 
+@public
 def fsdp(
     block: Callable,
     specs: tree.Tree,
@@ -85,6 +86,7 @@ def fsdp(
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     _check_dtypes(compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
 
+    @public
     @functools.wraps(block)
     def wrapped(params, *args, **kwargs):
         leaves, structure = tree.flatten(params)

@@ -15,7 +15,7 @@ import torch
 
 from functron import compat, tree
 from functron.closure import hoist
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.scopes import in_phase
 from functron.spmd.axes import SimulatedAxis, scope, user_line
 from functron.spmd.primitives import Psum, Vary
@@ -32,6 +32,7 @@ from functron.spmd.spec import P, is_spec, spec_axes
 from functron.spmd.traced import TracedAxis
 
 
+@public
 def value_and_grad(
     f: Callable,
     argnums: int | tuple[int, ...] = 0,
@@ -68,6 +69,7 @@ def value_and_grad(
         TypeError: a leaf to differentiate is not floating point.
     """
 
+    @public
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -94,6 +96,7 @@ def value_and_grad(
     return wrapped
 
 
+@public
 def grad(
     f: Callable,
     argnums: int | tuple[int, ...] = 0,
@@ -107,6 +110,7 @@ def grad(
     """
     both = value_and_grad(f, argnums, has_aux=has_aux, axes=axes)
 
+    @public
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
         value, grads = both(*args, **kwargs)
@@ -115,6 +119,7 @@ def grad(
     return wrapped
 
 
+@public
 def vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
     """``f(*primals)`` and its pullback, which maps a cotangent to the primals' cotangents.
 
@@ -149,6 +154,7 @@ def rule_vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
     pool = (iter(floats), iter(others))
     outputs = [next(pool[0] if is_float else pool[1]) for is_float in split.is_float]
 
+    @public
     def pullback(cotangent: tree.Tree) -> tuple:
         given = split.tensors_of(cotangent)
         pairs = zip(given, split.is_float, strict=True)
@@ -161,6 +167,7 @@ def rule_vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
     return split.join(outputs), pullback
 
 
+@public
 def assume_shares(grads: tree.Tree) -> tree.Tree:
     """The same values, declared each rank's share: their sum over ranks is the gradient.
 
@@ -171,6 +178,7 @@ def assume_shares(grads: tree.Tree) -> tree.Tree:
     return tree.map(lambda leaf: as_share(leaf) if _is_float(leaf) else leaf, grads)
 
 
+@public
 def sync_gradients(
     grads: tree.Tree,
     specs: tree.Tree,

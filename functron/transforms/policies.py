@@ -20,7 +20,7 @@ import torch
 from torch.autograd import Function
 
 from functron import compat
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.typing import Tensor
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
@@ -145,6 +145,7 @@ def _checked(what: str, names: tuple) -> frozenset[str]:
     return frozenset(names)
 
 
+@public
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
     """`x`, under a name by which a `remat` policy around it can keep it. As JAX's.
 

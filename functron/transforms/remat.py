@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Function
 
 from functron import compat, tree
+from functron.errors import public
 from functron.program.recorder import active
 from functron.scopes import in_phase
 from functron.transforms.barrier import Reach, tie
@@ -27,6 +28,7 @@ from functron.transforms.remember import Memory
 from functron.transforms.rerun import Site, differentiated, fresh, map_level, partial_of
 
 
+@public
 def remat(f: Callable | None = None, *, policy: Policy = nothing) -> Callable:
     """The function that computes `f` and, in backward, computes it again instead of storing it.
 
@@ -62,6 +64,7 @@ def remat(f: Callable | None = None, *, policy: Policy = nothing) -> Callable:
         return f
     function = f
 
+    @public
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
         site = Site(function, (args, kwargs))

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import torch
 
 from functron import compat, tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.program.recorder import active
 from functron.transforms.scattered import by_row
 from functron.transforms.traced_scan import traced_scan
 
 
+@public
 def scan(
     f: Callable, init: tree.Tree, xs: tree.Tree, length: int | None = None
 ) -> tuple[tree.Tree, tree.Tree]:

@@ -1,5 +1,8 @@
 """Programs that would be silently wrong are refused, by message, before any number is used."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -153,9 +156,74 @@ def test_redundant_psum_scatter():
         run(doubles, IN, P("dp", "tp"), weights(), X)
 
 
-def test_torch_randomness_is_refused():
-    with pytest.raises(RuntimeError, match="randomness"):
-        run(lambda x: torch.nn.functional.dropout(x), P("dp"), P("dp"), X)
+def _written(x):
+    y = torch.zeros(2, 8)
+    y[0] = x[0]
+    return y
+
+
+def _added(x):
+    y = torch.zeros(2, 8)
+    y += x
+    return y
+
+
+_DRAWS, _READS = "draws torch's own random numbers", "asks for the number in a tensor"
+_WRITES = "into a tensor that all ranks share"
+
+
+@pytest.mark.parametrize(
+    ("program", "means"),
+    [
+        pytest.param(program, means, id=f"{number}")
+        for means, programs in {
+            _DRAWS: [
+                lambda x: torch.nn.functional.dropout(x),
+                lambda x: x * torch.rand(8),
+                lambda x: torch.nn.functional.rrelu(x, training=True),
+            ],
+            _READS: [
+                lambda x: x * x.sum().item(),
+                lambda x: x if x.sum() > 0 else -x,
+                lambda x: x[: int(lax.axis_index("dp")) + 1],
+                lambda x: x.nonzero(),
+                lambda x: x[x > 0],
+                lambda x: torch.masked_select(x, x > 0),
+                lambda x: torch.where(x > 0)[0],
+                lambda x: x * x.tolist()[0][0],
+                lambda x: x if torch.allclose(x, x) else -x,
+                lambda x: torch.unique(x),
+            ],
+            _WRITES: [_written, _added],
+        }.items()
+        for number, program in enumerate(programs)
+    ],
+)
+def test_what_no_rank_may_do_is_taught_with_the_users_line(program, means):
+    """In simulation as `functron.trace` teaches it, also where it is differentiated."""
+    line = rf"{Path(__file__).name}:\d+: `.*the program .*{re.escape(means)}.*fix: "
+    with pytest.raises(ValueError, match=line) as caught:
+        run(program, P("dp"), P("dp"), X)
+    with pytest.raises(ValueError, match=line):
+        torch.func.grad(lambda x: run(program, P("dp"), P("dp"), x).sum())(X)
+    assert "vmap" not in str(caught.value)
+
+
+def test_simulation_and_trace_say_the_same():
+    def program(x):
+        return x if x.sum() > 0 else -x
+
+    said = []
+    for call in (shard_map, lambda *how: ft.trace(shard_map(*how))):
+        with pytest.raises(ValueError, match="the program") as caught:
+            call(program, MESH, P("dp"), P("dp"))(X)
+        said.append(re.sub(r"^\w+: |aten\S+ ", "", str(caught.value)))
+    assert said[0] == said[1]
+
+
+def test_what_torch_says_well_is_left_as_it_is():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        run(lambda x: x @ torch.ones(3, 3), P("dp"), P("dp"), X)
 
 
 def test_derivative_of_pmax():
