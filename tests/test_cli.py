@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from functron import checkpoint, staging, tree
-from functron.cli import main
+from functron.cli import COMMANDS, main
+from functron.commands import parsing
 from functron.commands.train import parse_train
 from functron.config import TrainConfig, load
 from functron.data import IndexedWriter
@@ -193,9 +194,57 @@ def test_mistakes_are_messages(tmp_path, capsys):
         assert "Traceback" not in shown
 
 
-def test_unknown_options_suggest_the_nearest(capsys):
-    assert run("train", "--globl-batch", 4) == 2
-    assert "--global-batch" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "given", "meant"),
+    [
+        ("train", "--globl-batch", "--global-batch"),
+        ("train", "--global_batchs", "--global-batch"),
+        ("train", "--lr", "--learning-rate.peak"),
+        ("train", "--batch-size", "--global-batch"),
+        ("train", "--seq-length", "--seq"),
+        ("train", "--epochs", "--steps"),
+        ("train", "--n-layer", "--gpt.num-layers"),
+        ("train", "--embed-dim", "--gpt.embed-dim"),
+        ("train", "--max-grad-norm", "--optimizer.clip-norm"),
+        ("train", "--tensor-model-parallel-size", "--mesh tp=N"),
+        ("evaluate", "--batch-size", "--batch"),
+        ("params", "--fsdp", "--mesh fsdp=N"),
+        ("convert", "--dtyp", "--dtype"),
+        ("doctor", "--jsn", "--json"),
+    ],
+)
+def test_unknown_options_suggest_what_was_meant(command, given, meant, capsys):
+    folders = {"evaluate": ["run"], "convert": ["hf:a", "run:b"]}.get(command, [])
+    assert run(command, *folders, given, 4) == 2
+    shown = capsys.readouterr().err
+    assert f"{given}: got an unknown option" in shown
+    assert f"did you mean {meant}?" in shown
+
+
+def test_what_options_are_called_elsewhere_leads_to_options():
+    """Every alias, and every name that is suggested, is an option of some command."""
+    every = {
+        name: parsing.options_of(kind)
+        for name, command in COMMANDS.items()
+        for kind in vars(sys.modules[command.__module__]).values()
+        if isinstance(kind, type) and kind.__name__.lower() == f"{name}options"
+    }
+    assert every.keys() == COMMANDS.keys()
+    known = {option for options in every.values() for option in options}
+    assert not {option.split()[0] for option in parsing._ALIASES} - known
+    assert {"learning-rate.peak", "gpt.num-layers", "config", "max-seq", "json"} <= known
+    assert "run" not in every["sample"]  # which stands without its name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_usages_name_what_they_want(command, capsys):
+    assert run(command, "--help") == 0
+    shown = capsys.readouterr().out
+    usage = shown[: shown.index("\n\n")]
+    assert "[[" not in shown
+    assert "{None}" not in shown
+    places = re.sub(r"\[[^\]]*\]", "", usage).split()  # without what is optional
+    assert not {"STR", "INT", "FLOAT", "BOOL"} & {*places}
 
 
 @pytest.mark.parametrize("option", ["precision"])

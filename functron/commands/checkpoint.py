@@ -10,6 +10,7 @@ from typing import Literal
 import tyro
 
 from functron import checkpoint, launch, run_folder
+from functron.commands.parsing import parse
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class CheckpointOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the listing, the contents, or that they are right."""
-    options = tyro.cli(CheckpointOptions, args=arguments, prog="functron checkpoint")
+    options = parse(CheckpointOptions, arguments, "checkpoint")
     with launch.mistakes():
         folder = options.path
         if run_folder.is_run(folder):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from functron import launch
+from functron.commands.parsing import parse
 from functron.hub import convert
 
 
@@ -24,8 +25,8 @@ class ConvertOptions:
         max_seq: the longest sequence, where the model could take longer ones; 0: what it takes.
     """
 
-    source: tyro.conf.Positional[str]
-    target: tyro.conf.Positional[str]
+    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
+    target: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="TARGET")]]
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     averaged: bool = False
     max_seq: int = 0
@@ -33,7 +34,7 @@ class ConvertOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Convert, and print what became of it."""
-    options = tyro.cli(ConvertOptions, args=arguments, prog="functron convert")
+    options = parse(ConvertOptions, arguments, "convert")
     with launch.mistakes():
         done = convert.convert(
             options.source,

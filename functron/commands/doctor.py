@@ -17,9 +17,9 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch.cuda import nccl
 
+from functron.commands.parsing import parse
 from functron.ops import cubins, launch, nvrtc
 
 State = Literal["ok", "missing", "broken"]
@@ -59,7 +59,7 @@ class Finding:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the findings; the exit code is 1 if one is broken."""
-    options = tyro.cli(DoctorOptions, args=arguments, prog="functron doctor")
+    options = parse(DoctorOptions, arguments, "doctor")
     found = list(findings())
     print(_as_json(found) if options.json else _as_text(found))
     return int(any(one.state == "broken" for one in found))

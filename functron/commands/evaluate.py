@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ import tyro
 
 from functron import checkpoint, launch, lora, random, run_folder, tree
 from functron.commands.device import device_type
+from functron.commands.parsing import parse
 from functron.config import TrainConfig, load
 from functron.data.sliding import Sliding
 from functron.errors import Problem, raise_problems
@@ -68,7 +69,7 @@ class EvaluateOptions:
         device: cpu, cuda, or auto: cuda where there is one.
     """
 
-    run: tyro.conf.Positional[Path]
+    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
     data: str = ""
     seq: int = 0
     stride: int = 0
@@ -83,7 +84,7 @@ class EvaluateOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the numbers of every set."""
-    options = tyro.cli(EvaluateOptions, args=arguments, prog="functron evaluate")
+    options = parse(EvaluateOptions, arguments, "evaluate")
     here = launch.process()
     with launch.mistakes():
         mesh = Mesh.parse(options.mesh)

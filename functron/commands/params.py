@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from functron import launch, staging, tree
-from functron.commands.run_options import parse
+from functron.commands.run_options import parse_run
 from functron.config import TrainConfig
 from functron.params import num_params, param_specs
 from functron.spmd import Mesh
@@ -26,14 +26,14 @@ class ParamsOptions:
             a preset, by --model.
     """
 
-    run: tyro.conf.Positional[str] = ""
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[RUN]")]] = ""
     options: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the table."""
     with launch.mistakes():
-        config: TrainConfig = parse(ParamsOptions, arguments, "functron params").options
+        config: TrainConfig = parse_run(ParamsOptions, arguments, "params").options
         print(parameter_table(config, Mesh.parse(config.mesh)))
     return 0
 

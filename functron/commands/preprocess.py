@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from tqdm import tqdm
 
 from functron import launch
+from functron.commands.parsing import parse
 from functron.preprocess import Progress, Settings, preprocess
 from functron.preprocess.settings import Dtype, Empty, Format
+
+_INPUTS = tyro.conf.arg(metavar="INPUT [INPUT ...]")
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class PreprocessOptions:
         workers: processes; 0: as many as there are processors.
     """
 
-    inputs: tyro.conf.Positional[tuple[str, ...]]
+    inputs: tyro.conf.Positional[
+        Annotated[tuple[str, ...], tyro.conf.arg(metavar="INPUT [INPUT ...]")]
+    ]
     tokenizer: str
     out: Path
     key: str = "text"
@@ -51,7 +57,7 @@ class PreprocessOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Make it, and print what was made."""
-    options = tyro.cli(PreprocessOptions, args=arguments, prog="functron preprocess")
+    options = parse(PreprocessOptions, arguments, "preprocess")
     settings = Settings(**{**vars(options), "out": str(options.out)})
     with launch.mistakes(), _bar() as report:
         summary = preprocess(settings, report)

@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from functron import run_folder
+from functron.commands.parsing import parse
 from functron.config import TrainConfig, load, with_model
 from functron.errors import Problem, raise_problems
 from functron.recipe import step_program
@@ -17,19 +16,19 @@ from functron.spmd import Mesh
 from functron.stage_costs import pipeline_cost
 
 
-def parse(kind: Any, arguments: Sequence[str], prog: str, **fields: Any) -> Any:
+def parse_run(kind: Any, arguments: Sequence[str], command: str, **fields: Any) -> Any:
     """The options of a command: of the run that the first argument names, or of a preset.
 
     Args:
         kind: a dataclass with ``run``, a positional argument, ``options``, a `TrainConfig`, and
             what the command takes besides; options override what the run says.
         arguments: as they were given. A run comes first.
-        prog: what the command is called.
+        command: its name.
         fields: of the `TrainConfig`, where no run is named.
 
     Raises:
         ValueError: there is no such run or preset, or it cannot be read.
-        SystemExit: options that do not exist or do not parse (code 2), or --help (code 0).
+        launch.InputError, SystemExit: as `functron.commands.parsing.parse`.
     """
     run = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     model = _value_of("--model", arguments)
@@ -38,11 +37,10 @@ def parse(kind: Any, arguments: Sequence[str], prog: str, **fields: Any) -> Any:
     else:
         base = replace(TrainConfig(), **fields)
         base = base if model is None else with_model(base, model)
-    default = kind(run=run, options=base)
-    config = (tyro.conf.AvoidSubcommands,)
-    made = tyro.cli(kind, args=arguments, default=default, prog=prog, config=config)
+    made = parse(kind, arguments, command, kind(run=run, options=base))
     if made.run != run:
-        problem = Problem("run", repr(made.run), "the first argument", f"{prog} {made.run} ...")
+        fix = f"functron {command} {made.run} ..."
+        problem = Problem("run", repr(made.run), "the first argument", fix)
         raise_problems("cannot tell which run this is about", [problem])
     return made
 

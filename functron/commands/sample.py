@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import tyro
 
 from functron import checkpoint, corpus, launch, lora, objective, random, run_folder, tree
 from functron.commands.device import device_type
+from functron.commands.parsing import parse
 from functron.config import TrainConfig, load
 from functron.data import Tokenizer
 from functron.data.text_tokenizer import ByteTokenizer, TextTokenizer, open_tokenizer
@@ -53,7 +54,7 @@ class SampleOptions:
         device: cpu, cuda, or auto: cuda where there is one.
     """
 
-    run: tyro.conf.Positional[Path]
+    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
     prompt: str
     tokens: int = 200
     tokenizer: str = ""
@@ -70,7 +71,7 @@ class SampleOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the continued prompt, or the answer to it."""
-    options = tyro.cli(SampleOptions, args=arguments, prog="functron sample")
+    options = parse(SampleOptions, arguments, "sample")
     here = launch.process()
     with launch.mistakes():
         mesh = Mesh.parse(options.mesh)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
 from functron import launch
+from functron.commands.parsing import parse
 from functron.pipeline import Schedule, make
 
 
@@ -27,17 +29,17 @@ class ScheduleOptions:
         table: print the table instead, as a file that can be edited and given as the name.
     """
 
-    name: tyro.conf.Positional[str]
+    name: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="NAME")]]
     pp: int = 0
     microbatches: int = 0
     chunks: int = 0
-    svg: Path | None = None
+    svg: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     table: bool = False
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the drawing or the table."""
-    options = tyro.cli(ScheduleOptions, args=arguments, prog="functron schedule")
+    options = parse(ScheduleOptions, arguments, "schedule")
     with launch.mistakes():
         own = Schedule.load(options.name) if Path(options.name).is_file() else None
         ranks, microbatches = (own.num_ranks, own.num_microbatches) if own else (4, 8)

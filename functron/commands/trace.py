@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from functron import launch
-from functron.commands.run_options import parse, step_report
+from functron.commands.run_options import parse_run, step_report
 from functron.config import TrainConfig
 from functron.spmd import DATA_AXES, Mesh
 
@@ -31,7 +31,7 @@ class TraceOptions:
         program: print the whole program as well (not with pp).
     """
 
-    run: tyro.conf.Positional[str] = ""
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[RUN]")]] = ""
     program: bool = False
     options: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 
@@ -39,7 +39,7 @@ class TraceOptions:
 def run(arguments: Sequence[str]) -> int:
     """Print cost and memory, and the program where that is asked for."""
     with launch.mistakes():
-        options = parse(TraceOptions, arguments, "functron trace", seq=0, global_batch=0)
+        options = parse_run(TraceOptions, arguments, "trace", seq=0, global_batch=0)
         config: TrainConfig = options.options
         mesh = Mesh.parse(config.mesh)
         data_ranks = math.prod(mesh[axis] for axis in DATA_AXES)

@@ -15,6 +15,7 @@ import tyro
 
 from functron import launch, lora, report, run_folder, staging, tree
 from functron.commands.device import device_type
+from functron.commands.parsing import parse
 from functron.commands.run_options import step_report
 from functron.config import TrainConfig, load, with_model
 from functron.corpus import is_chat, reader_of, with_tokenizer
@@ -36,7 +37,7 @@ class TrainOptions:
             begin nothing.
     """
 
-    config: Path | None = None
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     dry_run: bool = False
     options: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 
@@ -192,7 +193,8 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
 
     Raises:
         ValueError: an unknown preset, or what `functron.config.load` raises.
-        SystemExit: options that do not exist or do not parse (code 2), or --help (code 0).
+        launch.InputError: options that do not exist, with those that were meant.
+        SystemExit: options that do not parse (code 2), or --help (code 0).
     """
     return _parsed(arguments).options
 
@@ -212,10 +214,4 @@ def _parsed(arguments: Sequence[str]) -> TrainOptions:
         base = load(file, model=early.model)
     else:
         base = with_model(TrainConfig(), early.model) if early.model else TrainConfig()
-    return tyro.cli(
-        TrainOptions,
-        args=arguments,
-        default=TrainOptions(early.config, options=base),
-        prog="functron train",
-        config=(tyro.conf.AvoidSubcommands,),
-    )
+    return parse(TrainOptions, arguments, "train", TrainOptions(early.config, options=base))

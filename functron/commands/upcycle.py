@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
 from functron import config, launch, run_folder
+from functron.commands.parsing import parse
 from functron.nn.moe import MoEConfig
 from functron.upcycle import upcycle_run
 
@@ -28,8 +30,8 @@ class UpcycleOptions:
         averaged: begin as the average of the parameters that the run keeps (--optimizer.ema-decay).
     """
 
-    source: tyro.conf.Positional[str]
-    target: tyro.conf.Positional[str]
+    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
+    target: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="TARGET")]]
     experts: int = 8
     top_k: int = 2
     expert_dim: int = 0
@@ -40,7 +42,7 @@ class UpcycleOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Make it, and print what was made."""
-    options = tyro.cli(UpcycleOptions, args=arguments, prog="functron upcycle")
+    options = parse(UpcycleOptions, arguments, "upcycle")
     with launch.mistakes():
         dense = config.load(Path(options.source) / run_folder.CONFIG).gpt
         moe = MoEConfig(

@@ -1,0 +1,158 @@
+"""Options from the command line; those that do not exist suggest the ones that were meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from functron import launch
+from functron.errors import Problem, raise_problems
+
+T = TypeVar("T")
+
+_ALIASES: Mapping[str, str] = MappingProxyType({
+    "learning-rate.peak": "lr learning-rate max-lr peak-lr",
+    "learning-rate.end": "min-lr min-learning-rate end-lr",
+    "learning-rate.name": "lr-decay-style lr-scheduler-type lr-schedule lr-scheduler scheduler",
+    "learning-rate.warmup-steps": "warmup warmup-steps warmup-iters lr-warmup-iters "
+    "num-warmup-steps",
+    "learning-rate.decay-steps": "lr-wsd-decay-iters",
+    "learning-rate.total-steps": "lr-decay-iters lr-decay-steps",
+    "optimizer.name": "optim optimizer",
+    "optimizer.weight-decay": "wd weight-decay",
+    "optimizer.b1": "beta1 adam-beta1",
+    "optimizer.b2": "beta2 adam-beta2",
+    "optimizer.eps": "eps adam-eps adam-epsilon",
+    "optimizer.clip-norm": "clip-grad grad-clip max-grad-norm gradient-clip-val clip",
+    "global-batch": "batch batch-size bs global-batch-size train-batch-size "
+    "per-device-train-batch-size train-micro-batch-size",
+    "batch": "batch-size per-device-eval-batch-size eval-batch-size",
+    "microbatches": "micro-batch-size gradient-accumulation-steps grad-accum accumulation-steps "
+    "accumulate-grad-batches num-microbatches",
+    "ramp-up": "rampup-batch-size",
+    "seq": "seq-length seq-len sequence-length block-size context-length max-length max-seq-len "
+    "max-seq-length",
+    "max-seq": "max-position-embeddings",
+    "steps": "epochs num-epochs num-train-epochs max-steps max-iters train-iters iterations "
+    "num-steps train-steps",
+    "gpt.num-layers": "num-layers n-layer n-layers layers depth",
+    "gpt.embed-dim": "hidden-size n-embd d-model dim",
+    "gpt.num-heads": "num-attention-heads n-head num-heads",
+    "gpt.num-kv-heads": "num-query-groups num-key-value-heads",
+    "gpt.mlp-dim": "ffn-hidden-size intermediate-size",
+    "gpt.vocab-size": "vocab-size",
+    "gpt.dtype": "dtype bf16 fp16 fp32 precision mixed-precision torch-dtype params-dtype",
+    "remat": "recompute recompute-activations recompute-granularity gradient-checkpointing "
+    "activation-checkpointing",
+    "zero": "use-distributed-optimizer zero-stage",
+    "nproc": "gpus devices nproc-per-node num-processes world-size num-gpus",
+    "data": "data-path dataset dataset-name train-data-path train-data train-file input-data",
+    "tokenizer": "tokenizer-model tokenizer-name tokenizer-name-or-path tokenizer-type vocab-file",
+    "model": "model-name model-name-or-path model-size preset init-from",
+    "config": "config-file config-path yaml-cfg",
+    "out": "save output output-dir out-dir save-dir output-prefix",
+    "resume": "load resume-from-checkpoint resume-from load-dir",
+    "save-every": "save-interval save-steps checkpoint-interval",
+    "eval-every": "eval-interval eval-steps",
+    "eval-batches": "eval-iters",
+    "eval-data": "valid-data-path validation-file eval-dataset",
+    "seed": "random-seed",
+    "wandb": "wandb-log wandb-project report-to",
+    "tensorboard": "tensorboard-dir",
+    "compile": "torch-compile use-compile",
+    "prefetch": "num-workers",
+    "workers": "num-workers num-proc",
+    "tokens": "max-new-tokens max-tokens num-tokens length max-length tokens-to-generate",
+    "temperature": "temp",
+    "prompt": "text input start",
+    "key": "json-key json-keys text-column",
+    "mesh dp=N": "dp data-parallel-size num-replicas",
+    "mesh tp=N": "tp tensor-model-parallel-size tensor-parallel-size tensor-parallel",
+    "mesh pp=N": "pp pipeline-model-parallel-size pipeline-parallel-size pipeline-parallel",
+    "mesh cp=N": "cp context-parallel-size",
+    "mesh ep=N": "ep expert-model-parallel-size expert-parallel-size",
+    "mesh fsdp=N": "fsdp fully-shard data-parallel-sharding-strategy",
+})  # fmt: skip
+"""Options, and what those call them who know Megatron-LM, transformers, nanoGPT and others."""
+
+
+def parse(kind: type[T], arguments: Sequence[str], command: str, default: T | None = None) -> T:
+    """The options of ``functron COMMAND`` in `arguments`.
+
+    Args:
+        kind: a dataclass, whose fields are the options and whose docstring describes them.
+        arguments: what stands after the command.
+        command: its name.
+        default: an instance with the values of options that are not given; None: the fields' own.
+
+    Raises:
+        functron.launch.InputError: options that do not exist, each with the nearest that do.
+        SystemExit: what does not parse (code 2), or --help (code 0).
+    """
+    given: dict[str, Any] = {} if default is None else {"default": default}
+    made, unknown = tyro.cli(
+        kind,
+        args=arguments,
+        prog=f"functron {command}",
+        config=(tyro.conf.AvoidSubcommands,),
+        return_unknown_args=True,
+        **given,
+    )
+    known = options_of(kind if default is None else default)
+    names = [word for word in unknown if word.startswith("-")] or unknown
+    with launch.mistakes():
+        raise_problems(
+            f"functron {command} has no such options",
+            [
+                Problem(word, "an unknown option", "a known one", _meant(word, known))
+                for word in names
+            ],
+        )
+    return made
+
+
+def options_of(value: Any, prefix: str = "") -> list[str]:
+    """The names of the options, without dashes, of a dataclass or an instance of it."""
+    names = []
+    hints = typing.get_type_hints(
+        value if isinstance(value, type) else type(value), include_extras=True
+    )
+    for field in dataclasses.fields(value):
+        hint, marks = hints[field.name], ()
+        if typing.get_origin(hint) is Annotated:
+            hint, *marks = typing.get_args(hint)
+        if tyro.conf.Positional in marks:
+            continue
+        flat = any(getattr(mark, "name", None) == "" for mark in marks)
+        inner = hint if isinstance(value, type) else getattr(value, field.name)
+        name = "" if flat else f"{prefix}{field.name.replace('_', '-')}"
+        if dataclasses.is_dataclass(inner):
+            names += options_of(inner, f"{name}." if name else prefix)
+        else:
+            names.append(name)
+    return names
+
+
+def _meant(word: str, known: Sequence[str]) -> str:
+    """What to write for an option that does not exist."""
+    typed = re.split("=", word.lstrip("-").replace("_", "-").lower(), maxsplit=1)[0]
+    found = list(dict.fromkeys(_candidates(typed.removeprefix("no-"), known)))
+    return f"did you mean {' or '.join(found[:3])}?" if found else "see --help"
+
+
+def _candidates(typed: str, known: Sequence[str]) -> list[str]:
+    """Options that go by this name elsewhere, or that end in it; else those nearest to it."""
+    meant = [o for o, names in _ALIASES.items() if typed in names.split() and o.split()[0] in known]
+    last = {option: option.rpartition(".")[2] for option in known}
+    meant += [option for option in known if last[option] == typed]
+    if not meant:
+        close = difflib.get_close_matches(typed, [*known, *last.values()], n=1)
+        meant = [option for option in known if {option, last[option]} & {*close}]
+    return [f"--{option}" for option in meant]
