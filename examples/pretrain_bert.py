@@ -1,6 +1,6 @@
 """Train a BERT on masked bytes with the library alone, and let it fill in what it cannot see.
 
-One process, one rank, or any mesh simulated in it, with the same losses:
+One process: one rank, or a mesh of dp, fsdp and tp simulated in it, with the same losses:
 
     python examples/pretrain_bert.py
     python examples/pretrain_bert.py --mesh dp=2,tp=4 --sequence-parallel

@@ -1,9 +1,11 @@
 """Train a GPT on text with the library alone: no command line tool, no trainer class.
 
-One process, one rank, or any mesh simulated in it:
+One process: one rank, or a mesh of dp, fsdp, cp, ulysses, tp and, of experts, ep simulated in it:
 
     python examples/pretrain_gpt.py
     python examples/pretrain_gpt.py --mesh dp=2,tp=4 --sequence-parallel
+    python examples/pretrain_gpt.py --mesh fsdp=2,cp=2
+    python examples/pretrain_gpt.py --mesh dp=2,ep=2 --model mixtral-tiny
 
 One process per rank, with the same losses (on GPUs where there are enough of them):
 
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import functron as ft
-from functron import P, gpt, optim
+from functron import gpt, optim
 from functron.data import ByteText
 
 
@@ -52,6 +54,8 @@ def main():
     args = parse_args()
     config = gpt.PRESETS[args.model]
     mesh, device = connect(ft.Mesh.parse(args.mesh))
+    if mesh["pp"] > 1:
+        raise SystemExit("a pipeline's step is ft.make_pipelined_step, as in functron train")
     is_first = not isinstance(mesh, ft.BoundMesh) or mesh.rank == 0
 
     defs = gpt.defs(config)
@@ -62,18 +66,20 @@ def main():
         optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=optim.not_norm_or_bias),
     )
     stream = gpt.SEQUENCE_PARALLEL_STREAM if args.sequence_parallel else gpt.STREAM
+    gather = ft.Gather(specs)  # what fsdp splits is whole only where a block uses it
 
     def loss(params, batch, key):
-        return gpt.loss(config, params, batch, key=key, stream=stream)
+        return gpt.loss(config, params, batch, key=key, stream=stream, gather=gather)
 
     key = ft.random.key(args.seed, device=device)
     state = ft.init_state(key, defs, specs, optimizer, mesh)
-    step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs)
+    splits = gpt.batch_specs()  # samples over dp, fsdp and ep; their tokens over cp and ulysses
+    step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs, batch_specs=splits)
     text = ByteText(args.data, args.seq, seed=args.seed)
 
     for index in range(args.steps):
         # a process reads the whole batch and keeps its share; batch(part=...) would read only that
-        batch = ft.shard(text.batch(index, args.global_batch), P(ft.DATA_AXES), mesh)
+        batch = ft.shard(text.batch(index, args.global_batch), splits, mesh)
         state, metrics = step(state, ft.tree.map(lambda leaf: leaf.to(device), batch))
         if is_first and (index % 10 == 0 or index == args.steps - 1):
             print(f"step {index:4d}  loss {metrics['loss'].item():.6f}", flush=True)

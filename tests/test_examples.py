@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from functron.spmd.mesh import STANDARD_AXES
 
 ROOT = Path(__file__).resolve().parent.parent
 PRETRAIN = ROOT / "examples" / "pretrain_gpt.py"
@@ -55,6 +59,63 @@ def test_trains_and_samples(dense):
 def test_simulated_mesh_gives_the_same_losses(dense):
     args = ("--mesh", "dp=2,tp=4", "--sequence-parallel", "--prompt", "")
     assert losses(simulate(*args)) == pytest.approx(losses(dense), rel=1e-5)
+
+
+def call(script: Path, monkeypatch, capsys, *args: str) -> str:
+    """What an example prints that is run in this process, where importing costs nothing."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "argv", [str(script), *args])
+    capsys.readouterr()
+    module.main()
+    return capsys.readouterr().out
+
+
+TINY = ("--seq", "16", "--global-batch", "4", "--steps", "2")
+AXES = {
+    PRETRAIN: ("dp", "fsdp", "cp", "ulysses", "tp", "ep"),
+    BERT: ("dp", "fsdp", "tp"),
+}
+
+
+@pytest.mark.parametrize("script", AXES, ids=lambda path: path.stem)
+def test_runs_on_every_axis_that_it_promises(script, monkeypatch, capsys):
+    promised = script.read_text().split('"""')[1]
+    axes = set(AXES[script])
+    assert {name for name in STANDARD_AXES if re.search(rf"\b{name}\b", promised)} == axes
+    quiet = ("--prompt", "") if script == PRETRAIN else ()
+    dense: dict[str, dict[int, float]] = {}
+    for axis in AXES[script]:
+        model = ("--model", "mixtral-tiny") if axis == "ep" else ()
+        run = functools.partial(call, script, monkeypatch, capsys, *TINY, *quiet, *model)
+        if str(model) not in dense:
+            dense[str(model)] = losses(run())
+        found = losses(run("--mesh", f"{axis}=2"))
+        assert found == pytest.approx(dense[str(model)], rel=1e-5), axis
+        assert len(found) == 2
+
+
+def test_a_mesh_that_is_not_promised_is_refused(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="make_pipelined_step"):
+        call(PRETRAIN, monkeypatch, capsys, *TINY, "--mesh", "pp=2")
+    with pytest.raises(ValueError, match="cannot run on this mesh"):
+        call(BERT, monkeypatch, capsys, *TINY, "--mesh", "cp=2")
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "fsdp=2,tp=2", "cp=2,ulysses=2"])
+def test_the_example_on_disk_takes_the_meshes_of_functron_train(
+    mesh, tmp_path, monkeypatch, capsys
+):
+    sizes = ("--megabytes", "0.05", "--vocab-size", "300", "--steps", "1", "--seq", "16")
+    sizes += ("--microbatches", "2", "--global-batch", "4")
+    sizes += ("--eval-every", "1", "--eval-batches", "1", "--split", "1,1")
+    out = str(tmp_path / "work")
+    said = call(ON_DISK, monkeypatch, capsys, "--out", out, *sizes, "--mesh", mesh)
+    assert "ranks simulated in this process" in said
+    apart = re.search(r"with and without the cache: (\S+) apart", said)
+    assert apart is not None
+    assert float(apart[1]) < 1e-4
 
 
 @pytest.mark.distributed
