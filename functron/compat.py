@@ -7,6 +7,7 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -185,6 +186,42 @@ def name_group(name: str, group: dist.ProcessGroup) -> None:
     key: Any = name
     c10d._unregister_process_group(key)  # an earlier one of these ranks
     c10d._register_process_group(key, group)
+
+
+_ORDERED_GLOO = "gloo_in_order"
+
+
+def mesh_backend(device_type: str) -> str | None:
+    """The backend for groups of many collectives at once; None where it is torch's own choice.
+
+    It is gloo with one thread per group, for collectives in the order in which they start. torch
+    gives a group two, and each writes the name of the work that it ended into the same string,
+    without a lock. Where two end at once and a name is longer than a string holds in itself (as of
+    functional all-gathers), freed memory is written to, or freed again (2.13).
+    """
+    if device_type != "cpu":
+        return None
+    parts = (part.partition(":") for part in dist.get_backend_config().split(","))
+    if {device: backend for device, _, backend in parts}.get("cpu") != "gloo":
+        return None
+    dist.Backend.register_backend(_ORDERED_GLOO, _ordered_gloo, devices=["cpu"])
+    return _ORDERED_GLOO
+
+
+def _ordered_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    default: Any = c10d._get_default_group()._get_backend(torch.device("cpu"))
+    while hasattr(default, "wrapped_pg"):  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
+        default = default.wrapped_pg
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = default.options._devices
+    options._timeout = default.options._timeout
+    options._threads = 1
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def runs_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether a process group sends tensors of CPUs by gloo."""
+    return dist.get_backend(group) in ("gloo", _ORDERED_GLOO)
 
 
 def default_store() -> dist.Store:

@@ -91,7 +91,7 @@ class Post:
     def __init__(self, stages: StageAxis, device: torch.device):
         self.group = compat.group(stages.group)
         self.device = device
-        self.batched = dist.get_backend(self.group) != "gloo"  # which has no batches
+        self.batched = not compat.runs_gloo(self.group)  # which has no batches
         self.waiting: list[tuple[torch.Tensor, int, Arriving | None]] = []
         self.leaving: list[tuple[dist.Work, torch.Tensor]] = []
 

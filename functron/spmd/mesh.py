@@ -135,7 +135,11 @@ class Mesh:
         if not self.axes:
             return BoundMesh(self, rank, {}, {}, device_type)
         sizes = tuple(size for _, size in self.axes)
-        devices = init_device_mesh(device_type, sizes, mesh_dim_names=self.axis_names)
+        backend = compat.mesh_backend(device_type)
+        override = None if backend is None else dict.fromkeys(self.axis_names, backend)
+        devices = init_device_mesh(
+            device_type, sizes, mesh_dim_names=self.axis_names, backend_override=override
+        )
         groups = {}
         for name in self.axis_names:
             # torch's own names differ by rank, and compiled programs must not
