@@ -55,7 +55,9 @@ def shard_map(
         out_specs: a prefix tree of specs for the result; None for static results.
         check: refuse programs that return a value their out_spec calls replicated when it varies,
             and reductions of values that are already replicated. Static and exact. On a bound mesh
-            the program is checked once per signature, on fake tensors, before it first runs.
+            the program is checked once per signature, on fake tensors, before it first runs. That
+            only shares are synchronised (`functron.sync_gradients`) is checked then too, and in
+            simulation when a signature first runs.
         stages: the axis whose ranks run the stages of a pipeline (`functron.pipeline`), usually
             "pp". It is not mapped: specs cannot mention it. On a `Mesh` values belong to all its
             ranks together; on a `BoundMesh` they are what this rank holds, and nothing is checked,
@@ -307,9 +309,12 @@ class Mapped:
 
     def _simulate(self, mesh: Mesh, leaves: list, structure, specs: list) -> Any:
         result = _Result()
+        key = (structure, tuple(_signature(leaf) for leaf in leaves))
+        new = self.check and key not in self._checked
         try:
             body = self._body(self.f, structure, result)
-            outputs = run_ranks(body, mesh, leaves, specs, check=self.check)
+            outputs = run_ranks(body, mesh, leaves, specs, check=self.check, shares=new)
+            self._checked.add(key)
         except VaryingOutputError as error:
             self._explain(mesh, leaves, structure, specs)
             raise ValueError(str(error)) from None

@@ -31,6 +31,7 @@ def run_ranks(
     specs: Sequence[P | None],
     *,
     check: bool,
+    shares: bool = True,
 ) -> list:
     """`program` on all ranks of `mesh`: global values in, global values out.
 
@@ -40,6 +41,8 @@ def run_ranks(
         values: global values; tensors are split by their spec, everything else is passed on.
         specs: one spec per value, None for static values.
         check: whether reductions inside are checked for redundancy.
+        shares: whether it is checked too that only shares are synchronised, which costs an
+            interpreted program a quarter of its time.
     """
     sizes = {name: size for name, size in mesh.axes if size > 1}
     absent = [name for name, size in mesh.axes if size == 1]
@@ -67,7 +70,7 @@ def run_ranks(
             )
 
     level = rank
-    if check and sizes and scope().shares is None:
+    if check and shares and sizes and scope().shares is None:
         level = _without_dim(_add_level(level, "shares", 1, [set() for _ in mapped], device))
     for name in reversed(sizes):
         level = _add_level(level, name, sizes[name], mentions, device)
