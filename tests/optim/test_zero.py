@@ -313,7 +313,7 @@ def test_low_precision_with_masters(mesh, dtypes):
 )
 def test_the_dtype_of_the_sum_over_ranks(into, given, dtype, total, result):
     """256 + 1 needs 9 bits, and bfloat16 has 8."""
-    sync = lambda g: ft.sync_gradients(g, P(), into, dtype=dtype)
+    sync = lambda g: ft.sync_gradients(ft.assume_shares(g), P(), into, dtype=dtype)
     shares = torch.tensor([256.0, 1.0]).to(given).repeat_interleave(3)
     got = ft.shard_map(sync, Mesh(dp=2), (P("dp"),), into)(shares)
     assert got.dtype == result
