@@ -207,7 +207,9 @@ class TrainConfig:
     wandb: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learning_rate: ScheduleConfig = field(
-        default_factory=lambda: ScheduleConfig(name="cosine", peak=2e-3, total_steps=0, end=1e-4)
+        default_factory=lambda: ScheduleConfig(
+            name="cosine", peak=2e-3, total_steps=0, end_fraction=0.05
+        )
     )
 
     @property

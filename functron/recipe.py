@@ -222,6 +222,7 @@ def make_optimizer(
         whole=staging.defs_of(config),
         shards=parts,
         mesh=mesh,
+        total_steps=config.rate_schedule.total_steps,
         kernels=use(config.kernels),
     )
     if frozen:

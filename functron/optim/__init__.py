@@ -45,10 +45,13 @@ from functron.optim.quantise import Quantised, check_blocks, dequantise, quantis
 from functron.optim.schedules import (
     constant,
     cosine_decay,
+    exponential_decay,
     inverse_square_root,
     join,
     linear,
+    polynomial_decay,
     relative_step,
+    weight_decay_increase,
     wsd,
 )
 from functron.optim.settings import (
@@ -128,6 +131,7 @@ __all__ = [
     "cosine_decay",
     "dequantise",
     "ema",
+    "exponential_decay",
     "global_norm",
     "group_labels",
     "group_problems",
@@ -153,6 +157,7 @@ __all__ = [
     "optimizer_problems",
     "padded_shapes",
     "parse_groups",
+    "polynomial_decay",
     "quantisable",
     "quantise",
     "relative_step",
@@ -176,6 +181,7 @@ __all__ = [
     "torch_dtype",
     "trace",
     "transformation",
+    "weight_decay_increase",
     "where",
     "width_multiples",
     "width_problems",

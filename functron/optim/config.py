@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from functron import tree
 from functron.errors import Problem, raise_problems
@@ -16,6 +17,7 @@ from functron.optim.average import with_average
 from functron.optim.clip import clip_by_global_norm
 from functron.optim.finite import apply_if_finite
 from functron.optim.groups import Group, by_group, group_problems, parse_groups
+from functron.optim.inject import inject_hyperparams
 from functron.optim.learning_rate import LearningRate
 from functron.optim.lion import lion
 from functron.optim.mask import Mask, not_norm_or_bias
@@ -42,21 +44,24 @@ from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P
 
 _SCHEDULES: Mapping[str, Callable[[ScheduleConfig], Schedule]] = {
-    "constant": lambda c: schedules.constant(c.peak, warmup_steps=c.num_warmup_steps),
-    "linear": lambda c: schedules.linear(
-        c.peak, c.total_steps, warmup_steps=c.num_warmup_steps, end=c.end
-    ),
-    "cosine": lambda c: schedules.cosine_decay(
-        c.peak, c.total_steps, warmup_steps=c.num_warmup_steps, end=c.end
+    "constant": lambda c: schedules.constant(c.peak, warmup_steps=c.num_warmup_steps, init=c.init),
+    "linear": lambda c: schedules.linear(c.peak, c.total_steps, **_ends(c)),
+    "cosine": lambda c: schedules.cosine_decay(c.peak, c.total_steps, **_ends(c)),
+    "exponential": lambda c: schedules.exponential_decay(c.peak, c.total_steps, **_ends(c)),
+    "polynomial": lambda c: schedules.polynomial_decay(
+        c.peak, c.total_steps, power=c.power, **_ends(c)
     ),
     "wsd": lambda c: schedules.wsd(
-        c.peak, c.total_steps, c.decay_steps,
-        warmup_steps=c.num_warmup_steps, end=c.end, decay=c.decay,
+        c.peak, c.total_steps, c.decay_steps, decay=c.decay, **_ends(c)
     ),
     "inverse_square_root": lambda c: schedules.inverse_square_root(
-        c.peak, warmup_steps=c.num_warmup_steps, end=c.end
+        c.peak, c.total_steps, **_ends(c)
     ),
 }  # fmt: skip
+
+
+def _ends(c: ScheduleConfig) -> dict:
+    return {"warmup_steps": c.num_warmup_steps, "end": c.last, "init": c.init}
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,8 @@ def _adamw(c: OptimizerConfig, rate: LearningRate, given: _Given) -> GradientTra
 
 def _adafactor(c: OptimizerConfig, rate: LearningRate, given: _Given) -> GradientTransformation:
     own = c.adafactor
-    decay = _times(rate, c.weight_decay) if c.weight_decay else None
+    scheduled = c.weight_decay_incr_style != "constant"
+    decay = _times(rate, c.weight_decay) if scheduled or c.weight_decay else None
     return adafactor(
         rate,
         own.min_dim,
@@ -124,7 +130,7 @@ def _adafactor(c: OptimizerConfig, rate: LearningRate, given: _Given) -> Gradien
 
 
 def _times(rate: LearningRate, factor: float) -> LearningRate:
-    if factor == 1:
+    if isinstance(factor, (int, float)) and factor == 1:
         return rate
     return (lambda count: factor * rate(count)) if callable(rate) else factor * rate
 
@@ -163,6 +169,7 @@ def make_optimizer(
     whole: tree.Tree = None,
     shards: tree.Tree = None,
     mesh: Mesh | BoundMesh | None = None,
+    total_steps: int | None = None,
     kernels: Kernels = AUTO,
 ) -> GradientTransformation:
     """The optimizer that `config` describes: clipping, then the optimizer (on masters).
@@ -183,6 +190,7 @@ def make_optimizer(
         shards: the specs of every rank's part of the parameters, of `shard_specs`, which makes it
             ZeRO: `zero` around the optimizer. None: every rank updates what it holds.
         mesh: the ranks; with it, moments in 8 bits are checked against how they are sharded.
+        total_steps: the count at which a weight decay that changes is what it is to be.
         kernels: whether "adamw" and "global_norm" are kernels; see `functron.ops.kernels.use`.
 
     Raises:
@@ -199,12 +207,17 @@ def make_optimizer(
     whole = defs if whole is None else whole
     if has_widths(whole):
         found += width_problems(config)
+    style = config.weight_decay_incr_style
+    if style != "constant" and total_steps is None:
+        wanted = f"the steps of a weight decay that is {style}"
+        found.append(Problem("total_steps", "None", wanted, "pass them, or leave it constant"))
     raise_problems("the optimizer cannot be built", found)
     multiples = width_multiples(config, whole)
     seen = specs if shards is None else shards
     if eight and defs is not None and mesh is not None:
         check_blocks(defs, P() if seen is None else seen, mesh)
-    inner = _inner(config, learning_rate, _Given(mask, defs, seen, kernels), groups, multiples)
+    given = _Given(mask, defs, seen, kernels)
+    inner = _inner(config, learning_rate, given, groups, multiples, total_steps)
     if config.ema_decay:
         inner = with_average(inner, config.ema_decay)
     if config.fp32_masters:
@@ -228,12 +241,23 @@ def _inner(
     given: _Given,
     groups: tuple[Group, ...],
     multiples: Mapping[str, float],
+    total_steps: int | None,
 ) -> GradientTransformation:
     if config.name == "adafactor" and config.adafactor.relative_step:
         rate = schedules.relative_step()
 
     def make(group: Group) -> GradientTransformation:
-        own = replace(config, weight_decay=config.weight_decay * group.weight_decay)
-        return _OPTIMIZERS[config.name](own, _times(rate, group.learning_rate), given)
+        own_rate = _times(rate, group.learning_rate)
+
+        def decaying(weight_decay: float) -> GradientTransformation:
+            own = replace(config, weight_decay=weight_decay)
+            return _OPTIMIZERS[config.name](own, own_rate, given)
+
+        style, share = config.weight_decay_incr_style, group.weight_decay
+        if style == "constant" or total_steps is None:
+            return decaying(config.weight_decay * share)
+        ends = (share * config.start_weight_decay, share * config.end_weight_decay)
+        decay: Any = schedules.weight_decay_increase(*ends, total_steps, style)
+        return inject_hyperparams(decaying)(weight_decay=decay)
 
     return by_group(make, given.defs, groups, multiples)

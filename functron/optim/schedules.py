@@ -2,14 +2,15 @@
 
 A schedule takes the count as an int or as a 0-dim tensor (under vmap and tracing too) and returns
 a 0-dim float32 tensor. ``schedule(0)`` is the rate of the first update, as in Optax. Warm-up is
-linear from 0 at count 0 to the peak at count `warmup_steps`; after `total_steps` the rate stays at
-`end`.
+linear from `init` at count 0 to the peak at count `warmup_steps`; after `total_steps` the rate
+stays at `end`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,36 +21,90 @@ from functron.errors import Problem, nearest, raise_problems
 Schedule = Callable[[int | torch.Tensor], torch.Tensor]
 
 
-def constant(peak: float, *, warmup_steps: int = 0) -> Schedule:
+def constant(peak: float, *, warmup_steps: int = 0, init: float = 0.0) -> Schedule:
     """`peak` after the warm-up.
 
     Raises:
         ValueError: negative or non-finite arguments; all are named.
     """
-    _check("constant", peak, warmup_steps)
-    return _with_warmup(lambda count: torch.full_like(count, peak), peak, warmup_steps)
+    _check("constant", peak, warmup_steps, init=init)
+    return _with_warmup(lambda count: torch.full_like(count, peak), peak, warmup_steps, init)
 
 
-def linear(peak: float, total_steps: int, *, warmup_steps: int = 0, end: float = 0.0) -> Schedule:
+def linear(
+    peak: float,
+    total_steps: int,
+    *,
+    warmup_steps: int = 0,
+    end: float = 0.0,
+    init: float = 0.0,
+) -> Schedule:
     """From `peak` at the end of the warm-up in a straight line to `end` at `total_steps`.
 
     Raises:
         ValueError: negative or non-finite arguments, or no steps after the warm-up; all are named.
     """
-    _check("linear", peak, warmup_steps, total_steps, end)
-    return _decay(_DECAYS["linear"], peak, end, warmup_steps, warmup_steps, total_steps)
+    _check("linear", peak, warmup_steps, total_steps, end, init=init)
+    return _decay(_DECAYS["linear"], peak, end, warmup_steps, warmup_steps, total_steps, init)
 
 
 def cosine_decay(
-    peak: float, total_steps: int, *, warmup_steps: int = 0, end: float = 0.0
+    peak: float,
+    total_steps: int,
+    *,
+    warmup_steps: int = 0,
+    end: float = 0.0,
+    init: float = 0.0,
 ) -> Schedule:
     """Half a cosine from `peak` at the end of the warm-up to `end` at `total_steps`.
 
     Raises:
         ValueError: negative or non-finite arguments, or no steps after the warm-up; all are named.
     """
-    _check("cosine_decay", peak, warmup_steps, total_steps, end)
-    return _decay(_DECAYS["cosine"], peak, end, warmup_steps, warmup_steps, total_steps)
+    _check("cosine_decay", peak, warmup_steps, total_steps, end, init=init)
+    return _decay(_DECAYS["cosine"], peak, end, warmup_steps, warmup_steps, total_steps, init)
+
+
+def exponential_decay(
+    peak: float,
+    total_steps: int,
+    *,
+    warmup_steps: int = 0,
+    end: float,
+    init: float = 0.0,
+) -> Schedule:
+    """From `peak` at the end of the warm-up to `end` at `total_steps`, by one factor per step.
+
+    Optax's `exponential_decay` with ``decay_rate=end / peak`` over the steps of the decay.
+
+    Raises:
+        ValueError: negative or non-finite arguments, an end of 0, or no steps after the warm-up;
+            all are named.
+    """
+    _check("exponential_decay", peak, warmup_steps, total_steps, end, None, "exponential", init)
+    return _decay(_DECAYS["exponential"], peak, end, warmup_steps, warmup_steps, total_steps, init)
+
+
+def polynomial_decay(
+    peak: float,
+    total_steps: int,
+    *,
+    power: float,
+    warmup_steps: int = 0,
+    end: float = 0.0,
+    init: float = 0.0,
+) -> Schedule:
+    """``end + (peak - end) (1 - progress)^power`` from the end of the warm-up to `total_steps`.
+
+    Optax's `polynomial_schedule`; `linear` is that with power 1.
+
+    Raises:
+        ValueError: negative or non-finite arguments, a power of 0, or no steps after the warm-up;
+            all are named.
+    """
+    _check("polynomial_decay", peak, warmup_steps, total_steps, end, init=init, power=power)
+    shape = _interpolate(lambda x: (1 - x) ** power)
+    return _decay(shape, peak, end, warmup_steps, warmup_steps, total_steps, init)
 
 
 def wsd(
@@ -60,6 +115,7 @@ def wsd(
     warmup_steps: int = 0,
     end: float = 0.0,
     decay: str = "linear",
+    init: float = 0.0,
 ) -> Schedule:
     """Warm up, stay at `peak`, then decay to `end` over the last `decay_steps` of `total_steps`.
 
@@ -73,30 +129,73 @@ def wsd(
         warmup_steps: length of the warm-up.
         end: the last rate; positive for the "exponential" decay.
         decay: "linear", "cosine", "sqrt" or "exponential".
+        init: where the warm-up begins.
 
     Raises:
         ValueError: negative or non-finite arguments, phases that overlap, an unknown decay, or an
             exponential decay to 0; all are named.
     """
-    _check("wsd", peak, warmup_steps, total_steps, end, decay_steps, decay)
-    return _decay(_DECAYS[decay], peak, end, warmup_steps, total_steps - decay_steps, total_steps)
+    _check("wsd", peak, warmup_steps, total_steps, end, decay_steps, decay, init)
+    start = total_steps - decay_steps
+    return _decay(_DECAYS[decay], peak, end, warmup_steps, start, total_steps, init)
 
 
-def inverse_square_root(peak: float, *, warmup_steps: int = 0, end: float = 0.0) -> Schedule:
+def inverse_square_root(
+    peak: float,
+    total_steps: int | None = None,
+    *,
+    warmup_steps: int = 0,
+    end: float = 0.0,
+    init: float = 0.0,
+) -> Schedule:
     """``peak * sqrt(warmup / count)`` after the warm-up, but never below `end`.
 
-    Without warm-up it is ``peak / sqrt(count)`` from count 1 on. Source: Vaswani et al. 2017.
+    After `total_steps` it is `end`, as in Megatron-LM; None: it goes on. Without warm-up it is
+    ``peak / sqrt(count)`` from count 1 on. Source: Vaswani et al. 2017.
 
     Raises:
         ValueError: negative or non-finite arguments; all are named.
     """
-    _check("inverse_square_root", peak, warmup_steps, end=end)
+    _check("inverse_square_root", peak, warmup_steps, total_steps, end, init=init)
     start = max(warmup_steps, 1)
 
     def after(count):
-        return (peak * (start / count.clamp(min=start)).sqrt()).clamp(min=end)
+        rate = (peak * (start / count.clamp(min=start)).sqrt()).clamp(min=end)
+        return rate if total_steps is None else torch.where(count > total_steps, end, rate)
 
-    return _with_warmup(after, peak, warmup_steps)
+    return _with_warmup(after, peak, warmup_steps, init)
+
+
+INCREASES = ("constant", "linear", "cosine")
+
+
+def weight_decay_increase(
+    start: float, end: float, total_steps: int, style: str = "linear"
+) -> Schedule:
+    """A weight decay that goes from `start` at count 0 to `end` at `total_steps`, and stays there.
+
+    Along a straight line, or along half a cosine ("cosine"): Megatron-LM's
+    ``--weight-decay-incr-style``. "constant" is `end` throughout.
+
+    Raises:
+        ValueError: negative or non-finite arguments, or an unknown style; all are named.
+    """
+    found = problems(start, 0, total_steps, end)
+    found = [replace(p, path="start") if p.path == "peak" else p for p in found]
+    if style not in INCREASES:
+        found.append(Problem("style", repr(style), "a style", nearest(style, INCREASES)))
+    raise_problems("weight_decay_increase", found)
+    shapes = {
+        "constant": torch.ones_like,
+        "linear": lambda x: x,
+        "cosine": lambda x: 0.5 * (1 - torch.cos(math.pi * x)),
+    }
+
+    def schedule(count: int | torch.Tensor) -> torch.Tensor:
+        progress = (_tensor(count) / total_steps).clamp(0, 1)
+        return start + (end - start) * shapes[style](progress)
+
+    return schedule
 
 
 def relative_step(limit: float = 0.01, *, warm_up: bool = False) -> Schedule:
@@ -169,23 +268,26 @@ _DECAYS: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
 }
 
 
-def _decay(shape, peak: float, end: float, warmup_steps: int, start: int, stop: int) -> Schedule:
+def _decay(
+    shape, peak: float, end: float, warmup_steps: int, start: int, stop: int, init: float
+) -> Schedule:
     """Warm-up, `peak` until `start`, `shape` from there to `stop`, `end` from then on."""
 
     def after(count):
         return shape(((count - start) / (stop - start)).clamp(0, 1), peak, end)
 
-    return _with_warmup(after, peak, warmup_steps)
+    return _with_warmup(after, peak, warmup_steps, init)
 
 
 def _with_warmup(
-    after: Callable[[torch.Tensor], torch.Tensor], peak: float, warmup_steps: int
+    after: Callable[[torch.Tensor], torch.Tensor], peak: float, warmup_steps: int, init: float
 ) -> Schedule:
     def schedule(count: int | torch.Tensor) -> torch.Tensor:
         count = _tensor(count)
         if not warmup_steps:
             return after(count)
-        return torch.where(count < warmup_steps, count * (peak / warmup_steps), after(count))
+        warm = init + count * ((peak - init) / warmup_steps)
+        return torch.where(count < warmup_steps, warm, after(count))
 
     return schedule
 
@@ -204,12 +306,16 @@ def problems(
     end: float = 0.0,
     decay_steps: int | None = None,
     decay: str = "linear",
+    init: float = 0.0,
+    power: float = 1.0,
 ) -> list[Problem]:
     """What is wrong with these arguments of a schedule; None for one that it does not take."""
     found = []
-    for name, rate in (("peak", peak), ("end", end)):
+    for name, rate in (("peak", peak), ("end", end), ("init", init)):
         if not (math.isfinite(rate) and rate >= 0):
             found.append(Problem(name, repr(rate), "a finite rate of at least 0"))
+    if not (math.isfinite(power) and power > 0):
+        found.append(Problem("power", repr(power), "a finite number above 0"))
     steps = (
         ("warmup_steps", warmup_steps, 0),
         ("total_steps", total_steps, 1),

@@ -20,15 +20,20 @@ class ScheduleConfig:
     """A learning-rate schedule; see `functron.optim.schedules`.
 
     Attributes:
-        name: "constant", "linear", "cosine", "wsd" or "inverse_square_root".
+        name: "constant", "linear", "cosine", "exponential", "polynomial", "wsd" or
+            "inverse_square_root".
         peak: the highest learning rate.
-        warmup_steps: updates of linear warm-up from 0.
+        warmup_steps: updates of linear warm-up from `init`.
         warmup_ratio: the share of `total_steps` that these are, where warmup_steps is 0: rounded
             up, and fewer than all.
-        total_steps: the count at which `end` is reached (linear, cosine, wsd).
-        end: the last learning rate, or the floor of inverse_square_root.
+        total_steps: the count at which the last learning rate is reached (all but constant).
+        end: the last learning rate, or the floor of inverse_square_root (Megatron-LM's min_lr); -1:
+            end_fraction of the peak.
         decay_steps: length of the decay at the end of `total_steps` (wsd only).
         decay: its shape: "linear", "cosine", "sqrt" or "exponential" (wsd only).
+        end_fraction: the last learning rate as a fraction of the peak (Optax's alpha).
+        init: where the warm-up begins (Megatron-LM's lr_warmup_init).
+        power: the exponent of polynomial.
     """
 
     name: str = "cosine"
@@ -36,9 +41,17 @@ class ScheduleConfig:
     warmup_steps: int = 0
     warmup_ratio: float = 0.0
     total_steps: int = 1000
-    end: float = 0.0
+    end: float = -1.0
     decay_steps: int = 200
     decay: str = "linear"
+    end_fraction: float = 0.0
+    init: float = 0.0
+    power: float = 2.0
+
+    @property
+    def last(self) -> float:
+        """The last learning rate."""
+        return self.end_fraction * self.peak if self.end == -1 else self.end
 
     @property
     def num_warmup_steps(self) -> int:
@@ -49,6 +62,7 @@ class ScheduleConfig:
 
 Moment = Literal["", "float32", "bfloat16", "int8"]
 Dtype = Literal["", "float32", "bfloat16"]
+Increase = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True)
@@ -122,6 +136,10 @@ class OptimizerConfig:
         b2: decay of Adam's mean of squared gradients (lion: of the momentum).
         eps: Adam's epsilon.
         weight_decay: times the learning rate (all but adam and sgd).
+        start_weight_decay: the first one, where weight_decay_incr_style is not constant.
+        end_weight_decay: the last one, at the end of the schedule of the learning rate.
+        weight_decay_incr_style: constant: `weight_decay` throughout; linear or cosine: from
+            start_weight_decay to end_weight_decay, as Megatron-LM has it.
         momentum: of sgd; 0 for none.
         nesterov: Nesterov momentum (sgd only).
         clip_norm: largest global gradient norm; 0 for no clipping.
@@ -149,6 +167,9 @@ class OptimizerConfig:
     b2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+    start_weight_decay: float = 0.0
+    end_weight_decay: float = 0.0
+    weight_decay_incr_style: Increase = "constant"
     momentum: float = 0.9
     nesterov: bool = False
     clip_norm: float = 1.0
@@ -167,7 +188,9 @@ class OptimizerConfig:
     soap: SoapConfig = field(default_factory=SoapConfig)
 
 
-SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_square_root")
+SCHEDULES = (
+    "constant", "linear", "cosine", "exponential", "polynomial", "wsd", "inverse_square_root",
+)  # fmt: skip
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adafactor", "adam_mini", "muon", "soap")
 
 
@@ -191,16 +214,28 @@ def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Pr
         got = f"{config.warmup_ratio} with warmup_steps={config.warmup_steps}"
         problem = Problem(f"{path}.warmup_ratio", got, "one of them", "set the other to 0")
         return [problem]
-    ends = config.name in ("linear", "cosine", "wsd")
-    is_wsd = config.name == "wsd"
+    ends, is_wsd = config.name != "constant", config.name == "wsd"
+    shape = config.decay if is_wsd else "linear"
     found = schedules.problems(
         config.peak,
         config.num_warmup_steps,
         config.total_steps if ends else None,
-        config.end if config.name != "constant" else 0.0,
+        config.last if ends else 0.0,
         config.decay_steps if is_wsd else None,
-        config.decay if is_wsd else "linear",
+        "exponential" if config.name == "exponential" else shape,
+        config.init,
+        config.power if config.name == "polynomial" else 1.0,
     )
+    if ends and config.end == -1 and config.end_fraction > 1:
+        wanted = "at most 1, the peak"
+        found.append(Problem("end_fraction", repr(config.end_fraction), wanted, "lower it"))
+    elif ends and config.last > config.peak:
+        wanted = f"at most the peak, {config.peak:g}"
+        fix = "lower it, or set end_fraction, such as 0.1, instead"
+        found.append(Problem("end", repr(config.end), wanted, fix))
+    if config.init > config.peak:
+        wanted = f"at most the peak, {config.peak:g}"
+        found.append(Problem("init", repr(config.init), wanted, "lower it"))
     return [Problem(f"{path}.{p.path}", p.got, p.wanted, p.fix) for p in found]
 
 
@@ -211,7 +246,8 @@ def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list
         fix = nearest(config.name, OPTIMIZERS)
         found.append(Problem(f"{path}.name", repr(config.name), "an optimizer", fix))
     found += _share_problems(config, ("b1", "b2", "momentum", "ema_decay"), path)
-    for name in ("eps", "weight_decay", "clip_norm", "skip_nonfinite"):
+    decays = ("weight_decay", "start_weight_decay", "end_weight_decay")
+    for name in ("eps", *decays, "clip_norm", "skip_nonfinite"):
         value = getattr(config, name)
         if not 0 <= value < float("inf"):
             found.append(Problem(f"{path}.{name}", repr(value), "a finite number of at least 0"))
@@ -222,7 +258,9 @@ def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list
     if config.fp32_masters and config.stochastic_rounding:
         wanted = "false where fp32_masters are kept: masters lose nothing"
         found.append(Problem(f"{path}.stochastic_rounding", "true", wanted))
+    found += _increase_problems(config, path)
     choices = {"mu_dtype": Moment, "nu_dtype": Moment, "grad_dtype": Dtype, "reduce_dtype": Dtype}
+    choices |= {"weight_decay_incr_style": Increase}
     found += _choice_problems(config, choices, path)
     found += _moment_problems(config, path)
     found += parse_groups(config.groups, f"{path}.groups")[1]
@@ -231,6 +269,19 @@ def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list
         settings = getattr(config, config.name)
         found += own[config.name](settings, f"{path}.{config.name}")
     return found
+
+
+def _increase_problems(config: OptimizerConfig, path: str) -> Iterator[Problem]:
+    """What does not fit about a weight decay that changes."""
+    if config.weight_decay_incr_style == "constant":
+        for name in ("start_weight_decay", "end_weight_decay"):
+            if value := getattr(config, name):
+                fix = "set weight_decay_incr_style to linear or cosine, or weight_decay alone"
+                yield Problem(f"{path}.{name}", repr(value), "0 where it is constant", fix)
+    elif config.name in ("adam", "sgd"):
+        got, fix = repr(config.weight_decay_incr_style), "use adamw"
+        wanted = f"'constant' for {config.name}, which has no weight decay"
+        yield Problem(f"{path}.weight_decay_incr_style", got, wanted, fix)
 
 
 _MOMENTS = {"sgd": (), "adafactor": (), "lion": ("mu_dtype",), "adam_mini": ("mu_dtype",)}

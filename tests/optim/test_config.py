@@ -1,5 +1,7 @@
 """Configs: every problem at once, and the optimizers that they stand for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -68,6 +70,56 @@ def test_every_problem_of_a_schedule_is_named():
     assert "schedule.decay: got 'exp'" in str(caught.value)
     with pytest.raises(ValueError, match="did you mean 'cosine'"):
         optim.make_schedule(optim.ScheduleConfig("cosin"))
+
+
+def test_a_schedule_ends_at_a_fraction_of_its_peak_and_never_above_it():
+    for peak in (2e-3, 1e-5):
+        config = optim.ScheduleConfig("cosine", peak, total_steps=10, end_fraction=0.05)
+        assert float(optim.make_schedule(config)(10)) == pytest.approx(0.05 * peak, rel=1e-6)
+    assert float(optim.make_schedule(replace(config, end=4e-6))(10)) == pytest.approx(4e-6)
+    for name in ("linear", "cosine", "exponential", "polynomial", "wsd", "inverse_square_root"):
+        above = optim.ScheduleConfig(name, 1e-5, end=1e-4, init=1e-3)
+        found = {p.path: (p.got, p.wanted) for p in optim.schedule_problems(above, "lr")}
+        wanted = "at most the peak, 1e-05"
+        assert found == {"lr.end": ("0.0001", wanted), "lr.init": ("0.001", wanted)}
+    above = optim.ScheduleConfig(end_fraction=1.5)
+    assert [p.path for p in optim.schedule_problems(above)] == ["schedule.end_fraction"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "adam_mini", "muon", "soap"])
+def test_weight_decay_that_increases_is_that_of_each_step(name):
+    """Of the update with count n, the decay is the schedule's at n, in float32."""
+    config = optim.OptimizerConfig(
+        name, start_weight_decay=0.1, end_weight_decay=0.3, weight_decay_incr_style="linear",
+        groups="norm decay=0.5",
+    )  # fmt: skip
+    made = optim.make_optimizer(config, 0.1, defs=DEFS, total_steps=2)
+    value = params()
+    state = made.init(value)
+    for step, decay in enumerate((0.1, 0.2, 0.3, 0.3)):
+        plain = replace(config, weight_decay_incr_style="constant", weight_decay=decay)
+        plain = replace(plain, start_weight_decay=0.0, end_weight_decay=0.0)
+        grads = {
+            k: torch.randn(v.shape, generator=torch.Generator().manual_seed(step))
+            for k, v in value.items()
+        }
+        fixed = optim.make_optimizer(plain, 0.1, defs=DEFS)
+        kept = _without_hyperparams(state)
+        want, _ = fixed.update(grads, kept, value)
+        updates, state = made.update(grads, state, value)
+        for key in value:
+            torch.testing.assert_close(updates[key], want[key], rtol=1e-6, atol=2e-8)
+        value = optim.apply_updates(value, updates)
+    with pytest.raises(ValueError, match=r"total_steps: got None"):
+        optim.make_optimizer(config, 0.1, defs=DEFS)
+    adam = replace(config, name="adam", groups="")
+    assert [p.path for p in optim.optimizer_problems(adam, "o")] == ["o.weight_decay_incr_style"]
+
+
+def _without_hyperparams(state):
+    """The state of the same optimizer with a weight decay that is a number."""
+    is_one = lambda x: isinstance(x, optim.InjectHyperparamsState)
+    return tree.map(lambda x: x.inner_state if is_one(x) else x, state, is_leaf=is_one)
 
 
 def test_fields_that_a_schedule_does_not_use_are_not_judged():

@@ -67,6 +67,81 @@ def test_inverse_square_root_is_vaswani_et_al():
     assert float(optim.inverse_square_root(0.5)(4)) == pytest.approx(0.25)
 
 
+def test_exponential_and_polynomial_against_optax():
+    ours = optim.exponential_decay(2.0, 100, warmup_steps=10, end=0.1, init=0.5)
+    warm = optax.linear_schedule(0.5, 2.0, 10)
+    down = optax.exponential_decay(2.0, 90, 0.05, end_value=0.1)
+    check(ours, optax.join_schedules([warm, down], [10]))
+    for power in (0.5, 1.0, 3.0):
+        ours = optim.polynomial_decay(2.0, 100, power=power, warmup_steps=10, end=0.1)
+        warm, down = (
+            optax.linear_schedule(0, 2.0, 10),
+            optax.polynomial_schedule(2.0, 0.1, power, 90),
+        )
+        check(ours, optax.join_schedules([warm, down], [10]))
+    with pytest.raises(ValueError, match=r"end: got 0\.0"):
+        optim.exponential_decay(1.0, 10, end=0.0)
+    with pytest.raises(ValueError, match="power: got 0"):
+        optim.polynomial_decay(1.0, 10, power=0)
+
+
+def megatron(style, step, *, peak=3e-3, end=2e-4, init=1e-4, warmup=8, total=40, decay=10):
+    """OptimizerParamScheduler.get_lr of Megatron-LM (core 0.16), its terms in its order."""
+    if warmup > 0 and step <= warmup:
+        return init + (peak - init) * step / warmup
+    if style == "constant":
+        return peak
+    if step > total:
+        return end
+    if style == "inverse-square-root":
+        return max(end, peak * max(warmup, 1) ** 0.5 / max(step, 1) ** 0.5)
+    ratio = (step - warmup) / (total - warmup)
+    if style == "linear":
+        share = 1.0 - ratio
+    elif style == "cosine":
+        share = 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    else:
+        begun = step - (total - decay)
+        within = begun / decay
+        shape = {"linear": 1 - within, "cosine": 0.5 * (math.cos(math.pi * within) + 1.0)}
+        shape["minus_sqrt"] = 1 - math.sqrt(max(within, 0))
+        share = 1.0 if begun <= 0 else shape[style.removeprefix("WSD-")]
+    return end + share * (peak - end)
+
+
+@pytest.mark.parametrize(
+    ("style", "name", "more"),
+    [
+        ("constant", "constant", {}),
+        ("linear", "linear", {}),
+        ("cosine", "cosine", {}),
+        ("inverse-square-root", "inverse_square_root", {}),
+        ("WSD-linear", "wsd", {}),
+        ("WSD-cosine", "wsd", {"decay": "cosine"}),
+        ("WSD-minus_sqrt", "wsd", {"decay": "sqrt"}),
+    ],
+)
+def test_configs_against_megatron(style, name, more):
+    config = optim.ScheduleConfig(
+        name, 3e-3, 8, 40, end=2e-4, init=1e-4, decay_steps=10, **more
+    )  # fmt: skip
+    ours = optim.make_schedule(config)
+    for step in range(60):
+        assert float(ours(step)) == pytest.approx(megatron(style, step), rel=1e-6)
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+def test_weight_decay_against_megatron(style):
+    ours = optim.weight_decay_increase(0.01, 0.2, 30, style)
+    for step in range(40):
+        ratio = min(step / 30, 1.0)  # get_wd: the end after wd_incr_steps, which constant is
+        share = {"linear": ratio, "cosine": 0.5 * (math.cos(math.pi * (1 - ratio)) + 1.0)}
+        want = 0.01 + share.get(style, 1.0) * (0.2 - 0.01)
+        assert float(ours(step)) == pytest.approx(want, rel=1e-6)
+    with pytest.raises(ValueError, match=r"start: got -1.*\n.*style: got 'cosin'.*'cosine'"):
+        optim.weight_decay_increase(-1, 0.1, 10, "cosin")
+
+
 def test_join():
     ours = optim.join([optim.constant(0.1), optim.linear(1.0, 50), optim.constant(0.0)], [10, 60])
     parts = [optax.constant_schedule(0.1), optax.linear_schedule(1.0, 0.0, 50)]
