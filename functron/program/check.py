@@ -24,7 +24,7 @@ from functron.spmd.spec import spec_axes
 if TYPE_CHECKING:
     from functron.program.program import Input, Output, Program
 
-_EQUAL_AFTER = {"psum", "pmax", "pmin", "all_gather", "assume_replicated"}
+_EQUAL_AFTER = {"psum", "pmax", "pmin", "pbroadcast", "all_gather", "assume_replicated"}
 _SHARE = "a share"  # no axis: the type of what ranks may add up to a gradient
 _DIFFER_AFTER = {"psum_scatter", "all_to_all", "ppermute", "ragged_all_to_all"}
 

@@ -51,6 +51,7 @@ _SENT: Mapping[str, Callable[[int], float]] = MappingProxyType(
         "psum": lambda n: 2 * (n - 1) / n,
         "pmax": lambda n: 2 * (n - 1) / n,
         "pmin": lambda n: 2 * (n - 1) / n,
+        "pbroadcast": lambda n: (n - 1) / n,
         "all_gather": lambda n: (n - 1) / n,
         "psum_scatter": lambda n: (n - 1) / n,
         "all_to_all": lambda n: (n - 1) / n,
@@ -75,9 +76,9 @@ class Traffic:
         count: how many run.
         payload_bytes: the bytes of the operands (of an all_gather: of the results), per rank.
         sent_bytes: the bytes that each rank sends, by ring algorithms over n ranks: 2(n-1)/n of the
-            payload for reductions, (n-1)/n for all_gather, psum_scatter and all_to_all (of a ragged
-            one the payload is the smaller of operand and result, which ranks do not exceed on
-            average), all of it for ppermute.
+            payload for reductions, (n-1)/n for pbroadcast, all_gather, psum_scatter and all_to_all
+            (of a ragged one the payload is the smaller of operand and result, which ranks do not
+            exceed on average), all of it for ppermute.
     """
 
     axis: str

@@ -26,6 +26,7 @@ from functron.spmd.primitives import (
     AllGather,
     AllToAll,
     AssumeReplicated,
+    Broadcast,
     Pmax,
     Pmin,
     Ppermute,
@@ -232,6 +233,8 @@ def _functron(equation: Equation, args: Sequence[Any], kwargs: Mapping[str, Any]
         )
     if name == "ppermute":
         return [Ppermute.call(x, found[0], tuple(zip(*sizes[1:], strict=True)))]
+    if name == "pbroadcast":
+        return [Broadcast.call(x, found[0], source=sizes[1])]
     if name == "ragged_all_to_all":
         _, sends, receives, capacity = sizes
         call = RaggedCall(found[0], capacity)

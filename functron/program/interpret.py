@@ -193,6 +193,7 @@ _COLLECTIVES = {
     "psum": _among(_reduce(lambda stacked: stacked.sum(0, dtype=stacked.dtype))),
     "pmax": _among(_reduce(lambda stacked: stacked.amax(0))),
     "pmin": _among(_reduce(lambda stacked: stacked.amin(0))),
+    "pbroadcast": _among(lambda xs, size, source: [xs[source]] * size),
     "all_gather": _among(lambda xs, size: [torch.stack(list(xs))] * size),
     "psum_scatter": _among(
         lambda xs, size: list(torch.stack(list(xs)).sum(0, dtype=xs[0].dtype).unbind(0))

@@ -166,6 +166,10 @@ def _all_reduce(operation: str) -> Callable:
     return lower
 
 
+def _broadcast(graph, groups, x, axis, size, source: int):
+    return _wait(graph, _c10d.broadcast.default, x, source, groups[axis])
+
+
 def _all_gather(graph, groups, x, axis, size):
     row = graph.call_function(_aten.unsqueeze.default, (x, 0))
     return _wait(graph, _c10d.all_gather_into_tensor.default, row, size, groups[axis])
@@ -199,6 +203,7 @@ _LOWERINGS: dict[str, Callable[..., fx.Node]] = {
     "functron::psum": _all_reduce("sum"),
     "functron::pmax": _all_reduce("max"),
     "functron::pmin": _all_reduce("min"),
+    "functron::pbroadcast": _broadcast,
     "functron::all_gather": _all_gather,
     "functron::psum_scatter": _reduce_scatter,
     "functron::all_to_all": _all_to_all,

@@ -38,8 +38,8 @@ _SHORT = {dtype: name for name, dtype in DTYPES.items()}
 
 COLLECTIVES = frozenset(
     {
-        "psum", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute",
-        "ragged_all_to_all",
+        "psum", "pmax", "pmin", "pbroadcast", "all_gather", "psum_scatter", "all_to_all",
+        "ppermute", "ragged_all_to_all",
     }
 )  # fmt: skip
 """The operations of `functron.spmd.traced` and `functron.spmd.ragged` that communicate."""

@@ -56,6 +56,10 @@ class BoundAxis:
         """The sum, max or min ("sum", "max", "min") of x over the ranks."""
         return _c10d.wait_tensor(_c10d.all_reduce(x, operation, self.group))
 
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """x of the rank with this index on the axis."""
+        return _c10d.wait_tensor(_c10d.broadcast(x, source, self.group))
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[...] -> [size, ...]: every rank's x."""
         gathered = _c10d.all_gather_into_tensor(x.unsqueeze(0), self.size, self.group)

@@ -35,6 +35,7 @@ from functron.spmd.primitives import (
     AllGather,
     AllToAll,
     AssumeReplicated,
+    Broadcast,
     Pmax,
     Pmin,
     Ppermute,
@@ -356,22 +357,29 @@ def _check_perm(pairs: tuple[tuple[int, int], ...], size: int) -> None:
 def pbroadcast(x: tree.Tree, axis_name: AxisNames, source: int) -> tree.Tree:
     """y = x of rank `source` (row-major over the axes), on every rank.
 
-    Varying -> replicated. One all-reduce per axis, of x's bytes (the others contribute zeros);
-    backward the same: the source receives the sum of all cotangents.
+    Varying -> replicated. One broadcast per axis, of x's bytes, half of what an all-reduce sends;
+    backward one all-reduce: the source receives the sum of all cotangents.
+
+    ``pbroadcast(rank, "tp", 2)`` is 2 on every rank of ``Mesh(tp=4)``.
+
+    Raises:
+        ValueError: `source` is no rank of the axes.
     """
     size = axis_size(axis_name)
     if not 0 <= source < size:
         raise ValueError(f"pbroadcast: got source {source}; wanted a rank from 0 to {size - 1}")
-    mine = axis_index(axis_name)
+    mine, axes = axis_index(axis_name), lookup(axis_name)
+    minor = [math.prod(axis.size for axis in axes[place + 1 :]) for place in range(len(axes))]
+    positions = [source // m % axis.size for m, axis in zip(minor, axes, strict=True)]
 
     def one(leaf: torch.Tensor) -> torch.Tensor:
         if size == 1:
             return leaf
         here = torch.as_tensor(mine == source, device=leaf.device)
         out = torch.where(here, leaf, torch.zeros((), dtype=leaf.dtype, device=leaf.device))
-        for axis in lookup(axis_name):
-            out = Psum.call(out.to(torch.uint8) if leaf.dtype == torch.bool else out, axis)
-        return out.to(leaf.dtype)
+        for axis, position in zip(axes, positions, strict=True):
+            out = Broadcast.call(out, axis, source=position)
+        return out
 
     return tree.map(one, x)
 

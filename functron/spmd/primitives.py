@@ -54,6 +54,7 @@ class Call:
         must_vary: a checked program wrote this reduction, so its operand must vary over the axis.
         dtypes: of `AllGatherAs`.
         summed: the names of the axes over which a share will be summed, of `RequireShare`.
+        source: whose value `Broadcast` sends.
     """
 
     axis: Axis
@@ -61,6 +62,7 @@ class Call:
     must_vary: bool = False
     dtypes: Dtypes | None = None
     summed: tuple[str, ...] = ()
+    source: int = 0
 
 
 def _transport(value: torch.Tensor) -> torch.Tensor:
@@ -88,9 +90,10 @@ class _Primitive(Function):
         must_vary: bool = False,
         dtypes: Dtypes | None = None,
         summed: tuple[str, ...] = (),
+        source: int = 0,
     ) -> torch.Tensor:
         """Apply this primitive to `x` over `axis`."""
-        out: Any = cls.apply(x, axis.token, Call(axis, perm, must_vary, dtypes, summed))
+        out: Any = cls.apply(x, axis.token, Call(axis, perm, must_vary, dtypes, summed, source))
         return out
 
     @classmethod
@@ -148,6 +151,25 @@ class Psum(_Primitive):
     @staticmethod
     def transpose(cotangent, token, call):
         return Psum.apply(cotangent, token, call)
+
+
+class Broadcast(Psum):
+    """y = x of one rank, on every rank; what the others have must be zeros.
+
+    So it is their sum, at half of its bytes, and its transpose is that of `Psum`.
+    """
+
+    @staticmethod
+    def send(x, axis, call):
+        return axis.broadcast(x, call.source)
+
+    @staticmethod
+    def across(x, call):
+        return x.select(0, call.source), None
+
+    @staticmethod
+    def replicated(x, size, call):
+        return x, None
 
 
 def _refuse_derivative(name: str, axis: str):

@@ -17,6 +17,7 @@ _SCHEMAS = {
     "psum": "(Tensor x, str axis, int size, *, bool must_vary=False) -> Tensor",
     "pmax": "(Tensor x, str axis, int size) -> Tensor",
     "pmin": "(Tensor x, str axis, int size) -> Tensor",
+    "pbroadcast": "(Tensor x, str axis, int size, int source) -> Tensor",
     "all_gather": "(Tensor x, str axis, int size) -> Tensor",
     "psum_scatter": "(Tensor x, str axis, int size, *, bool must_vary=False) -> Tensor",
     "all_to_all": "(Tensor x, str axis, int size) -> Tensor",
@@ -48,7 +49,7 @@ def _view(x, *axes):
     return x.view_as(x)
 
 
-for _name in ("psum", "pmax", "pmin", "all_to_all", "ppermute"):
+for _name in ("psum", "pmax", "pmin", "pbroadcast", "all_to_all", "ppermute"):
     LIBRARY.impl(_name, _like, "Meta")
 LIBRARY.impl("all_gather", _gathered, "Meta")
 LIBRARY.impl("psum_scatter", _scattered, "Meta")
@@ -85,6 +86,10 @@ class TracedAxis:
         op = getattr(OPS, _REDUCTIONS[operation])
         named = {"must_vary": True} if must_vary else {}
         return op(x, self.name, self.size, **named)
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """x of the rank with this index on the axis; those of others are zeros."""
+        return OPS.pbroadcast(x, self.name, self.size, source)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[...] -> [size, ...]: every rank's x."""

@@ -42,6 +42,7 @@ VALUES = {
     "ppermute_open": lambda x: lax.ppermute(x.t(), "tp", [(1, 0)]),
     "ppermute_self": lambda x: lax.ppermute(x, "tp", [(1, 1)]),
     "ppermute_tuple": lambda x: lax.ppermute(x, ALL, [(0, 1)]),
+    "pbroadcast": lambda x: lax.pbroadcast(x.t(), ALL, ft.lax.axis_size(ALL) - 1),
     "axis_index": lambda x: x * (1 + lax.axis_index(ALL)),
     "scanned": lambda x: ft.scan(
         lambda c, row: (torch.tanh(lax.psum(c * row, "tp")), lax.ppermute(c, "tp", [(0, 1)])),

@@ -149,7 +149,7 @@ def test_ring_formulas_by_hand():
         a = lax.psum(x, "tp") + lax.pmax(x, "tp") + lax.pmin(x, "tp")
         b = lax.all_gather(x, "tp").sum(0) + lax.all_to_all(x, "tp", 0, 0, tiled=True)
         c = lax.psum_scatter(x, "tp", tiled=True)
-        d = lax.ppermute(x, "tp", [(0, 1), (1, 2)])
+        d = lax.ppermute(x, "tp", [(0, 1), (1, 2)]) + lax.pbroadcast(x, "tp", 1)
         return lax.psum(a.sum() + b.sum() + c.sum() + d.sum(), "tp")
 
     mapped = ft.shard_map(f, Mesh(tp=3), P("tp"), P())
@@ -163,6 +163,7 @@ def test_ring_formulas_by_hand():
         "psum_scatter": (1, 24, 16),
         "all_to_all": (1, 24, 16),
         "ppermute": (1, 24, 24),
+        "pbroadcast": (1, 24, 16),
     }
     assert {(row.axis, row.phase) for row in found.collectives} == {("tp", "forward")}
     assert found.sent_bytes("tp") == sum(sent for _, _, sent in rows.values())

@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random, tree
@@ -61,6 +62,9 @@ VALUES = {
     "ppermute_partial": (lambda x: lax.ppermute(x, "dp", [(1, 0)]), S),
     "ppermute_tuple": (lambda x: lax.ppermute(x, ALL, [(0, 3), (3, 1)]), S),
     "pbroadcast": (lambda x: lax.pbroadcast(x, ALL, 2), P()),
+    "pbroadcast_reversed": (lambda x: lax.pbroadcast(x, ("tp", "dp"), 2), P()),
+    "pbroadcast_bool": (lambda x: lax.pbroadcast(x > 0, "tp", 1), P("dp")),
+    "pbroadcast_int": (lambda x: lax.pbroadcast((9 * x).to(torch.int32), "dp", 1), P(None, "tp")),
     "axis_index": (lambda x: x + lax.axis_index(ALL), S),
     "assume_replicated": (lambda x: lax.assume_replicated(lax.psum(x, "tp"), "dp") * 0, P()),
 }  # fmt: skip
@@ -84,6 +88,7 @@ def check_derivatives(bound):
     def mlp(w, x):
         y = lax.psum(torch.tanh((x * w["scale"]) @ w["up"]) @ w["down"], "tp")
         y = lax.all_gather(y, "tp", axis=1, tiled=True)[:, ::2] + y
+        y = y + lax.pbroadcast(y * y * (1 + lax.axis_index("tp")), ("dp", "tp"), 3)
         return lax.pmean(lax.ppermute(y, "dp", [(0, 1)]).pow(2).sum() + y.sum(), "dp")
 
     def maps(mesh):
@@ -109,6 +114,22 @@ def check_derivatives(bound):
         return torch.func.jvp(lambda w: torch.func.grad(maps(mesh))(w, x), (w,), (v,))[1]
 
     compare("hvp", hvp(bound, *local), hvp(MESH, w, x), specs, bound, 1e-10)
+
+
+def check_bytes_of_broadcasts(bound):
+    """A broadcast is one: an all-reduce of zeros would send twice as much."""
+    sent = []
+
+    class Sent(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if "c10d" in op.namespace and "wait" not in op.name():
+                sent.append((op.name().split("::")[1], args[0].nbytes))
+            return op(*args, **(kwargs or {}))
+
+    mine = ft.shard(randn(8, 8), S, bound)
+    with Sent():
+        ft.shard_map(lambda x: lax.pbroadcast(x, ALL, 2), bound, S, P())(mine)
+    assert sent == [("broadcast", mine.nbytes)] * 2, sent
 
 
 def check_closures(bound):
@@ -208,7 +229,11 @@ def check_training(bound):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     mesh = MESH.bind()
-    for check in (check_values, check_derivatives, check_closures, check_refusals, check_training):
+    checks = (
+        check_values, check_derivatives, check_bytes_of_broadcasts, check_closures, check_refusals,
+        check_training,
+    )  # fmt: skip
+    for check in checks:
         check(mesh)
         if dist.get_rank() == 0:
             print(f"{check.__name__}: ok", flush=True)
