@@ -8,9 +8,10 @@ MFU (model FLOPs utilisation) is tokens/s times FLOPs per token over the device'
 
     FLOPs per token = 6 N + 6 L H D T
 
-N: entries of the matrices that multiply activations (the embedding, which is looked up, and norms
-do not count), L layers, H heads of width D, T tokens per sequence. The second term is attention
-under its causal mask, half of the 12 L H D T that all T^2 scores would take. See README.md.
+of `gpt.flops_per_token`: N parameters that multiply activations (not the embedding, which is looked
+up), L layers, H heads of width D, T tokens per sequence. The second term is attention under its
+causal mask, half of the 12 L H D T that all T^2 scores would take; with these, MFU is printed
+beside it. See README.md.
 """
 
 from __future__ import annotations
@@ -76,14 +77,9 @@ class Shape:
         """Tokens per step."""
         return self.batch * self.config.max_seq
 
-    @property
-    def flops_per_token(self) -> int:
-        """FLOPs of forward and backward by the formula above."""
-        c = self.config
-        attention = 2 * c.embed_dim * c.head_size * (c.num_heads + c.kv_heads)
-        matrices = c.num_layers * (attention + 3 * c.embed_dim * c.mlp_dim)
-        matrices += c.embed_dim * c.padded_vocab
-        return 6 * matrices + 6 * c.num_layers * c.num_heads * c.head_size * c.max_seq
+    def flops_per_token(self, *, whole: bool = False) -> int:
+        """FLOPs of forward and backward by the formula above; `whole`: 12 L H D T in it."""
+        return gpt.flops_per_token(self.config, self.config.max_seq, whole=whole)
 
 
 def shapes(tiny: bool, batch: int) -> dict[str, Shape]:
@@ -279,19 +275,20 @@ def table(shape: Shape, results: list[Result], device_flops: float) -> bool:
     done = [r for r in results if not r.failure]
     peers = [r for r in done if not r.name.startswith("functron")]
     best = max((r.rate for r in peers), default=0.0)
-    heads = ("tokens/s", "x best peer", "step ms", "peak GiB", "compile s", "MFU")
+    heads = ("tokens/s", "x best peer", "step ms", "peak GiB", "compile s", "MFU", "MFU (whole)")
     print(f"\n{shape.name}: {shape.batch} x {shape.config.max_seq} tokens a step, ", end="")
-    print(f"{shape.flops_per_token / 1e9:.4g} GFLOP per token")
+    flops, whole = shape.flops_per_token(), shape.flops_per_token(whole=True)
+    print(f"{flops / 1e9:.4g} GFLOP per token ({whole / 1e9:.4g} with whole attention)")
     print(f"{'program':22}" + "".join(f"{head:>12}" for head in heads))
     for r in results:
         if r.failure:
             print(f"{r.name:22}  {r.failure}")
             continue
         relative = f"{r.rate / best:12.3f}" if best else f"{'-':>12}"
-        mfu = r.rate * shape.flops_per_token / device_flops
+        mfu, of_whole = (r.rate * each / device_flops for each in (flops, whole))
         print(
             f"{r.name:22}{r.rate:12.0f}{relative}{1e3 * r.seconds:12.1f}{r.memory / 2**30:12.2f}"
-            f"{r.first - r.seconds:12.1f}{mfu:12.1%}"
+            f"{r.first - r.seconds:12.1f}{mfu:12.1%}{of_whole:12.1%}"
         )
     print("losses of the first steps:")
     for r in done:

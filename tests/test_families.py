@@ -522,7 +522,8 @@ def test_flops_per_token():
     config = dataclasses.replace(MAMBA, pattern="M*-", mlp_dim=7, tied=False)
     weights = ft.num_params(mamba.defs(config)) - 16 * 12  # but for the embedding
     states, attention = 4 * 3 * 2, 12 * 12 * 5
-    assert mamba.flops_per_token(config, 5) == 6 * weights + 15 * states + attention
+    assert mamba.flops_per_token(config, 5, whole=True) == 6 * weights + 15 * states + attention
+    assert mamba.flops_per_token(config, 5) == 6 * weights + 15 * states + attention // 2
     small = BertConfig(vocab_size=11, num_layers=2, embed_dim=6, num_heads=2, mlp_dim=7, max_seq=5)
     small = dataclasses.replace(small, vocab_multiple=4)
     block = 4 * (6 * 6 + 6) + 2 * 6 * 7 + 6 + 7 + 4 * 6
@@ -535,7 +536,9 @@ def test_flops_per_token():
     read = 2 * layer + 6 + 2 * 36  # with the keys and values of the memory
     said = layer + 2 * 36 + 6 + 6 + 12 * 6  # with the queries and outputs that look at it
     attention = 12 * 6 * (2 * 10 * 10 + 5 * 5 + 5 * 10)
-    assert t5.flops_per_token(pair, 10, 5) == (6 * (10 * read + 5 * said) + attention) // 10
+    every = 6 * (10 * read + 5 * said) + attention
+    assert t5.flops_per_token(pair, 10, 5, whole=True) == every // 10
+    assert t5.flops_per_token(pair, 10, 5) == (every - 12 * 6 * 5 * 5 // 2) // 10
     assert bert.flops_per_token(small, 4) == 6 * (2 * block + head) + 12 * 2 * 6 * 4
 
 

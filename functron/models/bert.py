@@ -348,8 +348,10 @@ def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
 
 
-def flops_per_token(config: BertConfig, seq: int) -> int:
-    """Model FLOPs of forward and backward per token: 6 N + 12 L H D T, as `gpt.flops_per_token`.
+def flops_per_token(config: BertConfig, seq: int, *, whole: bool = False) -> int:
+    """Model FLOPs of forward and backward per token: 6 N + 12 L H D T.
+
+    Attention is not causal, so it is whole by any convention; see `gpt.flops_per_token`.
 
     N counts the parameters that multiply a token's activations: look-ups of tokens, positions and
     types do not, but the embedding does where it gives the logits, of all places.

@@ -33,6 +33,7 @@ from functron.nn import moe
 from functron.ops import AUTO, Kernels
 from functron.params import Normal, ParamDef
 from functron.pipeline.layout import Part, whole
+from functron.program.cost import attended
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd import collectives as lax
 from functron.transforms import Gather
@@ -364,12 +365,18 @@ def _check_axes(config: GPTConfig, axes: tuple[str, ...]) -> None:
     raise_problems("the loss cannot be of each rank's own", found)
 
 
-def flops_per_token(config: GPTConfig, seq: int) -> int:
-    """Model FLOPs of forward and backward per token: 6 N + 12 L H D T.
+def flops_per_token(config: GPTConfig, seq: int, *, whole: bool = False) -> int:
+    """Model FLOPs of forward and backward per token: 6 N + 6 L H D T.
 
     N counts the parameters that multiply a token's activations: embedding look-ups do not, and of
-    the experts those that it chooses. The second term is attention over `seq` tokens, or over a
-    window, uncorrected for causality (Chowdhery et al. 2022, appendix B).
+    the experts those that it chooses. The second term is causal attention over `seq` tokens, or
+    over a window, counted as half, as `functron.program.cost` defines.
+
+    Args:
+        config: the architecture.
+        seq: tokens of a sample.
+        whole: count attention as whole instead: 6 N + 12 L H D T (Chowdhery et al. 2022, appendix
+            B).
     """
     total = params.num_params(defs(config))
     total -= 0 if config.tied else config.padded_vocab * config.embed_dim
@@ -383,5 +390,6 @@ def flops_per_token(config: GPTConfig, seq: int) -> int:
     qk, v = config.head_size, config.head_size
     if config.kv_rank:
         qk, v = config.head_size + config.rope_head_dim, config.v_head_dim
-    seen = sum(min(window, seq) if window else seq for window in config.windows)
-    return 6 * total + 6 * config.num_heads * (qk + v) * (seen + config.mtp_depth * seq)
+    windows = [*config.windows, *[0] * config.mtp_depth]
+    seen = sum(attended(seq, window, whole=whole) for window in windows)
+    return round(6 * total + 6 * config.num_heads * (qk + v) * seen)

@@ -26,6 +26,7 @@ from functron.nn.linear import sequence_axes
 from functron.nn.mamba import MambaCache, mamba, mamba_cache, mamba_defs, mamba_step
 from functron.ops.attention import attention
 from functron.params import Normal, ParamDef
+from functron.program.cost import attended
 from functron.scopes import named_scope
 from functron.spmd import P
 from functron.spmd import collectives as lax
@@ -241,20 +242,22 @@ def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
 
 
-def flops_per_token(config: MambaConfig, seq: int) -> int:
-    """Model FLOPs of forward and backward per token: 6 N + 15 S + 12 L H D T.
+def flops_per_token(config: MambaConfig, seq: int, *, whole: bool = False) -> int:
+    """Model FLOPs of forward and backward per token: 6 N + 15 S + 6 L H D T.
 
     N counts the parameters that multiply a token's activations: embedding look-ups do not. S counts
     the numbers of state of all layers: ``h = a h + (dt x) B`` takes 3 operations of each, ``C h``
     two, and backward twice as many; what computing in chunks adds is no part of the model. The last
-    term is that of L attention layers over `seq` tokens, as in `gpt.flops_per_token`.
+    term is that of L causal attention layers over `seq` tokens, as in `gpt.flops_per_token`, where
+    `whole` is explained too.
     """
     c, counts = config, config.counts
     total = params.num_params(defs(c))
     total -= 0 if c.tied else c.padded_vocab * c.embed_dim
     states = counts.get("mamba", 0) * c.num_heads * c.head_dim * c.state_dim
     heads = c.attention.num_heads * c.attention.head_dim if "attention" in counts else 0
-    return 6 * total + 15 * states + 12 * counts.get("attention", 0) * heads * seq
+    pairs = counts.get("attention", 0) * attended(seq, whole=whole)
+    return round(6 * total + 15 * states + 12 * heads * pairs)
 
 
 # --- generation

@@ -31,6 +31,7 @@ from functron.nn.masked import (
     relative_buckets,
 )
 from functron.params import Normal, ParamDef
+from functron.program.cost import attended
 from functron.scopes import named_scope
 from functron.spmd import DATA_AXES, P
 from functron.spmd import collectives as lax
@@ -488,17 +489,19 @@ def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
 
 
-def flops_per_token(config: T5Config, seq: int, said: int) -> int:
+def flops_per_token(config: T5Config, seq: int, said: int, *, whole: bool = False) -> int:
     """Model FLOPs of forward and backward per token that the encoder reads.
 
     6 for each parameter that multiplies a token's activations, of the decoder and the unembedding
-    for ``said / seq`` tokens, and 12 H D per pair of tokens of attention; see
-    `gpt.flops_per_token`. Keys and values of the memory are those of the encoder's tokens.
+    for ``said / seq`` tokens, and 12 H D per pair of tokens of attention, that of the decoder to
+    itself counted as half; see `gpt.flops_per_token`. Keys and values of the memory are those of
+    the encoder's tokens.
 
     Args:
         config: the architecture.
         seq: tokens that the encoder reads.
         said: tokens that the decoder says.
+        whole: count the decoder's attention to itself as whole.
     """
     c = config
     model, heads = defs(c), c.attention.num_heads * c.attention.head_dim
@@ -508,5 +511,5 @@ def flops_per_token(config: T5Config, seq: int, said: int) -> int:
     memory = 2 * decoder * c.embed_dim * heads
     unembed = c.padded_vocab * c.embed_dim
     matrices = (read - tables + memory) * seq + (answer - tables - memory + unembed) * said
-    pairs = c.num_layers * seq * seq + decoder * (said * said + said * seq)
+    pairs = c.num_layers * seq * seq + decoder * (said * attended(said, whole=whole) + said * seq)
     return round((6 * matrices + 12 * heads * pairs) / seq)

@@ -22,6 +22,7 @@ from functron.ops.softmax import (
     SOFTMAX_BLOCK_BACKWARD,
     SOFTMAX_BLOCK_BACKWARD_,
 )
+from functron.scopes import in_phase
 from functron.typing import Bool, Float, Int, Tensor
 
 CHUNK = 512
@@ -190,7 +191,8 @@ def attend_backward(
         return _attend_backward(cotangent, q, k, v, delta, lse, hidden, scale)
     lse, delta = (_folded(x, k.shape[1]).unsqueeze(-1) for x in (finite(lse), delta))
     queries, given = (_folded(x, k.shape[1]) for x in (q, cotangent))
-    scores, slope = _scores(q, k, hidden, scale, cap)
+    with in_phase("recompute"):
+        scores, slope = _scores(q, k, hidden, scale, cap)
     p = (scores - lse).exp()
     ds = p * (upcast(given @ v.mT) - delta) * scale
     ds = (ds if slope is None else ds * slope).to(q.dtype)
@@ -211,7 +213,9 @@ def _attend_backward(
     """`attend_backward` by the op, from delta = rowsum(dO O)."""
     heads, kv_heads = q.shape[1], k.shape[1]
     queries, given = _folded(q, kv_heads), _folded(cotangent.to(v.dtype), kv_heads)
-    s, dp = (_unfolded(x, heads) for x in (queries @ k.mT, given @ v.mT))
+    with in_phase("recompute"):
+        s = _unfolded(queries @ k.mT, heads)
+    dp = _unfolded(given @ v.mT, heads)
     if compat.unobserved():
         SOFTMAX_BLOCK_BACKWARD_(s, dp, lse, delta, scale, hidden, False)
         p, ds = s, dp

@@ -1,4 +1,13 @@
-"""What a program costs: floating-point operations, bytes moved, and bytes sent over each axis."""
+"""What a program costs: floating-point operations, bytes moved, and bytes sent over each axis.
+
+**Model FLOPs** are the multiplications and additions that a model's mathematics needs, forward and
+backward: two for every product of a weight and an activation, twice as many in backward, and
+nothing for what is computed again. Causal attention counts as half, since a token attends to half
+of the others on average; that of a window w over T tokens as w T - w^2 / 2 pairs. MFU is of these
+(`attended` is the definition that models count by). Published tables use the other convention as
+well, *whole attention* (Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T per token), which is
+given beside it.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +36,18 @@ if TYPE_CHECKING:
     from functron.program.program import Program
 
 _aten = torch.ops.aten
+
+
+def attended(seq: int, window: int = 0, *, whole: bool = False) -> float:
+    """How many tokens one attends to in the mean, as model FLOPs count: half of all there are.
+
+    Args:
+        seq: tokens of a sequence.
+        window: a token sees so many, itself included; 0: all up to itself.
+        whole: all that there are, or the window, uncorrected for causality.
+    """
+    seen = min(window, seq) if window else seq
+    return seen if whole else seen - seen * seen / (2 * seq)
 
 
 def _flash(q, k, v, *args, out_shape=None, **kwargs) -> int:
@@ -95,9 +116,12 @@ class Cost:
 
     Attributes:
         name: of the program.
-        model_flops: multiplications and additions of matrix products, convolutions and attention
-            (whole, without a discount for causality), by torch's formulas; without recomputation.
-        hardware_flops: the same with what backward computes again.
+        model_flops: multiplications and additions of matrix products, convolutions and attention,
+            without recomputation. Causal attention counts as half where it is one operation; of
+            blocks written in matrix products what is computed counts.
+        model_flops_whole: the same with causal attention counted as whole.
+        hardware_flops: what is computed, by torch's formulas: with all that backward computes
+            again, of attention too, which they count as whole.
         bytes_accessed: read and written by all equations that are no views, were each to run by
             itself; fused, they move less.
         flops_by_op: the hardware FLOPs of each operation, most first.
@@ -106,6 +130,7 @@ class Cost:
 
     name: str
     model_flops: int
+    model_flops_whole: int
     hardware_flops: int
     bytes_accessed: int
     flops_by_op: Mapping[str, int]
@@ -124,11 +149,14 @@ class Cost:
         """Labels, values and remarks, as text."""
         share = [f"{op} {count / self.hardware_flops:.0%}" for op, count in self._heaviest()]
         return [
-            ["model FLOPs", count_text(self.model_flops), f"{self.model_flops:,}"],
+            ["model FLOPs", count_text(self.model_flops),
+             f"{self.model_flops:,}; causal attention as half"],
+            ["with whole attention", count_text(self.model_flops_whole),
+             f"{self.model_flops_whole:,}; for tables that count it so"],
             ["hardware FLOPs", count_text(self.hardware_flops), ", ".join(share)],
             ["bytes accessed", bytes_text(self.bytes_accessed), "unfused"],
             ["arithmetic intensity", f"{self.arithmetic_intensity:.1f}", "FLOPs per byte"],
-        ]
+        ]  # fmt: skip
 
     def _heaviest(self) -> list[tuple[str, int]]:
         return [(op, count) for op, count in self.flops_by_op.items() if count][:3]
@@ -163,9 +191,10 @@ def cost(program: Program) -> Cost:
 
     Bodies of scans count once per iteration. Operations without a formula (elementwise ones,
     reductions, look-ups) count no FLOPs, as in `torch.utils.flop_counter.FlopCounterMode`, whose
-    total on an eager run of the same function this equals.
+    total on an eager run of the same function the hardware FLOPs equal.
     """
-    flops: Counter[tuple[str, bool]] = Counter()
+    total: Counter[str] = Counter()
+    model = whole = 0
     traffic: dict[tuple[str, str, Phase], list[int]] = {}
     accessed = 0
     for equation, times in program.block.walk():
@@ -173,20 +202,21 @@ def cost(program: Program) -> Cost:
             continue
         found = equation_flops(equation)
         if found:
-            flops[equation.name, equation.where.phase == "recompute"] += found * times
+            total[equation.name] += found * times
+            if equation.where.phase != "recompute":
+                half, needed = _model_flops(equation, found)
+                model, whole = model + half * times, whole + needed * times
         accessed += equation_bytes(equation) * times
         axis = axis_of(equation)
         if axis is not None:
             key = (axis, equation.name, equation.where.phase)
             count, payload = traffic.get(key, (0, 0))
             traffic[key] = [count + times, payload + payload_bytes(equation) * times]
-    total = Counter[str]()
-    for (name, _), count in flops.items():
-        total[name] += count
     return Cost(
         program.name,
-        sum(count for (_, again), count in flops.items() if not again),
-        sum(flops.values()),
+        model,
+        whole,
+        sum(total.values()),
         accessed,
         MappingProxyType(dict(total.most_common())),
         tuple(
@@ -217,6 +247,19 @@ def equation_flops(equation: Equation) -> int:
     return flop_registry[packet](
         *args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs)
     )
+
+
+def _model_flops(equation: Equation, computed: int) -> tuple[int, int]:
+    """Of an equation's FLOPs those that the model needs, causal attention as half and as whole."""
+    if "_scaled_dot_product" not in equation.name:
+        return computed, computed
+    assert isinstance(equation.op, torch._ops.OpOverload)
+    names = (argument.name for argument in equation.op._schema.arguments)
+    given = dict(zip(names, equation.args, strict=False)) | dict(equation.kwargs)
+    q, k, v = (given[name].shape for name in ("query", "key", "value"))
+    # backward has twice the products of forward, and computes one of these again
+    needed = sdpa_flop_count(q, k, v) * (2 if "backward" in equation.name else 1)
+    return needed // 2 if given.get("is_causal") else needed, needed
 
 
 def _meta(var: Var) -> torch.Tensor:

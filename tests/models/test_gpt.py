@@ -321,13 +321,19 @@ def test_flops_per_token(config):
     vectors = [w for path, w in zip(tree.paths(weights), tree.leaves(weights), strict=True)
                if path.rsplit("/")[-1] in ("scale", "bias", "b")]  # fmt: skip
     entries = sum(leaf.numel() for leaf in vectors)
-    assert (
-        gpt.flops_per_token(config, 8) - 6 * entries == counter.get_total_flops() / tokens.numel()
-    )
+    whole = gpt.flops_per_token(config, 8, whole=True)
+    assert whole - 6 * entries == counter.get_total_flops() / tokens.numel()
 
 
 def test_flops_of_llama():
     """By hand: 6 for each weight of the 8B model without its embedding, and the attention term."""
     config = gpt.PRESETS["llama3-8b"]
     weights = 8_030_261_248 - 128256 * 4096
-    assert gpt.flops_per_token(config, 8192) == 6 * weights + 12 * 32 * 4096 * 8192
+    # 6 N + 12 L H Q T of PaLM, appendix B; and with causal attention as half
+    whole = 6 * weights + 12 * 32 * 32 * 128 * 8192
+    assert gpt.flops_per_token(config, 8192, whole=True) == whole
+    assert gpt.flops_per_token(config, 8192) == whole - 6 * 32 * 32 * 128 * 8192
+    # of 8192 tokens 512 see all before them, half of 512, and the others 512: 512 - 512^2 / 2 / 8192
+    near = replace(config, window=512)
+    seen = 12 * 32 * 32 * 128 * 496
+    assert gpt.flops_per_token(near, 8192) == 6 * weights + seen

@@ -429,7 +429,7 @@ def test_work_is_half_where_halves_are_balanced():
     def products(balanced):
         args = [torch.empty(1, 64, 1, 8, device="meta") for _ in range(3)]
         program = lambda *x: context_attention(*x, balanced=balanced)
-        return ft.trace(step(Mesh(cp=4), program))(*args).cost().model_flops
+        return ft.trace(step(Mesh(cp=4), program))(*args).cost().hardware_flops
 
     # counted in squares of a rank's tokens, its own without a discount for causality
     assert products(True) / products(False) == (1 + 3 * 2 / 4) / (1 + 3)
@@ -439,7 +439,7 @@ def test_work_of_a_window_does_not_grow_with_the_sequence():
     def products(seq, ranks):
         args = [torch.empty(1, seq, 1, 8, device="meta") for _ in range(3)]
         program = lambda *x: context_attention(*x, window=500)
-        return ft.trace(step(Mesh(cp=ranks), program))(*args).cost().model_flops
+        return ft.trace(step(Mesh(cp=ranks), program))(*args).cost().hardware_flops
 
     assert products(2**15, 16) == products(2**14, 8)  # of one rank
     assert products(2**15, 8) < 2.1 * products(2**14, 8)
