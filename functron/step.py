@@ -245,8 +245,9 @@ def update(
         counted = tree.partition(grads, normed)[0]
         norms: dict[str, Any] = {}
         shared = {}
-        if normed is not False and _clips_by(optimizer, grads, counted):
-            norms["grad_norm"] = shared["norm"] = optimizer.norm.value(grads)
+        clipped = optimizer.norm if normed is not False else None
+        if clipped is not None and _same_leaves(clipped.of(grads), counted):
+            norms["grad_norm"] = shared["norm"] = clipped.value(grads)
         elif normed is not False:
             norms["grad_norm"] = optim.global_norm(counted, wanted, copies, kernels=kernels)
         if layers is not None:
@@ -263,14 +264,9 @@ def _check_normed(normed: tree.Tree, layers: optim.Layers | None) -> None:
         raise_problems("norms by layer are of the gradients that are normed", [problem])
 
 
-def _clips_by(
-    optimizer: optim.GradientTransformation, grads: tree.Tree, counted: tree.Tree
-) -> bool:
-    """Whether the norm of just these gradients is what the optimizer clips by."""
-    if optimizer.norm is None:
-        return False
-    own = tree.leaves(optimizer.norm.of(grads))
-    return list(map(id, own)) == list(map(id, tree.leaves(counted)))
+def _same_leaves(a: tree.Tree, b: tree.Tree) -> bool:
+    """Whether two trees hold just the same tensors."""
+    return list(map(id, tree.leaves(a))) == list(map(id, tree.leaves(b)))
 
 
 def _like(params: tree.Tree, some: tree.Tree) -> tree.Tree:

@@ -170,7 +170,8 @@ def _side_by_side(
 
     def own(updates: tree.Tree) -> tree.Tree:
         """The updates of the one that clips."""
-        return split(updates, labels_of(updates), "updates")[several.index(clipping)]
+        parts = split(updates, labels_of(updates), "updates")
+        return next(part for part, t in zip(parts, several, strict=True) if t is clipping)
 
     def step_(grads, state, params, **norm):
         _, state = run([t.step_ for t in several], grads, state, params, **norm)
