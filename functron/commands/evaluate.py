@@ -146,12 +146,13 @@ def _sets(
         config = replace(config, global_batch=options.batch or config.global_batch * share)
         note = f"in whole samples of {config.seq} tokens; what is left of a set is left out"
         return config, open_sets(config), [note]
-    chosen = [_chosen(config, options, mesh, device) if _is_first(mesh) else None]
+    texts = open_texts(config)
+    longest = max(int(one.lengths.max(initial=0)) for one in texts.values())
+    chosen = [_chosen(config, options, mesh, device, longest) if _is_first(mesh) else None]
     if isinstance(mesh, BoundMesh):
         dist.broadcast_object_list(chosen, device=device)
     assert chosen[0] is not None
     config, notes = chosen[0]
-    texts = open_texts(config)
     stride, multiple = options.stride or config.seq, sequence_parts(config, _plain(mesh))[0]
     how = {"multiple": multiple, "exact": _is_limited(config)}
     sets = [slide(name, one, config, stride, **how) for name, one in texts.items()]
@@ -160,15 +161,24 @@ def _sets(
 
 
 def _chosen(
-    config: TrainConfig, options: EvaluateOptions, mesh: Mesh | BoundMesh, device: torch.device
+    config: TrainConfig,
+    options: EvaluateOptions,
+    mesh: Mesh | BoundMesh,
+    device: torch.device,
+    longest: int,
 ) -> tuple[TrainConfig, list[str]]:
-    """The run with tokens and rows of a batch that fit into memory, and what there is to say."""
+    """The run with tokens and rows of a batch that fit into memory, and what there is to say.
+
+    Args:
+        config: the run, with the seq and global_batch that it has on a rank at a time.
+        options: as given.
+        mesh, device: where.
+        longest: targets of the longest text.
+    """
     share = _share(mesh, config.microbatches)
     held, model = config.global_batch * config.seq, config.architecture
     parts = sequence_parts(config, _plain(mesh))[0]
     most = options.seq or getattr(model, "max_seq", _ANY_SEQ) // parts * parts
-    lengths = [int(one.lengths.max(initial=0)) for one in open_texts(config).values()]
-    longest = max(lengths, default=0)
     chunked = "loss_chunk_tokens" in config.family.settings and not config.gpt.logit_cap
     chunk = config.loss_chunk_tokens or _LOSS_CHUNK_TOKENS * chunked
     free = free_memory_bytes(device)

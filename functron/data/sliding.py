@@ -26,8 +26,10 @@ class Texts(Protocol):
         num_bytes: of the text that all targets together stand for; None: that is not known.
     """
 
-    lengths: np.ndarray
-    num_bytes: int | None
+    @property
+    def lengths(self) -> np.ndarray: ...
+    @property
+    def num_bytes(self) -> int | None: ...
 
     def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """`length` tokens of a text from `start` on, and the target of each: ``[length]``."""
@@ -56,17 +58,11 @@ class Documents:
 
     def __init__(self, path: str | Path, tokenizer: TextTokenizer | None, vocab_size: int):
         files, _ = find(path)
-        self._tokens: list[np.ndarray] = []
-        self.num_bytes = 0
         if tokenizer is None:
             self._tokens = [np.memmap(file, np.uint8, mode="r") for file in files]
             self.num_bytes = sum(len(tokens) - 1 for tokens in self._tokens)
-        for text in () if tokenizer is None else texts_of(list(files)):
-            ids = np.array(tokenizer.encode(text), token_dtype(tokenizer))
-            if len(ids):
-                check_vocabulary(int(ids.max()) + 1, vocab_size)
-                self._tokens.append(ids)
-                self.num_bytes += len(text.encode()) - _first_bytes(text, int(ids[0]), tokenizer)
+        else:
+            self._tokens, self.num_bytes = _tokenised(files, tokenizer, vocab_size)
         self.lengths = np.array([len(tokens) - 1 for tokens in self._tokens], np.int64)
 
     def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -78,6 +74,20 @@ class Documents:
         """What there is, in a few words for the user."""
         total = int(self.lengths.sum()) + len(self.lengths)
         return f"{total:,} tokens in {len(self.lengths):,} texts"
+
+
+def _tokenised(
+    files: list[Path], tokenizer: TextTokenizer, vocab_size: int
+) -> tuple[list[np.ndarray], int]:
+    """The tokens of each file that has some, and the bytes of all but the first ones."""
+    found, count = [], 0
+    for text in texts_of(files):
+        ids = np.array(tokenizer.encode(text), token_dtype(tokenizer))
+        if len(ids):
+            check_vocabulary(int(ids.max()) + 1, vocab_size)
+            found.append(ids)
+            count += len(text.encode()) - _first_bytes(text, int(ids[0]), tokenizer)
+    return found, count
 
 
 def _first_bytes(text: str, token: int, tokenizer: TextTokenizer) -> int:
