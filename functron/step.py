@@ -437,11 +437,18 @@ def _sum_check(
         plain = all(isinstance(x, torch.Tensor) and x.dim() and not x.is_meta for x in leaves)
         if done or not plain:
             return
-        with torch.no_grad():
-            once, count, again, counts = map(float, mapped(state.params, batch, state.key))
-        done = once != 0  # the first samples may have no targets
+        try:
+            with torch.no_grad():
+                once, count, again, counts = map(float, mapped(state.params, batch, state.key))
+        except Exception as error:
+            error.add_note(
+                "raised as make_step saw to the loss being a sum, on one sample of each rank; "
+                "fix: pass check=False where it needs whole batches"
+            )
+            raise
+        done = count != 0  # the first samples may have no targets
         added_up = num_microbatches > 1 or counts > count
-        if not done or not added_up or not again / once < 1.5:
+        if not once or not added_up or not again / once < 1.5:
             return
         got = f"{once:.6g} for a sample of each rank, and {again:.6g} for each sample twice: a mean"
         wanted = "the sum over the targets of all ranks, which is divided by num_targets later"

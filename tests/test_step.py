@@ -271,6 +271,16 @@ def test_a_mean_of_one_term_is_a_sum():
     take(mean, Mesh(dp=2), count=one)
 
 
+def test_a_loss_of_whole_batches_is_told_how():
+    def loss(params, batch, key):
+        return summed(params, tree.map(lambda x: x.unflatten(0, (4, 1))[:, 0], batch), key)
+
+    with pytest.raises(RuntimeError) as caught:
+        take(loss, Mesh())
+    assert "fix: pass check=False where it needs whole batches" in caught.value.__notes__[0]
+    take(loss, Mesh(), check=False)
+
+
 # --- local steps
 
 

@@ -137,12 +137,13 @@ def _params(
 
 def _continued(options: SampleOptions, config: TrainConfig, tokenizer: TextTokenizer) -> Program:
     """What a model makes of a prompt: the prompt continued, or the answer alone."""
-    ids = _encoded(options, tokenizer)
+    ids, model = _encoded(options, tokenizer), config.architecture
+    assert isinstance(model, gpt.GPTConfig | mamba.MambaConfig)
 
     def program(params: dict, mesh: Mesh | BoundMesh, device: torch.device) -> str:
         tokens = generate(
             params,
-            config.architecture,
+            model,
             _rows(ids, mesh, device),
             options.tokens,
             temperature=options.temperature,

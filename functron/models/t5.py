@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -331,7 +331,7 @@ class Cache(NamedTuple):
 
 def cache_specs(config: T5Config) -> Cache:
     """How a cache is split: samples over data axes, heads over tp."""
-    row = P(None, DATA_AXES, None, "tp")
+    row: Any = P(None, DATA_AXES, None, "tp")
     return Cache(KVCache(row, row), KVCache(row, row))
 
 
@@ -358,7 +358,7 @@ def prefill(
 
     def layer(memory: Tensor, params: dict) -> tuple[Tensor, Cache]:
         kept = once(params, memory)
-        return memory, Cache(empty_cache(*kept, room), kept)
+        return memory, Cache(empty_cache(kept.k, kept.v, room), kept)
 
     return scan(layer, memory, weights["decoder"]["blocks"]["cross"])[1]
 
