@@ -494,7 +494,7 @@ dist.destroy_process_group()
 
 @pytest.mark.distributed
 def test_processes_sample_the_same_text(adapted, torchrun, capsys):
-    torchrun(IN_PROCESSES, 2)
+    torchrun(IN_PROCESSES, 2, timeout=300)
     capsys.readouterr()
     assert main(sampled(adapted)) == 0
     command = [sys.executable, "-m", "functron", *sampled(adapted, "--mesh", "fsdp=2")]
