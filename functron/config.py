@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import tomllib
 import types
 import typing
@@ -14,7 +16,7 @@ from typing import Any, Literal
 import tomli_w
 
 from functron.data.ramp import RampUp, parse_ramp_up
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, nearest, on_hub, raise_problems
 from functron.lora import LoRA
 from functron.models import gpt
 from functron.models.bert import BertConfig
@@ -294,7 +296,7 @@ def load(path: str | Path, *, model: str | None = None) -> TrainConfig:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        problem = Problem(str(path), reason, "a readable TOML file")
+        problem = Problem(str(path), reason, "a readable TOML file", _another(Path(path), error))
         raise_problems("cannot read the configuration", [problem])
         raise AssertionError("unreachable") from error
     if model is not None:
@@ -312,6 +314,27 @@ def load(path: str | Path, *, model: str | None = None) -> TrainConfig:
     values = _read(table, base, "", problems)
     raise_problems(f"cannot use the configuration {path}", problems)
     return _rebuild(base, values)
+
+
+def _another(path: Path, error: Exception) -> str:
+    """The fix for what is no TOML: YAML, JSON, a Hugging Face model's file, or no file at all."""
+    if isinstance(error, OSError):
+        return on_hub(path.parent)
+    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        table = json.loads(text)
+    except ValueError:
+        table = None
+    if isinstance(table, dict) and "model_type" in table:
+        return f"this describes a Hugging Face model: functron convert hf:{path.parent} run:RUN"
+    like = re.search(r"^\s*[\w.-]+:(\s|$)", text, re.MULTILINE) or path.suffix in _YAML
+    kind = "JSON" if table is not None or path.suffix == ".json" else "YAML" if like else ""
+    write = "write it as TOML, with steps = 10 for a value and [gpt] above those of a table; "
+    start = "functron train leaves a complete config.toml in its run folder to begin from"
+    return f"this is {kind}: {write}{start}" if kind else ""
+
+
+_YAML = (".yaml", ".yml")
 
 
 def dump(config: TrainConfig) -> str:

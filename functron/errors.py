@@ -9,9 +9,13 @@ import contextlib
 import contextvars
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
 
@@ -66,6 +70,26 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}? (known: {listed})" if close else f"use one of: {listed}"
 
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def on_hub(path: object, kind: str = "") -> str:
+    """The fix for a path where nothing is, if it looks like a name on the Hugging Face hub; or "".
+
+    Args:
+        path: what was given.
+        kind: ``"dataset"`` of data; else a model is meant.
+    """
+    name = str(path)
+    if not _HUB_NAME.fullmatch(name):
+        return ""
+    option = f" --repo-type {kind}" if kind else ""
+    return (
+        f"functron downloads nothing: if this is a name on the Hugging Face hub, get its files "
+        f"first (hf download {name}{option} --local-dir FOLDER), and give that folder"
+    )
+
+
 # --- whose code an error comes out of
 
 _LIBRARIES = frozenset(("functron", "torch", "optree", "jaxtyping", "beartype", "runpy"))
@@ -100,14 +124,25 @@ def full_tracebacks(full: bool = True) -> Iterator[None]:
 
 
 def public(fn: F) -> F:
-    """`fn`, whose errors leave out the frames of the library: of what users call and nothing else.
+    """`fn` as users call it: its arguments are checked, its errors leave the library's frames out.
 
+    Checked against the annotations, before `fn` runs: numbers, functions, and the nouns of functron
+    (a `Mesh`, `Rules`, an optimizer, a config); trees and tensors are for `fn` itself to check.
     The exception stays the same object; `full_tracebacks` keeps its frames.
+
+    Raises:
+        TypeError: (when called) arguments of another kind; all offenders are listed.
     """
+    wanted: tuple[_Wanted, ...] | None = None
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal wanted
         try:
+            if wanted is None:  # later than where annotations are written, which may look ahead
+                wanted = _wanted_of(fn)
+            if found := [p for one in wanted for p in one.problems(args, kwargs)]:
+                raise_problems(f"{fn.__name__} cannot use these arguments", found, TypeError)
             return fn(*args, **kwargs)
         except Exception as error:
             if not _full.get():
@@ -169,3 +204,152 @@ def _users(traceback: TracebackType | None) -> TracebackType | None:
     for at in reversed(frames):
         kept = TracebackType(kept, at.tb_frame, at.tb_lasti, at.tb_lineno)
     return kept
+
+
+# --- kinds of arguments
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What may be passed as one argument.
+
+    Attributes:
+        name: of the argument.
+        position: where it stands; None: it has a name only.
+        several: whether all from there on are of the same kind.
+        kinds: classes, of which it is an instance.
+        number, function, none: whether it may be that.
+    """
+
+    name: str
+    position: int | None
+    several: bool
+    kinds: tuple[type, ...]
+    number: bool
+    function: bool
+    none: bool
+
+    def problems(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[Problem]:
+        """What is wrong with what was passed for it."""
+        given: tuple = (kwargs[self.name],) if self.name in kwargs else ()
+        if self.position is not None and self.position < len(args):
+            given = args[self.position :] if self.several else (args[self.position],)
+        for value in given:
+            if not self._fits(value):
+                yield Problem(self.name, _shown(value), self._words(), self._fix(value))
+
+    def _fits(self, value: Any) -> bool:
+        if value is None:
+            return self.none
+        if isinstance(value, self.kinds) or (self.function and callable(value)):
+            return True
+        # tensors and numbers of all libraries; a string is none, whatever it says
+        return self.number and any(hasattr(type(value), name) for name in _NUMBERS)
+
+    def _words(self) -> str:
+        words = [_article(_PUBLIC_NAMES.get(kind.__name__, kind.__name__)) for kind in self.kinds]
+        words += ["a number"] * self.number + ["a function"] * self.function
+        return " or ".join([*words, *(["None"] * self.none)])
+
+    def _fix(self, value: Any) -> str:
+        names = {kind.__name__ for kind in self.kinds}
+        if "Mesh" in names and isinstance(value, (dict, str)):
+            made = f"parse({value!r})" if isinstance(value, str) else f"Mesh(**{value!r})"
+            return f"ft.Mesh.{made}" if isinstance(value, str) else f"ft.{made}"
+        if "Rules" in names and isinstance(value, dict):
+            return "ft.Rules({...}) of the same mapping"
+        if "GradientTransformation" in names:
+            module = getattr(value, "__module__", type(value).__module__)
+            if str(module).startswith("torch.optim"):
+                return (
+                    "optim.adamw(1e-3) of functron.optim, or another there: torch's optimizers own "
+                    "the parameters that they update, these are functions of them"
+                )
+            return "call it, as in optim.adamw(1e-3)" if callable(value) else ""
+        config = next((name for name in sorted(names) if name.endswith("Config")), "")
+        if config and isinstance(value, str):
+            return f"PRESETS[{value!r}] of the model's module, or {config}(...)"
+        if config and isinstance(value, dict):
+            return f"{config}(**config)"
+        return f"write {value}, without quotes" if self.number and _is_number(value) else ""
+
+
+_NUMBERS = ("__float__", "__index__")
+_PUBLIC_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "Mesh": "functron.Mesh",
+        "BoundMesh": "functron.BoundMesh",
+        "Rules": "functron.Rules",
+        "P": "functron.P",
+        "GradientTransformation": "optim.GradientTransformation",
+        "Gather": "functron.Gather",
+        "Schedule": "pipeline.Schedule",
+        "Partition": "pipeline.Partition",
+    }
+)
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[0].lower() in 'aeio' else 'a'} {noun}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text, kind = repr(value), type(value).__name__
+    short = len(text) <= _SHOWN and not text.startswith("<") and "\n" not in text
+    return f"{text} ({kind})" if short else getattr(value, "__name__", _article(kind))
+
+
+_SHOWN = 60
+
+
+def _is_number(text: Any) -> bool:
+    try:
+        float(text)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(text, str)
+
+
+def _wanted_of(fn: Callable) -> tuple[_Wanted, ...]:
+    """The arguments of `fn` whose annotations can be checked."""
+    plain = inspect.unwrap(fn)
+    names = getattr(plain, "__globals__", {})
+    found = []
+    for position, parameter in enumerate(inspect.signature(plain).parameters.values()):
+        kind = parameter.kind
+        options = _options(parameter.annotation, names)
+        if kind is parameter.VAR_KEYWORD or not options:
+            continue
+        classes = tuple(filter(_is_noun, options))
+        functions = [x for x in options if x is Callable or typing.get_origin(x) is Callable]
+        numbers = [x for x in options if x in (int, float)]
+        nones = [x for x in options if x is types.NoneType]
+        if len(classes) + len(functions) + len(numbers) + len(nones) < len(options):
+            continue  # something else may be passed too, which only `fn` can tell
+        none = bool(nones) or parameter.default is None
+        several = kind is parameter.VAR_POSITIONAL
+        place = None if kind is parameter.KEYWORD_ONLY else position
+        found.append(
+            _Wanted(parameter.name, place, several, classes, bool(numbers), bool(functions), none)
+        )
+    return tuple(found)
+
+
+def _is_noun(option: Any) -> bool:
+    return isinstance(option, type) and option.__module__.partition(".")[0] == "functron"
+
+
+def _options(annotation: Any, names: dict[str, Any]) -> tuple:
+    """The alternatives of an annotation; () where it cannot be evaluated or says nothing."""
+    if annotation is inspect.Parameter.empty:
+        return ()
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, names)
+        except (NameError, TypeError, AttributeError):
+            return ()
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)

@@ -121,8 +121,25 @@ def param_specs(defs: tree.Tree, rules: Rules) -> tree.Tree:
 
     Raises:
         ValueError: the rules split one parameter twice by the same mesh axis.
+        TypeError: leaves that are no `ParamDef`.
     """
+    _check_defs(defs)
     return tree.map_with_path(lambda path, d: rules.spec(d.axes, path=path), defs)
+
+
+def _check_defs(defs: tree.Tree) -> None:
+    """Raise TypeError unless the leaves are `ParamDef`s."""
+    rows = zip(tree.paths(defs), tree.leaves(defs), strict=True)
+    fix = "such as gpt.defs(config), or ParamDef(shape, axes, init)"
+    raise_problems(
+        "these are no definitions of parameters",
+        [
+            Problem(f"defs/{path}" if path else "defs", type(leaf).__name__, "a ParamDef", fix)
+            for path, leaf in rows
+            if not isinstance(leaf, ParamDef)
+        ],
+        TypeError,
+    )
 
 
 @public
@@ -168,6 +185,7 @@ def init_params(
     Raises:
         ValueError: a shape cannot be split as its spec says; all offenders are listed.
     """
+    _check_defs(defs)
     if mesh is not None and specs is not None:
         validate(tree.map(lambda d: _Shaped(d.shape), defs), specs, mesh, what="params")
     flat = (

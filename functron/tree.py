@@ -146,6 +146,10 @@ def broadcast_prefix(
 
 
 def _broadcast(prefix, tree, is_leaf, path, out, problems, wanted) -> None:
+    if is_leaf is not None and optree.tree_is_leaf(prefix) and not is_leaf(prefix):
+        fix = f"write P({prefix!r})" if isinstance(prefix, str) else ""
+        problems.append(Problem(path, repr(prefix), wanted, fix))
+        return
     if (is_leaf is not None and is_leaf(prefix)) or optree.tree_is_leaf(prefix):
         out.extend([prefix] * len(leaves(tree)))
         return

@@ -194,6 +194,45 @@ def test_mistakes_are_messages(tmp_path, capsys):
         assert "Traceback" not in shown
 
 
+HUB = "HuggingFaceTB/SmolLM2-135M"
+
+
+def test_a_name_on_the_hub_is_told_that_nothing_is_downloaded(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    fetch = f"hf download {HUB} --local-dir FOLDER"
+    for arguments, said in [
+        (["train", "--model", HUB], "functron convert hf:FOLDER run:RUN"),
+        (["train", "--tokenizer", HUB, "--steps", 1], fetch),
+        (["train", "--data", HUB, "--steps", 1], f"hf download {HUB} --repo-type dataset"),
+        (["sample", HUB, "--prompt", "x"], fetch),
+        (["evaluate", HUB], fetch),
+        (["convert", f"hf:{HUB}", "run:new"], fetch),
+    ]:
+        assert run(*arguments) == 2
+        shown = capsys.readouterr().err
+        assert "functron downloads nothing" in shown, arguments
+        assert said in shown, arguments
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("run.yaml", "steps: 10\ngpt:\n  num_layers: 2\n", "this is YAML: write it as TOML"),
+        ("run.conf", "model: gpt2\n", "this is YAML"),
+        ("run.json", '{"steps": 10}', "this is JSON: write it as TOML"),
+        ("config.json", '{"model_type": "llama"}', "functron convert hf:"),
+        ("run.toml", "steps = = 3\n", "wanted a readable TOML file"),
+    ],
+)
+def test_a_config_of_another_format_is_named(name, text, said, tmp_path, capsys):
+    (tmp_path / name).write_text(text)
+    assert run("train", "--config", tmp_path / name) == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert ("; fix: " in shown) == (name != "run.toml")
+
+
 @pytest.mark.parametrize(
     ("command", "given", "meant"),
     [

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import traceback
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import functron as ft
-from functron import P, gpt, lax, optim
+from functron import P, bert, gpt, lax, llava, mamba, optim, t5, vit
 from functron.cli import main
 from functron.errors import Problem, in_library, made_public, nearest, raise_problems
+from functron.models.sequence import require
 
 
 def test_a_problem_in_words():
@@ -201,3 +204,114 @@ def test_the_command_line_shows_all_where_the_environment_asks(monkeypatch, caps
     shown = capsys.readouterr().err
     assert "Traceback" in shown
     assert shown[shown.rindex("functron: ") :].startswith("functron: this model cannot run")
+
+
+# --- arguments of another kind
+
+CONFIG = gpt.PRESETS["tiny"]
+DEFS = {"w": ft.ParamDef((4, 4), ("embed", "mlp"), ft.params.ones)}
+ADAMW = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+TOKENS = torch.zeros(2, 8, dtype=torch.int64)
+KEY = ft.random.key(0)
+
+
+def made(**others):
+    given = {"loss": mine, "num_targets": mine, "optimizer": optim.sgd(1.0), "mesh": MESH}
+    return ft.make_step(**given | {"specs": {"w": P()}} | others)
+
+
+MISTAKES = {
+    "a dict as rules": (lambda: ft.param_specs(DEFS, {"mlp": "tp"}), "rules", r"ft.Rules\("),
+    "a str as rules": (lambda: ft.Rules("tp"), "rules", "by logical axis"),
+    "a dict as mesh": (lambda: ft.init_params(KEY, DEFS, P(), {"dp": 2}), "mesh", r"ft.Mesh\(\*\*"),
+    "a str as mesh": (lambda: made(mesh="dp=2"), "mesh", "ft.Mesh.parse"),
+    "a mesh of a dict": (lambda: ft.Mesh({"dp": 2}), "Mesh", r"fix: Mesh\(\*\*\{'dp': 2\}\)"),
+    "rules of a mesh as dict": (lambda: gpt.rules(CONFIG, {"dp": 2}), "mesh", "functron.Mesh"),
+    "tensors as defs": (lambda: ft.param_specs({"w": X}, ft.Rules({})), "defs/w", "a ParamDef"),
+    "shapes as defs": (lambda: ft.init_params(KEY, {"w": (4, 4)}), "defs/w/0", "a ParamDef"),
+    "a preset's name": (lambda: gpt.defs("tiny"), "config", r"PRESETS\['tiny'\]"),
+    "a dict as config": (lambda: gpt.forward({}, {}, TOKENS), "config", "GPTConfig"),
+    "torch's optimizer": (lambda: made(optimizer=ADAMW), "optimizer", "functron.optim"),
+    "its class": (lambda: ft.state_specs(P(), torch.optim.AdamW), "optimizer", "functron.optim"),
+    "a factory": (lambda: made(optimizer=optim.adamw), "optimizer", "call it"),
+    "one in a chain": (lambda: optim.chain(optim.clip(1.0), ADAMW), "transformations", "own"),
+    "no function": (lambda: made(loss=CONFIG), "loss", "a function"),
+    "a count as text": (lambda: made(num_microbatches="2"), "num_microbatches", "without quotes"),
+    "a batch that is none": (
+        lambda: inspect.unwrap(require)((X, X), "tokens"),
+        "batch",
+        "a dict with",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_another_kind_of_argument_is_named_with_the_fix(name):
+    call, where, said = MISTAKES[name]
+    with pytest.raises(TypeError, match=rf"(?s)- {where}: got .*{said}"):
+        call()
+
+
+@pytest.mark.parametrize("spec", ["dp", 2])
+def test_what_is_no_spec_is_named(spec):
+    for call in (
+        lambda: ft.shard({"w": X}, {"w": spec}, MESH),
+        lambda: ft.init_params(KEY, DEFS, {"w": spec}, MESH),
+        lambda: ft.sync_gradients({"w": X}, {"w": spec}),
+        lambda: made(specs={"w": spec}),
+    ):
+        with pytest.raises(ValueError, match=rf"/w: got {spec!r}; wanted a P") as caught:
+            call()
+        assert (f"write P({spec!r})" in str(caught.value)) == isinstance(spec, str)
+
+
+NUMERIC = [
+    name
+    for name in optim.__all__
+    if (parameters := inspect.signature(getattr(optim, name)).parameters.values())
+    and isinstance(getattr(optim, name), types.FunctionType)
+    and str(next(iter(parameters)).annotation).startswith(("float", "int", "LearningRate"))
+]
+
+
+@pytest.mark.parametrize("name", NUMERIC)
+def test_every_factory_and_schedule_wants_numbers(name):
+    """All of `optim` whose first argument is one."""
+    assert {"adamw", "sgd", "lion", "constant", "cosine_decay", "wsd", "clip"} <= set(NUMERIC)
+    factory = getattr(optim, name)
+    for wrong in ("1e-3", [1e-3], {"lr": 1e-3}):
+        given = [wrong]
+        rest = list(inspect.signature(factory).parameters.values())[1:]
+        given += [2 for p in rest if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        with pytest.raises(TypeError, match=r"wanted a number") as caught:
+            factory(*given)
+        assert ("write 1e-3, without quotes" in str(caught.value)) == isinstance(wrong, str)
+
+
+def test_numbers_of_all_kinds_are_taken():
+    for rate in (1, 1e-3, np.float32(1e-3), torch.tensor(1e-3), optim.constant(1e-3)):
+        optim.adamw(rate).init({"w": X})
+
+
+def test_a_batch_without_what_the_model_reads_is_told():
+    own = llava.PRESETS[next(iter(llava.PRESETS))]
+    families = {
+        gpt: ("tokens", "targets"),
+        bert: ("tokens", "targets"),
+        t5: ("tokens", "targets"),
+        mamba: ("tokens", "targets"),
+        vit: ("images", "targets"),
+        llava: ("tokens", "targets", "images"),
+    }
+    others = {"input_ids": TOKENS, "labels": TOKENS, "pixel_values": X}
+    for family, names in families.items():
+        loss = inspect.unwrap(family.loss)
+        with pytest.raises(ValueError, match="the batch cannot be used") as caught:
+            loss(own, {}, others)
+        for name in names:
+            assert f"- {name}: got a batch with input_ids, labels, pixel_values" in str(
+                caught.value
+            )
+        count = inspect.unwrap(family.num_targets)
+        with pytest.raises(ValueError, match=r"targets: got .*labels\[:, 1:\] of tokens"):
+            count(*([own] if family is llava else []), others)

@@ -11,7 +11,7 @@ from pydoc_data.topics import topics
 
 import numpy as np
 
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, on_hub, raise_problems
 
 SNIFFED_BYTES = 1 << 16
 MAX_OPEN_FILES = 128
@@ -84,7 +84,12 @@ def find(path: str | Path) -> tuple[list[Path], int]:
             with root.open("rb"):
                 found = taken = [root] if root.stat().st_size else []
         else:
-            _refuse(path, "nothing there", "a file or a folder", "check the spelling")
+            _refuse(
+                path,
+                "nothing there",
+                "a file or a folder",
+                on_hub(path, "dataset") or "check the spelling",
+            )
             raise AssertionError("unreachable")
     except OSError as error:
         _refuse(error.filename or path, error.strerror or str(error), "something readable")

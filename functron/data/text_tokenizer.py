@@ -10,7 +10,7 @@ from typing import Protocol
 from functron.data.rank_file import RankFile
 from functron.data.sentence_piece import SentencePiece
 from functron.data.tokenizer import TOKENIZER, Tokenizer
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, nearest, on_hub, raise_problems
 
 BYTES = "bytes"
 SNIFFED = 256
@@ -157,7 +157,7 @@ def kind_of(file: Path) -> type[Tokenizer] | type[SentencePiece] | type[RankFile
         with file.open("rb") as stream:
             head = stream.read(SNIFFED)
     except OSError as error:
-        fix = "check the path; bytes needs no file: --tokenizer bytes"
+        fix = on_hub(file) or "check the path; bytes needs no file: --tokenizer bytes"
         problem = Problem(str(file), error.strerror or str(error), "a tokenizer", fix)
         raise_problems("cannot read a tokenizer", [problem])
     if file.suffix == ".json" or head.lstrip()[:1] == b"{":

@@ -20,7 +20,7 @@ from typing import IO, Any, NoReturn
 import numpy as np
 import torch
 
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, on_hub, raise_problems
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -164,7 +164,7 @@ def _unreadable(path: Path, error: OSError) -> NoReturn:
 
 
 def _os_problem(path: Path, error: OSError) -> Problem:
-    fix = "check the spelling"
+    fix = on_hub(path.parent if path.suffix else path) or "check the spelling"
     if isinstance(error, PermissionError):
         fix = "let this user read it (chmod, chown)"
     return Problem(str(path), error.strerror or str(error), "a file to read", fix)

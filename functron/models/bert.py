@@ -20,7 +20,7 @@ from functron import nn, params
 from functron.errors import Problem, public, raise_problems
 from functron.models.block import STREAM, WHOLE, Remat
 from functron.models.config import Dtype
-from functron.models.sequence import SAMPLE_AXES, check_length
+from functron.models.sequence import SAMPLE_AXES, check_length, require
 from functron.models.stack import (
     Named,
     Run,
@@ -334,6 +334,7 @@ def loss(
         A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
         one all-reduce of a scalar.
     """
+    require(batch, "tokens", "targets")
     given = {name: batch.get(name) for name in ("types", "mask", "rows")}
     how = {"key": key, "stream": stream, "remat": remat, "gather": gather}
     logits = forward(config, weights, batch["tokens"], **given, **how)
@@ -345,6 +346,7 @@ def loss(
 @public
 def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
     """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
+    require(batch, "targets")
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
 
 

@@ -28,7 +28,7 @@ from functron.models.block import (
 from functron.models.config import GPTConfig
 from functron.models.presets import PRESETS
 from functron.models.rules import rules
-from functron.models.sequence import SAMPLE_AXES, Batch, Context, arranged
+from functron.models.sequence import SAMPLE_AXES, Batch, Context, arranged, require
 from functron.nn import moe
 from functron.ops import AUTO, Kernels
 from functron.params import Normal, ParamDef
@@ -259,6 +259,7 @@ def loss(
         ValueError: what `forward` raises, or ranks along an axis that is none of `axes` compute one
             loss together: they split sequences, or their tokens share experts.
     """
+    require(batch, "tokens", "targets")
     _check_axes(config, axes)
     how = How(key, stream, remat, gather, context, experts, kernels, loss_chunk_tokens, axes=axes)
     part, sequence = whole(config.num_layers), arranged(batch, context)
@@ -290,6 +291,7 @@ def loss_and_details(
     Args:
         watch: say how large the residual stream is after every layer: ``stream`` of `Details`.
     """
+    require(batch, "tokens", "targets")
     chunk = loss_chunk_tokens
     how = How(key, stream, remat, gather, context, experts, kernels, chunk, watch)
     part, sequence = whole(config.num_layers), arranged(batch, context)
@@ -351,6 +353,7 @@ def num_targets(batch: Batch, axes: tuple[str, ...] = SAMPLE_AXES) -> Int[Tensor
         batch: this rank's samples.
         axes: as in `loss`.
     """
+    require(batch, "targets")
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), axes)
 
 

@@ -17,7 +17,7 @@ from functron.errors import Problem, public, raise_problems
 from functron.models import decoder, gpt, vit
 from functron.models.block import RING, STREAM, WHOLE, How, Remat, check_whole
 from functron.models.config import GPTConfig
-from functron.models.sequence import SAMPLE_AXES, Sequence, arranged
+from functron.models.sequence import SAMPLE_AXES, Sequence, arranged, require
 from functron.models.stack import Named
 from functron.models.vit import ViTConfig
 from functron.nn.linear import linear_defs
@@ -212,6 +212,7 @@ def loss(
         A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
         one all-reduce of a scalar.
     """
+    require(batch, "tokens", "targets", "images")
     batch = {**batch, "targets": _targets(config, batch)}
     how = How(key, stream, remat, gather.at("text"))
     x, sequence = _stream(config, weights, batch, batch["images"], how, gather)
@@ -259,6 +260,7 @@ def _stream(
 
 
 def _targets(config: LlavaConfig, batch: Mapping[str, Tensor]) -> Tensor:
+    require(batch, "targets")
     targets = batch["targets"]
     return torch.where(targets == config.image_token, nn.IGNORE_INDEX, targets)
 

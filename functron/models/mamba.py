@@ -20,7 +20,7 @@ from functron import nn, params, tree
 from functron.errors import public
 from functron.models.block import STREAM, WHOLE, Remat
 from functron.models.mamba_config import KINDS, PRESETS, MambaConfig
-from functron.models.sequence import SAMPLE_AXES, check_length
+from functron.models.sequence import SAMPLE_AXES, check_length, require
 from functron.models.stack import Run, check_gathered, tensor_rules
 from functron.nn.linear import sequence_axes
 from functron.nn.mamba import MambaCache, mamba, mamba_cache, mamba_defs, mamba_step
@@ -230,6 +230,7 @@ def loss(
             "state is not reset between documents; fix: do not pack"
         )
     settings = {"key": key, "stream": stream, "remat": remat, "gather": gather}
+    require(batch, "tokens", "targets")
     logits = forward(config, weights, batch["tokens"], rows=batch.get("rows"), **settings)
     with named_scope("loss"):
         losses = nn.cross_entropy(logits, batch["targets"], vocab_size=config.vocab_size)
@@ -239,6 +240,7 @@ def loss(
 @public
 def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
     """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
+    require(batch, "targets")
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
 
 

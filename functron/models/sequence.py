@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
 from functron.errors import Problem, nearest, raise_problems
@@ -114,6 +115,43 @@ class Sequence(NamedTuple):
         )
 
 
+_ELSEWHERE: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "tokens": ("int64 [batch, seq]", "input_ids"),
+        "targets": ("int64: of each place what is to be predicted there", "labels"),
+        "images": ("a tensor of images", "pixel_values"),
+    }
+)
+"""What entries of a batch are, and what transformers calls them."""
+
+
+def require(batch: Batch, *names: str) -> None:
+    """Check that a batch has these entries.
+
+    Raises:
+        ValueError: it has not; all that are missing are listed.
+        TypeError: it is no mapping.
+    """
+    if not isinstance(batch, Mapping):
+        wanted = f"a dict with {' and '.join(map(repr, names))}"
+        problem = Problem("batch", type(batch).__name__, wanted)
+        raise_problems("the batch cannot be used", [problem], TypeError)
+    found = []
+    for name in names:
+        if name not in batch:
+            wanted, other = _ELSEWHERE[name]
+            fix = f"put it into the batch as {name!r}"
+            if other in batch:
+                fix = f"call {other!r} so"
+                # transformers shifts labels inside of the model
+                fix += ", one place to the left: labels[:, 1:] of tokens[:, :-1]" * (
+                    other == "labels"
+                )
+            has = ", ".join(map(str, batch)) or "nothing"
+            found.append(Problem(name, f"a batch with {has}", wanted, fix))
+    raise_problems("the batch cannot be used", found)
+
+
 def arranged(batch: Batch, context: Context) -> Sequence:
     """This rank's tokens as `context` orders them.
 
@@ -129,6 +167,7 @@ def arranged(batch: Batch, context: Context) -> Sequence:
             return x
         return zigzag.to_balanced(x, 1)
 
+    require(batch, "tokens")
     tokens = batch["tokens"]
     rows = batch.get("rows")
     if rows is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar, get_args
 
 from functron import nn, random, tree
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, nearest, on_hub, raise_problems
 from functron.models.block import STREAM, WHOLE, Remat
 from functron.params import ParamDef
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
@@ -36,7 +36,10 @@ class Named(Mapping[str, Config]):
 
     def __getitem__(self, name: str) -> Config:
         if name not in self.configs:
-            raise ValueError(f"model: got {name!r}; {nearest(name, self.configs)}")
+            fix = on_hub(name).replace(
+                "give that folder", "functron convert hf:FOLDER run:RUN, which --resume trains"
+            )
+            raise ValueError(f"model: got {name!r}; {fix or nearest(name, self.configs)}")
         return self.configs[name]
 
     def __contains__(self, name: object) -> bool:

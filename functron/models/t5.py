@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import nn, params
-from functron.errors import Problem, public, raise_problems
+from functron.errors import public
 from functron.models.block import STREAM, WHOLE, Remat
-from functron.models.sequence import SAMPLE_AXES, check_length
+from functron.models.sequence import SAMPLE_AXES, check_length, require
 from functron.models.stack import Run, check_gathered, keys_of, tensor_rules, whole_heads
 from functron.models.t5_config import PRESETS, T5Config
 from functron.nn.kv_cache import KVCache, empty_cache, written
@@ -471,9 +471,7 @@ def loss(
     Raises:
         ValueError: the batch has no targets.
     """
-    if "targets" not in batch:
-        problem = Problem("targets", "nothing", "what the decoder is to say", "put them in")
-        raise_problems("the batch has no loss", [problem])
+    require(batch, "tokens", "targets")
     others = {name: batch.get(name) for name in ("mask", "rows")}
     how = {"key": key, "stream": stream, "remat": remat, "gather": gather}
     given = shift_right(batch["targets"], config.start_id)
@@ -486,6 +484,7 @@ def loss(
 @public
 def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
     """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
+    require(batch, "targets")
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
 
 

@@ -19,7 +19,7 @@ from functron import nn, params
 from functron.errors import Problem, public, raise_problems
 from functron.models.block import STREAM, WHOLE, Remat
 from functron.models.config import Dtype
-from functron.models.sequence import SAMPLE_AXES
+from functron.models.sequence import SAMPLE_AXES, require
 from functron.models.stack import (
     Named,
     Run,
@@ -366,6 +366,7 @@ def loss(
         one all-reduce of a scalar.
     """
     del key
+    require(batch, "images", "targets")
     logits = forward(config, weights, batch["images"], stream=stream, remat=remat, gather=gather)
     with named_scope("loss"):
         losses = nn.cross_entropy(logits, batch["targets"], vocab_size=config.num_classes)
@@ -375,4 +376,5 @@ def loss(
 @public
 def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
     """How many images count, over the batch of all ranks: an int64 scalar; one all-reduce."""
+    require(batch, "targets")
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.optim.average import ema
 from functron.optim.learning_rate import (
     LearningRate,
@@ -69,6 +69,7 @@ def factored_dims(leaf: Whole, min_dim_size: int = 128) -> tuple[int, int] | Non
     return dims[-2], dims[-1]
 
 
+@public
 def scale_by_factored_rms(
     decay_rate: float = 0.8,
     step_offset: int = 0,
@@ -195,6 +196,7 @@ def _factored(
     return out.to(g.dtype), rows.squeeze(high), cols.squeeze(low), None
 
 
+@public
 def clip_by_block_rms(
     threshold: float, *, defs: tree.Tree = None, specs: tree.Tree = None
 ) -> GradientTransformation:
@@ -214,6 +216,7 @@ def clip_by_block_rms(
     return stateless(lambda updates, params: _each(one, updates, defs, specs))
 
 
+@public
 def scale_by_param_block_rms(
     min_scale: float = 1e-3, *, defs: tree.Tree = None, specs: tree.Tree = None
 ) -> GradientTransformation:
@@ -251,6 +254,7 @@ def _each(fn, updates: tree.Tree, defs: tree.Tree, specs: tree.Tree) -> tree.Tre
     return tree.unflatten(tree.structure(updates), [fn(*row) for row in rows])
 
 
+@public
 def adafactor(
     learning_rate: LearningRate | None = None,
     min_dim_size_to_factor: int = 128,

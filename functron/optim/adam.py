@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from functron import compat, tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.ops.foreach import foreach_
 from functron.ops.kernels import AUTO, Kernels
 from functron.optim.adam_leaves import Step, adamw_leaves_
@@ -53,6 +53,7 @@ class ScaleByAdamState(NamedTuple):
     nu: tree.Tree
 
 
+@public
 def scale_by_adam(
     b1: float = 0.9,
     b2: float = 0.999,
@@ -118,6 +119,7 @@ def scale_by_adam(
     )
 
 
+@public
 def adamw(
     learning_rate: LearningRate,
     b1: float = 0.9,
@@ -201,6 +203,7 @@ def adamw(
     return with_step(plain, step_)._replace(one_pass=one_pass)
 
 
+@public
 def adam(
     learning_rate: LearningRate,
     b1: float = 0.9,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import tree
+from functron.errors import public
 from functron.optim.learning_rate import LearningRate, new_count, scale_by_learning_rate
 from functron.optim.mask import Mask, add_decayed_weights
 from functron.optim.transformation import GradientTransformation, chain, transformation
@@ -80,6 +81,7 @@ class ScaleByAdamMiniState(NamedTuple):
     nu: tree.Tree
 
 
+@public
 def scale_by_adam_mini(
     blocks: tree.Tree,
     b1: float = 0.9,
@@ -165,6 +167,7 @@ def _first(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     return x.clone() if dims else x
 
 
+@public
 def adam_mini(
     learning_rate: LearningRate,
     blocks: tree.Tree,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.ops.foreach import foreach_
 from functron.optim.learning_rate import new_count
 from functron.optim.transformation import GradientTransformation, apply_updates, transformation
@@ -28,6 +28,7 @@ class EmaState(NamedTuple):
     ema: tree.Tree
 
 
+@public
 def ema(
     decay: float, debias: bool = True, *, dtype: torch.dtype | None = None
 ) -> GradientTransformation:
@@ -76,6 +77,7 @@ class AverageState(NamedTuple):
     inner: tree.Tree
 
 
+@public
 def with_average(
     inner: GradientTransformation,
     decay: float | Callable[[torch.Tensor], float | torch.Tensor],

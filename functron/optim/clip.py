@@ -7,6 +7,7 @@ import math
 import torch
 
 from functron import tree
+from functron.errors import public
 from functron.ops.foreach import foreach_
 from functron.ops.global_norm import squares, sum_of_squares
 from functron.ops.kernels import AUTO, Kernels
@@ -25,6 +26,7 @@ from functron.spmd.spec import spec_axes
 from functron.spmd.stages import psum_stages
 
 
+@public
 def global_norm(
     updates: Updates, specs: tree.Tree = None, copies: tree.Tree = 1, *, kernels: Kernels = AUTO
 ) -> torch.Tensor:
@@ -85,6 +87,7 @@ def norm_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return torch.where(norm < max_norm, torch.ones_like(norm), max_norm / norm)
 
 
+@public
 def clip_by_global_norm(
     max_norm: float, specs: tree.Tree = None, copies: tree.Tree = 1, *, kernels: Kernels = AUTO
 ) -> GradientTransformation:
@@ -123,6 +126,7 @@ def clip_by_global_norm(
     )._replace(factor=factor, norm=Norm(lambda updates: updates, value))
 
 
+@public
 def clip(max_delta: float) -> GradientTransformation:
     """Clips every element of the updates to ``[-max_delta, max_delta]``, as Optax does.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.ops.kernels import AUTO, Kernels
 from functron.optim import schedules
 from functron.optim.adafactor import adafactor
@@ -148,6 +148,7 @@ def _moment_dtype(name: Moment) -> MomentDtype:
     return "int8" if name == "int8" else torch_dtype(name)
 
 
+@public
 def make_schedule(config: ScheduleConfig) -> Schedule:
     """The schedule that `config` describes.
 
@@ -158,6 +159,7 @@ def make_schedule(config: ScheduleConfig) -> Schedule:
     return _SCHEDULES[config.name](config)
 
 
+@public
 def make_optimizer(
     config: OptimizerConfig,
     learning_rate: LearningRate,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.optim.host import readable
 from functron.optim.learning_rate import new_count
 from functron.optim.transformation import (
@@ -63,6 +63,7 @@ def all_finite(updates: tree.Tree, specs: tree.Tree = None) -> torch.Tensor:
     return psum_stages(torch.stack(sums).sum()) == 0
 
 
+@public
 def apply_if_finite(
     inner: GradientTransformation, max_consecutive_errors: int, *, specs: tree.Tree = None
 ) -> GradientTransformation:
@@ -143,6 +144,7 @@ def _select(flag: torch.Tensor, chosen: tree.Tree, other: tree.Tree) -> tree.Tre
     return tree.map(lambda a, b: torch.where(flag.to(a.device), a, b), chosen, other)
 
 
+@public
 def zero_nans() -> GradientTransformation:
     """Updates with 0 in place of NaN; infinities stay. Optax's, without its record of them."""
 

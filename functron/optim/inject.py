@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import tree
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, nearest, public, raise_problems
 from functron.optim.host import readable
 from functron.optim.learning_rate import new_count
 from functron.optim.transformation import GradientTransformation, transformation
@@ -32,6 +32,7 @@ class InjectHyperparamsState(NamedTuple):
     inner_state: tree.Tree
 
 
+@public
 def inject_hyperparams(
     factory: Callable[..., GradientTransformation], static_args: str | Iterable[str] = ()
 ) -> Callable[..., GradientTransformation]:

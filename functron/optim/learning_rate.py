@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import tree
+from functron.errors import public
 from functron.ops.foreach import foreach_
 from functron.optim.transformation import (
     GradientTransformation,
@@ -32,6 +33,7 @@ class ScaleByScheduleState(NamedTuple):
     count: Any
 
 
+@public
 def scale_by_learning_rate(
     learning_rate: LearningRate, *, flip_sign: bool = True
 ) -> GradientTransformation:

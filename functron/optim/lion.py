@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import tree
+from functron.errors import public
 from functron.ops.foreach import foreach_
 from functron.optim.learning_rate import (
     LearningRate,
@@ -31,6 +32,7 @@ class ScaleByLionState(NamedTuple):
     mu: tree.Tree
 
 
+@public
 def scale_by_lion(
     b1: float = 0.9, b2: float = 0.99, *, mu_dtype: torch.dtype | None = None
 ) -> GradientTransformation:
@@ -85,6 +87,7 @@ def _combine(b1: float, b2: float):
     return kernel
 
 
+@public
 def lion(
     learning_rate: LearningRate,
     b1: float = 0.9,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.optim.learning_rate import LearningRate, ScaleByScheduleState, new_count
 from functron.optim.transformation import (
     GradientTransformation,
@@ -21,6 +21,7 @@ from functron.spmd.spec import P
 Mask = tree.Tree | Callable[[Params], tree.Tree] | None
 
 
+@public
 def add_decayed_weights(
     weight_decay: LearningRate = 0.0, mask: Mask = None
 ) -> GradientTransformation:
@@ -69,6 +70,7 @@ def _some(weight_decay: float | torch.Tensor) -> bool:
     return isinstance(weight_decay, torch.Tensor) or bool(weight_decay)
 
 
+@public
 def masked(inner: GradientTransformation, mask: tree.Tree) -> GradientTransformation:
     """`inner` for the parameters that `mask` picks; the others are left alone, bit for bit.
 

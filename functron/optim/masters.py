@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from functron import tree
+from functron.errors import public
 from functron.ops.foreach import foreach_
 from functron.optim.transformation import Around, GradientTransformation, transformation
 
@@ -26,6 +27,7 @@ class MastersState(NamedTuple):
     inner: tree.Tree
 
 
+@public
 def with_fp32_masters(inner: GradientTransformation) -> GradientTransformation:
     """`inner`, run in float32 on master copies of the low-precision parameters.
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from functron import tree
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, nearest, public, raise_problems
 from functron.ops.global_norm import squares
 from functron.optim.adam import adamw
 from functron.optim.learning_rate import LearningRate, scale_by_learning_rate
@@ -120,6 +120,7 @@ def newton_schulz(
     return x.mT if flipped else x
 
 
+@public
 def scale_by_muon(
     matrices: tree.Tree,
     momentum: float = 0.95,
@@ -189,6 +190,7 @@ def scale_by_muon(
     )
 
 
+@public
 def muon(
     learning_rate: LearningRate,
     matrices: tree.Tree,

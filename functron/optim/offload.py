@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from functron import tree
+from functron.errors import public
 from functron.optim.transformation import GradientTransformation
 from functron.program.recorder import active
 from functron.spmd.spec import P, is_spec
@@ -15,6 +16,7 @@ from functron.spmd.spec import P, is_spec
 _GROUP_BYTES = 64 << 20
 
 
+@public
 def offload(
     inner: GradientTransformation, *, group_bytes: int = _GROUP_BYTES
 ) -> GradientTransformation:

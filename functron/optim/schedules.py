@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, nearest, public, raise_problems
 
 Schedule = Callable[[int | torch.Tensor], torch.Tensor]
 
 
+@public
 def constant(peak: float, *, warmup_steps: int = 0, init: float = 0.0) -> Schedule:
     """`peak` after the warm-up.
 
@@ -31,6 +32,7 @@ def constant(peak: float, *, warmup_steps: int = 0, init: float = 0.0) -> Schedu
     return _with_warmup(lambda count: torch.full_like(count, peak), peak, warmup_steps, init)
 
 
+@public
 def linear(
     peak: float,
     total_steps: int,
@@ -48,6 +50,7 @@ def linear(
     return _decay(_DECAYS["linear"], peak, end, warmup_steps, warmup_steps, total_steps, init)
 
 
+@public
 def cosine_decay(
     peak: float,
     total_steps: int,
@@ -65,6 +68,7 @@ def cosine_decay(
     return _decay(_DECAYS["cosine"], peak, end, warmup_steps, warmup_steps, total_steps, init)
 
 
+@public
 def exponential_decay(
     peak: float,
     total_steps: int,
@@ -85,6 +89,7 @@ def exponential_decay(
     return _decay(_DECAYS["exponential"], peak, end, warmup_steps, warmup_steps, total_steps, init)
 
 
+@public
 def polynomial_decay(
     peak: float,
     total_steps: int,
@@ -107,6 +112,7 @@ def polynomial_decay(
     return _decay(shape, peak, end, warmup_steps, warmup_steps, total_steps, init)
 
 
+@public
 def wsd(
     peak: float,
     total_steps: int,
@@ -140,6 +146,7 @@ def wsd(
     return _decay(_DECAYS[decay], peak, end, warmup_steps, start, total_steps, init)
 
 
+@public
 def inverse_square_root(
     peak: float,
     total_steps: int | None = None,
@@ -169,6 +176,7 @@ def inverse_square_root(
 INCREASES = ("constant", "linear", "cosine")
 
 
+@public
 def weight_decay_increase(
     start: float, end: float, total_steps: int, style: str = "linear"
 ) -> Schedule:
@@ -198,6 +206,7 @@ def weight_decay_increase(
     return schedule
 
 
+@public
 def relative_step(limit: float = 0.01, *, warm_up: bool = False) -> Schedule:
     """Adafactor's ``min(limit, 1 / sqrt(t))`` at update t, to be times the parameter's size.
 
@@ -221,6 +230,7 @@ def relative_step(limit: float = 0.01, *, warm_up: bool = False) -> Schedule:
     return schedule
 
 
+@public
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """Schedule i up to, not including, ``boundaries[i]``; each one counts from its own start.
 

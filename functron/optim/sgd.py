@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from functron import compat, tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.ops.foreach import foreach_
 from functron.optim.learning_rate import (
     LearningRate,
@@ -35,6 +35,7 @@ class TraceState(NamedTuple):
     trace: tree.Tree
 
 
+@public
 def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     """Momentum: the updates become ``t = g + decay * t``, or ``g + decay * t`` of that (Nesterov).
 
@@ -53,6 +54,7 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     )
 
 
+@public
 def sgd(
     learning_rate: LearningRate, momentum: float | None = None, nesterov: bool = False
 ) -> GradientTransformation:
@@ -91,6 +93,7 @@ def sgd(
     return with_step(plain, step_)
 
 
+@public
 def sign_sgd(learning_rate: float) -> GradientTransformation:
     """``params - learning_rate sign(gradient)``: every entry goes one step of the same length.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.errors import Problem, public, raise_problems
 from functron.optim.adam import adamw
 from functron.optim.host import readable
 from functron.optim.learning_rate import LearningRate, new_count, scale_by_learning_rate
@@ -66,6 +66,7 @@ class _Moments(NamedTuple):
     right_basis: Any
 
 
+@public
 def scale_by_soap(
     matrices: tree.Tree,
     b1: float = 0.95,
@@ -315,6 +316,7 @@ def _turned(state: _Moments) -> _Moments:
     return state._replace(nu=nu, left_basis=bases[0], right_basis=bases[1])
 
 
+@public
 def soap(
     learning_rate: LearningRate,
     matrices: tree.Tree,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import compat, random, tree
+from functron.errors import public
 from functron.ops.adamw import Stochastic, place_of
 from functron.ops.foreach import foreach_
 from functron.ops.rounding import random_bits, stochastic_round
@@ -34,6 +35,7 @@ class StochasticState(NamedTuple):
     inner: tree.Tree
 
 
+@public
 def with_stochastic_rounding(
     inner: GradientTransformation, seed: int = 0, *, defs: tree.Tree = None, specs: tree.Tree = None
 ) -> GradientTransformation:

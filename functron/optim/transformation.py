@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from functron import compat, tree
+from functron.errors import public
 from functron.ops.foreach import foreach_
 from functron.program.recorder import active
 
@@ -89,6 +90,7 @@ class GradientTransformation(NamedTuple):
     norm: Norm | None = None
 
 
+@public
 def transformation(
     init: Callable[[Params], State],
     update: Callable[..., tuple[Updates, State]],
@@ -156,6 +158,7 @@ def _with_dtypes(new: State, state: State) -> State:
     return tree.unflatten(tree.structure(new), kept)
 
 
+@public
 def stateless(
     fn: Callable[[Updates, Params | None], Updates],
     fn_: Callable[[Updates, Params | None], Updates] | None = None,
@@ -176,11 +179,13 @@ def stateless(
     )
 
 
+@public
 def identity() -> GradientTransformation:
     """The transformation that changes nothing: plain gradient *ascent* when applied."""
     return stateless(lambda updates, params: updates)
 
 
+@public
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """The transformations one after another; the state is the tuple of their states.
 
@@ -261,6 +266,7 @@ def norm_of_part(norm: Norm | None, part: Callable[[Updates], Updates]) -> Norm 
     return Norm(lambda updates: norm.of(part(updates)), lambda updates: norm.value(part(updates)))
 
 
+@public
 def apply_updates(params: Params, updates: Updates) -> Params:
     """``params + updates``, leaf by leaf, in the dtypes of `params`. Pure."""
     return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)

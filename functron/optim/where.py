@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from functron import tree
-from functron.errors import Problem, nearest, raise_problems
+from functron.errors import Problem, nearest, public, raise_problems
 from functron.optim.transformation import (
     GradientTransformation,
     norm_of_part,
@@ -27,6 +27,7 @@ class WhereState(NamedTuple):
     others: tree.Tree
 
 
+@public
 def where(
     mask: tree.Tree, chosen: GradientTransformation, others: GradientTransformation
 ) -> GradientTransformation:
@@ -64,6 +65,7 @@ class MultiTransformState(NamedTuple):
     inner_states: dict[str, tree.Tree]
 
 
+@public
 def multi_transform(
     transforms: Mapping[str, GradientTransformation],
     labels: tree.Tree | Callable[[tree.Tree], tree.Tree],

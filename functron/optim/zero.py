@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from functron import tree
+from functron.errors import public
 from functron.ops.foreach import foreach_
 from functron.optim.transformation import GradientTransformation, apply_updates
 from functron.program.recorder import active
@@ -87,6 +88,7 @@ def padded_shapes(defs: tree.Tree, shards: tree.Tree, mesh: Mesh | BoundMesh) ->
     return tree.map(lambda d, shard: padded_shape(d.shape, shard, mesh), defs, _full(shards, defs))
 
 
+@public
 def zero(
     inner: GradientTransformation, specs: tree.Tree, shards: tree.Tree
 ) -> GradientTransformation:

@@ -41,7 +41,12 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
 
     @public
-    def __init__(self, **axes: int):
+    def __init__(self, *given: object, **axes: int):
+        if given:
+            text = isinstance(given[0], str)
+            fix = f"Mesh.parse({given[0]!r})" if text else f"Mesh(**{given[0]!r})"
+            problem = Problem("Mesh", repr(given[0]), "axes by name, as in Mesh(dp=2)", fix)
+            raise_problems("cannot make a mesh", [problem], TypeError)
         raise_problems(
             "a mesh needs a positive whole number of ranks on every axis",
             [

@@ -92,7 +92,10 @@ def _check_spec_trees(
         for path, spec in rows:
             where = f"{what}/{path}" if path else what
             if not is_spec(spec):
-                problems.append(Problem(where, repr(spec), "a P or None", f"write P({spec!r})"))
+                fix = f"write P({spec!r})" if isinstance(spec, str) else ""
+                if isinstance(spec, sharding.Rules):
+                    fix = "what param_specs(defs, rules) makes of rules"
+                problems.append(Problem(where, repr(spec), "a P or None", fix))
             elif spec is not None:
                 problems += sharding.problems(where, None, spec, mesh)
                 if stages in spec_axes(spec):

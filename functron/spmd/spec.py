@@ -195,6 +195,9 @@ class Rules(Mapping[str, Entry]):
     """
 
     def __init__(self, rules: Mapping[str, Entry]):
+        if not isinstance(rules, Mapping):
+            wanted = 'mesh axes by logical axis, as in {"heads": "tp"}'
+            raise_problems("Rules", [Problem("rules", repr(rules), wanted)], TypeError)
         self._rules = dict(rules)
 
     def __getitem__(self, logical: str) -> Entry:
