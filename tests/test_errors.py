@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
+import pkgutil
+import re
 import subprocess
 import sys
 import traceback
@@ -315,3 +319,73 @@ def test_a_batch_without_what_the_model_reads_is_told():
         count = inspect.unwrap(family.num_targets)
         with pytest.raises(ValueError, match=r"targets: got .*labels\[:, 1:\] of tokens"):
             count(*([own] if family is llava else []), others)
+
+
+# --- names in messages
+
+
+def _messages():
+    """Every string of functron that is no docstring and has several words, with where it is."""
+    root = Path(ft.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        parsed = ast.parse(file.read_text(encoding="utf-8"))
+        docstrings = {id(node.value) for node in ast.walk(parsed) if isinstance(node, ast.Expr)}
+        for node in ast.walk(parsed):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and " " in text and id(node) not in docstrings:
+                yield f"{file.relative_to(root)}:{node.lineno}", text
+
+
+def _found(module, names):
+    value = module
+    for name in names:
+        value = getattr(value, name, None)
+    return value is not None
+
+
+def private_names(text, modules):
+    """The dotted names in `text` that mean something in functron, but not to who imports it."""
+    for dotted in re.findall(r"(?<![\w.-])(?<!-m )[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+", text):
+        first, *names = dotted.split(".")
+        if names[-1] == "json":
+            continue
+        if first in ("ft", "functron"):
+            first, *names = names
+            if first == "data" or first == "ops":  # packages that are imported by themselves
+                exported = importlib.import_module(f"functron.{first}").__all__
+                if not names or names[0] in exported:
+                    continue
+            elif first not in ft.__all__ and first != "optim":
+                yield dotted
+                continue
+        if first in ft.__all__:
+            continue
+        if any(_found(module, names) for module in modules.get(first, ())):
+            yield dotted
+
+
+def _modules():
+    found = {}
+    for info in pkgutil.walk_packages(ft.__path__, "functron."):
+        if not info.name.endswith("__main__"):
+            module = importlib.import_module(info.name)
+            found.setdefault(info.name.rpartition(".")[2], []).append(module)
+    return found
+
+
+def test_messages_name_what_functron_exports():
+    modules = _modules()
+    bad = [f"{at}: {name}" for at, text in _messages() for name in private_names(text, modules)]
+    assert bad == []
+
+
+def test_private_names_are_found():
+    modules = _modules()
+    text = (
+        "pass transforms.Gather(specs), ops.use, functron.spmd.axes.lookup, axes.lookup or foo.bar"
+    )
+    assert list(private_names(text, modules)) == [
+        "transforms.Gather", "ops.use", "functron.spmd.axes.lookup", "axes.lookup",
+    ]  # fmt: skip
+    good = "ft.Gather(specs), optim.adamw, functron.ops.use, functron.data.merge, gpt.loss, e.g. x"
+    assert list(private_names(good, modules)) == []

@@ -169,7 +169,7 @@ DECODER = (
     settings.absent(
         "mup_base_dim",
         "mup_base_head_dim",
-        fix="put it into the parameters first: functron.models.mup.folded(config, params)",
+        fix="put it into the parameters first: gpt.folded(config, params)",
     ),
     settings.only("is_encoder_decoder", False, why="encoder"),
     settings.only("add_cross_attention", False, why="attention to another sequence"),

@@ -309,7 +309,7 @@ def check_whole(config: GPTConfig, size: int) -> None:
     if size != config.embed_dim:
         raise ValueError(
             f"forward: got parameters with {size} of embed_dim={config.embed_dim} on this rank; "
-            "wanted all of them where they are used; fix: pass gather=transforms.Gather(specs), "
+            "wanted all of them where they are used; fix: pass gather=ft.Gather(specs), "
             "with the specs by which they are split"
         )
 

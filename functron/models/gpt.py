@@ -26,6 +26,7 @@ from functron.models.block import (
     norm_defs,
 )
 from functron.models.config import GPTConfig
+from functron.models.mup import folded
 from functron.models.presets import PRESETS
 from functron.models.rules import rules
 from functron.models.sequence import SAMPLE_AXES, Batch, Context, arranged, require
@@ -52,6 +53,7 @@ __all__ = [
     "batch_specs",
     "defs",
     "flops_per_token",
+    "folded",
     "forward",
     "loss",
     "loss_and_details",

@@ -33,7 +33,7 @@ def rules(
         config: the architecture.
         mesh: the ranks.
         fsdp: the data axes that parameters are split over, to be gathered where they are used
-            (`transforms.Gather`): ``("fsdp",)``, beside which dp replicates; ``("dp", "fsdp")``
+            (`functron.Gather`): ``("fsdp",)``, beside which dp replicates; ``("dp", "fsdp")``
             for ZeRO-3 over all data ranks; ``()`` where fsdp splits nothing but the batch.
         experts: the axes that experts are divided over, all of which split tokens: ``("ep",)``;
             ``("ep", "tp")`` under sequence parallelism, which is Megatron's folding with

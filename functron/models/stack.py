@@ -142,7 +142,7 @@ def check_gathered(name: str, size: int, wanted: int) -> None:
     if size != wanted:
         raise ValueError(
             f"forward: got parameters with {size} of {name}={wanted} on this rank; wanted all of "
-            "them where they are used; fix: pass gather=transforms.Gather(specs), with the specs "
+            "them where they are used; fix: pass gather=ft.Gather(specs), with the specs "
             "by which they are split"
         )
 

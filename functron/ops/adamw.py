@@ -145,7 +145,7 @@ def _check(param: torch.Tensor, operands: dict, scalars: dict, rounding: Stochas
         if x is not None and (tuple(x.shape), _strides(x), x.device) != layout:
             got = f"shape {tuple(x.shape)} with strides {x.stride()} on {x.device}"
             wanted = f"{layout[0]} with strides {param.stride()} on {param.device}, as param"
-            found.append(Problem(name, got, wanted, "see ops.foreach.foreach_(dense=True)"))
+            found.append(Problem(name, got, wanted, "copy it into torch.empty_like(param)"))
     real = torch.float64 if param.dtype == torch.float64 else torch.float32
     for name, x in scalars.items():
         dtype = torch.int64 if name == "count" else real
@@ -179,7 +179,7 @@ def _kernel(
     if unknown:
         raise TypeError(
             f"adamw_: got {', '.join(unknown)}; wanted float32, float16 or bfloat16; fix: pass "
-            'kernels=ops.use("reference")'
+            'kernels=functron.ops.use("reference")'
         )
     packed = all(
         x.data_ptr() % (_QUAD * x.element_size()) == 0 for x in (*operands, master) if x is not None

@@ -280,7 +280,7 @@ def _threads(x: Tensor, ids: Tensor) -> int:
         raise ValueError(
             f"cross_entropy: got {columns} columns and {ids.dtype} ids; wanted 1 to "
             f"{_MOST_COLUMNS} columns and int64 ids; fix: split the vocabulary over more ranks, "
-            'or pass kernels=ops.use("reference")'
+            'or pass kernels=functron.ops.use("reference")'
         )
     packs = -(-columns * x.element_size() // PACK_BYTES)
     return min(_MOST_THREADS, -(-packs // _WARP) * _WARP)

@@ -157,7 +157,7 @@ def _call_in_place(name: str, raw: Any, *args: Any) -> Any:
     if any(map(compat.is_wrapped, tensors)):
         raise ValueError(
             f"{name}: got tensors that torch.func transforms; wanted plain ones, as it writes to "
-            "them; fix: call it through ops.foreach.foreach_, or outside of the transform"
+            "them; fix: call it outside of the transform, as optim's step_ does"
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ValueError(
@@ -198,7 +198,7 @@ def _function(name: str, raw: Any, batch: Callable, gradient: Gradient | Callabl
             if rule is None:
                 raise ValueError(
                     f"functron::{name} has no derivative; "
-                    'fix: pass kernels=ops.use("reference") where higher ones are wanted'
+                    'fix: pass kernels=functron.ops.use("reference") where higher ones are wanted'
                 )
             grads = tuple(rule.backward(_kept(ctx), cotangents))
             assert len(grads) == ctx.num_inputs, name
@@ -208,7 +208,8 @@ def _function(name: str, raw: Any, batch: Callable, gradient: Gradient | Callabl
         def jvp(ctx, *tangents) -> Any:
             raise ValueError(
                 f"got forward-mode differentiation (jvp, jacfwd, hessian) of functron::{name}; "
-                'wanted reverse mode; fix: pass kernels=ops.use("reference"), which has both'
+                'wanted reverse mode; fix: pass kernels=functron.ops.use("reference"), which has '
+                "both"
             )
 
         @staticmethod

@@ -22,7 +22,7 @@ Dims = int | Sequence[int]
 _NO_DEFINES: Mapping[str, str] = MappingProxyType({})
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-_FALLBACK = 'pass kernels=ops.use("reference")'
+_FALLBACK = 'pass kernels=functron.ops.use("reference")'
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def _launch(
     if count > _MOST_ROWS:
         raise ValueError(
             f"lse_merge: got {count} rows; wanted at most {_MOST_ROWS}; "
-            'fix: pass kernels=ops.use("reference")'
+            'fix: pass kernels=functron.ops.use("reference")'
         )
     if not count:
         return

@@ -164,7 +164,7 @@ def _grid(rows: int, dim: int) -> int:
     if dim >= _MOST_COLUMNS:
         raise ValueError(
             f"moe_permute: got rows of {dim} elements; wanted fewer than {_MOST_COLUMNS}; "
-            'fix: pass kernels=ops.use("reference")'
+            'fix: pass kernels=functron.ops.use("reference")'
         )
     return rows if dim else 0
 

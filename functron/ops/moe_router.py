@@ -168,7 +168,7 @@ def _backward_kernel(
 
 
 def _check(x: torch.Tensor, num_groups: int) -> None:
-    fix = 'fix: pass kernels=ops.use("reference")'
+    fix = 'fix: pass kernels=functron.ops.use("reference")'
     if x.dtype != torch.float32:
         raise TypeError(f"moe_router: got {x.dtype} logits; wanted float32; {fix}")
     if not fits(x.shape[1], num_groups):

@@ -48,7 +48,7 @@ def _kernel(
     if num_experts > _MOST_EXPERTS:
         raise ValueError(
             f"moe_sort: got {num_experts} experts; wanted at most {_MOST_EXPERTS}; "
-            'fix: pass kernels=ops.use("reference")'
+            'fix: pass kernels=functron.ops.use("reference")'
         )
     experts, kept = experts.contiguous(), kept.contiguous()
     assignments, columns = experts.numel(), num_experts + 1

@@ -145,13 +145,13 @@ def check_arch(arch: str) -> None:
     if number < _OLDEST:
         raise ValueError(
             f"arch: got {arch}; wanted sm_{_OLDEST} (A100) or newer; "
-            'fix: pass kernels=ops.use("reference") on such a GPU'
+            'fix: pass kernels=functron.ops.use("reference") on such a GPU'
         )
     if number not in supported():
         known = ", ".join(f"sm_{n}" for n in supported() if n >= _OLDEST)
         raise ValueError(
             f"arch: got {arch}, which NVRTC {version()} does not know; wanted one of {known}; "
-            'fix: a newer nvidia-cuda-nvrtc, or pass kernels=ops.use("reference")'
+            'fix: a newer nvidia-cuda-nvrtc, or pass kernels=functron.ops.use("reference")'
         )
 
 
@@ -193,7 +193,7 @@ def library_path() -> Path:
     if not _found("cuda.bindings") or not _found("cuda.pathfinder"):
         raise ValueError(
             f"NVRTC: got a Python without cuda-bindings; wanted it to compile kernels; "
-            f'fix: {INSTALL}, or pass kernels=ops.use("reference")'
+            f'fix: {INSTALL}, or pass kernels=functron.ops.use("reference")'
         )
     from cuda import pathfinder
 
@@ -202,7 +202,7 @@ def library_path() -> Path:
     except Exception as error:  # its errors differ between versions
         raise ValueError(
             f"NVRTC: got no libnvrtc ({type(error).__name__}); wanted it to compile kernels; "
-            f'fix: {INSTALL}, or pass kernels=ops.use("reference")'
+            f'fix: {INSTALL}, or pass kernels=functron.ops.use("reference")'
         ) from error
     found = Path(str(path)).resolve()
     # libnvrtc looks for its builtins by name when it first compiles, and not beside itself
@@ -244,7 +244,7 @@ def include_folder() -> Path:
         return Path(found)
     raise ValueError(
         f"CUDA's headers: got none in {beside}; wanted cuda_bf16.h and cuda_fp8.h; "
-        f'fix: {INSTALL}, or pass kernels=ops.use("reference")'
+        f'fix: {INSTALL}, or pass kernels=functron.ops.use("reference")'
     )
 
 

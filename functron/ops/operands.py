@@ -29,7 +29,7 @@ def type_name(x: torch.Tensor, op: str) -> str:
         known = ", ".join(str(dtype) for dtype in TYPES)
         raise TypeError(
             f"{op}: got {x.dtype}; wanted one of {known}; fix: convert it, or pass "
-            f'kernels=ops.use("reference")'
+            f'kernels=functron.ops.use("reference")'
         )
     return TYPES[x.dtype]
 

@@ -54,7 +54,7 @@ def check_columns(dim: int, op: str) -> None:
     if dim > _MOST_COLUMNS:
         raise ValueError(
             f"{op}: got rows of {dim} elements; wanted at most {_MOST_COLUMNS}; "
-            'fix: pass kernels=ops.use("reference")'
+            'fix: pass kernels=functron.ops.use("reference")'
         )
 
 

@@ -87,7 +87,7 @@ def _threads(rows: Tensor) -> int:
     if not 1 <= columns <= _MOST_COLUMNS or count > _MOST_COLUMNS:
         raise ValueError(
             f"softmax: got {count} rows of {columns} scores; wanted at most {_MOST_COLUMNS} of "
-            '1 or more; fix: pass kernels=ops.use("reference")'
+            '1 or more; fix: pass kernels=functron.ops.use("reference")'
         )
     packs = -(-columns * rows.element_size() // (PACK_BYTES * _PACKS))
     return min(_MOST_THREADS, -(-packs // _WARP) * _WARP)

@@ -47,7 +47,7 @@ def test_a_run_is_exported_as_a_model_that_computes_the_same(name, tmp_path):
 
 def test_what_is_not_folded_is_refused(tmp_path):
     weights = trained(BASE)
-    with pytest.raises(ValueError, match=r"mup_base_dim: got 16; .*functron.models.mup.folded"):
+    with pytest.raises(ValueError, match=r"mup_base_dim: got 16; .*gpt.folded"):
         hub.to_tensors(BASE, weights, "llama")
     named = hub.to_tensors(*mup.folded(BASE, weights), "llama")
     assert torch.equal(named["lm_head.weight"], weights["unembed"].mT[: tiny.VOCAB] / 2)
