@@ -33,6 +33,10 @@ settings.register_profile("functron", deadline=None, max_examples=30, derandomiz
 settings.load_profile("functron")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seeds", type=int, default=8, help="configurations that test_fuzz.py draws")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

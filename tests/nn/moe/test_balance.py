@@ -64,8 +64,7 @@ def formula(params: dict, x, counted, config: MoEConfig, oracle) -> torch.Tensor
         p = (share * mask[..., None]).sum((0, 1)) / n
         total = total + config.aux_loss * n * (f * p).sum()
     z = torch.log(routed.logits.exp().sum(-1))
-    total = total + config.z_loss * (z**2 * mask).sum()
-    return total
+    return total + config.z_loss * (z**2 * mask).sum()
 
 
 CASES = [(loss, name) for loss in ("sequence", "batch") for name in ROUTERS]
