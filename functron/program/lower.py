@@ -71,6 +71,9 @@ LIBRARY.impl("permute_ranks", _permute_ranks, "CompositeExplicitAutograd")
 torch.library.register_fake("functron::permute_ranks", _like, lib=LIBRARY)
 
 
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+
+
 def graph_module(kernel: Kernel, groups: Groups) -> fx.GraphModule:
     """The graph of a kernel: operands in, a tuple of its results out, updates written at the end.
 
@@ -112,7 +115,10 @@ def _equation(
             _aten._to_copy.default, (wide,), {"dtype": result.dtype}
         )
         return
-    node = graph.call_function(equation.op, args, kwargs)
+    # what Inductor makes of an operation may be laid out otherwise than torch's own result, which
+    # was traced: a view of that is then a copy
+    op = _aten.reshape.default if equation.op in _VIEWS else equation.op
+    node = graph.call_function(op, args, kwargs)
     returns = equation.op._schema.returns
     if len(returns) == 1 and not isinstance(returns[0].type, torch.ListType):
         nodes[equation.results[0]] = node

@@ -336,3 +336,18 @@ def test_random_programs(steps, differentiate):
 
     for unroll in (False, True):
         check(fn, randn(2), randn(3, 2), unroll=unroll)
+
+
+@pytest.mark.parametrize("name", ["taken", "joined"])
+def test_views_of_what_inductor_lays_out_otherwise(name):
+    """Its `index_select` and `cat` of a permuted tensor have other strides than torch's own."""
+    x = torch.arange(120.0).view(2, 4, 5, 3)
+
+    def taken(x):
+        return x.permute(0, 3, 1, 2).index_select(1, torch.tensor([0, 2])).flatten(1)
+
+    def joined(x):
+        return torch.cat([x.permute(0, 3, 1, 2)] * 2, 1).permute(0, 2, 3, 1).flatten(0, 2)
+
+    f = {"taken": taken, "joined": joined}[name]
+    assert torch.equal(ft.jit(f)(x), f(x))
