@@ -224,6 +224,11 @@ def runs_gloo(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) in ("gloo", _ORDERED_GLOO)
 
 
+def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Have a group's collectives give up after so long: new groups do not take it from others."""
+    c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 def default_store() -> dist.Store:
     """The store that the default process group's processes met at."""
     return c10d._get_default_store()

@@ -87,6 +87,8 @@ class TrainConfig:
         prefetch: batches that a thread makes ahead of the steps that need them; 0: none.
         mesh: axes and sizes, such as dp=2,tp=2; empty: one rank.
         nproc: processes to start, one per rank of the mesh; 0: simulate the mesh in this process.
+        timeout_seconds: after which processes give up on one that has stopped: in collectives, and
+            in saves where it shows no sign of life.
         sequence_parallel: split the residual stream's sequence over tp.
         context: what the ranks of cp do, each of which has a part of every sequence: ring: keys and
             values go round; gather: every rank gathers them. Ranks of ulysses, which have parts of
@@ -175,6 +177,7 @@ class TrainConfig:
     prefetch: int = 2
     mesh: str = ""
     nproc: int = 0
+    timeout_seconds: float = 300.0
     sequence_parallel: bool = False
     context: Literal["ring", "gather"] = "ring"
     zigzag: bool = True

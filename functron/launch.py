@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from functron.errors import full_tracebacks
+from functron.errors import Problem, full_tracebacks
 from functron.spmd import BoundMesh, Mesh
 
 MARK = "functron-"
@@ -67,10 +68,16 @@ def process() -> Process | None:
     )
 
 
-def join(mesh: Mesh, here: Process, device_type: str) -> tuple[BoundMesh, torch.device]:
+TIMEOUT_SECONDS = 300.0
+
+
+def join(
+    mesh: Mesh, here: Process, device_type: str, timeout_seconds: float = TIMEOUT_SECONDS
+) -> tuple[BoundMesh, torch.device]:
     """Meet the other processes, and bind `mesh` to them: (bound mesh, this process's device).
 
-    Collective. Gloo on CPU, NCCL on CUDA.
+    Collective. Gloo on CPU, NCCL on CUDA. A collective that waits longer than `timeout_seconds` for
+    a rank that has stopped fails, and with it the job.
 
     Raises:
         ValueError: the mesh has not one rank per process.
@@ -79,8 +86,9 @@ def join(mesh: Mesh, here: Process, device_type: str) -> tuple[BoundMesh, torch.
     if device_type == "cuda":
         device = torch.device("cuda", here.local_rank)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-    return mesh.bind(device_type), device
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout)
+    return mesh.bind(device_type, timeout_seconds), device
 
 
 def leave() -> None:
@@ -184,6 +192,32 @@ class InputError(Exception):
     """A taught error about what the user asked for: its message is all there is to show."""
 
 
+class OutsideError(Exception):
+    """A taught error about what surrounds a run, such as a disk: its message is all to show."""
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Turn an OSError in a with block, which begins with good input, into an `OutsideError`."""
+    try:
+        yield
+    except OSError as error:
+        raise OutsideError(_told(error)) from error
+
+
+def _told(error: OSError) -> str:
+    """What an error says, which has a file's name where the system raised it and nobody taught."""
+    if error.filename is None:
+        return error.strerror or str(error)
+    problem = Problem(
+        str(error.filename),
+        error.strerror or type(error).__name__,
+        "to read or write it",
+        "see that its folder and disk are there, and that this user may; then go on with --resume",
+    )
+    return f"cannot go on\n  - {problem}"
+
+
 @contextmanager
 def mistakes() -> Iterator[None]:
     """Turn a ValueError or TypeError in a with block, which checks input, into a `InputError`."""
@@ -196,9 +230,10 @@ def mistakes() -> Iterator[None]:
 def guarded(program: Callable[[], int]) -> int:
     """The exit code of `program()`: what a process of a job, or a lone one, should end with.
 
-    A `InputError` is printed as its message and gives 2; a FloatingPointError (a loss that is not
-    finite) likewise, and gives 1. Anything else is a traceback and 1. Where the environment has
-    `FULL_TRACEBACKS`, which processes inherit, messages come with their traceback too.
+    A `InputError` is printed as its message and gives 2; an `OutsideError` (a full disk) and a
+    FloatingPointError (a loss that is not finite) likewise, and give 1. Anything else is a
+    traceback and 1. Where the environment has `FULL_TRACEBACKS`, which processes inherit, messages
+    come with their traceback too.
     """
     here = process()
     try:
@@ -212,7 +247,7 @@ def guarded(program: Callable[[], int]) -> int:
         # the reader of our output has left, as head does; Python must not flush to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (InputError, FloatingPointError) as error:
+    except (InputError, OutsideError, FloatingPointError) as error:
         text, code = f"functron: {error}", 2 if isinstance(error, InputError) else 1
         if os.environ.get(FULL_TRACEBACKS):
             text = f"{traceback.format_exc()}{text}"

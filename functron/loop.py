@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import report
-from functron.interrupt import stop_requests
+from functron.interrupt import Request, stop_requests
 from functron.metrics import peak_memory_bytes
 from functron.watch import Watch
 
@@ -101,6 +101,7 @@ def loop(
     reporters: Sequence[report.Reporter] | None = None,
     agree: Callable[[int], int] = int,
     watch: Watch | None = None,
+    stop: Request | None = None,
 ) -> Outcome:
     """Take steps `start` to ``steps - 1``, record each, and save at the end.
 
@@ -126,6 +127,8 @@ def loop(
         reporters: context managers from `functron.report`; None shows a progress bar.
         agree: the largest of all ranks' numbers: so that every rank stops at the same step.
         watch: what is taken in place of `step` where it is due; its records have ``layers`` too.
+        stop: what `stop_requests` of the caller says, who has more to end than the steps; None: the
+            loop listens itself.
 
     Returns:
         The `Outcome`; its records are those of `Meter.record`.
@@ -136,7 +139,8 @@ def loop(
     meter = meter or Meter()
     bar = [report.progress(steps, start)] if reporters is None else reporters
     history: list[dict[str, Any]] = []
-    with ExitStack() as stack, stop_requests() as request:
+    with ExitStack() as stack:
+        request = stack.enter_context(stop_requests()) if stop is None else stop
         writers = [stack.enter_context(reporter) for reporter in bar]
         for index in range(start, steps):
             began = time.perf_counter()
@@ -157,12 +161,12 @@ def loop(
             for write in writers:
                 write(record)
             _check_finite(record)
-            stop = agree(request.signal or 0)
+            stopped_by = agree(request.signal or 0)
             due = save_every and (index + 1) % save_every == 0
-            if save is not None and (stop or due or index + 1 == steps):
+            if save is not None and (stopped_by or due or index + 1 == steps):
                 save(state, index + 1)
-            if stop:
-                return Outcome(state, history, stop)
+            if stopped_by:
+                return Outcome(state, history, stopped_by)
     return Outcome(state, history, None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import tomllib
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from functron import checkpoint
 from functron.config import TrainConfig, dump, load
@@ -63,17 +64,31 @@ def claim(config: TrainConfig) -> Path:
     """The folder that `config` names, or the first unused of runs/MODEL-1, runs/MODEL-2, ...
 
     It exists afterwards, so that no other run takes it.
+
+    Raises:
+        ValueError: it cannot be made, or nothing may be written in it.
     """
-    if config.out:
-        Path(config.out).mkdir(parents=True, exist_ok=True)
-        return Path(config.out)
-    for number in itertools.count(1):
-        path = Path("runs") / f"{config.model}-{number}"
+    numbered = (Path("runs") / f"{config.model}-{number}" for number in itertools.count(1))
+    for path in [Path(config.out)] if config.out else numbered:
         try:
-            path.mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=bool(config.out))
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         except FileExistsError:
-            continue
+            if not config.out:
+                continue
+            _refuse(path, "a file", path)
+        except OSError as error:
+            _refuse(path, error.strerror or str(error), error.filename or path)
         return path
+    raise AssertionError("unreachable")
+
+
+def _refuse(path: Path, got: str, where: str | Path) -> NoReturn:
+    fix = "choose a place that this user may write to: --out"
+    raise_problems(f"cannot make the run folder {path}", [
+        Problem(str(where), got, "a folder to write in", fix)
+    ])  # fmt: skip
     raise AssertionError("unreachable")
 
 

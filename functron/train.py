@@ -31,6 +31,7 @@ from functron.data.prefetch import prefetched
 from functron.data.ramp import RampUp
 from functron.held_out import HeldOut, open_sets
 from functron.held_out_loss import evaluate, loss_program
+from functron.interrupt import Request, stop_requests
 from functron.loop import Meter, Outcome, loop
 from functron.models import gpt
 from functron.params import init_params
@@ -221,7 +222,8 @@ def train(run: Run, out: Path | None) -> Outcome:
         position=lambda steps: seen(run, steps),
     )
     with ExitStack() as stack:
-        save = stack.enter_context(_saving(run, out)) if out is not None else None
+        stop = stack.enter_context(stop_requests())  # until the last save is complete
+        save = stack.enter_context(_saving(run, out, stop)) if out is not None else None
         # the copy to the device stays in this thread: which GPU is current is a thread's own affair
         ahead = prefetched(run.host_batch, run.start, config.steps, config.prefetch)
         host_batch = stack.enter_context(ahead)
@@ -239,6 +241,7 @@ def train(run: Run, out: Path | None) -> Outcome:
             reporters=reporters(config, out, run.start) if main else [],
             agree=lambda number: int(across(number, dist.ReduceOp.MAX)),
             watch=run.watch,
+            stop=stop,
         )
 
 
@@ -256,12 +259,15 @@ def seen(run: Run, steps: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _saving(run: Run, out: Path) -> Iterator[Callable[[State, int], None]]:
+def _saving(run: Run, out: Path, stop: Request) -> Iterator[Callable[[State, int], None]]:
     """What saves the state after a step; at the end of the block all saves are complete."""
     config = run.config
     keep = checkpoint.Keep(config.keep_last or None, config.keep_every)
     folder, settings = out / run_folder.CHECKPOINTS, run_folder.settings(config)
-    with checkpoint.Saver(folder, run.placement, keep=keep) as saver:
+    limit, hurried = config.timeout_seconds, lambda: stop.signal is not None
+    with checkpoint.Saver(
+        folder, run.placement, keep=keep, timeout=limit, hurried=hurried
+    ) as saver:
 
         def save(state: State, step: int) -> None:
             samples = run.batches.first_sample(step)

@@ -214,6 +214,8 @@ def _number_problems(config: TrainConfig) -> Iterator[Problem]:
         value = getattr(config, name)
         if value < smallest:
             yield Problem(name, str(value), f"at least {smallest}")
+    if not 1 <= config.timeout_seconds < float("inf"):
+        yield Problem("timeout_seconds", f"{config.timeout_seconds:g}", "at least 1, and finite")
     if config.loss_chunk_tokens and config.gpt.logit_cap:
         got = f"{config.loss_chunk_tokens} with gpt.logit_cap"
         yield Problem("loss_chunk_tokens", got, "0: capped logits are made at once", "leave it out")

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from functron import checkpoint, launch, tree
+from functron import checkpoint, cli, launch, train, tree
 from functron.config import TrainConfig, with_model
+from functron.data import IndexedWriter
 from functron.spmd import Mesh
 from functron.train import prepare
 
@@ -95,6 +99,137 @@ def test_a_killed_rank_takes_the_job_down(tmp_path):
     done = start(script, 3)
     assert done.returncode == 128 + 9
     assert "functron: rank 1 failed first (killed by SIGKILL)" in done.stderr
+
+
+DYING = """
+import os, sys, time
+from functron import cli
+from functron.checkpoint import writer
+real = writer.write
+def write(folder, division, source, **settings):
+    if division.placement.here == 1:
+        open({mark!r}, "w").close()
+        os.kill(os.getpid(), 9)
+    return real(folder, division, source, **settings)
+writer.write = write
+sys.exit(cli.main({arguments}))
+"""
+
+
+def test_a_rank_killed_during_a_save_ends_the_job_soon(tmp_path):
+    """Rank 0 waits for its part of the save, and for no rank that is dead once it is to end."""
+    script, mark = tmp_path / "dying.py", tmp_path / "mark"
+    arguments = [*TRAIN, "--mesh", "dp=2", "--steps", "1", "--out", str(tmp_path / "r")]
+    script.write_text(DYING.format(mark=str(mark), arguments=arguments))
+    done = start(script, 2)
+    ended = time.time()
+    assert done.returncode == 128 + 9
+    assert "functron: rank 1 failed first (killed by SIGKILL)" in done.stderr
+    assert ended - mark.stat().st_mtime < 20  # 31 where nothing but the launcher's SIGKILL ends it
+
+
+def test_a_rank_that_hangs_ends_the_job_after_the_timeout(tmp_path):
+    script = tmp_path / "failing.py"
+    # it dies of SIGTERM, as one that was stopped does not: the launcher gives that 30 seconds
+    fault = "import signal, time; signal.signal(15, signal.SIG_DFL); time.sleep(600)"
+    arguments = [*TRAIN, "--mesh", "dp=2", "--prefetch", "0", "--timeout-seconds", "4"]
+    arguments += ["--out", str(tmp_path / "r")]
+    script.write_text(FAILING.format(fault=fault, arguments=arguments))
+    done = start(script, 2)
+    assert done.returncode == 1
+    assert "Timed out waiting 4000ms" in done.stderr
+
+
+SMALL = [*TRAIN[:5], "--steps", "4", "--device", "cpu"]
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """`at_step(2, fn)` has `fn()` called before the batch of step 2 is made."""
+
+    def arrange(step, fn):
+        real = train.Run.host_batch
+
+        def host_batch(run, index):
+            if index == step:
+                fn()
+            return real(run, index)
+
+        monkeypatch.setattr(train.Run, "host_batch", host_batch)
+
+    return arrange
+
+
+def told(capsys, code, arguments):
+    """What a run that fails so says: a message, and no traceback."""
+    assert cli.main([*map(str, arguments)]) == code
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors
+    return errors[errors.index("functron: ") :]
+
+
+def test_a_limit_of_file_sizes_is_a_message(tmp_path, capsys):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, before[1]))
+    try:
+        errors = told(capsys, 1, [*SMALL, "--out", tmp_path / "r"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert errors.startswith("functron: cannot ")
+    assert f"wanted room for it in {tmp_path / 'r' / 'checkpoints'}" in errors
+    assert "fix: free space on that disk" in errors
+
+
+def test_a_run_folder_that_is_lost_is_a_message(tmp_path, capsys, at_step):
+    out = tmp_path / "r"
+
+    def lose():
+        shutil.rmtree(out / "checkpoints", ignore_errors=True)
+        (out / "checkpoints").touch()
+
+    at_step(2, lose)
+    settings = [*SMALL, "--prefetch", "0", "--save-every", "3", "--out", out]
+    errors = told(capsys, 1, settings)
+    assert errors.startswith("functron: cannot save the checkpoint")
+    assert f"{out}/checkpoints: got [Errno 17] File exists" in errors
+    assert "fix: see that the disk works" in errors
+
+
+def test_what_the_system_says_of_a_file_is_a_message(tmp_path):
+    wanted = f"{tmp_path}/no/file: got No such file or directory; wanted to read or write it; fix:"
+    with pytest.raises(launch.OutsideError, match=wanted), launch.outside():
+        (tmp_path / "no" / "file").write_text("")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder that the kernel forbids")
+def test_a_run_folder_that_cannot_be_made_is_a_message(capsys):
+    errors = told(capsys, 2, [*SMALL, "--out", "/proc/here/run"])
+    assert "got No such file or directory; wanted a folder to write in; fix: choose" in errors
+
+
+@pytest.mark.parametrize("name", ["t.npy", "t.bin", "t.idx", "t.txt"])
+def test_data_that_is_cut_short_in_a_run_is_a_message(tmp_path, capsys, at_step, name):
+    """Where a map of it is touched, the system would end the process with SIGBUS."""
+    tokens = np.arange(60000, dtype=np.uint16) % 200
+    if name == "t.npy":
+        np.save(tmp_path / name, tokens)
+    elif name == "t.txt":
+        (tmp_path / name).write_bytes((65 + tokens % 26).astype(np.uint8).tobytes())
+    else:
+        with IndexedWriter(tmp_path / "t", np.uint16) as writer:
+            for document in np.split(tokens, 6000):
+                writer.add(document)
+    file = tmp_path / name
+    size = file.stat().st_size
+    at_step(1, lambda: os.truncate(file, 100))
+    data = tmp_path / ("t" if name in ("t.bin", "t.idx") else name)
+    more = [] if name == "t.txt" else ["--mask-documents"]
+    errors = told(capsys, 1, [
+        *SMALL, "--prefetch", "0", "--data", data, *more, "--out", tmp_path / "r"
+    ])  # fmt: skip
+    assert f"data {file}: got 100 bytes: it was cut short while it was being read" in errors
+    assert f"wanted {size} bytes, as when it was opened" in errors
+    assert f"({size - 100} bytes are missing)" in errors
 
 
 def test_a_signal_to_the_launcher_saves_on_the_way_out(tmp_path):

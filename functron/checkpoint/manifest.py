@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -114,22 +115,40 @@ def files(folder: Path) -> list[str]:
     return sorted(name for name in names if name not in (NAME, *LATER))
 
 
-def sync(path: Path) -> None:
-    """Have the disk hold a file's contents, or a folder's entries, before going on."""
+def sync(path: Path, progress: Callable[[], None] | None = None) -> None:
+    """Have the disk hold a file's contents, or a folder's entries, before going on.
+
+    Args:
+        path: of the file or folder.
+        progress: called every second for a minute, and at the end: one large file takes long.
+    """
     handle = os.open(path, os.O_RDONLY)
+    ended = threading.Event()
+
+    def show() -> None:
+        for _ in range(60):
+            if ended.wait(1) or progress is None:
+                return
+            progress()
+
+    shower = threading.Thread(target=show, daemon=True)
     try:
+        if progress is not None:
+            shower.start()
         os.fsync(handle)
     finally:
+        ended.set()
         os.close(handle)
+    if progress is not None:
+        shower.join()
+        progress()
 
 
 def sync_all(folder: Path, progress: Callable[[], None] | None = None) -> None:
     """Have the disk hold everything in a folder before going on."""
     for directory, _, names in os.walk(folder):
         for path in [*(Path(directory) / name for name in names), Path(directory)]:
-            sync(path)
-            if progress is not None:
-                progress()
+            sync(path, progress)
 
 
 def _expects_manifest(folder: Path) -> bool:

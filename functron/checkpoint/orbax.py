@@ -99,7 +99,8 @@ def _import_orbax() -> Any:
 
         # no GPU memory and no search for accelerators: arrays never become JAX arrays here
         jax.config.update("jax_platforms", "cpu")
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # what goes wrong is raised, once; Orbax's threads would log their tracebacks before
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     import orbax.checkpoint as ocp
 
     return ocp

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch.distributed as dist
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds between looks at the store
 _BEAT = 1.0  # seconds between signs of life
+HURRIED = 5.0
+"""Seconds without a sign of life after which a process that is to end waits no longer."""
 
 
 class Ranks:
@@ -27,10 +30,19 @@ class Ranks:
         size: how many there are.
         store: that all of them reach, and no other thread uses; None for one process.
         timeout: seconds after which a process that gives no sign of life is given up.
+        hurried: whether this process is to end, and gives up after `HURRIED` seconds; None: never.
     """
 
-    def __init__(self, rank: int, size: int, store: dist.Store | None, timeout: float):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store | None,
+        timeout: float,
+        hurried: Callable[[], bool] | None = None,
+    ):
         self.rank, self.size, self.timeout = rank, size, timeout
+        self._hurried = hurried or (lambda: False)
         self._store: Any = store
         self._save = 0
         self._told: list[tuple[int, str]] = []
@@ -98,10 +110,11 @@ class Ranks:
             beats = self._store.add(f"{self._prefix}/beat/{sender}", 0)
             if beats != seen:
                 seen, heard = beats, time.monotonic()
-            if time.monotonic() - heard > self.timeout:
+            limit = min(self.timeout, HURRIED) if self._hurried() else self.timeout
+            if time.monotonic() - heard > limit:
                 raise TimeoutError(
                     f"cannot save the checkpoint: got no sign of life from rank {sender} for "
-                    f"{self.timeout:g} s; wanted its part of the save; fix: see why it died or "
+                    f"{limit:g} s; wanted its part of the save; fix: see why it died or "
                     "hangs, or give a longer timeout"
                 )
             time.sleep(pause)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,8 @@ class Saver:
         keep: which checkpoints stay.
         store: through which the ranks talk; None: a connection to the process group's.
         timeout: seconds after which a rank that shows no sign of life is given up.
+        hurried: whether this process is to end: it then gives up sooner, after `HURRIED` seconds,
+            as whoever ends it may do so because that rank is dead. Asked by the saving thread.
         chunk_bytes: how large the chunks are that leaves are cut into.
         in_flight: bytes that this process writes at the same time.
 
@@ -102,6 +104,7 @@ class Saver:
         keep: Keep | None = None,
         store: dist.Store | None = None,
         timeout: float = TIMEOUT,
+        hurried: Callable[[], bool] | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         in_flight: int = database.IN_FLIGHT,
     ):
@@ -111,7 +114,7 @@ class Saver:
         self._keep = Keep() if keep is None else keep
         self._in_flight = in_flight
         self._snapshot = Snapshot(self._division)
-        self._ranks = _ranks(placement, store, timeout)
+        self._ranks = _ranks(placement, store, timeout, hurried)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if placement.here == 0:
@@ -178,6 +181,8 @@ class Saver:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
             self.close()
+        elif self._thread is not None and self._ranks.size == 1 and isinstance(error, Exception):
+            self._thread.join()  # no other rank can hold it up, and it must not end within a write
 
     def _run(self, order: together.Order) -> None:
         try:
@@ -248,11 +253,16 @@ def _tensors(placement: Placement, value: tree.Tree) -> list[torch.Tensor | None
     return [given.get(leaf.path) for leaf in placement.leaves]
 
 
-def _ranks(placement: Placement, store: dist.Store | None, timeout: float) -> Ranks:
+def _ranks(
+    placement: Placement,
+    store: dist.Store | None,
+    timeout: float,
+    hurried: Callable[[], bool] | None = None,
+) -> Ranks:
     if placement.num_ranks == 1:
         return Ranks(0, 1, None, timeout)
     shared = own_store(compat.default_store() if store is None else store, timeout)
-    return Ranks(placement.here, placement.num_ranks, shared, timeout)
+    return Ranks(placement.here, placement.num_ranks, shared, timeout, hurried)
 
 
 def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

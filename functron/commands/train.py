@@ -62,7 +62,8 @@ def run(arguments: Sequence[str]) -> int:
     main_rank = here is None or here.rank == 0
     if main_rank:
         print("\n".join(_introduction(made, here)), flush=True)
-    outcome = train(made, out)
+    with launch.outside():
+        outcome = train(made, out)
     launch.leave()
     if main_rank:
         print("\n".join(_conclusion(outcome, out, _prompt(made, out))), flush=True)
@@ -74,7 +75,7 @@ def _assemble(config: TrainConfig, here: launch.Process | None, kind: str) -> tu
     if here is None:
         out, begin_from = _folder(config)
         return prepare(config, mesh, kind, begin_from), out
-    bound, device = launch.join(mesh, here, kind)
+    bound, device = launch.join(mesh, here, kind, config.timeout_seconds)
     chosen = [_folder(config) if here.rank == 0 else None]
     dist.broadcast_object_list(chosen, device=device)
     assert chosen[0] is not None

@@ -11,6 +11,7 @@ from pydoc_data.topics import topics
 
 import numpy as np
 
+from functron.data.mapped import Mapped
 from functron.errors import Problem, on_hub, raise_problems
 
 SNIFFED_BYTES = 1 << 16
@@ -31,7 +32,7 @@ class Documents:
         self._parts = list(parts)
         sizes = [len(p) if isinstance(p, bytes) else p.stat().st_size for p in self._parts]
         self._ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
-        self._open: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._open: OrderedDict[int, Mapped] = OrderedDict()
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -55,14 +56,15 @@ class Documents:
     def _document(self, index: int) -> np.ndarray:
         if index in self._open:
             self._open.move_to_end(index)
-            return self._open[index]
+            return self._open[index].values
         part = self._parts[index]
         if isinstance(part, bytes):
             return np.frombuffer(part, np.uint8)
-        self._open[index] = np.memmap(part, np.uint8, mode="r")
+        size = int(self._ends[index]) - (int(self._ends[index - 1]) if index else 0)
+        self._open[index] = Mapped(part, np.uint8, 0, size)
         if len(self._open) > MAX_OPEN_FILES:
             self._open.popitem(last=False)
-        return self._open[index]
+        return self._open[index].values
 
 
 def find(path: str | Path) -> tuple[list[Path], int]:

@@ -28,6 +28,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from functron.data.mapped import Mapped
 from functron.data.token_file import check_dtype, check_range, checked_offsets, last_not_after
 from functron.errors import Problem, raise_problems
 
@@ -127,7 +128,8 @@ class IndexedFile:
         self.bin_path, self.idx_path = files_of(path)
         self.layout = layout = _read_layout(self.idx_path)
         check_dtype(f"{self.idx_path}, offset 17", layout.dtype, vocab_size)
-        raw = np.memmap(self.idx_path, np.uint8, mode="r").view(np.ndarray)
+        self._index = Mapped(self.idx_path, np.uint8, 0, layout.size)
+        raw = self._index.values
         self.dtype = layout.dtype
         self.num_sequences, self.num_documents = layout.num_sequences, layout.num_documents
         self.lengths = raw[HEADER.size : layout.pointers].view("<i4")
@@ -168,20 +170,20 @@ class IndexedFile:
             yield Problem(str(self.bin_path), f"{size} bytes", wanted, fix)
 
     @functools.cached_property
-    def _tokens(self) -> np.ndarray:
-        if not self.num_tokens:
-            return np.zeros(0, self.dtype)  # no system maps a file without bytes
-        little = self.dtype.newbyteorder("<")
-        return np.memmap(self.bin_path, little, mode="r").view(np.ndarray)
+    def _tokens(self) -> Mapped:
+        return Mapped(self.bin_path, self.dtype.newbyteorder("<"), 0, self.num_tokens)
 
     def read(self, start: int, length: int) -> np.ndarray:
         """The tokens from `start` on, ``[length]``: a view of the file.
 
         Raises:
             IndexError: there are not as many.
+            OSError: the file was cut short since it was opened.
         """
         check_range(self.path, start, length, self.num_tokens)
-        return self._tokens[start : start + length]
+        if not self.num_tokens:
+            return np.zeros(0, self.dtype)  # no system maps a file without bytes
+        return self._tokens.values[start : start + length]
 
     def starts(self, documents: np.ndarray) -> np.ndarray:
         """Where documents begin in the row of all tokens; D begins where the last one ends.
@@ -194,8 +196,13 @@ class IndexedFile:
         self._check_after(np.asarray(documents, np.int64), found)
         return found
 
+    def _check_index(self) -> None:
+        """See that .idx is as long as it was, before what is mapped of it is touched."""
+        assert len(self._index.values)
+
     def claimed_starts(self, documents: np.ndarray) -> np.ndarray:
         """`starts`, as the pointers say it and nothing else."""
+        self._check_index()
         sequences = self.documents[np.asarray(documents, np.int64)]
         if not self.num_sequences:
             return np.zeros_like(sequences)
@@ -236,6 +243,7 @@ class IndexedFile:
         """
         if not 0 <= index < self.num_sequences:
             raise IndexError(f"{self.path}: sequence {index}; wanted 0 to {self.num_sequences - 1}")
+        self._check_index()
         start = int(self.pointers[index]) // self.dtype.itemsize
         return self.read(start, int(self.lengths[index]))
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from functron.data.indexed import IndexedFile, files_of
+from functron.data.mapped import Mapped
 from functron.data.token_file import TokenFile, check_dtype, check_range, checked_offsets, listed
 from functron.errors import Problem, raise_problems
 
@@ -95,7 +96,7 @@ class Shards:
         self._end = end_of_text
         self._ends = np.cumsum([file.num_tokens for file in self.files])
         self.num_tokens = int(self._ends[-1])
-        self._open: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._open: OrderedDict[int, Mapped] = OrderedDict()
 
     def read(self, start: int, length: int) -> np.ndarray:
         """The tokens from `start` on, ``[length]``; a view where they lie in one file.
@@ -118,25 +119,29 @@ class Shards:
     def _mapped(self, index: int) -> np.ndarray:
         if index in self._open:
             self._open.move_to_end(index)
-            return self._open[index]
+            return self._open[index].values
         file = self.files[index]
         little = file.dtype.newbyteorder("<")
-        tokens = np.memmap(file.path, little, "r", file.offset, (file.num_tokens,))
-        self._open[index] = tokens.view(np.ndarray)
+        self._open[index] = Mapped(file.path, little, file.offset, file.num_tokens)
         if len(self._open) > MAX_OPEN_FILES:
             self._open.popitem(last=False)
-        return self._open[index]
+        return self._open[index].values
 
-    @functools.cached_property
+    @property
     def _documents(self) -> np.ndarray:
         """Where documents begin, and `num_tokens`."""
+        found = self._found
+        return found.values if isinstance(found, Mapped) else found
+
+    @functools.cached_property
+    def _found(self) -> np.ndarray | Mapped:
         tables = [_table_of(file.path) for file in self.files]
         if all(table is not None for table in tables):
             begins = [0, *self._ends.tolist()]
             whole = [_read_table(t, f) for t, f in zip(tables, self.files, strict=True) if t]
             if len(whole) == 1:
                 return whole[0]
-            parts = [x[:-1] + begin for x, begin in zip(whole, begins, strict=False)]
+            parts = [x.values[:-1] + begin for x, begin in zip(whole, begins, strict=False)]
             return np.concatenate([*parts, [self.num_tokens]])
         if self._end is None:
             return np.concatenate([[0], self._ends])
@@ -325,8 +330,8 @@ def _table_of(tokens: Path) -> Path | None:
     return table if tokens.suffix == ".npy" and table.is_file() else None
 
 
-def _read_table(path: Path, shard: Shard) -> np.ndarray:
-    """Where the documents of a shard begin, mapped: int64 ``[documents + 1]``."""
+def _read_table(path: Path, shard: Shard) -> Mapped:
+    """Where the documents of a shard begin: int64 ``[documents + 1]``."""
     try:
         table = np.load(path, mmap_mode="r")
     except (ValueError, OSError, EOFError) as error:
@@ -339,4 +344,4 @@ def _read_table(path: Path, shard: Shard) -> np.ndarray:
         got += f", from {table[0]} to {table[-1]}" if whole else ""
         wanted = f"int64, from 0 to the {shard.num_tokens} tokens of {shard.path}"
         raise_problems(_CANNOT, [Problem(str(path), got, wanted, "copy or write both again")])
-    return np.asarray(table)
+    return Mapped(path, table.dtype, table.offset, len(table))

@@ -115,7 +115,7 @@ class Mesh:
         return {name: out[name] for name in self.axis_names}
 
     @public
-    def bind(self, device_type: str = "cpu") -> BoundMesh:
+    def bind(self, device_type: str = "cpu", timeout_seconds: float | None = None) -> BoundMesh:
         """This mesh with one process per rank: process groups from torch's DeviceMesh.
 
         Call it in every process, after `torch.distributed.init_process_group`. Creates one group
@@ -123,6 +123,8 @@ class Mesh:
 
         Args:
             device_type: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
+            timeout_seconds: after which a collective over an axis gives up on ranks that do not
+                come to it; None: torch's choice, whatever that of the default process group is.
 
         Raises:
             ValueError: torch.distributed is not initialised, or its world size is not `size`.
@@ -150,6 +152,8 @@ class Mesh:
             # torch's own names differ by rank, and compiled programs must not
             groups[name] = f"functron:{device_type}:{self}:{name}"
             compat.name_group(groups[name], devices.get_group(name))
+            if timeout_seconds is not None:
+                compat.set_group_timeout(devices.get_group(name), timeout_seconds)
         return BoundMesh(self, rank, self.coordinate(rank), groups, device_type)
 
 
