@@ -36,6 +36,8 @@ class Recipe:
         partition: who holds which parameters, where ranks of a pipeline do.
         watch: the twin of `step` that says more, where it is asked for.
         averaged: ``state -> params``, the averages that the optimizer keeps; None: it keeps none.
+        masters: whether the optimizer keeps float32 masters, of which the first parameters are the
+            rounded values.
     """
 
     defs: tree.Tree
@@ -45,10 +47,21 @@ class Recipe:
     partition: Partition | None = None
     watch: Watch | None = None
     averaged: Callable | None = None
+    masters: bool = False
 
     def init(self, key: torch.Tensor, mesh: Mesh | BoundMesh, params: tree.Tree = None) -> State:
-        """The state before the first step, with these parameters or random ones."""
-        return init_state(key, self.defs, self.specs, self.optimizer, mesh, params)
+        """The state before the first step, with these parameters or random ones.
+
+        Where the optimizer keeps masters, parameters in float32 are taken for these.
+        """
+        make = functools.partial(init_state, key, self.defs, self.specs, self.optimizer, mesh)
+        if not self.masters:
+            return make(params)
+        if params is None:
+            return make(masters=True)
+        rows = zip(tree.leaves(params), tree.leaves(self.defs), strict=True)
+        rounded = all(leaf.dtype == d.dtype for leaf, d in rows)
+        return make(params) if rounded else make(masters=params)
 
 
 def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
@@ -97,7 +110,8 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
 
     averaged = _averaged(config, mesh, specs, optimizer, _parts(config, defs, specs, mesh))
     watch = _watch(config, defs, make)
-    return Recipe(defs, specs, optimizer, make(None), watch=watch, averaged=averaged)
+    keeps = config.optimizer.fp32_masters
+    return Recipe(defs, specs, optimizer, make(None), watch=watch, averaged=averaged, masters=keeps)
 
 
 def _watch(
@@ -163,7 +177,8 @@ def _assemble_pipeline(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
     stored = specs if rank is None else partition.storage_specs(specs)
     watch = _watch(config, whole, make, rows)
     averaged = _averaged(config, mesh, specs, optimizer, parts)
-    return Recipe(defs, stored, optimizer, make(None), partition, watch, averaged)
+    keeps = config.optimizer.fp32_masters
+    return Recipe(defs, stored, optimizer, make(None), partition, watch, averaged, keeps)
 
 
 def _averaged(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from functron import optim, random, tree
 from functron.errors import Problem, public, raise_problems
 from functron.ops import AUTO, Kernels
-from functron.params import init_params
+from functron.params import ParamDef, init_params
 from functron.pipeline.execute import Pipeline
 from functron.program.jit import jit
 from functron.scopes import named_scope
@@ -58,6 +59,8 @@ def init_state(
     optimizer: optim.GradientTransformation,
     mesh: Mesh | BoundMesh,
     params: tree.Tree = None,
+    *,
+    masters: tree.Tree | bool = False,
 ) -> State:
     """The state before the first step: the same numbers on every mesh.
 
@@ -68,13 +71,53 @@ def init_state(
         optimizer: the gradient transformation that will update them.
         mesh: simulated (global values) or bound (this rank's shards).
         params: to begin with; None: random ones.
+        masters: what the parameters are rounded from, for an optimizer that keeps float32 masters
+            of those in low precision (``optim.with_fp32_masters(inner, dtypes)``, or
+            `optim.make_optimizer` with `defs`): without, masters begin with rounded values. A tree
+            like the parameters, such as a pretrained model in float32, in place of `params`; True:
+            random ones, drawn in float32.
+
+    Raises:
+        ValueError: masters for an optimizer that keeps none; or `params` and masters.
     """
     init_key, step_key = random.split(key).unbind(0)
-    weights = init_params(init_key, defs, specs, mesh) if params is None else params
     zero = torch.zeros((), dtype=torch.int64, device=key.device)
     # every rank makes its own part; axes of a pipeline are as good as any others for that
     init = shard_map(optimizer.init, mesh, (specs,), optimizer.specs(specs), check=False)
-    return State(zero, weights, init(weights), step_key)
+    if masters is False:
+        weights = init_params(init_key, defs, specs, mesh) if params is None else params
+        return State(zero, weights, init(weights), step_key)
+    if params is not None:
+        problem = Problem("params", "given beside masters", "None: they are the rounded masters")
+        raise_problems("two sets of initial values", [problem])
+    if masters is True:
+        masters = init_params(init_key, tree.map(_wide, defs), specs, mesh)
+    weights = tree.map(lambda master, d: master.to(d.dtype), masters, defs)
+    _check_masters(init(_abstract(masters)), init(_abstract(weights)))
+    return State(zero, weights, init(masters), step_key)
+
+
+def _wide(d: ParamDef) -> ParamDef:
+    """A definition in the dtype of its master."""
+    return replace(d, dtype=torch.float32) if d.dtype in optim.LOW_PRECISION else d
+
+
+def _abstract(value: tree.Tree) -> tree.Tree:
+    return tree.map(lambda leaf: leaf.detach().to("meta"), value)
+
+
+def _check_masters(made: tree.Tree, wanted: tree.Tree) -> None:
+    """Check that an optimizer made the same kind of state of masters as of parameters.
+
+    Raises:
+        ValueError: it keeps no masters, so that their dtypes went into its moments.
+    """
+    layouts = [[(leaf.dtype, leaf.shape) for leaf in tree.leaves(x)] for x in (made, wanted)]
+    if layouts[0] != layouts[1]:
+        got = "an optimizer that keeps no masters, or was not told the parameters' dtypes"
+        fix = "optim.with_fp32_masters(inner, dtypes), or leave masters out"
+        wanted_text = "one that keeps float32 masters"
+        raise_problems("cannot begin with masters", [Problem("masters", got, wanted_text, fix)])
 
 
 @public

@@ -174,6 +174,14 @@ def _restored(
         like = recipe.init(key.to("meta"), mesh)
         return checkpoint.restore(path, like, placement=where, device=device)
     params = recipe.init(key.to("meta"), mesh).params
+    if recipe.masters:  # which begin with what is stored in float32
+        params = _as_stored(params, path)
+        dtypes = {f"params/{name}": leaf.dtype for name, leaf in _named(params)}
+        leaves = [
+            dataclasses.replace(leaf, dtype=dtypes.get(leaf.path, leaf.dtype))
+            for leaf in where.leaves
+        ]
+        where = dataclasses.replace(where, leaves=tuple(leaves))
     like = {"params": lora.split(params)[0] if new else params}
     params = checkpoint.restore(path, like, placement=where, device=device)["params"]
     if new:  # the model's own parameters are there, and nothing was added to them yet
@@ -181,6 +189,22 @@ def _restored(
         adapters = init_params(init_key, lora.split(recipe.defs)[1], recipe.specs, mesh)
         params = tree.join(params, adapters)
     return recipe.init(key.to(device), mesh, params)
+
+
+def _named(params: tree.Tree) -> Iterator[tuple[str, torch.Tensor]]:
+    return zip(tree.paths(params), tree.leaves(params), strict=True)
+
+
+def _as_stored(params: tree.Tree, path: Path) -> tree.Tree:
+    """`params`, in float32 where the checkpoint is and they are in less."""
+    stored = checkpoint.Checkpoint(path)
+
+    def one(name: str, leaf: torch.Tensor) -> torch.Tensor:
+        held = stored[f"params/{name}"].dtype if f"params/{name}" in stored else None
+        wide = held == torch.float32 and leaf.dtype in optim.LOW_PRECISION
+        return leaf.float() if wide else leaf
+
+    return tree.map_with_path(one, params)
 
 
 def train(run: Run, out: Path | None) -> Outcome:

@@ -1,11 +1,17 @@
 """The training step: equal to a hand-written loop with torch.optim, on every mesh, in place."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, P, gpt, lax, optim, random, tree
+from functron import Mesh, P, checkpoint, gpt, lax, optim, random, recipe, tree
+from functron.config import TrainConfig
 from functron.spmd.donation import Donated
+from functron.spmd.shards import unpad
+from functron.step import state_specs
+from functron.train import prepare
 
 CONFIG = gpt.GPTConfig(
     vocab_size=40, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, max_seq=12,
@@ -373,3 +379,90 @@ def test_axes_of_local_steps_that_do_not_fit():
         take(lambda params, data: gpt.loss(CONFIG, params, data, axes=("dp",)), ("dp",))
     with pytest.raises(ValueError, match=r"into/embed: got .* scatters over 'dp'"):
         take(own, ("cp",), into=P("dp"))
+
+
+# --- float32 masters
+
+LOW = gpt.GPTConfig(
+    vocab_size=24, num_layers=2, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32, max_seq=8,
+    dtype="bfloat16",
+)  # fmt: skip
+
+
+def low_recipe(mesh, zero=0, **settings):
+    chosen = optim.OptimizerConfig("sgd", momentum=0.9, clip_norm=0, fp32_masters=True, **settings)
+    config = TrainConfig(gpt=LOW, mesh=mesh, zero=zero, seq=8, global_batch=4, optimizer=chosen)
+    return config, recipe.assemble(config, Mesh.parse(mesh))
+
+
+def masters_of(state, specs, mesh):
+    """The masters that a state holds and their specs, as leaves without ZeRO's padding."""
+    chosen = lambda value: next(
+        x for x in tree.leaves(value, lambda x: isinstance(x, optim.MastersState))
+        if isinstance(x, optim.MastersState)
+    ).masters  # fmt: skip
+    rows = zip(
+        tree.leaves(chosen(state.opt_state)), tree.leaves(chosen(specs.opt_state)), strict=True
+    )
+    flat = zip(rows, tree.leaves(state.params), strict=True)
+    return [unpad(leaf, p.shape, spec, mesh) for (leaf, spec), p in flat]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero"), [("", 0), ("dp=2,tp=2", 1), ("fsdp=2", 0), ("pp=2,dp=2", 2)]
+)
+def test_masters_begin_before_rounding(mesh, zero):
+    """Random parameters are float32 numbers rounded: the masters are these, on every mesh."""
+    _, made = low_recipe(mesh, zero, ema_decay=0.5)
+    ranks = Mesh.parse(mesh)
+    state = made.init(random.key(1), ranks)
+    wide = tree.map(lambda d: dataclasses.replace(d, dtype=torch.float32), gpt.defs(LOW))
+    exact = tree.leaves(ft.init_params(random.split(random.key(1))[0], wide))
+    specs = state_specs(made.specs, made.optimizer)
+    for p, master, x in zip(
+        tree.leaves(state.params), masters_of(state, specs, ranks), exact, strict=True
+    ):
+        assert torch.equal(master, x)
+        assert torch.equal(p, x.bfloat16())
+    assert any((x.bfloat16().float() != x).any() for x in exact)
+    tokens = torch.randint(24, (4, 9), generator=torch.Generator().manual_seed(0))
+    data = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(4)}
+    grads = torch.func.grad(
+        lambda p: gpt.loss(LOW, p, data) / 32
+    )(tree.map(torch.clone, state.params))  # fmt: skip
+    rate = 2e-3  # of the first update
+    state, _ = made.step(state, data)
+    for master, x, g in zip(
+        masters_of(state, specs, ranks), exact, tree.leaves(grads), strict=True
+    ):
+        error = (master - (x - rate * g.float())).abs().max()
+        assert error <= 0.03 * rate * g.float().abs().max() + 1e-7  # of bfloat16 gradients
+
+
+def test_masters_of_a_pretrained_model_in_float32(tmp_path):
+    config, made = low_recipe("dp=2", 1)
+    wide = tree.map(lambda d: dataclasses.replace(d, dtype=torch.float32), gpt.defs(LOW))
+    params = ft.init_params(random.key(5), wide)
+    checkpoint.save(tmp_path / "0", {"params": params}, {"step": 0})
+    mesh = Mesh(dp=2)
+    state = prepare(
+        dataclasses.replace(config, format="mock"), mesh, begin_from=tmp_path / "0"
+    ).state
+    specs = state_specs(made.specs, made.optimizer)
+    for p, master, x in zip(
+        tree.leaves(state.params), masters_of(state, specs, mesh), tree.leaves(params), strict=True
+    ):
+        assert torch.equal(master, x)
+        assert torch.equal(p, x.bfloat16())
+
+
+def test_masters_for_an_optimizer_without_any_are_refused():
+    defs = gpt.defs(LOW)
+    specs = ft.param_specs(defs, gpt.rules(LOW, Mesh()))
+    for optimizer in (optim.adamw(1e-3), optim.with_fp32_masters(optim.adamw(1e-3))):
+        with pytest.raises(ValueError, match="masters: got an optimizer that keeps no masters"):
+            ft.init_state(random.key(0), defs, specs, optimizer, Mesh(), masters=True)
+    told = optim.with_fp32_masters(optim.adamw(1e-3), torch.bfloat16)
+    params = ft.init_params(random.key(0), defs)
+    with pytest.raises(ValueError, match="params: got given beside masters"):
+        ft.init_state(random.key(0), defs, specs, told, Mesh(), params, masters=True)

@@ -31,7 +31,7 @@ from functron.optim.inject import InjectHyperparamsState, inject_hyperparams
 from functron.optim.learning_rate import ScaleByScheduleState, scale_by_learning_rate
 from functron.optim.lion import ScaleByLionState, lion, scale_by_lion
 from functron.optim.mask import add_decayed_weights, mask_leaves, masked, not_norm_or_bias
-from functron.optim.masters import MastersState, with_fp32_masters
+from functron.optim.masters import LOW_PRECISION, MastersState, with_fp32_masters
 from functron.optim.muon import (
     Matrix,
     ScaleByMuonState,
@@ -83,6 +83,7 @@ from functron.optim.widths import width_multiples, width_problems
 from functron.optim.zero import padded_shapes, shard_specs, zero
 
 __all__ = [
+    "LOW_PRECISION",
     "AdafactorConfig",
     "ApplyIfFiniteState",
     "AverageState",

@@ -223,7 +223,8 @@ def make_optimizer(
     if config.ema_decay:
         inner = with_average(inner, config.ema_decay)
     if config.fp32_masters:
-        inner = with_fp32_masters(inner)
+        dtypes = None if defs is None else tree.map(lambda d: d.dtype, defs)
+        inner = with_fp32_masters(inner, dtypes)
     if config.stochastic_rounding:
         inner = with_stochastic_rounding(inner, defs=defs, specs=seen)
     if config.offload:

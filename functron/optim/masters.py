@@ -11,7 +11,8 @@ from functron.errors import public
 from functron.ops.foreach import foreach_
 from functron.optim.transformation import Around, GradientTransformation, transformation
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""The dtypes whose parameters have masters."""
 
 
 class MastersState(NamedTuple):
@@ -28,7 +29,9 @@ class MastersState(NamedTuple):
 
 
 @public
-def with_fp32_masters(inner: GradientTransformation) -> GradientTransformation:
+def with_fp32_masters(
+    inner: GradientTransformation, dtypes: tree.Tree = None
+) -> GradientTransformation:
     """`inner`, run in float32 on master copies of the low-precision parameters.
 
     The parameters are the rounded masters, so that updates smaller than their last bit add up
@@ -44,10 +47,20 @@ def with_fp32_masters(inner: GradientTransformation) -> GradientTransformation:
     one pass over memory, without the float32 copies of gradients.
 
     No collectives beyond `inner`'s.
+
+    Args:
+        inner: what updates the masters.
+        dtypes: of the parameters, a prefix tree of dtypes, which allows `init` to be given what
+            they were rounded from, for masters: see ``functron.init_state(..., masters=)``. None:
+            `init` is given the parameters, which are their own masters at first.
     """
 
     def init(params):
-        masters = tree.map(_master, params)
+        leaves, structure = tree.flatten(params)
+        own = [leaf.dtype for leaf in leaves]
+        kinds = own if dtypes is None else tree.broadcast_prefix(dtypes, params, what="dtypes")
+        rows = zip(leaves, kinds, strict=True)
+        masters = tree.unflatten(structure, [_master(leaf, kind) for leaf, kind in rows])
         return MastersState(masters, inner.init(_effective(params, masters)))
 
     def update(updates, state, params=None):
@@ -110,11 +123,12 @@ def with_fp32_masters(inner: GradientTransformation) -> GradientTransformation:
 
 def is_low(param: torch.Tensor) -> bool:
     """Whether a parameter is bfloat16 or float16."""
-    return param.dtype in _LOW_PRECISION
+    return param.dtype in LOW_PRECISION
 
 
-def _master(param: torch.Tensor) -> torch.Tensor | None:
-    return param.detach().float() if is_low(param) else None
+def _master(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """The master of a parameter of this dtype, from its value or from what it was rounded from."""
+    return param.detach().to(torch.float32, copy=True) if dtype in LOW_PRECISION else None
 
 
 def _effective(params: tree.Tree, masters: tree.Tree) -> tree.Tree:

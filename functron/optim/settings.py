@@ -143,7 +143,8 @@ class OptimizerConfig:
         momentum: of sgd; 0 for none.
         nesterov: Nesterov momentum (sgd only).
         clip_norm: largest global gradient norm; 0 for no clipping.
-        fp32_masters: keep float32 copies of parameters stored in bfloat16 or float16.
+        fp32_masters: keep float32 copies of parameters stored in bfloat16 or float16; the first
+            are what these were rounded from: random numbers, or a converted model in float32.
         stochastic_rounding: instead of keeping copies, round these parameters stochastically.
         mu_dtype: how Adam's mean of gradients is stored: float32, bfloat16, int8 (in blocks), or
             empty: as parameters or their masters are.
