@@ -212,11 +212,12 @@ def _ordered_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -
     default: Any = c10d._get_default_group()._get_backend(torch.device("cpu"))
     while hasattr(default, "wrapped_pg"):  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
         default = default.wrapped_pg
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     options._devices = default.options._devices
     options._timeout = default.options._timeout
     options._threads = 1
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return gloo(store, rank, size, options)
 
 
 def runs_gloo(group: dist.ProcessGroup) -> bool:

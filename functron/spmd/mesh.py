@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -143,7 +144,7 @@ class Mesh:
             return BoundMesh(self, rank, {}, {}, device_type)
         sizes = tuple(size for _, size in self.axes)
         backend = compat.mesh_backend(device_type)
-        override = None if backend is None else dict.fromkeys(self.axis_names, backend)
+        override: Any = None if backend is None else dict.fromkeys(self.axis_names, backend)
         devices = init_device_mesh(
             device_type, sizes, mesh_dim_names=self.axis_names, backend_override=override
         )
