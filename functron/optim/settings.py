@@ -24,8 +24,6 @@ class ScheduleConfig:
             "inverse_square_root".
         peak: the highest learning rate.
         warmup_steps: updates of linear warm-up from `init`.
-        warmup_ratio: the share of `total_steps` that these are, where warmup_steps is 0: rounded
-            up, and fewer than all.
         total_steps: the count at which the last learning rate is reached (all but constant).
         end: the last learning rate, or the floor of inverse_square_root (Megatron-LM's min_lr); -1:
             end_fraction of the peak.
@@ -34,12 +32,13 @@ class ScheduleConfig:
         end_fraction: the last learning rate as a fraction of the peak (Optax's alpha).
         init: where the warm-up begins (Megatron-LM's lr_warmup_init).
         power: the exponent of polynomial.
+        warmup_ratio: the share of `total_steps` that warms up, where warmup_steps is 0: rounded up,
+            and fewer than all.
     """
 
     name: str = "cosine"
     peak: float = 3e-4
     warmup_steps: int = 0
-    warmup_ratio: float = 0.0
     total_steps: int = 1000
     end: float = -1.0
     decay_steps: int = 200
@@ -47,6 +46,7 @@ class ScheduleConfig:
     end_fraction: float = 0.0
     init: float = 0.0
     power: float = 2.0
+    warmup_ratio: float = 0.0
 
     @property
     def last(self) -> float:
@@ -208,18 +208,15 @@ def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Pr
     if config.name not in SCHEDULES:
         fix = nearest(config.name, SCHEDULES)
         return [Problem(f"{path}.name", repr(config.name), "a learning-rate schedule", fix)]
-    if not 0 <= config.warmup_ratio < 1:
-        got, wanted = repr(config.warmup_ratio), "at least 0 and less than 1"
-        return [Problem(f"{path}.warmup_ratio", got, wanted)]
+    ratio = _share_problems(config, ("warmup_ratio",), path)
     if config.warmup_ratio and config.warmup_steps:
         got = f"{config.warmup_ratio} with warmup_steps={config.warmup_steps}"
-        problem = Problem(f"{path}.warmup_ratio", got, "one of them", "set the other to 0")
-        return [problem]
+        ratio.append(Problem(f"{path}.warmup_ratio", got, "one of them", "set the other to 0"))
     ends, is_wsd = config.name != "constant", config.name == "wsd"
     shape = config.decay if is_wsd else "linear"
     found = schedules.problems(
         config.peak,
-        config.num_warmup_steps,
+        config.warmup_steps if ratio else config.num_warmup_steps,
         config.total_steps if ends else None,
         config.last if ends else 0.0,
         config.decay_steps if is_wsd else None,
@@ -237,7 +234,7 @@ def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Pr
     if config.init > config.peak:
         wanted = f"at most the peak, {config.peak:g}"
         found.append(Problem("init", repr(config.init), wanted, "lower it"))
-    return [Problem(f"{path}.{p.path}", p.got, p.wanted, p.fix) for p in found]
+    return [*ratio, *(Problem(f"{path}.{p.path}", p.got, p.wanted, p.fix) for p in found)]
 
 
 def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list[Problem]:

@@ -122,6 +122,22 @@ def _without_hyperparams(state):
     return tree.map(lambda x: x.inner_state if is_one(x) else x, state, is_leaf=is_one)
 
 
+def test_a_share_of_the_steps_warms_up():
+    """Rounded up, and fewer than all; 3 of 50 at 0.05."""
+    for total, steps in ((50, 3), (5, 1), (1, 0), (200, 10)):
+        config = optim.ScheduleConfig("cosine", 2.0, total_steps=total, warmup_ratio=0.05)
+        plain = optim.ScheduleConfig("cosine", 2.0, steps, total)
+        rates = [[float(optim.make_schedule(c)(t)) for t in range(6)] for c in (config, plain)]
+        assert rates[0] == rates[1]
+    wrong = optim.ScheduleConfig("cosine", -1.0, 10, 100, warmup_ratio=1.0)
+    found = [str(problem) for problem in optim.schedule_problems(wrong)]
+    assert [text.partition(":")[0] for text in found] == [
+        "schedule.warmup_ratio",
+        "schedule.warmup_ratio",
+        "schedule.peak",
+    ]
+
+
 def test_fields_that_a_schedule_does_not_use_are_not_judged():
     assert not optim.schedule_problems(optim.ScheduleConfig("constant", total_steps=0, decay="x"))
     assert optim.schedule_problems(optim.ScheduleConfig("linear", total_steps=0))
