@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import linecache
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from functron import compat
 from functron.errors import in_library, nearest, public
@@ -18,6 +21,7 @@ from functron.spmd.mesh import STANDARD_AXES
 from functron.spmd.traced import TracedAxis
 
 AxisNames = str | Sequence[str]
+F = TypeVar("F", bound=Callable)
 _c10d = torch.ops._c10d_functional
 
 
@@ -42,6 +46,39 @@ class SimulatedAxis:
         return compat.is_batched_at(value, compat.level_of(self.token))
 
 
+def lost(error: RuntimeError, what: str, line: str, axis: str) -> RuntimeError:
+    """What `error` of a collective between processes means, in words.
+
+    Args:
+        error: what the backend raised.
+        what: the collective.
+        line: the user's, that asked for it.
+        axis: whose ranks take part; "" where that is not known.
+    """
+    rank = f"process {dist.get_rank()} of {dist.get_world_size()}"
+    over = f" over {axis!r}" if axis else ""
+    said = str(error).partition(". ")[0].strip()
+    return RuntimeError(
+        f"{what}{over} at {line}: {rank} lost the others ({said}); wanted all ranks of the axis in "
+        "the same collective with the same shapes; fix: look at the process that ended first: its "
+        "own error says why, or the system ended it (out of memory, a signal)"
+    )
+
+
+def _communicates(method: F) -> F:
+    """`method` of a `BoundAxis`, which names itself, the axis and the line where it fails."""
+
+    @functools.wraps(method)
+    def call(self: BoundAxis, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except RuntimeError as error:
+            raise lost(error, method.__name__, user_line(), self.name) from None
+
+    made: Any = call
+    return made
+
+
 @dataclass(frozen=True, eq=False)
 class BoundAxis:
     """An axis whose ranks are the processes of a torch.distributed group."""
@@ -52,29 +89,35 @@ class BoundAxis:
     group: str
     token: None = None
 
+    @_communicates
     def all_reduce(self, x: torch.Tensor, operation: str, must_vary: bool) -> torch.Tensor:
         """The sum, max or min ("sum", "max", "min") of x over the ranks."""
         return _c10d.wait_tensor(_c10d.all_reduce(x, operation, self.group))
 
+    @_communicates
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """x of the rank with this index on the axis."""
         return _c10d.wait_tensor(_c10d.broadcast(x, source, self.group))
 
+    @_communicates
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[...] -> [size, ...]: every rank's x."""
         gathered = _c10d.all_gather_into_tensor(x.unsqueeze(0), self.size, self.group)
         return _c10d.wait_tensor(gathered)
 
+    @_communicates
     def reduce_scatter(self, x: torch.Tensor, must_vary: bool) -> torch.Tensor:
         """[size, ...] -> [...]: this rank's row of the sum of x."""
         part = _c10d.reduce_scatter_tensor(x, "sum", self.size, self.group)
         return _c10d.wait_tensor(part).squeeze(0)
 
+    @_communicates
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         """[size, ...] -> [size, ...]: this rank's row of every rank's x."""
         splits = [1] * self.size
         return _c10d.wait_tensor(_c10d.all_to_all_single(x, splits, splits, self.group))
 
+    @_communicates
     def permute(self, x: torch.Tensor, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
         """x of the rank that sends here under `perm`; zeros where none does."""
         target = dict(perm)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from functron import compat, tree
 from functron.closure import hoist
-from functron.errors import public
-from functron.spmd.axes import BoundAxis, bind
+from functron.errors import Problem, public, raise_problems
+from functron.spmd.axes import BoundAxis, bind, lost, user_line
 from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.primitives import InputReplicated, OutputReplicated
@@ -57,6 +59,52 @@ def run_rank(
             value if spec is None else _count_once(value, spec_axes(spec), axes)
             for value, spec in zip(outputs, out_specs, strict=True)
         ]
+
+
+def check_shapes(name: str, mesh: BoundMesh, leaves: Sequence[Any], paths: Sequence[str]) -> None:
+    """Check that all ranks of `mesh` call a program with shards of the same shapes and dtypes.
+
+    Collectives: an all-reduce of 16 bytes per axis, and an all-gather of the shapes where they
+    differ. Without it gloo would end a process in the first collective that they enter.
+
+    Raises:
+        ValueError: (on every rank) they do not; with the arguments that differ, and where.
+    """
+    rows = zip(paths, leaves, strict=True)
+    mine = {
+        path: f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        for path, leaf in rows
+        if isinstance(leaf, torch.Tensor)
+    }
+    groups = {
+        axis: compat.group(mesh.groups[axis]) for axis, size in mesh.shape.items() if size > 1
+    }
+    number = zlib.crc32(repr(mine).encode())
+    with compat.no_transforms(), compat.no_dispatch_modes():
+        ends = torch.tensor([number, -number], device=mesh.device_type)
+        for axis, group in groups.items():
+            try:
+                dist.all_reduce(ends, dist.ReduceOp.MAX, group)
+            except RuntimeError as error:
+                raise lost(error, f"the call of {name}", user_line(), axis) from None
+        if ends[0] == -ends[1]:
+            return
+        everywhere: Any = [(mesh.coordinate, mine)]
+        for group in groups.values():
+            parts: list = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, everywhere, group)
+            everywhere = [row for part in parts for row in part]
+    found = []
+    for path in dict.fromkeys(path for _, shapes in everywhere for path in shapes):
+        by_shape: dict[str, str] = {}
+        for at, shapes in everywhere:
+            where = ",".join(f"{axis}={index}" for axis, index in at.items())
+            by_shape.setdefault(shapes.get(path, "nothing"), where)
+        if len(by_shape) > 1:
+            got = ", ".join(f"{shape} on rank {where}" for shape, where in by_shape.items())
+            fix = "cut global values with functron.shard, which gives every rank the same shapes"
+            found.append(Problem(f"argument {path}", got, "one shape on all ranks", fix))
+    raise_problems(f"{name} at {user_line()}: ranks disagree about its arguments", found)
 
 
 def _differentiated(value: Any) -> bool:

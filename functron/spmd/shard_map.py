@@ -16,7 +16,7 @@ from functron.closure import hoist
 from functron.errors import Problem, nearest, public, raise_problems
 from functron.spmd import spec as sharding
 from functron.spmd.axes import AxisNames, StageAxis, enter, scope, source_line
-from functron.spmd.distributed import bound_axes, run_rank
+from functron.spmd.distributed import bound_axes, check_shapes, run_rank
 from functron.spmd.donation import consume_all, refuse_donated
 from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
 from functron.spmd.replication import LineRecorder, VaryingOutputError, check_outputs
@@ -379,6 +379,8 @@ class Mapped:
         key = (structure, tuple(_signature(leaf) for leaf in leaves))
         if key in self._checked:
             return
+        paths = tree.paths(tree.unflatten(structure, leaves))
+        check_shapes(self.name, mesh, leaves, paths)
         abstract = [
             _Abstract(sharding.global_shape(leaf.shape, spec, mesh), leaf.dtype, leaf.device)
             if isinstance(leaf, torch.Tensor) and spec is not None

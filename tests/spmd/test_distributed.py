@@ -1,5 +1,8 @@
 """The distributed binding on real processes over gloo."""
 
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,3 +69,65 @@ dist.destroy_process_group()
 def test_collectives_of_a_mesh_run_in_order_on_one_thread_of_a_group(torchrun):
     # torch's two race for a string, and corrupt the heap
     torchrun(IN_ORDER, 1)
+
+
+LEFT_ALONE = """
+import os, sys
+import torch, torch.distributed as dist
+import functron as ft
+from functron import P, lax
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+mesh = ft.Mesh(dp=2).bind()
+
+
+def total(x):
+    return lax.psum(x, "dp")
+
+
+mapped = ft.shard_map(total, mesh, P("dp"), P())
+try:
+    mapped(torch.ones(4 + rank))
+except ValueError as error:
+    print(error, flush=True)
+print(mapped(torch.ones(4)).tolist(), flush=True)
+dist.barrier()
+if rank == 1:
+    os._exit(3)
+try:
+    mapped(torch.ones(4))
+except RuntimeError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.distributed
+def test_ranks_that_disagree_or_end_are_told_by_axis_and_line(tmp_path):
+    """Without torchrun, which would end the rank that is left before it can speak."""
+    script = tmp_path / "left_alone.py"
+    script.write_text(LEFT_ALONE)
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=300)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 3], said
+    disagree = (
+        "ranks disagree about its arguments\n  - argument 0: "
+        "got float32[4] on rank dp=0, float32[5] on rank dp=1; wanted one shape on all ranks"
+    )
+    for text in said:
+        assert disagree in text
+        assert "[2.0, 2.0, 2.0, 2.0]" in text
+    lost = re.findall(
+        r"^(\w+) over 'dp' at (\S+?): .*process 0 of 2 lost the others", said[0], re.M
+    )
+    line = LEFT_ALONE.splitlines().index('    return lax.psum(x, "dp")') + 1
+    assert lost == [("all_reduce", f"{script}:{line}")]
