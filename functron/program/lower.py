@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from functron import compat
-from functron.program.equations import Equation, Var
+from functron.program.equations import Equation, Var, contiguous_strides
 from functron.program.steps import Kernel
 from functron.spmd import ragged  # noqa: F401  (defines functron::ragged_ranks)
 from functron.spmd.traced import LIBRARY
@@ -72,6 +72,7 @@ torch.library.register_fake("functron::permute_ranks", _like, lib=LIBRARY)
 
 
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+_STRIDED = (_aten.as_strided.default, _aten.as_strided_scatter.default)
 
 
 def graph_module(kernel: Kernel, groups: Groups) -> fx.GraphModule:
@@ -116,8 +117,10 @@ def _equation(
         )
         return
     # what Inductor makes of an operation may be laid out otherwise than torch's own result, which
-    # was traced: a view of that is then a copy
+    # was traced: a view of that is then a copy, and places in its memory are those of a copy
     op = _aten.reshape.default if equation.op in _VIEWS else equation.op
+    if op in _STRIDED:
+        args = (_laid_out(graph, args[0], equation.args[0]), *args[1:])
     node = graph.call_function(op, args, kwargs)
     returns = equation.op._schema.returns
     if len(returns) == 1 and not isinstance(returns[0].type, torch.ListType):
@@ -147,6 +150,19 @@ def _is_long(equation: Equation) -> bool:
         and result.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and math.prod(x.shape) > _LONG * math.prod(result.shape)
     )
+
+
+def _laid_out(graph: fx.Graph, x: fx.Node, like: Var) -> fx.Node:
+    """x in the layout of `like`, where that has neither gaps nor repeated elements."""
+    order = sorted(range(len(like.shape)), key=lambda dim: (-like.stride[dim], dim))
+    shape = [like.shape[dim] for dim in order]
+    rows = zip(order, shape, contiguous_strides(shape), strict=True)
+    if any(size != 1 and like.stride[dim] != stride for dim, size, stride in rows):
+        return x
+    x = graph.call_function(_aten.permute.default, (x, order))
+    x = graph.call_function(_aten.contiguous.default, (x,))
+    inverse = [order.index(dim) for dim in range(len(order))]
+    return graph.call_function(_aten.permute.default, (x, inverse))
 
 
 def _norm(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -338,7 +338,7 @@ def test_random_programs(steps, differentiate):
         check(fn, randn(2), randn(3, 2), unroll=unroll)
 
 
-@pytest.mark.parametrize("name", ["taken", "joined"])
+@pytest.mark.parametrize("name", ["taken", "joined", "written"])
 def test_views_of_what_inductor_lays_out_otherwise(name):
     """Its `index_select` and `cat` of a permuted tensor have other strides than torch's own."""
     x = torch.arange(120.0).view(2, 4, 5, 3)
@@ -349,5 +349,11 @@ def test_views_of_what_inductor_lays_out_otherwise(name):
     def joined(x):
         return torch.cat([x.permute(0, 3, 1, 2)] * 2, 1).permute(0, 2, 3, 1).flatten(0, 2)
 
-    f = {"taken": taken, "joined": joined}[name]
+    def written(x):
+        y = x.permute(0, 3, 1, 2).index_select(1, torch.tensor([0, 2]))
+        second = y[:, 1]
+        y[:, 0].add_(1)  # after which `second` is taken anew from the memory of y
+        return torch.cat([second * 2, y[:, 0]])
+
+    f = {"taken": taken, "joined": joined, "written": written}[name]
     assert torch.equal(ft.jit(f)(x), f(x))
