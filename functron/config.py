@@ -45,7 +45,8 @@ class TrainConfig:
         t5: that of a T5.
         data: a text file or a folder of them, tokens on disk, or conversations (see `format`);
             empty: the English and code of this Python. Several files of tokens in proportions, as
-            Megatron-LM writes them: "0.3 PREFIX1 0.7 PREFIX2".
+            Megatron-LM writes them: "0.3 PREFIX1 0.7 PREFIX2"; or all of each, every sample once an
+            epoch: "all PREFIX1 all PREFIX2".
         tokenizer: what makes tokens of text: tokenizer.json, a SentencePiece .model, a .tiktoken
             file or a folder with one of these, which the run folder then keeps a copy of; bytes:
             nothing, text is read as bytes; empty: what the run folder `out` has from the model that
@@ -60,6 +61,9 @@ class TrainConfig:
             error), cut (off their end) or drop.
         split: which documents of tokens on disk are for training, validation and test, such as
             969,30,1: training has the first of these parts; empty: all of them.
+        extra_token: samples of tokens on disk have a target for their last token, which is read
+            beyond them; otherwise it predicts nothing, as with Megatron-LM's
+            add_extra_token_to_sequence=False.
         mask_documents: tokens on disk attend to those of their own document only, and positions
             count from 0 in each.
         fim_rate: the share of documents of tokens on disk that are rearranged, so that the model
@@ -161,6 +165,7 @@ class TrainConfig:
     format: Literal["auto", "text", "chat", "tokens", "mock"] = "auto"
     overlong: Literal["refuse", "cut", "drop"] = "refuse"
     split: str = ""
+    extra_token: bool = True
     mask_documents: bool = False
     fim_rate: float = 0.0
     fim_spm_rate: float = 0.5

@@ -24,7 +24,7 @@ from functron.data import (
     split,
     text_tokenizer,
 )
-from functron.data.blend import parse_blend
+from functron.data.blend import ALL, parse_blend
 from functron.data.conversations import chat_files
 from functron.data.documents import find
 from functron.data.provenance import provenance
@@ -195,7 +195,7 @@ def _token_samples(config: TrainConfig, part: str) -> Samples:
     sources: list[Any] = [
         _samples(config, learnt, open_tokens(x), part, index) for index, x in enumerate(paths)
     ]
-    return Blend(sources, weights, paths)
+    return Blend(sources, None if weights[0] == ALL else weights, paths)
 
 
 def _samples(
@@ -213,6 +213,7 @@ def _samples(
         vocab_size=learnt.vocab_size,
         mask_documents=config.mask_documents,
         middle=_middle(config),
+        extra_token=config.extra_token,
     )
     return learnt.over(windows, seed)
 
@@ -260,6 +261,9 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
     """
     path = run_folder.tokenizer_path(config)
     if not is_on_disk(config):
+        if not config.extra_token:
+            fix = "make them with functron preprocess, or leave it out"
+            yield Problem("extra_token", "False", "tokens on disk", fix)
         for name in ("split", "mask_documents", "fim_rate"):
             if getattr(config, name):
                 fix = "make them with functron preprocess, or leave it out"
@@ -271,6 +275,11 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
         fix = "leave it out, or --mask-documents in place of --pack"
         wanted = "documents as long as they were packed"
         yield Problem("fim_rate", f"{config.fim_rate} with pack={config.pack}", wanted, fix)
+    if not config.extra_token and is_on_disk(config):
+        others = {"pack": config.pack, "fim_rate": config.fim_rate}
+        others |= {"a model that restores tokens": config.family.objective in ("masked", "spans")}
+        for name in filter(others.get, others):
+            yield Problem("extra_token", f"False with {name}", "True", "leave one of them out")
     if config.format == "mock":
         if config.data:
             fix = "leave out --data or --format mock"

@@ -240,7 +240,7 @@ def _out_problems(out: str) -> Sequence[Problem]:
 _ORDER = (
     "data", "tokenizer", "tokenizer_pattern", "format", "overlong", "split", "mask_documents",
     "fim_rate", "fim_spm_rate", "fim_tokens", "pack", "seed", "seq", "global_batch",
-    "ramp_up", "mask_rate", "mask_token", "mean_span", "end_token",
+    "extra_token", "ramp_up", "mask_rate", "mask_token", "mean_span", "end_token",
 )  # fmt: skip
 """What determines which samples each step sees."""
 

@@ -1,6 +1,6 @@
 """Data: batches of tokens as a pure function of the step."""
 
-from functron.data.blend import Blend, Mixture
+from functron.data.blend import Blend, Exhaustive, Mixture
 from functron.data.chat import Chat
 from functron.data.context_plan import Costs, Placement, Plan, arrange
 from functron.data.context_schedule import schedule
@@ -27,6 +27,7 @@ __all__ = [
     "ByteText",
     "Chat",
     "Costs",
+    "Exhaustive",
     "FillInTheMiddle",
     "IndexedFile",
     "IndexedWriter",

@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from functron.data.weights import proportions
 from functron.errors import Problem, raise_problems
 
 BLOCK = 1 << 16
+ALL = "all"
+MOST = 1 << 30
 _LARGEST = 1 << 58
 
 
@@ -40,6 +42,7 @@ class Source(Protocol):
 def parse_blend(text: str) -> list[tuple[str, str]] | None:
     """Weights and paths of ``"0.3 PREFIX1 0.7 PREFIX2"``; None where that is no blend but a path.
 
+    ``"all PREFIX1 all PREFIX2"`` has `ALL` in place of weights: every sample of each once an epoch.
     Paths with spaces are quoted as in a shell.
 
     Raises:
@@ -49,13 +52,13 @@ def parse_blend(text: str) -> list[tuple[str, str]] | None:
         words = shlex.split(text)
     except ValueError:  # a quotation mark that is not closed is part of a path
         return None
-    if len(words) < 2 or not _is_number(words[0]):
+    if len(words) < 2 or not (_is_number(words[0]) or words[0] == ALL):
         return None
     pairs = list(zip(words[::2], words[1::2], strict=False))
     problems = [
-        Problem("data", f"{weight!r} before {path!r}", "a weight")
+        Problem("data", f"{weight!r} before {path!r}", "all" if words[0] == ALL else "a weight")
         for weight, path in pairs
-        if not _is_number(weight)
+        if not (weight == ALL if words[0] == ALL else _is_number(weight))
     ]
     if len(words) % 2:
         fix = "write WEIGHT PREFIX WEIGHT PREFIX ..., paths with spaces in quotation marks"
@@ -128,6 +131,76 @@ class Mixture:
         return blocks * self.counts + begun
 
 
+class Exhaustive:
+    """Which source sample n comes from where every sample of all sources comes once an epoch.
+
+    The sources are spread evenly over an epoch, as Megatron-LM's exhaustive blend spreads them, in
+    proportion to how many samples each has. Source 0 of a of N samples has sample n of an epoch
+    where ``floor((2 (n + 1) a + N) / 2N)`` is larger than the same of n (Bresenham's line); what is
+    left is divided in the same way among the others. Integers, and no table.
+
+    Args:
+        sizes: how many samples each source has, at least 1.
+
+    Attributes:
+        weights: exact fractions that sum to 1.
+        counts: int64 ``[k]``: `sizes`.
+
+    Raises:
+        ValueError: there are none, one is below 1, or more than 2^30 samples in all.
+    """
+
+    def __init__(self, sizes: Sequence[int]):
+        total = sum(sizes)
+        found = [
+            Problem(f"sizes[{i}]", str(size), "at least 1")
+            for i, size in enumerate(sizes)
+            if size < 1
+        ]
+        if total > MOST:
+            fix = "give weights in place of all"
+            found.append(Problem("sizes", f"{total} samples", f"at most {MOST} in all", fix))
+        if not sizes:
+            found.append(Problem("sizes", "none", "at least one"))
+        raise_problems("cannot blend all samples", found)
+        self.counts = np.asarray(sizes, np.int64)
+        self.weights = tuple(Fraction(int(size), total) for size in sizes)
+
+    def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The sources of samples `numbers` (from 0), and how many earlier ones each has given.
+
+        Both int64, the shape of `numbers`.
+        """
+        left = int(self.counts.sum())
+        epochs, within = np.divmod(np.asarray(numbers, np.int64), left)
+        sources = np.full(within.shape, len(self.counts) - 1)
+        own = np.zeros_like(within)
+        free = np.ones(within.shape, bool)
+        for source, size in enumerate(self.counts.tolist()):
+            before, after = (_share(within + more, size, left) for more in (0, 1))
+            mine = free & (after > before)
+            sources[mine], own[mine] = source, before[mine]
+            free &= ~mine
+            within, left = within - before, left - size
+        return sources, epochs * self.counts[sources] + own
+
+    def positions(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples came from each source: int64 ``[k]``."""
+        left = int(self.counts.sum())
+        epochs, within = divmod(samples, left)
+        found = epochs * self.counts
+        for source, size in enumerate(self.counts.tolist()):
+            given = _share(within, size, left)
+            found[source] += given
+            within, left = within - given, left - size
+        return found
+
+
+def _share(count: Any, size: int, total: int) -> Any:
+    """How many of the first `count` of `total` are the `size` that are spread among them."""
+    return (2 * count * size + total) // (2 * total) if total else count * 0
+
+
 class Blend:
     """Samples of several sources in proportion to their weights: `functron.data.Samples`.
 
@@ -137,7 +210,8 @@ class Blend:
 
     Args:
         sources: what to draw from; their samples have the same leaves and as many tokens.
-        weights: of each, as `Mixture` takes them.
+        weights: of each, as `Mixture` takes them; None: every sample of all sources comes once an
+            epoch, as `Exhaustive` orders them.
         names: what the user calls them; None: their numbers.
 
     Attributes:
@@ -152,16 +226,18 @@ class Blend:
     def __init__(
         self,
         sources: Sequence[Source],
-        weights: Sequence[float | int | str | Fraction],
+        weights: Sequence[float | int | str | Fraction] | None,
         names: Sequence[str] | None = None,
     ):
         self.names = tuple(map(str, range(len(sources))) if names is None else names)
+        given = len(sources) if weights is None else len(weights)
         raise_problems("cannot blend", [
             Problem(what, f"{got} for {len(sources)} sources", "one of each, and at least 1 source")
-            for what, got in (("weights", len(weights)), ("names", len(self.names)))
+            for what, got in (("weights", given), ("names", len(self.names)))
             if got != len(sources) or not sources
         ])  # fmt: skip
-        self.mixture, self._sources = Mixture(weights), tuple(sources)
+        self._sources = tuple(sources)
+        self.mixture = Mixture(weights) if weights is not None else Exhaustive(_sizes(sources))
         self.vocab_size = max(source.vocab_size for source in sources)
 
     def batch(
@@ -226,6 +302,16 @@ class Blend:
         """What there is, in a few words for the user."""
         parts = zip(self.mixture.weights, self.names, self._sources, strict=True)
         return "; ".join(f"{float(w):.4g} {name}: {x.summary()}" for w, name, x in parts)
+
+
+def _sizes(sources: Sequence[Source]) -> list[int]:
+    sizes = [getattr(source, "num_samples", None) for source in sources]
+    raise_problems("cannot blend all samples", [
+        Problem(f"sources[{i}]", "no num_samples", "a source of so many samples", "give weights")
+        for i, size in enumerate(sizes)
+        if size is None
+    ])  # fmt: skip
+    return [int(size) for size in sizes if size is not None]
 
 
 def _greedy(weights: Sequence[Fraction]) -> np.ndarray:

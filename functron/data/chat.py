@@ -11,13 +11,10 @@ import numpy as np
 import torch
 
 from functron.data.conversations import Line, chat_files, read_conversations
-from functron.data.order import drawn, shuffled
+from functron.data.order import IGNORED, drawn, shuffled
 from functron.data.token_text import MAX_LISTED, check_vocabulary, token_dtype
 from functron.data.tokenizer import Conversation, Tokenizer
 from functron.errors import Problem, raise_problems
-
-IGNORED = -100
-"""The target that stands for none; `functron.nn.IGNORE_INDEX`."""
 
 Overlong = Literal["refuse", "cut", "drop"]
 

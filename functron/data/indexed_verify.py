@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
@@ -15,21 +16,25 @@ BLOCK = 1 << 20
 MAX_LISTED = 20
 
 
-def verify(file: IndexedFile, *, vocab_size: int | None = None, allow_empty: bool = False) -> None:
+def verify(
+    file: IndexedFile | str | Path, *, vocab_size: int | None = None, allow_empty: bool = False
+) -> None:
     """Check every length, pointer, document index and token of an indexed file.
 
     Sequences must stand in .bin one after another without gaps, documents must be in order, ids at
     least 0 and below `vocab_size`. Reads everything once, a few MB at a time.
 
     Args:
-        file: opened, so that its sizes are right.
+        file: opened; or its path, as `IndexedFile` and `merge` take it.
         vocab_size: of the tokenizer; None: any ids that are not negative.
         allow_empty: let documents have no tokens. Megatron-LM writes such for texts that have none;
             nothing is ever drawn from them.
 
     Raises:
-        ValueError: the first 20 places that are wrong, each with file, offset and what it is.
+        ValueError: the first 20 places that are wrong, each with file, offset and what it is; or
+            what `IndexedFile` raises.
     """
+    file = file if isinstance(file, IndexedFile) else IndexedFile(file)
     problems = list(islice(_problems(file, vocab_size, allow_empty), MAX_LISTED + 1))
     more = f": the first {MAX_LISTED} mistakes" if len(problems) > MAX_LISTED else ""
     raise_problems(f"{file.path} is damaged{more}", problems[:MAX_LISTED])

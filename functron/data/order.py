@@ -10,6 +10,9 @@ import torch
 from functron.data.permutation import mix, permute
 from functron.errors import Problem, raise_problems
 
+IGNORED = -100
+"""The target that stands for none; `functron.nn.IGNORE_INDEX`."""
+
 
 class Samples(Protocol):
     """What a training run draws its batches from: `ByteText`, `TokenText` or `Chat`.

@@ -66,6 +66,17 @@ class RampUp:
         steps, _, sizes = self._stages
         return sizes[bisect.bisect_right(steps, step) - 1]
 
+    def batch_size_after(self, samples: int) -> int:
+        """How many samples a step has that begins after so many, as Megatron's calculator says.
+
+        ``batch_size_after(first_sample(step)) == batch_size(step)``; after any other number of
+        samples, as where a run goes on that had other sizes before, it is what comes next.
+        """
+        if samples >= self.samples:
+            return self.final
+        increments = (self.final - self.start) // self.increment
+        return self.start + self.increment * (max(samples, 0) * increments // self.samples)
+
     def first_sample(self, step: int) -> int:
         """How many samples all steps before this one have together: where it begins."""
         steps, samples, sizes = self._stages

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from functron.data.chat import IGNORED
 from functron.data.middle import FillInTheMiddle
-from functron.data.order import shuffled
+from functron.data.order import IGNORED, shuffled
 from functron.data.token_file import TokenFile, check_ids, refuse_order
 from functron.data.windows import Windows
 from functron.errors import Problem, raise_problems
@@ -30,6 +29,8 @@ class TokenWindows(Windows):
             document, or from where the window begins in it. The last token of a document predicts
             nothing.
         middle: rearranges documents to fill in their middles.
+        extra_token: whether the last token of a sample has a target, which is read beyond it; see
+            `Windows`.
 
     Attributes:
         mask_documents: as given.
@@ -51,16 +52,21 @@ class TokenWindows(Windows):
         vocab_size: int | None = None,
         mask_documents: bool = False,
         middle: FillInTheMiddle | None = None,
+        extra_token: bool = True,
     ):
         self._file, self._most = file, vocab_size
         self.mask_documents, self._middle = mask_documents, middle
         if middle is not None and vocab_size is not None and max(middle.ids) >= vocab_size:
             got, wanted = f"id {max(middle.ids)}", f"ids from 0 to {vocab_size - 1}"
             raise_problems("tokens outside the vocabulary", [Problem("middle", got, wanted)])
+        if middle is not None and not extra_token:
+            problem = Problem("extra_token", "False with middle", "True", "leave one of them out")
+            raise_problems("cannot fill in the middle", [problem])
         self.vocab_size = vocab_size or 0
         self.num_documents = file.num_documents
         what = f"data {file.path}"
-        super().__init__(file.num_tokens, seq, seed, what=what, unit="tokens")
+        given = {"what": what, "unit": "tokens", "extra_token": extra_token}
+        super().__init__(file.num_tokens, seq, seed, **given)
 
     def read(self, start: int, length: int) -> np.ndarray:
         """The tokens from `start` on, ``[length]``.
@@ -105,7 +111,8 @@ class TokenWindows(Windows):
         """Where documents begin in each window and its last target: 0, and increasing."""
         starts = windows * self.seq
         # all windows at once, as a look-up costs more than its bisection's arithmetic
-        first, last = self._file.documents_of(np.stack([starts, starts + self.seq]))
+        ends = starts + self.seq - (not self.extra_token)  # of the last token that is read
+        first, last = self._file.documents_of(np.stack([starts, ends]))
         runs = [np.arange(a + 1, b + 1) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
         places = self._file.starts(np.concatenate([np.zeros(0, np.int64), *runs]))
         counts = last - first

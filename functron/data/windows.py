@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
-from functron.data.order import drawn, shuffled
+from functron.data.order import IGNORED, drawn, shuffled
 from functron.errors import Problem, raise_problems
 
 
@@ -23,9 +23,13 @@ class Windows(ABC):
         seed: selects the order of the samples.
         what: what the user calls the text.
         unit: what the user calls a token of it.
+        extra_token: read one token more than `seq`, the last target. False: samples are `seq`
+            tokens that no other has, and the last predicts nothing (Megatron-LM's
+            ``add_extra_token_to_sequence=False``).
 
     Attributes:
         seq: tokens per sample.
+        extra_token: as given.
         num_windows: samples in an epoch.
         num_tokens: tokens in the whole text.
 
@@ -33,16 +37,26 @@ class Windows(ABC):
         ValueError: the text is shorter than one sample and its last target.
     """
 
-    def __init__(self, num_tokens: int, seq: int, seed: int, *, what: str, unit: str):
+    def __init__(
+        self,
+        num_tokens: int,
+        seq: int,
+        seed: int,
+        *,
+        what: str,
+        unit: str,
+        extra_token: bool = True,
+    ):
         self.seq, self.seed, self.num_tokens = seq, seed, num_tokens
-        self.num_windows = (num_tokens - 1) // seq if seq >= 1 else 0
+        self.extra_token = extra_token
+        self.num_windows = (num_tokens - extra_token) // seq if seq >= 1 else 0
         problems = []
         if seq < 1:
             problems.append(Problem("seq", str(seq), "at least 1"))
         elif self.num_windows < 1:
             got = f"{num_tokens} {unit}"
-            fix = f"use at most seq={num_tokens - 1}, or more text"
-            wanted = f"at least seq + 1 = {seq + 1}"
+            fix = f"use at most seq={num_tokens - extra_token}, or more text"
+            wanted = f"at least seq + 1 = {seq + 1}" if extra_token else f"at least seq = {seq}"
             problems.append(Problem(what, got, wanted, fix if num_tokens > 1 else "more text"))
         raise_problems("cannot cut the text into samples", problems)
 
@@ -58,12 +72,16 @@ class Windows(ABC):
     def sample(self, index: int) -> np.ndarray:
         """The tokens of window `index`, ``[seq + 1]``: `seq` of them and the last one's target.
 
+        Without an extra token that target is -100, which no loss counts.
+
         Raises:
             IndexError: there is no such window.
         """
         if not 0 <= index < self.num_windows:
             raise IndexError(f"sample {index}: wanted 0 to {self.num_windows - 1}")
-        return self.read(index * self.seq, self.seq + 1)
+        if self.extra_token:
+            return self.read(index * self.seq, self.seq + 1)
+        return np.append(self.read(index * self.seq, self.seq).astype(np.int64), IGNORED)
 
     def batch(
         self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)

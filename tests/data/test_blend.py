@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from functron.data import Blend, ByteText, Mixture
-from functron.data.blend import BLOCK
+from functron.data.blend import BLOCK, Exhaustive, parse_blend
 
 WEIGHTS = st.lists(st.integers(1, 2000), min_size=1, max_size=7)
 
@@ -143,3 +143,43 @@ def test_as_many_weights_as_sources(texts):
         Blend(texts, [1])
     with pytest.raises(ValueError, match="weights: got 0 for 0 sources"):
         Blend([], [])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6))
+def test_an_exhaustive_blend_has_every_sample_of_every_source_once_an_epoch(sizes):
+    blend, total = Exhaustive(sizes), sum(sizes)
+    sources, own = blend.at(np.arange(2 * total))
+    for epoch in (0, 1):
+        part = slice(epoch * total, (epoch + 1) * total)
+        for source, size in enumerate(sizes):
+            mine = own[part][sources[part] == source]
+            assert mine.tolist() == list(range(epoch * size, (epoch + 1) * size))  # in its order
+    for samples in {0, 1, total // 2, total, total + 1, 2 * total}:
+        counted = np.bincount(sources[:samples], minlength=len(sizes))
+        assert blend.positions(samples).tolist() == counted.tolist()
+    counts = np.stack([np.cumsum(sources[:total] == i) for i in range(len(sizes))])
+    shares = np.outer(sizes, np.arange(1, total + 1)) / total
+    assert np.abs(counts - shares).max() <= 1.5  # spread evenly
+    at = np.array([[3, 0], [total, 1]])
+    assert np.array_equal(blend.at(at)[0].ravel(), blend.at(at.ravel())[0])
+
+
+def test_an_exhaustive_blend_of_texts(texts):
+    sizes = [text.num_samples for text in texts]
+    blend, total = Blend(texts, None, "abc"), sum(sizes)
+    first = blend.draw(np.arange(total))["tokens"]
+    wanted = torch.cat(
+        [text.draw(np.arange(n))["tokens"] for text, n in zip(texts, sizes, strict=True)]
+    )
+    assert sorted(map(tuple, first.tolist())) == sorted(map(tuple, wanted.tolist()))
+    assert blend.progress(total)["b"] == {"samples": sizes[1], "epochs": 1.0}
+    assert parse_blend("all a all 'b c'") == [("all", "a"), ("all", "b c")]
+    with pytest.raises(ValueError, match=r"got '0\.5' before 'b'; wanted all"):
+        parse_blend("all a 0.5 b")
+    with pytest.raises(ValueError, match=r"sources\[1\]: got no num_samples"):
+        Blend([texts[0], blend], None)
+    with pytest.raises(ValueError, match=r"sizes\[1\]: got 0; wanted at least 1"):
+        Exhaustive([1, 0])
+    with pytest.raises(ValueError, match="fix: give weights in place of all"):
+        Exhaustive([1 << 30, 1])

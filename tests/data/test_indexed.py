@@ -66,6 +66,10 @@ def test_every_dtype(tmp_path, dtype):
     assert file.dtype == np.dtype(dtype)
     assert [file.sequence(i).tolist() for i in range(3)] == [[1, 2], [3], [100]]
     verify(file)
+    for path in (tmp_path / "a", str(tmp_path / "a.bin")):  # as merge takes them
+        verify(path)
+    with pytest.raises(ValueError, match="cannot open an indexed file"):
+        verify(tmp_path / "b")
 
 
 @st.composite

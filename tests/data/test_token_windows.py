@@ -100,3 +100,45 @@ def test_documents_are_masked_from_one_another(tokens):
             assert positions[t] == sum(same[:t])
             inside = owners[start + t + 1] == owners[start + t]
             assert targets[t] == (row[start + t + 1] if inside else -100)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_without_an_extra_token_samples_share_none(tmp_path, masked):
+    """As Megatron-LM without it: labels are the tokens shifted by one, and the last has none."""
+    row = np.arange(1, 25, dtype=np.uint16)
+    with IndexedWriter(tmp_path / "t", np.uint16) as writer:
+        for document in np.split(row, [7, 12]):
+            writer.add(document)
+    file = open_tokens(tmp_path / "t")
+    samples = TokenWindows(file, 6, extra_token=False, mask_documents=masked)
+    assert samples.num_samples == 4  # 3 where the last one's last target must be there
+    drawn = samples.draw(np.arange(4))
+    assert sorted(drawn["tokens"].flatten().tolist()) == row.tolist()
+    for tokens, targets in zip(drawn["tokens"].tolist(), drawn["targets"].tolist(), strict=True):
+        wanted = [*tokens[1:], -100]
+        if masked:
+            wanted = [-100 if a in (7, 12) else b for a, b in zip(tokens, wanted, strict=True)]
+        assert targets == wanted
+    if masked:
+        whole = TokenWindows(file, 6, mask_documents=True).draw(np.arange(3))
+        by_first = {int(t[0]): i for i, t in enumerate(drawn["tokens"])}
+        for i, tokens in enumerate(whole["tokens"]):
+            same = by_first[int(tokens[0])]
+            for name in ("positions", "segments"):
+                assert torch.equal(whole[name][i], drawn[name][same])
+
+
+def test_every_sample_of_two_files_once_from_the_command_line(tmp_path, capsys):
+    for name, size in (("a", 50), ("b", 26)):
+        with IndexedWriter(tmp_path / name, np.uint16) as writer:
+            writer.add(np.arange(size, dtype=np.uint16))
+    out = tmp_path / "run"
+    data = f"all {tmp_path / 'a'} all {tmp_path / 'b'}"
+    small = ["--model", "llama3-tiny", "--seq", "8", "--global-batch", "3", "--steps", "3"]
+    options = [*small, "--data", data, "--no-extra-token", "--out", str(out)]
+    assert cli.main(["train", *options]) == 0
+    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    seen = {name[-1]: entry for name, entry in last["sources"].items()}
+    assert seen == {"a": {"samples": 6, "epochs": 1.0}, "b": {"samples": 3, "epochs": 1.0}}
+    assert cli.main(["train", *small, "--no-extra-token", "--out", str(tmp_path / "x")]) == 2
+    assert "extra_token: got False; wanted tokens on disk" in capsys.readouterr().err
