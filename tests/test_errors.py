@@ -272,8 +272,8 @@ def test_what_is_no_spec_is_named(spec):
 NUMERIC = [
     name
     for name in optim.__all__
-    if (parameters := inspect.signature(getattr(optim, name)).parameters.values())
-    and isinstance(getattr(optim, name), types.FunctionType)
+    if isinstance(getattr(optim, name), types.FunctionType)
+    and (parameters := inspect.signature(getattr(optim, name)).parameters.values())
     and str(next(iter(parameters)).annotation).startswith(("float", "int", "LearningRate"))
 ]
 

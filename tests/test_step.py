@@ -264,7 +264,7 @@ def take(loss, mesh, jit=False, count=gpt.num_targets, **options):
         (Mesh(fsdp=2), {"hoist": True}),
         (Mesh(), {"count": one, "num_microbatches": 2}),
     ],
-    ids=str,
+    ids=("plain", "jit", "dp-tp", "hoist", "one-term"),
 )
 def test_a_mean_is_refused(mesh, options):
     take(summed, mesh, **options)
