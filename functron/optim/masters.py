@@ -128,7 +128,8 @@ def is_low(param: torch.Tensor) -> bool:
 
 def _master(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """The master of a parameter of this dtype, from its value or from what it was rounded from."""
-    return param.detach().to(torch.float32, copy=True) if dtype in LOW_PRECISION else None
+    low = dtype in LOW_PRECISION or is_low(param)
+    return param.detach().to(torch.float32, copy=True) if low else None
 
 
 def _effective(params: tree.Tree, masters: tree.Tree) -> tree.Tree:

@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Function
 
 from functron import compat, tree
+from functron.errors import public
 from functron.scopes import in_phase
 from functron.spmd.axes import user_line
 from functron.transforms.gradient import rule_vjp
@@ -26,6 +27,7 @@ from functron.transforms.rerun import Site, differentiated, fresh, map_level, pa
 _Tensors = Sequence[torch.Tensor]
 
 
+@public
 def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
     """The function that computes `f` and is differentiated by `forward` and `backward`.
 

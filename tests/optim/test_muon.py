@@ -171,9 +171,8 @@ def test_every_sharding_is_one_rank(mesh, rules, distributed, zero):
         return train(optimizer, params, grads)
 
     grads = [values(10 + step) for step in range(STEPS)]
-    params, state = shard_map(program, mesh, (specs, [specs] * STEPS), (specs, layout))(
-        values(0), grads
-    )
+    mapped = shard_map(program, mesh, (specs, [specs] * STEPS), (specs, layout), donate=(0, 1))
+    params, state = mapped(values(0), grads)
     close(params, want)
     flat = tree.broadcast_prefix(layout, want_state, is_leaf=is_spec)
     rows = zip(tree.leaves(state), tree.leaves(want_state), flat, strict=True)

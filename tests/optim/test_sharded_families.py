@@ -93,7 +93,7 @@ def test_every_sharding_is_one_rank(name, mesh, rules, zero):
         grads = [parts_of(g, specs, optimizer.grad_specs(specs)) for g in grads]
         return train(optimizer, params, grads)
 
-    mapped = shard_map(program, mesh, (specs, [specs] * STEPS), (specs, layout))
+    mapped = shard_map(program, mesh, (specs, [specs] * STEPS), (specs, layout), donate=(0, 1))
     params, state = mapped(values(0), gradients())
     want, want_state = train(MAKERS[name](None), values(0), gradients())
     close(tree.paths(want), tree.leaves(params), tree.leaves(want))

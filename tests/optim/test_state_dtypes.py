@@ -98,7 +98,8 @@ def test_so_does_that_of_zero(name):
     state = shard_map(optimizer.init, mesh, P(), specs, check=False)(params)
     before = layout(state)
     wanted = optimizer.grad_specs(tree.map(lambda _: P(), DEFS))
-    step = shard_map(optimizer.step_, mesh, (wanted, specs, P()), (P(), specs), check=False)
+    how = {"check": False, "donate": (0, 1, 2)}
+    step = shard_map(optimizer.step_, mesh, (wanted, specs, P()), (P(), specs), **how)
     padded = optim.padded_shapes(DEFS, shards, mesh)
     for _ in range(2):
         grads = tree.map(lambda d, shape: torch.ones(shape), DEFS, padded)

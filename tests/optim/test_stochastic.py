@@ -50,7 +50,8 @@ def train(optimizer, mesh, specs, dtype=BF16, start=None):
         ],
     )
     step = lambda grads, state, params: optimizer.step_(cut(grads), state, params)
-    step = ft.shard_map(step, mesh, (P(), layout, specs), (specs, layout), check=False)
+    how = {"check": False, "donate": (0, 1, 2)}
+    step = ft.shard_map(step, mesh, (P(), layout, specs), (specs, layout), **how)
     for seed in range(1, STEPS + 1):
         params, state = step(values(seed, dtype), state, params)
     return params, state
@@ -108,7 +109,8 @@ def test_traced():
     mesh, specs, defs = Mesh(tp=2), {"w": P(None, "tp")}, {"w": torch.ones(3, 4)}
     optimizer = with_stochastic_rounding(optim.sgd(0.1), defs=defs, specs=specs)
     layout = optimizer.specs(specs)
-    step = ft.shard_map(optimizer.step_, mesh, (specs, layout, specs), (specs, layout), check=False)
+    how = {"check": False, "donate": (0, 1, 2)}
+    step = ft.shard_map(optimizer.step_, mesh, (specs, layout, specs), (specs, layout), **how)
     results = []
     for one in (step, ft.jit(step, backend="eager")):
         params = {"w": torch.linspace(-1, 1, 12).view(3, 4).to(BF16)}

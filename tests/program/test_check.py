@@ -325,7 +325,7 @@ def training_step(
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_steps_agree(variant):
     step, in_specs, out_specs, state, batch = training_step(variant, MESH)
-    f = ft.shard_map(step, MESH, in_specs, out_specs)
+    f = ft.shard_map(step, MESH, in_specs, out_specs, donate=0)
     by_types = refuses(trace(f, donate=0)(state, batch).check)
     by_simulator = refuses(lambda: f(state, batch))
     assert bool(by_simulator) == bool(by_types) == (variant != RIGHT), (by_simulator, by_types)
