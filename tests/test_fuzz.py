@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from functron.launch import InputError
 from tests import fuzz
 
 
@@ -38,4 +39,6 @@ def test_a_difference_is_found_and_a_mistake_is_refused():
     assert refused.startswith("refused: ")
     assert "set it to 9" in refused
     with pytest.raises(AssertionError, match="without saying what was wanted"):
+        fuzz.check(fuzz.Case((*both, "--steps", "many"), ()))
+    with pytest.raises(InputError, match="--no-such-option"):
         fuzz.check(fuzz.Case((*both, "--no-such-option"), ()))
