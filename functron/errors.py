@@ -266,6 +266,8 @@ class _Wanted:
                     "the parameters that they update, these are functions of them"
                 )
             return "call it, as in optim.adamw(1e-3)" if callable(value) else ""
+        if "Policy" in names:
+            return "one of functron.policies: nothing, everything, dots, names(...), offload(...)"
         config = next((name for name in sorted(names) if name.endswith("Config")), "")
         if config and isinstance(value, str):
             return f"PRESETS[{value!r}] of the model's module, or {config}(...)"
@@ -313,8 +315,10 @@ def _is_number(text: Any) -> bool:
 
 
 def _wanted_of(fn: Callable) -> tuple[_Wanted, ...]:
-    """The arguments of `fn` whose annotations can be checked."""
+    """The arguments of `fn` whose annotations can be checked; of what is not of Python none."""
     plain = inspect.unwrap(fn)
+    if not hasattr(plain, "__code__"):
+        return ()
     names = getattr(plain, "__globals__", {})
     found = []
     for position, parameter in enumerate(inspect.signature(plain).parameters.values()):

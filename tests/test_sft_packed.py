@@ -179,7 +179,7 @@ def test_a_run_learns_and_answers(config, tmp_path, capsys):
         "--eval-data", f"seen={data}", "--gpt.vocab-size", 300,
         "--gpt.num-layers", 1, "--gpt.embed-dim", 64, "--gpt.num-heads", 2, "--gpt.num-kv-heads", 2,
         "--gpt.mlp-dim", 64, "--gpt.tied", "--learning-rate.peak", 0.02,
-        "--learning-rate.warmup-steps", 2,
+        "--learning-rate.warmup-steps", 2, "--learning-rate.end-fraction", 0.005,
     ]  # fmt: skip
     assert main(["train", *map(str, options), "--out", str(run)]) == 0
     assert "32 conversations, packed into" in capsys.readouterr().out

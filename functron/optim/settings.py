@@ -224,14 +224,15 @@ def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Pr
         config.init,
         config.power if config.name == "polynomial" else 1.0,
     )
+    most = config.peak if config.peak >= 0 else math.inf  # of a negative one is told already
     if ends and config.end == -1 and config.end_fraction > 1:
         wanted = "at most 1, the peak"
         found.append(Problem("end_fraction", repr(config.end_fraction), wanted, "lower it"))
-    elif ends and config.last > config.peak:
+    elif ends and config.last > most:
         wanted = f"at most the peak, {config.peak:g}"
         fix = "lower it, or set end_fraction, such as 0.1, instead"
         found.append(Problem("end", repr(config.end), wanted, fix))
-    if config.init > config.peak:
+    if config.init > most:
         wanted = f"at most the peak, {config.peak:g}"
         found.append(Problem("init", repr(config.init), wanted, "lower it"))
     return [*ratio, *(Problem(f"{path}.{p.path}", p.got, p.wanted, p.fix) for p in found)]

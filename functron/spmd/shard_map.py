@@ -380,7 +380,8 @@ class Mapped:
         if key in self._checked:
             return
         paths = tree.paths(tree.unflatten(structure, leaves))
-        check_shapes(self.name, mesh, leaves, paths)
+        if not compat.dispatch_modes_active():  # a recorder refuses what runs on processes
+            check_shapes(self.name, mesh, leaves, paths)
         abstract = [
             _Abstract(sharding.global_shape(leaf.shape, spec, mesh), leaf.dtype, leaf.device)
             if isinstance(leaf, torch.Tensor) and spec is not None

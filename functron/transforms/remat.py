@@ -53,11 +53,6 @@ def remat(f: Callable | None = None, *, policy: Policy = nothing) -> Callable:
             the policy that `f` never marks with `checkpoint_name`.
         TypeError: the policy is none.
     """
-    if not isinstance(policy, Policy):
-        raise TypeError(
-            f"remat: got policy={policy!r}; wanted one of functron.policies: nothing, everything, "
-            'dots, names("a", ...) or offload("a", ...)'
-        )
     if f is None:
         return functools.partial(remat, policy=policy)
     if policy.keep_all:

@@ -119,10 +119,12 @@ def test_shards_of_a_global_tensor_are_updated_through_shard_map():
 
     def step(params, updates):
         add_(params, updates)
-        return torch.zeros(())
+        return params
 
-    specs = [P(None, "tp"), P()]
-    shard_map(step, mesh, (specs, specs), P())([up, scale], list(changes))
+    specs, memory = [P(None, "tp"), P()], [up.data_ptr(), scale.data_ptr()]
+    mapped = shard_map(step, mesh, (specs, specs), specs, donate=0)
+    up, scale = mapped([up, scale], list(changes))
+    assert [up.data_ptr(), scale.data_ptr()] == memory
     torch.testing.assert_close(up, expected[0], rtol=0, atol=0)
     torch.testing.assert_close(scale, expected[1], rtol=0, atol=0)
 

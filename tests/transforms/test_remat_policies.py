@@ -519,7 +519,11 @@ def test_names_that_the_function_never_marks():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: ft.remat(block, policy="dots"), TypeError, "got policy='dots'; wanted one of"),
+        (
+            lambda: ft.remat(block, policy="dots"),
+            TypeError,
+            "policy: got 'dots' (str); wanted a Policy; fix: one of functron.policies: nothing",
+        ),
         (lambda: policies.names(), ValueError, "names: got no names"),
         (lambda: policies.offload("a", 3), ValueError, "argument 1: got 3; wanted the name"),
         (lambda: checkpoint_name(X, ""), ValueError, "got ''; wanted a name"),
