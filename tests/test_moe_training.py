@@ -128,7 +128,7 @@ def test_a_run_goes_on_where_experts_lie_on_other_ranks(tmp_path, capsys):
         out = tmp_path / name
         for steps, mesh in meshes:
             given = ["train", "--model", "deepseek-v3-tiny", "--seq", "32", "--global-batch", "8"]
-            given += ["--microbatches", "2", "--learning-rate.name", "constant", "--resume"]
+            given += ["--microbatches", "2", "--learning-rate.name", "constant", "--resume", "auto"]
             given += ["--steps", str(steps), "--out", str(out), "--mesh", mesh]
             assert cli.main(given) == 0, capsys.readouterr().err
         rows = (out / "metrics.jsonl").read_text().splitlines()
