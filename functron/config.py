@@ -243,7 +243,7 @@ class TrainConfig:
 
     @property
     def title(self) -> str:
-        """What the user calls the model: the preset, or the architecture and where it came from."""
+        """The name of the model for the user: the preset, or the architecture and its source."""
         if self.source:
             return f"{self.model} of {self.source}"
         same = self.model in PRESETS and PRESETS[self.model] == self.architecture

@@ -341,7 +341,7 @@ def _dot(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
 def _differing(
     function: Callable, values: tuple, index: int, u: tuple, mode: str, settings: tuple
 ) -> tuple[str, str] | None:
-    """What is got and wanted of the derivative by one argument, where they differ."""
+    """The derivatives by one argument, got and wanted, where they differ."""
     eps, rtol, atol, generator = settings
     (v,) = _directions([values[index]], generator)
     along = tuple(v if i == index else torch.zeros_like(x) for i, x in enumerate(values))

@@ -211,7 +211,7 @@ def _users(traceback: TracebackType | None) -> TracebackType | None:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What may be passed as one argument.
+    """The values that may be passed as one argument.
 
     Attributes:
         name: of the argument.
@@ -230,7 +230,7 @@ class _Wanted:
     none: bool
 
     def problems(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[Problem]:
-        """What is wrong with what was passed for it."""
+        """The problems of the values that were passed for it."""
         given: tuple = (kwargs[self.name],) if self.name in kwargs else ()
         if self.position is not None and self.position < len(args):
             given = args[self.position :] if self.several else (args[self.position],)

@@ -206,7 +206,7 @@ def outside() -> Iterator[None]:
 
 
 def _told(error: OSError) -> str:
-    """What an error says, which has a file's name where the system raised it and nobody taught."""
+    """The message of an error, which has a file's name where the system raised it."""
     if error.filename is None:
         return error.strerror or str(error)
     problem = Problem(

@@ -198,7 +198,7 @@ def check(case: Case) -> list[str]:
 
 
 def records(config: TrainConfig) -> list[dict[str, Any]]:
-    """What the run of `config` would write into metrics.jsonl, but for times and memory."""
+    """The records that the run of `config` would write, but for times and memory."""
     with redirect_stderr(io.StringIO()):  # the progress bar
         history = train(prepare(config, Mesh.parse(config.mesh)), None).history
     return [{k: v for k, v in record.items() if k not in CLOCK} for record in history]
@@ -236,7 +236,7 @@ CASES = {
     "microbatches-pp": _case(_COUPLED, "--mesh pp=2,dp=2"),
     "microbatches-packed": _case(f"{_COUPLED} --mask-documents", "--mesh ep=2"),
 }
-"""What once failed, by what it was about."""
+"""Cases that failed once, by their subject."""
 
 
 def main(arguments: list[str]) -> int:

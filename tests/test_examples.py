@@ -62,7 +62,7 @@ def test_simulated_mesh_gives_the_same_losses(dense):
 
 
 def call(script: Path, monkeypatch, capsys, *args: str) -> str:
-    """What an example prints that is run in this process, where importing costs nothing."""
+    """The output of an example that is run in this process, where importing costs nothing."""
     spec = importlib.util.spec_from_file_location(script.stem, script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -161,7 +161,7 @@ def at_step(monkeypatch):
 
 
 def told(capsys, code, arguments):
-    """What a run that fails so says: a message, and no traceback."""
+    """The output of a run that fails so: a message, and no traceback."""
     assert cli.main([*map(str, arguments)]) == code
     errors = capsys.readouterr().err
     assert "Traceback" not in errors

@@ -72,7 +72,7 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
 
     @property
     def unbound(self) -> str:
-        """What is not checked where no checksum of each chunk is recorded; empty where it is."""
+        """The checks that are left out where no checksum of each chunk is recorded; empty: none."""
         leaves = self._content["leaves"].values() if self._content else [{}]
         if all("crc32c" in entry for entry in leaves):
             return ""

@@ -249,7 +249,7 @@ def _check(
 def _window_problems(
     config: TrainConfig, options: EvaluateOptions, mesh: Mesh
 ) -> Iterator[Problem]:
-    """What is wrong with seq and stride."""
+    """The problems of seq and stride."""
     model, family = config.architecture, config.family
     most = getattr(model, "max_seq", None)
     seq = options.seq or most or _ANY_SEQ

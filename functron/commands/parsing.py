@@ -141,7 +141,7 @@ def options_of(value: Any, prefix: str = "") -> list[str]:
 
 
 def _meant(word: str, known: Sequence[str]) -> str:
-    """What to write for an option that does not exist."""
+    """The fix for an option that does not exist."""
     typed = re.split("=", word.lstrip("-").replace("_", "-").lower(), maxsplit=1)[0]
     found = list(dict.fromkeys(_candidates(typed.removeprefix("no-"), known)))
     return f"did you mean {' or '.join(found[:3])}?" if found else "see --help"

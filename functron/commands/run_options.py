@@ -46,7 +46,7 @@ def parse_run(kind: Any, arguments: Sequence[str], command: str, **fields: Any) 
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str | None:
-    """What an option is set to; None: it is not, or the parser will say what is wrong."""
+    """The value of an option; None: it has none, or the parser will say what is wrong."""
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         if word == option and following:
             return following
@@ -67,7 +67,7 @@ def _file_of(path: Path) -> Path:
 
 
 def step_report(config: TrainConfig, mesh: Mesh, *, program: bool = False) -> str:
-    """What one rank computes, sends and holds in the training step of `config`, as text.
+    """The cost and memory of one rank in the training step of `config`, as text.
 
     Args:
         config: the run.

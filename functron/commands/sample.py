@@ -136,7 +136,7 @@ def _params(
 
 
 def _continued(options: SampleOptions, config: TrainConfig, tokenizer: TextTokenizer) -> Program:
-    """What a model makes of a prompt: the prompt continued, or the answer alone."""
+    """The prompt continued by a model, or its answer alone."""
     ids, model = _encoded(options, tokenizer), config.architecture
     assert isinstance(model, gpt.GPTConfig | mamba.MambaConfig)
 
@@ -193,7 +193,7 @@ def _rows(ids: list[int], mesh: Mesh | BoundMesh, device: torch.device) -> torch
 
 
 def _ended(said: list[int], stops: Collection[int]) -> list[int]:
-    """What is said up to the first stop: a row that has ended repeats it while others go on."""
+    """Tokens up to the first stop: a row that has ended repeats it while others go on."""
     ends = (index for index, token in enumerate(said) if token in stops)
     return said[: next(ends, len(said)) + 1]
 

@@ -129,7 +129,7 @@ _WORDS = 4  # of a prompt
 
 
 def _prompt(run: Run, out: Path) -> str | None:
-    """What to try the model with, of its data; None where it continues nothing."""
+    """A prompt to try the model with, of its data; None where it continues nothing."""
     config = replace(run.config, out=str(out))
     if config.family.objective == "masked":
         return None

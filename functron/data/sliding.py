@@ -36,7 +36,7 @@ class Texts(Protocol):
         ...
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """Their number, in a few words for the user."""
         ...
 
 
@@ -71,7 +71,7 @@ class Documents:
         return found[:-1], found[1:]
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """Their number, in a few words for the user."""
         total = int(self.lengths.sum()) + len(self.lengths)
         return f"{total:,} tokens in {len(self.lengths):,} texts"
 
@@ -127,7 +127,7 @@ class StoredTokens:
         return found[:-1], found[1:]
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """Their number, in a few words for the user."""
         counts = f"{self._file.num_tokens:,} tokens in {self._file.num_documents:,} documents"
         return f"{counts}, on disk"
 
@@ -150,7 +150,7 @@ class Conversations:
         return tokens[start : start + length], targets[start : start + length]
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """Their number, in a few words for the user."""
         return self._chat.summary()
 
 
@@ -281,7 +281,7 @@ class Sliding:
         return self._texts.num_bytes
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """Their number, in a few words for the user."""
         return self._texts.summary()
 
 

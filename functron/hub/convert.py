@@ -204,7 +204,7 @@ def fine_tuning(model: TrainedConfig, free_bytes: int) -> tuple[config.TrainConf
 
 
 def _told(run: config.TrainConfig, out: Path, needed: int, free: int) -> str:
-    """What a run is set to, and how to begin it."""
+    """The settings of a run, and the command that begins it."""
     most = getattr(run.architecture, "max_seq", run.seq)
     of = f" (the model reads up to {most})" if most > run.seq else ""
     parts = f" in {run.microbatches} microbatches" if run.microbatches > 1 else ""

@@ -122,7 +122,7 @@ _ELSEWHERE: Mapping[str, tuple[str, str]] = MappingProxyType(
         "images": ("a tensor of images", "pixel_values"),
     }
 )
-"""What entries of a batch are, and what transformers calls them."""
+"""The entries of a batch, and their names in transformers."""
 
 
 def require(batch: Batch, *names: str) -> None:

@@ -317,7 +317,7 @@ def _block(
 
 
 class Cache(NamedTuple):
-    """What is kept of a text that is read and of what was said to it, of each block of the decoder.
+    """Keys and values of each block of the decoder: of the text that is read, and of the answer.
 
     Attributes:
         own: ``[layers, batch, room, heads, head_dim]``, of the decoder's tokens so far; zeros from

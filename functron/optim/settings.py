@@ -271,7 +271,7 @@ def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list
 
 
 def _increase_problems(config: OptimizerConfig, path: str) -> Iterator[Problem]:
-    """What does not fit about a weight decay that changes."""
+    """The problems of a weight decay that changes."""
     if config.weight_decay_incr_style == "constant":
         for name in ("start_weight_decay", "end_weight_decay"):
             if value := getattr(config, name):

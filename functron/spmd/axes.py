@@ -47,7 +47,7 @@ class SimulatedAxis:
 
 
 def lost(error: RuntimeError, what: str, line: str, axis: str) -> RuntimeError:
-    """What `error` of a collective between processes means, in words.
+    """The meaning of `error`, of a collective between processes, in words.
 
     Args:
         error: what the backend raised.

@@ -18,7 +18,7 @@ FIX = "use the result in its place, or donate a clone"
 
 
 class Donated(torch.Tensor):
-    """What is left of a tensor that a program consumed. Every use of it raises."""
+    """The remains of a tensor that a program consumed. Every use of it raises."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -106,7 +106,7 @@ def no_share(value: torch.Tensor, summed: Sequence[str] | None = None) -> torch.
 
 
 def _share_axis() -> SimulatedAxis | TracedAxis | None:
-    """What tells shares from other values: a simulation's level of shares, or any traced axis."""
+    """The mark of shares: a simulation's level of shares, or any traced axis."""
     if scope().shares is not None or not scope().check:
         return scope().shares
     return next((axis for axis in scope().axes.values() if isinstance(axis, TracedAxis)), None)

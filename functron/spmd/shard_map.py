@@ -200,7 +200,7 @@ class Mapped:
         )
 
     def _consumed(self, leaves: list, paths: list[str], out: Any) -> Any:
-        """What was returned, after consuming what was donated; recorded programs decide it."""
+        """The results, after consuming what was donated; recorded programs decide it."""
         if not self.donate or compat.dispatch_modes_active() or compat.transforms_active():
             return out
         results, structure = tree.flatten(out)

@@ -204,11 +204,11 @@ _RAW: Mapping[str, Callable[[str], str]] = MappingProxyType(
         ),
     }
 )
-"""What torch says under vmap of what a program does, as patterns."""
+"""Patterns of torch's messages under vmap, by what a program does."""
 
 
 def taught(error: RuntimeError) -> str | None:
-    """What `error`, which a program raised under vmap, means; None for what torch says well."""
+    """The meaning of `error`, raised by a program under vmap; None where torch says it well."""
     raw = str(error)
     rows = ((re.search(pattern, raw), words) for pattern, words in _RAW.items())
     found, words = next(((found, words) for found, words in rows if found), (None, None))

@@ -33,7 +33,7 @@ class Work:
 
 @dataclass(eq=False)
 class Collectives:
-    """What has been started, and what was found.
+    """The collectives that were started, and the mistakes found.
 
     Attributes:
         late: results come at the wait; else at once.
