@@ -145,8 +145,8 @@ def make_step(
     """The function ``(state, batch) -> (state, metrics)`` that takes one optimization step.
 
     Donates the state: its tensors are updated in place and returned, and the old ones are gone:
-    using them raises. On a bound mesh state and
-    batch are this rank's shards, on a simulated one global values.
+    using them raises. On a bound mesh state and batch are this rank's shards, on a simulated one
+    global values.
 
     Args:
         loss: ``(params, batch, key)`` to the *sum* of the losses over the batch of all ranks.
