@@ -6,11 +6,13 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, P, gpt, tree
+from functron import Mesh, P, gpt, random, tree
+from functron.config import TrainConfig
 from functron.program import neighbours
 from functron.program.compile import compile as compile_program
+from functron.recipe import assemble
 from tests.program.late_collectives import collectives, lone
-from tests.program.test_prefetch import batch, training
+from tests.program.test_prefetch import CONFIG, batch, training
 
 STEPS = 2
 
@@ -20,6 +22,11 @@ def runs(bound, backend, *lates, **options):
     step, state, _ = training(bound, dropout=0.0, **options)
     data = ft.shard(batch(), P(ft.DATA_AXES), bound)
     compiled = compile_program(ft.trace(step, donate=0)(state, data), bound, backend=backend)
+    yield from repeated(compiled, state, data, *lates)
+
+
+def repeated(compiled, state, data, *lates):
+    """The same of a compiled step, each time from `state`."""
     for late in lates:
         now, losses = tree.map(torch.clone, state), []
         with collectives(late=late) as made:
@@ -42,7 +49,10 @@ CASES = {
 def test_results_that_come_at_the_wait_give_the_same_numbers(case, monkeypatch):
     mesh, backend, options = CASES[case]
     with lone(mesh, monkeypatch) as bound:
-        late, at_once = runs(bound, backend, True, False, **options)
+        assert_agreement(*runs(bound, backend, True, False, **options))
+
+
+def assert_agreement(late, at_once):
     (losses, leaves, made), (wanted, expected, _) = late, at_once
     assert made.started
     assert not made.found, made.found
@@ -50,6 +60,26 @@ def test_results_that_come_at_the_wait_give_the_same_numbers(case, monkeypatch):
     assert losses == wanted
     for a, b in zip(leaves, expected, strict=True):
         assert torch.equal(a, b)
+
+
+OF_TRAINING = {
+    "zero": {"mesh": "dp=2", "zero": 1},
+    "zero-2": {"mesh": "dp=2,tp=2", "zero": 2, "microbatches": 2},
+    "ring": {"mesh": "cp=2,dp=2"},
+    "keys": {"mesh": "cp=2", "context": "gather"},
+    "ulysses": {"mesh": "ulysses=2"},
+}
+
+
+@pytest.mark.parametrize("case", OF_TRAINING)
+def test_steps_of_training_give_the_same_numbers(case, monkeypatch):
+    config = TrainConfig(gpt=CONFIG, global_batch=8, seq=8, **OF_TRAINING[case])
+    with lone(Mesh.parse(config.mesh), monkeypatch) as bound:
+        made = assemble(config, bound)
+        state, data = made.init(random.key(1), bound), ft.shard(batch(), gpt.batch_specs(), bound)
+        program = ft.trace(made.step, donate=0)(state, data)
+        compiled = compile_program(program, bound, backend="eager")
+        assert_agreement(*repeated(compiled, state, data, True, False))
 
 
 def test_a_gather_that_is_not_waited_for_is_found(monkeypatch):
