@@ -18,6 +18,7 @@ from functron import Mesh, P, checkpoint_name, gpt, lax, policies, random, tree
 from functron.compat import is_wrapped
 from functron.program.interpret import interpret
 from functron.program.trace import trace
+from functron.spmd.donation import Donated
 from functron.transforms.remember import Kept
 
 torch.manual_seed(0)
@@ -282,7 +283,9 @@ def storages() -> dict[int, torch.UntypedStorage]:
     """The memory of all tensors that live, by address of its owner."""
     gc.collect()
     # by type: asking an object that stands for another for its class can make that other
-    live = [v for v in gc.get_objects() if issubclass(type(v), torch.Tensor) and not is_wrapped(v)]
+    kinds = ((v, type(v)) for v in gc.get_objects())
+    tensors = [v for v, t in kinds if issubclass(t, torch.Tensor) and t is not Donated]
+    live = [v for v in tensors if not is_wrapped(v)]
     return {s._cdata: s for s in (value.untyped_storage() for value in live)}
 
 
