@@ -1,4 +1,4 @@
-"""What a program costs: floating-point operations, bytes moved, and bytes sent over each axis.
+"""The cost of a program: floating-point operations, bytes moved, and bytes sent over each axis.
 
 **Model FLOPs** are the multiplications and additions that a model's mathematics needs, forward and
 backward: two for every product of a weight and an activation, twice as many in backward, and
