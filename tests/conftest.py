@@ -70,7 +70,10 @@ def torchrun(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         if not isinstance(program, Path):
             script.write_text(program)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command = [*launcher, f"--nproc-per-node={nproc}", str(script), *map(str, args)]
+        # torchrun would start Python with -u, where a line and its end are two writes: the lines of
+        # two processes mix
+        launcher += [f"--nproc-per-node={nproc}", "--no-python", sys.executable]
+        command = [*launcher, str(script), *map(str, args)]
         done = _run_bounded(command, timeout)
         if check:
             assert done.returncode == 0, f"rc {done.returncode}\n{done.stdout}\n{done.stderr}"
