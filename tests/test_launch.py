@@ -121,14 +121,11 @@ def test_a_rank_killed_during_a_save_ends_the_job_soon(tmp_path):
     script, mark = tmp_path / "dying.py", tmp_path / "mark"
     arguments = [*TRAIN, "--mesh", "dp=2", "--steps", "1", "--out", str(tmp_path / "r")]
     script.write_text(DYING.format(mark=str(mark), arguments=arguments))
-    seconds = []
-    while not seconds or (min(seconds) >= 20 and len(seconds) < 3):  # a busy machine may be slow
-        shutil.rmtree(tmp_path / "r", ignore_errors=True)
-        done = start(script, 2)
-        seconds.append(time.time() - mark.stat().st_mtime)
-        assert done.returncode == 128 + 9
-        assert "functron: rank 1 failed first (killed by SIGKILL)" in done.stderr
-    assert min(seconds) < 20  # 31 where nothing but the launcher's SIGKILL ends it
+    done = start(script, 2)
+    seconds = time.time() - mark.stat().st_mtime
+    assert done.returncode == 128 + 9
+    assert "functron: rank 1 failed first (killed by SIGKILL)" in done.stderr
+    assert seconds < 20  # 31 where nothing but the launcher's SIGKILL ends it
 
 
 def test_a_rank_that_hangs_ends_the_job_after_the_timeout(tmp_path):

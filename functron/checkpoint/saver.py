@@ -24,6 +24,8 @@ from functron.errors import Problem, raise_problems
 TIMEOUT = 600.0
 """Seconds after which a process that shows no sign of life is given up."""
 
+_LOOK_UP = 0.1  # seconds for which no signal may be noticed while a save is waited for
+
 
 def save(
     path: str | Path,
@@ -161,7 +163,7 @@ class Saver:
     def wait(self) -> None:
         """Wait until the save that is under way is complete, and raise what went wrong with it."""
         if self._thread is not None:
-            self._thread.join()
+            _join(self._thread)
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
@@ -182,7 +184,7 @@ class Saver:
         if kind is None:
             self.close()
         elif self._thread is not None and self._ranks.size == 1 and isinstance(error, Exception):
-            self._thread.join()  # no other rank can hold it up, and it must not end within a write
+            _join(self._thread)  # no other rank can hold it up, and it must not end within a write
 
     def _run(self, order: together.Order) -> None:
         try:
@@ -191,6 +193,13 @@ class Saver:
                 prune(self._folder, self._keep)
         except BaseException as error:
             self._error = error
+
+
+def _join(thread: threading.Thread) -> None:
+    # Python handles signals in the main thread alone, which one that another thread of the process
+    # receives does not wake: without looking up, a rank would not learn that it is to end
+    while thread.is_alive():
+        thread.join(_LOOK_UP)
 
 
 def _whole(value: tree.Tree) -> Placement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from pathlib import Path
 
@@ -54,6 +55,22 @@ def test_one_save_at_a_time(tmp_path, held_up):
         one.save(2, {"x": torch.ones(1000)})  # waits for the first
         assert checkpoint.steps(tmp_path)[0] == 1
     assert checkpoint.steps(tmp_path) == [1, 2]  # and the end of the block for the second
+
+
+def test_a_signal_that_another_thread_receives_is_handled_while_a_save_is_waited_for(
+    tmp_path, held_up
+):
+    """As a rank must, that waits for the part of a dead one and is told to end."""
+    before = signal.signal(signal.SIGTERM, lambda *_: held_up.set())
+    try:
+        with saver(tmp_path) as one:
+            one.save(1, {"x": torch.ones(1000)})
+            tell = lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+            timer = threading.Timer(0.3, tell)
+            timer.start()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert checkpoint.steps(tmp_path) == [1]
 
 
 def test_an_error_of_the_thread_comes_with_the_next_call(tmp_path):
