@@ -41,6 +41,8 @@ from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.step import State, state_specs
 from functron.watch import Watch
 
+_HURRIED = 5.0  # seconds without a sign of life after which a run that is to end waits no longer
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -288,10 +290,12 @@ def _saving(run: Run, out: Path, stop: Request) -> Iterator[Callable[[State, int
     config = run.config
     keep = checkpoint.Keep(config.keep_last or None, config.keep_every)
     folder, settings = out / run_folder.CHECKPOINTS, run_folder.settings(config)
-    limit, hurried = config.timeout_seconds, lambda: stop.signal is not None
-    with checkpoint.Saver(
-        folder, run.placement, keep=keep, timeout=limit, hurried=hurried
-    ) as saver:
+
+    def timeout() -> float:  # a rank's death may be why this one is to end: it is not waited for
+        limit = config.timeout_seconds
+        return limit if stop.signal is None else min(limit, _HURRIED)
+
+    with checkpoint.Saver(folder, run.placement, keep=keep, timeout=timeout) as saver:
 
         def save(state: State, step: int) -> None:
             samples = run.batches.first_sample(step)

@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds between looks at the store
 _BEAT = 1.0  # seconds between signs of life
-HURRIED = 5.0
-"""Seconds without a sign of life after which a process that is to end waits no longer."""
 
 
 class Ranks:
@@ -29,8 +27,8 @@ class Ranks:
         rank: which process this is.
         size: how many there are.
         store: that all of them reach, and no other thread uses; None for one process.
-        timeout: seconds after which a process that gives no sign of life is given up.
-        hurried: whether this process is to end, and gives up after `HURRIED` seconds; None: never.
+        timeout: gives the seconds after which a process without a sign of life is given up; asked
+            anew as long as one is waited for.
     """
 
     def __init__(
@@ -38,11 +36,9 @@ class Ranks:
         rank: int,
         size: int,
         store: dist.Store | None,
-        timeout: float,
-        hurried: Callable[[], bool] | None = None,
+        timeout: Callable[[], float],
     ):
         self.rank, self.size, self.timeout = rank, size, timeout
-        self._hurried = hurried or (lambda: False)
         self._store: Any = store
         self._save = 0
         self._told: list[tuple[int, str]] = []
@@ -110,8 +106,7 @@ class Ranks:
             beats = self._store.add(f"{self._prefix}/beat/{sender}", 0)
             if beats != seen:
                 seen, heard = beats, time.monotonic()
-            limit = min(self.timeout, HURRIED) if self._hurried() else self.timeout
-            if time.monotonic() - heard > limit:
+            if time.monotonic() - heard > (limit := self.timeout()):
                 raise TimeoutError(
                     f"cannot save the checkpoint: got no sign of life from rank {sender} for "
                     f"{limit:g} s; wanted its part of the save; fix: see why it died or "

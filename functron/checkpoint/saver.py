@@ -88,9 +88,8 @@ class Saver:
         placement: of the state that will be saved.
         keep: which checkpoints stay.
         store: through which the ranks talk; None: a connection to the process group's.
-        timeout: seconds after which a rank that shows no sign of life is given up.
-        hurried: whether this process is to end: it then gives up sooner, after `HURRIED` seconds,
-            as whoever ends it may do so because that rank is dead. Asked by the saving thread.
+        timeout: seconds after which a rank that shows no sign of life is given up; or what gives
+            them, asked by the saving thread while it waits: fewer once this process is to end, say.
         chunk_bytes: how large the chunks are that leaves are cut into.
         in_flight: bytes that this process writes at the same time.
 
@@ -105,8 +104,7 @@ class Saver:
         *,
         keep: Keep | None = None,
         store: dist.Store | None = None,
-        timeout: float = TIMEOUT,
-        hurried: Callable[[], bool] | None = None,
+        timeout: float | Callable[[], float] = TIMEOUT,
         chunk_bytes: int = CHUNK_BYTES,
         in_flight: int = database.IN_FLIGHT,
     ):
@@ -116,7 +114,7 @@ class Saver:
         self._keep = Keep() if keep is None else keep
         self._in_flight = in_flight
         self._snapshot = Snapshot(self._division)
-        self._ranks = _ranks(placement, store, timeout, hurried)
+        self._ranks = _ranks(placement, store, timeout)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if placement.here == 0:
@@ -263,15 +261,13 @@ def _tensors(placement: Placement, value: tree.Tree) -> list[torch.Tensor | None
 
 
 def _ranks(
-    placement: Placement,
-    store: dist.Store | None,
-    timeout: float,
-    hurried: Callable[[], bool] | None = None,
+    placement: Placement, store: dist.Store | None, timeout: float | Callable[[], float]
 ) -> Ranks:
+    limit = timeout if callable(timeout) else lambda: timeout
     if placement.num_ranks == 1:
-        return Ranks(0, 1, None, timeout)
-    shared = own_store(compat.default_store() if store is None else store, timeout)
-    return Ranks(placement.here, placement.num_ranks, shared, timeout, hurried)
+        return Ranks(0, 1, None, limit)
+    shared = own_store(compat.default_store() if store is None else store, limit())
+    return Ranks(placement.here, placement.num_ranks, shared, limit)
 
 
 def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -46,8 +46,7 @@ def linear(
     Raises:
         ValueError: negative or non-finite arguments, or no steps after the warm-up; all are named.
     """
-    _check("linear", peak, warmup_steps, total_steps, end, init=init)
-    return _decay(_DECAYS["linear"], peak, end, warmup_steps, warmup_steps, total_steps, init)
+    return _decay("linear", peak, total_steps, warmup_steps, end, init)
 
 
 @public
@@ -64,8 +63,7 @@ def cosine_decay(
     Raises:
         ValueError: negative or non-finite arguments, or no steps after the warm-up; all are named.
     """
-    _check("cosine_decay", peak, warmup_steps, total_steps, end, init=init)
-    return _decay(_DECAYS["cosine"], peak, end, warmup_steps, warmup_steps, total_steps, init)
+    return _decay("cosine_decay", peak, total_steps, warmup_steps, end, init, "cosine")
 
 
 @public
@@ -85,8 +83,7 @@ def exponential_decay(
         ValueError: negative or non-finite arguments, an end of 0, or no steps after the warm-up;
             all are named.
     """
-    _check("exponential_decay", peak, warmup_steps, total_steps, end, None, "exponential", init)
-    return _decay(_DECAYS["exponential"], peak, end, warmup_steps, warmup_steps, total_steps, init)
+    return _decay("exponential_decay", peak, total_steps, warmup_steps, end, init, "exponential")
 
 
 @public
@@ -107,9 +104,7 @@ def polynomial_decay(
         ValueError: negative or non-finite arguments, a power of 0, or no steps after the warm-up;
             all are named.
     """
-    _check("polynomial_decay", peak, warmup_steps, total_steps, end, init=init, power=power)
-    shape = _interpolate(lambda x: (1 - x) ** power)
-    return _decay(shape, peak, end, warmup_steps, warmup_steps, total_steps, init)
+    return _decay("polynomial_decay", peak, total_steps, warmup_steps, end, init, power=power)
 
 
 @public
@@ -141,9 +136,7 @@ def wsd(
         ValueError: negative or non-finite arguments, phases that overlap, an unknown decay, or an
             exponential decay to 0; all are named.
     """
-    _check("wsd", peak, warmup_steps, total_steps, end, decay_steps, decay, init)
-    start = total_steps - decay_steps
-    return _decay(_DECAYS[decay], peak, end, warmup_steps, start, total_steps, init)
+    return _decay("wsd", peak, total_steps, warmup_steps, end, init, decay, decay_steps)
 
 
 @public
@@ -279,12 +272,26 @@ _DECAYS: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
 
 
 def _decay(
-    shape, peak: float, end: float, warmup_steps: int, start: int, stop: int, init: float
+    name: str,
+    peak: float,
+    total_steps: int,
+    warmup_steps: int,
+    end: float,
+    init: float,
+    decay: str = "linear",
+    decay_steps: int | None = None,
+    power: float = 1.0,
 ) -> Schedule:
-    """Warm-up, `peak` until `start`, `shape` from there to `stop`, `end` from then on."""
+    """Warm-up, `peak`, `decay` over the last `decay_steps`, or all after the warm-up, then `end`.
+
+    `power` is of a linear decay.
+    """
+    _check(name, peak, warmup_steps, total_steps, end, decay_steps, decay, init, power)
+    start = warmup_steps if decay_steps is None else total_steps - decay_steps
+    shape = _DECAYS[decay] if power == 1 else _interpolate(lambda x: (1 - x) ** power)
 
     def after(count):
-        return shape(((count - start) / (stop - start)).clamp(0, 1), peak, end)
+        return shape(((count - start) / (total_steps - start)).clamp(0, 1), peak, end)
 
     return _with_warmup(after, peak, warmup_steps, init)
 

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from functron import compat
 from functron.program import text
 from functron.program.equations import Scan, Var
+from functron.spmd.axes import raise_lost, user_line
 from functron.spmd.mesh import BoundMesh
 
 if TYPE_CHECKING:
@@ -33,7 +34,11 @@ def check_agreement(program: Program, mesh: BoundMesh) -> None:
             continue
         group = compat.group(mesh.groups[axis])
         digests: list = [None] * size
-        dist.all_gather_object(digests, mine, group=group)
+        try:
+            dist.all_gather_object(digests, mine, group=group)
+        except RuntimeError as error:
+            raise_lost(error, f"compiling {program.name} over {axis!r} at {user_line()}")
+            raise
         if len(set(digests)) == 1:
             continue
         texts: list = [None] * size

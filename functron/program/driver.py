@@ -16,12 +16,16 @@ from torch.utils import _pytree as pytree
 
 from functron.program.equations import Equation, Scan, Var
 from functron.program.neighbours import neighbours
-from functron.program.steps import Copy, Eager, Kernel, Loop, Plan
+from functron.program.notation import axis_of
+from functron.program.steps import Copy, Eager, Kernel, Loop, Plan, Step
+from functron.spmd.axes import raise_lost, user_line
 
 Compiled = Callable[[list], Sequence[torch.Tensor]]
 """A compiled kernel: takes a list of tensors, which it may empty; gives the results."""
 
 Slots = list[Any]
+
+_SHOWN = 4  # collectives of one step, in a message
 
 _aten = torch.ops.aten
 _FROM_START = frozenset(
@@ -46,19 +50,30 @@ class Routine:
     Attributes:
         size: the number of slots; inputs come first.
         steps: in order; each works on the slots.
+        plan: what they were made of.
         outputs: for each output its slot, or (None, value) for a constant.
     """
 
     size: int
     steps: tuple[Callable[[Slots], None], ...]
+    plan: Plan
     outputs: tuple[tuple[int | None, Any], ...]
 
     def run(self, inputs: list) -> list:
-        """The outputs; `inputs` is emptied, donated ones overwritten. Call it without gradients."""
+        """The outputs; `inputs` is emptied, donated ones overwritten. Call it without gradients.
+
+        Raises:
+            RuntimeError: another process ended; with the collectives in which this was noticed.
+        """
         slots: Slots = [*inputs, *[None] * (self.size - len(inputs))]
         inputs.clear()
-        for step in self.steps:
-            step(slots)
+        index = 0
+        try:
+            for index, step in enumerate(self.steps):  # noqa: B007
+                step(slots)
+        except RuntimeError as error:
+            raise_lost(error, _collectives(self.plan.steps[index]))
+            raise
         return [value if slot is None else slots[slot] for slot, value in self.outputs]
 
 
@@ -89,7 +104,26 @@ def routine(
     outputs = tuple(
         (slots[value], None) if isinstance(value, Var) else (None, value) for value in plan.outputs
     )
-    return Routine(size, steps, outputs)
+    return Routine(size, steps, plan, outputs)
+
+
+def _collectives(step: Step) -> str:
+    """What a step itself communicates, over which axes and for which of the user's lines."""
+    equations: tuple[Equation, ...] = ()
+    if isinstance(step, Kernel):
+        equations = step.equations
+    elif isinstance(step, Loop):  # the steps of its parts tell of their own
+        equations = step.ahead.gathers if step.ahead else ()
+        equations += step.behind.scatters if step.behind else ()
+    found = dict.fromkeys(
+        f"{equation.name} over {axis!r} at {equation.where.line or 'an unknown line'}"
+        for equation in equations
+        if (axis := axis_of(equation)) is not None
+    )
+    if not found:
+        return f"the program that is called at {user_line()}"
+    shown, more = list(found)[:_SHOWN], len(found) - _SHOWN
+    return ", or ".join([*shown, *([f"{more} other collectives"] if more > 0 else [])])
 
 
 def _step(step, slots: dict[Var, int], dead: tuple[int, ...], compiled, groups) -> Callable:

@@ -7,6 +7,7 @@ import contextvars
 import functools
 import linecache
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,23 +47,30 @@ class SimulatedAxis:
         return compat.is_batched_at(value, compat.level_of(self.token))
 
 
-def lost(error: RuntimeError, what: str, line: str, axis: str) -> RuntimeError:
-    """The meaning of `error`, of a collective between processes, in words.
+_SOURCE = re.compile(r"\[[^]]*\bgloo/[^]]*\] ?")
+"""The place in gloo's own source that each of its messages has."""
+
+
+def raise_lost(error: RuntimeError, where: str) -> None:
+    """Say in words what `error` means, if the backend of collectives raised it; else return.
 
     Args:
-        error: what the backend raised.
-        what: the collective.
-        line: the user's, that asked for it.
-        axis: whose ranks take part; "" where that is not known.
+        error: that a program on processes raised.
+        where: the collectives that it may be of, their axes and the user's lines.
+
+    Raises:
+        RuntimeError: another process ended, or is in another collective.
     """
+    if not (isinstance(error, dist.DistError) or _SOURCE.search(str(error))):
+        return
     rank = f"process {dist.get_rank()} of {dist.get_world_size()}"
-    over = f" over {axis!r}" if axis else ""
-    said = str(error).partition(". ")[0].strip()
-    return RuntimeError(
-        f"{what}{over} at {line}: {rank} lost the others ({said}); wanted all ranks of the axis in "
+    said = _SOURCE.sub("", str(error)).partition(". ")[0].strip()
+    told = RuntimeError(
+        f"{where}: {rank} lost the others ({said}); wanted all ranks of the axis in "
         "the same collective with the same shapes; fix: look at the process that ended first: its "
         "own error says why, or the system ended it (out of memory, a signal)"
     )
+    raise told.with_traceback(error.__traceback__) from None
 
 
 def _communicates(method: F) -> F:
@@ -73,7 +81,8 @@ def _communicates(method: F) -> F:
         try:
             return method(self, *args)
         except RuntimeError as error:
-            raise lost(error, method.__name__, user_line(), self.name) from None
+            raise_lost(error, f"{method.__name__} over {self.name!r} at {user_line()}")
+            raise
 
     made: Any = call
     return made

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from functron import compat, tree
 from functron.closure import hoist
 from functron.errors import Problem, public, raise_problems
-from functron.spmd.axes import BoundAxis, bind, lost, user_line
+from functron.spmd.axes import BoundAxis, bind, raise_lost, user_line
 from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.primitives import InputReplicated, OutputReplicated
@@ -86,7 +86,8 @@ def check_shapes(name: str, mesh: BoundMesh, leaves: Sequence[Any], paths: Seque
             try:
                 dist.all_reduce(ends, dist.ReduceOp.MAX, group)
             except RuntimeError as error:
-                raise lost(error, f"the call of {name}", user_line(), axis) from None
+                raise_lost(error, f"the call of {name} over {axis!r} at {user_line()}")
+                raise
         if ends[0] == -ends[1]:
             return
         everywhere: Any = [(mesh.coordinate, mine)]

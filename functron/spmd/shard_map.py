@@ -15,7 +15,15 @@ from functron import compat, tree
 from functron.closure import hoist
 from functron.errors import Problem, nearest, public, raise_problems
 from functron.spmd import spec as sharding
-from functron.spmd.axes import AxisNames, StageAxis, enter, scope, source_line
+from functron.spmd.axes import (
+    AxisNames,
+    StageAxis,
+    enter,
+    raise_lost,
+    scope,
+    source_line,
+    user_line,
+)
 from functron.spmd.distributed import bound_axes, check_shapes, run_rank
 from functron.spmd.donation import consume_all, refuse_donated
 from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
@@ -356,7 +364,12 @@ class Mapped:
     def _run(self, mesh: BoundMesh, leaves: list, structure, specs: list) -> Any:
         if self.check:
             self._check_once(mesh, leaves, structure, specs)
-        return self._on_one_rank(*bound_axes(mesh), leaves, structure, specs)
+        try:
+            return self._on_one_rank(*bound_axes(mesh), leaves, structure, specs)
+        except RuntimeError as error:  # of the transfers of a pipeline, say
+            axes = ", ".join(repr(name) for name, size in self.mesh.shape.items() if size > 1)
+            raise_lost(error, f"{self.name} over {axes} at {user_line()}")
+            raise
 
     def _trace(self, leaves: list, structure, specs: list) -> Any:
         """One rank's program on its shards, with collectives by axis name."""

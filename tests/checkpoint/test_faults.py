@@ -323,6 +323,23 @@ def test_a_rank_that_dies_does_not_hang_the_others(tmp_path, on_ranks):
     assert checkpoint.steps(tmp_path) == []
 
 
+def test_a_timeout_is_asked_anew_while_a_rank_is_waited_for(tmp_path, on_ranks):
+    whole = {"x": torch.ones(2, 4)}
+    seconds = iter([600.0, 600.0, 600.0])  # then it is in a hurry
+
+    def save(mesh, store):
+        if mesh.rank == 1:
+            return  # dead
+        placement = checkpoint.place(whole, P("tp"), mesh)
+        saver = checkpoint.Saver(
+            tmp_path, placement, store=store, timeout=lambda: next(seconds, 0.5)
+        )
+        with pytest.raises(TimeoutError, match=r"no sign of life from rank 1 for 0\.5 s"):
+            saver.save(1, {"x": whole["x"][:1]}, wait=True)
+
+    on_ranks(Mesh(tp=2), save)
+
+
 def test_a_rank_that_fails_tells_the_others(tmp_path, on_ranks):
     whole = {"x": torch.ones(4, 4)}
 

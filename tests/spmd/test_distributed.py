@@ -76,6 +76,8 @@ import os, sys
 import torch, torch.distributed as dist
 import functron as ft
 from functron import P, lax
+from functron.pipeline import Partition, even_layout, make, pipelined
+from functron.program import neighbours
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -86,19 +88,56 @@ def total(x):
     return lax.psum(x, "dp")
 
 
+def step(w, x):
+    def layer(x, p):
+        return torch.tanh(x @ lax.all_gather(p, "fsdp", axis=0, tiled=True)), None
+
+    return ft.grad(lambda w: ft.scan(layer, x, w)[0].square().sum())(w)
+
+
+def stage(part, params, x, batch):
+    y = torch.tanh((batch if x is None else x) @ params["w"][0])
+    return y.sum() if part.loss else y
+
+
 mapped = ft.shard_map(total, mesh, P("dp"), P())
 try:
     mapped(torch.ones(4 + rank))
 except ValueError as error:
     print(error, flush=True)
 print(mapped(torch.ones(4)).tolist(), flush=True)
+
+split = P(None, "fsdp"), P("fsdp")
+sharded = ft.shard_map(step, ft.Mesh(fsdp=2).bind(), split, split[0], check=False)
+layout, schedule = even_layout(2, 2), make("1f1b", 2, 2)
+stages = pipelined(stage, Partition(layout, schedule.pipes, {"w": "t"}), schedule)
+staged = ft.shard_map(stages.value_and_grad, ft.Mesh(pp=2).bind(), P(), P(), stages="pp")
+compiled, compiled_total = (ft.jit(fn, backend="eager") for fn in (sharded, mapped))
+calls = [
+    lambda: compiled(torch.ones(3, 4, 8), torch.ones(2, 8)),
+    lambda: compiled_total(torch.ones(4)),
+    lambda: mapped(torch.ones(4)),
+    lambda: ft.jit(sharded, backend="eager")(torch.ones(3, 4, 8), torch.ones(2, 8)),
+    lambda: staged({"w": torch.ones(1, 5, 5)}, torch.ones(4, 5)),
+]
+for call in calls:
+    call()
 dist.barrier()
 if rank == 1:
-    os._exit(3)
-try:
-    mapped(torch.ones(4))
-except RuntimeError as error:
-    print(error, flush=True)
+    waits = []
+
+    def wait(value, before=neighbours._wait):
+        waits.append(value)
+        if len(waits) == 4:  # three layers' gathers, then reductions
+            os._exit(3)
+        return before(value)
+
+    neighbours._wait = wait
+for call in calls:
+    try:
+        call()
+    except RuntimeError as error:
+        print(error, flush=True)
 os._exit(0)
 """
 
@@ -127,7 +166,21 @@ def test_ranks_that_disagree_or_end_are_told_by_axis_and_line(tmp_path):
         assert disagree in text
         assert "[2.0, 2.0, 2.0, 2.0]" in text
     lost = re.findall(
-        r"^(\w+) over 'dp' at (\S+?): .*process 0 of 2 lost the others", said[0], re.M
+        r"^(?:compiling )?(\w+) over '(\w+)' at (\S+?): .*process 0 of 2 lost the others \(\w",
+        said[0],
+        re.M,
     )
-    line = LEFT_ALONE.splitlines().index('    return lax.psum(x, "dp")') + 1
-    assert lost == [("all_reduce", f"{script}:{line}")]
+    lines = LEFT_ALONE.splitlines()
+
+    def at(text: str) -> str:
+        return f"{script}:{[text in line for line in lines].index(True) + 1}"
+
+    # at a wait in a compiled program, at its start, uncompiled, while compiling, between stages
+    assert lost == [
+        ("psum_scatter", "fsdp", at("lax.all_gather(")),
+        ("psum", "dp", at("lax.psum(")),
+        ("all_reduce", "dp", at("lax.psum(")),
+        ("step", "fsdp", at("lambda: ft.jit(")),
+        ("value_and_grad", "pp", at("lambda: staged(")),
+    ], said[0]
+    assert "gloo/" not in said[0]
