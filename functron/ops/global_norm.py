@@ -38,16 +38,20 @@ def squares(x: torch.Tensor, start_dim: int = 0) -> torch.Tensor:
     own = sorted(range(start_dim, x.dim()), key=x.stride, reverse=True)  # as it lies in memory
     flat = x.permute(*range(start_dim), *own).flatten(start_dim) if own else x.unsqueeze(-1)
     blocks, rest = divmod(flat.shape[-1], _BLOCK)
-    norm = torch.linalg.vector_norm
     if not blocks:
-        return norm(flat, dim=-1, dtype=wide).to(torch.float64).square()
+        return _norm(flat, wide).to(torch.float64).square()
     head = flat.narrow(-1, 0, blocks * _BLOCK) if rest else flat
-    norms = norm(head.unflatten(-1, (blocks, _BLOCK)), dim=-1, dtype=wide)
-    total = norm(norms, dim=-1, dtype=torch.float64).square()
+    norms = _norm(head.unflatten(-1, (blocks, _BLOCK)), wide)
+    total = _norm(norms, torch.float64).square()
     if not rest:
         return total
-    tail = norm(flat.narrow(-1, blocks * _BLOCK, rest), dim=-1, dtype=wide)
+    tail = _norm(flat.narrow(-1, blocks * _BLOCK, rest), wide)
     return total + tail.to(torch.float64).square()
+
+
+def _norm(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Of the last dim, which fake tensors do not drop where its size is 1 (2.11)."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype).squeeze(-1)
 
 
 def sum_of_squares(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -73,6 +73,39 @@ def test_a_signal_that_another_thread_receives_is_handled_while_a_save_is_waited
     assert checkpoint.steps(tmp_path) == [1]
 
 
+def test_what_is_read_late_is_what_was_saved(tmp_path, monkeypatch):
+    """Of a save under way neither a step in place nor the next save changes what is not read yet."""
+    reading, goes_on, real = threading.Event(), threading.Event(), Snapshot.source
+
+    def late(self, index, piece):
+        values = real(self, index, piece)
+        if reading.is_set():
+            assert goes_on.wait(30)
+        reading.set()
+        return values
+
+    monkeypatch.setattr(Snapshot, "source", late)
+    x = torch.arange(2000.0)
+    state = {"x": x.view(2, 1000).t(), "half": x.bfloat16(), "count": torch.tensor(1)}
+    saved = {}
+    with checkpoint.Saver(tmp_path, checkpoint.place(state), chunk_bytes=512) as one:
+        for step in (1, 2, 3):
+            saved[step] = {name: leaf.clone() for name, leaf in state.items()}
+            threading.Timer(0.2, goes_on.set).start()
+            one.save(step, state)
+            if step == 1:
+                assert reading.wait(30)
+                assert checkpoint.steps(tmp_path) == []
+            else:
+                assert goes_on.is_set()  # the save before is complete
+            for leaf in state.values():  # a step that takes the memory of the state before
+                leaf.mul_(-3).add_(step)
+    for step, wanted in saved.items():
+        got = checkpoint.restore(tmp_path / str(step))
+        for name, leaf in wanted.items():
+            assert torch.equal(got[name], leaf), (step, name)
+
+
 def test_an_error_of_the_thread_comes_with_the_next_call(tmp_path):
     with saver(tmp_path) as one:
         one.save(1, {"x": torch.ones(1000)}, wait=True)

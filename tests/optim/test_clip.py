@@ -170,6 +170,15 @@ def test_a_maximum_that_is_not_positive_is_refused(bad):
         optim.clip(bad)
 
 
+@pytest.mark.parametrize("size", [1, 511, 512, 600, 1024])
+def test_norms_of_small_leaves_are_traced(size):
+    """Also where a block of the sum is the only one, whose dim fake tensors of torch 2.11 keep."""
+    value = {"w": torch.full((size,), 2.0), "b": torch.ones(3)}
+    got = ft.jit(optim.global_norm, backend="eager")(value)
+    assert got.shape == ()
+    assert got.item() == pytest.approx((4 * size + 3) ** 0.5, rel=1e-6)
+
+
 def large(kind):
     """Leaves on which a float32 sum of squares in one accumulator errs by 1e-4 and more."""
     generator = torch.Generator().manual_seed(0)

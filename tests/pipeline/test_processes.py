@@ -44,6 +44,12 @@ def test_processes_equal_the_simulation(torchrun, checks):
         assert f"{check}: ok" in done.stdout
 
 
+def test_transfers_that_come_at_the_wait_give_the_same_numbers(torchrun):
+    done = torchrun(Path(__file__).with_name("gloo_late.py"), 2, timeout=400)
+    for check in ("steps", "vocabulary", "compiled", "mistakes"):
+        assert f"check_{check}: ok" in done.stdout
+
+
 # --- failures
 
 SHAPES = """

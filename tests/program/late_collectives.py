@@ -53,7 +53,7 @@ class Collectives:
         value = value.clone()
         copy = None if out is x else x.clone()
         result = torch.empty_like(value) if out is None else out
-        result.copy_(_poison(value) if self.late else value)
+        result.copy_(poison(value) if self.late else value)
         place = result.untyped_storage().data_ptr()
         if place in self.pending:
             self.found.append(f"{name}: its result is that of another under way")
@@ -65,20 +65,22 @@ class Collectives:
         work = self.pending.pop(x.untyped_storage().data_ptr(), None)
         if work is None:
             return x
-        if work.operand is not None and not _same(work.operand, work.copy):
+        if work.operand is not None and not same(work.operand, work.copy):
             self.found.append(f"{work.name}: its operand was written before the wait")
-        if not _same(work.result, _poison(work.value) if self.late else work.value):
+        if not same(work.result, poison(work.value) if self.late else work.value):
             self.found.append(f"{work.name}: its result was written before the wait")
         work.result.copy_(work.value)
         return x
 
 
-def _poison(value: torch.Tensor) -> torch.Tensor:
+def poison(value: torch.Tensor) -> torch.Tensor:
+    """NaN, or the least integer, in the shape of `value`."""
     worst = float("nan") if value.is_floating_point() else torch.iinfo(value.dtype).min
     return torch.full_like(value, worst)
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits."""
     one, other = (x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
     return torch.equal(one, other)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, P, gpt, random, tree
+from functron import Mesh, P, gpt, lax, random, tree
 from functron.config import TrainConfig
 from functron.program import neighbours
 from functron.program.compile import compile as compile_program
@@ -80,6 +80,35 @@ def test_steps_of_training_give_the_same_numbers(case, monkeypatch):
         program = ft.trace(made.step, donate=0)(state, data)
         compiled = compile_program(program, bound, backend="eager")
         assert_agreement(*repeated(compiled, state, data, True, False))
+
+
+def test_gradients_in_one_bucket_give_the_same_numbers(monkeypatch):
+    """Compiled for good, reductions over dp are merged and in place, those over tp moved about."""
+    specs = {"up": P(None, "tp"), "bias": P("tp"), "down": P("tp"), "scale": P(), "shift": P()}
+    sizes = {"up": (6, 8), "bias": (8,), "down": (8, 5), "scale": (5,), "shift": (5,)}
+    params = {name: torch.full(size, 0.3) for name, size in sizes.items()}
+
+    def loss(params, x):
+        h = torch.tanh(x @ params["up"] + params["bias"])
+        y = lax.psum(h @ params["down"], "tp") * params["scale"] + params["shift"]
+        return lax.psum(y.square().sum(), ft.DATA_AXES)
+
+    def step(params, x):
+        value, grads = ft.value_and_grad(loss)(params, x)
+        grads = ft.sync_gradients(grads, specs)
+        return tree.map(lambda p, g: p - 1e-3 * g, params, grads), {"loss": value}
+
+    with lone(Mesh(dp=2, tp=2), monkeypatch) as bound:
+        mapped = ft.shard_map(step, bound, (specs, P(ft.DATA_AXES)), (specs, P()))
+        given = ft.shard(params, specs, bound), torch.linspace(-1, 1, 24).view(4, 6)
+        program = ft.trace(mapped)(*given)
+        started = {}
+        for backend in ("eager", "inductor"):
+            compiled = compile_program(program, bound, backend=backend)
+            late, at_once = repeated(compiled, *given, True, False)
+            assert_agreement(late, at_once)
+            started[backend] = sum(late[2].started.values())
+    assert started["inductor"] < started["eager"], started
 
 
 def test_a_gather_that_is_not_waited_for_is_found(monkeypatch):

@@ -1,0 +1,162 @@
+"""Run by test_processes.py under torchrun with 2 processes: pipelines whose transfers come late.
+
+Steps must give the dense numbers in float64 all the same, and planted mistakes must be found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import functron as ft
+from functron import Mesh, gpt, random, tree
+from functron.config import TrainConfig
+from functron.pipeline import boundary, make
+from functron.recipe import assemble
+from tests.pipeline.gloo_pipeline import (
+    EVALUATED,
+    check_inductor,
+    check_training,
+    mlp_value,
+)
+from tests.pipeline.late_transfers import Transfers, transfers
+from tests.pipeline.test_composition import CONFIG, batch
+
+PP2 = Mesh(pp=2)
+STEPS = (
+    (PP2, "1f1b", 4, (2, 1), True, {}),
+    (PP2, "zb-h1", 4, (1, 2), True, {"compile": EVALUATED}),
+    (PP2, "dualpipe", 4, (1, 2), True, {}),
+)
+
+
+def check_steps() -> None:
+    """Three steps, with parameters that both ranks hold."""
+    check_training(STEPS)
+
+
+def check_compiled() -> None:
+    """Stages compiled for good."""
+    check_inductor(PP2)
+
+
+def losses(config: TrainConfig, mesh: Any) -> list[list[float]]:
+    """Loss and gradient norm of two steps as `functron train` makes them."""
+    made = assemble(config, mesh)
+    state, history = made.init(random.key(1), mesh), []
+    for _ in range(2):
+        data = ft.shard(batch(8), gpt.batch_specs(), mesh)
+        state, metrics = made.step(state, data)
+        history.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    return history
+
+
+def check_vocabulary() -> None:
+    """Embeddings that are gathered before a step, and their gradients dealt out after it."""
+    model = replace(CONFIG, num_layers=2, vocab_multiple=2)
+    config = TrainConfig(gpt=model, global_batch=8, seq=8)
+    for schedule in ("1f1b", "zb-h1"):
+        divided = replace(
+            config, mesh="pp=2", schedule=schedule, microbatches=4, vocab_over_pp=True
+        )
+        got = losses(divided, PP2.bind())
+        torch.testing.assert_close(got, losses(config, Mesh()), rtol=1e-9, atol=0)
+
+
+# --- planted mistakes
+
+
+@contextlib.contextmanager
+def planted(holder: type, name: str, make_wrong: Any) -> Iterator[None]:
+    real = getattr(holder, name)
+    setattr(holder, name, make_wrong(real))
+    try:
+        yield
+    finally:
+        setattr(holder, name, real)
+
+
+def read_early(wait):
+    def wrong(self):
+        value = [buffer.clone() for buffer in self.buffers]
+        wait(self)
+        return tree.unflatten(self.boundary.structure, value)
+
+    return wrong
+
+
+def write_result(receive):
+    def wrong(self, *arguments):
+        arriving = receive(self, *arguments)
+        self.flush()
+        for buffer in arriving.buffers:
+            buffer.zero_()
+        return arriving
+
+    return wrong
+
+
+def send_copies(begin, then):
+    def wrong(self, rows):
+        rows[:] = [(x.clone() if to is None else x, peer, to) for x, peer, to in rows]
+        works = begin(self, rows)
+        for index, (x, peer, to) in enumerate(rows):
+            if to is None:
+                rows[index] = (then(x), peer, to)
+        return works
+
+    return wrong
+
+
+def write_operand(begin):
+    return send_copies(begin, torch.Tensor.zero_)
+
+
+def let_go(begin):
+    return send_copies(begin, lambda x: torch.empty(0))
+
+
+MISTAKES = (
+    (boundary.Arriving, "wait", read_early, ""),
+    (boundary.Post, "receive", write_result, "a result was written before the wait"),
+    (boundary.Post, "_begin", write_operand, "an operand was written before the wait"),
+    (boundary.Post, "_begin", let_go, "an operand was let go before the wait"),
+)
+
+
+def check_mistakes(late: Transfers) -> None:
+    """Each is found where the contract is broken, and those that make numbers wrong make them so."""
+    (((wanted, _), _),), _, _ = mlp_value(PP2, make("1f1b", 2, 4), (1, 1), (8,), torch.float64)
+    for holder, name, make_wrong, offence in MISTAKES:
+        with planted(holder, name, make_wrong):
+            schedule, bound = make("1f1b", 2, 4), PP2.bind()
+            (((value, _), _),), _, _ = mlp_value(bound, schedule, (1, 1), (8,), torch.float64)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, late.found)
+        found = {one for each in everyone for one in each}
+        late.found.clear()
+        assert found == ({offence} if offence else set()), (make_wrong, found)
+        if make_wrong is not write_result:
+            assert not torch.allclose(value, wanted), make_wrong
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with transfers() as late:
+        for check in (check_steps, check_vocabulary, check_compiled):
+            check()
+            assert not late.found, late.found
+            assert late.started["to", 1 - dist.get_rank()]
+            late.started.clear()
+            if dist.get_rank() == 0:
+                print(f"{check.__name__}: ok", flush=True)
+        check_mistakes(late)
+        if dist.get_rank() == 0:
+            print("check_mistakes: ok", flush=True)
+    dist.destroy_process_group()
