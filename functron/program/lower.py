@@ -89,7 +89,8 @@ def graph_module(kernel: Kernel, groups: Groups) -> fx.GraphModule:
         _equation(graph, equation, nodes, groups)
     for target, value in kernel.updates:
         graph.call_function(_aten.copy_.default, (nodes[target], nodes[value]))
-    graph.output(tuple(nodes[value] for value in kernel.results))
+    # other kernels were traced, and are compiled, for results in torch's own layout
+    graph.output(tuple(_laid_out(graph, nodes[value], value) for value in kernel.results))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
@@ -159,6 +160,8 @@ def _laid_out(graph: fx.Graph, x: fx.Node, like: Var) -> fx.Node:
     rows = zip(order, shape, contiguous_strides(shape), strict=True)
     if any(size != 1 and like.stride[dim] != stride for dim, size, stride in rows):
         return x
+    if order == sorted(order):
+        return graph.call_function(_aten.contiguous.default, (x,))
     x = graph.call_function(_aten.permute.default, (x, order))
     x = graph.call_function(_aten.contiguous.default, (x,))
     inverse = [order.index(dim) for dim in range(len(order))]

@@ -25,7 +25,7 @@ from functron.spmd.axes import (
     user_line,
 )
 from functron.spmd.distributed import bound_axes, check_shapes, run_rank
-from functron.spmd.donation import consume_all, refuse_donated
+from functron.spmd.donation import check_consumable, consume_all, refuse_donated
 from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
 from functron.spmd.replication import LineRecorder, VaryingOutputError, check_outputs
 from functron.spmd.simulate import run_ranks, taught
@@ -172,6 +172,7 @@ class Mapped:
         with enter(replace(scope(), stages=stages, named=set() if named is None else named)):
             if scope().axis_index is not None:
                 return self._trace(leaves, structure, specs)
+            self._check_donated(leaves, paths)
             before = {
                 i: leaf._version
                 for i, leaf in enumerate(leaves)
@@ -206,6 +207,14 @@ class Mapped:
                 for position, found in edited.items()
             ],
         )
+
+    def _check_donated(self, leaves: list, paths: list[str]) -> None:
+        if not self.donate or compat.dispatch_modes_active() or compat.transforms_active():
+            return
+        rows = zip(paths, leaves, strict=True)
+        tensors = {path: leaf for path, leaf in rows if isinstance(leaf, torch.Tensor)}
+        donated = [(i, p) for i, p in enumerate(tensors) if _position(p) in self.donate]
+        check_consumable(list(tensors.values()), dict(donated))
 
     def _consumed(self, leaves: list, paths: list[str], out: Any) -> Any:
         """The results, after consuming what was donated; recorded programs decide it."""

@@ -357,3 +357,17 @@ def test_views_of_what_inductor_lays_out_otherwise(name):
 
     f = {"taken": taken, "joined": joined, "written": written}[name]
     assert torch.equal(ft.jit(f)(x), f(x))
+
+
+def test_results_are_laid_out_as_torch_lays_them_out():
+    """Those of one kernel are operands of others, which are compiled for their strides."""
+    x = torch.arange(120.0).view(2, 4, 5, 3)
+
+    def kept(x):
+        one = torch.cat([x.permute(0, 2, 1, 3)], 2)  # of which Inductor makes a clone
+        rows = x.permute(0, 3, 1, 2).index_select(1, torch.tensor([0, 2]))
+        return {"one": one, "rows": rows, "turned": rows.transpose(0, 3)}
+
+    got, want = ft.jit(kept)(x), kept(x)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert {k: v.stride() for k, v in got.items()} == {k: v.stride() for k, v in want.items()}

@@ -112,6 +112,23 @@ def test_edits_of_what_is_not_donated_are_refused(edit, mesh):
     assert torch.equal(x, X)
 
 
+def test_donated_arguments_that_share_memory_are_refused_before_the_program_runs():
+    """As `functron.jit` refuses them: the first update would change the other."""
+
+    def program(x, y):
+        return x.add_(1.0), y
+
+    mapped = shard_map(program, MESH, P(("dp", "tp")), P(("dp", "tp")), donate=0)
+    x = X.clone()
+    for other in (x, x.view(4, 8)):
+        with pytest.raises(
+            ValueError, match=r"(?s)donated arguments share memory.*memory of its own"
+        ):
+            mapped(x, other)
+    assert torch.equal(x, X)
+    assert torch.equal(mapped(x, X)[0], X + 1)
+
+
 def test_edits_are_refused_in_traces_too():
     program = shard_map(lambda x: (writes(x), x)[1], MESH, P("dp"), P("dp"))
     with pytest.raises(ValueError, match=r"modifies argument 0 in place.*donate"):
