@@ -20,7 +20,7 @@ from functron.errors import Problem, nearest, raise_problems
 from functron.program.agreement import check_agreement
 from functron.program.donation import takers, warn_unused
 from functron.program.driver import Compiled, Routine, routine
-from functron.program.equations import Var, contiguous_strides
+from functron.program.equations import Var, canonical_strides, contiguous_strides
 from functron.program.lower import graph_module
 from functron.program.segments import plan
 from functron.program.steps import Kernel, Plan
@@ -100,8 +100,8 @@ def describe(value: torch.Tensor | Var) -> str:
     if isinstance(value, Donated):
         return f"a tensor that {vars(value)['consumed']}; {FIX}"
     stride = value.stride() if isinstance(value, torch.Tensor) else value.stride
-    plain = tuple(stride) == contiguous_strides(value.shape)
-    layout = "" if plain else f" with strides {tuple(stride)}"
+    stride = canonical_strides(value.shape, stride)
+    layout = "" if stride == contiguous_strides(value.shape) else f" with strides {stride}"
     dtype = str(value.dtype).removeprefix("torch.")
     return f"{dtype}{list(value.shape)}{layout} on {value.device}"
 

@@ -23,6 +23,16 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(max(size, 1) for size in shape[k + 1 :]) for k in range(len(shape)))
 
 
+def canonical_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """`stride` with a new tensor's in dims of size 1, where any stride means the same layout."""
+    found, inner = list(stride), 1
+    for dim in reversed(range(len(shape))):
+        if shape[dim] == 1:
+            found[dim] = inner
+        inner = found[dim] * max(shape[dim], 1)
+    return tuple(found)
+
+
 @dataclass(frozen=True, eq=False)
 class Var:
     """A tensor of a program: what is known of it before there are numbers.

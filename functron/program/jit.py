@@ -12,6 +12,7 @@ import torch
 from functron import compat, tree
 from functron.errors import Problem, public, raise_problems
 from functron.program.compile import Backend, Executable, describe
+from functron.program.equations import canonical_strides
 from functron.program.program import Program
 from functron.program.recorder import active
 from functron.program.trace import trace
@@ -233,7 +234,8 @@ class _Entry(NamedTuple):
 
 def _abstract(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return Abstract(leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+        stride = canonical_strides(leaf.shape, leaf.stride())
+        return Abstract(leaf.shape, stride, leaf.dtype, leaf.device)
     return type(leaf), leaf  # since True == 1 == 1.0
 
 

@@ -108,6 +108,19 @@ def test_as_many_signatures_as_allowed():
         f(torch.zeros(4))
 
 
+def test_strides_of_dims_of_one_element_are_no_other_layout():
+    f = eager(lambda x, y: x * 2 + y)
+    wide = torch.arange(12.0).view(2, 3, 2)
+    same = wide[:1]  # its first stride is 6, as of a new tensor, or what was cut away
+    other = torch.as_strided(wide, (1, 3, 2), (17, 2, 1))
+    assert torch.equal(f(same, other), same * 2 + other)
+    assert torch.equal(f(other, same), other * 2 + same)
+    with pytest.raises(
+        ValueError, match=r"got float32\[1, 3, 2\] with strides .*; wanted float32\[1, 3, 2\] on"
+    ):
+        f(torch.arange(6.0).view(1, 2, 3).mT, same)
+
+
 def test_static_arguments_compile_anew():
     seen = []
 
