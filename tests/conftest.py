@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 from jaxtyping import install_import_hook
+
+from tests.ranks import Ranks, environment
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,14 +38,48 @@ settings.load_profile("functron")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", type=int, default=8, help="configurations that test_fuzz.py draws")
+    parser.addoption("--full", action="store_true", help="whole products of parameters")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        left = _left_out(items)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
+        items[:] = [item for item in items if item.nodeid not in left]
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def _left_out(items: list[pytest.Item]) -> set[str]:
+    """The cases that the tests marked ``pairwise`` do without.
+
+    Those left have each pair of values of two parameters that the product has, but not each triple:
+    what breaks, breaks for one value or for two that meet. A case marked ``always`` stays.
+    """
+    products: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise"):
+            products.setdefault(item.nodeid.split("[")[0], []).append(item)
+    left: set[str] = set()
+    for cases in products.values():
+        pairs = {case.nodeid: _pairs(case) for case in cases}
+        kept = [case.nodeid for case in cases if case.get_closest_marker("always")]
+        missing = set().union(*pairs.values()).difference(*(pairs[name] for name in kept))
+        while missing:
+            best = max(pairs, key=lambda name: len(pairs[name] & missing))
+            kept.append(best)
+            missing -= pairs[best]
+        left |= pairs.keys() - kept
+    return left
+
+
+def _pairs(case: pytest.Function) -> frozenset[tuple[tuple[str, str], ...]]:
+    """The values of any two parameters of a case; with one parameter, its value."""
+    values = sorted((name, repr(value)) for name, value in case.callspec.params.items())
+    return frozenset(combinations(values, 2) if len(values) > 1 else [tuple(values)])
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -54,27 +91,51 @@ def _full_tracebacks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def _ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Ranks]]:
+    made: list[Ranks] = []
+
+    def ranks() -> Ranks:
+        if not made:
+            made.append(Ranks(tmp_path_factory.mktemp("ranks"), ROOT))
+        return made[0]
+
+    yield ranks
+    for some in made:
+        some.close()
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
 @pytest.fixture
-def torchrun(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def torchrun(tmp_path: Path, _ranks: Callable[[], Ranks]) -> Run:
     """Run a program in several processes: `torchrun(program, nproc, *args, timeout=120)`.
 
     `program` is the path of a script, or the source of one. Standard output and error come back
-    as text. A failure fails the test with both, unless `check=False`; a program that takes
-    longer than `timeout` seconds is killed with all its processes and fails the test.
+    as text. A failure fails the test with both; a program that takes longer than `timeout` seconds
+    is killed with all its processes and fails the test. The processes are forks of four that
+    torchrun starts once a session: see `tests.ranks`. With ``check=False`` torchrun starts some for
+    this program alone, and how it ends a program that fails is returned.
     """
 
     def run(
-        program: str | Path, nproc: int, *args: object, timeout: float = 120, check: bool = True
+        program: str | Path,
+        nproc: int,
+        *args: object,
+        timeout: float = 120,
+        check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         script = program if isinstance(program, Path) else tmp_path / "program.py"
         if not isinstance(program, Path):
             script.write_text(program)
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        # torchrun would start Python with -u, where a line and its end are two writes: the lines of
-        # two processes mix
-        launcher += [f"--nproc-per-node={nproc}", "--no-python", sys.executable]
-        command = [*launcher, str(script), *map(str, args)]
-        done = _run_bounded(command, timeout)
+        try:
+            if check:
+                done = _ranks().run(script, nproc, args, timeout)
+            else:
+                done = _own(script, nproc, args, timeout)
+        except subprocess.TimeoutExpired as late:
+            pytest.fail(f"no end after {timeout} s: {script}\n{late.stdout}\n{late.stderr}")
         if check:
             assert done.returncode == 0, f"rc {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
@@ -82,16 +143,20 @@ def torchrun(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-def _run_bounded(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    env.pop("PYTHONUNBUFFERED", None)  # it would mix the processes' lines
+def _own(
+    script: Path, nproc: int, args: Sequence[object], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # torchrun would start Python with -u, where a line and its end are two writes: the lines of two
+    # processes mix
+    launcher += [f"--nproc-per-node={nproc}", "--no-python", sys.executable]
+    command = [*launcher, str(script), *map(str, args)]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=env,
+        env=environment(ROOT),
         start_new_session=True,
     )
     try:
@@ -100,7 +165,7 @@ def _run_bounded(command: list[str], timeout: float) -> subprocess.CompletedProc
         _kill(process.pid)
         out, err = process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
-            pytest.fail(f"no end after {timeout} s: {' '.join(command)}\n{out}\n{err}")
+            raise subprocess.TimeoutExpired(command, timeout, out, err) from None
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 

@@ -106,6 +106,7 @@ def assert_equal(value, grads, want_value, want_grads):
         assert error <= TOLERANCE, f"{path}: {error}"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("model", "mesh", "stream", "remat", "tied", "dropout"), TABLE)
 def test_composition(model, mesh, stream, remat, tied, dropout):
     config = replace(MODELS[model], tied=tied, dropout=dropout)
@@ -114,6 +115,7 @@ def test_composition(model, mesh, stream, remat, tied, dropout):
     assert_equal(*got, value, grads)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), Mesh(dp=2), Mesh(dp=2, tp=4)], ids=str)
 @pytest.mark.parametrize("remat", ["none", "full", "selective", "dots"])
 @pytest.mark.parametrize("model", MODELS)
@@ -134,6 +136,7 @@ def test_sizes_that_are_no_powers_of_two(mesh, stream):
     assert_equal(*got, value, grads)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(dp=2, tp=4)], ids=str)
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("remat", ["none", "full", "selective", "dots"])
