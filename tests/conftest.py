@@ -77,8 +77,11 @@ def _left_out(items: list[pytest.Item]) -> set[str]:
 
 
 def _pairs(case: pytest.Function) -> frozenset[tuple[tuple[str, str], ...]]:
-    """The values of any two parameters of a case; with one parameter, its value."""
-    values = sorted((name, repr(value)) for name, value in case.callspec.params.items())
+    """Any two of a case's parameters, or of what its mark makes of them; one where it has one."""
+    mark, given = case.get_closest_marker("pairwise"), case.callspec.params
+    assert mark is not None
+    factors = mark.kwargs["of"](**given) if mark.kwargs else given
+    values = sorted((name, repr(value)) for name, value in factors.items())
     return frozenset(combinations(values, 2) if len(values) > 1 else [tuple(values)])
 
 

@@ -49,6 +49,7 @@ def gradients(gate, up, d_hidden, activation):
     return torch.autograd.grad(FORMULAS[activation](gate, up), (gate, up), d_hidden.double())
 
 
+@pytest.mark.pairwise
 @kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -90,6 +90,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("model", "context", "mesh"), TABLE, ids=str)
 def test_composition(mesh, context, model):
     config = replace(MODELS[model], dropout=0.3 if model == "gpt2" else 0.0)
@@ -99,6 +100,7 @@ def test_composition(mesh, context, model):
         assert_equal(*run(weights, data, key), value, grads)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("mesh", [Mesh(), *MESHES[1::2]], ids=str)
 @pytest.mark.parametrize("model", ["llama"])

@@ -47,6 +47,7 @@ def sharded(config, mesh, num_microbatches, *, axes=HYBRID, remat="none", stream
     return ft.shard_map(program, mesh, (specs, P(ft.DATA_AXES), P()), (P(), specs))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("mesh", "model", "stream", "remat", "microbatches"),
     [
@@ -105,6 +106,7 @@ def test_differentiated_from_outside():
 # --- pipelines
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "mesh", [Mesh(pp=2, fsdp=2), Mesh(pp=2, fsdp=2, tp=2), Mesh(pp=2, dp=2, fsdp=2)], ids=str
 )

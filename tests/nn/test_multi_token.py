@@ -128,6 +128,7 @@ MESHES = [
 ]  # fmt: skip
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("stream", STREAMS)

@@ -126,6 +126,7 @@ CASES = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("stage", "num_microbatches"), [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize(("mesh", "stream"), CASES, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -153,6 +154,7 @@ FULLY = [
 ]  # without ZeRO, what is gathered at use scatters by itself: test_fsdp_composition.py
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("hoist", "zero", "scatter", "num_microbatches"), FULLY)
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, fsdp=2), Mesh(fsdp=2, dp=3)], ids=str)
 def test_fully_sharded_parameters(mesh, hoist, zero, scatter, num_microbatches):
@@ -175,6 +177,7 @@ def test_fully_sharded_parameters(mesh, hoist, zero, scatter, num_microbatches):
     close(state.params, want.params)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("hoist", [False, True])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

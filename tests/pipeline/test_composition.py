@@ -241,6 +241,14 @@ def pieces(*key: Any) -> Pieces:
     return Pieces(key[0], True, None, None)
 
 
+def factors(row: Row) -> dict[str, Any]:
+    """What is free in a row."""
+    axes = row.mesh["dp"], row.mesh["tp"], row.stream
+    sizes = {"pp": row.mesh["pp"], "chunks": row.num_chunks}
+    return {"name": row.name, "axes": axes, "remat": row.remat, "tied": row.tied, **sizes}
+
+
+@pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize("row", TABLE, ids=str)
 def test_composition(row):
     mesh, layout = row.mesh, layout_of(row.layers)

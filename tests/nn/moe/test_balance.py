@@ -71,6 +71,7 @@ CASES = [(loss, name) for loss in ("sequence", "batch") for name in ROUTERS]
 CASES += [(loss, name) for loss in ("z", "both", "none") for name in ("softmax", "deepseek-v3")]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("loss", "name"), CASES)
 def test_losses_and_gradients(agrees, params, randn, oracle, configs, layout, loss, name):
     """Also Megatron-LM 7452's: counts under a mask, with the sequence split over tp."""

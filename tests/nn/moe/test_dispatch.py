@@ -59,6 +59,7 @@ def dense(x, weights, w, experts, kept):
     return torch.stack(out)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("kind", ["alltoall", "gather"])
 @pytest.mark.parametrize("where", list(MESHES))

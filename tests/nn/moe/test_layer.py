@@ -128,6 +128,7 @@ def problem(draw, randn, specs):
     return make
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", ["alltoall", "gather"])
 @pytest.mark.parametrize("name", list(CONFIGS))
 @pytest.mark.parametrize("where", list(LAYOUTS))
