@@ -76,7 +76,7 @@ def shard_map(
         replicated_over: axes whose ranks are all meant to do the same work. Under `check`, an axis
             of a name of your own (no standard one), that has more than one rank, that no spec
             mentions and no collective or index in `f` names, is refused otherwise: it is more often
-            a misspelt one. Standard axes may be idle, for a part of a step often is the same work on
+            a misspelt one. Standard axes may be idle, as a part of a step may be the same work on
             them: an update of parameters that data ranks share, say. `make_step` refuses them.
 
     Raises:
