@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -149,24 +147,15 @@ def test_a_run_goes_on_where_experts_lie_on_other_ranks(tmp_path, capsys):
         ("mixtral-tiny", "pp=2,dp=2", ["--microbatches", "2"]),
     ],
 )
-def test_processes_train_as_their_simulation_does(tmp_path, model, mesh, options):
+def test_processes_train_as_their_simulation_does(tmp_path, torchrun, model, mesh, options):
+    program = "import sys; from functron.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = ["train", "--model", model, "--mesh", mesh, "--steps", "3", "--seq", "64"]
+    command += ["--global-batch", "4", *options, "--out"]
+    assert cli.main([*command, str(tmp_path / "simulated")]) == 0
+    torchrun(program, 4, *command, tmp_path / "bound", timeout=240)
     losses = []
-    for nproc in ("0", "4"):
-        out = tmp_path / nproc
-        command = [sys.executable, "-m", "functron", "train", "--model", model, "--mesh", mesh]
-        command += [
-            "--nproc",
-            nproc,
-            "--steps",
-            "3",
-            "--seq",
-            "64",
-            "--global-batch",
-            "4",
-            *options,
-        ]
-        subprocess.run([*command, "--out", str(out)], check=True, timeout=240, capture_output=True)
-        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for name in ("simulated", "bound"):
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()]
         losses.append([row["loss"] for row in rows])
     for simulated, bound in zip(*losses, strict=True):
         assert abs(simulated - bound) <= 1e-5 * simulated

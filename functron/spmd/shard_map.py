@@ -330,12 +330,12 @@ class Mapped:
 
     def _simulate(self, mesh: Mesh, leaves: list, structure, specs: list) -> Any:
         result = _Result()
-        key = (structure, tuple(_signature(leaf) for leaf in leaves))
+        key = _signature(structure, leaves)
         new = self.check and key not in self._checked
         try:
             body = self._body(self.f, structure, result)
             outputs = run_ranks(body, mesh, leaves, specs, check=self.check, shares=new)
-            self._checked.add(key)
+            self._remember(key)
         except VaryingOutputError as error:
             self._explain(mesh, leaves, structure, specs)
             raise ValueError(str(error)) from None
@@ -399,7 +399,7 @@ class Mapped:
         return tree.unflatten(result.structure, outputs)
 
     def _check_once(self, mesh: BoundMesh, leaves: list, structure, specs: list) -> None:
-        key = (structure, tuple(_signature(leaf) for leaf in leaves))
+        key = _signature(structure, leaves)
         if key in self._checked:
             return
         paths = tree.paths(tree.unflatten(structure, leaves))
@@ -422,7 +422,11 @@ class Mapped:
                 "check=False",
                 stacklevel=4,
             )
-        self._checked.add(key)
+        self._remember(key)
+
+    def _remember(self, key: Any) -> None:
+        if key is not None:
+            self._checked.add(key)
 
 
 @dataclass
@@ -487,7 +491,21 @@ def _looks(leaf: Any) -> Any:
     return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
-def _signature(leaf: Any) -> Any:
+def _signature(structure: Any, leaves: list) -> Any:
+    """What the check of a program depends on; None where that has no hash: it is checked anew.
+
+    By value: ranks must agree on whether they check, and addresses differ among them.
+    """
+    key = structure, tuple(_kind(leaf) for leaf in leaves)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _kind(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype
-    return leaf if isinstance(leaf, (bool, int, float, str)) else id(leaf)
+    value = leaf.value if isinstance(leaf, _Static) else leaf
+    return type(value), value  # since True == 1 == 1.0

@@ -6,6 +6,7 @@ with its shard of what the simulation gives, for values, gradients and second de
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import pytest
@@ -187,6 +188,23 @@ def check_refusals(bound):
     assert any("could not be checked" in str(w.message) for w in caught)
 
 
+def check_that_ranks_agree_on_what_is_checked(bound):
+    """By the values of arguments, not by their addresses: a check communicates."""
+    module = sys.modules["functron.spmd.shard_map"]
+    calls, real = [], module.check_shapes
+    module.check_shapes = lambda *args: (calls.append(args[0]), real(*args))
+    try:
+        program = ft.shard_map(lambda x, *_: x + 1, bound, (S, None, None, None), S)
+        for number in range(30):
+            program(torch.zeros(2, 2), None, ("a", 1.5), True if number else 1)
+        assert len(calls) == 2, len(calls)  # True is not 1
+        for _ in range(3):
+            program(torch.zeros(2, 2), {"dict": 1}, None, None)
+        assert len(calls) == 5, len(calls)  # what has no hash is checked every time
+    finally:
+        module.check_shapes = real
+
+
 def check_training(bound):
     """Three steps of the decoder, dropout and microbatches included; init bitwise equal."""
     config = gpt.GPTConfig(
@@ -231,7 +249,7 @@ if __name__ == "__main__":
     mesh = MESH.bind()
     checks = (
         check_values, check_derivatives, check_bytes_of_broadcasts, check_closures, check_refusals,
-        check_training,
+        check_that_ranks_agree_on_what_is_checked, check_training,
     )  # fmt: skip
     for check in checks:
         check(mesh)
