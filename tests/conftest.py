@@ -37,8 +37,8 @@ settings.load_profile("functron")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seeds", type=int, default=8, help="configurations that test_fuzz.py draws")
-    parser.addoption("--full", action="store_true", help="whole products of parameters")
+    parser.addoption("--seeds", type=int, help="configurations that test_fuzz.py draws: 8, or 100")
+    parser.addoption("--full", action="store_true", help="whole products of parameters, 100 seeds")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,6 +1,6 @@
 """Configurations by seed, and those that once failed: a mesh changes no number of a run's records.
 
-``pytest tests/test_fuzz.py --seeds 100`` takes as many of them; ``python -m tests.fuzz`` any others.
+``pytest --full`` takes a hundred of them, ``--seeds N`` as many; ``python -m tests.fuzz`` any.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from tests import fuzz
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(metafunc.config.getoption("--seeds")))
+        seeds, full = map(metafunc.config.getoption, ("--seeds", "--full"))
+        default = 100 if full else 8
+        metafunc.parametrize("seed", range(default if seeds is None else seeds))
 
 
 def test_seeds(seed):
