@@ -108,7 +108,7 @@ def routine(
 
 
 def _collectives(step: Step) -> str:
-    """What a step itself communicates, over which axes and for which of the user's lines."""
+    """The collectives of a step itself, their axes and the user's lines."""
     equations: tuple[Equation, ...] = ()
     if isinstance(step, Kernel):
         equations = step.equations

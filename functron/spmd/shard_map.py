@@ -492,7 +492,7 @@ def _looks(leaf: Any) -> Any:
 
 
 def _signature(structure: Any, leaves: list) -> Any:
-    """What the check of a program depends on; None where that has no hash: it is checked anew.
+    """The key of a check that was made; None where there is none (no hash): it is made anew.
 
     By value: ranks must agree on whether they check, and addresses differ among them.
     """
