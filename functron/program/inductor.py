@@ -23,6 +23,7 @@ from torch._inductor import compile_fx as inductor
 from torch._inductor import config
 from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 from torch._inductor.dependencies import Dep, StarDep, WeakDep
+from torch._inductor.loop_body import LoopBody
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import SchedulerNode
@@ -126,6 +127,7 @@ def _compile(graph: fx.GraphModule, operands: Sequence[Var], path: Path):
         torch.no_grad(),
         _tracing(mode),
         _keeping_order(),
+        _reading_nothing(),
     ):
         wrapped: Any = inductor.compile_fx(graph, fakes, inner_compile=inner)
     code, normalised = made[0]
@@ -165,6 +167,29 @@ def _keeping_order() -> Iterator[None]:
         yield
     finally:
         SchedulerNode.recompute_size_and_body = original
+
+
+@contextlib.contextmanager
+def _reading_nothing() -> Iterator[None]:
+    """Inductor's loops may follow a buffer without reading it, inside this with block.
+
+    Where it looks for buffers that one loop keeps to itself, it asks all that follow a buffer where
+    they read it, and one that only waits for its turn to overwrite memory raises KeyError (2.11,
+    2.13). None is no index: such a buffer is not kept to the loop.
+    """
+    original = LoopBody.get_read_expr
+
+    def reading(self: LoopBody, buffer_name: str) -> Any:
+        try:
+            return original(self, buffer_name)
+        except KeyError:
+            return None
+
+    LoopBody.get_read_expr = reading
+    try:
+        yield
+    finally:
+        LoopBody.get_read_expr = original
 
 
 def _num_results(graph: fx.GraphModule) -> int:
