@@ -92,7 +92,7 @@ class Transfers:
         return Arriving(self, tensor, *self._next("from", group, group_src))
 
     def fetch(self, like: torch.Tensor, source: int, number: int) -> torch.Tensor:
-        """What a rank sent, as it is there now."""
+        """The tensor that a rank sent, as it is there now."""
         dist.send(torch.tensor(number), source, group=self._asking)
         value = torch.empty_like(like)
         dist.recv(value, source, group=self._answering)

@@ -242,7 +242,7 @@ def pieces(*key: Any) -> Pieces:
 
 
 def factors(row: Row) -> dict[str, Any]:
-    """What is free in a row."""
+    """The free choices of a row."""
     axes = row.mesh["dp"], row.mesh["tp"], row.stream
     sizes = {"pp": row.mesh["pp"], "chunks": row.num_chunks}
     return {"name": row.name, "axes": axes, "remat": row.remat, "tied": row.tied, **sizes}
