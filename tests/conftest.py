@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
-from tests.ranks import Ranks, environment
+from tests.ranks import Ranks, environment, launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -57,7 +56,7 @@ def _left_out(items: list[pytest.Item]) -> set[str]:
     """The cases that the tests marked ``pairwise`` do without.
 
     Those left have each pair of values of two parameters that the product has, but not each triple:
-    what breaks, breaks for one value or for two that meet. A case marked ``always`` stays.
+    what breaks, breaks for one value or for two that meet.
     """
     products: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -66,8 +65,7 @@ def _left_out(items: list[pytest.Item]) -> set[str]:
     left: set[str] = set()
     for cases in products.values():
         pairs = {case.nodeid: _pairs(case) for case in cases}
-        kept = [case.nodeid for case in cases if case.get_closest_marker("always")]
-        missing = set().union(*pairs.values()).difference(*(pairs[name] for name in kept))
+        kept, missing = [], set().union(*pairs.values())
         while missing:
             best = max(pairs, key=lambda name: len(pairs[name] & missing))
             kept.append(best)
@@ -149,11 +147,7 @@ def torchrun(tmp_path: Path, _ranks: Callable[[], Ranks]) -> Run:
 def _own(
     script: Path, nproc: int, args: Sequence[object], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    # torchrun would start Python with -u, where a line and its end are two writes: the lines of two
-    # processes mix
-    launcher += [f"--nproc-per-node={nproc}", "--no-python", sys.executable]
-    command = [*launcher, str(script), *map(str, args)]
+    command = [*launcher(nproc), str(script), *map(str, args)]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

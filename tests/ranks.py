@@ -54,9 +54,7 @@ class Ranks:
         self._folder, self._root, self._num_jobs = folder, root, 0
         server = socket.create_server(("127.0.0.1", 0))
         server.settimeout(START_SECONDS)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={SIZE}", "--no-python", sys.executable, __file__]
-        command.append(str(server.getsockname()[1]))
+        command = [*launcher(SIZE), __file__, str(server.getsockname()[1])]
         log = (folder / "ranks.log").open("w")
         self._launcher = subprocess.Popen(
             command, stdout=log, stderr=log, env=environment(root), start_new_session=True
@@ -114,6 +112,14 @@ class Ranks:
         for rank in self._ranks:
             rank.close()
         self._launcher.wait(START_SECONDS)
+
+
+def launcher(nproc: int) -> list[str]:
+    """The command that runs the script, whose name follows, in `nproc` processes of torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # torchrun would start Python with -u, where a line and its end are two writes: the lines of two
+    # processes mix
+    return [*command, f"--nproc-per-node={nproc}", "--no-python", sys.executable]
 
 
 def environment(root: Path) -> dict[str, str]:
