@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from functron.data.preprocess import Settings, preprocess
 from measure import resident
 
 from functron import Mesh, gpt
-from functron.config import TrainConfig
 from functron.data import (
     Blend,
     FillInTheMiddle,
@@ -35,8 +35,8 @@ from functron.data import (
 )
 from functron.data.documents import python_text
 from functron.data.indexed import Layout
-from functron.preprocess import Settings, preprocess
-from functron.train import prepare
+from functron.training.config import TrainConfig
+from functron.training.train import prepare
 
 SEED_BYTES = 4 << 20
 BLOCK = 1 << 22

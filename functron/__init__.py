@@ -5,15 +5,16 @@ makes of both a per-rank program with explicit collectives. Simulate it in this 
 the mesh to processes and run it unchanged.
 """
 
-from functron import checkpoint, debug, hub, lora, nn, optim, params, pipeline, random, tree
-from functron.models import bert, gpt, llava, mamba, t5, vit
+from functron import checkpoint, hub, nn, optim, params, pipeline
+from functron.compiler.jit import jit
+from functron.core import random, tree
+from functron.core.scopes import named_scope
+from functron.models import bert, gpt, llava, lora, mamba, t5, vit
+from functron.models.generation import generate
 from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
-from functron.program.jit import jit
+from functron.program import debug
 from functron.program.program import Program
-from functron.program.shapes import eval_shape
-from functron.program.trace import trace
-from functron.sample import generate
-from functron.scopes import named_scope
+from functron.program.trace import eval_shape, trace
 from functron.spmd import (
     CONTEXT_AXES,
     DATA_AXES,
@@ -26,7 +27,7 @@ from functron.spmd import (
     shard_map,
 )
 from functron.spmd import collectives as lax
-from functron.step import State, init_state, make_pipelined_step, make_step, state_specs
+from functron.training.step import State, init_state, make_pipelined_step, make_step, state_specs
 from functron.transforms import (
     Gather,
     accumulate,

@@ -86,7 +86,7 @@ def _pairs(case: pytest.Function) -> frozenset[tuple[tuple[str, str], ...]]:
 @pytest.fixture(autouse=True, scope="session")
 def _full_tracebacks() -> Iterator[None]:
     """Failing tests show functron's own frames."""
-    from functron.errors import full_tracebacks  # the import hook comes first
+    from functron.core.errors import full_tracebacks  # the import hook comes first
 
     with full_tracebacks():
         yield

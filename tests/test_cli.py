@@ -15,18 +15,19 @@ import numpy as np
 import pytest
 import torch
 
-from functron import checkpoint, staging, tree
-from functron.cli import COMMANDS, main
-from functron.commands import parsing
-from functron.commands.train import parse_train
-from functron.config import TrainConfig, load
+from functron import checkpoint, tree
+from functron.cli import options as parsing
+from functron.cli.main import COMMANDS, main
+from functron.cli.train import parse_train
 from functron.data import IndexedWriter
-from functron.lora import trainable
 from functron.models import gpt
+from functron.models.lora import trainable
 from functron.params import abstract_params, num_params
-from functron.recipe import step_program
 from functron.spmd import Mesh
-from functron.train import prepare
+from functron.training import plan
+from functron.training.config import TrainConfig, load
+from functron.training.plan import step_program
+from functron.training.train import prepare
 
 SMALL = ["--model", "llama3-tiny", "--seq", "32"]
 
@@ -388,7 +389,7 @@ def test_a_run_is_shown_before_any_step(packed, tmp_path, capsys):
     held = program.memory()
     assert bytes_table(held) in first
     # the whole of the parameters, and two moments of the adapters alone
-    defs = staging.defs_of(config)
+    defs = plan.defs_of(config)
     adapters = tree.partition(defs, trainable(defs))[0]
     assert held.at_rest["parameters"] == 4 * num_params(defs)
     assert 8 * num_params(adapters) <= held.at_rest["optimizer"] < 8 * num_params(adapters) + 32

@@ -8,12 +8,12 @@ import tomllib
 
 import pytest
 
-from functron.config import TrainConfig, dump, load, with_model
 from functron.models import gpt
 from functron.models.gpt import GPTConfig
 from functron.nn import RopeScaling
 from functron.optim import OptimizerConfig, ScheduleConfig
-from functron.validation import validate
+from functron.training.checks import validate
+from functron.training.config import TrainConfig, dump, load, with_model
 
 
 def problems(config, **kwargs) -> str:

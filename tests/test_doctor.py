@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from functron.cli import main
-from functron.commands import doctor
-from functron.ops import cubins, launch, nvrtc
+from functron.cli import doctor
+from functron.cli.main import main
+from functron.ops import launch, nvrtc
+from functron.ops import nvrtc as cubins
 
 
 def looked_for() -> dict[str, doctor.Finding]:

@@ -1,4 +1,4 @@
-"""functron.errors: what a message says, word for word."""
+"""functron.core.errors: what a message says, word for word."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import torch
 
 import functron as ft
 from functron import P, bert, gpt, lax, llava, mamba, optim, t5, vit
-from functron.cli import main
-from functron.errors import Problem, in_library, made_public, nearest, raise_problems
+from functron.cli.main import main
+from functron.core.errors import Problem, in_library, made_public, nearest, raise_problems
 from functron.models.sequence import require
 
 

@@ -16,21 +16,22 @@ import pytest
 import torch
 
 import functron as ft
-from functron import bert, checkpoint, corpus, mamba, random, run_folder, t5, tree
-from functron.cli import main
-from functron.config import TrainConfig, dump, load, with_model
+from functron import bert, checkpoint, mamba, random, t5, tree
+from functron.cli.main import main
 from functron.data import Blend, IndexedWriter, Tokenizer
-from functron.data.changed import Changed
-from functron.data.spans import spans_of
+from functron.data.hidden import Changed, spans_of
 from functron.data.text_tokenizer import ByteTokenizer
 from functron.models.bert import BertConfig
 from functron.models.family import FAMILIES, PRESETS, family_of
-from functron.recipe import step_program
-from functron.restore import Sentinels, respond
-from functron.sample import Draw
+from functron.models.generation import Draw
+from functron.models.infilling import Sentinels, respond
 from functron.spmd import Mesh
-from functron.train import prepare
-from functron.validation import validate
+from functron.training import data as corpus
+from functron.training import run_folder
+from functron.training.checks import validate
+from functron.training.config import TrainConfig, dump, load, with_model
+from functron.training.plan import step_program
+from functron.training.train import prepare
 from tests.data.chats import corpus as chats
 from tests.data.chats import make_tokenizer, write_lines
 
@@ -467,8 +468,8 @@ import torch
 import torch.distributed as dist
 import functron as ft
 from functron import Mesh, gpt, random, t5
-from functron.restore import respond
-from functron.sample import Draw
+from functron.models.infilling import respond
+from functron.models.generation import Draw
 
 dist.init_process_group("gloo")
 small = {"embed_dim": 16, "num_heads": 2, "mlp_dim": 24, "num_layers": 1, "vocab_size": 11}

@@ -15,10 +15,10 @@ import torch
 
 import functron as ft
 from functron import Mesh, gpt, ops, optim, random, tree
+from functron.compiler.jit import jit
 from functron.ops.glu import GLU
 from functron.ops.launch import cuda
 from functron.ops.rms_norm import RMS_NORM
-from functron.program.jit import jit
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from kernel_case import ODD, TINY, Given, Sizes, difference

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from functron import checkpoint, cli, launch, train, tree
-from functron.config import TrainConfig, with_model
+from functron import checkpoint, tree
+from functron.cli import launch, main
 from functron.data import IndexedWriter
 from functron.spmd import Mesh
-from functron.train import prepare
+from functron.training import train
+from functron.training.config import TrainConfig, with_model
+from functron.training.train import prepare
 
 pytestmark = pytest.mark.distributed
 
@@ -162,7 +164,7 @@ def at_step(monkeypatch):
 
 def told(capsys, code, arguments):
     """The output of a run that fails so: a message, and no traceback."""
-    assert cli.main([*map(str, arguments)]) == code
+    assert main.main([*map(str, arguments)]) == code
     errors = capsys.readouterr().err
     assert "Traceback" not in errors
     return errors[errors.index("functron: ") :]
@@ -258,9 +260,9 @@ def test_a_signal_to_the_launcher_saves_on_the_way_out(tmp_path):
 JOIN = """
 import sys
 from functron import gather, launch, tree
-from functron.config import TrainConfig, with_model
+from functron.training.config import TrainConfig, with_model
 from functron.spmd import Mesh
-from functron.train import prepare
+from functron.training.train import prepare
 config = with_model(TrainConfig(mesh="dp=2,tp=2", seq=16, seed=5), "llama3-tiny")
 mesh, device = launch.join(Mesh.parse(config.mesh), launch.process(), "cpu")
 run = prepare(config, mesh, device)

@@ -10,15 +10,14 @@ import torch
 
 import functron as ft
 from functron import Mesh, checkpoint, gpt, hub, lora, optim, random, tree
-from functron.commands import sample
-from functron.config import TrainConfig, dump
-from functron.hub.convert import convert
-from functron.lora import LoRA
+from functron.cli import sample
+from functron.models.lora import LoRA
 from functron.optim import OptimizerConfig
 from functron.params import abstract_params
-from functron.recipe import assemble, placement, step_program
-from functron.staging import defs_of
-from functron.train import prepare, train
+from functron.training.config import TrainConfig, dump
+from functron.training.convert import convert
+from functron.training.plan import assemble, defs_of, placement, step_program
+from functron.training.train import prepare, train
 
 CONFIG = gpt.GPTConfig(
     vocab_size=256, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24,

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from functron import Mesh, cli, gpt, random, tree
-from functron.config import TrainConfig
+from functron import Mesh, gpt, random, tree
+from functron.cli import main
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
-from functron.recipe import assemble
+from functron.training.config import TrainConfig
+from functron.training.plan import assemble
 from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL, VOCAB
 
 STEPS, SEQ, BATCH = 3, 16, 8
@@ -128,7 +129,7 @@ def test_a_run_goes_on_where_experts_lie_on_other_ranks(tmp_path, capsys):
             given = ["train", "--model", "deepseek-v3-tiny", "--seq", "32", "--global-batch", "8"]
             given += ["--microbatches", "2", "--learning-rate.name", "constant", "--resume", "auto"]
             given += ["--steps", str(steps), "--out", str(out), "--mesh", mesh]
-            assert cli.main(given) == 0, capsys.readouterr().err
+            assert main.main(given) == 0, capsys.readouterr().err
         rows = (out / "metrics.jsonl").read_text().splitlines()
         return [json.loads(row)["loss"] for row in rows]
 
@@ -151,7 +152,7 @@ def test_processes_train_as_their_simulation_does(tmp_path, torchrun, model, mes
     program = "import sys; from functron.cli import main; sys.exit(main(sys.argv[1:]))"
     command = ["train", "--model", model, "--mesh", mesh, "--steps", "3", "--seq", "64"]
     command += ["--global-batch", "4", *options, "--out"]
-    assert cli.main([*command, str(tmp_path / "simulated")]) == 0
+    assert main.main([*command, str(tmp_path / "simulated")]) == 0
     torchrun(program, 4, *command, tmp_path / "bound", timeout=240)
     losses = []
     for name in ("simulated", "bound"):

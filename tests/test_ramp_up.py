@@ -17,15 +17,16 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, checkpoint, gpt, optim, random, run_folder, tree
-from functron import train as training
-from functron.cli import main
-from functron.config import TrainConfig, load
+from functron import Mesh, checkpoint, gpt, optim, random, tree
+from functron.checkpoint.parameters import read_params
+from functron.cli.main import main
 from functron.data import ByteText, IndexedWriter
 from functron.optim import OptimizerConfig
-from functron.read_out import read_params
-from functron.staging import defs_of
-from functron.validation import validate
+from functron.training import run_folder
+from functron.training import train as training
+from functron.training.checks import validate
+from functron.training.config import TrainConfig, load
+from functron.training.plan import defs_of
 
 RUN = TrainConfig(
     gpt=gpt.GPTConfig(

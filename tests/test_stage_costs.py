@@ -7,15 +7,14 @@ from dataclasses import replace
 import pytest
 
 from functron import random, tree
-from functron.cli import main
-from functron.config import TrainConfig, with_model
+from functron.cli.main import main
 from functron.models import gpt
 from functron.pipeline.layout import Part
-from functron.recipe import assemble, step_program
 from functron.spmd import Mesh
-from functron.stage_costs import pipeline_cost
-from functron.staging import bubble_note, stage_flops
-from functron.validation import validate
+from functron.training.checks import validate
+from functron.training.config import TrainConfig, with_model
+from functron.training.plan import assemble, bubble_note, stage_flops, step_program
+from functron.training.stage_costs import pipeline_cost
 
 CONFIG = TrainConfig(
     gpt=replace(gpt.PRESETS["tiny"], num_layers=8), global_batch=16, microbatches=8, seq=64

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, P, checkpoint, gpt, lax, optim, random, recipe, tree
-from functron.config import TrainConfig
+from functron import Mesh, P, checkpoint, gpt, lax, optim, random, tree
 from functron.spmd.donation import Donated
 from functron.spmd.shards import unpad
-from functron.step import state_specs
-from functron.train import prepare
+from functron.training import plan
+from functron.training.config import TrainConfig
+from functron.training.step import state_specs
+from functron.training.train import prepare
 
 CONFIG = gpt.GPTConfig(
     vocab_size=40, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, max_seq=12,
@@ -392,7 +393,7 @@ LOW = gpt.GPTConfig(
 def low_recipe(mesh, zero=0, **settings):
     chosen = optim.OptimizerConfig("sgd", momentum=0.9, clip_norm=0, fp32_masters=True, **settings)
     config = TrainConfig(gpt=LOW, mesh=mesh, zero=zero, seq=8, global_batch=4, optimizer=chosen)
-    return config, recipe.assemble(config, Mesh.parse(mesh))
+    return config, plan.assemble(config, Mesh.parse(mesh))
 
 
 def masters_of(state, specs, mesh):

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from functron import Mesh, P, gpt, mamba, optim, random, tree
-from functron.config import TrainConfig
+from functron.compiler.jit import jit
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.params import init_params
 from functron.pipeline.layout import Part
-from functron.program.jit import jit
 from functron.program.trace import trace
-from functron.recipe import assemble
-from functron.staging import defs_of
-from functron.validation import validate
-from functron.watch import Watch
+from functron.training.checks import validate
+from functron.training.config import TrainConfig
+from functron.training.loop import Watch
+from functron.training.plan import assemble, defs_of
 from tests.models.test_moe_composition import DEEPSEEK
 
 BATCH, SEQ, VOCAB = 8, 16, 24

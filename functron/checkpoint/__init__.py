@@ -12,12 +12,11 @@
 """
 
 from functron.checkpoint.folder import Keep, latest, steps
-from functron.checkpoint.listing import list_text, show_text, verify_text
+from functron.checkpoint.listing import list_text, show_text, verify, verify_text
 from functron.checkpoint.placement import Placement, place
 from functron.checkpoint.restore import metadata, restore, restore_
 from functron.checkpoint.saver import Saver, save
 from functron.checkpoint.stored import Checkpoint
-from functron.checkpoint.verify import verify
 
 __all__ = [
     "Checkpoint",

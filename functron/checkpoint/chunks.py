@@ -4,6 +4,8 @@ Chunks are aligned with what every process holds, so that each lies wholly insid
 process's boxes and is written by one process alone. What several processes hold is divided among
 them, so that replicas share the work. All of it is a pure function of the placement, which every
 process computes for itself.
+
+Dtypes by the names that checkpoints store, and tensors as NumPy arrays over the same memory.
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import ml_dtypes
+import numpy as np
+import torch
+
 from functron.checkpoint.placement import Box, Leaf, Placement
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems
 
 CHUNK_BYTES = 8 << 20
 _SMALL = 1 << 20  # chunks are not made smaller than this only to give every replica some
@@ -198,3 +204,70 @@ def _piece(cell: Cell, chunk: Sequence[int], shape: Sequence[int], box: Box) -> 
     size = tuple(min(c, n - a) for a, c, n in zip(start, chunk, shape, strict=True))
     local = tuple(a - b + at for a, b, at in zip(start, box.start, box.local, strict=True))
     return Piece(cell, start, size, local)
+
+
+# dtypes that NumPy lacks: the integers of their size, and ml_dtypes' type for them
+_FOREIGN = {
+    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+    torch.float8_e4m3fnuz: (torch.uint8, ml_dtypes.float8_e4m3fnuz),
+    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
+    torch.float8_e5m2fnuz: (torch.uint8, ml_dtypes.float8_e5m2fnuz),
+}
+_NATIVE = (
+    torch.bool,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in (*_NATIVE, *_FOREIGN)}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype in a checkpoint: torch's, which is NumPy's too."""
+    return str(dtype).removeprefix("torch.")
+
+
+def storable(dtype: torch.dtype) -> bool:
+    """Whether checkpoints can hold tensors of this dtype."""
+    return name_of(dtype) in _BY_NAME
+
+
+def from_name(name: str) -> torch.dtype | None:
+    """The dtype of that name; None where torch, or this module, knows none."""
+    return _BY_NAME.get(name)
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor as a NumPy array over the same memory, strides included."""
+    tensor = tensor.detach()
+    if tensor.dtype in _FOREIGN:
+        bits, kind = _FOREIGN[tensor.dtype]
+        return tensor.view(bits).numpy().view(kind)
+    return tensor.numpy()
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """A tensor of its own memory with the values of a NumPy array.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    array = np.array(array)  # owned and writable
+    dtype = from_name(array.dtype.name)
+    if dtype is None:
+        raise ValueError(f"got an array of {array.dtype.name}; wanted a dtype that torch has")
+    if dtype in _FOREIGN:
+        bits = np.int16 if array.dtype.itemsize == 2 else np.uint8
+        return torch.from_numpy(array.view(bits)).view(dtype)
+    return torch.from_numpy(array)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from functron.checkpoint import manifest
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems
 
 COMMITTED = "_CHECKPOINT_METADATA"
 UNFINISHED = "orbax-checkpoint-tmp"

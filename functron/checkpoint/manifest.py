@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from functron.checkpoint.dtypes import name_of
+from functron.checkpoint.chunks import name_of
 from functron.checkpoint.placement import Leaf
-from functron.errors import Problem
+from functron.core.errors import Problem
 
 NAME = "functron.json"
 FORMAT = 1

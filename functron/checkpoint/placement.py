@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, nearest, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, nearest, raise_problems
 from functron.pipeline.partition import Partition, Use
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P, dim_axes, is_spec, num_shards, problems

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from functron import tree
 from functron.checkpoint import database
-from functron.checkpoint.dtypes import from_name, name_of
+from functron.checkpoint.chunks import from_name, name_of
 from functron.checkpoint.placement import Leaf, Placement, place
 from functron.checkpoint.stored import Checkpoint, StoredLeaf
-from functron.errors import Problem, nearest, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, nearest, raise_problems
 
 
 def restore(

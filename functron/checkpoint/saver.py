@@ -11,15 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from functron import compat, tree
 from functron.checkpoint import database, together
-from functron.checkpoint.chunks import CHUNK_BYTES, Division
-from functron.checkpoint.dtypes import name_of, storable
+from functron.checkpoint.chunks import CHUNK_BYTES, Division, name_of, storable
 from functron.checkpoint.folder import Keep, clean, prune
 from functron.checkpoint.placement import Placement, place
 from functron.checkpoint.ranks import Ranks, own_store
 from functron.checkpoint.writer import Snapshot, live
-from functron.errors import Problem, raise_problems
+from functron.core import compat, tree
+from functron.core.errors import Problem, raise_problems
 
 TIMEOUT = 600.0
 """Seconds after which a process that shows no sign of life is given up."""

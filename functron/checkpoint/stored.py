@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from functron.checkpoint import database, failures, index, manifest
-from functron.checkpoint.chunks import cells
-from functron.checkpoint.dtypes import as_array, as_tensor, from_name
+from functron.checkpoint import database, manifest, writer
+from functron.checkpoint import database as index
+from functron.checkpoint.chunks import as_array, as_tensor, cells, from_name
 from functron.checkpoint.folder import is_complete
 from functron.checkpoint.placement import Box
-from functron.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, raise_problems
 
 
 class Checkpoint(Mapping[str, "StoredLeaf"]):
@@ -133,7 +133,7 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
             try:
                 leaf = StoredLeaf(self, path, future.result())
             except Exception as error:
-                found.append(failures.of_reading(error, path, "its description"))
+                found.append(writer.of_reading(error, path, "its description"))
                 continue
             found += leaf.differences(self._content)
             self._opened[path] = leaf
@@ -230,7 +230,7 @@ class StoredLeaf:
         position = _position(where, self.shape)
         folder = self._checkpoint.path
         checks = [self._check(cell) for cell in cells(_bounds(position), self.chunk)]
-        with failures.reading(self.path, lambda: f"a file of {folder}", folder):
+        with writer.reading(self.path, lambda: f"a file of {folder}", folder):
             found = as_tensor(np.asarray(self._array[position].read().result()))
             for check in checks:
                 check()
@@ -261,7 +261,7 @@ class StoredLeaf:
                 future.result()
                 check()
             except Exception as error:
-                found.append(failures.of_reading(error, self.path, self._file(cell)))
+                found.append(writer.of_reading(error, self.path, self._file(cell)))
 
         return wait
 
@@ -296,7 +296,7 @@ class StoredLeaf:
         check = self._check(cell)
 
         def wait() -> Any:
-            with failures.reading(self.path, lambda: self._file(cell), self._checkpoint.path):
+            with writer.reading(self.path, lambda: self._file(cell), self._checkpoint.path):
                 found = future.result()
                 check()
                 return found

@@ -1,26 +1,18 @@
 """Data: batches of tokens as a pure function of the step."""
 
-from functron.data.blend import Blend, Exhaustive, Mixture
+from functron.data.blend import Blend, Exhaustive, Mixture, split, split_documents
 from functron.data.chat import Chat
-from functron.data.context_plan import Costs, Placement, Plan, arrange
-from functron.data.context_schedule import schedule
-from functron.data.indexed import IndexedFile
-from functron.data.indexed_verify import verify
+from functron.data.context_schedule import Costs, Placement, Plan, arrange, schedule
+from functron.data.hidden import FillInTheMiddle
+from functron.data.indexed import IndexedFile, verify
 from functron.data.indexed_writer import IndexedWriter, merge
-from functron.data.middle import FillInTheMiddle
-from functron.data.mock import MockTokens
-from functron.data.order import Samples
-from functron.data.packed_chat import PackedChat
-from functron.data.packed_tokens import PackedTokens
+from functron.data.order import Samples, permute
+from functron.data.packed import PackedChat, PackedTokens
 from functron.data.packing import balance, pack
-from functron.data.permutation import permute
 from functron.data.shards import open_tokens
-from functron.data.splits import split, split_documents
-from functron.data.text import ByteText, check_tokens
 from functron.data.text_tokenizer import open_tokenizer
-from functron.data.token_text import TokenText
-from functron.data.token_windows import TokenWindows
 from functron.data.tokenizer import Tokenizer
+from functron.data.windows import ByteText, MockTokens, TokenText, TokenWindows, check_tokens
 
 __all__ = [
     "Blend",

@@ -11,9 +11,9 @@ from typing import IO
 
 import numpy as np
 
+from functron.core.errors import Problem, raise_problems
 from functron.data.indexed import DTYPES, HEADER, IndexedFile, Layout, code_of, files_of
 from functron.data.token_file import check_dtype
-from functron.errors import Problem, raise_problems
 
 BLOCK = 1 << 20
 COPY_BYTES = 1 << 24

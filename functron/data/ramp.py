@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from functron.core.errors import Problem, raise_problems
 from functron.data.chat import IGNORED, Chat
 from functron.data.documents import find
 from functron.data.order import rows_of, shuffled
 from functron.data.text_tokenizer import TextTokenizer
 from functron.data.token_file import TokenFile, check_ids
-from functron.data.token_text import check_vocabulary, texts_of, token_dtype
-from functron.errors import Problem, raise_problems
+from functron.data.windows import check_vocabulary, texts_of, token_dtype
 
 
 class Texts(Protocol):

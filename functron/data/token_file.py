@@ -8,7 +8,7 @@ from typing import NoReturn, Protocol
 
 import numpy as np
 
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems
 
 
 class TokenFile(Protocol):

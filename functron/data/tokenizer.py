@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from functron.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, raise_problems
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"

@@ -1,12 +1,10 @@
 """Hugging Face models in and out: safetensors streamed straight into our layout, and back."""
 
-from functron.hub.config import family_for, read_config, write_config
+from functron.hub.config import ALL, family_for, read_config, write_config
 from functron.hub.families import FAMILIES
-from functron.hub.family import Family
+from functron.hub.family import Family, Rule
 from functron.hub.kinds import KINDS, Config, Kind, kind_of
-from functron.hub.others import ALL
 from functron.hub.reader import from_tensors, load, load_model
-from functron.hub.rules import Rule
 from functron.hub.writer import save, to_tensors
 
 __all__ = [

@@ -1,4 +1,7 @@
-"""The config.json of a model as a `GPTConfig`, and back."""
+"""The config.json of a model as a `GPTConfig`, and back.
+
+All families that can be read and written: decoders, and the other kinds of models.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,25 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
-from functron.errors import Problem, nearest, public, raise_problems
+from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.hub import files
-from functron.hub.entries import values_of
-from functron.hub.families import LACKING
+from functron.hub.encoders import BERT, T5
+from functron.hub.families import FAMILIES, LACKING
 from functron.hub.family import Family, config_problems
 from functron.hub.kinds import Config, dtype_of, kind_of
-from functron.hub.others import ALL
-from functron.hub.settings import LONGEST
+from functron.hub.settings import LONGEST, values_of
+from functron.hub.state_spaces import MAMBA2, NEMOTRON_H
+from functron.hub.vision import LLAVA, VIT
 from functron.models.config import Dtype, GPTConfig
+
+OTHERS = (MAMBA2, NEMOTRON_H, BERT, T5, VIT, LLAVA)
+"""Families beside decoders."""
+
+ALL: Mapping[str, Family] = MappingProxyType(
+    {**FAMILIES, **{family.model_type: family for family in OTHERS}}
+)
+"""Families by transformers' name in config.json. Of those that fit a model, the first is chosen."""
+
 
 CONFIG = "config.json"
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from functron.errors import Problem, nearest
-from functron.hub import entries, settings
-from functron.hub.family import DOWN, HEADS, OUT, UP, Family, linear, norm
+from functron.core.errors import Problem, nearest
+from functron.hub import settings
+from functron.hub import settings as entries
+from functron.hub.family import DOWN, HEADS, OUT, UP, Family, Rule, linear, norm
 from functron.hub.kinds import BERT as BERTS
 from functron.hub.kinds import T5 as T5S
-from functron.hub.rules import Rule
 from functron.hub.settings import Aspect, Table
 from functron.models.t5 import T5Config
 
@@ -68,11 +68,11 @@ BERT = Family(
         _same("type_vocab_size", "num_types", 2),
         _same("layer_norm_eps", "norm_eps", 1e-12),
         entries.choice("hidden_act", "activation", "gelu", entries.ACTIVATIONS),
-        entries.only("position_embedding_type", "absolute", why="relative positions"),
-        entries.only("tie_word_embeddings", True, why="head apart from the embedding"),
-        entries.only("is_decoder", False, why="mask of later tokens"),
-        entries.only("add_cross_attention", False, why="attention to another sequence"),
-        entries.only("is_encoder_decoder", False, why="decoder"),
+        entries.only_entry("position_embedding_type", "absolute", why="relative positions"),
+        entries.only_entry("tie_word_embeddings", True, why="head apart from the embedding"),
+        entries.only_entry("is_decoder", False, why="mask of later tokens"),
+        entries.only_entry("add_cross_attention", False, why="attention to another sequence"),
+        entries.only_entry("is_encoder_decoder", False, why="decoder"),
     ),
     naming=lambda _: (BERT_RULES, tuple(map(_first_names, BERT_RULES))),
     prefix="bert.",
@@ -235,8 +235,8 @@ T5 = Family(
         _feed_forward(),
         _tied(),
         _start(),
-        entries.only("is_encoder_decoder", True, why="encoder or decoder alone"),
-        entries.only("is_decoder", False, why="decoder alone"),
+        entries.only_entry("is_encoder_decoder", True, why="encoder or decoder alone"),
+        entries.only_entry("is_decoder", False, why="decoder alone"),
     ),
     naming=lambda config: (t5_rules(config.gated),),
     prefix="",

@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from functron.errors import Problem
+from functron.core.errors import Problem
 from functron.hub.settings import Aspect, Table, is_a
 from functron.models.config import GPTConfig
 from functron.nn.moe import MoEConfig

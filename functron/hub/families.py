@@ -27,6 +27,7 @@ from functron.hub.family import (
     UNSCALED,
     UP,
     Family,
+    Rule,
     common,
     linear,
     llama_like,
@@ -34,7 +35,6 @@ from functron.hub.family import (
 )
 from functron.hub.mixtures import MIXTURES
 from functron.hub.rope import rope
-from functron.hub.rules import Rule
 
 LLAMA_RULES = (*START, *ATTENTION, *MLP, *END)
 """Llama's names, with those of the biases and norms that other families add to them."""

@@ -20,7 +20,7 @@ from typing import IO, Any, NoReturn
 import numpy as np
 import torch
 
-from functron.errors import Problem, on_hub, raise_problems
+from functron.core.errors import Problem, on_hub, raise_problems
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems
 from functron.hub import experts
 from functron.models import bert, gpt, llava, mamba, t5, vit
 from functron.models.bert import BertConfig
 from functron.models.config import Dtype, GPTConfig
 from functron.models.llava import LlavaConfig
+from functron.models.mamba import KINDS as LETTERS
 from functron.models.mamba import MambaConfig
-from functron.models.mamba_config import KINDS as LETTERS
 from functron.models.t5 import T5Config
 from functron.models.vit import ViTConfig
 from functron.spmd import BoundMesh, Mesh

@@ -34,6 +34,7 @@ from functron.hub.family import (
     UNSCALED,
     UP,
     Family,
+    Rule,
     linear,
     llama_like,
     mlp,
@@ -41,7 +42,6 @@ from functron.hub.family import (
     within,
 )
 from functron.hub.rope import rope
-from functron.hub.rules import Rule
 
 _MOE = "blocks/moe"
 _GATE, _GATE_UP_DOWN = f"{LAYER}.mlp.gate", ("gate_proj", "up_proj", "down_proj")

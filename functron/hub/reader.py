@@ -1,4 +1,7 @@
-"""Hugging Face weights straight into our layout: each rank reads only what it keeps."""
+"""Hugging Face weights straight into our layout: each rank reads only what it keeps.
+
+Which part of the parameters a process holds, and so reads.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from functron import tree
 from functron.checkpoint import Placement
-from functron.errors import Problem, nearest, public, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.hub.config import (
     CONFIG,
     differences,
@@ -23,14 +27,67 @@ from functron.hub.config import (
     read_table,
     shorter,
 )
-from functron.hub.family import Family, config_problems, layouts_of
+from functron.hub.family import Box, Family, Layout, Part, config_problems, layouts_of, tensors
 from functron.hub.files import open_folder
-from functron.hub.held import Held, held_by_placement, held_on_mesh
 from functron.hub.kinds import Config, kind_of
-from functron.hub.rules import Box, Layout, Part, tensors
 from functron.models.config import Dtype, GPTConfig
-from functron.params import param_specs
-from functron.spmd import BoundMesh, Mesh
+from functron.params import abstract_params, param_specs
+from functron.spmd import BoundMesh, Mesh, P
+from functron.spmd.spec import is_spec, local_shape, offsets, validate
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process holds of a leaf.
+
+    Attributes:
+        shape: of its tensor.
+        boxes: start in the whole leaf, size, and start in the tensor, of each part of it.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
+
+
+def held_on_mesh(
+    config: Config, specs: tree.Tree | None, mesh: Mesh | BoundMesh | None
+) -> dict[str, Held]:
+    """What this process holds of parameters with these specs: all, or one box of each leaf."""
+    like = abstract_params(kind_of(config).defs(config))
+    shapes = {
+        path: tuple(leaf.shape)
+        for path, leaf in zip(tree.paths(like), tree.leaves(like), strict=True)
+    }
+    if mesh is not None and specs is not None:
+        validate(like, specs, mesh, what="params")
+    if not isinstance(mesh, BoundMesh):
+        return {path: _one_box((0,) * len(shape), shape) for path, shape in shapes.items()}
+    if specs is None:
+        problem = Problem("specs", "None", "the parameters' specs", "pass param_specs(defs, rules)")
+        raise_problems("cannot load onto a bound mesh", [problem])
+    flat = tree.broadcast_prefix(specs, like, is_leaf=is_spec, what="specs")
+    found = {}
+    for (path, shape), spec in zip(shapes.items(), flat, strict=True):
+        spec = spec if spec is not None else P()
+        start = offsets(shape, spec, mesh, mesh.coordinate)
+        found[path] = _one_box(start, local_shape(shape, spec, mesh))
+    return found
+
+
+def _one_box(start: tuple[int, ...], size: tuple[int, ...]) -> Held:
+    return Held(size, ((start, size, (0,) * len(size)),))
+
+
+def held_by_placement(placement: Placement, at: str) -> dict[str, Held]:
+    """What this process holds of the leaves of a state that stand under `at`."""
+    found = {}
+    for leaf in placement.leaves:
+        shape = placement.local_shape(leaf, placement.here)
+        path = leaf.path.removeprefix(f"{at}/") if at else leaf.path
+        if shape is not None and (not at or path != leaf.path):
+            found[path] = Held(shape, placement.boxes(leaf, placement.here))
+    return found
+
 
 COMPARED_ROWS = 1 << 10
 

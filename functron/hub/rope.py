@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from functron import nn
-from functron.errors import Problem, nearest
+from functron.core.errors import Problem, nearest
 from functron.hub.settings import LONGEST, Aspect, Table, is_a
 from functron.models.config import GPTConfig
 

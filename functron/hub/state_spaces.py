@@ -14,11 +14,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from functron.errors import Problem
-from functron.hub import entries, settings
-from functron.hub.family import DOWN, HEADS, OUT, UP, Family, linear, norm
+from functron.core.errors import Problem
+from functron.hub import settings
+from functron.hub import settings as entries
+from functron.hub.family import DOWN, HEADS, OUT, UP, Family, Rule, linear, norm
 from functron.hub.kinds import MAMBA
-from functron.hub.rules import Rule
 from functron.hub.settings import Aspect, Table, is_a
 from functron.models.mamba import MambaConfig
 
@@ -232,8 +232,8 @@ MAMBA2 = Family(
         _same("use_bias", "bias", False),
         _step_limits(lower=True),
         _expansion(),
-        entries.only("hidden_act", "silu", "swish", why="other activation of state spaces"),
-        entries.only("rms_norm", True, why="state space without its norm"),
+        entries.only_entry("hidden_act", "silu", "swish", why="other activation of state spaces"),
+        entries.only_entry("rms_norm", True, why="state space without its norm"),
     ),
     prefix="backbone.",
     max_seq="",
@@ -272,10 +272,12 @@ NEMOTRON_H = Family(
         _step_limits(lower=False),
         _biases(),
         settings.fixed("gated", False),
-        entries.only("mamba_hidden_act", "silu", "swish", why="other activation of state spaces"),
-        entries.only("mamba_proj_bias", False, None, why="biases of state spaces alone"),
-        entries.only("sliding_window", None, why="window in attention layers"),
-        entries.only("num_nextn_predict_layers", 0, why="modules for tokens further ahead"),
+        entries.only_entry(
+            "mamba_hidden_act", "silu", "swish", why="other activation of state spaces"
+        ),
+        entries.only_entry("mamba_proj_bias", False, None, why="biases of state spaces alone"),
+        entries.only_entry("sliding_window", None, why="window in attention layers"),
+        entries.only_entry("num_nextn_predict_layers", 0, why="modules for tokens further ahead"),
     ),
     in_memory=_rules("model"),
     prefix="backbone.",

@@ -7,13 +7,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from functron.errors import Problem, nearest
-from functron.hub import entries, settings
+from functron.core.errors import Problem, nearest
+from functron.hub import settings
+from functron.hub import settings as entries
 from functron.hub.families import FAMILIES
-from functron.hub.family import DOWN, HEADS, OUT, UP, Family, Surplus, config_problems, linear, norm
+from functron.hub.family import (
+    DOWN,
+    HEADS,
+    OUT,
+    UP,
+    Family,
+    Rule,
+    Surplus,
+    config_problems,
+    linear,
+    norm,
+)
 from functron.hub.kinds import LLAVA as LLAVAS
 from functron.hub.kinds import VIT as VITS
-from functron.hub.rules import Rule
 from functron.hub.settings import Aspect, Table, is_a
 from functron.models.llava import LlavaConfig
 from functron.models.vit import ViTConfig
@@ -104,7 +115,7 @@ VIT = Family(
         _same("layer_norm_eps", "norm_eps", 1e-12),
         entries.choice("hidden_act", "activation", "gelu", _ACTIVATIONS),
         _labels(),
-        entries.only("qkv_bias", True, why="attention without biases"),
+        entries.only_entry("qkv_bias", True, why="attention without biases"),
         settings.fixed("patch_bias", True),
         settings.fixed("pre_norm", False),
         settings.fixed("final_norm", True),
@@ -342,8 +353,10 @@ LLAVA = Family(
         _image_token(),
         _image_length(),
         entries.choice("projector_hidden_act", "activation", "gelu", entries.ACTIVATIONS),
-        entries.only("multimodal_projector_bias", True, None, why="connector without biases"),
-        entries.only("vision_feature_select_strategy", "default", why="use of the class token"),
+        entries.only_entry("multimodal_projector_bias", True, None, why="connector without biases"),
+        entries.only_entry(
+            "vision_feature_select_strategy", "default", why="use of the class token"
+        ),
     ),
     prefix="",
     max_seq="",

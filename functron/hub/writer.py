@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from functron import lora, tree
-from functron.errors import Problem, nearest, public, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.hub.config import (
     CONFIG,
     family_for,
@@ -24,7 +24,7 @@ from functron.hub.config import (
     still_describes,
     write_config,
 )
-from functron.hub.family import Family, layouts_of
+from functron.hub.family import Family, Layout, layouts_of, tensors
 from functron.hub.files import (
     INDEX,
     SINGLE,
@@ -37,8 +37,7 @@ from functron.hub.files import (
     plan,
 )
 from functron.hub.kinds import Config, kind_of
-from functron.hub.rules import Layout, tensors
-from functron.models import mup
+from functron.models import lora, mup
 from functron.models.config import GPTConfig
 from functron.spmd import BoundMesh, Mesh, P, gather
 from functron.spmd.spec import dim_axes, global_shape, is_spec, num_shards

@@ -3,7 +3,7 @@
 Tokens, places and segments are embedded and normed; blocks add attention to all tokens that are no
 padding, and a feed-forward layer, and norm after each. A transformed stream times the embedding
 gives the logits of the tokens at masked places. There is no next-sentence loss, which later work
-found no use for (Liu et al. 2019, section 4.2). `functron.data.masking` makes masked batches.
+found no use for (Liu et al. 2019, section 4.2). `functron.data.hidden` makes masked batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from torch.nn import functional as F
 
 from functron import nn, params
-from functron.errors import Problem, public, raise_problems
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models.block import STREAM, WHOLE, Remat
 from functron.models.config import Dtype
 from functron.models.sequence import SAMPLE_AXES, check_length, require
@@ -36,13 +38,11 @@ from functron.models.stack import (
 from functron.nn.linear import linear_defs, sequence_axes
 from functron.nn.masked import masked_attention
 from functron.params import Normal, ParamDef, zeros
-from functron.scopes import named_scope
 from functron.spmd import P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import Rules
 from functron.transforms import Gather
-from functron.typing import Float, Int, Key, Scalar, Tensor
 
 __all__ = [
     "PRESETS",

@@ -9,17 +9,18 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from functron import nn, random, tree
-from functron.errors import nearest
+from functron import nn
+from functron.core import random, tree
+from functron.core.errors import nearest
+from functron.core.scopes import named_scope
+from functron.core.typing import Key, Scalar, Tensor
 from functron.models.config import GPTConfig
 from functron.models.sequence import SAMPLE_AXES, Context, Sequence
 from functron.nn.moe import RouterSums, moe, moe_defs
 from functron.ops import AUTO, Kernels
-from functron.scopes import named_scope
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.transforms import Gather, policies
 from functron.transforms import remat as rematerialise
-from functron.typing import Key, Scalar, Tensor
 
 Rope = tuple[Tensor, Tensor]
 

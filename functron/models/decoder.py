@@ -1,16 +1,23 @@
-"""A decoder as a per-rank program, stage by stage: embedding, stacks of blocks, logits and loss."""
+"""A decoder as a per-rank program, stage by stage: embedding, stacks of blocks, logits and loss.
+
+How large the residual stream is after the embedding and after every layer.
+
+Predicting tokens further ahead: the modules of DeepSeek-V3 around blocks of the model.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from functron import nn, random, tree
-from functron.errors import Problem, raise_problems
+from functron import nn, params
+from functron.core import random, tree
+from functron.core.errors import Problem, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.typing import Float, Tensor
 from functron.models import mup
-from functron.models.activations import placed, squares_of, summed, watched
-from functron.models.ahead import predict_ahead
 from functron.models.block import (
     Details,
     How,
@@ -18,6 +25,7 @@ from functron.models.block import (
     Routed,
     Watched,
     block,
+    block_defs,
     check_whole,
     joined,
     norm,
@@ -29,11 +37,120 @@ from functron.models.sequence import Sequence, check_length, check_positions
 from functron.nn import zigzag
 from functron.nn.linear import sequence_axes
 from functron.pipeline.layout import Part
-from functron.scopes import named_scope
-from functron.spmd import CONTEXT_AXES
+from functron.spmd import CONTEXT_AXES, P
 from functron.spmd import collectives as lax
+from functron.spmd.spec import spec_axes
 from functron.transforms import scan
-from functron.typing import Tensor
+
+
+def squares_of(x: Float[Tensor, "batch seq embed"]) -> Float[Tensor, ""]:
+    """sum over tokens of mean(x^2), in float32 at least, without a derivative."""
+    wide = lax.stop_gradient(x).to(torch.promote_types(x.dtype, torch.float32))
+    return wide.square().mean(-1).sum()
+
+
+def watched(layer: Callable) -> Callable:
+    """`layer`, for `scan`, that returns with what it says the size of the stream that it makes."""
+
+    def block(x: Tensor, row: tuple) -> tuple[Tensor, tuple[Any, Tensor]]:
+        x, said = layer(x, row)
+        return x, (said, squares_of(x))
+
+    return block
+
+
+def placed(before: Tensor | None, rows: Tensor, start: int, total: int) -> Tensor:
+    """`before` (None: zeros) with `rows`, which are those from `start` on of `total`, added."""
+    after = rows.new_zeros(total - start - rows.shape[0])
+    mine = torch.cat([rows.new_zeros(start), rows, after])
+    return mine if before is None else before + mine
+
+
+def summed(squares: Tensor, x: Float[Tensor, "batch seq embed"], stream: P) -> dict[str, Tensor]:
+    """The sums over all ranks' tokens, and how many tokens these are.
+
+    One all-reduce of a number per layer.
+
+    Args:
+        squares: of `Watched`.
+        x: the stream, for its shape.
+        stream: its spec.
+    """
+    axes = spec_axes(stream)
+    tokens = x.shape[0] * x.shape[1] * lax.axis_size(axes)
+    count = torch.full((), tokens, dtype=torch.int64, device=x.device)
+    return {"squares": lax.psum(lax.stop_gradient(squares), axes), "count": count}
+
+
+def watched_names(config: GPTConfig) -> tuple[str, ...]:
+    """What the rows of `Watched.squares` are of: ``embed``, ``blocks/0``, ``blocks/1``, ..."""
+    stacks = config.stacks.items()
+    return ("embed", *(f"{name}/{row}" for name, layers in stacks for row in range(len(layers))))
+
+
+def ahead_defs(config: GPTConfig) -> dict:
+    """Defs of all modules, stacked: those of `nn.multi_token_defs`, and a block."""
+    norms = {"kind": config.norm, "zero_centered": config.zero_centered_norm}
+    stddev, dtype = config.init_stddev, config.torch_dtype
+    module = nn.multi_token_defs(config.embed_dim, stddev=stddev, dtype=dtype, **norms)
+    module["block"] = block_defs(config, experts=config.moe is not None)
+    return params.stack(module, config.mtp_depth)
+
+
+def predict_ahead(
+    config: GPTConfig,
+    weights: dict,
+    x: Tensor,
+    sequence: Sequence,
+    how: How,
+    *,
+    embed: Callable,
+    head: Callable,
+) -> tuple[Float[Tensor, " depth"], list[Routed]]:
+    """The sums of the losses of each module over this rank's targets, and what their routers say.
+
+    Args:
+        config: the architecture.
+        weights: this rank's part of `ahead_defs`.
+        x: the residual stream after all layers.
+        sequence: the rank's tokens.
+        how: the settings of the model.
+        embed: ``tokens -> stream``: the model's embedding.
+        head: ``(stream, targets) -> losses``: the model's unembedding and loss.
+    """
+    assert sequence.targets is not None
+    gather = how.gather.at("mtp").rows()
+    rows = [tree.map(lambda w, k=k: w[k], weights) for k in range(config.mtp_depth)]
+    without = ("embed_norm", "stream_norm", "norm") if config.norm == "bare_layer" else ()
+    outer = [
+        {name: {} for name in without}
+        | {name: gather.at(name)(part) for name, part in row.items() if name != "block"}
+        for row in rows
+    ]
+
+    def layer(depth: int, x: Tensor, tokens: Tensor, targets: Tensor) -> tuple:
+        here = sequence._replace(tokens=tokens, targets=targets)
+        key = how.key
+        if key is not None:
+            key = random.fold_in(key, config.num_layers + 1 + depth)
+        return block(config, here, how, gather.at("block"))(x, (rows[depth]["block"], key, {}))
+
+    losses, said = nn.multi_token(
+        outer,
+        x,
+        sequence.tokens,
+        sequence.targets,
+        embed=embed,
+        block=layer,
+        head=head,
+        eps=config.norm_eps,
+        zero_centered=config.zero_centered_norm,
+        order=how.context.order,
+        segments=sequence.segments,
+        positions=sequence.positions,
+        kernels=how.kernels,
+    )
+    return losses, [each for each in said if each is not None]
 
 
 def loss(

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from functron import nn, random
-from functron.errors import Problem, public, raise_problems
+from functron import nn
+from functron.core import random
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models import decoder, gpt, vit
 from functron.models.block import RING, STREAM, WHOLE, How, Remat, check_whole
 from functron.models.config import GPTConfig
@@ -22,13 +25,11 @@ from functron.models.stack import Named
 from functron.models.vit import ViTConfig
 from functron.nn.linear import linear_defs
 from functron.pipeline.layout import Part
-from functron.scopes import named_scope
 from functron.spmd import P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import Rules
 from functron.transforms import Gather
-from functron.typing import Float, Int, Key, Scalar, Tensor
 
 __all__ = [
     "PRESETS",

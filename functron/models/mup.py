@@ -60,8 +60,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, raise_problems
 from functron.optim.whole import num_stacked
 from functron.params import Normal, ParamDef, Width
 

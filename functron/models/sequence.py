@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
-from functron.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.typing import Int, Tensor
 from functron.nn import zigzag
 from functron.nn.context import context_attention
 from functron.ops import AUTO, Kernels
 from functron.spmd import CONTEXT_AXES, DATA_AXES
 from functron.spmd import collectives as lax
-from functron.typing import Int, Tensor
 
 Batch = Mapping[str, Tensor]
 """``tokens`` and ``targets`` int64 [B, T], and ``rows`` int64 [B], indices in the global batch; of

@@ -12,8 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, get_args
 
-from functron import nn, random, tree
-from functron.errors import Problem, nearest, on_hub, raise_problems
+from functron import nn
+from functron.core import random, tree
+from functron.core.errors import Problem, nearest, on_hub, raise_problems
+from functron.core.tree import Tree
+from functron.core.typing import Key, Tensor
 from functron.models.block import STREAM, WHOLE, Remat
 from functron.params import ParamDef
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
@@ -22,8 +25,6 @@ from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
 from functron.spmd.spec import Rules
 from functron.transforms import Gather, policies, scan
 from functron.transforms import remat as rematerialise
-from functron.tree import Tree
-from functron.typing import Key, Tensor
 
 Config = TypeVar("Config")
 

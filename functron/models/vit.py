@@ -16,7 +16,10 @@ import torch
 from torch.nn import functional as F
 
 from functron import nn, params
-from functron.errors import Problem, public, raise_problems
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.tree import Tree
+from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models.block import STREAM, WHOLE, Remat
 from functron.models.config import Dtype
 from functron.models.sequence import SAMPLE_AXES, require
@@ -34,14 +37,11 @@ from functron.models.stack import (
 from functron.nn.linear import linear_defs, sequence_axes, weights
 from functron.nn.masked import masked_attention
 from functron.params import Normal, ParamDef
-from functron.scopes import named_scope
 from functron.spmd import P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import Rules
 from functron.transforms import Gather
-from functron.tree import Tree
-from functron.typing import Float, Int, Key, Scalar, Tensor
 
 __all__ = ["PRESETS", "ViTConfig", "defs", "features", "forward", "loss", "num_targets", "rules"]
 

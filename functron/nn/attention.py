@@ -8,22 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from functron.nn.linear import (
-    column_parallel,
-    gather_sequence,
-    linear_defs,
-    row_parallel,
-    weights,
-)
+from functron.core.typing import Float, Tensor
+from functron.nn.linear import column_parallel, gather_sequence, linear_defs, row_parallel, weights
 from functron.nn.norm import norm, norm_defs
 from functron.nn.rope import apply_rope
 from functron.ops.attention import attention
-from functron.ops.kernels import AUTO, Kernels
+from functron.ops.define import AUTO, Kernels
 from functron.ops.qk_norm_rope import QK_NORM_ROPE
 from functron.params import Normal, ParamDef, ones, zeros
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
-from functron.typing import Float, Tensor
 
 
 @dataclass(frozen=True)

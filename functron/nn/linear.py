@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from functron.core.typing import Float, Tensor
 from functron.params import Normal, ParamDef, zeros
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P, entry_axes
-from functron.typing import Float, Tensor
 
 SEQ_DIM = 1
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from functron.ops.cross_entropy import log_sum_exp_and_target
+from functron.core.typing import Float, Int, Tensor
+from functron.ops.cross_entropy import linear_log_sum_exp_and_target, log_sum_exp_and_target
+from functron.ops.define import AUTO, Kernels
 from functron.ops.ids import check_ids
-from functron.ops.kernels import AUTO, Kernels
-from functron.ops.linear_cross_entropy import linear_log_sum_exp_and_target
 from functron.spmd import collectives as lax
-from functron.typing import Float, Int, Tensor
 
 IGNORE_INDEX = -100
 CHUNK_TOKENS = 1024
@@ -68,7 +67,7 @@ def linear_cross_entropy(
     """``cross_entropy(column_parallel(x, w), targets)`` without ever having all of the logits.
 
     The logits of `chunk_tokens` tokens exist at a time, and are computed a second time in backward
-    (see `functron.ops.linear_cross_entropy`): work of the unembedding grows by a third, while the
+    (see `functron.ops.cross_entropy`): work of the unembedding grows by a third, while the
     largest activation of a model with a large vocabulary goes. What ranks exchange is the same.
 
     Args:

@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems
+from functron.core.typing import Bool, Float, Tensor
 from functron.nn.attention import causal_attention
 from functron.nn.linear import (
     column_parallel,
@@ -43,9 +44,8 @@ from functron.nn.linear import (
 )
 from functron.nn.norm import norm, norm_defs
 from functron.nn.rope import apply_rope
-from functron.ops.kernels import AUTO, Kernels
+from functron.ops.define import AUTO, Kernels
 from functron.spmd.spec import P
-from functron.typing import Bool, Float, Tensor
 
 _SIZES = ("embed_dim", "num_heads", "kv_rank", "nope_head_dim", "rope_head_dim", "v_head_dim")
 

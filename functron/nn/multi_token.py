@@ -21,14 +21,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from functron.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.typing import Float, Int, Tensor
 from functron.nn import zigzag
 from functron.nn.linear import column_parallel, linear_defs, weights
 from functron.nn.loss import IGNORE_INDEX
 from functron.nn.norm import NormKind, norm, norm_defs
-from functron.ops.kernels import AUTO, Kernels
+from functron.ops.define import AUTO, Kernels
 from functron.spmd import collectives as lax
-from functron.typing import Float, Int, Tensor
 
 Order = Literal["contiguous", "zigzag", "balanced"]
 

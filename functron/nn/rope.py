@@ -13,9 +13,9 @@ from typing import Literal
 
 import torch
 
-from functron.ops.kernels import AUTO, Kernels
+from functron.core.typing import Float, Int, Tensor
+from functron.ops.define import AUTO, Kernels
 from functron.ops.qk_norm_rope import QK_NORM_ROPE
-from functron.typing import Float, Int, Tensor
 
 _SEVERAL = 3  # dims of positions, where a token has several
 

@@ -19,9 +19,9 @@ from typing import Literal
 
 import torch
 
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems
+from functron.core.typing import Int, Tensor
 from functron.spmd import collectives as lax
-from functron.typing import Int, Tensor
 
 Order = Literal["contiguous", "zigzag"]
 

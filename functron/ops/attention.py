@@ -1,23 +1,359 @@
-"""Scaled dot-product attention that torch.func can map and differentiate at the speed of SDPA.
+"""Blocks of attention that can be put together: each with its logsumexp, and backward from it.
+
+Attention over keys that are split into blocks is computed block by block: every block gives its
+own softmax and its logsumexp, `merge` joins two of them, and backward takes the logsumexp of the
+whole, which makes each block's cotangents exact without the others (Liu et al. 2023, ring
+attention; Dao et al. 2022). Torch's flash kernels compute them, with the ranks of a simulated mesh
+folded into the batch: on the CPU all, masked ones in chunks; on CUDA in half precision those
+without masks. Others are the formula of `functron.ops.chunked`.
+
+Scaled dot-product attention that torch.func can map and differentiate at the speed of SDPA.
 
 O = softmax(Q K^T / sqrt(d) + causal mask) V (Vaswani et al. 2017, eq. 1; computed as in Dao 2023).
 
 Under plain autograd this is `torch.nn.functional.scaled_dot_product_attention`, which picks the
 device's best kernel. Under torch.func transforms SDPA has no batching rule and would run one call
-per rank; there it is `functron.ops.flash.block`, whose autograd Functions call torch's flash
+per rank; there it is `functron.ops.attention.block`, whose autograd Functions call torch's flash
 kernels with simulated ranks folded into the batch dim.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
+import torch
+from torch.autograd import Function
 from torch.nn import functional as F
 
-from functron import compat
-from functron.ops.flash import block
+from functron.core import compat
+from functron.core.typing import Float, Tensor
+from functron.ops import chunked
+from functron.ops.chunked import Visible, finite, merge
+from functron.ops.define import AUTO, Kernels
 from functron.program.recorder import active
-from functron.typing import Float, Tensor
+
+__all__ = ["Visible", "block", "block_backward", "merge"]
+
+
+_aten = torch.ops.aten
+
+
+def block(
+    q: Float[Tensor, "batch heads seq head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    visible: Visible | None = None,
+    *,
+    causal: bool,
+    scale: float,
+    cap: float = 0.0,
+    kernels: Kernels = AUTO,
+) -> tuple[Float[Tensor, "batch heads seq value_dim"], Float[Tensor, "batch heads seq"]]:
+    """softmax(scale q k^T + mask) v, and the logsumexp of the masked scores.
+
+    Args:
+        q: ``[batch, heads, seq, head_dim]``.
+        k: ``[batch, kv_heads, keys, head_dim]``; each key head serves heads / kv_heads consecutive
+            query heads.
+        v: as `k`; its width may be another.
+        visible: which keys to see; None for all. Memory is then that of `functron.ops.chunked`.
+        causal: mask, besides, the keys that come after the query by their places in this block.
+        scale: of the scores.
+        cap: scores s are cap tanh(s / cap), by the formula; 0: as they are.
+        kernels: of ``"softmax"``, for blocks with masks that no kernel of torch takes (if chosen
+            outright, all with masks), and of ``"lse_merge"``.
+
+    Returns:
+        ``(out, lse)`` in q's dtype and in float32 at least. Rows that see nothing give 0 and -inf.
+        No collectives.
+    """
+    if cap or not _has_kernel(q, v, visible, kernels):
+        attend = functools.partial(chunked.attend, kernels=kernels, cap=cap)
+        return chunked.block(q, k, v, visible, causal, scale, attend, kernels)
+    if visible is not None:
+        return chunked.block(q, k, v, visible, causal, scale, _attend, kernels)
+    both: Any = _Flash.apply(q, k, v, None, causal, scale)
+    return both
+
+
+def block_backward(
+    cotangent: Float[Tensor, "batch heads seq value_dim"],
+    q: Float[Tensor, "batch heads seq head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    out: Float[Tensor, "batch heads seq value_dim"],
+    lse: Float[Tensor, "batch heads seq"],
+    visible: Visible | None = None,
+    *,
+    causal: bool,
+    scale: float,
+    cap: float = 0.0,
+    kernels: Kernels = AUTO,
+) -> tuple[
+    Float[Tensor, "batch heads seq head_dim"],
+    Float[Tensor, "batch kv_heads keys head_dim"],
+    Float[Tensor, "batch kv_heads keys value_dim"],
+]:
+    """This block's part of the cotangents of q, k and v.
+
+    Args:
+        cotangent: of the result over all blocks.
+        q, k, v, visible, causal, scale, cap, kernels: as in `block`.
+        out: the result over all blocks, in q's dtype.
+        lse: the logsumexp over all blocks; of a row that should not count, any huge number.
+
+    Returns:
+        ``(dq, dk, dv)``: summed over the blocks of a query, dq is its cotangent; dk and dv are
+        summed over the heads that share them. In the dtypes of q, k and v. No collectives.
+    """
+    operands = (cotangent, q, k, v, out, lse)
+    if cap or not _has_kernel(q, v, visible, kernels):
+        backward = functools.partial(chunked.attend_backward, kernels=kernels, cap=cap)
+        return chunked.block_backward(*operands, visible, causal, scale, backward)
+    if visible is not None:
+        return chunked.block_backward(*operands, visible, causal, scale, _attend_backward)
+    grads: Any = _FlashBackward.apply(*operands, None, causal, scale)
+    return grads
+
+
+def _attend(q, k, v, hidden, scale) -> Any:
+    return _Flash.apply(q, k, v, hidden, False, scale)
+
+
+def _attend_backward(cotangent, q, k, v, out, lse, hidden, scale) -> Any:
+    # as in _Flash.backward
+    return _FlashBackward.apply(cotangent, q, k, v, out, finite(lse), hidden, False, scale)
+
+
+def _has_kernel(q: Tensor, v: Tensor, visible: Visible | None, kernels: Kernels) -> bool:
+    """Whether torch's flash kernel is to compute a block."""
+    if visible is not None and kernels.takes("softmax", q, v):
+        return False
+    if q.device.type == "cpu":
+        return active() is None or compat.flash_attention_traces(q.dtype)
+    if visible is not None:
+        return False
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return q.device.type == "cuda" and half and max(q.shape[-1], v.shape[-1]) <= 256
+
+
+def _kernel_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands as kernels want them: one head of keys per query head, all of one width."""
+    batch, kv_heads = k.shape[:2]
+    group = q.shape[1] // kv_heads
+    width = max(q.shape[-1], v.shape[-1])
+    if q.device.type == "cuda":
+        width = -(-width // 8) * 8
+    q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))
+    if group > 1:  # the group's heads read one head of keys, which is not copied
+        q = q.reshape(batch * kv_heads, group, *q.shape[2:])
+        k, v = (
+            x.reshape(batch * kv_heads, 1, *x.shape[2:]).expand(-1, group, -1, -1) for x in (k, v)
+        )
+    return q, k, v
+
+
+def _bias(hidden: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """What the kernel adds to the scores of the operands it is given."""
+    if hidden is None:
+        return None
+    if hidden.shape[0] > 1 and q.shape[1] > k.shape[1]:
+        hidden = hidden.repeat_interleave(k.shape[1], 0)
+    return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(
+        hidden, float("-inf")
+    )
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    operands = _kernel_operands(q, k, v)
+    if q.device.type == "cpu":
+        flash = _aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = flash(*operands, 0.0, causal, attn_mask=_bias(hidden, q, k), scale=scale)
+    else:
+        out, lse = _aten._scaled_dot_product_flash_attention(
+            *operands, 0.0, causal, False, scale=scale
+        )[:2]
+    out = out[..., : v.shape[-1]].reshape(*q.shape[:3], v.shape[-1])
+    lse = lse.reshape(q.shape[:3])
+    if hidden is not None:  # the kernel says 0
+        lse = lse.masked_fill(hidden.all(-1), float("-inf"))
+    return out, lse
+
+
+def _backward(
+    cotangent: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    hidden: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide_q, wide_k, wide_v = _kernel_operands(q, k, v)
+    pad = (0, wide_q.shape[-1] - v.shape[-1])
+    cotangent, out = (F.pad(x, pad).reshape(wide_q.shape) for x in (cotangent, out))
+    operands = (cotangent, wide_q, wide_k, wide_v, out, lse.reshape(wide_q.shape[:-1]))
+    if q.device.type == "cpu":
+        flash = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        bias = _bias(hidden, q, k)
+        dq, dk, dv = flash(*operands, 0.0, causal, attn_mask=bias, scale=scale)
+    else:
+        # without dropout the kernel reads neither the lengths of a packed batch nor random state
+        nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+            *operands, None, None, q.shape[2], k.shape[2], 0.0, causal, nothing, nothing[:0],
+            scale=scale,
+        )  # fmt: skip
+    if k.shape[1] != q.shape[1]:
+        dk, dv = (chunked.upcast(x).sum(1).to(x.dtype) for x in (dk, dv))
+    dk, dv = (x.reshape(*k.shape[:3], x.shape[-1]) for x in (dk, dv))
+    dq = dq.reshape(*q.shape[:3], dq.shape[-1])
+    return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+
+
+def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """`x` with its vmap dim folded into the batch dim."""
+    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+def _fold_mask(hidden: Tensor | None, dim: int | None, size: int, batch: int) -> Tensor | None:
+    """`hidden` ``[batch or 1, ...]`` for operands of a batch that was folded."""
+    if hidden is None or (dim is None and hidden.shape[0] == 1):
+        return hidden
+    hidden = hidden.expand(size, *hidden.shape) if dim is None else hidden.movedim(dim, 0)
+    return hidden.expand(size, batch, *hidden.shape[2:]).flatten(0, 1)
+
+
+def _unfold(outputs: Any, size: int) -> tuple[Tensor, ...]:
+    return tuple(x.unflatten(0, (size, -1)) for x in outputs)
+
+
+class _Flash(Function):
+    """(out, logsumexp) of torch's flash attention; cotangents of both count."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(q, k, v, hidden, causal, scale):
+        return _forward(q, k, v, hidden, causal, scale)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, causal, scale = inputs
+        ctx.static = causal, scale
+        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *cotangents) -> Any:
+        q, k, v, hidden, out, lse = _saved(ctx)
+        d_out, d_lse = cotangents
+        if d_out is None and d_lse is None:
+            return (None,) * 6
+        if d_lse is None:  # as in training, where only merged results are differentiated
+            # the logsumexp of a row that sees nothing must be finite: its scores are all -inf
+            known = lse if hidden is None else finite(lse)
+            grads: Any = _FlashBackward.apply(d_out, q, k, v, out, known, hidden, *ctx.static)
+            return *grads, None, None, None
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        pullback = torch.func.vjp(_formula(hidden, *ctx.static), q, k, v)[1]
+        return *pullback((d_out, d_lse)), None, None, None
+
+    @staticmethod
+    def jvp(ctx, *tangents) -> Any:
+        compat.refuse_nested_jvp()
+        *primals, hidden = ctx.saved_tensors[:4]
+        return _push(_formula(hidden, *ctx.static), primals, tangents)
+
+    @staticmethod
+    def vmap(info, in_dims, q, k, v, hidden, causal, scale):
+        size = info.batch_size
+        folded = [_fold(x, d, size) for x, d in zip((q, k, v), in_dims[:3], strict=True)]
+        mask = _fold_mask(hidden, in_dims[3], size, folded[0].shape[0] // size)
+        return _unfold(_Flash.apply(*folded, mask, causal, scale), size), (0, 0)
+
+
+class _FlashBackward(Function):
+    """The cotangents of q, k and v, as a function of everything they depend on."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(cotangent, q, k, v, out, lse, hidden, causal, scale):
+        return _backward(cotangent, q, k, v, out, lse, hidden, causal, scale)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, causal, scale = inputs
+        ctx.static = causal, scale
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx, *cotangents) -> Any:
+        *saved, hidden = _saved(ctx)
+        pullback = torch.func.vjp(_formula_backward(hidden, *ctx.static), *saved)[1]
+        return *pullback(tuple(cotangents)), None, None, None
+
+    @staticmethod
+    def jvp(ctx, *tangents) -> Any:
+        compat.refuse_nested_jvp()
+        *primals, hidden = ctx.saved_tensors
+        return _push(_formula_backward(hidden, *ctx.static), primals, tangents)
+
+    @staticmethod
+    def vmap(info, in_dims, *operands):
+        *tensors, hidden, causal, scale = operands
+        size = info.batch_size
+        folded = [_fold(x, d, size) for x, d in zip(tensors, in_dims[:6], strict=True)]
+        mask = _fold_mask(hidden, in_dims[6], size, folded[0].shape[0] // size)
+        return _unfold(_FlashBackward.apply(*folded, mask, causal, scale), size), (0, 0, 0)
+
+
+def _saved(ctx: Any) -> list:
+    """What was saved, without wrappers of torch.func levels that have returned."""
+    return [None if x is None else compat.unwrap_if_dead(x) for x in ctx.saved_tensors]
+
+
+def _formula(hidden: Tensor | None, causal: bool, scale: float) -> Any:
+    """What `_Flash` computes, of q, k and v."""
+    if hidden is None:
+        return lambda q, k, v: chunked.block(q, k, v, None, causal, scale)
+
+    def masked(q, k, v):
+        out, lse = chunked.attend(q, k, v, hidden, scale)
+        return out.to(q.dtype), lse
+
+    return masked
+
+
+def _formula_backward(hidden: Tensor | None, causal: bool, scale: float) -> Any:
+    """What `_FlashBackward` computes, of the cotangent, q, k, v, out and lse."""
+
+    def backward(cotangent, q, k, v, out, lse):
+        operands = (cotangent, q, k, v, out, lse)
+        if hidden is None:
+            return chunked.block_backward(*operands, None, causal, scale)
+        moved = chunked.attend_backward(*operands, hidden, scale)
+        return tuple(x.to(y.dtype) for x, y in zip(moved, (q, k, v), strict=True))
+
+    return backward
+
+
+def _push(formula: Any, primals: Any, tangents: Any) -> Any:
+    """The tangents of ``formula(*primals)``; a tangent of None is zero."""
+    moved = tuple(
+        torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=False)
+    )
+    return torch.func.jvp(formula, tuple(primals), moved)[1]
 
 
 def attention(

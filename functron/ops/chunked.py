@@ -3,7 +3,7 @@
 Masks by document and by window, which may differ between ranks, exist for one chunk of queries and
 one chunk of keys at a time, and so do scores (online softmax: Milakov & Gimelshein 2018). A chunk
 is computed by `attend`, the formula in plain operations for every dtype and device, with
-derivatives of every order, or by a kernel that `functron.ops.flash` passes.
+derivatives of every order, or by a kernel that `functron.ops.attention` passes.
 """
 
 from __future__ import annotations
@@ -13,17 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from functron import compat
-from functron.ops.kernels import AUTO, Kernels
+from functron.core import compat
+from functron.core.scopes import in_phase
+from functron.core.typing import Bool, Float, Int, Tensor
+from functron.ops.define import AUTO, Kernels
 from functron.ops.lse_merge import finite, merge, upcast
-from functron.ops.softmax import (
-    SOFTMAX,
-    SOFTMAX_,
-    SOFTMAX_BLOCK_BACKWARD,
-    SOFTMAX_BLOCK_BACKWARD_,
-)
-from functron.scopes import in_phase
-from functron.typing import Bool, Float, Int, Tensor
+from functron.ops.softmax import SOFTMAX, SOFTMAX_, SOFTMAX_BLOCK_BACKWARD, SOFTMAX_BLOCK_BACKWARD_
 
 CHUNK = 512
 """Queries and keys of one chunk; scores take batch * heads * CHUNK ** 2 numbers."""
@@ -235,7 +230,7 @@ def block(
     attend: Callable = attend,
     kernels: Kernels = AUTO,
 ) -> tuple[Float[Tensor, "batch heads seq value_dim"], Float[Tensor, "batch heads seq"]]:
-    """`functron.ops.flash.block`, every chunk by `attend`; memory grows with CHUNK squared.
+    """`functron.ops.attention.block`, every chunk by `attend`; memory grows with CHUNK squared.
 
     `kernels` is that of merges; that of `attend` is its own.
     """
@@ -273,7 +268,7 @@ def block_backward(
     Float[Tensor, "batch kv_heads keys head_dim"],
     Float[Tensor, "batch kv_heads keys value_dim"],
 ]:
-    """`functron.ops.flash.block_backward`, every chunk by `attend_backward`."""
+    """`functron.ops.attention.block_backward`, every chunk by `attend_backward`."""
     mask = _Mask(visible, causal, q.device)
     dq: dict[int, Tensor] = {}
     dk: dict[int, Tensor] = {}

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from functron.ops.define import Gradient, Launch, define
-from functron.ops.operands import packable, type_name
+from functron.ops.define import Gradient, Launch, define, packable, type_name
 
 CHUNK = 32768
 """Elements that one block adds up; part of the definition of the result, as it sets the order."""

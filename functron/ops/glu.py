@@ -12,12 +12,20 @@ from collections.abc import Sequence
 
 import torch
 
-from functron.errors import nearest
-from functron.ops.define import Gradient, Launch, define
-from functron.ops.mapping import of_rows
-from functron.ops.operands import PACK_BYTES, packable, rows_of, type_name
-from functron.ops.rows import check_columns, upcast
-from functron.typing import Tensor
+from functron.core.errors import nearest
+from functron.core.typing import Tensor
+from functron.ops.define import (
+    PACK_BYTES,
+    Gradient,
+    Launch,
+    check_columns,
+    define,
+    of_rows,
+    packable,
+    rows_of,
+    type_name,
+    upcast,
+)
 
 GLU_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
 """In the order by which kernels number them. The last is (u + 1) g sigmoid(1.702 g) of g =

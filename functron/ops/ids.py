@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from functron import compat
-from functron.errors import Problem, raise_problems
+from functron.core import compat
+from functron.core.errors import Problem, raise_problems
+from functron.core.scopes import phase
 from functron.program.recorder import active
-from functron.scopes import phase
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _LIBRARY.define("check_ids(Tensor ids, str name, int size, int? ignored) -> ()")

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from functron.ops.define import Gradient, Launch, define
-from functron.ops.kernels import AUTO, Kernels
-from functron.ops.operands import check_shapes, type_name
-from functron.typing import Float, Tensor
+from functron.core.typing import Float, Tensor
+from functron.ops.define import AUTO, Gradient, Kernels, Launch, check_shapes, define, type_name
 
 _ROWS, _THREADS, _QUAD, _MOST_ROWS = 8, 256, 4, 2**31 - 1
 

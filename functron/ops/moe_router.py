@@ -7,9 +7,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from functron.errors import nearest
-from functron.ops.define import Gradient, Launch, define
-from functron.ops.mapping import leading, one_by_one
+from functron.core.errors import nearest
+from functron.ops.define import Gradient, Launch, define, leading, one_by_one
 
 Score = Literal["softmax", "sigmoid", "given"]
 Weighting = Literal["scores", "renormalised", "softmax of chosen"]

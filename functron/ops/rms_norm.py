@@ -11,24 +11,28 @@ from collections.abc import Sequence
 
 import torch
 
-from functron.ops.define import Gradient, Launch, define
-from functron.ops.mapping import of_rows, one_by_one
-from functron.ops.operands import packable, type_name
-from functron.ops.rows import (
+from functron.core.typing import Tensor
+from functron.ops.define import (
     BACKWARD_THREADS,
     FORWARD_THREADS,
     SHARED_BYTES,
+    Gradient,
+    Launch,
     as_rows,
+    define,
     dense,
     layout,
     multiplier,
+    of_rows,
+    one_by_one,
+    packable,
     row_stride,
     statistics,
     summed_rows,
+    type_name,
     upcast,
     vector,
 )
-from functron.typing import Tensor
 
 
 def _kernel(

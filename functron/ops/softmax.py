@@ -12,10 +12,17 @@ from typing import Any
 
 import torch
 
-from functron.ops.define import Gradient, Launch, define
+from functron.core.typing import Tensor
+from functron.ops.define import (
+    PACK_BYTES,
+    Gradient,
+    Launch,
+    check_shapes,
+    define,
+    rows_of,
+    type_name,
+)
 from functron.ops.lse_merge import finite, upcast
-from functron.ops.operands import PACK_BYTES, check_shapes, rows_of, type_name
-from functron.typing import Tensor
 
 _WARP, _MOST_THREADS, _MOST_COLUMNS = 32, 512, 2**31 - 1
 _PACKS = 4  # of a thread: few, so that the second pass over a row finds it in a cache

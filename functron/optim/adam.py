@@ -1,28 +1,31 @@
-"""Adam and AdamW, in Optax's terms; their `step_` is torch's fused kernel over all leaves."""
+"""Adam and AdamW, in Optax's terms; their `step_` is torch's fused kernel over all leaves.
+
+AdamW's step of all leaves by `functron.ops.adamw`, with what other transformations add to it.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from functron import compat, tree
-from functron.errors import Problem, public, raise_problems
+from functron.core import compat, tree
+from functron.core.errors import Problem, public, raise_problems
+from functron.ops.adamw import adamw_
+from functron.ops.define import AUTO, Kernels
 from functron.ops.foreach import foreach_
-from functron.ops.kernels import AUTO, Kernels
-from functron.optim.adam_leaves import Step, adamw_leaves_
-from functron.optim.learning_rate import (
+from functron.optim.mask import Mask, add_decayed_weights, mask_leaves
+from functron.optim.quantise import BLOCK, Quantised, dequantise, quantisable, quantise
+from functron.optim.schedules import (
     LearningRate,
     increment_,
     new_count,
     rate_and_count,
     scale_by_learning_rate,
 )
-from functron.optim.mask import Mask, add_decayed_weights, mask_leaves
-from functron.optim.quantise import BLOCK, Quantised, dequantise, quantisable, quantise
 from functron.optim.transformation import (
     Around,
     GradientTransformation,
@@ -31,6 +34,98 @@ from functron.optim.transformation import (
     with_step,
 )
 from functron.spmd.spec import P
+
+
+class Step(NamedTuple):
+    """What a step of AdamW is the same for all leaves in.
+
+    Attributes:
+        count: of updates, this one included; int64, 0-dim.
+        rate: the learning rate.
+        factor: what gradients are multiplied by, 0-dim; None: nothing.
+        numbers: b1, b2 and eps.
+    """
+
+    count: torch.Tensor
+    rate: float | torch.Tensor
+    factor: torch.Tensor | None
+    numbers: Mapping[str, float]
+
+
+def adamw_leaves_(
+    step: Step,
+    params: tree.Tree,
+    columns: Sequence[Sequence[torch.Tensor]],
+    decays: Sequence[float],
+    masters: tree.Tree = None,
+    rounding: tree.Tree = None,
+) -> None:
+    """Overwrites parameters, moments and masters by what they are after the step.
+
+    Args:
+        step: what is the same for all.
+        params: the parameters.
+        columns: the leaves of parameters, gradients, first and second moments.
+        decays: the weight decay of each leaf.
+        masters: float32 masters of the parameters, None where there is none.
+        rounding: how parameters are rounded, an `ops.adamw.Stochastic` each, which is of elements
+            in the order of memory; None: to nearest.
+    """
+    structure = tree.structure(params)
+    count = len(decays)
+    own = [None] * count if masters is None else structure.flatten_up_to(masters)
+    how = [None] * count if rounding is None else structure.flatten_up_to(rounding)
+    paths = tree.paths(params)
+    rows = list(zip(*columns, own, strict=True))
+
+    def kind(i: int) -> Any:  # what one call can have
+        return decays[i], own[i] is None, None if how[i] is None else i
+
+    for _, group in itertools.groupby(sorted(range(count), key=lambda i: str(kind(i))), kind):
+        chosen = list(group)
+        ps, gs, mu, nu, ms = map(list, zip(*(rows[i] for i in chosen), strict=True))
+        first = chosen[0]
+        mutated = {"parameters": ps, "first moments": mu, "second moments": nu}
+        if own[first] is not None:
+            mutated["masters"] = ms
+        foreach_(
+            _each(step, decays[first], how[first]),
+            mutated,
+            {"gradients": gs},
+            paths=lambda chosen=chosen: [paths[i] for i in chosen],
+            dense=True,
+        )
+
+
+def _each(step: Step, decay: float, rounding: Any) -> Any:
+    def fn(params, mu, nu, *rest):
+        *masters, grads = rest
+        device = params[0].device
+        real = torch.float64 if params[0].dtype == torch.float64 else torch.float32
+        scalars = {
+            "count": step.count.to(device),
+            "rate": _scalar(step.rate, real, device),
+            "clip": None if step.factor is None else _scalar(step.factor, real, device),
+        }
+        for row in zip(params, grads, mu, nu, *masters, strict=True):
+            master = row[4] if masters else None
+            adamw_(
+                *row[:4],
+                **scalars,
+                **step.numbers,
+                weight_decay=decay,
+                master=master,
+                rounding=rounding,
+            )
+
+    return fn
+
+
+def _scalar(value: float | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype)
+    return torch.full((), value, dtype=dtype, device=device)
+
 
 MomentDtype = torch.dtype | Literal["int8"] | None
 """How a moment is stored: None as the parameter is, "int8" in blocks of 8 bits (`quantise`)."""
@@ -147,7 +242,7 @@ def adamw(
         learning_rate: a number, or a schedule: a function of the count of updates so far.
         b1, b2, eps, mu_dtype, nu_dtype, quantised: see `scale_by_adam`.
         weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
-        kernels: whether the kernel of "adamw" is used; see `functron.ops.kernels.use`.
+        kernels: whether the kernel of "adamw" is used; see `functron.ops.define.use`.
     """
     plain = chain(
         scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype, nu_dtype=nu_dtype, quantised=quantised),

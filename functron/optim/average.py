@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, public, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, public, raise_problems
 from functron.ops.foreach import foreach_
-from functron.optim.learning_rate import new_count
+from functron.optim.schedules import new_count
 from functron.optim.transformation import GradientTransformation, apply_updates, transformation
 from functron.spmd.shards import cut_tree, join
 from functron.spmd.spec import P

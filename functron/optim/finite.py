@@ -6,20 +6,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, public, raise_problems
-from functron.optim.host import readable
-from functron.optim.learning_rate import new_count
+from functron.core import tree
+from functron.core.errors import Problem, public, raise_problems
+from functron.optim.schedules import new_count
 from functron.optim.transformation import (
     GradientTransformation,
     apply_updates,
+    readable,
     stateless,
     transformation,
 )
 from functron.optim.whole import leaf_specs
-from functron.spmd.collectives import psum
+from functron.spmd.collectives import psum, psum_stages
 from functron.spmd.spec import P, spec_axes
-from functron.spmd.stages import psum_stages
 
 
 class ApplyIfFiniteState(NamedTuple):

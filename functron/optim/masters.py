@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from functron import tree
-from functron.errors import public
+from functron.core import tree
+from functron.core.errors import public
 from functron.ops.foreach import foreach_
 from functron.optim.transformation import Around, GradientTransformation, transformation
 

@@ -16,14 +16,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from functron import tree
-from functron.errors import Problem, nearest, public, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.ops.global_norm import squares
 from functron.optim.adam import adamw
-from functron.optim.learning_rate import LearningRate, scale_by_learning_rate
-from functron.optim.mask import Mask, add_decayed_weights
+from functron.optim.mask import Mask, add_decayed_weights, where
+from functron.optim.schedules import LearningRate, scale_by_learning_rate
 from functron.optim.transformation import GradientTransformation, chain, transformation
-from functron.optim.where import where
 from functron.optim.whole import leaf_specs, num_stacked
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all

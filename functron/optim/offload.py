@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from functron import tree
-from functron.errors import public
+from functron.core import tree
+from functron.core.errors import public
 from functron.optim.transformation import GradientTransformation
 from functron.program.recorder import active
 from functron.spmd.spec import P, is_spec

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from functron import compat, tree
-from functron.errors import Problem, public, raise_problems
+from functron.core import compat, tree
+from functron.core.errors import Problem, public, raise_problems
 from functron.ops.foreach import foreach_
-from functron.optim.learning_rate import (
+from functron.optim.schedules import (
     LearningRate,
     increment_,
     rate_and_count,

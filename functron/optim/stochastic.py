@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron import compat, random, tree
-from functron.errors import public
-from functron.ops.adamw import Stochastic, place_of
+from functron.core import compat, random, tree
+from functron.core.errors import public
+from functron.ops.adamw import Stochastic, place_of, random_bits, stochastic_round
 from functron.ops.foreach import foreach_
-from functron.ops.rounding import random_bits, stochastic_round
-from functron.optim.learning_rate import increment_, new_count
 from functron.optim.masters import is_low, widen
+from functron.optim.schedules import increment_, new_count
 from functron.optim.transformation import Around, GradientTransformation, transformation
 from functron.optim.whole import leaf_specs
 from functron.spmd.shards import Cut, take

@@ -10,6 +10,8 @@ what `step_` is supposed to compute.
 Two further functions, which few have, let one kernel compute what several transformations do around
 each other in one pass over memory: `factor` and `one_pass`. One that clips by a norm says so, as
 `norm`, so that whoever reports that norm too need not compute it again.
+
+Which tensors an optimizer may read on the host, to decide what to run.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from functron import compat, tree
-from functron.errors import public
+from functron.core import compat, tree
+from functron.core.errors import public
 from functron.ops.foreach import foreach_
 from functron.program.recorder import active
 
@@ -305,3 +307,14 @@ def scale_(updates: Updates, factor: float | torch.Tensor) -> Updates:
 
     foreach_(multiply_, {"updates": tree.leaves(updates)}, paths=lambda: tree.paths(updates))
     return updates
+
+
+def readable(value: torch.Tensor) -> bool:
+    """Whether the number in a 0-dim tensor is known where the program that runs can ask for it.
+
+    Not in a program that is traced, compiled or only checked, nor under torch.func transforms that
+    batch or differentiate it. Reading waits for the tensor's device.
+    """
+    if active() is not None or compat.faking() or value.is_meta:
+        return False
+    return not compat.is_wrapped(value) and not value.requires_grad

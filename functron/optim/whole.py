@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, raise_problems
 from functron.spmd.axes import axis_size, scope
 from functron.spmd.collectives import psum
 from functron.spmd.replication import varying_axes

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from functron import tree
-from functron.errors import public
+from functron.core import tree
+from functron.core.errors import public
 from functron.ops.foreach import foreach_
 from functron.optim.transformation import GradientTransformation, apply_updates
 from functron.program.recorder import active

@@ -1,7 +1,5 @@
 """Pipelines: schedules as data, models divided into stages, and one executor for all of it."""
 
-from functron.pipeline.action import Action
-from functron.pipeline.collect import collect
 from functron.pipeline.execute import Pipeline, pipelined
 from functron.pipeline.layout import (
     Layout,
@@ -12,9 +10,10 @@ from functron.pipeline.layout import (
     parse_layout,
     whole,
 )
-from functron.pipeline.partition import Partition
+from functron.pipeline.partition import Partition, collect
 from functron.pipeline.registry import NAMES, make
 from functron.pipeline.schedule import Schedule, Transfer, place
+from functron.pipeline.table import Action
 from functron.pipeline.timeline import Costs, Timeline
 
 __all__ = [

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, raise_problems
 from functron.pipeline.layout import Part
 from functron.transforms.gradient import check_loss, loss_seed, rule_vjp
 

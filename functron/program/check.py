@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems
 from functron.program.equations import Block, Equation, Scan, Var
 from functron.spmd.replication import LOSS_FIX, share_problem
 from functron.spmd.spec import spec_axes

@@ -27,10 +27,9 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from functron.core.scopes import Phase
 from functron.program.equations import Equation, Scan, Var
-from functron.program.notation import axis_of, payload_bytes
-from functron.program.text import aligned
-from functron.scopes import Phase
+from functron.program.text import aligned, axis_of, payload_bytes
 
 if TYPE_CHECKING:
     from functron.program.program import Program

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from functron.scopes import Phase
+from functron.core.scopes import Phase
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

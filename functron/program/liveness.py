@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from functron.program.equations import Block, Equation, Scan, Var
-from functron.program.notation import COLLECTIVES
+from functron.program.text import COLLECTIVES
 
 Category = Literal["parameters", "optimizer", "gradients", "activations", "workspace", "inputs"]
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from functron import compat
-from functron.errors import in_library, nearest, public
+from functron.core import compat
+from functron.core.errors import in_library, nearest, public
 from functron.spmd.mesh import STANDARD_AXES
 from functron.spmd.traced import TracedAxis
 

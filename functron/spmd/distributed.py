@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from functron import compat, tree
-from functron.closure import hoist
-from functron.errors import Problem, public, raise_problems
+from functron.core import compat, tree
+from functron.core.closure import hoist
+from functron.core.errors import Problem, public, raise_problems
 from functron.spmd.axes import BoundAxis, bind, raise_lost, user_line
 from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import BoundMesh, Mesh

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from functron import compat
-from functron.errors import Problem, nearest, public, raise_problems
+from functron.core import compat
+from functron.core.errors import Problem, nearest, public, raise_problems
 
 STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ulysses", "ep", "tp")
 """The axes that layers may name on any mesh; where a mesh lacks one, it has size 1."""

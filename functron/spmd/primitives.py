@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from functron import compat
+from functron.core import compat
 from functron.spmd.axes import Axis, SimulatedAxis
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, raise_problems
 from functron.spmd.axes import SimulatedAxis, scope, user_line
 from functron.spmd.primitives import AssumeShare, RequireShare
 from functron.spmd.spec import P, spec_axes

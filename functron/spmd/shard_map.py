@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from functron import compat, tree
-from functron.closure import hoist
-from functron.errors import Problem, nearest, public, raise_problems
+from functron.core import compat, tree
+from functron.core.closure import hoist
+from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.spmd import spec as sharding
 from functron.spmd.axes import (
     AxisNames,

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from functron import compat
-from functron.errors import in_library
+from functron.core import compat
+from functron.core.errors import in_library
 from functron.spmd.axes import SimulatedAxis, bind, scope, source_line
 from functron.spmd.mesh import Mesh
 from functron.spmd.primitives import OutputReplicated

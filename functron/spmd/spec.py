@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, nearest, public, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
 
 Entry = str | tuple[str, ...] | None

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from functron import compat, tree
-from functron.errors import public
-from functron.scopes import in_phase
+from functron.core import compat, tree
+from functron.core.errors import public
+from functron.core.scopes import in_phase
 from functron.spmd.axes import user_line
 from functron.transforms.gradient import rule_vjp
 from functron.transforms.rerun import Site, differentiated, fresh, map_level, partial_of

@@ -32,9 +32,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from functron import compat, tree
-from functron.errors import Problem, public, raise_problems
-from functron.scopes import in_phase, in_scopes, named_scope, phase, scope_names
+from functron.core import compat, tree
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import in_phase, in_scopes, named_scope, phase, scope_names
 from functron.spmd.axes import Axis, AxisNames, lookup, user_line
 from functron.spmd.mesh import FSDP_AXES
 from functron.spmd.primitives import AllGather, AllGatherAs, Dtypes

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from functron import compat, tree
-from functron.closure import hoist
-from functron.errors import Problem, public, raise_problems
-from functron.scopes import in_phase
+from functron.core import compat, tree
+from functron.core.closure import hoist
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import in_phase
 from functron.spmd.axes import SimulatedAxis, scope, user_line
 from functron.spmd.primitives import Psum, Vary
 from functron.spmd.replication import (

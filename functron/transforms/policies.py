@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from functron import compat
-from functron.errors import Problem, public, raise_problems
-from functron.typing import Tensor
+from functron.core import compat
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.typing import Tensor
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _LIBRARY.define("checkpoint_name(Tensor(a) x, str name) -> Tensor(a)")

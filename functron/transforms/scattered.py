@@ -22,15 +22,8 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from functron import tree
-from functron.spmd.shards import (
-    BoundCuts,
-    Cuts,
-    bound_cuts,
-    cut_tree,
-    part_shape,
-    scatter_over,
-)
+from functron.core import tree
+from functron.spmd.shards import BoundCuts, Cuts, bound_cuts, cut_tree, part_shape, scatter_over
 
 
 def stand_ins(

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from functron import Mesh, P, checkpoint, tree
-from functron.checkpoint import database, index, manifest
+from functron.checkpoint import database, manifest
+from functron.checkpoint import database as index
 from functron.checkpoint.folder import COMMITTED
 from functron.spmd.spec import shard
 

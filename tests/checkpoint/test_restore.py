@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from functron import Mesh, P, checkpoint, tree
-from functron.checkpoint.dtypes import _BY_NAME
+from functron.checkpoint.chunks import _BY_NAME
 
 
 def odd_values() -> dict:

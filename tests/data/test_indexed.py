@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from functron.data.indexed import IndexedFile
-from functron.data.indexed_verify import verify
+from functron.data.indexed import IndexedFile, verify
 from functron.data.indexed_writer import IndexedWriter, merge
 from tests.data.megatron_bytes import CODES, expected, write
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functron.data import ByteText, check_tokens, documents
-from functron.data.mapped import Mapped
+from functron.data.documents import Mapped
 
 
 @pytest.fixture

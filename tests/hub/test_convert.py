@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import functron as ft
-from functron import checkpoint, config, gpt, hub, tree
-from functron.cli import main
-from functron.hub.convert import convert, fine_tuning
+from functron import checkpoint, gpt, hub, tree
+from functron.cli.main import main
 from functron.optim import make_optimizer, make_schedule
 from functron.params import abstract_params, decay_mask
-from functron.recipe import step_program
 from functron.spmd import Mesh
+from functron.training import config
+from functron.training.convert import convert, fine_tuning
+from functron.training.plan import step_program
 from tests.data.chats import WORDS, make_tokenizer
 from tests.hub import tiny
 

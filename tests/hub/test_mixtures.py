@@ -17,9 +17,8 @@ import functron as ft
 from functron import gpt, hub, optim, tree
 from functron.hub.config import config_problems, differences, parse
 from functron.hub.families import FAMILIES
-from functron.hub.family import layouts_of
+from functron.hub.family import layouts_of, tensors
 from functron.hub.files import open_folder
-from functron.hub.rules import tensors
 from functron.nn.moe import MoEConfig
 from tests.hub import tiny
 from tests.hub.test_refusals import named, rewrite

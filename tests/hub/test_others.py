@@ -15,10 +15,11 @@ import torch
 
 import functron as ft
 from functron import BoundMesh, Mesh, hub, tree
-from functron import config as run_config
-from functron.hub import convert, files, reader
-from functron.hub.others import OTHERS
+from functron.hub import files, reader
+from functron.hub.config import OTHERS
 from functron.spmd.spec import shard
+from functron.training import config as run_config
+from functron.training import convert
 from tests.hub import tiny_others
 
 TOLERANCE = 1e-10

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 import functron as ft
 from functron import gpt, hub, tree
 from functron.hub.families import FAMILIES
-from functron.hub.family import layouts_of
-from functron.hub.rules import Rule, layouts, tensors
+from functron.hub.family import Rule, layouts, layouts_of, tensors
 from functron.nn.moe import MoEConfig
 
 SMALL = gpt.GPTConfig(

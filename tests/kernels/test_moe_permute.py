@@ -7,9 +7,16 @@ import math
 import pytest
 import torch
 
-from functron.ops import moe_permute, moe_sort
-from functron.ops.moe_permute import ADD_ROWS, PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD
-from functron.ops.moe_sort import SORT, sorted_assignments
+from functron.ops import moe_permute
+from functron.ops import moe_permute as moe_sort
+from functron.ops.moe_permute import (
+    ADD_ROWS,
+    PERMUTE,
+    SORT,
+    UNPERMUTE,
+    UNPERMUTE_BACKWARD,
+    sorted_assignments,
+)
 from tests.kernels.conformance import CHECKS, Case, conform
 from tests.kernels.emulator import Emulator, emulated
 

@@ -12,15 +12,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from functron.ops import (
-    global_norm,
-    layer_norm,
-    moe_permute,
-    moe_router,
-    moe_sort,
-    quantise_fp8,
-    rms_norm,
-)
+from functron.ops import global_norm, layer_norm, moe_permute, moe_router, quantise_fp8, rms_norm
+from functron.ops import moe_permute as moe_sort
 from tests.kernels.emulator import EmulationError, emulated
 
 

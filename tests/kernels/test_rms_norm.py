@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from functron.ops import rms_norm
+from functron.ops.define import FORWARD_THREADS, layout
 from functron.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
-from functron.ops.rows import FORWARD_THREADS, layout
 from tests.kernels.conformance import Case, conform
 from tests.kernels.emulator import Emulator, emulated, missing
 from tests.kernels.norms import DTYPES, LAYOUTS, SHAPES, Draw, conform_uncompiled, near, seeds

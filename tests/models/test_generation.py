@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, P, gpt, nn, random, sample
+from functron import Mesh, P, gpt, nn, random
 from functron.models import generation, t5
+from functron.models import generation as sample
 from functron.nn.moe import MoEConfig
 from functron.transforms import Gather
 

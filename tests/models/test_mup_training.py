@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from functron import Mesh, gpt, optim, params, random, recipe, tree
-from functron.config import TrainConfig
-from functron.lora import LoRA, lora_defs
+from functron import Mesh, gpt, optim, params, random, tree
+from functron.models.lora import LoRA, lora_defs
 from functron.nn.moe import MoEConfig
 from functron.spmd.shards import unpad
 from functron.spmd.spec import is_spec
-from functron.step import state_specs
-from functron.validation import validate
+from functron.training import plan
+from functron.training.checks import validate
+from functron.training.config import TrainConfig
+from functron.training.step import state_specs
 
 SEQ, VOCAB, STEPS, DECAY = 8, 32, 20, 0.3
 RATE, M = 2**-7, 4  # schedules are in float32, where these and their quotient are exact
@@ -45,7 +46,7 @@ def batch(step):
 
 def trained(config, steps=STEPS):
     mesh = Mesh.parse(config.mesh)
-    made = recipe.assemble(config, mesh)
+    made = plan.assemble(config, mesh)
     state, losses = made.init(random.key(1), mesh), []
     for step in range(steps):
         state, metrics = made.step(state, batch(step))

@@ -10,8 +10,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, lax
-from functron.nn.context import context_attention
-from functron.nn.ring import needed_steps
+from functron.nn.context import context_attention, needed_steps
 from functron.nn.zigzag import to_balanced, to_contiguous
 from functron.ops import chunked
 

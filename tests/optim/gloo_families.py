@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 import functron as ft
-from functron import Mesh, random, recipe
-from functron.step import state_specs
+from functron import Mesh, random
+from functron.training import plan
+from functron.training.step import state_specs
 
 torch.set_num_threads(1)
 
@@ -18,7 +19,7 @@ torch.set_num_threads(1)
 def training(name, text, zero):
     """The training on a mesh of processes, its parameters and its state, against one rank's."""
     mesh = Mesh.parse(text).bind()
-    made = recipe.assemble(cases.config_of(name, text, zero), mesh)
+    made = plan.assemble(cases.config_of(name, text, zero), mesh)
     state = made.init(random.key(1), mesh)
     part, parts = mesh.coordinate.get("dp", 0), mesh["dp"]
     losses = []

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 import functron as ft
-from functron import Mesh, P, compat, gpt, optim, random, tree
-from functron import step as steps
-from functron.ops.kernels import use
-from functron.optim import adam_leaves
+from functron import Mesh, P, gpt, optim, random, tree
+from functron.core import compat
+from functron.ops.define import use
+from functron.optim import adam
 from functron.pipeline import Partition, even_layout, make, pipelined
 from functron.spmd.shards import cut_tree, take, whole_over
 from functron.spmd.spec import is_spec
+from functron.training import step as steps
 
 torch.set_num_threads(1)
 
@@ -176,15 +177,15 @@ def stochastic():
     )
     whole = tree.map(lambda spec: P(), rounding.SPECS, is_leaf=is_spec)
     start = ft.shard_map(lambda x: cut_params(x, whole), mesh, (P(),), rounding.SPECS, check=False)
-    places, update = set(), adam_leaves.adamw_
+    places, update = set(), adam.adamw_
 
     def watched(*args, **kwargs):
         places.add(kwargs["rounding"].place if kwargs["rounding"] else None)
         update(*args, **kwargs)
 
-    adam_leaves.adamw_ = watched
+    adam.adamw_ = watched
     got, _ = rounding.train(optimizer, mesh, rounding.SPECS, start=start(defs))
-    adam_leaves.adamw_ = update
+    adam.adamw_ = update
     assert len(places) == 4  # three of low precision, which lie in different places
     want, _ = rounding.train(rounding.with_stochastic_rounding(inner), Mesh(), P())
     rounding.equal(ft.gather(got, rounding.SPECS, mesh), want)

@@ -6,12 +6,13 @@ import functools
 import pytest
 import torch
 
-from functron import Mesh, optim, random, recipe, tree
-from functron.config import TrainConfig
+from functron import Mesh, optim, random, tree
 from functron.models import gpt
 from functron.spmd.shards import unpad
 from functron.spmd.spec import is_spec
-from functron.step import state_specs
+from functron.training import plan
+from functron.training.config import TrainConfig
+from functron.training.step import state_specs
 
 STEPS, VOCAB, SEQ = 3, 20, 6
 MODEL = gpt.GPTConfig(
@@ -47,7 +48,7 @@ def config_of(name, mesh, zero):
 
 def train(name, mesh, zero):
     ranks = Mesh.parse(mesh)
-    made = recipe.assemble(config_of(name, mesh, zero), ranks)
+    made = plan.assemble(config_of(name, mesh, zero), ranks)
     state = made.init(random.key(1), ranks)
     losses = []
     for step in range(STEPS):

@@ -9,8 +9,8 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, optim, tree
-from functron.ops.kernels import use
-from functron.optim import adam_leaves
+from functron.ops.define import use
+from functron.optim import adam
 from functron.spmd.spec import is_spec, spec_axes
 
 KERNEL = use("kernel")
@@ -75,8 +75,8 @@ def calls(monkeypatch):
         found.append(kwargs["master"] is not None)
         return inner(param, *args, **kwargs)
 
-    inner = adam_leaves.adamw_
-    monkeypatch.setattr(adam_leaves, "adamw_", counted)
+    inner = adam.adamw_
+    monkeypatch.setattr(adam, "adamw_", counted)
     return found
 
 

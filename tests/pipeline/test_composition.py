@@ -21,7 +21,7 @@ from functron.pipeline import NAMES, Partition, Pipeline, Schedule, make, pipeli
 from functron.pipeline.layout import Layout, layout_of
 from functron.pipeline.pieces import Pieces
 from functron.pipeline.work import Pullbacks
-from functron.step import make_pipelined_step
+from functron.training.step import make_pipelined_step
 
 TOLERANCE = 1e-10
 SEQ, VOCAB = 8, 20

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from functron import checkpoint, tree
-from functron.cli import main
-from functron.config import load
+from functron.cli.main import main
 from functron.spmd import Mesh
-from functron.train import prepare
+from functron.training.config import load
+from functron.training.train import prepare
 
 pytestmark = pytest.mark.distributed
 

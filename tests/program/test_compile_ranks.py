@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import Mesh, P, lax, optim, random, tree
+from functron.compiler import inductor
+from functron.compiler.compile import compile as compile_program
 from functron.params import Normal
-from functron.program import inductor
-from functron.program.compile import compile as compile_program
 from functron.program.equations import Scan
 from functron.program.trace import trace
 

@@ -10,9 +10,9 @@ import torch
 
 import functron as ft
 from functron import BoundMesh, Mesh, P, gpt, lax, optim, random, tree
-from functron.program import inductor
-from functron.program.compile import compile as compile_program
-from functron.program.segments import plan
+from functron.compiler import inductor
+from functron.compiler.compile import compile as compile_program
+from functron.compiler.segments import plan
 from functron.program.trace import trace
 from functron.spmd.donation import Donated
 from tests.program.test_compile import assert_same, made, randn

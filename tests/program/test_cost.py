@@ -8,10 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random
-from functron.config import TrainConfig, with_model
 from functron.program.cost import FLOP_FORMULAS, cost
 from functron.program.trace import trace
-from functron.recipe import step_program
+from functron.training.config import TrainConfig, with_model
+from functron.training.plan import step_program
 
 BATCH, SEQ = 4, 32
 CONFIG = {

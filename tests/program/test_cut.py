@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 import functron as ft
 from functron import Mesh, P, gpt, random, tree
+from functron.compiler.cut import cut, held_bytes, is_effect
+from functron.pipeline.evaluate import ambient, evaluate
 from functron.pipeline.layout import Part
-from functron.program.cut import cut, held_bytes
 from functron.program.equations import Scan, Var
-from functron.program.evaluate import ambient, evaluate
-from functron.program.interpret import interpret
-from functron.program.reach import is_effect
+from functron.program.program import interpret
 from functron.program.trace import trace
 from functron.transforms.gradient import vjp
 
@@ -560,7 +559,7 @@ def test_pieces_on_processes(torchrun):
             import torch
             import functron as ft
             from functron import Mesh
-            from functron.program.cut import cut
+            from functron.compiler.cut import cut
             from functron.program.trace import trace
             sys.path.insert(0, {str(Path(__file__).parent)!r})
             from test_cut import assert_same, compiled_step, fiw, gpt_stage, run

@@ -11,9 +11,9 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random, tree
+from functron.pipeline.evaluate import ambient, evaluate
 from functron.program.equations import Scan
-from functron.program.evaluate import ambient, evaluate
-from functron.program.interpret import interpret
+from functron.program.program import interpret
 from functron.program.trace import trace
 
 

@@ -5,7 +5,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random, tree
-from functron.program.interpret import interpret
+from functron.program.program import interpret
 from functron.program.trace import trace
 
 

@@ -9,12 +9,12 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, lax, optim, random
-from functron.program import allocation
+from functron.core.tree import nbytes
+from functron.program import memory as allocation
 from functron.program.liveness import CATEGORIES
 from functron.program.memory import memory
 from functron.program.trace import trace
-from functron.step import State
-from functron.tree import nbytes
+from functron.training.step import State
 from tests.program.measured_memory import (
     GLOO,
     decoder_step,

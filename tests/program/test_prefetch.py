@@ -9,10 +9,9 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random
+from functron.compiler.segments import plan, split
+from functron.compiler.steps import Loop
 from functron.program.equations import Scan
-from functron.program.overlap import split
-from functron.program.segments import plan
-from functron.program.steps import Loop
 from functron.transforms import Gather
 
 CONFIG = gpt.GPTConfig(

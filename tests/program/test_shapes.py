@@ -5,8 +5,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random, tree
-from functron.program.shapes import eval_shape
-from functron.program.trace import trace
+from functron.program.trace import eval_shape, trace
 
 
 def described(value):

@@ -7,9 +7,9 @@ import torch
 
 import functron as ft
 from functron import tree
+from functron.compiler.cut import sink_sums
 from functron.program.equations import Scan
-from functron.program.interpret import interpret
-from functron.program.sink import sink_sums
+from functron.program.program import interpret
 from functron.program.trace import trace
 
 LAYERS = 3

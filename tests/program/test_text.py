@@ -11,14 +11,13 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random, tree
+from functron.core.scopes import in_phase, named_scope
 from functron.program.equations import Block, Equation, Scan, Var, Where
-from functron.program.html import html
 from functron.program.parse import parse
 from functron.program.program import Input, Output, Program
-from functron.program.text import diff
+from functron.program.text import diff, html
 from functron.program.text import format as text_of
 from functron.program.trace import trace
-from functron.scopes import in_phase, named_scope
 
 aten, ops = torch.ops.aten, torch.ops.functron
 

@@ -262,7 +262,7 @@ def test_bad_calls_are_refused():
 
 
 def test_random_keys_trace_and_give_the_same_bits():
-    from functron.program.interpret import interpret
+    from functron.program.program import interpret
 
     def program(key):
         return random.normal(key, (4, 3), torch.float64)

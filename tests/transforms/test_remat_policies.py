@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 import functron as ft
 from functron import Mesh, P, checkpoint_name, gpt, lax, policies, random, tree
-from functron.compat import is_wrapped
-from functron.program.interpret import interpret
+from functron.core.compat import is_wrapped
+from functron.program.program import interpret
 from functron.program.trace import trace
 from functron.spmd.donation import Donated
-from functron.transforms.remember import Kept
+from functron.transforms.remat import Kept
 
 torch.manual_seed(0)
 W = torch.randn(6, 6, dtype=torch.float64)

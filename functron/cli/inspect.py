@@ -1,0 +1,171 @@
+"""``functron trace``: what one rank of a mesh computes, sends and holds in a training step.
+
+``functron params``: what a model's parameters are, and how a mesh splits them.
+
+``functron schedule``: a pipeline schedule as a picture, or as a table to edit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from functron.cli import launch
+from functron.cli.options import parse, parse_run, step_report
+from functron.core import tree
+from functron.params import num_params, param_specs
+from functron.pipeline import Schedule, make
+from functron.spmd import DATA_AXES, Mesh
+from functron.spmd.spec import local_shape
+from functron.training import plan
+from functron.training.config import TrainConfig
+
+_SEQ = 2048  # of models that take sequences of any length
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Show what one rank computes, sends and holds in a training step. Nothing is run.
+
+    Of a pipeline it is what each of its ranks computes, hands on and holds, stage by stage.
+
+    Attributes:
+        run: a run folder, or a file like its config.toml, whose options the others override; none:
+            a preset, by --model, with the longest samples that it takes (--seq), or 2048 tokens
+            where it takes any, and one of them for each data-parallel rank and microbatch
+            (--global-batch).
+        program: print the whole program as well (not with pp).
+    """
+
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[RUN]")]] = ""
+    program: bool = False
+    options: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print cost and memory, and the program where that is asked for."""
+    with launch.mistakes():
+        options = parse_run(TraceOptions, arguments, "trace", seq=0, global_batch=0)
+        config: TrainConfig = options.options
+        mesh = Mesh.parse(config.mesh)
+        data_ranks = math.prod(mesh[axis] for axis in DATA_AXES)
+        config = replace(
+            config,
+            seq=config.seq or getattr(config.architecture, "max_seq", _SEQ),
+            global_batch=config.global_batch or data_ranks * config.microbatches,
+        )
+        text = step_report(config, mesh, program=options.program)
+    print(text)
+    return 0
+
+
+@dataclass(frozen=True)
+class ParamsOptions:
+    """Show the parameters of a model, and how a mesh splits them. No memory is needed for them.
+
+    Attributes:
+        run: a run folder, or a file like its config.toml, whose options the others override; none:
+            a preset, by --model.
+    """
+
+    run_params: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[RUN]")]] = ""
+    options: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+
+
+def run_params(arguments: Sequence[str]) -> int:
+    """Print the table."""
+    with launch.mistakes():
+        config: TrainConfig = parse_run(ParamsOptions, arguments, "params").options
+        print(parameter_table(config, Mesh.parse(config.mesh)))
+    return 0
+
+
+def parameter_table(config: TrainConfig, mesh: Mesh) -> str:
+    """The parameters of a run, with those of LoRA, and their shards on `mesh`, as text.
+
+    Raises:
+        ValueError: it cannot run on the mesh.
+    """
+    defs = plan.defs_of(config)
+    specs = param_specs(defs, plan.rules_of(config, mesh))
+    rows = [("path", "shape", "logical axes", "spec", "local shape", "parameters", "bytes")]
+    total_bytes = local_bytes = 0
+    for path, d, spec in zip(tree.paths(defs), tree.leaves(defs), tree.leaves(specs), strict=True):
+        count, local = math.prod(d.shape), local_shape(d.shape, spec, mesh)
+        total_bytes += count * d.dtype.itemsize
+        local_bytes += math.prod(local) * d.dtype.itemsize
+        axes = " ".join(name or "-" for name in d.axes)
+        size = f"{count * d.dtype.itemsize:,}"
+        rows.append((path, str(d.shape), axes, str(spec), str(local), f"{count:,}", size))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:5], widths[:5], strict=True)]
+        cells += [cell.rjust(width) for cell, width in zip(row[5:], widths[5:], strict=True)]
+        lines.append("  ".join(cells))
+    total = f"{num_params(defs):,} parameters, {total_bytes:,} bytes"
+    return "\n".join([*lines, "", f"{total}; {local_bytes:,} bytes per rank"])
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """Draw a pipeline schedule: who computes what when, where forwards, and backwards for inputs
+    and for weights, take a unit of time each.
+
+    Attributes:
+        name: gpipe, 1f1b, eager-1f1b, interleaved, breadth-first, combined-1f1b, zb-h1, zb-h2, zbv,
+            v-min, v-half, dualpipe, dualpipev, forward, or the file of a table.
+        pp: ranks; 0: 4, or those of the table.
+        microbatches: per step; 0: 8, or those of the table.
+        chunks: stages per rank, where the schedule lets choose; 0: what it has by default.
+        svg: write the drawing into this file.
+        table: print the table instead, as a file that can be edited and given as the name.
+    """
+
+    name: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="NAME")]]
+    pp: int = 0
+    microbatches: int = 0
+    chunks: int = 0
+    svg: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    table: bool = False
+
+
+def run_schedule(arguments: Sequence[str]) -> int:
+    """Print the drawing or the table."""
+    options = parse(ScheduleOptions, arguments, "schedule")
+    with launch.mistakes():
+        own = Schedule.load(options.name) if Path(options.name).is_file() else None
+        ranks, microbatches = (own.num_ranks, own.num_microbatches) if own else (4, 8)
+        ranks, microbatches = options.pp or ranks, options.microbatches or microbatches
+        schedule = make(options.name, ranks, microbatches, options.chunks or None)
+        timeline = schedule.simulate()
+        if options.svg is not None:
+            options.svg.write_text(timeline.svg())
+    print(schedule if options.table else schedule_report(schedule), end="")
+    return 0
+
+
+def schedule_report(schedule: Schedule) -> str:
+    """The Gantt chart of a schedule, its bubble and its live activations, as text.
+
+    F, I and W take 1 each, B 2.
+    """
+    timeline = schedule.simulate()
+    each = [schedule.peak_live(rank) for rank in range(schedule.num_ranks)]
+    chunks = f", {schedule.num_chunks} chunks each" if schedule.num_chunks > 1 else ""
+    lines = [
+        f"{schedule.name}: {schedule.num_ranks} ranks{chunks}, "
+        f"{schedule.num_microbatches} microbatches",
+        "",
+        timeline.gantt(),
+        "",
+        f"bubble            {timeline.bubble_fraction:.1%} of the ranks' time",
+        f"live activations  {' '.join(map(str, each))}: the most per rank, of one microbatch "
+        "and stage each",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""Making code of a program: `jit`, segments, schedules of kernels, Inductor."""

@@ -1,0 +1,1 @@
+"""What everything is built on: trees, errors, keys of randomness, names of scopes."""
