@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from functron.data.preprocess import Settings, preprocess
 from measure import resident
 
 from functron import Mesh, gpt
@@ -35,6 +34,7 @@ from functron.data import (
 )
 from functron.data.documents import python_text
 from functron.data.indexed import Layout
+from functron.data.preprocess import Settings, preprocess
 from functron.training.config import TrainConfig
 from functron.training.train import prepare
 
