@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,18 @@ def raise_problems(
     found = list(problems)
     if found:
         raise error("\n".join([title, *(f"  - {problem}" for problem in found)]))
+
+
+def refuse(
+    title: str,
+    path: str,
+    got: object,
+    wanted: str,
+    fix: str = "",
+    error: type[Exception] = ValueError,
+) -> NoReturn:
+    """Raise one `error` about one thing: `raise_problems` with ``Problem(path, got, wanted, fix)``."""
+    raise error(f"{title}\n  - {Problem(path, str(got), wanted, fix)}")
 
 
 _LISTED = 30
