@@ -63,7 +63,7 @@ def refuse(
     fix: str = "",
     error: type[Exception] = ValueError,
 ) -> NoReturn:
-    """Raise one `error` about one thing: `raise_problems` with ``Problem(path, got, wanted, fix)``."""
+    """Raise one `error` about one thing: `raise_problems` with one `Problem` of these words."""
     raise error(f"{title}\n  - {Problem(path, str(got), wanted, fix)}")
 
 
