@@ -4,10 +4,9 @@ Values live in numbered slots, and a slot is emptied before its last reader runs
 free as soon as compiled code is done with it. What scans hand to scans is lists of slices, which
 the reader empties as it goes.
 
-Running a loop whose iterations overlap: gathers for the next one, reductions of the last one.
-
-The order in which collectives start is the same on every rank: those of the next layer's gathers
-before this layer's own, and the reductions of this layer's gradients after them.
+Iterations of a loop may overlap, with gathers for the next one and reductions of the last one. The
+order in which collectives start is the same on every rank: those of the next layer's gathers before
+this layer's own, and the reductions of this layer's gradients after them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from functron.compiler.steps import Copy, Eager, Kernel, Loop, Plan, Step
+from functron.compiler.segments import Copy, Eager, Kernel, Loop, Plan, Step
 from functron.program.equations import Equation, Scan, Var
 from functron.program.text import axis_of
 from functron.spmd.axes import raise_lost, user_line
@@ -41,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Neighbours:
-    """What runs beside the iterations of a loop.
+    """The gathers and reductions that run beside the iterations of a loop.
 
     Attributes:
         num_carry: of the scan.
@@ -140,7 +139,7 @@ class Neighbours:
 def neighbours(
     step: Loop, routine: Callable[[Plan], Run], groups: Mapping[str, str]
 ) -> Neighbours | None:
-    """What runs beside the iterations of a loop; None where nothing does.
+    """The work beside the iterations of a loop; None where there is none.
 
     Args:
         step: the loop.
@@ -259,7 +258,7 @@ class Routine:
 def routine(
     plan: Plan, compiled: Mapping[Kernel, Compiled], groups: Mapping[str, str] | None = None
 ) -> Routine:
-    """What runs a plan with compiled kernels; `groups` names the process group of each axis."""
+    """A plan with its compiled kernels, ready to run."""
     slots: dict[Var, int] = {value: i for i, value in enumerate(plan.inputs)}
     for step in plan.steps:
         for value in step.results:

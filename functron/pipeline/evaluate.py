@@ -18,17 +18,9 @@ from torch.utils import _pytree as pytree
 
 from functron.core import compat
 from functron.core.scopes import in_phase, named_scope
-from functron.program.equations import (
-    Block,
-    Equation,
-    Input,
-    Scan,
-    Var,
-    Where,
-    contiguous_strides,
-)
+from functron.program.equations import Block, Equation, Input, Scan, Var, Where, contiguous_strides
 from functron.program.recorder import Recorder, active
-from functron.spmd.axes import Axis, lookup
+from functron.spmd.axes import Axis, TracedAxis, lookup
 from functron.spmd.primitives import (
     AllGather,
     AllToAll,
@@ -43,7 +35,6 @@ from functron.spmd.primitives import (
 )
 from functron.spmd.ragged import RaggedAllToAll, RaggedCall
 from functron.spmd.replication import as_share, no_share
-from functron.spmd.traced import TracedAxis
 
 _aten = torch.ops.aten
 
@@ -254,7 +245,7 @@ def _require_replicated(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def _barrier(x: torch.Tensor, dep: torch.Tensor) -> Sequence[Any]:
-    from functron.transforms.barrier import tie  # who made the equation has it loaded
+    from functron.transforms.remat import tie  # who made the equation has it loaded
 
     return [x if active() is None else tie(x, dep)]
 

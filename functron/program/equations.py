@@ -1,7 +1,7 @@
-"""What a program is made of: values, equations and blocks. Data only; all of it immutable.
+"""The data of a program: values, equations, blocks, inputs and outputs; all of it immutable.
 
 A `Block` is a list of equations in the order in which they run, each an ATen operation, a
-collective of `functron.spmd.traced`, or a `Scan` over a smaller block. It is to functron what a
+collective of `functron.spmd.axes`, or a `Scan` over a smaller block. It is to functron what a
 jaxpr is to JAX.
 """
 

@@ -9,8 +9,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random
-from functron.compiler.segments import plan, split
-from functron.compiler.steps import Loop
+from functron.compiler.segments import Loop, plan, split
 from functron.program.equations import Scan
 from functron.transforms import Gather
 
