@@ -522,10 +522,10 @@ def _argument(given: Input) -> tree.Tree:
 
 def held_bytes(pieces: Sequence[Piece]) -> tuple[int, ...]:
     """The bytes of what is kept for later pieces after each piece has run."""
-    held, after = 0, []
+    kept, after = 0, []
     for piece in pieces:
-        held += piece.kept_bytes - sum(value.nbytes for value in piece.spends)
-        after.append(held)
+        kept += piece.kept_bytes - sum(value.nbytes for value in piece.spends)
+        after.append(kept)
     return tuple(after)
 
 

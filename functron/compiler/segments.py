@@ -96,12 +96,12 @@ class Ahead:
     """The part of an iteration that the driver starts with the iteration before.
 
     Attributes:
-        plan: from constants and xs, its inputs, to the operands of `gathers`.
+        procedure: from constants and xs, its inputs, to the operands of `gathers`.
         gathers: collectives that the driver starts with these, and waits for where the iteration
             begins, whose inputs their results are.
     """
 
-    plan: Plan
+    procedure: Procedure
     gathers: tuple[Equation, ...]
 
 
@@ -112,14 +112,14 @@ class Behind:
     Attributes:
         scatters: collectives that the driver starts where the iteration ends.
         passed: what else the iteration hands over.
-        plan: of constants, xs, the results of `scatters`, what is passed and slices of stacks; its
-            outputs are ys of columns, then those of updates.
+        procedure: of constants, xs, the results of `scatters`, what is passed and slices of stacks;
+            its outputs are ys of columns, then those of updates.
         columns, stacks: how many of the loop's it makes: the last ones.
     """
 
     scatters: tuple[Equation, ...]
     passed: tuple[Var, ...]
-    plan: Plan
+    procedure: Procedure
     columns: int
     stacks: int
 
@@ -140,7 +140,7 @@ class Loop:
     """
 
     equation: Equation
-    body: Plan
+    body: Procedure
     columns: tuple[Var, ...]
     stacks: tuple[Var, ...]
     updates: tuple[tuple[Var, Var], ...] = ()
@@ -148,10 +148,10 @@ class Loop:
     behind: Behind | None = None
 
     @property
-    def plans(self) -> list[Plan]:
+    def parts(self) -> list[Procedure]:
         """Of all its parts, in the order in which they first run."""
-        ahead = [self.ahead.plan] if self.ahead else []
-        behind = [self.behind.plan] if self.behind else []
+        ahead = [self.ahead.procedure] if self.ahead else []
+        behind = [self.behind.procedure] if self.behind else []
         return [*ahead, self.body, *behind]
 
     @property
@@ -181,8 +181,8 @@ Step = Kernel | Eager | Copy | Loop
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """How a block runs.
+class Procedure:
+    """A block as steps for the driver; `procedure` makes it.
 
     Attributes:
         inputs: of the block, then those that are only written to.
@@ -203,7 +203,7 @@ class Plan:
             if isinstance(step, Kernel):
                 found.append(step)
             elif isinstance(step, Loop):
-                found += [kernel for part in step.plans for kernel in part.kernels()]
+                found += [kernel for part in step.parts for kernel in part.kernels()]
         return found
 
 
@@ -349,14 +349,14 @@ def costly_scalars(equations: Sequence[Equation], inputs: Sequence[Var]) -> list
     return [equation for equation in equations if equation in chosen]
 
 
-def plan(
+def procedure(
     block: Block,
     outputs: Sequence[Any],
     *,
     into: Mapping[Var, Var] | None = None,
     donated: Mapping[Var, Var] | None = None,
     prefetch: bool = False,
-) -> Plan:
+) -> Procedure:
     """The steps that compute `outputs` of a block.
 
     Args:
@@ -364,13 +364,13 @@ def plan(
         outputs: those outputs of the block that are needed.
         into: new inputs that must be overwritten, and the values of the block to write there.
         donated: values that may take the memory of an input, and that input. Those that cannot,
-            since the old value is needed afterwards, are left out of `Plan.inside`.
+            since the old value is needed afterwards, are left out of `Procedure.inside`.
         prefetch: let iterations of scans overlap; see `functron.compiler.segments`.
     """
-    return _Planner(block, outputs, dict(into or {}), dict(donated or {}), prefetch).plan()
+    return _Divider(block, outputs, dict(into or {}), dict(donated or {}), prefetch).procedure()
 
 
-class _Planner:
+class _Divider:
     """Cuts one block into steps."""
 
     def __init__(
@@ -386,7 +386,7 @@ class _Planner:
         self.classes: dict[int, int] = {}  # of storages that may be one memory when it runs
         self.group_of: dict[Equation, int] = {}  # the kernel that an equation belongs to
 
-    def plan(self) -> Plan:
+    def procedure(self) -> Procedure:
         groups = self._groups()
         xs_only = self._xs_only()
         steps: list[Step] = []
@@ -404,7 +404,7 @@ class _Planner:
         steps = self._with_results(steps)
         steps, inside = self._with_updates(steps)
         inputs = (*self.block.inputs, *self.into)
-        return Plan(inputs, tuple(steps), self.outputs, inside)
+        return Procedure(inputs, tuple(steps), self.outputs, inside)
 
     def _groups(self) -> list[list[Equation]]:
         """The equations, cut around those that the driver runs, costly scalars first.
@@ -528,21 +528,23 @@ class _Planner:
     def _split(self, op: Scan, wanted: Sequence[Any]) -> Split | None:
         return split(op, wanted) if self.prefetch else None
 
-    def _core(self, op: Scan, outputs: Sequence[Any], rows, slots, parts: Split | None) -> Plan:
-        """The plan of an iteration, or of that part of it that waits for the one before."""
+    def _core(
+        self, op: Scan, outputs: Sequence[Any], rows, slots, parts: Split | None
+    ) -> Procedure:
+        """The procedure of an iteration, or of that part of it that waits for the one before."""
         if parts is None:
-            return plan(op.body, outputs, into=rows, donated=slots, prefetch=self.prefetch)
+            return procedure(op.body, outputs, into=rows, donated=slots, prefetch=self.prefetch)
         early = [v for v in outputs if v not in parts.late]
         ends = [*(v for e in parts.scatters for v in e.operands), *parts.passed]
-        return plan(
+        return procedure(
             parts.core, [*early, *ends], prefetch=self.prefetch,
             into={row: v for row, v in rows.items() if v not in parts.late},
             donated={v: slot for v, slot in slots.items() if v not in parts.late},
         )  # fmt: skip
 
-    def _tail(self, parts: Split, columns: Sequence[Any], rows, slots) -> Plan:
+    def _tail(self, parts: Split, columns: Sequence[Any], rows, slots) -> Procedure:
         late = {v: slot for v, slot in slots.items() if v in parts.late}
-        return plan(
+        return procedure(
             parts.tail, [*(v for v in columns if v in parts.late), *late], prefetch=self.prefetch,
             into={row: v for row, v in rows.items() if v in parts.late}, donated=late,
         )  # fmt: skip
@@ -551,7 +553,7 @@ class _Planner:
         """The loop with what runs beside neighbouring iterations."""
         ahead = behind = None
         if parts.gathers:
-            ahead = Ahead(plan(parts.head, parts.head.outputs), parts.gathers)
+            ahead = Ahead(procedure(parts.head, parts.head.outputs), parts.gathers)
         if parts.scatters:
             inner = [v for v, _ in columns]
             counts = [sum(v in parts.late for v in group) for group in (inner, rows.values())]

@@ -271,8 +271,8 @@ def resources(log: str) -> tuple[Resources, ...]:
     """The resources of each kernel, by name, from the output of ``--ptxas-options=-v``."""
     _, *parts = _ENTRY.split(log)
     found = []
-    for name, said in zip(parts[::2], parts[1::2], strict=True):
-        matches = {key: pattern.search(said) for key, pattern in _NUMBERS.items()}
+    for name, report in zip(parts[::2], parts[1::2], strict=True):
+        matches = {key: pattern.search(report) for key, pattern in _NUMBERS.items()}
         n = {key: int(match[1]) if match else 0 for key, match in matches.items()}
         spills = n["stores"] + n["loads"]
         found.append(Resources(name, n["registers"], n["stack"], spills, n["shared"]))

@@ -184,10 +184,10 @@ class Equation:
 
     @property
     def aliases(self) -> bool:
-        """Whether all it does is to give a view of an operand: it moves no bytes."""
-        held = {value.storage for value in self.operands}
+        """Whether it only gives views of operands, and moves no bytes."""
+        storages = {value.storage for value in self.operands}
         results = self.results
-        return bool(results) and all(value.storage in held for value in results)
+        return bool(results) and all(value.storage in storages for value in results)
 
     @property
     def name(self) -> str:

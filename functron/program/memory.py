@@ -436,7 +436,7 @@ class Machine:
             self.live[value.category] -= value.size
 
     def _move(self, buffer: Buffer, category: Category) -> Buffer:
-        """Memory that goes on to serve for something else."""
+        """Memory that is used again, for something else."""
         self.live[buffer.category] -= buffer.size
         buffer.category = CATEGORIES.index(category)
         self.live[buffer.category] += buffer.size

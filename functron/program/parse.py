@@ -67,7 +67,7 @@ class Line:
         self.number, self.text, self.at = number, text.strip(), 0
 
     def fail(self, wanted: str, got: str = "", fix: str = "") -> NoReturn:
-        """Raise a ValueError that says what was wanted in place of the rest of the line."""
+        """Raise a ValueError: got the rest of the line, wanted something else."""
         rest = self.text[self.at :].strip()
         got = got or (repr(rest) if rest else "the end of the line")
         refuse("cannot parse the program", f"line {self.number}", got, wanted, fix)
@@ -185,7 +185,7 @@ class Line:
         return Type(shape, stride, dtype, torch.device(found[4] or "cpu"))
 
     def where(self) -> Where:
-        """The comment of an equation, without what it says of bytes."""
+        """The comment of an equation, without its remark on bytes."""
         if not self.match("#"):
             return Where()
         phase = self.take("(forward|recompute|backward)", "forward, recompute or backward")[1]
@@ -396,8 +396,8 @@ class _Parser:
         if owner := line.match(r"shares %(\w+)"):
             whole = scope.tensor(scope.lookup(line)(owner[1]))
         else:
-            held = line.match(r"of (\d+) bytes")
-            whole = self.memory(int(held[1]) if held else span_bytes(kind), kind.device)
+            size = line.match(r"of (\d+) bytes")
+            whole = self.memory(int(size[1]) if size else span_bytes(kind), kind.device)
         line.end()
         return scope.define(line, name, self.on_memory(whole, kind))
 
@@ -413,7 +413,7 @@ class _Parser:
             return tensor.set_(whole.untyped_storage(), 0, kind.shape, kind.stride)
 
     def check_type(self, line: Line, var: Var, kind: Type) -> None:
-        """Check what the text says of a variable against what it is."""
+        """Check the type in the text against that of the variable."""
         same = (var.shape, var.dtype, var.device) == (kind.shape, kind.dtype, kind.device)
         if not same or var.stride != kind.stride:
             line.fail(f"{type_text(var)}, which {var!r} is", type_text(kind))
@@ -447,7 +447,7 @@ class _Parser:
         return equation
 
     def check_payload(self, line: Line, equation: Equation, text: str) -> None:
-        """Check what the comment of a collective says."""
+        """Check the payload and the axis in the comment of a collective."""
         axis = axis_of(equation)
         if axis is None:
             line.fail("nothing: this is no collective", repr(text))

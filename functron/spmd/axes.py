@@ -177,9 +177,9 @@ def raise_lost(error: RuntimeError, where: str) -> None:
     if not (isinstance(error, dist.DistError) or _SOURCE.search(str(error))):
         return
     rank = f"process {dist.get_rank()} of {dist.get_world_size()}"
-    said = _SOURCE.sub("", str(error)).partition(". ")[0].strip()
+    message = _SOURCE.sub("", str(error)).partition(". ")[0].strip()
     told = RuntimeError(
-        f"{where}: {rank} lost the others ({said}); wanted all ranks of the axis in "
+        f"{where}: {rank} lost the others ({message}); wanted all ranks of the axis in "
         "the same collective with the same shapes; fix: look at the process that ended first: its "
         "own error says why, or the system ended it (out of memory, a signal)"
     )

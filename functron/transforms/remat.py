@@ -97,9 +97,9 @@ class Reach(TorchDispatchMode):
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         for x in given:
             used |= self._from.get(storage_key(x), 0)
-        held = {storage_key(x) for x in given}
+        known = {storage_key(x) for x in given}
         for x in pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and storage_key(x) not in held:
+            if isinstance(x, torch.Tensor) and storage_key(x) not in known:
                 self._from[storage_key(x)] = used
                 self._made.append((used, x.untyped_storage().nbytes()))
         return out
