@@ -1,4 +1,4 @@
-"""Vocabulary-parallel log-softmax, and cross-entropy of logits or of the inputs of a last matrix."""
+"""Vocabulary-parallel log-softmax, and cross-entropy of logits or of a last matrix's inputs."""
 
 from __future__ import annotations
 
