@@ -7,8 +7,8 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, random, tree
+from functron.compiler import compile as compile_program
 from functron.compiler import driver
-from functron.compiler.compile import compile as compile_program
 from functron.training.config import TrainConfig
 from functron.training.plan import plan
 from tests.program.late_collectives import collectives, lone
