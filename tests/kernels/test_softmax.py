@@ -310,9 +310,9 @@ def test_attention_in_half_precision_is_as_near_as_the_formula():
     generator = torch.Generator().manual_seed(0)
     wide = [torch.randn(1, 2, 33, 8, generator=generator).bfloat16() for _ in range(3)]
     hidden = torch.rand(1, 1, 33, 33, generator=generator) < 0.3
-    exact = chunked.chunked_attend(*[x.double() for x in wide], hidden, 0.3)
+    exact = chunked.attend(*[x.double() for x in wide], hidden, 0.3)
     with torch.no_grad():
-        got = chunked.chunked_attend(*wide, hidden, 0.3, KERNEL)
+        got = chunked.attend(*wide, hidden, 0.3, KERNEL)
     for a, b in zip(got, exact, strict=True):
         assert a.dtype == torch.float32
         assert (a - b).norm() / b.norm() < 8e-3
