@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.order import drawn
 from functron.data.token_file import TokenFile, check_range, checked_offsets
 
@@ -54,8 +54,7 @@ def proportions(
         if total:
             written = ", ".join(f"{float(value / total):.4g}" for value in exact)
             fix += f"; for the same proportions: {written}"
-        problem = Problem(what, got, "fractions that sum to 1", fix)
-        raise_problems(f"these {what} make no sense", [problem])
+        refuse(f"these {what} make no sense", what, got, "fractions that sum to 1", fix)
     return tuple(value / total for value in exact)
 
 
@@ -411,7 +410,7 @@ def split_documents(num_documents: int, weights: str | Sequence[float | str]) ->
     written = weights.split(",") if isinstance(weights, str) else list(weights)
     if len(written) > len(PARTS):
         got, wanted = f"{len(written)} weights", f"at most {len(PARTS)}: {', '.join(PARTS)}"
-        raise_problems("cannot split", [Problem("split", got, wanted, "leave the others out")])
+        refuse("cannot split", "split", got, wanted, "leave the others out")
     stripped = [x.strip() if isinstance(x, str) else x for x in written]
     shares = proportions(stripped, "split", zero=True)
     shares += (Fraction(0),) * (len(PARTS) - len(shares))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.data.documents import find
 from functron.data.order import IGNORED, drawn, shuffled
 from functron.data.tokenizer import Conversation, Tokenizer
@@ -63,8 +63,12 @@ def chat_files(path: str | Path) -> list[Path]:
     inside = sorted(file for file in root.rglob("*.jsonl") if file.is_file())
     files = [f for f in inside if not any(p[0] == "." for p in f.relative_to(root).parts)]
     if not files:
-        problem = Problem(f"data {path}", "a folder with no .jsonl file", "at least one")
-        raise_problems("cannot read conversations", [problem])
+        refuse(
+            "cannot read conversations",
+            f"data {path}",
+            "a folder with no .jsonl file",
+            "at least one",
+        )
     return files
 
 
@@ -253,7 +257,7 @@ class Chat:
             got += f" in what fits into {seq + 1} tokens"
             fix = "check its roles and the template, or raise seq"
             wanted = "something to learn from"
-            raise_problems("cannot fine-tune", [Problem(f"data {path}", got, wanted, fix)])
+            refuse("cannot fine-tune", f"data {path}", got, wanted, fix)
         self.vocab_size = int(self._tokens.max()) + 1
         check_vocabulary(self.vocab_size, vocab_size)
 

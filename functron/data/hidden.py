@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from functron.core import random
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.order import drawn
 
 
@@ -91,7 +91,7 @@ def spans_of(inputs: int, rate: float = 0.15, mean: float = 3.0) -> Spans:
         got = f"{inputs} tokens, {rate} of the text taken out in spans of {mean}"
         fix = "read more tokens, take out fewer, or in longer spans"
         wanted = "room for spans with a token before each"
-        raise_problems("cannot take spans out of text", [Problem("inputs", got, wanted, fix)])
+        refuse("cannot take spans out of text", "inputs", got, wanted, fix)
     return made
 
 

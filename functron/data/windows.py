@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.documents import Documents, find, python_text
 from functron.data.hidden import FillInTheMiddle
 from functron.data.order import IGNORED, drawn, mix, shuffled
@@ -249,10 +249,15 @@ class TokenWindows(Windows):
         self.mask_documents, self._middle = mask_documents, middle
         if middle is not None and vocab_size is not None and max(middle.ids) >= vocab_size:
             got, wanted = f"id {max(middle.ids)}", f"ids from 0 to {vocab_size - 1}"
-            raise_problems("tokens outside the vocabulary", [Problem("middle", got, wanted)])
+            refuse("tokens outside the vocabulary", "middle", got, wanted)
         if middle is not None and not extra_token:
-            problem = Problem("extra_token", "False with middle", "True", "leave one of them out")
-            raise_problems("cannot fill in the middle", [problem])
+            refuse(
+                "cannot fill in the middle",
+                "extra_token",
+                "False with middle",
+                "True",
+                "leave one of them out",
+            )
         self.vocab_size = vocab_size or 0
         self.num_documents = file.num_documents
         what = f"data {file.path}"
@@ -411,17 +416,26 @@ def check_vocabulary(needed: int, vocab_size: int | None) -> None:
     if vocab_size is not None and needed > vocab_size:
         got = f"token ids up to {needed - 1}"
         fix = f"set gpt.vocab_size to {needed} or more, or use the model's own tokenizer"
-        problem = Problem("tokenizer", got, f"ids below gpt.vocab_size={vocab_size}", fix)
-        raise_problems("tokens outside the vocabulary", [problem])
+        refuse(
+            "tokens outside the vocabulary",
+            "tokenizer",
+            got,
+            f"ids below gpt.vocab_size={vocab_size}",
+            fix,
+        )
 
 
 def _end_of(tokenizer: TextTokenizer) -> int:
     end = tokenizer.end_of_text
     if end is None:
         fix = "name it in tokenizer_config.json (eos_token), or take a tokenizer that has one"
-        problem = Problem(str(tokenizer.file), "no eos_token", "a token that ends a text", fix)
-        raise_problems("cannot separate documents", [problem])
-        raise AssertionError("unreachable")
+        refuse(
+            "cannot separate documents",
+            str(tokenizer.file),
+            "no eos_token",
+            "a token that ends a text",
+            fix,
+        )
     return end
 
 

@@ -17,7 +17,7 @@ import torch
 
 from functron.core import compat, tree
 from functron.core.closure import hoist
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import refuse
 from functron.pipeline.partition import Partition
 from functron.pipeline.pieces import Pieces
 from functron.pipeline.schedule import Schedule
@@ -271,8 +271,12 @@ def pipelined(
     """
     schedule.validate()
     if schedule.pipes != partition.pipes:
-        problem = Problem("partition.pipes", f"{partition.pipes}", f"{schedule.pipes}")
-        raise_problems(f"the partition is not for the schedule {schedule.name!r}", [problem])
+        refuse(
+            f"the partition is not for the schedule {schedule.name!r}",
+            "partition.pipes",
+            f"{partition.pipes}",
+            f"{schedule.pipes}",
+        )
     return Pipeline(stage, partition, schedule, dtype, compile, observe)
 
 

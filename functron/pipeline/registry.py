@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.pipeline.schedule import Schedule, place
 from functron.pipeline.table import Action, Cell, Pipe
 
@@ -669,7 +669,7 @@ def _from_file(
     """The validated schedule in the file `name`, if it has these counts."""
     if not Path(name).is_file():
         fix = f"{nearest(name, NAMES)}, or the path of a table"
-        raise_problems("schedule", [Problem("name", repr(name), "a schedule", fix)])
+        refuse("schedule", "name", repr(name), "a schedule", fix)
     schedule = Schedule.load(name)
     schedule.validate()
     problems = _unknown_options(options, [])

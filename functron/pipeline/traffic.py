@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from functron.core import compat, tree
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.pipeline.partition import Partition
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.table import Action
@@ -57,8 +57,12 @@ class Boundary:
         """Raise ValueError where `value` does not look like this."""
         other = Boundary.of(value)
         if other.structure != self.structure:
-            problem = Problem(where, f"structure {other.structure}", f"{self.structure}, as before")
-            raise_problems("a stage returned another structure", [problem])
+            refuse(
+                "a stage returned another structure",
+                where,
+                f"structure {other.structure}",
+                f"{self.structure}, as before",
+            )
         raise_problems(
             "microbatches must have one shape",
             [
