@@ -21,7 +21,7 @@ from functron.core.errors import refuse
 from functron.pipeline.partition import Partition
 from functron.pipeline.pieces import Pieces
 from functron.pipeline.schedule import Schedule
-from functron.pipeline.table import Action
+from functron.pipeline.timeline import Action
 from functron.pipeline.traffic import Boundary, Traffic
 from functron.pipeline.work import Call, Pullbacks, StageFunction, Work, check_tensors
 from functron.program.recorder import active

@@ -36,8 +36,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.pipeline.schedule import Schedule, place
-from functron.pipeline.table import Action, Cell, Pipe
+from functron.pipeline.schedule import Pipe, Schedule, place
+from functron.pipeline.timeline import Action, Cell
 
 
 def round_pipe(num_ranks: int, num_chunks: int = 1) -> Pipe:

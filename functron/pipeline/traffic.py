@@ -19,7 +19,7 @@ from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.pipeline.partition import Partition
 from functron.pipeline.schedule import Schedule
-from functron.pipeline.table import Action
+from functron.pipeline.timeline import Action
 from functron.spmd.axes import StageAxis
 from functron.spmd.collectives import psum_stages
 
