@@ -103,7 +103,7 @@ class Costs:
         return _at(self.transfer, stage)
 
     def problems(self, num_stages: int) -> list[Problem]:
-        """What is wrong with these costs for so many stages."""
+        """Costs that are not one per stage, or not finite and at least 0."""
         found = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -191,10 +191,10 @@ class Timeline:
         return 1 - sum(map(self.busy, range(self.num_ranks))) / (self.num_ranks * self.total)
 
     def costs(self, schedule: Stages) -> Costs:
-        """What actions of each kind took at each stage, the median over microbatches.
+        """The times that actions of each kind took at each stage, medians over microbatches.
 
         An action that shares its interval with another counts for its part, as if both took equally
-        long. What the timeline does not have takes 0; transfers are not seen, and take 0.
+        long. Kinds that the timeline does not have take 0, and so do transfers.
         """
         seen: dict[tuple[Kind, int], list[float]] = defaultdict(list)
         shared: dict[tuple[int, float, float], int] = defaultdict(int)

@@ -13,10 +13,9 @@ from functron.core import random, tree
 from functron.params import ParamDef, abstract_params, param_specs
 from functron.pipeline.layout import Part
 from functron.pipeline.partition import Partition
-from functron.pipeline.pieces import Stage, trace_stage
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.timeline import Costs, Timeline
-from functron.pipeline.work import Call
+from functron.pipeline.work import Call, Stage, trace_stage
 from functron.program.cost import bytes_text, count_text
 from functron.program.text import aligned
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh, P
