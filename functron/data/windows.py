@@ -11,7 +11,7 @@ Tokens without a file: random ones, of which any part can be made by itself.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 from functron.core.errors import Problem, raise_problems, refuse
+from functron.data.denoising import FillInTheMiddle
 from functron.data.documents import Documents, find, python_text
-from functron.data.hidden import FillInTheMiddle
-from functron.data.order import IGNORED, drawn, mix, shuffled
+from functron.data.order import IGNORED, Samples, check_index, mix, shuffled
 from functron.data.text_tokenizer import TextTokenizer
 from functron.data.token_file import TokenFile, check_ids, check_range, fitting_dtype, refuse_order
 
 
-class Windows(ABC):
+class Windows(Samples):
     """Tokens in a row, cut into windows of `seq` tokens that every epoch shuffles anew.
 
     There is no iterator state: what a batch holds follows from its step. Windows do not overlap
@@ -92,34 +92,10 @@ class Windows(ABC):
         Raises:
             IndexError: there is no such window.
         """
-        if not 0 <= index < self.num_windows:
-            raise IndexError(f"sample {index}: wanted 0 to {self.num_windows - 1}")
+        check_index(index, self.num_windows)
         if self.extra_token:
             return self.read(index * self.seq, self.seq + 1)
         return np.append(self.read(index * self.seq, self.seq).astype(np.int64), IGNORED)
-
-    def batch(
-        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
-    ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`: the same samples however many parts there are.
-
-        Row r of step s is sample number ``s * global_batch + r``; an epoch is `num_windows` of
-        them, in an order of its own. The parts' batches, concatenated in order, are the batch of
-        part ``(0, 1)``.
-
-        Args:
-            step: from 0.
-            global_batch: rows of all parts together.
-            part: ``(index, count)``: which of how many contiguous parts.
-
-        Returns:
-            ``tokens`` and ``targets`` int64 ``[rows, seq]`` and ``rows`` int64 ``[rows]``, the
-            rows' indices in the global batch.
-
-        Raises:
-            ValueError: `count` does not divide `global_batch`, or no such part.
-        """
-        return drawn(self, step * global_batch, global_batch, part)
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """The samples that come as `numbers`, counted from the beginning of a run.
@@ -173,7 +149,7 @@ class ByteText(Windows):
         return self._documents.read(start, length)
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """The samples, in a few words for the user."""
         skipped = f", {self.num_skipped} files skipped (not text)" if self.num_skipped else ""
         return f"{self.num_tokens:,} bytes in {self.num_documents} documents{skipped}"
 
@@ -334,7 +310,7 @@ class TokenWindows(Windows):
             refuse_order(self._file.path, start, start + self.seq)
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """The samples, in a few words for the user."""
         return f"{self.num_tokens:,} tokens in {self.num_documents:,} documents, on disk"
 
 
@@ -397,7 +373,7 @@ class TokenText(Windows):
         return self._tokens[start : start + length]
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """The samples, in a few words for the user."""
         skipped = f", {self.num_skipped} files skipped (not text)" if self.num_skipped else ""
         return f"{self.num_tokens:,} tokens in {self.num_documents} documents{skipped}"
 
