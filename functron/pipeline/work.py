@@ -24,8 +24,8 @@ from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems
 from functron.pipeline.evaluate import ambient, evaluate
 from functron.pipeline.layout import Part
-from functron.program.equations import Var, contiguous_strides
-from functron.program.program import Input, Program
+from functron.program.equations import Input, Var, contiguous_strides
+from functron.program.program import Program
 from functron.program.recorder import active
 from functron.program.trace import trace
 from functron.spmd.axes import BoundAxis, Scope, enter, scope
