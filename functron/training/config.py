@@ -11,6 +11,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import tomli_w
@@ -269,6 +270,45 @@ class TrainConfig:
         """`learning_rate` with its total_steps filled in."""
         total = self.learning_rate.total_steps or self.steps
         return dataclasses.replace(self.learning_rate, total_steps=total)
+
+
+BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "data": (
+        "data", "tokenizer", "tokenizer_pattern", "format", "seq", "global_batch", "ramp_up",
+        "overlong", "split", "extra_token", "mask_documents", "pack", "fim_rate", "fim_spm_rate",
+        "fim_tokens", "mask_rate", "mask_token", "mean_span", "end_token", "prefetch",
+    ),
+    "model": (
+        "model", "source", "gpt", "mamba", "bert", "t5", "lora_rank", "lora_alpha", "lora_targets",
+    ),
+    "parallelism": (
+        "mesh", "nproc", "timeout_seconds", "sequence_parallel", "context", "zigzag", "expert_axes",
+        "microbatches", "schedule", "chunks", "layout", "vocab_over_pp", "zero", "gather",
+    ),
+    "precision": (
+        *(f"{family}.dtype" for family in FAMILIES), "optimizer.fp32_masters",
+        "optimizer.stochastic_rounding", "optimizer.mu_dtype", "optimizer.nu_dtype",
+        "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.muon.dtype", "remat",
+        "loss_chunk_tokens", "kernels", "compile", "device",
+    ),
+    "optimizer": ("steps", "seed", "optimizer", "learning_rate"),
+    "checkpoint": ("out", "resume", "save_every", "keep_last", "keep_every"),
+    "evaluation": ("eval_every", "eval_batches", "eval_data", "eval_averaged"),
+    "logging": ("log_layers_every", "tensorboard", "wandb"),
+})  # fmt: skip
+"""The options by subject, for the help: paths of fields, which stand for all that is under them.
+
+Precision is also what is computed again, or by other kernels, to save memory or time.
+"""
+
+COMMON = frozenset({
+    "data", "tokenizer", "format", "seq", "global_batch", "model", "mesh", "nproc",
+    "sequence_parallel", "microbatches", "schedule", "zero", "remat", "compile", "device", "steps",
+    "seed", "optimizer.name", "optimizer.weight_decay", "learning_rate.peak",
+    "learning_rate.warmup_steps", "out", "resume", "save_every", "eval_every", "eval_data",
+    "tensorboard", "wandb", *(f"{family}.dtype" for family in FAMILIES),
+})  # fmt: skip
+"""The options that most runs use."""
 
 
 def with_model(config: TrainConfig, name: str) -> TrainConfig:
