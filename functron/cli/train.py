@@ -34,8 +34,8 @@ class TrainOptions:
     """Train a language model.
 
     Attributes:
-        config: a TOML file of these options, such as the config.toml of a run folder; options
-            given here override it.
+        config: a TOML or YAML file of these options, such as the config.toml of a run folder;
+            options given here override it.
         dry_run: check everything, show what one rank will compute, send and hold in a step, and
             begin nothing.
     """
