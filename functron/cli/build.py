@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 import tyro
 
 from functron.cli.process import guarded, mistakes
+from functron.core.table import table
 from functron.ops import nvrtc
 from functron.ops.nvrtc import Compiled, CompileError, Defines, Resources, Source
 
@@ -109,18 +110,6 @@ def rows(built: Built) -> list[tuple[str, ...]]:
     ]
 
 
-def table(lines: Sequence[tuple[str, ...]]) -> str:
-    """Columns under their heads: names to the left, numbers to the right."""
-    everything = [_HEADS, *lines]
-    widths = [max(map(len, column)) for column in zip(*everything, strict=True)]
-    place: list[Callable] = [str.ljust] * 4 + [str.rjust] * 4
-    text = [
-        "  ".join(put(cell, width) for put, cell, width in zip(place, line, widths, strict=True))
-        for line in everything
-    ]
-    return "\n".join(text)
-
-
 def run(arguments: Sequence[str]) -> int:
     """Compile, print the table and what is wrong; the exit code is 1 if anything is."""
     options = tyro.cli(BuildOptions, args=arguments, prog="python -m functron.cli.build")
@@ -128,7 +117,7 @@ def run(arguments: Sequence[str]) -> int:
     with mistakes():
         chosen = [nvrtc.read(name) for name in options.source or nvrtc.names()]
         done = list(build(chosen, options.arch, options.cache, options.jobs))
-    print(table([line for built in done for line in rows(built)]))
+    print(table([_HEADS, *(line for built in done for line in rows(built))], left=4))
     problems = [built.failure for built in done if built.failure]
     for built in done:
         what = f"{built.source.name} ({nvrtc.label(built.defines)}) for {built.arch}"

@@ -17,6 +17,7 @@ from functron.pipeline import Schedule, make
 from functron.spmd import DATA_AXES, Mesh
 from functron.training import run_folder
 from functron.training.config import BOXES, COMMON, TrainConfig, load, with_model
+from functron.training.records import nearest
 from functron.training.report import parameter_table, schedule_report, step_report
 
 _SEQ = 2048  # of models that take sequences of any length
@@ -159,7 +160,7 @@ def _file_of(path: Path) -> Path:
     if not path.is_dir():
         return path
     if not run_folder.is_run(path):
-        near = run_folder.nearest(path)
+        near = nearest(path)
         fix = "" if near is None else f"name {near}, which is one"
         wanted = f"a run folder, or a file like its {run_folder.CONFIG}"
         refuse("no such run", str(path), "a folder where no run is", wanted, fix)

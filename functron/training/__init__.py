@@ -12,13 +12,14 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from functron.training.compare import compare
     from functron.training.config import TrainConfig
     from functron.training.train import prepare, train
 
-__all__ = ["TrainConfig", "prepare", "train"]
+__all__ = ["TrainConfig", "compare", "prepare", "train"]
 
 _MEMBERS: Mapping[str, str] = MappingProxyType(
-    {"TrainConfig": "config", "prepare": "train", "train": "train"}
+    {"TrainConfig": "config", "compare": "compare", "prepare": "train", "train": "train"}
 )
 """Public names, and the modules that they are in."""
 

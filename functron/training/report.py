@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from functron.core import tree
+from functron.core.table import table
 from functron.params import num_params, param_specs
 from functron.pipeline import Schedule
 from functron.spmd import Mesh
@@ -58,14 +59,8 @@ def parameter_table(config: TrainConfig, mesh: Mesh) -> str:
         axes = " ".join(name or "-" for name in d.axes)
         size = f"{count * d.dtype.itemsize:,}"
         rows.append((path, str(d.shape), axes, str(spec), str(local), f"{count:,}", size))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:5], widths[:5], strict=True)]
-        cells += [cell.rjust(width) for cell, width in zip(row[5:], widths[5:], strict=True)]
-        lines.append("  ".join(cells))
     total = f"{num_params(defs):,} parameters, {total_bytes:,} bytes"
-    return "\n".join([*lines, "", f"{total}; {local_bytes:,} bytes per rank"])
+    return f"{table(rows, left=5)}\n\n{total}; {local_bytes:,} bytes per rank"
 
 
 def schedule_report(schedule: Schedule) -> str:
