@@ -52,10 +52,12 @@ if TYPE_CHECKING:
     )
     from functron.spmd import collectives as lax
     from functron.training.step import (
+        Norms,
         State,
+        gradients,
         init_state,
-        make_pipelined_step,
         make_step,
+        pipelined_gradients,
         state_specs,
     )
     from functron.transforms import (
@@ -84,6 +86,7 @@ __all__ = [
     "Hook",
     "Mesh",
     "ModelOptions",
+    "Norms",
     "P",
     "ParamDef",
     "Program",
@@ -104,6 +107,7 @@ __all__ = [
     "generate",
     "gpt",
     "grad",
+    "gradients",
     "hub",
     "init_params",
     "init_state",
@@ -111,7 +115,6 @@ __all__ = [
     "lax",
     "llava",
     "lora",
-    "make_pipelined_step",
     "make_step",
     "mamba",
     "models",
@@ -123,6 +126,7 @@ __all__ = [
     "param_specs",
     "params",
     "pipeline",
+    "pipelined_gradients",
     "policies",
     "random",
     "remat",
@@ -166,7 +170,8 @@ _MEMBERS: Mapping[str, str] = MappingProxyType({
         "program.program": "Program",
         "program.trace": "eval_shape trace",
         "spmd": "CONTEXT_AXES DATA_AXES BoundMesh Mesh P Rules gather shard shard_map",
-        "training.step": "State init_state make_pipelined_step make_step state_specs",
+        "training.step": "Norms State gradients init_state make_step pipelined_gradients "
+        "state_specs",
         "transforms": "Gather accumulate assume_shares checkpoint_name custom_vjp fsdp grad remat "
         "scan sync_gradients value_and_grad vjp",
     }.items()
