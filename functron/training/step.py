@@ -26,7 +26,7 @@ from functron.spmd.axes import AxisNames
 from functron.spmd.shard_map import refuse_idle, unsplit_axes
 from functron.spmd.shards import cut_tree, join, whole_over
 from functron.transforms import accumulate, sync_gradients, value_and_grad
-from functron.transforms.scattered import scattered, stand_ins
+from functron.transforms.fsdp import scattered, stand_ins
 
 _SAMPLES = P(DATA_AXES)
 
