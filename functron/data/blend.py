@@ -441,11 +441,7 @@ class DocumentRange:
         return self._file.starts(numbers) - self._start
 
     def document_of(self, offset: int) -> int:
-        """The document that token `offset` is in, both counted from the first.
-
-        Raises:
-            IndexError: there is no such token.
-        """
+        """As `documents_of`, of one token."""
         return int(self.documents_of(np.array(offset)))
 
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ import torch
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Tensor
 from functron.data.chat import IGNORED, Overlong
-from functron.data.windows import MAX_LISTED
+from functron.data.documents import raise_listed
 
 LEAVES = ("tokens", "targets", "positions", "segments")
 """What a packed batch says about each token, in the order of the rows of `entries`."""
@@ -71,7 +71,7 @@ def pack(
     check_documents(documents)
     if overlong == "refuse":
         fix = f'raise seq to {max(map(len, documents))} or more, or overlong="cut" or "drop"'
-        refuse_listed("documents are longer than samples", [
+        raise_listed("documents are longer than samples", [
             Problem(f"documents[{i}]", f"{len(x)} tokens", f"at most seq={seq}", fix)
             for i, x in enumerate(documents) if len(x) > seq
         ])  # fmt: skip
@@ -186,13 +186,7 @@ def check_documents(documents: Sequence[np.ndarray]) -> None:
             problems.append(Problem(f"documents[{i}]", "no tokens", "at least 1", fix))
     if not len(documents):
         problems.append(Problem("documents", "none", "at least 1"))
-    refuse_listed("these are no documents", problems)
-
-
-def refuse_listed(title: str, problems: list[Problem]) -> None:
-    """Raise a ValueError that lists the first `MAX_LISTED` problems, if there are any."""
-    more = f": the first {MAX_LISTED} of {len(problems)}" if len(problems) > MAX_LISTED else ""
-    raise_problems(title + more, problems[:MAX_LISTED])
+    raise_listed("these are no documents", problems)
 
 
 def _check_arguments(seq: int, multiple: int, overlong: str) -> None:
@@ -258,7 +252,7 @@ def _rows_of_documents(batch: Mapping[str, Tensor], cp: int) -> list[list[np.nda
             fix = "balance what pack returns, and only once"
             problems.append(Problem(f"sample {number}", got, "documents side by side", fix))
         found.append(documents)
-    refuse_listed("cannot balance", problems)
+    raise_listed("cannot balance", problems)
     return found
 
 

@@ -33,8 +33,7 @@ import filelock
 import numpy as np
 
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.data.indexed import IndexedFile
-from functron.data.indexed_writer import IndexedWriter
+from functron.data.indexed import IndexedFile, IndexedWriter
 from functron.data.sources import Chunk, Text, cut, find_files, read, where
 from functron.data.text_tokenizer import TextTokenizer, end_of_text, open_tokenizer
 from functron.data.token_file import check_dtype, fitting_dtype

@@ -149,9 +149,3 @@ def check_dtype(where: str, dtype: np.dtype, vocab_size: int | None) -> None:
     """
     problem = None if vocab_size is None else dtype_problem(where, dtype, vocab_size)
     raise_problems("dtype too small for the vocabulary", [problem] if problem else [])
-
-
-def listed(title: str, problems: list[Problem], limit: int = 20) -> None:
-    """Raise a ValueError that lists the first `limit` problems, if there are any."""
-    more = f": the first {limit} mistakes of {len(problems)}" if len(problems) > limit else ""
-    raise_problems(title + more, problems[:limit])
