@@ -238,15 +238,17 @@ class Chat(Samples):
         # any id does where there is none: no target is predicted from it
         self.pad = 0 if pad is None or pad >= (vocab_size or pad + 1) else pad
         kind = token_dtype(tokenizer)
-        tokens, said = [np.zeros(0, kind)], [np.zeros(0, bool)]
+        tokens, assistant = [np.zeros(0, kind)], [np.zeros(0, bool)]
         for conversation in self._kept(path, tokenizer, overlong):
             tokens.append(conversation.tokens[: seq + 1].numpy().astype(kind))
-            said.append(conversation.assistant[: seq + 1].numpy())
+            assistant.append(conversation.assistant[: seq + 1].numpy())
         self._ends = np.cumsum([len(piece) for piece in tokens])
-        self._tokens, self._assistant = np.concatenate(tokens), np.concatenate(said)
+        self._tokens, self._assistant = np.concatenate(tokens), np.concatenate(assistant)
         self.num_samples = len(tokens) - 1
         self.num_tokens = len(self._tokens)
-        self.num_targets = int(self._assistant.sum()) - sum(bool(piece[0]) for piece in said[1:])
+        self.num_targets = int(self._assistant.sum()) - sum(
+            bool(piece[0]) for piece in assistant[1:]
+        )
         if not self.num_samples:
             got = f"{self.num_skipped} conversations, none with a word of the assistant"
             got += f" in what fits into {seq + 1} tokens"
@@ -309,14 +311,7 @@ class Chat(Samples):
         return tokens, targets
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, counted from the beginning of a run.
-
-        Args:
-            numbers: int64 ``[rows]``, from 0; number n is in epoch ``n // num_samples``.
-
-        Returns:
-            ``tokens`` and ``targets`` int64 ``[rows, seq]``.
-        """
+        """The samples that come as `numbers`: ``tokens``, ``targets`` int64 ``[rows, seq]``."""
         order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
         tokens, targets = zip(*(self.sample(index) for index in order.tolist()), strict=True)
         return {
@@ -348,8 +343,8 @@ def _rendered(line: Line, tokenizer: Tokenizer, problems: list[Problem]) -> Conv
         return tokenizer.conversation(line.messages, tools=line.tools)
     except ValueError as error:
         form = r"^  - (.*?): got (.*?); wanted ([^\n]*?)(?:; fix: ([^\n]*))?$"
-        said = re.findall(form, str(error), re.M | re.S)
-        problems += [Problem(f"{line.where}: {where}", *rest) for where, *rest in said]
-        if not said:  # such as text that is no Unicode
+        found = re.findall(form, str(error), re.M | re.S)
+        problems += [Problem(f"{line.where}: {where}", *rest) for where, *rest in found]
+        if not found:  # such as text that is no Unicode
             problems.append(Problem(line.where, str(error), "a conversation"))
         return None

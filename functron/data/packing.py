@@ -1,14 +1,14 @@
-"""Packed samples: several documents in one, and the order in which ranks share them evenly.
+"""Packed batches: several documents in a sample, and the order in which ranks share them evenly.
 
 A packed batch has, besides tokens and targets, the `positions` of tokens in their documents and the
 numbers of these, `segments`; attention sees a token's own document only. Everything here is
 arithmetic on the host, and the same on every host.
 
-Which pieces of documents share a sample: best-fit packing, as arithmetic on their lengths.
-
-Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling": documents, longest first,
-go where the least room is left. Theirs leaves the last rooms empty; `fill` cuts a few documents to
-fill these as well, so that how many samples there are follows from the number of tokens alone.
+Which pieces of documents share a sample is best-fit packing, as arithmetic on their lengths
+(`best_fit`, `fill`). Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling":
+documents, longest first, go where the least room is left. Theirs leaves the last rooms empty;
+`fill` cuts a few documents to fill these as well, so that how many samples there are follows from
+the number of tokens alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from functron.data.chat import IGNORED, Overlong
 from functron.data.documents import raise_listed
 
 LEAVES = ("tokens", "targets", "positions", "segments")
-"""What a packed batch says about each token, in the order of the rows of `entries`."""
+"""The leaves of a packed batch, in the order of the rows of `entries`."""
 
 _TOKENS, _TARGETS, _POSITIONS, _SEGMENTS = range(len(LEAVES))
 

@@ -136,11 +136,7 @@ class Shards:
         return int(self.documents_of(np.array(offset)))
 
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:
-        """The documents that tokens are in: int64, the shape of `offsets`.
-
-        Raises:
-            IndexError: there are no such tokens.
-        """
+        """As of any `TokenFile`; IndexError where there are no such tokens."""
         wanted = checked_offsets(self.path, offsets, self.num_tokens)
         return np.searchsorted(self._documents, wanted, side="right") - 1
 

@@ -23,15 +23,14 @@ from functron.data.token_file import TokenFile, check_ids, check_range, fitting_
 class Windows(Samples):
     """Tokens in a row, cut into windows of `seq` tokens that every epoch shuffles anew.
 
-    There is no iterator state: what a batch holds follows from its step. Windows do not overlap
-    but for the one token that is the last target of one and the first token of the next.
+    Windows do not overlap but for the one token that is the last target of one and the first token
+    of the next.
 
     Args:
         num_tokens: how many there are.
         seq: tokens per sample.
         seed: selects the order of the samples.
-        what: what the user calls the text.
-        unit: what the user calls a token of it.
+        what, unit: the user's words for the text, and for its tokens.
         extra_token: read one token more than `seq`, the last target. False: samples are `seq`
             tokens that no other has, and the last predicts nothing (Megatron-LM's
             ``add_extra_token_to_sequence=False``).
@@ -92,14 +91,7 @@ class Windows(Samples):
         return np.append(self.read(index * self.seq, self.seq).astype(np.int64), IGNORED)
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, counted from the beginning of a run.
-
-        Args:
-            numbers: int64 ``[rows]``, from 0; number n is in epoch ``n // num_windows``.
-
-        Returns:
-            ``tokens`` and ``targets`` int64 ``[rows, seq]``.
-        """
+        """The samples that come as `numbers`: ``tokens``, ``targets`` int64 ``[rows, seq]``."""
         tokens = np.empty((len(numbers), self.seq), np.int64)
         targets = np.empty_like(tokens)
         order = shuffled(np.asarray(numbers, np.int64), self.num_windows, self.seed)
@@ -244,10 +236,7 @@ class TokenWindows(Windows):
         return tokens
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, counted from the beginning of a run.
-
-        Args:
-            numbers: int64 ``[rows]``, from 0.
+        """The samples that come as `numbers`, as `Samples.draw`.
 
         Returns:
             ``tokens`` and ``targets`` int64 ``[rows, seq]``, and with `mask_documents` so are
@@ -468,5 +457,5 @@ class MockTokens:
         return int(self.documents_of(np.array(offset)))
 
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:
-        """The documents that tokens are in: int64, the shape of `offsets`."""
+        """As of any `TokenFile`; IndexError where there are no such tokens."""
         return np.asarray(offsets, np.int64) // self._document
