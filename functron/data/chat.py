@@ -206,8 +206,8 @@ class Chat(Samples):
     Attributes:
         seq: tokens per sample.
         num_samples: samples in an epoch.
-        num_skipped: conversations left out because they are too long, or the assistant says
-            nothing in the part that fits.
+        num_skipped: conversations left out because they are too long, or the assistant has
+            no token in the part that fits.
         num_cut: conversations whose end was cut off.
         num_tokens: in all samples, without padding.
         num_targets: how many of them are targets.
@@ -216,7 +216,7 @@ class Chat(Samples):
 
     Raises:
         ValueError: the file cannot be read, lines are no conversations or the template refuses
-            them, they are too long, or the assistant says nothing in any. The first 20 lines at
+            them, they are too long, or the assistant has no token in any. The first 20 lines at
             fault are listed. Or the tokenizer has no template, or an id is not among the model's.
     """
 

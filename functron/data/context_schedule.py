@@ -44,7 +44,7 @@ from functron.data.packing import (
 
 
 @dataclass(frozen=True)
-class Costs:
+class ContextCosts:
     """The time that documents take on a rank: linear in tokens, quadratic in a document's length.
 
     The unit is a token's matmuls. The defaults are those of a layer of Llama 3 8B: a token takes
@@ -99,7 +99,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ContextPlan:
     """The ranks that have each document, and the cost of it.
 
     Attributes:
@@ -118,7 +118,7 @@ class Plan:
     tokens_per_rank: int
     pairs: tuple[int, ...]
     tokens: tuple[int, ...]
-    model: Costs
+    model: ContextCosts
 
     @property
     def ring_size(self) -> int:
@@ -167,7 +167,7 @@ class Plan:
 
 def arrange(
     documents: Sequence[np.ndarray],
-    plan: Plan,
+    plan: ContextPlan,
     *,
     tokens_per_rank: int | None = None,
     pad: int = 0,
@@ -256,9 +256,9 @@ def schedule(
     rows: int = 1,
     limit: int | None = None,
     multiple: int = 1,
-    costs: Costs | None = None,
+    costs: ContextCosts | None = None,
     sizes: Sequence[int] | None = None,
-) -> Plan:
+) -> ContextPlan:
     """Choose for every document how many ranks it is split over, and which.
 
     For every largest ring, and for several bounds on what part of a rank's mean cost one document
@@ -278,18 +278,18 @@ def schedule(
         rows: samples to fill.
         limit: the most tokens of a rank, padding included: what memory allows; None for any.
         multiple: a rank's tokens are padded to this: ulysses times tp under sequence parallelism.
-        costs: coefficients of the cost model; None: `Costs()`.
+        costs: coefficients of the cost model; None: `ContextCosts()`.
         sizes: how many ranks documents may be split over, of cp, its half, and so on while even,
             and 1; None: all of these. ``(cp,)`` is the zig-zag over all ranks.
 
     Returns:
-        A `Plan` for `arrange`.
+        A `ContextPlan` for `arrange`.
 
     Raises:
         ValueError: documents are empty, or do not fit within the limit; or an argument is out of
             range.
     """
-    model = Costs() if costs is None else costs
+    model = ContextCosts() if costs is None else costs
     _check_arguments(cp, rows, limit, multiple, sizes)
     even = math.lcm(2, multiple)  # two halves
     most = None if limit is None else limit // even * even
@@ -324,7 +324,7 @@ def _nested(cp: int) -> list[int]:
 
 
 def _candidates(
-    lengths: Sequence[int], allowed: Sequence[int], ranks: int, model: Costs
+    lengths: Sequence[int], allowed: Sequence[int], ranks: int, model: ContextCosts
 ) -> Iterator[tuple[int, list[int]]]:
     """Largest rings, and how many ranks each document might be split over then."""
     n = np.array(lengths, np.int64)
@@ -346,7 +346,7 @@ Score = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
 """How badly a document suits ranks: their pairs and tokens, and what it adds to each."""
 
 
-def _scores(lengths: Sequence[int], ranks: int, model: Costs, ring: int) -> Iterator[Score]:
+def _scores(lengths: Sequence[int], ranks: int, model: ContextCosts, ring: int) -> Iterator[Score]:
     """Two scores, as pairs and tokens are to be balanced both: neither is always the best.
 
     The first is how much the squares of both loads grow, but for a constant: a long document looks
@@ -399,13 +399,13 @@ def _plan(
     cp: int,
     rows: int,
     even: int,
-    model: Costs,
-) -> Plan:
+    model: ContextCosts,
+) -> ContextPlan:
     pairs, tokens = np.zeros(cp * rows, np.int64), np.zeros(cp * rows, np.int64)
     for length, (first, size) in zip(lengths, places, strict=True):
         pairs[first : first + size] += visible_pairs(length, size)
         tokens[first : first + size] += room(length, size) // size
-    return Plan(
+    return ContextPlan(
         cp=cp,
         rows=rows,
         placements=tuple(

@@ -304,7 +304,7 @@ def _refuse_damage(where: str, got: str, wanted: str) -> None:
 
 
 def _read_layout(idx: Path) -> Layout:
-    """The layout that an .idx says it has, if it is as long as that."""
+    """The layout in the header of an .idx, if it is as long as that."""
     try:
         size = idx.stat().st_size
         with idx.open("rb") as stream:

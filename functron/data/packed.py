@@ -24,7 +24,7 @@ class PackedTokens(Samples):
     """A file of tokens, packed best-fit into samples of `seq` tokens and shuffled in every epoch.
 
     The row of all tokens is cut into blocks of some 2^22 tokens, and the documents of a block fill
-    its samples as `functron.data.packing.fill` says: of all documents that are no longer than a
+    its samples by `functron.data.packing.fill`: of all documents that are no longer than a
     sample, few are cut. An epoch has every token once but the last ``num_tokens % seq``, of
     which there is no whole sample. Which tokens are in a sample follows from its block alone, and
     which sample comes when is arithmetic (`functron.data.order.shuffled_blocks`): there is no index

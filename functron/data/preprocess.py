@@ -545,7 +545,7 @@ def preprocess(
     can be killed at any point and called again: what is finished is not made again, and the files
     are the same, byte for byte. That needs room for the tokens twice.
 
-    OUT.json says in the end what was made of what; with it, another call finds nothing to do.
+    In the end OUT.json records what was made of what; with it, another call finds nothing to do.
 
     Args:
         settings: what and how.

@@ -315,7 +315,7 @@ class Provenance:
 
     Attributes:
         tokenizer: the path of its file when it did, or ``bytes``.
-        pattern: how it split text; empty: as the file, or its name, says.
+        pattern: how it split text; empty: by the file, or its name.
         sha256: of the file.
     """
 
@@ -335,7 +335,7 @@ class Provenance:
 
 
 def provenance(paths: Sequence[str | Path]) -> Provenance | None:
-    """The tokenizer of all these tokens; None where nothing says it of one of them.
+    """The tokenizer of all these tokens; None where one of them has no record of it.
 
     Args:
         paths: as `functron.data.open_tokens` takes them.

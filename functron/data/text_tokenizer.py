@@ -272,7 +272,7 @@ def _ranks(file: Path) -> dict[bytes, int]:
 
 
 class SentencePiece:
-    """Text to token ids and back, as a ``.model`` file says (Kudo and Richardson 2018).
+    """Text to token ids and back, by a ``.model`` file (Kudo and Richardson 2018).
 
     Args:
         path: the file.

@@ -47,7 +47,7 @@ class Conversation:
 
 
 class Tokenizer:
-    """Text to token ids and back, as tokenizer.json says.
+    """Text to token ids and back, by a tokenizer.json.
 
     Args:
         path: a folder with tokenizer.json and, for special tokens and conversations,
