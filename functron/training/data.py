@@ -84,7 +84,9 @@ def objective_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> Object
     """
     plain = Objective(config.seq, config.architecture.vocab_size, lambda samples, _: samples)
     made = {"next": lambda *_: plain, "masked": _masked, "spans": _spans}
-    return made[config.family.objective](config, tokenizer, plain)
+    objective = config.family.objective
+    assert objective is not None, config.family
+    return made[objective](config, tokenizer, plain)
 
 
 def target_length(config: TrainConfig) -> int:
