@@ -13,7 +13,7 @@ import torch
 import tyro
 
 from functron import checkpoint
-from functron.checkpoint.parameters import read_params
+from functron.checkpoint.restore import read_params
 from functron.cli import launch
 from functron.cli.options import device_type, parse
 from functron.core import random, tree

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.hub import files
@@ -122,8 +122,9 @@ def parse(
         table = {**table, form.max_seq: max_seq, **longest}
     values = read_entries(form.entries, form.ignored, table, problems, ignore)
     raise_problems(f"cannot use {where}", problems)
-    family, dtype = form.family, dtype or _stored_dtype(table)
-    return family.make(values, dtype) if family.make else family.config(**values, dtype=dtype)
+    make, constructor = form.family.make, cast(Callable[..., Config], form.family.config)
+    dtype = dtype or _stored_dtype(table)
+    return make(values, dtype) if make else constructor(**values, dtype=dtype)
 
 
 def _shorten_problems(form: Format, table: Mapping[str, Any], max_seq: int) -> list[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -12,7 +13,7 @@ from typing import Any, get_args
 import torch
 
 from functron import checkpoint
-from functron.checkpoint.parameters import stored_params
+from functron.core import tree
 from functron.core.errors import nearest, refuse
 from functron.hub.config import CONFIG, read_config, read_table
 from functron.hub.reader import load
@@ -125,15 +126,50 @@ def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) ->
     run = replace(run, model=read_table(path)["model_type"], source=f"hf:{path}")
     kept: list[str] = []
 
+    def keep(folder: Path) -> None:
+        folder.mkdir()
+        shutil.copyfile(path / CONFIG, folder / CONFIG)
+        kept.extend([CONFIG, *copy_companions(path, folder)])
+
+    begin(out, run, params, keep)
+    return Conversion(model, out, tuple(kept), _summary(run, out, needed, free))
+
+
+def begin(
+    out: Path, run: config.TrainConfig, params: tree.Tree, keep: Callable[[Path], None]
+) -> None:
+    """Make the run folder `out` with step 0 of a training run: parameters without optimizer state.
+
+    Args:
+        out: where nothing is.
+        run: its configuration.
+        params: whole.
+        keep: makes the folder of the config.json and the tokenizer that belong to the model.
+    """
+
     def fill(folder: Path) -> None:
         (folder / run_folder.CONFIG).write_text(config.dump(run), encoding="utf-8")
-        (folder / run_folder.HUB).mkdir()
-        shutil.copyfile(path / CONFIG, folder / run_folder.HUB / CONFIG)
-        kept.extend([CONFIG, *copy_companions(path, folder / run_folder.HUB)])
+        keep(folder / run_folder.HUB)
         checkpoint.save(folder / run_folder.CHECKPOINTS / "0", {"params": params}, {"step": 0})
 
     run_folder.make(out, fill)
-    return Conversion(model, out, tuple(kept), _told(run, out, needed, free))
+
+
+def newest_params(
+    path: Path, run: config.TrainConfig, *, averaged: bool, read: Callable
+) -> tree.Tree:
+    """The parameters of the newest checkpoint in a run's folder, adapters merged.
+
+    Args:
+        path: the folder.
+        run: its configuration.
+        averaged: the averages of its parameters that the run keeps.
+        read: `checkpoint.read_params`, or `checkpoint.stored_params` to read rows where they are
+            used.
+    """
+    stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
+    defs = lora.defs_in(run.family.defs(run.architecture), run.lora, stored)
+    return lora.merge(read(stored, defs, averaged=averaged))
 
 
 _PEAK, _WARMUP, _DECAY = 2e-5, 0.05, 0.01
@@ -196,7 +232,7 @@ def fine_tuning(model: TrainedConfig, free_bytes: int) -> tuple[config.TrainConf
     return least, needed, free_bytes
 
 
-def _told(run: config.TrainConfig, out: Path, needed: int, free: int) -> str:
+def _summary(run: config.TrainConfig, out: Path, needed: int, free: int) -> str:
     """The settings of a run, and the command that begins it."""
     most = getattr(run.architecture, "max_seq", run.seq)
     of = f" (the model reads up to {most})" if most > run.seq else ""
@@ -224,10 +260,7 @@ def _export(
     run_folder.refuse_existing(out, "cannot convert")
     settings = config.load(path / run_folder.CONFIG)
     model = settings.architecture
-    stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
-    defs = lora.defs_in(settings.family.defs(model), settings.lora, stored)
-    # leaves that are read where they are used: a row of one at a time
-    params = lora.merge(stored_params(stored, defs, averaged=averaged))
+    params = newest_params(path, settings, averaged=averaged, read=checkpoint.stored_params)
     kept = path / run_folder.HUB if (path / run_folder.HUB / CONFIG).is_file() else None
     save(out, model, params, like=kept, dtype=dtype, max_shard_bytes=max_shard_bytes)
     if kept is None:  # a run that began with random weights may have a tokenizer all the same

@@ -50,7 +50,7 @@ from functron.training.config import TrainConfig
 
 _MASKS = ("[MASK]", "<mask>")
 _SENTINELS = ("<extra_id_0>",)
-_USELESS = {
+_USELESS: dict[str | None, tuple[str, ...]] = {
     "next": ("mask_rate", "mask_token", "mean_span", "end_token"),
     "masked": ("mean_span", "end_token"),
     "spans": (),

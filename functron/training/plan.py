@@ -366,7 +366,7 @@ class Plan:
         """
         if self.rank is None:
             like = self.init(random.key(0).to("meta"), mesh=Mesh())  # whole, and not padded
-            return checkpoint.place(like, self.state_specs, self.mesh)
+            return checkpoint.Placement.of(like, self.state_specs, self.mesh)
         return self.pipeline_placement
 
     @cached_property
@@ -382,7 +382,7 @@ class Plan:
         optimizer = self._optimizer(self.whole_defs, specs, zero_specs or None)
         meta, stored = random.key(0).to("meta"), partition.storage_specs(specs)
         like = init_state(meta, self.whole_defs, stored, optimizer, Mesh())
-        found = checkpoint.place(like, state_specs(stored, optimizer), self.mesh, partition)
+        found = checkpoint.Placement.of(like, state_specs(stored, optimizer), self.mesh, partition)
         return replace(found, rank=found.here)
 
     # --- the step

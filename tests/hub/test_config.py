@@ -14,8 +14,8 @@ import functron as ft
 from functron import gpt, hub, nn
 from functron.hub.config import differences, parse
 from functron.hub.decoders import LACKING
-from functron.hub.mixtures import DECODERS
 from functron.hub.format import config_problems
+from functron.hub.mixtures import DECODERS
 from functron.models.family import FAMILIES
 from tests.hub import tiny
 

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 import functron as ft
 from functron import gpt, hub, optim, tree
 from functron.hub.config import config_problems, differences, parse
-from functron.hub.mixtures import DECODERS
-from functron.hub.format import layouts_of, tensors
 from functron.hub.files import open_folder
+from functron.hub.format import layouts_of, tensors
+from functron.hub.mixtures import DECODERS
 from functron.nn.moe import MoEConfig
 from tests.hub import tiny
 from tests.hub.test_refusals import named, rewrite

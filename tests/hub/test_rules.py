@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import functron as ft
 from functron import gpt, hub, tree
-from functron.hub.mixtures import DECODERS
 from functron.hub.format import Rule, layouts, layouts_of, tensors
+from functron.hub.mixtures import DECODERS
 from functron.nn.moe import MoEConfig
 
 SMALL = gpt.GPTConfig(

@@ -196,7 +196,7 @@ def test_ranks_of_a_pipeline_load_their_layers(stored, spread):
     specs = partition.storage_specs(ft.param_specs(defs, Rules(MEGATRON)))
     state = {"params": abstract_params(defs), "step": torch.empty((), device="meta")}
     for rank in range(mesh.size):
-        place = checkpoint.place(
+        place = checkpoint.Placement.of(
             state, {"params": specs, "step": P()}, bound(mesh, rank), partition
         )
         params = hub.load(path, config, placement=place)
@@ -220,11 +220,11 @@ def test_a_placement_of_the_parameters_alone(stored):
     _, config, whole, path = stored
     for mesh in (None, Mesh(tp=2)):
         specs = ft.param_specs(gpt.defs(config), Rules(MEGATRON))
-        place = checkpoint.place(abstract_params(gpt.defs(config)), specs, mesh)
+        place = checkpoint.Placement.of(abstract_params(gpt.defs(config)), specs, mesh)
         params = hub.load(path, config, placement=place, at="")
         assert all(map(torch.equal, tree.leaves(params), tree.leaves(whole)))
     uneven = Mesh(fsdp=3)  # parts of 6, 6 and 4 of 16, as ZeRO cuts: the last with padding
-    place = checkpoint.place(
+    place = checkpoint.Placement.of(
         abstract_params(gpt.defs(config)), {**dict.fromkeys(whole, P()), "norm": P("fsdp")},
         bound(uneven, 2),
     )  # fmt: skip
