@@ -2,8 +2,8 @@
 
 Pure arithmetic over specs, meshes, pipeline partitions and padding: nothing is communicated, and
 every process can compute the placement of every other one. A checkpoint holds the canonical form
-of a state, every leaf whole and unpadded; a placement says how that form and the tensors of one
-particular run correspond.
+of a state, every leaf whole and unpadded; a placement is the correspondence between that form and
+the tensors of one particular run.
 
 On disk leaves are cut into chunks that are aligned with every process's boxes, so that each chunk
 lies wholly inside or outside of a box and is written by one process alone. What several processes
@@ -146,7 +146,7 @@ class Placement:
 
     @property
     def num_ranks(self) -> int:
-        """How many processes hold the state."""
+        """The number of processes that hold the state."""
         return 1 if self.rank is None else self.mesh.size
 
     @property

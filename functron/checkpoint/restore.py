@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def restore(
         like = _nested(stored)
     target = _placement(stored, like, placement)
     fitting = _matched(stored, like, target, cast)
-    made = tree.map(lambda leaf: _empty(leaf, device), like)
+    empty = partial(torch.empty, device=device)
+    made = tree.map(lambda leaf: empty(leaf.shape, dtype=leaf.dtype), like)
     _fill(fitting, dict(zip(tree.paths(made), tree.leaves(made), strict=True)), target)
     return made
 
@@ -78,13 +80,11 @@ def restore_(
     Args:
         path: a complete checkpoint.
         state: what this process holds; leaves of the checkpoint that it lacks are not read.
-        placement: which part of the whole state that is, on any mesh; None: it is the whole.
-        cast: convert floating-point values to the tensors' dtypes.
+        placement, cast: as in `restore`.
         in_flight: bytes that are read at the same time.
 
     Raises:
-        ValueError: nothing is there, it is incomplete or damaged, or leaves are missing or have
-            another shape or dtype; all offenders are listed.
+        ValueError: as in `restore`, or some tensors are meta ones; all offenders are listed.
     """
     stored = Checkpoint(path)
     target = _placement(stored, state, placement)
@@ -159,10 +159,6 @@ def _fill(
             window.drain()
         finally:
             window.abandon()
-
-
-def _empty(leaf: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
 
 
 def _nested(stored: Checkpoint) -> dict[str, Any]:

@@ -68,16 +68,16 @@ class Ranks:
             self._prefix = f"functron/checkpoint/{number}"
 
     def begin(self) -> None:
-        """Begin a save: what is told and heard from now on belongs to it."""
+        """Begin a save: messages from now on belong to it."""
         self._save += 1
-        # whoever begins this save has heard all that was told before the last one
+        # a rank that begins this save has read all messages from before the last one
         for save, key in self._told:
             if save < self._save - 1:
                 self._store.delete_key(key)
         self._told = [(save, key) for save, key in self._told if save >= self._save - 1]
 
     def tell(self, what: str, message: dict[str, Any]) -> None:
-        """Leave a message of this save for whoever asks for `what`."""
+        """Leave a message of this save under the name `what`."""
         if self.size > 1:
             key = self._key(what, self._save)
             self._store.set(key, json.dumps(message))

@@ -22,7 +22,7 @@ class Snapshot:
     """Copies of a process's pieces in host memory, which later snapshots use again.
 
     From a GPU the copies are asynchronous, into page-locked memory: the GPU goes on with what comes
-    after them, and whoever reads the snapshot waits for them first.
+    after them, and a reader of the snapshot waits for them first.
     """
 
     def __init__(self, division: Division):

@@ -33,7 +33,6 @@ from functron.hub.entries import (
     Table,
     activation,
     biases,
-    check,
     derived,
     fixed,
     get_whole,
@@ -192,15 +191,14 @@ def llama(
 NO_ATTENTION_BIAS = only("attention_bias", False, why="biases on attention alone")
 
 
-def _heads_that_do_not_divide(config: GPTConfig) -> Problem | None:
-    if not config.embed_dim % config.num_heads:
-        return None
-    return Problem(
-        "embed_dim", str(config.embed_dim), f"a multiple of num_heads={config.num_heads}"
-    )
+def _write_heads(config: GPTConfig) -> dict:
+    if config.embed_dim % config.num_heads:
+        wanted = f"a multiple of num_heads={config.num_heads}"
+        raise EntryError(Problem("embed_dim", str(config.embed_dim), wanted))
+    return {}
 
 
-HEADS_DIVIDE = check(_heads_that_do_not_divide)
+HEADS_DIVIDE = Entry(write=_write_heads)
 """Llama's rule that the heads divide the embedding, which only its config checks."""
 
 

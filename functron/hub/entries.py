@@ -289,22 +289,6 @@ def square(theirs: str, ours: str, default: int) -> Entry:
 # --- entries of decoders
 
 
-def check(test: Callable[[GPTConfig], Problem | None], *ours: str) -> Entry:
-    """What config.json has no entry for, and must be so in a model of the format.
-
-    Args:
-        test: the problem of a config, or None.
-        ours: fields that are right where there is none.
-    """
-
-    def write(config: GPTConfig) -> dict:
-        if problem := test(config):
-            raise EntryError(problem)
-        return {}
-
-    return Entry((), ours, write=write)
-
-
 def biases(always: str = "") -> Entry:
     """Biases of linear layers: ``attention_bias`` and ``mlp_bias``, or those that are always there.
 

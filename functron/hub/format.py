@@ -1,4 +1,4 @@
-"""How Hugging Face stores the models of one of its classes: tensors, their layouts, config.json.
+"""Formats of Hugging Face's models: the names and layouts of tensors, and config.json.
 
 A `Format` is a table of name rules, read in both directions, and of the entries of config.json. A
 rule's `dims` writes down, as einops would, how the dims of one tensor become those of our leaf; a
@@ -262,7 +262,7 @@ class Surplus:
 
 @dataclass(frozen=True)
 class Format:
-    """How transformers stores the models that it builds with one class.
+    """The format of the models that transformers builds with one class.
 
     Attributes:
         model_type: transformers' name of them in config.json.

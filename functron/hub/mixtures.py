@@ -251,7 +251,7 @@ _DENSE_LAYERS = Entry(
     },
     lambda config: {"first_k_dense_replace": config.dense_layers},
 )
-"""How many of the first layers are dense (DeepSeek)."""
+"""The number of first layers that are dense (DeepSeek)."""
 
 _SPARSE = ("decoder_sparse_step", "mlp_only_layers")
 

@@ -8,11 +8,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from functron.checkpoint import Placement
 from functron.core import tree
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.hub.config import (
@@ -80,6 +79,29 @@ def _one_box(start: tuple[int, ...], size: tuple[int, ...]) -> Local:
     return Local(size, ((start, size, (0,) * len(size)),))
 
 
+@runtime_checkable
+class Placement(Protocol):
+    """The members of a `functron.checkpoint.Placement` that reading needs."""
+
+    @property
+    def leaves(self) -> Sequence[Any]:
+        """Those of the state, with their paths."""
+        ...
+
+    @property
+    def here(self) -> int:
+        """This process's number."""
+        ...
+
+    def local_shape(self, leaf: Any, rank: int) -> tuple[int, ...] | None:
+        """The shape of the tensor of process `rank`; None: it has none."""
+        ...
+
+    def boxes(self, leaf: Any, rank: int) -> tuple[Any, ...]:
+        """The boxes of process `rank`, as in `Local`."""
+        ...
+
+
 def _local_by_placement(placement: Placement, at: str) -> dict[str, Local]:
     """This process's part of the leaves of a state that stand under `at`."""
     found = {}
@@ -129,8 +151,8 @@ def load(
             no modules for tokens further ahead), of any family; None: as it is.
         specs: the parameters' specs, a prefix tree; needed on a bound mesh.
         mesh: on a bound mesh this rank's shards are read, else everything.
-        placement: in place of specs and mesh, what this process holds of a state of which the
-            parameters are a part: layers of a pipeline's rank too.
+        placement: a `checkpoint.Placement`, in place of specs and mesh: of a state of which the
+            parameters are a part; layers of a pipeline's rank too.
         at: where in that state the parameters are; empty: they are all of it.
         device: where they are put.
 

@@ -82,7 +82,7 @@ _LABELS = ("id2label", "label2id", "num_labels")
 
 
 def _read_labels(table: Table, _: Mapping) -> dict:
-    """How many classes there are: as many as labels, which are called LABEL_0 and so on."""
+    """The number of classes: that of labels, which are called LABEL_0 and so on."""
     labels, count = table.get(_LABELS[0]), table.get(_LABELS[2])
     found = len(labels) if isinstance(labels, Mapping) else count if count is not None else 2
     if not is_a(found, int) or found < 1 or (labels and count not in (None, found)):

@@ -29,7 +29,7 @@ Config = TrainedConfig | ViTConfig | LlavaConfig
 """Any architecture."""
 
 Setting = Literal["context", "experts", "kernels", "loss_chunk_tokens"]
-"""What the losses of some families take, beside the key, stream, remat and gather of all."""
+"""Fields of `ModelOptions` that the losses of some families read, beside those of all."""
 
 
 def _not_counted(config: Any, *sizes: int) -> NoReturn:
@@ -48,12 +48,12 @@ class Family:
         presets: named configs.
         defs: ``(config)`` to the definitions of the parameters.
         rules: ``(config, mesh, *, fsdp)`` to how a mesh splits them.
-        loss: ``(config, params, batch, *, key, stream, remat, gather)`` to the sum of the losses.
+        loss: ``(config, params, batch, options, *, key)`` to the sum of the losses.
         num_targets: ``(batch)`` to how many terms that sum has; LLaVA's takes its config first.
         flops_per_token: ``(config, seq)`` to those of a step, forward and backward; with
             ``objective="spans"`` also of how many targets a sample has.
-        settings: what `loss` takes besides.
-        rules_settings: what `rules` takes besides.
+        settings: the fields of the options that `loss` reads besides.
+        rules_settings: the keywords that `rules` takes besides.
         adapters: whether LoRA has a place in it.
         objective: what ``functron train`` has it learn: the next token, masked ones, or spans that
             are taken out; None: it trains none of these.

@@ -121,7 +121,7 @@ _DIVIDED = (
     "sequence_parallel", "context", "zigzag", "expert_axes", "schedule", "chunks", "layout",
     "vocab_over_pp", "zero", "gather",
 )  # fmt: skip
-"""How the dense run divides its model among the ranks of a mesh, which others do in other ways."""
+"""Settings of the dense run's division among ranks, which other models divide in other ways."""
 
 
 def upcycle_run(
