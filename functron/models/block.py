@@ -167,7 +167,7 @@ class Layer:
     sequence: Sequence
     rope: Rope | None
     window: int | Tensor
-    keys: tuple[Tensor | None, Tensor | None, Tensor | None]
+    keys: tuple[Tensor | None, ...]
 
     def norm(self, weights: dict, name: str, x: Tensor) -> Tensor:
         """The norm of that name, of `norm_names`; x itself where the architecture has it not."""
@@ -193,6 +193,7 @@ class Layer:
         given = {"stream": options.stream, "core": core, "kernels": options.kernels}
         if config.latent is None:
             return nn.self_attention(weights, x, config.attention, rope=self.rope, **given)
+        assert self.rope is not None
         return nn.mla(weights, x, config.latent, rope=self.rope, **given)
 
     def _core(self, weights: dict) -> Callable:
@@ -258,7 +259,7 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
     body = transformer_block if hook is None else functools.partial(_own_block, hook.apply)
 
     def once(weights: dict, x: Tensor, key: Tensor | None, own: dict) -> Any:
-        keys = (None, None, None) if key is None else tuple(random.split(key, 3).unbind(0))
+        keys = (None, None, None) if key is None else random.split(key, 3).unbind(0)
         reach, rope = own.get("window", window), _own_rope(ropes, own)
         return body(Layer(config, options, sequence, rope, reach, keys), weights, x)
 
@@ -388,7 +389,7 @@ def _moe(
         positions=places,
         counted=counted != 0,
         kernels=options.kernels,
-        **({} if hook is None else {"router": hook.apply}),
+        router=None if hook is None else hook.apply,
     )
     return y, Auxiliary(share, sums)
 
