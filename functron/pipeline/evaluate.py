@@ -18,7 +18,9 @@ from torch.utils import _pytree as pytree
 
 from functron.core import compat
 from functron.core.scopes import in_phase, named_scope
-<<<<<<< HEAD
+from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
+from functron.ops.ids import check_ids
+from functron.program import debug
 from functron.program.equations import (
     Block,
     Equation,
@@ -28,13 +30,6 @@ from functron.program.equations import (
     Where,
     contiguous_strides,
 )
-=======
-from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
-from functron.ops.ids import check_ids
-from functron.program import debug
-from functron.program.equations import Block, Equation, Scan, Var, Where, contiguous_strides
-from functron.program.program import Input
->>>>>>> pipedata
 from functron.program.recorder import Recorder, active
 from functron.spmd.axes import Axis, lookup
 from functron.spmd.primitives import (

@@ -143,21 +143,14 @@ class _Execution:
 class Pipeline:
     """A model's stages under a schedule; see `pipelined`.
 
-        Attributes:
-            stage: the function of one stage.
-            partition: who holds which parameters.
-            schedule: who does what when.
-    <<<<<<< HEAD
-            dtype: what gradients are summed in; None: their own.
-            compile: settings of `functron.compiler.compile` for stages on a bound mesh; None: stages
-                are not compiled.
-            observe: told of every action.
-    =======
-            dtype: of the sums of gradients; None: their own.
-            compile: settings of `Program.compile`, for stages on a bound mesh; None: stages are not
-                compiled.
-            observe: called after every action.
-    >>>>>>> pipedata
+    Attributes:
+        stage: the function of one stage.
+        partition: who holds which parameters.
+        schedule: who does what when.
+        dtype: of the sums of gradients; None: their own.
+        compile: settings of `functron.compiler.compile`, for stages on a bound mesh; None:
+            stages are not compiled.
+        observe: called after every action.
     """
 
     def __init__(

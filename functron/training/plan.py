@@ -105,7 +105,7 @@ class Plan:
 
     @cached_property
     def options(self) -> ModelOptions:
-        """How the model is run: the options of its family's loss."""
+        """How the model is run: the options of its family's functions."""
         config = self.config
         gather = gpt.WHOLE  # the step has gathered them
         if config.gather != "step":
@@ -197,7 +197,8 @@ class Plan:
         return self._stage(part, params, x, batch, key, total)
 
     def _stage(self, part, params, x, batch, key, total, watch: bool = False) -> Any:
-        key, options = key if self.model.random else None, replace(self.options, watch=watch)
+        key = key if self.model.random else None
+        options = replace(self.options, watch=watch)
         y = gpt.stage_loss(self.config.gpt, part, params, x, batch, options, key=key)
         if not part.loss:
             return y
@@ -438,11 +439,12 @@ class Plan:
         # of other families nothing says how large the stream is after a layer
         watch = layers is not None and self.family.name == "gpt"
         details = watch or self.family.has_details(self.model)
+        options = replace(self.options, watch=watch)
         summed: Callable = gpt.loss_and_details if details else self.family.loss
-        model, options = self.model, replace(self.options, watch=watch)
 
         def loss(params, batch, key):
-            return summed(model, params, batch, options, key=key if model.random else None)
+            key = key if self.model.random else None
+            return summed(self.model, params, batch, options, key=key)
 
         return make_step(
             loss,
