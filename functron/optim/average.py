@@ -11,7 +11,12 @@ from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.ops.foreach import foreach_
 from functron.optim.schedules import new_count
-from functron.optim.transformation import GradientTransformation, apply_updates, transformation
+from functron.optim.transformation import (
+    GradientTransformation,
+    apply_updates,
+    bindable,
+    transformation,
+)
 from functron.spmd.shards import cut_tree, join
 from functron.spmd.spec import P
 
@@ -78,6 +83,7 @@ class AverageState(NamedTuple):
 
 
 @public
+@bindable
 def with_average(
     inner: GradientTransformation,
     decay: float | Callable[[torch.Tensor], float | torch.Tensor],

@@ -446,7 +446,7 @@ _SCHEDULES: Mapping[str, Callable[[ScheduleConfig], Schedule]] = {
     "constant": lambda c: schedules.constant(c.peak, warmup_steps=c.num_warmup_steps, init=c.init),
     "linear": lambda c: schedules.linear(c.peak, c.total_steps, **_ends(c)),
     "cosine": lambda c: schedules.cosine_decay(c.peak, c.total_steps, **_ends(c)),
-    "exponential": lambda c: schedules.exponential_decay(c.peak, c.total_steps, **_ends(c)),
+    "exponential": lambda c: schedules.exponential(c.peak, c.total_steps, **_ends(c)),
     "polynomial": lambda c: schedules.polynomial_decay(
         c.peak, c.total_steps, power=c.power, **_ends(c)
     ),
@@ -481,7 +481,8 @@ _OPTIMIZERS = {
     ),
     "sgd": lambda c, rate, given: sgd(rate, c.momentum or None, c.nesterov),
     "lion": lambda c, rate, given: lion(
-        rate, c.b1, c.b2, c.weight_decay, given.mask, mu_dtype=torch_dtype(c.mu_dtype)
+        rate, c.b1, c.b2, weight_decay=c.weight_decay, mask=given.mask,
+        mu_dtype=torch_dtype(c.mu_dtype),
     ),
     "adafactor": lambda c, rate, given: _adafactor(c, rate, given),
     "adam_mini": lambda c, rate, given: adam_mini(
@@ -505,8 +506,8 @@ _BY_DEFS = ("muon", "soap", "adam_mini")
 
 def _adamw(c: OptimizerConfig, rate: LearningRate, given: _Given) -> GradientTransformation:
     return adamw(
-        rate, c.b1, c.b2, c.eps, c.weight_decay, given.mask, **_moments(c, given),
-        kernels=given.kernels,
+        rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=given.mask,
+        **_moments(c, given), kernels=given.kernels,
     )  # fmt: skip
 
 
@@ -581,8 +582,9 @@ def make_optimizer(
     Args:
         config: what to build.
         learning_rate: a number or a schedule.
-        specs: specs of the parameters, for the gradient norm; None: nothing is sharded.
-        copies: how many ranks of a pipeline hold each parameter, for the gradient norm.
+        specs: the parameters' specs; None: those of `bind`.
+        copies: how many ranks of a pipeline hold each parameter, for the gradient norm; those of
+            `bind`, without `specs`.
         mask: which parameters decay; by default all but norms and biases.
         defs: the parameters' `ParamDef`s; needed by muon, soap, adam_mini, moments in 8 bits and
             groups, and by adafactor where anything is sharded or stacked. Where they have widths
@@ -629,7 +631,7 @@ def make_optimizer(
     if config.offload:
         inner = offload(inner)
     if shards is not None:
-        inner = zero(inner, P() if specs is None else specs, shards)
+        inner = zero(inner, specs, shards)
     if config.clip_norm:
         inner = chain(clip_by_global_norm(config.clip_norm, seen, copies, kernels=kernels), inner)
     if config.skip_nonfinite:

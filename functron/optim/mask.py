@@ -22,6 +22,7 @@ from functron.optim.schedules import LearningRate, ScaleByScheduleState, new_cou
 from functron.optim.transformation import (
     GradientTransformation,
     Params,
+    bindable,
     norm_of_part,
     stateless,
     transformation,
@@ -81,7 +82,8 @@ def _some(weight_decay: float | torch.Tensor) -> bool:
 
 
 @public
-def masked(inner: GradientTransformation, mask: tree.Tree) -> GradientTransformation:
+@bindable
+def only(inner: GradientTransformation, mask: tree.Tree) -> GradientTransformation:
     """`inner` for the parameters that `mask` picks; the others are left alone, bit for bit.
 
     Nothing is remembered for those that are left alone, and no gradients are needed of them: both
@@ -315,6 +317,10 @@ def _side_by_side(
         parts = split(updates, labels_of(updates), "updates")
         return next(part for part, t in zip(parts, several, strict=True) if t is clipping)
 
+    def with_specs(param_specs, copies):
+        bound = {label: t.bind(param_specs, copies) for label, t in transforms.items()}
+        return _side_by_side(bound, labels_of, pack, unpack, what)
+
     def step_(grads, state, params, **norm):
         _, state = run([t.step_ for t in several], grads, state, params, **norm)
         return params, state
@@ -328,7 +334,10 @@ def _side_by_side(
         ),
         step_=step_,
         grad_specs=grad_specs,
-    )._replace(norm=norm_of_part(clipping and clipping.norm, own))
+    )._replace(
+        norm=norm_of_part(clipping and clipping.norm, own),
+        with_specs=with_specs if any(t.with_specs is not None for t in several) else None,
+    )
 
 
 def _only(labels: tree.Tree, leaves: list, label: Hashable) -> tree.Tree:

@@ -9,7 +9,7 @@ import torch
 from functron.core import tree
 from functron.core.errors import public
 from functron.ops.foreach import foreach_
-from functron.optim.transformation import Around, GradientTransformation, transformation
+from functron.optim.transformation import Around, GradientTransformation, bindable, transformation
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """The dtypes whose parameters have masters."""
@@ -29,6 +29,7 @@ class MastersState(NamedTuple):
 
 
 @public
+@bindable
 def with_fp32_masters(
     inner: GradientTransformation, dtypes: tree.Tree = None
 ) -> GradientTransformation:

@@ -22,7 +22,7 @@ from functron.ops.global_norm import squares
 from functron.optim.adam import adamw
 from functron.optim.mask import Mask, add_decayed_weights, where
 from functron.optim.schedules import LearningRate, scale_by_learning_rate
-from functron.optim.transformation import GradientTransformation, chain, transformation
+from functron.optim.transformation import GradientTransformation, bindable, chain, transformation
 from functron.optim.whole import leaf_specs, num_stacked
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all
@@ -120,6 +120,7 @@ def newton_schulz(
 
 
 @public
+@bindable
 def scale_by_muon(
     matrices: tree.Tree,
     momentum: float = 0.95,
@@ -141,8 +142,7 @@ def scale_by_muon(
         nesterov: look ahead by one more step of it.
         scale: see `Scale`.
         steps, coefficients, eps: see `newton_schulz`.
-        specs: how the leaves are sharded, a prefix tree: the parameters' specs, or under `zero` the
-            shards'. None: not at all.
+        specs: how the leaves are sharded, a prefix tree; None: as `bind` says.
         distributed: where matrices are sharded, compute each on one rank: two all-to-alls of the
             local bytes, and 1/n of the arithmetic on each of n ranks (a stack that they do not
             divide is filled up with zeros). Otherwise every rank computes all: one all-gather of

@@ -27,10 +27,10 @@ from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.ops.foreach import foreach_
 from functron.optim.transformation import (
     GradientTransformation,
+    multiply,
+    multiply_,
     readable,
     scale,
-    scale_,
-    stateless,
     transformation,
 )
 from functron.spmd.spec import P
@@ -84,7 +84,7 @@ def cosine_decay(
 
 
 @public
-def exponential_decay(
+def exponential(
     peak: float,
     total_steps: int,
     *,
@@ -94,13 +94,13 @@ def exponential_decay(
 ) -> Schedule:
     """From `peak` at the end of the warm-up to `end` at `total_steps`, by one factor per step.
 
-    Optax's `exponential_decay` with ``decay_rate=end / peak`` over the steps of the decay.
+    Optax's `exponential` with ``decay_rate=end / peak`` over the steps of the decay.
 
     Raises:
         ValueError: negative or non-finite arguments, an end of 0, or no steps after the warm-up;
             all are named.
     """
-    return _decay("exponential_decay", peak, total_steps, warmup_steps, end, init, "exponential")
+    return _decay("exponential", peak, total_steps, warmup_steps, end, init, "exponential")
 
 
 @public
@@ -410,20 +410,17 @@ def scale_by_learning_rate(
     """
     sign = -1 if flip_sign else 1
     if not callable(learning_rate):
-        return stateless(
-            lambda updates, params: scale(updates, sign * learning_rate),
-            lambda updates, params: scale_(updates, sign * learning_rate),
-        )
+        return scale(sign * learning_rate)
 
     def init(params):
         return ScaleByScheduleState(new_count(params))
 
     def update(updates, state, params=None):
         rate = learning_rate(state.count)
-        return scale(updates, sign * rate), ScaleByScheduleState(state.count + 1)
+        return multiply(updates, sign * rate), ScaleByScheduleState(state.count + 1)
 
     def update_(updates, state, params=None):
-        updates = scale_(updates, sign * learning_rate(state.count))
+        updates = multiply_(updates, sign * learning_rate(state.count))
         increment_([state.count])
         return updates, state
 
@@ -550,6 +547,9 @@ def _injected(build: Callable, schedules: Mapping, numbers: Mapping) -> Gradient
     def anything() -> GradientTransformation:
         return build(_given(now(torch.zeros((), dtype=torch.int64), numbers)))
 
+    def with_specs(param_specs, copies):
+        return _injected(lambda h: build(h).bind(param_specs, copies), schedules, numbers)
+
     def specs(param_specs):
         hyperparams = {name: P() for name in (*numbers, *schedules)}
         return InjectHyperparamsState(P(), hyperparams, anything().specs(param_specs))
@@ -561,7 +561,7 @@ def _injected(build: Callable, schedules: Mapping, numbers: Mapping) -> Gradient
         update_=lambda updates, state, params=None: run("update_", updates, state, params),
         step_=lambda grads, state, params: run("step_", grads, state, params),
         grad_specs=lambda param_specs: anything().grad_specs(param_specs),
-    )
+    )._replace(with_specs=with_specs)
 
 
 def _kept(value: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from functron.ops.adamw import Stochastic, place_of, random_bits, stochastic_rou
 from functron.ops.foreach import foreach_
 from functron.optim.masters import is_low, widen
 from functron.optim.schedules import increment_, new_count
-from functron.optim.transformation import Around, GradientTransformation, transformation
+from functron.optim.transformation import Around, GradientTransformation, bindable, transformation
 from functron.optim.whole import leaf_specs
 from functron.spmd.shards import Cut, take
 from functron.spmd.spec import P, dim_axes
@@ -35,6 +35,7 @@ class StochasticState(NamedTuple):
 
 
 @public
+@bindable
 def with_stochastic_rounding(
     inner: GradientTransformation, seed: int = 0, *, defs: tree.Tree = None, specs: tree.Tree = None
 ) -> GradientTransformation:
@@ -60,8 +61,7 @@ def with_stochastic_rounding(
         seed: of the bits; what `init` makes of it is part of the state.
         defs: the parameters' `ParamDef`s, or anything with global shapes; needed where they are
             sharded. None: what is seen is whole.
-        specs: how what this sees is sharded, a prefix tree: the parameters' specs, or under `zero`
-            the shards'. None: not at all.
+        specs: how what this sees is sharded, a prefix tree; None: as `bind` says.
     """
 
     def init(params):

@@ -540,7 +540,7 @@ def make_optimizer(
         kernels=use(config.kernels),
     )
     if frozen:
-        return optim.masked(made, mask)
+        return optim.only(made, mask)
     moe = config.gpt.moe
     if moe is None or not moe.balance_bias:
         return made

@@ -49,7 +49,7 @@ class State(NamedTuple):
 @public
 def state_specs(specs: tree.Tree, optimizer: optim.GradientTransformation) -> State:
     """The specs of a `State` whose parameters have these specs."""
-    return State(P(), specs, optimizer.specs(specs), P())
+    return State(P(), specs, optimizer.bind(specs).specs(specs), P())
 
 
 @public
@@ -82,6 +82,7 @@ def init_state(
         ValueError: masters for an optimizer that keeps none; or `params` and masters.
     """
     init_key, step_key = random.split(key).unbind(0)
+    optimizer = optimizer.bind(specs)
     zero = torch.zeros((), dtype=torch.int64, device=key.device)
     # every rank makes its own part; axes of a pipeline are as good as any others for that
     init = shard_map(optimizer.init, mesh, (specs,), optimizer.specs(specs), check=False)
@@ -168,7 +169,7 @@ def make_step(
             bfloat16 parameters; None: the parameters' own.
         reduce_dtype: sum gradients over ranks in this dtype; None: their own. See `sync_gradients`.
         trainable: which parameters are differentiated, a tree or prefix tree of bools; the others
-            cost no gradients, no reductions and, with ``optim.masked(optimizer, trainable)``, which
+            cost no gradients, no reductions and, with ``optim.only(optimizer, trainable)``, which
             is then to be passed as `optimizer`, no state.
         batch_specs: how the batch is split, a spec or a tree of them, such as ``gpt.batch_specs()``
             where axes split sequences as well.
@@ -195,6 +196,7 @@ def make_step(
         ValueError: an axis of the mesh splits nothing.
     """
 
+    optimizer = optimizer.bind(specs)
     layout = state_specs(specs, optimizer)
     _check_work("make_step", mesh, (layout, batch_specs), replicated_over)
     _check_normed(normed, layers)
@@ -383,6 +385,7 @@ def make_pipelined_step(
     copies = stages.partition.copies(rank)
     plain = stages
 
+    optimizer = optimizer.bind(specs, copies)
     layout = state_specs(specs, optimizer)
     _check_work("make_pipelined_step", mesh, (layout, batch_specs), replicated_over, axis)
     used = whole_over(specs, FSDP_AXES) if hoist else specs
