@@ -12,6 +12,7 @@ from functron.optim.schedules import new_count
 from functron.optim.transformation import (
     GradientTransformation,
     apply_updates,
+    applying,
     readable,
     stateless,
     transformation,
@@ -122,16 +123,12 @@ def apply_if_finite(
         seen = bound.grad_specs(param_specs) if specs is None else specs
         return apply_if_finite(bound, max_consecutive_errors, specs=seen)
 
-    unbound = specs is None or inner.with_specs is not None
+    wrap, unbound = applying(run), specs is None or inner.with_specs is not None
     return transformation(
         init,
-        lambda updates, state, params=None, **norm: run(
-            inner.update, updates, state, params, **norm
-        ),
+        wrap(inner.update),
         state_specs,
-        update_=lambda updates, state, params=None, **norm: run(
-            inner.update_, updates, state, params, **norm
-        ),
+        update_=wrap(inner.update_),
         step_=step_,
         grad_specs=inner.grad_specs,
     )._replace(norm=inner.norm, with_specs=with_specs if unbound else None)

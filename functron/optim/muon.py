@@ -33,7 +33,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Jordan's quintic: steepest at 0, and bounded, rather than convergent, near 1."""
 
 Scale = Literal["adamw", "spectral"]
-"""What an orthogonalised matrix of r outputs and c inputs is multiplied by: with "adamw"
+"""The factor of an orthogonalised matrix of r outputs and c inputs: with "adamw"
 0.2 sqrt(max(r, c)), about the size of AdamW's updates, so that both share a learning rate and a
 weight decay (Liu et al. 2025); with "spectral" sqrt(max(1, r / c)), Jordan's own."""
 
@@ -235,7 +235,7 @@ def muon(
 
 
 def matrix_cuts(spec: P, num_dims: int, matrix: Matrix) -> Cuts:
-    """What splits the matrices themselves: not the dims along which they are stacked."""
+    """The cuts of the matrices themselves, not of the dims along which they are stacked."""
     rows = list(enumerate(dim_axes(spec, num_dims)))[matrix.num_batch :]
     return tuple(Cut(dim - num_dims, axes) for dim, axes in rows if axis_size(axes) > 1)
 

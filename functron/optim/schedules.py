@@ -1,13 +1,13 @@
-"""Learning-rate schedules: pure functions of the number of updates so far.
+"""Schedules: pure functions of the number of updates so far, and the transformations that use them.
 
 A schedule takes the count as an int or as a 0-dim tensor (under vmap and tracing too) and returns
 a 0-dim float32 tensor. ``schedule(0)`` is the rate of the first update, as in Optax. Warm-up is
 linear from `init` at count 0 to the peak at count `warmup_steps`; after `total_steps` the rate
 stays at `end`.
 
-The learning rate, as a number or as a schedule with its own count.
-
-Hyperparameters as state: schedules for any of them, and changes between steps.
+`scale_by_learning_rate` takes a number or a schedule, of which its state counts the updates.
+`inject_hyperparams` makes any number of an optimizer a schedule, or state that may be changed
+between steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron.core import tree
-from functron.core.errors import Problem, nearest, public, raise_problems
+from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.ops.foreach import foreach_
 from functron.optim.transformation import (
     GradientTransformation,
@@ -35,7 +35,10 @@ from functron.optim.transformation import (
 )
 from functron.spmd.spec import P
 
-Schedule = Callable[[int | torch.Tensor], torch.Tensor]
+Schedule = Callable[[int | torch.Tensor], Any]
+"""``schedule(count)``: a 0-dim tensor; of a schedule of one's own, a number will do as well."""
+
+LearningRate = float | Schedule
 
 
 @public
@@ -230,8 +233,7 @@ def relative_step(limit: float = 0.01, *, warm_up: bool = False) -> Schedule:
         ValueError: a limit that is not positive and finite.
     """
     if not (math.isfinite(limit) and limit > 0):
-        wanted = "a positive, finite rate"
-        raise_problems("relative_step schedule", [Problem("limit", repr(limit), wanted)])
+        refuse("relative_step schedule", "limit", repr(limit), "a positive, finite rate")
 
     def schedule(count: int | torch.Tensor) -> torch.Tensor:
         step = _tensor(count) + 1
@@ -343,7 +345,7 @@ def problems(
     init: float = 0.0,
     power: float = 1.0,
 ) -> list[Problem]:
-    """What is wrong with these arguments of a schedule; None for one that it does not take."""
+    """The problems of these arguments of a schedule; None for one that it does not take."""
     found = []
     for name, rate in (("peak", peak), ("end", end), ("init", init)):
         if not (math.isfinite(rate) and rate >= 0):
@@ -381,10 +383,6 @@ def problems(
 
 def _check(name: str, *args, **kwargs) -> None:
     raise_problems(f"{name} schedule", problems(*args, **kwargs))
-
-
-Rate = Callable[[int | torch.Tensor], float | torch.Tensor]
-LearningRate = float | Rate
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -570,5 +568,5 @@ def _kept(value: Any) -> torch.Tensor:
 
 
 def _given(hyperparams: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What the factory is given: numbers, where they are known and nobody differentiates them."""
+    """Arguments of the factory: numbers, where they are known and nobody differentiates them."""
     return {name: x.item() if readable(x) else x for name, x in hyperparams.items()}

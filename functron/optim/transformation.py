@@ -35,14 +35,14 @@ State = tree.Tree
 Params = tree.Tree
 
 
-class Around(NamedTuple):
-    """What the transformations around one do, to be done by it in its own pass over memory.
+class Fusion(NamedTuple):
+    """The work of the transformations around one, for it to do in its own pass over memory.
 
     Attributes:
         factor: what gradients are multiplied by first, 0-dim; None: nothing.
         masters: float32 copies that are updated in place of low-precision parameters, which then
             are these rounded; None, as a whole or in places, where there is none.
-        rounding: how parameters are rounded, an `ops.adamw.Stochastic` each; None: to nearest.
+        rounding: of parameters, an `ops.adamw.Stochastic` each; None: to nearest.
     """
 
     factor: torch.Tensor | None = None
@@ -62,7 +62,7 @@ class Norm(NamedTuple):
     value: Callable[[Updates], torch.Tensor]
 
 
-OnePass = Callable[[Updates, State, Params, Around], Callable[[], tuple[Params, State]] | None]
+OnePass = Callable[[Updates, State, Params, Fusion], Callable[[], tuple[Params, State]] | None]
 
 
 class GradientTransformation(NamedTuple):
@@ -300,7 +300,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             before = [t.update_ for t in transformations[:-2]]
             updates, kept = run(before, grads, state[:-2], params, **norm)
             by = factor(updates, **({} if before else norm))
-            together = one_pass(updates, state[-1], params, Around(by))
+            together = one_pass(updates, state[-1], params, Fusion(by))
             if together is None:
                 params, last = last_step_(multiply_(updates, by), state[-1], params)
             else:
@@ -333,6 +333,21 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         norm=transformations[0].norm if transformations else None,
         with_specs=with_specs if unbound else None,
     )
+
+
+def applying(run: Callable) -> Callable[[Callable], Callable]:
+    """``run(method, updates, state, params, **norm)`` as a function of a method to its wrapper.
+
+    So that what surrounds `update` of an inner transformation also surrounds its `update_`.
+    """
+
+    def around(method: Callable) -> Callable:
+        def wrapper(updates, state, params=None, **norm):
+            return run(method, updates, state, params, **norm)
+
+        return wrapper
+
+    return around
 
 
 def norm_of_part(norm: Norm | None, part: Callable[[Updates], Updates]) -> Norm | None:

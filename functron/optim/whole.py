@@ -152,7 +152,7 @@ def wholes(value: tree.Tree, defs: tree.Tree = None, specs: tree.Tree = None) ->
 
 
 def _unlike(whole: Whole, x: torch.Tensor) -> Problem | None:
-    """What is wrong with taking x for a shard, which may be padded."""
+    """The problem of taking x for a shard, which may be padded; None: there is none."""
     own = list(whole.own)
     sizes = [_split(whole.shape[dim], whole.axes([dim])) for dim in own]
     if x.dim() == len(whole.shape) and [x.shape[dim] for dim in own] == sizes:

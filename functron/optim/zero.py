@@ -27,7 +27,7 @@ import torch
 from functron.core import tree
 from functron.core.errors import public, refuse
 from functron.ops.foreach import foreach_
-from functron.optim.transformation import GradientTransformation, apply_updates
+from functron.optim.transformation import GradientTransformation, apply_updates, applying
 from functron.program.recorder import active
 from functron.spmd.mesh import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.spmd.shards import as_entry, cut_tree, cuts_between, join, padded_shape, take
@@ -172,11 +172,11 @@ def zero(
                 _overwrite(param, join(part, cuts, param.shape), path)
         return params
 
-    def one_pass(grads, state, params, around):
-        if inner.one_pass is None or around.masters is not None or around.rounding is not None:
-            return None  # what is around this is of whole parameters
+    def one_pass(grads, state, params, fusion):
+        if inner.one_pass is None or fusion.masters is not None or fusion.rounding is not None:
+            return None  # masters and rounding are of whole parameters
         mine = parts(params)
-        together = inner.one_pass(grads, state, mine, around)
+        together = inner.one_pass(grads, state, mine, fusion)
         if together is None:
             return None
 
@@ -186,15 +186,12 @@ def zero(
 
         return run
 
+    wrap = applying(run)
     return GradientTransformation(
         init,
-        lambda updates, state, params=None, **norm: run(
-            inner.update, updates, state, params, **norm
-        ),
+        wrap(inner.update),
         lambda param_specs: inner.specs(extended(param_specs)),
-        lambda updates, state, params=None, **norm: run(
-            inner.update_, updates, state, params, **norm
-        ),
+        wrap(inner.update_),
         step_,
         lambda param_specs: inner.grad_specs(extended(param_specs)),
         one_pass=one_pass,

@@ -13,7 +13,7 @@ before any are dropped.
 All of it is over tokens that count, and weighted by how many these are, as the loss is a sum over
 tokens: dividing that by their number gives the mean over tokens of loss and balance alike.
 
-What routing did, as sums that add up over ranks and microbatches, and what they say.
+`statistics` are sums over tokens, which add up over ranks and microbatches; `summary` reads them.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def statistics(
 
 
 def summary(sums: RouterSums) -> dict[str, float]:
-    """What sums over a batch say, for people: numbers on the host.
+    """Rates and ratios of sums over a batch, for people: numbers on the host.
 
     Args:
         sums: of all ranks; those of several layers may be stacked on leading dims.
@@ -211,7 +211,7 @@ def _imbalance(
 def _against_load(
     balance: Tensor, routing: RouterOutput, config: MoEConfig, counted: Tensor, stream: P
 ) -> Tensor:
-    """0, with the derivative by `balance` that `auxiliary` says: of what tokens did choose."""
+    """0, with the derivative by `balance` in `auxiliary`: of the experts that tokens did choose."""
     taken = counted.unsqueeze(-1).expand_as(routing.experts)
     load = expert_load(routing.experts, taken, config.num_experts).sum(0)
     excess = load * config.num_experts - load.sum()

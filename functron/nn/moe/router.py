@@ -3,12 +3,8 @@
 The router's weight is whole on every rank, and each rank routes its own tokens. Over the tensor-
 parallel ranks tokens are the same, or other ones under sequence parallelism; either way gradients
 are right because specs do not mention the axis, and nothing here asks which. Where tokens compete
-(capacity, expert choice, Sinkhorn) they do so within their sequence: see `capacity`.
-
-Which tokens an expert of limited capacity computes: decided for whole sequences, on any mesh.
-
-Tokens compete with those of their own sequence and no others, so that neither the ranks nor the
-microbatches that a batch is cut into change what is dropped.
+(capacity, expert choice, Sinkhorn) they do so with those of their own sequence and no others, so
+that neither the ranks nor the microbatches that a batch is cut into change what is dropped.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron.core import tree
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import public, refuse
 from functron.optim.average import ema
 from functron.optim.mask import Mask, add_decayed_weights
 from functron.optim.schedules import LearningRate, new_count, scale_by_learning_rate
@@ -148,10 +148,8 @@ def _columns(like: tree.Tree, rows: list[tuple], count: int) -> list[tree.Tree]:
 def _replicated(param_specs: tree.Tree) -> P:
     sharded = [s for s in tree.leaves(param_specs, lambda x: isinstance(x, P)) if any(s)]
     if sharded:
-        raise_problems(
-            "adafactor cannot tell how its state is sharded",
-            [Problem("defs", "None", f"the parameters' defs, for specs such as {sharded[0]}")],
-        )
+        wanted = f"the parameters' defs, for specs such as {sharded[0]}"
+        refuse("adafactor cannot tell how its state is sharded", "defs", "None", wanted)
     return P()
 
 

@@ -36,7 +36,7 @@ from functron.spmd.spec import P, dim_axes
 
 
 class ScaleBySoapState(NamedTuple):
-    """What SOAP remembers of every parameter, as matrices: [*stacked, inputs, outputs] and so on.
+    """The state of SOAP, for every parameter, as matrices: [*stacked, inputs, outputs] and so on.
 
     A parameter that is not stacked has a leading 1. Float32 at least.
 
