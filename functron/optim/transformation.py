@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec, cast
 
 import torch
 
@@ -123,7 +123,7 @@ def bindable(
     as `inner` is bound too.
     """
     signature = inspect.signature(make)
-    names = signature.parameters
+    names, again = signature.parameters, cast(Callable[..., GradientTransformation], make)
 
     @functools.wraps(make)
     def made(*args: Make.args, **kwargs: Make.kwargs) -> GradientTransformation:
@@ -138,7 +138,7 @@ def bindable(
                     found.setdefault("copies", copies)
             if inner is not None:
                 found["inner"] = inner.bind(specs, copies)
-            return make(**found)
+            return again(**found)
 
         unbound = missing or (inner is not None and inner.with_specs is not None)
         return make(*args, **kwargs)._replace(with_specs=with_specs if unbound else None)
@@ -335,13 +335,13 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     )
 
 
-def applying(run: Callable) -> Callable[[Callable], Callable]:
+def applying(run: Callable) -> Callable[[Any], Callable]:
     """``run(method, updates, state, params, **norm)`` as a function of a method to its wrapper.
 
     So that what surrounds `update` of an inner transformation also surrounds its `update_`.
     """
 
-    def around(method: Callable) -> Callable:
+    def around(method: Any) -> Callable:
         def wrapper(updates, state, params=None, **norm):
             return run(method, updates, state, params, **norm)
 

@@ -45,7 +45,7 @@ from functron.nn.moe.experts import ExpertActivation, expert_defs, experts
 from functron.nn.moe.router import (
     Router,
     RouterInput,
-    RouterOutput,
+    Routing,
     capacity,
     route,
     route_by,
@@ -402,9 +402,13 @@ def moe(
             params["router"], x, config, stream=stream, rows=rows, positions=positions, key=key,
             kernels=kernels,
         )  # fmt: skip
+        share = auxiliary(
+            params["router"], routing, config, counted=counted, stream=stream, kernels=kernels
+        )
     else:
         inputs = RouterInput(x, config, counted, stream, rows, positions, key, kernels)
-        routing = route_by(router, params["router"], inputs)
+        routing, share = route_by(router, params["router"], inputs)
+        share = over_context(share, stream)
     narrow = x @ params["latent"]["down"]["w"] if config.latent_dim else x
     shared: list[Tensor] = []
 
@@ -419,19 +423,13 @@ def moe(
     if config.latent_dim:
         y = y @ params["latent"]["up"]["w"]
     y = sum(shared, y)
-    if routing.auxiliary is not None:
-        share = over_context(routing.auxiliary, stream)
-    else:
-        share = auxiliary(
-            params["router"], routing, config, counted=counted, stream=stream, kernels=kernels
-        )
     return y, share, statistics(routing, config, counted=counted, stream=stream)
 
 
 def _routed(
     params: dict,
     x: Tensor,
-    routing: RouterOutput,
+    routing: Routing,
     config: MoEConfig,
     activation: ExpertActivation,
     stream: P,
