@@ -11,6 +11,7 @@ from functron.core import random, tree
 from functron.core.scopes import named_scope
 from functron.models import bert, gpt, llava, lora, mamba, t5, vit
 from functron.models.generation import generate
+from functron.models.options import Hook, ModelOptions
 from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
 from functron.program import debug
 from functron.program.program import Program
@@ -51,7 +52,9 @@ __all__ = [
     "DATA_AXES",
     "BoundMesh",
     "Gather",
+    "Hook",
     "Mesh",
+    "ModelOptions",
     "P",
     "ParamDef",
     "Program",

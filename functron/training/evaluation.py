@@ -329,12 +329,12 @@ def loss_memory_bytes(config: TrainConfig, mesh: Mesh | BoundMesh, rows: int, se
 
 def _of_all(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[Callable, tree.Tree]:
     """The sum over microbatches of a model that every rank has all layers of, and its specs."""
-    model, settings = _plain(config, mesh)
+    model, options = _plain(config, mesh)
     family = config.family
     loss: Callable = gpt.loss_and_details if family.has_details(model) else family.loss
 
     def microbatch(params, batch):
-        return _next_token(loss(model, params, batch, **settings))
+        return _next_token(loss(model, params, batch, options))
 
     specs = param_specs(plan.defs_of(config), plan.rules_of(config, mesh))
     return accumulate(microbatch, config.microbatches), specs
@@ -342,12 +342,12 @@ def _of_all(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[Callable, tree
 
 def _of_stages(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[Callable, tree.Tree]:
     """The sum over microbatches of a model in stages, and the specs of what this process holds."""
-    model, settings = _plain(config, mesh)
+    model, options = _plain(config, mesh)
     schedule = plan.schedule_for(config, mesh)
     partition = plan.partition_for(config, mesh, schedule)
 
     def stage(part, params, x, batch):
-        y = gpt.stage_loss(model, part, params, x, batch, **settings)
+        y = gpt.stage_loss(model, part, params, x, batch, options)
         return _next_token(y) if part.loss else y
 
     stages = pipelined(stage, partition, schedule.forward_only())
@@ -360,12 +360,12 @@ def _of_stages(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[Callable, t
     return program, param_specs(defs, plan.rules_of(config, mesh))
 
 
-def _plain(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[Any, dict[str, Any]]:
+def _plain(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[Any, gpt.ModelOptions]:
     """The model and how to run it, without what only training needs."""
     model = config.architecture
     if isinstance(model, gpt.GPTConfig):
         model = dataclasses.replace(model, z_loss=0.0, mtp_depth=0)
-    return model, {**plan.settings_of(config, mesh), "key": None, "remat": "none"}
+    return model, dataclasses.replace(plan.settings_of(config, mesh), remat="none")
 
 
 def _next_token(y: Any) -> torch.Tensor:

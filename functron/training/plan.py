@@ -21,6 +21,7 @@ from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems
 from functron.models import gpt, lora
 from functron.models.lora import lora_defs, trainable
+from functron.models.options import ModelOptions
 from functron.ops import use
 from functron.optim import torch_dtype
 from functron.params import ParamDef, decay_mask, param_specs, weight_mask
@@ -243,20 +244,16 @@ def used_specs(config: TrainConfig, specs: tree.Tree) -> tree.Tree:
     return whole_over(specs, FSDP_AXES) if config.gather == "step" else specs
 
 
-def settings_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> dict[str, Any]:
-    """How the model is run, but for its key: the keyword arguments of its family's loss."""
+def settings_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> ModelOptions:
+    """How the model is run: the options of its family's loss."""
     settings = {
         "context": context_of(config),
         "experts": config.experts,
         "kernels": use(config.kernels),
         "loss_chunk_tokens": config.loss_chunk_tokens,
     }
-    return {
-        "stream": stream_of(config),
-        "remat": config.remat,
-        "gather": gather_of(config, mesh),
-        **{name: value for name, value in settings.items() if name in config.family.settings},
-    }
+    own: dict[str, Any] = {k: v for k, v in settings.items() if k in config.family.settings}
+    return ModelOptions(stream_of(config), config.remat, gather_of(config, mesh), **own)
 
 
 def stage_of(config: TrainConfig, mesh: Mesh | BoundMesh, *, watch: bool = False) -> Callable:
@@ -265,13 +262,13 @@ def stage_of(config: TrainConfig, mesh: Mesh | BoundMesh, *, watch: bool = False
     Args:
         config: what is to be run.
         mesh: where.
-        watch: say how large the residual stream is after every layer; see `gpt.loss_and_details`.
+        watch: measure the residual stream after every layer; see `ModelOptions`.
     """
-    model, settings = config.gpt, settings_of(config, mesh)
+    model, options = config.gpt, replace(settings_of(config, mesh), watch=watch)
 
     def stage(part, params, x, batch, key, total):
         key = key if model.random else None
-        y = gpt.stage_loss(model, part, params, x, batch, key=key, watch=watch, **settings)
+        y = gpt.stage_loss(model, part, params, x, batch, options, key=key)
         if not part.loss:
             return y
         return (y[0] / total, y[1]) if isinstance(y, tuple) else y / total
@@ -381,11 +378,11 @@ def assemble(config: TrainConfig, mesh: Mesh | BoundMesh) -> Recipe:
         # of other families nothing says how large the stream is after a layer
         watch = layers is not None and family.name == "gpt"
         details = watch or family.has_details(model)
-        more = functools.partial(gpt.loss_and_details, config.gpt, watch=watch)
-        summed = more if details else functools.partial(family.loss, model)
+        options = replace(settings, watch=watch)
+        summed: Callable = gpt.loss_and_details if details else family.loss
 
         def loss(params, batch, key):
-            return summed(params, batch, key=key if model.random else None, **settings)
+            return summed(model, params, batch, options, key=key if model.random else None)
 
         return make_step(
             loss,

@@ -151,13 +151,13 @@ def sharded(name, mesh, stream="", remat="none", num_microbatches=1, fsdp=("fsdp
     """The per-rank gradient program on `mesh`, as a function of global values."""
     module, config = MODELS[name].module, MODELS[name].config
     specs = ft.param_specs(module.defs(config), module.rules(config, mesh, fsdp=fsdp))
-    how = {"stream": STREAMS[stream], "remat": remat, "gather": ft.Gather(specs)}
+    options = ft.ModelOptions(STREAMS[stream], remat, ft.Gather(specs))
 
     def program(weights, data, key):
         total = MODELS[name].num_targets(data)
 
         def loss(weights, data):
-            return module.loss(config, weights, data, key=key, **how) / total
+            return module.loss(config, weights, data, options, key=key) / total
 
         both = ft.accumulate(ft.value_and_grad(loss), num_microbatches)
         value, grads = both(weights, data)

@@ -306,7 +306,9 @@ def check_forward() -> None:
         data = batch(count * mesh["dp"])
 
         def stage(part, params, x, batch, config=config, stream=stream):
-            return gpt.stage(config, part, params, x, batch, stream=STREAMS[stream])
+            return gpt.stage(
+                config, part, params, x, batch, ft.ModelOptions(stream=STREAMS[stream])
+            )
 
         stages = pipelined(stage, partition, schedule)
 
