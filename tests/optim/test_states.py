@@ -10,7 +10,7 @@ from functron.params import Normal
 
 NORMAL = Normal(0.02)
 DEFS = {
-    "w": ParamDef((4, 6), ("embed", "mlp"), NORMAL),
+    "w": ParamDef((2, 4, 6), ("layers", "embed", "mlp"), NORMAL),
     "b": ParamDef((6,), ("mlp",), NORMAL),
 }
 PARAMS = {name: torch.full(d.shape, 2.0) for name, d in DEFS.items()}
