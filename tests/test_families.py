@@ -19,7 +19,7 @@ import functron as ft
 from functron import bert, checkpoint, mamba, random, t5, tree
 from functron.cli.main import main
 from functron.data import Blend, IndexedWriter, Tokenizer
-from functron.data.hidden import Changed, spans_of
+from functron.data.denoising import Transformed, spans_of
 from functron.data.text_tokenizer import ByteTokenizer
 from functron.models.bert import BertConfig
 from functron.models.family import FAMILIES, PRESETS, family_of
@@ -30,7 +30,7 @@ from functron.training import data as corpus
 from functron.training import run_folder
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, dump, load, with_model
-from functron.training.plan import step_program
+from functron.training.plan import plan
 from functron.training.train import prepare
 from tests.data.chats import corpus as chats
 from tests.data.chats import make_tokenizer, write_lines
@@ -215,7 +215,7 @@ def test_learns_from_conversations(tmp_path):
 
 def test_programs_of_presets_need_no_memory():
     config = with_model(TrainConfig(seq=2048, mesh="dp=2,tp=2"), "mamba2-2.7b")
-    assert step_program(config, Mesh.parse(config.mesh)).cost().hardware_flops > 1e12
+    assert plan(config, Mesh.parse(config.mesh)).program().cost().hardware_flops > 1e12
 
 
 # masks
@@ -249,7 +249,7 @@ def test_masked_samples_are_the_text(tmp_path):
     config = dataclasses.replace(with_model(TrainConfig(data=TEXT, seq=64), "bert-tiny"), seed=3)
     plain = corpus.open_samples(TrainConfig(data=TEXT, seq=64, seed=3))
     samples = corpus.open_samples(config)
-    assert isinstance(samples, Changed)
+    assert isinstance(samples, Transformed)
     whole, text = samples.batch(5, 64), plain.batch(5, 64)
     chosen = whole["targets"] != ft.nn.IGNORE_INDEX
     assert abs(float(chosen.double().mean()) - 0.15) < 4 * (0.15 * 0.85 / 4096) ** 0.5

@@ -16,14 +16,12 @@ from typing import Annotated
 import tyro
 
 from functron.cli import launch
-from functron.cli.options import parse, parse_run, step_report
-from functron.core import tree
-from functron.params import num_params, param_specs
+from functron.cli.options import parse, parse_run
 from functron.pipeline import Schedule, make
 from functron.spmd import DATA_AXES, Mesh
-from functron.spmd.spec import local_shape
-from functron.training import plan
 from functron.training.config import TrainConfig
+from functron.training.costs import parameter_table, step_report
+from functron.training.plan import plan
 
 _SEQ = 2048  # of models that take sequences of any length
 
@@ -59,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
             seq=config.seq or getattr(config.architecture, "max_seq", _SEQ),
             global_batch=config.global_batch or data_ranks * config.microbatches,
         )
-        text = step_report(config, mesh, program=options.program)
+        text = step_report(plan(config, mesh), program=options.program)
     print(text)
     return 0
 
@@ -81,35 +79,8 @@ def run_params(arguments: Sequence[str]) -> int:
     """Print the table."""
     with launch.mistakes():
         config: TrainConfig = parse_run(ParamsOptions, arguments, "params").options
-        print(parameter_table(config, Mesh.parse(config.mesh)))
+        print(parameter_table(plan(config, Mesh.parse(config.mesh))))
     return 0
-
-
-def parameter_table(config: TrainConfig, mesh: Mesh) -> str:
-    """The parameters of a run, with those of LoRA, and their shards on `mesh`, as text.
-
-    Raises:
-        ValueError: it cannot run on the mesh.
-    """
-    defs = plan.defs_of(config)
-    specs = param_specs(defs, plan.rules_of(config, mesh))
-    rows = [("path", "shape", "logical axes", "spec", "local shape", "parameters", "bytes")]
-    total_bytes = local_bytes = 0
-    for path, d, spec in zip(tree.paths(defs), tree.leaves(defs), tree.leaves(specs), strict=True):
-        count, local = math.prod(d.shape), local_shape(d.shape, spec, mesh)
-        total_bytes += count * d.dtype.itemsize
-        local_bytes += math.prod(local) * d.dtype.itemsize
-        axes = " ".join(name or "-" for name in d.axes)
-        size = f"{count * d.dtype.itemsize:,}"
-        rows.append((path, str(d.shape), axes, str(spec), str(local), f"{count:,}", size))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:5], widths[:5], strict=True)]
-        cells += [cell.rjust(width) for cell, width in zip(row[5:], widths[5:], strict=True)]
-        lines.append("  ".join(cells))
-    total = f"{num_params(defs):,} parameters, {total_bytes:,} bytes"
-    return "\n".join([*lines, "", f"{total}; {local_bytes:,} bytes per rank"])
 
 
 @dataclass(frozen=True)

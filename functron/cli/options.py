@@ -22,11 +22,8 @@ import tyro
 
 from functron.cli import launch
 from functron.core.errors import Problem, raise_problems
-from functron.spmd import Mesh
 from functron.training import run_folder
 from functron.training.config import TrainConfig, load, with_model
-from functron.training.plan import step_program
-from functron.training.stage_costs import pipeline_cost
 
 T = TypeVar("T")
 
@@ -219,33 +216,6 @@ def _file_of(path: Path) -> Path:
     wanted = f"a run folder, or a file like its {run_folder.CONFIG}"
     raise_problems("no such run", [Problem(str(path), "a folder where no run is", wanted, fix)])
     raise AssertionError("unreachable")
-
-
-def step_report(config: TrainConfig, mesh: Mesh, *, program: bool = False) -> str:
-    """The cost and memory of one rank in the training step of `config`, as text.
-
-    Args:
-        config: the run.
-        mesh: its ranks.
-        program: have the whole program in it as well (not with pp).
-
-    Raises:
-        ValueError: the model cannot run on the mesh, or the batch does not divide.
-    """
-    samples = f"{config.global_batch} samples of {config.seq} tokens"
-    title = (
-        f"{config.title}, one of {mesh.size} ranks ({str(mesh) or 'no mesh'}), {samples} per step"
-    )
-    if mesh["pp"] > 1:
-        if program:
-            raise ValueError(
-                "program: got a mesh with pp, whose ranks run a schedule and not one program; "
-                "wanted pp=1; fix: leave --program out"
-            )
-        return f"{title}\n\n{pipeline_cost(config, mesh)}"
-    traced = step_program(config, mesh)
-    whole = f"{traced}\n" if program else ""
-    return f"{whole}{title}\n\n{traced.cost()}\n\n{traced.memory()}"
 
 
 def device_type(name: str, processes: int = 1) -> str:

@@ -3,7 +3,7 @@
 Tokens, places and segments are embedded and normed; blocks add attention to all tokens that are no
 padding, and a feed-forward layer, and norm after each. A transformed stream times the embedding
 gives the logits of the tokens at masked places. There is no next-sentence loss, which later work
-found no use for (Liu et al. 2019, section 4.2). `functron.data.hidden` makes masked batches.
+found no use for (Liu et al. 2019, section 4.2). `functron.data.denoising` makes masked batches.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, bert, gpt, llava, mamba, random, t5, tree, vit
-from functron.data.hidden import mask_tokens
+from functron.data.denoising import mask_tokens
 
 TOLERANCE = 1e-10
 BATCH, SEQ, VOCAB = 8, 16, 50

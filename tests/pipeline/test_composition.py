@@ -19,8 +19,7 @@ from functron import Mesh, P, gpt, lax, optim, random, tree
 from functron.nn import IGNORE_INDEX
 from functron.pipeline import NAMES, Partition, Pipeline, Schedule, make, pipelined, whole
 from functron.pipeline.layout import Layout, layout_of
-from functron.pipeline.pieces import Pieces
-from functron.pipeline.work import Pullbacks
+from functron.pipeline.work import Pieces, Pullbacks
 from functron.training.step import make_pipelined_step
 
 TOLERANCE = 1e-10
