@@ -3,10 +3,11 @@
 from functron.data.blend import Blend, Exhaustive, Mixture, split, split_documents
 from functron.data.chat import Chat
 from functron.data.context_schedule import Costs, Placement, Plan, arrange, schedule
-from functron.data.denoising import FillInTheMiddle
+from functron.data.denoising import FillInTheMiddle, mask_tokens
+from functron.data.documents import python_text
 from functron.data.indexed import IndexedFile, verify
 from functron.data.indexed_writer import IndexedWriter, merge
-from functron.data.order import Samples, permute
+from functron.data.order import Samples, permute, shuffled
 from functron.data.packed import PackedChat, PackedTokens
 from functron.data.packing import balance, pack
 from functron.data.shards import open_tokens
@@ -36,12 +37,15 @@ __all__ = [
     "arrange",
     "balance",
     "check_tokens",
+    "mask_tokens",
     "merge",
     "open_tokenizer",
     "open_tokens",
     "pack",
     "permute",
+    "python_text",
     "schedule",
+    "shuffled",
     "split",
     "split_documents",
     "verify",
