@@ -12,19 +12,30 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from functron.training.compare import compare
     from functron.training.config import TrainConfig
-    from functron.training.plan import plan
+    from functron.training.plan import Plan, plan
+    from functron.training.train import prepare, train
 
-__all__ = ["TrainConfig", "plan"]
+__all__ = ["Plan", "TrainConfig", "compare", "plan", "prepare", "train"]
 
-_MEMBERS: Mapping[str, str] = MappingProxyType({"TrainConfig": "config", "plan": "plan"})
+_MEMBERS: Mapping[str, str] = MappingProxyType(
+    {
+        "Plan": "plan",
+        "TrainConfig": "config",
+        "compare": "compare",
+        "plan": "plan",
+        "prepare": "train",
+        "train": "train",
+    }
+)
 """Public names, and the modules that they are in."""
 
 
 class _Package(ModuleType):
     """A package whose public functions keep their names from the modules that they are in.
 
-    An import of ``functron.training.plan`` would otherwise replace the function `plan`.
+    An import of ``functron.training.train`` would otherwise replace the function `train`.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
