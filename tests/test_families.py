@@ -30,7 +30,7 @@ from functron.training import data as corpus
 from functron.training import run_folder
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, dump, load, with_model
-from functron.training.plan import step_program
+from functron.training.plan import plan
 from functron.training.train import prepare
 from tests.data.chats import corpus as chats
 from tests.data.chats import make_tokenizer, write_lines
@@ -215,7 +215,7 @@ def test_learns_from_conversations(tmp_path):
 
 def test_programs_of_presets_need_no_memory():
     config = with_model(TrainConfig(seq=2048, mesh="dp=2,tp=2"), "mamba2-2.7b")
-    assert step_program(config, Mesh.parse(config.mesh)).cost().hardware_flops > 1e12
+    assert plan(config, Mesh.parse(config.mesh)).program().cost().hardware_flops > 1e12
 
 
 # masks

@@ -436,8 +436,8 @@ def test_windows_become_shorter_where_memory_is_scarce(whole, capsys, monkeypatc
     """And say so: the longest text has 208 targets, and 104 of them fit."""
     needed = {}
 
-    def measured(config, mesh, rows, seq):
-        needed[seq] = loss_memory_bytes(config, mesh, rows, seq)
+    def measured(plan, rows, seq):
+        needed[seq] = loss_memory_bytes(plan, rows, seq)
         return needed[seq]
 
     monkeypatch.setattr(evaluate_command, "loss_memory_bytes", measured)

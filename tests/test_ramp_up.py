@@ -25,7 +25,7 @@ from functron.optim import OptimizerConfig
 from functron.training import run_folder
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, load
-from functron.training.plan import defs_of
+from functron.training.plan import plan
 from functron.training.train import prepare, train
 
 RUN = TrainConfig(
@@ -54,7 +54,7 @@ def alone():
 
 
 def test_losses_are_those_of_a_loop_by_hand(alone):
-    params = ft.init_params(random.split(random.key(RUN.seed), 2)[0], defs_of(RUN))
+    params = ft.init_params(random.split(random.key(RUN.seed), 2)[0], plan(RUN, Mesh()).whole_defs)
     leaves, structure = tree.flatten(params)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     decays = ["norm" not in path for path in tree.paths(params)]

@@ -9,9 +9,8 @@ import functron as ft
 from functron import Mesh, P, checkpoint, gpt, lax, optim, random, tree
 from functron.spmd.donation import Donated
 from functron.spmd.shards import unpad
-from functron.training import plan
 from functron.training.config import TrainConfig
-from functron.training.step import state_specs
+from functron.training.plan import plan
 from functron.training.train import prepare
 
 CONFIG = gpt.GPTConfig(
@@ -393,7 +392,7 @@ LOW = gpt.GPTConfig(
 def low_recipe(mesh, zero=0, **settings):
     chosen = optim.OptimizerConfig("sgd", momentum=0.9, clip_norm=0, fp32_masters=True, **settings)
     config = TrainConfig(gpt=LOW, mesh=mesh, zero=zero, seq=8, global_batch=4, optimizer=chosen)
-    return config, plan.assemble(config, Mesh.parse(mesh))
+    return config, plan(config, Mesh.parse(mesh))
 
 
 def masters_of(state, specs, mesh):
@@ -416,10 +415,10 @@ def test_masters_begin_before_rounding(mesh, zero):
     """Random parameters are float32 numbers rounded: the masters are these, on every mesh."""
     _, made = low_recipe(mesh, zero, ema_decay=0.5)
     ranks = Mesh.parse(mesh)
-    state = made.init(random.key(1), ranks)
+    state = made.init(random.key(1))
     wide = tree.map(lambda d: dataclasses.replace(d, dtype=torch.float32), gpt.defs(LOW))
     exact = tree.leaves(ft.init_params(random.split(random.key(1))[0], wide))
-    specs = state_specs(made.specs, made.optimizer)
+    specs = made.state_specs
     for p, master, x in zip(
         tree.leaves(state.params), masters_of(state, specs, ranks), exact, strict=True
     ):
@@ -449,7 +448,7 @@ def test_masters_of_a_pretrained_model_in_float32(tmp_path):
     state = prepare(
         dataclasses.replace(config, format="mock"), mesh, begin_from=tmp_path / "0"
     ).state
-    specs = state_specs(made.specs, made.optimizer)
+    specs = made.state_specs
     for p, master, x in zip(
         tree.leaves(state.params), masters_of(state, specs, mesh), tree.leaves(params), strict=True
     ):

@@ -39,7 +39,7 @@ from functron.training.evaluation import (
     slide,
 )
 from functron.training.loop import free_memory_bytes
-from functron.training.plan import assemble, placement
+from functron.training.plan import plan
 from functron.training.train import own_part
 
 _PARALLEL = (
@@ -194,7 +194,7 @@ def _chosen(
     most = options.seq or getattr(model, "max_seq", _ANY_SEQ) // parts * parts
     chunked = "loss_chunk_tokens" in config.family.settings and not config.gpt.logit_cap
     chunk = config.loss_chunk_tokens or _LOSS_CHUNK_TOKENS * chunked
-    free = free_memory_bytes(device)
+    free, base = free_memory_bytes(device), plan(config, mesh)
     if isinstance(mesh, BoundMesh) and device.type == "cpu":
         free //= mesh.size  # which all are on this machine, as far as is known
 
@@ -204,7 +204,7 @@ def _chosen(
         rows = batch // config.microbatches
         made = replace(config, seq=seq, global_batch=batch)
         made = replace(made, loss_chunk_tokens=chunk if rows * tokens > chunk else 0)
-        return made, loss_memory_bytes(made, mesh, rows, tokens)
+        return made, loss_memory_bytes(replace(base, config=made), rows, tokens)
 
     seq, (made, needed) = most, sized(most)
     first = needed
@@ -288,18 +288,16 @@ def _scorer(
     names = list(checkpoint.Checkpoint(path))
     if not lora.has_adapters(names):
         config = replace(config, lora_rank=0)  # a run that has begun from a model without
-    recipe = assemble(config, mesh)
-    partition = recipe.partition if isinstance(mesh, BoundMesh) else None
-    where = placement(config, mesh, partition)
-    like = recipe.init(random.key(0).to("meta"), mesh)
+    made = plan(config, mesh)
+    like, where = made.init(random.key(0).to("meta")), made.placement
     if config.eval_averaged:
-        assert recipe.averaged is not None
+        assert made.averaged is not None
         state = checkpoint.restore(path, like, placement=where, device=device)
-        params = recipe.averaged(state)
+        params = made.averaged(state)
     else:
         only = {"params": like.params}
         params = checkpoint.restore(path, only, placement=where, device=device)["params"]
-    program = loss_program(config, mesh)
+    program = loss_program(made)
 
     def batch(held_out: HeldOut, index: int) -> dict[str, torch.Tensor]:
         host = own_part(mesh, lambda part: held_out.batch(index, part))

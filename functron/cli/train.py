@@ -16,16 +16,16 @@ import tyro
 from functron.cli.launch import device_type, join, launch, leave
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes, outside
-from functron.core import tree
 from functron.models import lora
 from functron.params import num_params
 from functron.spmd import Mesh
-from functron.training import plan, records, run_folder
+from functron.training import records, run_folder
 from functron.training.checks import validate
 from functron.training.config import BOXES, COMMON, TrainConfig, load, with_model
+from functron.training.costs import bubble_note, step_report
 from functron.training.data import is_chat, reader_of, with_tokenizer
 from functron.training.loop import Outcome, exit_code
-from functron.training.report import step_report
+from functron.training.plan import plan
 from functron.training.train import Run, prepare, train
 
 
@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
         config = with_tokenizer(options.options)
         validate(config, processes=here.world_size if here else None)
         if options.dry_run:
-            report_text = step_report(config, Mesh.parse(config.mesh))
+            report_text = step_report(plan(config, Mesh.parse(config.mesh)))
             if here is None or here.rank == 0:
                 print(report_text)
             return 0
@@ -95,7 +95,9 @@ def _folder(config: TrainConfig) -> tuple[Path, Path | None]:
 def _introduction(run: Run, here: Process | None) -> list[str]:
     config, text = run.config, run.text
     name = config.data or "this Python's documentation and standard library"
-    count = num_params(config.family.defs(config.architecture))
+    defs = run.plan.whole_defs
+    own, adapters = lora.split(defs) if config.lora else (defs, {})
+    count = num_params(own)
     lines = [
         f"model  {config.title}: {count:,} parameters",
         f"data   {name}: {text.summary()}",
@@ -108,8 +110,7 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
     if tokenizer is not None:
         lines.append(f"tokens {tokenizer}")
     if config.lora is not None:
-        defs = plan.defs_of(config)
-        count = num_params(tree.partition(defs, lora.trainable(defs))[0])
+        count = num_params(adapters)
         lines.append(
             f"lora   rank {config.lora_rank}: {count:,} parameters more, which alone train"
         )
@@ -120,7 +121,7 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
             f"mesh   {config.mesh}: {run.mesh.size} ranks simulated in this process "
             f"(--nproc {run.mesh.size} starts processes)"
         )
-    if (note := plan.bubble_note(config, run.mesh)) is not None:
+    if (note := bubble_note(run.plan)) is not None:
         lines.append(f"bubble {note}")
     if config.resume:
         done = f"after step {run.start}" if run.start else "with the first step: none is saved yet"

@@ -1,1 +1,6 @@
-"""Making code of a program: `jit`, segments, schedules of kernels, Inductor."""
+"""Making code of a program: `jit` of a function, and `compile` of what `functron.trace` made."""
+
+from functron.compiler.executable import Executable, compile  # noqa: A004
+from functron.compiler.jit import jit
+
+__all__ = ["Executable", "compile", "jit"]

@@ -37,11 +37,19 @@ from typing import Any
 
 import torch
 
-from functron.compiler.compile import takers
+from functron.compiler.executable import takers
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems
-from functron.program.equations import Block, Equation, Scan, Var, contiguous_strides
-from functron.program.program import Input, Output, Program
+from functron.program.equations import (
+    Block,
+    Equation,
+    Input,
+    Output,
+    Scan,
+    Var,
+    contiguous_strides,
+)
+from functron.program.program import Program
 from functron.program.recorder import live_equations
 
 EFFECT = 1

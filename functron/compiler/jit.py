@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron.compiler.compile import Backend, Executable, describe
+from functron.compiler.executable import Backend, Executable, describe
+from functron.compiler.executable import compile as compile_program
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.program.equations import canonical_strides
@@ -172,7 +173,7 @@ class Jitted:
             mesh = self.fn.mesh if isinstance(self.fn, Mapped) else None
             bound = mesh if isinstance(mesh, BoundMesh) else None
             described = {path: text for path, (_, text) in _described(args).items()}
-            entry = _Entry(program.compile(bound, **self.settings), described)
+            entry = _Entry(compile_program(program, bound, **self.settings), described)
             entries[signature] = entry
         return entry.executable
 

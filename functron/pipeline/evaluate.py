@@ -18,8 +18,15 @@ from torch.utils import _pytree as pytree
 
 from functron.core import compat
 from functron.core.scopes import in_phase, named_scope
-from functron.program.equations import Block, Equation, Scan, Var, Where, contiguous_strides
-from functron.program.program import Input
+from functron.program.equations import (
+    Block,
+    Equation,
+    Input,
+    Scan,
+    Var,
+    Where,
+    contiguous_strides,
+)
 from functron.program.recorder import Recorder, active
 from functron.spmd.axes import Axis, lookup
 from functron.spmd.primitives import (

@@ -153,8 +153,8 @@ class Pipeline:
         partition: who holds which parameters.
         schedule: who does what when.
         dtype: what gradients are summed in; None: their own.
-        compile: what `Program.compile` is called with for stages on a bound mesh; None: stages are
-            not compiled.
+        compile: settings of `functron.compiler.compile` for stages on a bound mesh; None: stages
+            are not compiled.
         observe: told of every action.
     """
 
@@ -257,8 +257,9 @@ def pipelined(
         partition: who holds which parameters.
         schedule: who does what when.
         dtype: add gradients of microbatches up in this dtype, such as torch.float32; None: theirs.
-        compile: compile the stages, on a bound mesh; a mapping of settings of `Program.compile`,
-            such as ``{}``. Where one process runs all ranks, `jit` compiles the whole step instead.
+        compile: compile the stages, on a bound mesh; a mapping of settings of
+            `functron.compiler.compile`, such as ``{}``. Where one process runs all ranks, `jit`
+            compiles the whole step instead.
         observe: called with rank, action, and when it began and ended, in seconds: what a
             `Timeline` is made of. Waits for the device after every action.
 

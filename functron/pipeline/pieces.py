@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from functron.compiler.compile import Executable
 from functron.compiler.cut import Piece, cut, held_bytes, sink_sums
+from functron.compiler.executable import Executable
+from functron.compiler.executable import compile as compile_program
 from functron.core import compat, tree
 from functron.pipeline.evaluate import ambient, evaluate
 from functron.pipeline.work import (
@@ -29,8 +30,8 @@ from functron.pipeline.work import (
     seeds,
     with_floats,
 )
-from functron.program.equations import Var, contiguous_strides
-from functron.program.program import Input, Program
+from functron.program.equations import Input, Var, contiguous_strides
+from functron.program.program import Program
 from functron.program.recorder import active
 from functron.program.trace import trace
 from functron.spmd.axes import BoundAxis, Scope, enter, scope
@@ -130,7 +131,7 @@ class Pieces:
         stage: the function of one stage.
         split: whether backward is cut in two.
         dtype: of the sums of gradients; None: that of the parameters.
-        settings: what `Program.compile` is called with; None evaluates the pieces.
+        settings: of `functron.compiler.compile`; None evaluates the pieces.
     """
 
     def __init__(
@@ -200,7 +201,9 @@ class Pieces:
             return ()
         bound, sums = _bound(mesh), stage.arguments[_SUMS]
         return tuple(
-            piece.program(stage.program, {*sums, *piece.spends}).compile(bound, **self.settings)
+            compile_program(
+                piece.program(stage.program, {*sums, *piece.spends}), bound, **self.settings
+            )
             for piece in stage.pieces
         )
 

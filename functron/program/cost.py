@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from html import escape
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -28,11 +28,8 @@ from torch.utils.flop_counter import (
 )
 
 from functron.core.scopes import Phase
-from functron.program.equations import Equation, Scan, Var
+from functron.program.equations import Code, Equation, Scan, Var
 from functron.program.text import aligned, axis_of, payload_bytes
-
-if TYPE_CHECKING:
-    from functron.program.program import Program
 
 _aten = torch.ops.aten
 
@@ -185,7 +182,7 @@ class Cost:
         return f"<div><b>cost of {escape(self.name)}, per rank</b>{tables}</div>"
 
 
-def cost(program: Program) -> Cost:
+def cost(program: Code) -> Cost:
     """FLOPs, bytes and communication of one run of `program` on one rank.
 
     Bodies of scans count once per iteration. Operations without a formula (elementwise ones,
@@ -225,7 +222,7 @@ def cost(program: Program) -> Cost:
     )
 
 
-def _sent(op: str, program: Program, axis: str) -> float:
+def _sent(op: str, program: Code, axis: str) -> float:
     return _SENT[op](program.mesh.shape[axis])
 
 

@@ -18,11 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from functron.core.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, ticks
 from functron.program.cost import bytes_text, html_table
-from functron.program.equations import Block, Equation, Scan, Var, Where
+from functron.program.equations import Block, Code, Equation, Scan, Var, Where
 from functron.program.liveness import (
     CATEGORIES,
     Category,
@@ -33,10 +32,6 @@ from functron.program.liveness import (
     scratch_bytes,
 )
 from functron.program.text import aligned, short_line
-
-if TYPE_CHECKING:
-    from functron.program.program import Program
-
 
 _COLOURS = MappingProxyType(
     {
@@ -200,7 +195,7 @@ class Machine:
     iteration: tuple[int, ...] = ()
     plans: dict[Equation, tuple[Plan, list[bool]]] = field(default_factory=dict)
 
-    def inputs(self, program: Program, outline: Plan) -> list[Value]:
+    def inputs(self, program: Code, outline: Plan) -> list[Value]:
         """The program's inputs; those that are not donated stay live."""
         made: dict[int, Value] = {}
         values = []
@@ -502,7 +497,7 @@ class Memory:
         )
 
 
-def memory(program: Program) -> Memory:
+def memory(program: Code) -> Memory:
     """The live bytes of one run of `program` on one rank, equation by equation.
 
     This is what running it eagerly allocates: `functron.program.liveness` states the rules. Inputs
@@ -543,7 +538,7 @@ def _category(path: str) -> Category | None:
     return "parameters" if "params" in parts else None
 
 
-def _donations(program: Program) -> dict[Var, Var]:
+def _donations(program: Code) -> dict[Var, Var]:
     """The donated input that each output replaces."""
     donated = {given.path: given.var for given in program.inputs if given.donated}
     found = {}

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems
 from functron.core.scopes import Phase
-from functron.program.equations import Block, Equation, Scan, Var, Where
-from functron.program.program import Input, Output, Program
+from functron.program.equations import Block, Equation, Input, Output, Scan, Var, Where
+from functron.program.program import Program
 from functron.program.text import (
     DTYPES,
     Opaque,

@@ -36,17 +36,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from functron.core import tree
-from functron.program.equations import Block, Equation, Scan, Var, Where
+from functron.program.equations import Block, Code, Equation, Input, Output, Scan, Var, Where
 from functron.spmd.spec import P
-
-if TYPE_CHECKING:
-    from functron.program.program import Input, Output, Program
-
 
 DTYPES: Mapping[str, torch.dtype] = {
     "f64": torch.float64,
@@ -208,7 +204,7 @@ def payload_bytes(equation: Equation) -> int:
 _WIDEST = 60  # columns are padded to the widest cell up to this; longer cells stick out
 
 
-def format(program: Program) -> str:  # noqa: A001  (read as text.format)
+def format(program: Code) -> str:  # noqa: A001  (read as text.format)
     """The text of a program: header, inputs, equations, outputs.
 
     The same on every machine for the same program: only the last part of file names is shown.
@@ -221,7 +217,7 @@ def format(program: Program) -> str:  # noqa: A001  (read as text.format)
     return "\n".join([*lines, "outputs:", *_indented(outputs)]) + "\n"
 
 
-def header(program: Program) -> str:
+def header(program: Code) -> str:
     """The first line: name, mesh, and the number of equations, each scan body's counted once."""
     mesh = ", ".join(f"{name}={size}" for name, size in program.mesh.axes)
     count = sum(1 for _ in program.block.walk())
@@ -229,7 +225,7 @@ def header(program: Program) -> str:
     return f"program {word(program.name)} on Mesh({mesh}): {count} equations{unchecked}"
 
 
-def input_rows(program: Program) -> list[list[str]]:
+def input_rows(program: Code) -> list[list[str]]:
     """``%name: type`` or a static value, path, spec and remarks of every input, as cells."""
     positions = range(program.in_structure.num_leaves)
     paths = tree.paths(tree.unflatten(program.in_structure, positions))
@@ -368,7 +364,7 @@ def _indented(lines: Iterable[str]) -> list[str]:
 # --- differences
 
 
-def diff(a: Program | str, b: Program | str, context: int = 3) -> str:
+def diff(a: Code | str, b: Code | str, context: int = 3) -> str:
     """The lines to remove from `a` (``-``) and to add (``+``) to have `b`; "" where they agree.
 
     Names of variables, columns and line numbers of the user's source do not count: lines are first
@@ -496,7 +492,7 @@ _STYLE = """
 """
 
 
-def html(program: Program) -> str:
+def html(program: Code) -> str:
     """A program as HTML that needs nothing but itself: no scripts, nothing from the network.
 
     Collectives are highlighted by their axis, phases by the colour at the left edge; scans, and
@@ -529,7 +525,7 @@ def _colours(axes: Mapping[str, int]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _legend(program: Program, axes: Mapping[str, int]) -> str:
+def _legend(program: Code, axes: Mapping[str, int]) -> str:
     keys = [f'<span class="key {phase}">{phase}</span>' for phase in _PHASES]
     keys += [
         f'<span class="key axis{k}">{escape(name)}={program.mesh[name]}</span>'

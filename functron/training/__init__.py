@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from functron.training.compare import compare
     from functron.training.config import TrainConfig
+    from functron.training.plan import plan
     from functron.training.train import prepare, train
 
-__all__ = ["TrainConfig", "compare", "prepare", "train"]
+__all__ = ["TrainConfig", "compare", "plan", "prepare", "train"]
 
 _MEMBERS: Mapping[str, str] = MappingProxyType(
-    {"TrainConfig": "config", "compare": "compare", "prepare": "train", "train": "train"}
+    {
+        "TrainConfig": "config",
+        "compare": "compare",
+        "plan": "plan",
+        "prepare": "train",
+        "train": "train",
+    }
 )
 """Public names, and the modules that they are in."""
 

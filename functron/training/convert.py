@@ -31,7 +31,7 @@ from functron.program.cost import bytes_text
 from functron.spmd import Mesh
 from functron.training import config, run_folder
 from functron.training.loop import free_memory_bytes
-from functron.training.plan import step_program
+from functron.training.plan import plan
 
 SCHEMES = ("hf", "run")
 
@@ -184,7 +184,7 @@ def fine_tuning(model: TrainedConfig, free_bytes: int) -> tuple[config.TrainConf
     whole = config.TrainConfig(**table)
 
     def held(run: config.TrainConfig) -> int:
-        return step_program(run, Mesh()).memory().peak_bytes
+        return plan(run, Mesh()).program().memory().peak_bytes
 
     chunked = "loss_chunk_tokens" in family.settings and not getattr(model, "logit_cap", 0.0)
     chunk = _CHUNK if chunked and longest > _CHUNK else 0

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import Mesh, P, lax, optim, random, tree
+from functron.compiler import compile as compile_program
 from functron.compiler import inductor
-from functron.compiler.compile import compile as compile_program
 from functron.params import Normal
 from functron.program.equations import Scan
 from functron.program.trace import trace

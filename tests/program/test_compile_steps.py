@@ -10,8 +10,8 @@ import torch
 
 import functron as ft
 from functron import BoundMesh, Mesh, P, gpt, lax, optim, random, tree
+from functron.compiler import compile as compile_program
 from functron.compiler import inductor
-from functron.compiler.compile import compile as compile_program
 from functron.compiler.segments import plan
 from functron.program.trace import trace
 from functron.spmd.donation import Donated

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -31,16 +31,13 @@ from functron.compiler.steps import Kernel, Plan
 from functron.core import compat, tree
 from functron.core.errors import Problem, nearest, raise_problems
 from functron.program import text
-from functron.program.equations import Scan, Var, canonical_strides, contiguous_strides
+from functron.program.equations import Code, Scan, Var, canonical_strides, contiguous_strides
 from functron.spmd.axes import raise_lost, user_line
 from functron.spmd.donation import FIX, Donated, check_consumable, consume
 from functron.spmd.mesh import BoundMesh, Mesh
 
-if TYPE_CHECKING:
-    from functron.program.program import Program
 
-
-def check_agreement(program: Program, mesh: BoundMesh) -> None:
+def check_agreement(program: Code, mesh: BoundMesh) -> None:
     """Check that the ranks of `mesh` have traced the same program.
 
     Collectives: on each axis of the program one all-gather of 32 bytes, and of the programs' texts
@@ -76,7 +73,7 @@ def check_agreement(program: Program, mesh: BoundMesh) -> None:
         )
 
 
-def digest(program: Program) -> str:
+def digest(program: Code) -> str:
     """A hash of what a program computes; names and source lines do not count."""
     numbers: dict[Var, str] = {}
 
@@ -99,7 +96,7 @@ def digest(program: Program) -> str:
     return made.hexdigest()
 
 
-def takers(program: Program) -> dict[Var, Var]:
+def takers(program: Code) -> dict[Var, Var]:
     """Results, and the donated input whose memory each may take: by path, else by likeness."""
     returned = [output for output in program.outputs if isinstance(output.value, Var)]
     outputs = {output.value for output in returned}
@@ -128,7 +125,7 @@ def _alike(a: Var, b: Var) -> bool:
     return (a.shape, a.stride, a.dtype, a.device) == (b.shape, b.stride, b.dtype, b.device)
 
 
-def warn_unused(program: Program, taken: Mapping[Var, Var]) -> None:
+def warn_unused(program: Code, taken: Mapping[Var, Var]) -> None:
     """Warn of donated arguments whose memory no result takes."""
     returned = {output.value for output in program.outputs if isinstance(output.value, Var)}
     used = {*taken.values(), *returned}
@@ -157,7 +154,7 @@ class Executable:
         updated: paths of the donated arguments whose memory results take.
     """
 
-    program: Program
+    program: Code
     code: tuple[str, ...]
     updated: tuple[str, ...]
     _routine: Routine
@@ -217,8 +214,8 @@ def describe(value: torch.Tensor | Var) -> str:
     return f"{dtype}{list(value.shape)}{layout} on {value.device}"
 
 
-def compile(  # noqa: A001  (read as program.compile, next to trace, check and cost)
-    program: Program,
+def compile(  # noqa: A001  (read as functron.compiler.compile)
+    program: Code,
     mesh: Mesh | BoundMesh | None = None,
     *,
     cache: Path | str | None = None,
@@ -289,7 +286,7 @@ def _bucket_megabytes(index: int) -> float:
     return _BUCKET_MEGABYTES
 
 
-def _check(program: Program, mesh, settings: Mapping[str, Any], backend, known: set[str]) -> None:
+def _check(program: Code, mesh, settings: Mapping[str, Any], backend, known: set[str]) -> None:
     found = [
         Problem("options", repr(name), "an option of Inductor", nearest(name, known))
         for name in settings
@@ -350,7 +347,7 @@ def _threefry_options(kernel: Kernel) -> dict[str, Any]:
     return {"realize_opcount_threshold": 10} if mixes > 10 else {}
 
 
-def _hidden(program: Program, mesh) -> list[torch.Tensor]:
+def _hidden(program: Code, mesh) -> list[torch.Tensor]:
     """The inputs that are no arguments."""
     found = []
     for given in program.inputs:
