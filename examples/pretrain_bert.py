@@ -19,7 +19,7 @@ import torch.distributed as dist
 import functron as ft
 from functron import P, bert, gpt, optim
 from functron.data import ByteText
-from functron.data.hidden import mask_tokens
+from functron.data.denoising import mask_tokens
 
 MASK = 256  # after the 256 bytes
 
@@ -58,7 +58,9 @@ def main():
     gather = ft.Gather(specs)  # parameters that --mesh fsdp=N splits
 
     def loss(params, batch, key):
-        return bert.loss(config, params, batch, key=key, stream=stream, gather=gather)
+        return bert.loss(
+            config, params, batch, ft.ModelOptions(stream=stream, gather=gather), key=key
+        )
 
     state = ft.init_state(ft.random.key(args.seed), defs, specs, optimizer, mesh)
     step = ft.make_step(loss, bert.num_targets, optimizer, mesh, specs)

@@ -69,7 +69,9 @@ def main():
     gather = ft.Gather(specs)  # what fsdp splits is whole only where a block uses it
 
     def loss(params, batch, key):
-        return gpt.loss(config, params, batch, key=key, stream=stream, gather=gather)
+        return gpt.loss(
+            config, params, batch, ft.ModelOptions(stream=stream, gather=gather), key=key
+        )
 
     key = ft.random.key(args.seed, device=device)
     state = ft.init_state(key, defs, specs, optimizer, mesh)

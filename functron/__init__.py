@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from functron.core.scopes import named_scope
     from functron.models import bert, gpt, llava, lora, mamba, t5, vit
     from functron.models.generation import generate
+    from functron.models.options import Hook, ModelOptions
     from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
     from functron.program import debug
     from functron.program.program import Program
@@ -80,7 +81,9 @@ __all__ = [
     "DATA_AXES",
     "BoundMesh",
     "Gather",
+    "Hook",
     "Mesh",
+    "ModelOptions",
     "P",
     "ParamDef",
     "Program",
@@ -158,6 +161,7 @@ _MEMBERS: Mapping[str, str] = MappingProxyType({
         "compiler.jit": "jit",
         "core.scopes": "named_scope",
         "models.generation": "generate",
+        "models.options": "Hook ModelOptions",
         "params": "ParamDef abstract_params init_params num_params param_specs",
         "program.program": "Program",
         "program.trace": "eval_shape trace",

@@ -19,7 +19,7 @@ import functron as ft
 from functron import bert, checkpoint, mamba, random, t5, tree
 from functron.cli.main import main
 from functron.data import Blend, IndexedWriter, Tokenizer
-from functron.data.hidden import Changed, spans_of
+from functron.data.denoising import Transformed, spans_of
 from functron.data.text_tokenizer import ByteTokenizer
 from functron.models.bert import BertConfig
 from functron.models.family import FAMILIES, PRESETS, family_of
@@ -249,7 +249,7 @@ def test_masked_samples_are_the_text(tmp_path):
     config = dataclasses.replace(with_model(TrainConfig(data=TEXT, seq=64), "bert-tiny"), seed=3)
     plain = corpus.open_samples(TrainConfig(data=TEXT, seq=64, seed=3))
     samples = corpus.open_samples(config)
-    assert isinstance(samples, Changed)
+    assert isinstance(samples, Transformed)
     whole, text = samples.batch(5, 64), plain.batch(5, 64)
     chosen = whole["targets"] != ft.nn.IGNORE_INDEX
     assert abs(float(chosen.double().mean()) - 0.15) < 4 * (0.15 * 0.85 / 4096) ** 0.5

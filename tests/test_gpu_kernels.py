@@ -153,7 +153,9 @@ def trained(device, dtype, kernels, *, compiled=False, chunk=0, steps=20):
     state = ft.init_state(random.key(0, device=device), defs, specs, optimizer, mesh)
 
     def loss(params, data, key):
-        return gpt.loss(config, params, data, kernels=kernels, loss_chunk_tokens=chunk)
+        return gpt.loss(
+            config, params, data, ft.ModelOptions(kernels=kernels, loss_chunk_tokens=chunk)
+        )
 
     step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=2)
     step = jit(step, donate=0) if compiled else step

@@ -34,7 +34,7 @@ def run(mesh, *, stream=gpt.STREAM, num_microbatches=1):
     first = tree.map(lambda leaf: leaf.data_ptr(), state)
 
     def loss(params, data, key):
-        return gpt.loss(CONFIG, params, data, key=key, stream=stream)
+        return gpt.loss(CONFIG, params, data, ft.ModelOptions(stream=stream), key=key)
 
     step = ft.make_step(
         loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=num_microbatches
@@ -327,7 +327,9 @@ def test_local_steps(mesh, replica):
     together = (*samples, "tp")
 
     def mean_loss(params, data):
-        return gpt.loss(CONFIG, params, data, axes=samples) / gpt.num_targets(data, samples)
+        return gpt.loss(CONFIG, params, data, ft.ModelOptions(axes=samples)) / gpt.num_targets(
+            data, samples
+        )
 
     def meet(params, state, batches):
         own, local = params, inner.init(params)
@@ -368,7 +370,7 @@ def test_axes_of_local_steps_that_do_not_fit():
         ft.shard_map(grads, mesh, (P(), P("dp", "cp")), P("dp"))(params, data)
 
     def own(params, data):
-        return gpt.loss(CONFIG, params, data, axes=("cp",))
+        return gpt.loss(CONFIG, params, data, ft.ModelOptions(axes=("cp",)))
 
     take(own, ("cp",))
     with pytest.raises(ValueError, match=r"the same along 'dp'(.|\n)*do not reduce the loss over"):
@@ -376,7 +378,10 @@ def test_axes_of_local_steps_that_do_not_fit():
     with pytest.raises(ValueError, match="a loss that varies over 'dp'"):
         take(own, None)
     with pytest.raises(ValueError, match=r"axes: got \('dp',\); wanted 'cp' among them"):
-        take(lambda params, data: gpt.loss(CONFIG, params, data, axes=("dp",)), ("dp",))
+        take(
+            lambda params, data: gpt.loss(CONFIG, params, data, ft.ModelOptions(axes=("dp",))),
+            ("dp",),
+        )
     with pytest.raises(ValueError, match=r"into/embed: got .* scatters over 'dp'"):
         take(own, ("cp",), into=P("dp"))
 

@@ -3,7 +3,7 @@
 from functron.data.blend import Blend, Exhaustive, Mixture, split, split_documents
 from functron.data.chat import Chat
 from functron.data.context_schedule import Costs, Placement, Plan, arrange, schedule
-from functron.data.hidden import FillInTheMiddle
+from functron.data.denoising import FillInTheMiddle
 from functron.data.indexed import IndexedFile, verify
 from functron.data.indexed_writer import IndexedWriter, merge
 from functron.data.order import Samples, permute

@@ -13,13 +13,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from functron.core.errors import Problem, raise_problems
-from functron.data.order import drawn
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.data.order import Samples
 from functron.data.token_file import TokenFile, check_range, checked_offsets
 
 TOLERANCE = Fraction(1, 1000)
@@ -54,8 +54,7 @@ def proportions(
         if total:
             written = ", ".join(f"{float(value / total):.4g}" for value in exact)
             fix += f"; for the same proportions: {written}"
-        problem = Problem(what, got, "fractions that sum to 1", fix)
-        raise_problems(f"these {what} make no sense", [problem])
+        refuse(f"these {what} make no sense", what, got, "fractions that sum to 1", fix)
     return tuple(value / total for value in exact)
 
 
@@ -75,24 +74,6 @@ BLOCK = 1 << 16
 ALL = "all"
 MOST = 1 << 30
 _LARGEST = 1 << 58
-
-
-class Source(Protocol):
-    """What a blend draws from: `TokenWindows` and all other `Windows`.
-
-    Attributes:
-        vocab_size: a model of these samples needs at least as many token ids.
-    """
-
-    vocab_size: int
-
-    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that a run sees as numbers `numbers` of this source, all but ``rows``."""
-        ...
-
-    def summary(self) -> str:
-        """What there is, in a few words for the user."""
-        ...
 
 
 def parse_blend(text: str) -> list[tuple[str, str]] | None:
@@ -257,7 +238,7 @@ def _share(count: Any, size: int, total: int) -> Any:
     return (2 * count * size + total) // (2 * total) if total else count * 0
 
 
-class Blend:
+class Blend(Samples):
     """Samples of several sources in proportion to their weights: `functron.data.Samples`.
 
     There is no iterator state and no index: sample n of the run is sample m of source i by
@@ -281,7 +262,7 @@ class Blend:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[Samples],
         weights: Sequence[float | int | str | Fraction] | None,
         names: Sequence[str] | None = None,
     ):
@@ -295,25 +276,6 @@ class Blend:
         self._sources = tuple(sources)
         self.mixture = Mixture(weights) if weights is not None else Exhaustive(_sizes(sources))
         self.vocab_size = max(source.vocab_size for source in sources)
-
-    def batch(
-        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
-    ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`: the same samples however many parts there are.
-
-        Args:
-            step: from 0.
-            global_batch: rows of all parts together.
-            part: ``(index, count)``: which of how many contiguous parts.
-
-        Returns:
-            What the sources draw, and ``rows`` int64 ``[rows]``, the rows' indices in the global
-            batch.
-
-        Raises:
-            ValueError: `count` does not divide `global_batch`, or no such part.
-        """
-        return drawn(self, step * global_batch, global_batch, part)
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """Samples `numbers` of the run, all but ``rows``; so a blend can be a source of another."""
@@ -355,12 +317,12 @@ class Blend:
         return found
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """The samples, in a few words for the user."""
         parts = zip(self.mixture.weights, self.names, self._sources, strict=True)
         return "; ".join(f"{float(w):.4g} {name}: {x.summary()}" for w, name, x in parts)
 
 
-def _sizes(sources: Sequence[Source]) -> list[int]:
+def _sizes(sources: Sequence[Samples]) -> list[int]:
     sizes = [getattr(source, "num_samples", None) for source in sources]
     raise_problems("cannot blend all samples", [
         Problem(f"sources[{i}]", "no num_samples", "a source of so many samples", "give weights")
@@ -411,7 +373,7 @@ def split_documents(num_documents: int, weights: str | Sequence[float | str]) ->
     written = weights.split(",") if isinstance(weights, str) else list(weights)
     if len(written) > len(PARTS):
         got, wanted = f"{len(written)} weights", f"at most {len(PARTS)}: {', '.join(PARTS)}"
-        raise_problems("cannot split", [Problem("split", got, wanted, "leave the others out")])
+        refuse("cannot split", "split", got, wanted, "leave the others out")
     stripped = [x.strip() if isinstance(x, str) else x for x in written]
     shares = proportions(stripped, "split", zero=True)
     shares += (Fraction(0),) * (len(PARTS) - len(shares))

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.data.documents import find
-from functron.data.order import IGNORED, drawn, shuffled
+from functron.data.order import IGNORED, Samples, check_index, shuffled
 from functron.data.tokenizer import Conversation, Tokenizer
 from functron.data.windows import MAX_LISTED, check_vocabulary, token_dtype
 
@@ -63,8 +63,12 @@ def chat_files(path: str | Path) -> list[Path]:
     inside = sorted(file for file in root.rglob("*.jsonl") if file.is_file())
     files = [f for f in inside if not any(p[0] == "." for p in f.relative_to(root).parts)]
     if not files:
-        problem = Problem(f"data {path}", "a folder with no .jsonl file", "at least one")
-        raise_problems("cannot read conversations", [problem])
+        refuse(
+            "cannot read conversations",
+            f"data {path}",
+            "a folder with no .jsonl file",
+            "at least one",
+        )
     return files
 
 
@@ -184,7 +188,7 @@ def _kind(value: Any) -> str:
 Overlong = Literal["refuse", "cut", "drop"]
 
 
-class Chat:
+class Chat(Samples):
     """Conversations as a tokenizer's template writes them, one a sample, shuffled in every epoch.
 
     Targets are the tokens that the assistant says, to the end of each of its turns (see
@@ -253,7 +257,7 @@ class Chat:
             got += f" in what fits into {seq + 1} tokens"
             fix = "check its roles and the template, or raise seq"
             wanted = "something to learn from"
-            raise_problems("cannot fine-tune", [Problem(f"data {path}", got, wanted, fix)])
+            refuse("cannot fine-tune", f"data {path}", got, wanted, fix)
         self.vocab_size = int(self._tokens.max()) + 1
         check_vocabulary(self.vocab_size, vocab_size)
 
@@ -294,8 +298,7 @@ class Chat:
         Raises:
             IndexError: there is no such conversation.
         """
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"sample {index}: wanted 0 to {self.num_samples - 1}")
+        check_index(index, self.num_samples)
         part = slice(int(self._ends[index]), int(self._ends[index + 1]))
         ids = self._tokens[part].astype(np.int64)
         return ids[:-1], np.where(self._said[part][1:], ids[1:], IGNORED)
@@ -311,28 +314,6 @@ class Chat:
         targets = np.full(self.seq, IGNORED, np.int64)
         tokens[: len(ids)], targets[: len(ids)] = ids, wanted
         return tokens, targets
-
-    def batch(
-        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
-    ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`: the same samples however many parts there are.
-
-        Row r of step s is sample number ``s * global_batch + r``; an epoch is `num_samples` of
-        them, in an order of its own.
-
-        Args:
-            step: from 0.
-            global_batch: rows of all parts together.
-            part: ``(index, count)``: which of how many contiguous parts.
-
-        Returns:
-            ``tokens`` and ``targets`` int64 ``[rows, seq]`` and ``rows`` int64 ``[rows]``, the
-            rows' indices in the global batch.
-
-        Raises:
-            ValueError: `count` does not divide `global_batch`, or no such part.
-        """
-        return drawn(self, step * global_batch, global_batch, part)
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """The samples that come as `numbers`, counted from the beginning of a run.
@@ -351,7 +332,7 @@ class Chat:
         }
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """The samples, in a few words for the user."""
         cut = f", {self.num_cut} cut off" if self.num_cut else ""
         skipped = f", {self.num_skipped} left out" if self.num_skipped else ""
         counts = f"{self.num_tokens:,} tokens, {self.num_targets:,} of them targets"

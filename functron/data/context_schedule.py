@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Tensor
 from functron.data.packing import (
     as_batch,
@@ -312,7 +312,7 @@ def schedule(
     if best is None:
         got = f"{sum(lengths):,} tokens on {cp * rows} ranks of at most {most:,}"
         fix = "raise limit, or schedule fewer documents"
-        raise_problems("no plan found", [Problem("limit", got, "more room", fix)])
+        refuse("no plan found", "limit", got, "more room", fix)
     assert best is not None
     return best[1]
 

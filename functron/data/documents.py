@@ -15,7 +15,7 @@ from pydoc_data.topics import topics
 
 import numpy as np
 
-from functron.core.errors import Problem, on_hub, raise_problems
+from functron.core.errors import on_hub, refuse
 
 
 class Mapped:
@@ -60,11 +60,11 @@ class Mapped:
                 f"copy it again ({self._needed - size} bytes are missing) and go on with --resume; "
                 "write new data beside the old, and rename it"
             )
-            problem = Problem(f"data {self._path}", got, wanted, fix)
-            raise_problems("the data changed", [problem], OSError)
+            refuse("the data changed", f"data {self._path}", got, wanted, fix, error=OSError)
 
 
 SNIFFED_BYTES = 1 << 16
+_CANNOT = "cannot read the training text"
 MAX_OPEN_FILES = 128
 
 
@@ -136,19 +136,14 @@ def find(path: str | Path) -> tuple[list[Path], int]:
             with root.open("rb"):
                 found = taken = [root] if root.stat().st_size else []
         else:
-            _refuse(
-                path,
-                "nothing there",
-                "a file or a folder",
-                on_hub(path, "dataset") or "check the spelling",
-            )
-            raise AssertionError("unreachable")
+            fix = on_hub(path, "dataset") or "check the spelling"
+            refuse(_CANNOT, f"data {path}", "nothing there", "a file or a folder", fix)
     except OSError as error:
-        _refuse(error.filename or path, error.strerror or str(error), "something readable")
-        raise AssertionError("unreachable") from error
+        where, got = error.filename or path, error.strerror or str(error)
+        refuse(_CANNOT, f"data {where}", got, "something readable")
     if not taken:
         what = "an empty file" if root.is_file() else f"a folder with no text ({len(found)} files)"
-        _refuse(path, what, "at least one file with text")
+        refuse(_CANNOT, f"data {path}", what, "at least one file with text")
     return taken, len(found) - len(taken)
 
 
@@ -194,7 +189,3 @@ def _is_text(file: Path) -> bool:
         # a character cut in two at the end of what was read is fine
         return len(head) == SNIFFED_BYTES and error.start >= len(head) - 3
     return True
-
-
-def _refuse(path: object, got: str, wanted: str, fix: str = "") -> None:
-    raise_problems("cannot read the training text", [Problem(f"data {path}", got, wanted, fix)])

@@ -31,7 +31,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.documents import Mapped
 from functron.data.token_file import (
     check_dtype,
@@ -296,7 +296,7 @@ class IndexedFile:
 
 def _refuse_damage(where: str, got: str, wanted: str) -> None:
     fix = "copy it or write it again; functron.data.verify says all that is wrong with it"
-    raise_problems("a damaged index", [Problem(where, got, wanted, fix)])
+    refuse("a damaged index", where, got, wanted, fix)
 
 
 def _read_layout(idx: Path) -> Layout:
@@ -307,9 +307,7 @@ def _read_layout(idx: Path) -> Layout:
             head = stream.read(HEADER.size)
     except OSError as error:
         fix = "give the path without .bin and .idx, of which there must be both"
-        problem = Problem(str(idx), error.strerror or str(error), "the index of a .bin", fix)
-        raise_problems(_CANNOT, [problem])
-        raise AssertionError("unreachable") from error
+        refuse(_CANNOT, str(idx), error.strerror or str(error), "the index of a .bin", fix)
     raise_problems(_CANNOT, _header_problems(idx, head))
     _, _, code, sequences, entries = HEADER.unpack(head)
     plain = Layout(DTYPES[code], sequences, entries - 1)

@@ -11,7 +11,7 @@ from typing import IO
 
 import numpy as np
 
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.indexed import DTYPES, HEADER, IndexedFile, Layout, code_of, files_of
 from functron.data.token_file import check_dtype
 
@@ -81,8 +81,7 @@ class IndexedWriter:
                 self._files.append(name.open("w+b"))
         except OSError as error:
             self._clean()
-            problem = Problem(str(error.filename), error.strerror or str(error), "a new file")
-            raise_problems(_CANNOT, [problem])
+            refuse(_CANNOT, str(error.filename), error.strerror or str(error), "a new file")
         self._bin, self._idx, self._lengths, self._documents, self._modes = self._files
         return self
 
@@ -151,8 +150,7 @@ class IndexedWriter:
             self._documents.write(entries.astype("<i8").tobytes())
         if total != file.num_tokens:
             got, wanted = f"lengths of {total} tokens in all", f"{file.num_tokens}, as .bin has"
-            problem = Problem(f"{file.idx_path}, offset {HEADER.size}", got, wanted)
-            raise_problems("cannot merge", [problem])
+            refuse("cannot merge", f"{file.idx_path}, offset {HEADER.size}", got, wanted)
         with file.bin_path.open("rb") as stream:
             shutil.copyfileobj(stream, self._bin, COPY_BYTES)
         self._count(total, file.num_sequences, file.num_documents)
@@ -272,7 +270,7 @@ def merge(
         ValueError: there are none, one cannot be opened, or they are not of one dtype.
     """
     if not sources:
-        raise_problems("cannot merge", [Problem("sources", "none", "at least one file")])
+        refuse("cannot merge", "sources", "none", "at least one file")
     first = IndexedFile(sources[0])
     options = {"modes": first.modes is not None, "overwrite": overwrite}
     with IndexedWriter(prefix, first.dtype, **options) as writer:

@@ -10,7 +10,7 @@ import torch
 
 from functron.core.errors import Problem, raise_problems
 from functron.data.chat import IGNORED, Chat
-from functron.data.order import drawn, shuffled, shuffled_blocks
+from functron.data.order import Samples, check_index, shuffled, shuffled_blocks
 from functron.data.packing import LEAVES, Filled, best_fit, fill
 from functron.data.token_file import TokenFile, check_ids, refuse_order
 
@@ -20,7 +20,7 @@ TOGETHER = 16
 _BLOCK_TOKENS = 1 << 22
 
 
-class PackedTokens:
+class PackedTokens(Samples):
     """A file of tokens, packed best-fit into samples of `seq` tokens and shuffled in every epoch.
 
     The row of all tokens is cut into blocks of some 2^22 tokens, and the documents of a block fill
@@ -79,29 +79,6 @@ class PackedTokens:
         self.num_samples = file.num_tokens // seq
         self._packed: dict[int, tuple[Filled, np.ndarray]] = {}
 
-    def batch(
-        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
-    ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`: the same samples however many parts there are.
-
-        Row r of step s is sample number ``s * global_batch + r``; an epoch is `num_samples` of
-        them, in an order of its own. The parts' batches, concatenated in order, are the batch of
-        part ``(0, 1)``.
-
-        Args:
-            step: from 0.
-            global_batch: rows of all parts together.
-            part: ``(index, count)``: which of how many contiguous parts.
-
-        Returns:
-            What `draw` returns, and ``rows`` int64 ``[rows]``, the rows' indices in the global
-            batch.
-
-        Raises:
-            ValueError: `count` does not divide `global_batch`, or no such part.
-        """
-        return drawn(self, step * global_batch, global_batch, part)
-
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """The samples that come as `numbers`, counted from the beginning of a run.
 
@@ -132,8 +109,7 @@ class PackedTokens:
         Raises:
             IndexError: there is no such sample.
         """
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"sample {index}: wanted 0 to {self.num_samples - 1}")
+        check_index(index, self.num_samples)
         block, inside = divmod(index, self.block)
         found = self._packed.get(block)
         if found is None:
@@ -182,12 +158,12 @@ class PackedTokens:
                     check_ids(self._file.path, found, begin, self._most)
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """The samples, in a few words for the user."""
         counts = f"{self.num_tokens:,} tokens in {self.num_documents:,} documents, on disk"
         return f"{counts}, packed into {self.num_samples:,} samples"
 
 
-class PackedChat:
+class PackedChat(Samples):
     """Conversations packed best-fit into samples, which every epoch shuffles anew.
 
     All of them are packed once, longest first, each into the sample with the least room that it
@@ -225,8 +201,7 @@ class PackedChat:
         Raises:
             IndexError: there is no such sample.
         """
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"sample {index}: wanted 0 to {self.num_samples - 1}")
+        check_index(index, self.num_samples)
         return self._members[self._first[index] : self._first[index + 1]]
 
     def sample(self, index: int) -> np.ndarray:
@@ -248,28 +223,6 @@ class PackedChat:
             at = end
         return out
 
-    def batch(
-        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
-    ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`: the same samples however many parts there are.
-
-        Row r of step s is sample number ``s * global_batch + r``; an epoch is `num_samples` of
-        them, in an order of its own.
-
-        Args:
-            step: from 0.
-            global_batch: rows of all parts together.
-            part: ``(index, count)``: which of how many contiguous parts.
-
-        Returns:
-            What `draw` returns, and ``rows`` int64 ``[rows]``, the rows' indices in the global
-            batch.
-
-        Raises:
-            ValueError: `count` does not divide `global_batch`, or no such part.
-        """
-        return drawn(self, step * global_batch, global_batch, part)
-
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """The samples that come as `numbers`, counted from the beginning of a run.
 
@@ -285,7 +238,7 @@ class PackedChat:
         return {name: torch.from_numpy(x) for name, x in zip(LEAVES, stacked, strict=True)}
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """The samples, in a few words for the user."""
         share = self.num_tokens / (self.num_samples * self.seq)
         packed = f"packed into {self.num_samples:,} samples, {share:.0%} full"
         return f"{self._chat.summary()}, {packed}"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Tensor
 from functron.data.chat import IGNORED, Overlong
 from functron.data.windows import MAX_LISTED
@@ -78,7 +78,7 @@ def pack(
     kept = [i for i, x in enumerate(documents) if overlong != "drop" or len(x) <= seq]
     if not kept:
         got = f"{len(documents)} documents of more than {seq} tokens each"
-        raise_problems("nothing to pack", [Problem("documents", got, "one that fits", "raise seq")])
+        refuse("nothing to pack", "documents", got, "one that fits", "raise seq")
     lengths = {i: min(len(documents[i]), seq) for i in kept}
     if decreasing:
         kept.sort(key=lambda i: -lengths[i])  # stable: equal ones stay in order
@@ -132,7 +132,7 @@ def balance(
     if length < needed or length % chunks:
         wanted = f"a multiple of 2 cp = {chunks}, at least {needed}"
         fix = f"use seq={max(needed, rounded_up(length, chunks))}"
-        raise_problems("cannot balance", [Problem("seq", str(length), wanted, fix)])
+        refuse("cannot balance", "seq", length, wanted, fix)
     samples = []
     for row in found:
         rooms = [rounded_up(x.shape[1], chunks) for x in row]

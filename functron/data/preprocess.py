@@ -32,7 +32,7 @@ from typing import IO, Any, Literal, TypeVar
 import filelock
 import numpy as np
 
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.indexed import IndexedFile
 from functron.data.indexed_writer import IndexedWriter
 from functron.data.sources import Chunk, Text, cut, find_files, read, where
@@ -498,8 +498,7 @@ def _answer(connection: Connection, process: BaseProcess, task: str) -> Any:
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         got = f"a process that died ({how}) in {task}"
         fix = "start again to go on; where memory is short, with fewer --workers"
-        raise_problems("stopped", [Problem("workers", got, "its tokens", fix)])
-        raise AssertionError("unreachable") from None
+        refuse("stopped", "workers", got, "its tokens", fix)
     if failure:
         raise RuntimeError(f"a worker failed in {task}\n{failure}")
     return result
@@ -582,7 +581,7 @@ def preprocess(
         counts = _total(_marks(tasks))
         if not counts.documents:
             got = f"no documents with tokens in {len(files)} files"
-            raise_problems(_CANNOT, [Problem(str(settings.inputs), got, "at least one")])
+            refuse(_CANNOT, str(settings.inputs), got, "at least one")
         assemble(settings, plan.dtype, [task.part for task in tasks], counts)
         record = settings.parts / "record.json"
         write_json(record, {**manifest, **asdict(counts)})
@@ -593,14 +592,13 @@ def preprocess(
 
 def _open(settings: Settings) -> TextTokenizer:
     if settings.workers < 0:
-        raise_problems(_CANNOT, [Problem("workers", str(settings.workers), "at least 0")])
+        refuse(_CANNOT, "workers", settings.workers, "at least 0")
     return open_tokenizer(settings.tokenizer, pattern=settings.pattern)
 
 
 def _plan(settings: Settings, tokenizer: TextTokenizer) -> Plan:
     if settings.end_of_text and not settings.append_eod:
-        problem = Problem("end_of_text", repr(settings.end_of_text), "none, with --no-append-eod")
-        raise_problems(_CANNOT, [problem])
+        refuse(_CANNOT, "end_of_text", repr(settings.end_of_text), "none, with --no-append-eod")
     end = end_of_text(tokenizer, settings.end_of_text) if settings.append_eod else None
     auto = settings.dtype == "auto"
     dtype = fitting_dtype(tokenizer.vocab_size) if auto else np.dtype(settings.dtype)
@@ -656,7 +654,7 @@ def _complete(settings: Settings, manifest: Mapping[str, Any]) -> Counts | None:
     )
     problems = [Problem(str(path), got, "a new one", "choose another --out") for path in existing]
     raise_problems(_CANNOT, problems)
-    raise AssertionError("unreachable")
+    return None
 
 
 def _check_parts(settings: Settings, manifest: Mapping[str, Any]) -> None:
@@ -691,14 +689,10 @@ def _lock(settings: Settings) -> AbstractContextManager[Any]:
         return filelock.FileLock(settings.parts / "lock").acquire(timeout=0)
     except filelock.Timeout:
         got = "another process at work there"
-        problem = Problem(str(settings.parts), got, "none", "wait, or choose another --out")
-        raise_problems(_CANNOT, [problem])
-        raise AssertionError("unreachable") from None
+        refuse(_CANNOT, str(settings.parts), got, "none", "wait, or choose another --out")
     except OSError as error:
         got = error.strerror or str(error)
-        problem = Problem(str(error.filename or settings.parts), got, "a new folder")
-        raise_problems(_CANNOT, [problem])
-        raise AssertionError("unreachable") from error
+        refuse(_CANNOT, str(error.filename or settings.parts), got, "a new folder")
 
 
 def _make_parts(

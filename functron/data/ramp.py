@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,7 @@ def parse_ramp_up(text: str, final: int) -> RampUp:
         part = max(final // 4, 1)
         fix = f'write --ramp-up "{part} {part} 1000", or leave it out'
         wanted = "three whole numbers: START INCREMENT SAMPLES"
-        problem = Problem("ramp_up", repr(text), wanted, fix)
-        raise_problems("batch sizes cannot grow like this", [problem])
+        refuse("batch sizes cannot grow like this", "ramp_up", repr(text), wanted, fix)
     start, increment, samples = map(int, words)
     if text.strip():
         names = [f"ramp_up={text!r}: {name}" for name in ("START", "INCREMENT", "SAMPLES")]

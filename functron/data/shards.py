@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.documents import Mapped
 from functron.data.indexed import IndexedFile, files_of
 from functron.data.text_tokenizer import BYTES
@@ -217,11 +217,10 @@ def open_tokens(
         return IndexedFile(path, vocab_size=vocab_size)
     if found.is_dir():
         return shards(_shards_in(found))
-    if found.is_file():
-        return shards([found])
-    wanted = f"{path}.idx and .bin, a shard of tokens, or a folder of shards"
-    raise_problems(_CANNOT, [Problem(str(path), "nothing there", wanted, "check the spelling")])
-    raise AssertionError("unreachable")
+    if not found.is_file():
+        wanted = f"{path}.idx and .bin, a shard of tokens, or a folder of shards"
+        refuse(_CANNOT, str(path), "nothing there", wanted, "check the spelling")
+    return shards([found])
 
 
 def is_tokens(path: str | Path) -> bool:
@@ -342,15 +341,13 @@ def _read_table(path: Path, shard: Shard) -> Mapped:
     try:
         table = np.load(path, mmap_mode="r")
     except (ValueError, OSError, EOFError) as error:
-        problem = Problem(str(path), f"no .npy file ({error})", "where documents begin: int64")
-        raise_problems(_CANNOT, [problem])
-        raise AssertionError("unreachable") from error
+        refuse(_CANNOT, str(path), f"no .npy file ({error})", "where documents begin: int64")
     whole = table.ndim == 1 and table.dtype == np.int64 and len(table) > 1
     if not whole or table[0] != 0 or table[-1] != shard.num_tokens:
         got = f"{table.dtype} {list(table.shape)}"
         got += f", from {table[0]} to {table[-1]}" if whole else ""
         wanted = f"int64, from 0 to the {shard.num_tokens} tokens of {shard.path}"
-        raise_problems(_CANNOT, [Problem(str(path), got, wanted, "copy or write both again")])
+        refuse(_CANNOT, str(path), got, wanted, "copy or write both again")
     return Mapped(path, table.dtype, table.offset, len(table))
 
 

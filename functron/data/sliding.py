@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import refuse
 from functron.data.chat import IGNORED, Chat
 from functron.data.documents import find
 from functron.data.order import rows_of, shuffled
@@ -196,15 +196,17 @@ class Sliding:
         exact: bool = False,
     ):
         if not 1 <= stride <= seq:
-            problem = Problem("stride", str(stride), f"from 1 to seq={seq}", "leave it out")
-            raise_problems("cannot slide over texts", [problem])
+            refuse(
+                "cannot slide over texts", "stride", stride, f"from 1 to seq={seq}", "leave it out"
+            )
         self._texts, self._seq, self._stride = texts, seq, stride
         self._multiple = multiple
         lengths = texts.lengths
         if not (lengths > 0).any():
             got = f"{len(lengths)} texts, none with two tokens"
-            problem = Problem("data", got, "a token to predict from another", "take more text")
-            raise_problems("nothing to score", [problem])
+            refuse(
+                "nothing to score", "data", got, "a token to predict from another", "take more text"
+            )
         full = np.where(lengths >= seq, (lengths - seq) // stride + 1, 0)
         self._full_ends = np.cumsum(full)
         # what is left of a text after its full windows: its last window

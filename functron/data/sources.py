@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, refuse
 from functron.data.documents import find
 
 
@@ -151,8 +151,13 @@ def _unpacked(file: Path) -> Iterator[bytes]:
     """
     if find_spec("zstandard") is None:
         fix = "pip install zstandard, or functron[zstd]"
-        problem = Problem("zstandard", "no such package", f"it, to read {file}", fix)
-        raise_problems("cannot read compressed text", [problem])
+        refuse(
+            "cannot read compressed text",
+            "zstandard",
+            "no such package",
+            f"it, to read {file}",
+            fix,
+        )
     import zstandard
 
     frame, begun = None, False
@@ -281,8 +286,7 @@ def _texts(file: Path, key: str, row: int, column: Any, counts: list[int]) -> It
 def _open(file: Path, key: str) -> Any:
     if find_spec("pyarrow") is None:
         fix = "pip install pyarrow, or functron[parquet]"
-        problem = Problem("pyarrow", "no such package", f"it, to read {file}", fix)
-        raise_problems(_NOT_PARQUET, [problem])
+        refuse(_NOT_PARQUET, "pyarrow", "no such package", f"it, to read {file}", fix)
     import pyarrow
     import pyarrow.parquet
 
@@ -291,20 +295,18 @@ def _open(file: Path, key: str) -> Any:
     except (pyarrow.ArrowException, OSError) as error:
         got = str(error).splitlines()[0]
         fix = "copy or download it again"
-        raise_problems(_NOT_PARQUET, [Problem(str(file), got, "a Parquet file", fix)])
-        raise AssertionError("unreachable") from error
+        refuse(_NOT_PARQUET, str(file), got, "a Parquet file", fix)
     schema = opened.schema_arrow
     if key not in schema.names:
         got = f"no column {key!r}"
         fix = f"--key: {nearest(key, schema.names)}"
-        raise_problems(_NOT_PARQUET, [Problem(str(file), got, "a column of text", fix)])
+        refuse(_NOT_PARQUET, str(file), got, "a column of text", fix)
     kind = schema.field(key).type
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     types = pyarrow.types
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
         fix = "write it as text; a column that is NaN in every row becomes one of numbers"
-        problem = Problem(f"{file}, column {key!r}", str(kind), "strings", fix)
-        raise_problems(_NOT_PARQUET, [problem])
+        refuse(_NOT_PARQUET, f"{file}, column {key!r}", kind, "strings", fix)
     return opened
 
 
@@ -351,7 +353,7 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
         except ValueError as error:
             mistakes += str(error).splitlines()[1:]
     if not inputs:
-        raise_problems(_CANNOT, [Problem("inputs", "none", "at least one file or folder")])
+        refuse(_CANNOT, "inputs", "none", "at least one file or folder")
     _raise(mistakes)
     return found
 

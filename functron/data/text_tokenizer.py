@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
-from functron.core.errors import Problem, nearest, on_hub, raise_problems
+from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse
 from functron.data.tokenizer import TOKENIZER, Tokenizer
 
 END = "<|endoftext|>"
@@ -111,8 +111,9 @@ class RankFile:
         self.path = self.file.parent
         if find_spec("tiktoken") is None:
             fix = "pip install tiktoken, or functron[tiktoken]"
-            problem = Problem("tiktoken", "no such package", f"it, to read {path}", fix)
-            raise_problems("cannot read a tokenizer", [problem])
+            refuse(
+                "cannot read a tokenizer", "tiktoken", "no such package", f"it, to read {path}", fix
+            )
         import tiktoken
 
         scheme = _scheme(self.file, pattern)
@@ -129,8 +130,7 @@ class RankFile:
             )
         except (ValueError, AssertionError) as error:
             got = f"{pattern or scheme.pattern!r} ({error})"
-            problem = Problem("pattern", got, "a regular expression", "check it")
-            raise_problems("cannot read a tokenizer", [problem])
+            refuse("cannot read a tokenizer", "pattern", got, "a regular expression", "check it")
         self._known = {*ranks.values(), *self.special_tokens.values()}
         self.vocab_size: int = max(self._known) + 1
         self.num_ordinary: int = last + 1
@@ -181,12 +181,10 @@ def _scheme(file: Path, pattern: str) -> Scheme:
     if not name:
         wanted = f"how it splits text: {known}, or a regular expression"
         fix = "add --pattern (functron train: --tokenizer-pattern)"
-        problem = Problem("pattern", f"none for {file.name}", wanted, fix)
-        raise_problems("cannot read a tokenizer", [problem])
+        refuse("cannot read a tokenizer", "pattern", f"none for {file.name}", wanted, fix)
     if name.replace("_", "").replace("-", "").isalnum():
         wanted = f"one of {known}, or a regular expression"
-        problem = Problem("pattern", repr(name), wanted, nearest(name, SCHEMES))
-        raise_problems("cannot read a tokenizer", [problem])
+        refuse("cannot read a tokenizer", "pattern", repr(name), wanted, nearest(name, SCHEMES))
     return Scheme(name)
 
 
@@ -197,9 +195,7 @@ def _ranks(file: Path) -> dict[bytes, int]:
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
-        problem = Problem(str(file), error.strerror or str(error), "a rank file")
-        raise_problems("cannot read a tokenizer", [problem])
-        raise AssertionError("unreachable") from error
+        refuse("cannot read a tokenizer", str(file), error.strerror or str(error), "a rank file")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -242,8 +238,13 @@ class SentencePiece:
         self.path = self.file.parent
         if find_spec("sentencepiece") is None:
             fix = "pip install sentencepiece, or functron[sentencepiece]"
-            problem = Problem("sentencepiece", "no such package", f"it, to read {path}", fix)
-            raise_problems("cannot read a tokenizer", [problem])
+            refuse(
+                "cannot read a tokenizer",
+                "sentencepiece",
+                "no such package",
+                f"it, to read {path}",
+                fix,
+            )
         import sentencepiece
 
         try:
@@ -252,8 +253,7 @@ class SentencePiece:
         except (OSError, RuntimeError) as error:
             got = getattr(error, "strerror", None) or str(error) or "something else"
             wanted = "a model of SentencePiece"
-            problem = Problem(str(path), got, wanted, "copy or download it again")
-            raise_problems("cannot read a tokenizer", [problem])
+            refuse("cannot read a tokenizer", str(path), got, wanted, "copy or download it again")
         model, size = self._model, self._model.get_piece_size()
         self.vocab_size: int = size
         self.num_ordinary: int = size
@@ -396,8 +396,12 @@ def open_tokenizer(path: str | Path, *, pattern: str = "") -> TextTokenizer:
     file = _file_of(Path(path))
     kind = kind_of(file)
     if pattern and kind is not RankFile:
-        problem = Problem("pattern", repr(pattern), f"none: {file} splits text by itself")
-        raise_problems("cannot read a tokenizer", [problem])
+        refuse(
+            "cannot read a tokenizer",
+            "pattern",
+            repr(pattern),
+            f"none: {file} splits text by itself",
+        )
     return RankFile(file, pattern) if kind is RankFile else kind(file)
 
 
@@ -408,18 +412,13 @@ def end_of_text(tokenizer: TextTokenizer, name: str = "") -> int:
         ValueError: there is no such token.
     """
     known = tokenizer.special_tokens
-    where = str(tokenizer.file or BYTES)
-    if name and name not in known:
-        problem = Problem(where, f"{name!r}, no special token of it", "one", nearest(name, known))
-    elif not name and tokenizer.end_of_text is None:
+    found = known.get(name) if name else tokenizer.end_of_text
+    if found is None:
+        got = f"{name!r}, no special token of it" if name else "no token that ends a text"
         fix = f"name one of {', '.join(known)}" if known else "do not ask for one"
-        problem = Problem(where, "no token that ends a text", "one", fix)
-    else:
-        found = known[name] if name else tokenizer.end_of_text
-        assert found is not None
-        return found
-    raise_problems("unknown special token", [problem])
-    raise AssertionError("unreachable")
+        fix = nearest(name, known) if name else fix
+        refuse("unknown special token", str(tokenizer.file or BYTES), got, "one", fix)
+    return found
 
 
 def tokenizers_in(folder: Path) -> list[Path]:
@@ -433,13 +432,12 @@ def _file_of(path: Path) -> Path:
     if not path.is_dir():
         return path
     found = tokenizers_in(path)
-    if len(found) == 1:
-        return found[0]
-    got = f"{', '.join(file.name for file in found)}" if found else "a folder with none"
-    wanted = "one of tokenizer.json, a .model or a .tiktoken"
-    fix = "name the file" if found else "check the path"
-    raise_problems("cannot read a tokenizer", [Problem(str(path), got, wanted, fix)])
-    raise AssertionError("unreachable")
+    if len(found) != 1:
+        got = ", ".join(file.name for file in found) or "a folder with none"
+        wanted = "one of tokenizer.json, a .model or a .tiktoken"
+        fix = "name the file" if found else "check the path"
+        refuse("cannot read a tokenizer", str(path), got, wanted, fix)
+    return found[0]
 
 
 def kind_of(file: Path) -> type[Tokenizer] | type[SentencePiece] | type[RankFile]:
@@ -453,8 +451,9 @@ def kind_of(file: Path) -> type[Tokenizer] | type[SentencePiece] | type[RankFile
             head = stream.read(SNIFFED)
     except OSError as error:
         fix = on_hub(file) or "check the path; bytes needs no file: --tokenizer bytes"
-        problem = Problem(str(file), error.strerror or str(error), "a tokenizer", fix)
-        raise_problems("cannot read a tokenizer", [problem])
+        refuse(
+            "cannot read a tokenizer", str(file), error.strerror or str(error), "a tokenizer", fix
+        )
     if file.suffix == ".json" or head.lstrip()[:1] == b"{":
         return Tokenizer
     words = head.split(b"\n")[0].split()

@@ -8,7 +8,7 @@ from typing import NoReturn, Protocol
 
 import numpy as np
 
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 
 
 class TokenFile(Protocol):
@@ -75,9 +75,13 @@ def refuse_order(path: Path, start: int, stop: int) -> NoReturn:
     """Raise ValueError for documents that do not follow one another between two tokens."""
     got = f"documents that do not begin one after another, between tokens {start} and {stop}"
     fix = "copy it or make it again; functron.data.verify says what is wrong with an index"
-    problem = Problem(f"data {path}", got, "documents in the order of their tokens", fix)
-    raise_problems("a damaged index of documents", [problem])
-    raise AssertionError("unreachable")
+    refuse(
+        "a damaged index of documents",
+        f"data {path}",
+        got,
+        "documents in the order of their tokens",
+        fix,
+    )
 
 
 def check_ids(path: Path, tokens: np.ndarray, start: int, vocab_size: int | None) -> None:
@@ -92,8 +96,7 @@ def check_ids(path: Path, tokens: np.ndarray, start: int, vocab_size: int | None
     got = f"id {int(tokens[at])} at token {start + at}"
     fix = f"choose a model with gpt.vocab_size > {int(tokens.max())}, or preprocess again"
     wanted = f"ids from 0 to {vocab_size - 1}"
-    problem = Problem(f"data {path}", got, wanted, fix)
-    raise_problems("tokens outside the vocabulary", [problem])
+    refuse("tokens outside the vocabulary", f"data {path}", got, wanted, fix)
 
 
 def last_not_after(

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, raise_problems, refuse
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -218,9 +218,12 @@ class Tokenizer:
         try:
             marked = self._compiled.render(**variables)
         except (TemplateError, TypeError, KeyError, ValueError) as error:
-            problem = Problem("messages", str(error), "messages that the model's template takes")
-            raise_problems("the template refuses this conversation", [problem])
-            raise AssertionError("unreachable") from error
+            refuse(
+                "the template refuses this conversation",
+                "messages",
+                error,
+                "messages that the model's template takes",
+            )
         return _unmark(marked, self._mark)
 
     @functools.cached_property
@@ -236,7 +239,7 @@ class Tokenizer:
         if self.template is None:
             got = f"no chat_template in {SETTINGS} and no {TEMPLATE}"
             fix = f"write one: {self.path / TEMPLATE}"
-            raise_problems("no template", [Problem(str(self.path), got, "a template", fix)])
+            refuse("no template", str(self.path), got, "a template", fix)
         _require("jinja2", "cannot write conversations")
 
 
@@ -288,8 +291,7 @@ def _environment(mark: str) -> Any:
 def _require(package: str, title: str) -> None:
     if find_spec(package) is None:
         fix = f"pip install {package}, or functron[hub]"
-        problem = Problem(package, "no such package", "the package installed", fix)
-        raise_problems(title, [problem])
+        refuse(title, package, "no such package", "the package installed", fix)
 
 
 def _read_tokenizer(file: Path) -> Any:
@@ -300,9 +302,13 @@ def _read_tokenizer(file: Path) -> Any:
     try:
         return tokenizers.Tokenizer.from_str(text or "")
     except Exception as error:  # the package raises no other class
-        problem = Problem(str(file), str(error), "a tokenizer.json", "copy or download it again")
-        raise_problems("cannot read a tokenizer", [problem])
-        raise AssertionError("unreachable") from error
+        refuse(
+            "cannot read a tokenizer",
+            str(file),
+            error,
+            "a tokenizer.json",
+            "copy or download it again",
+        )
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
@@ -311,9 +317,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(_read(file, "check the path"))
     except json.JSONDecodeError as error:
-        problem = Problem(str(file), str(error), "JSON", "copy or download it again")
-        raise_problems("cannot read a tokenizer", [problem])
-        raise AssertionError("unreachable") from error
+        refuse("cannot read a tokenizer", str(file), error, "JSON", "copy or download it again")
     return found if isinstance(found, dict) else {}
 
 
@@ -322,8 +326,7 @@ def _read(file: Path, fix: str) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise_problems("cannot read a tokenizer", [Problem(str(file), reason, "a file", fix)])
-        raise AssertionError("unreachable") from error
+        refuse("cannot read a tokenizer", str(file), reason, "a file", fix)
 
 
 def _content(token: Any) -> str | None:
@@ -340,6 +343,11 @@ def _find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     templates = {entry["name"]: entry["template"] for entry in found}
     if "default" not in templates:
         fix = nearest("default", templates)
-        problem = Problem("chat_template", "several, none the default", "one named default", fix)
-        raise_problems(f"cannot use {folder / SETTINGS}", [problem])
+        refuse(
+            f"cannot use {folder / SETTINGS}",
+            "chat_template",
+            "several, none the default",
+            "one named default",
+            fix,
+        )
     return templates["default"]

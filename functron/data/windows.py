@@ -11,22 +11,22 @@ Tokens without a file: random ones, of which any part can be made by itself.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.data.denoising import FillInTheMiddle
 from functron.data.documents import Documents, find, python_text
-from functron.data.hidden import FillInTheMiddle
-from functron.data.order import IGNORED, drawn, mix, shuffled
+from functron.data.order import IGNORED, Samples, check_index, mix, shuffled
 from functron.data.text_tokenizer import TextTokenizer
 from functron.data.token_file import TokenFile, check_ids, check_range, fitting_dtype, refuse_order
 
 
-class Windows(ABC):
+class Windows(Samples):
     """Tokens in a row, cut into windows of `seq` tokens that every epoch shuffles anew.
 
     There is no iterator state: what a batch holds follows from its step. Windows do not overlap
@@ -92,34 +92,10 @@ class Windows(ABC):
         Raises:
             IndexError: there is no such window.
         """
-        if not 0 <= index < self.num_windows:
-            raise IndexError(f"sample {index}: wanted 0 to {self.num_windows - 1}")
+        check_index(index, self.num_windows)
         if self.extra_token:
             return self.read(index * self.seq, self.seq + 1)
         return np.append(self.read(index * self.seq, self.seq).astype(np.int64), IGNORED)
-
-    def batch(
-        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
-    ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`: the same samples however many parts there are.
-
-        Row r of step s is sample number ``s * global_batch + r``; an epoch is `num_windows` of
-        them, in an order of its own. The parts' batches, concatenated in order, are the batch of
-        part ``(0, 1)``.
-
-        Args:
-            step: from 0.
-            global_batch: rows of all parts together.
-            part: ``(index, count)``: which of how many contiguous parts.
-
-        Returns:
-            ``tokens`` and ``targets`` int64 ``[rows, seq]`` and ``rows`` int64 ``[rows]``, the
-            rows' indices in the global batch.
-
-        Raises:
-            ValueError: `count` does not divide `global_batch`, or no such part.
-        """
-        return drawn(self, step * global_batch, global_batch, part)
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """The samples that come as `numbers`, counted from the beginning of a run.
@@ -173,7 +149,7 @@ class ByteText(Windows):
         return self._documents.read(start, length)
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """The samples, in a few words for the user."""
         skipped = f", {self.num_skipped} files skipped (not text)" if self.num_skipped else ""
         return f"{self.num_tokens:,} bytes in {self.num_documents} documents{skipped}"
 
@@ -249,10 +225,15 @@ class TokenWindows(Windows):
         self.mask_documents, self._middle = mask_documents, middle
         if middle is not None and vocab_size is not None and max(middle.ids) >= vocab_size:
             got, wanted = f"id {max(middle.ids)}", f"ids from 0 to {vocab_size - 1}"
-            raise_problems("tokens outside the vocabulary", [Problem("middle", got, wanted)])
+            refuse("tokens outside the vocabulary", "middle", got, wanted)
         if middle is not None and not extra_token:
-            problem = Problem("extra_token", "False with middle", "True", "leave one of them out")
-            raise_problems("cannot fill in the middle", [problem])
+            refuse(
+                "cannot fill in the middle",
+                "extra_token",
+                "False with middle",
+                "True",
+                "leave one of them out",
+            )
         self.vocab_size = vocab_size or 0
         self.num_documents = file.num_documents
         what = f"data {file.path}"
@@ -329,7 +310,7 @@ class TokenWindows(Windows):
             refuse_order(self._file.path, start, start + self.seq)
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """The samples, in a few words for the user."""
         return f"{self.num_tokens:,} tokens in {self.num_documents:,} documents, on disk"
 
 
@@ -392,7 +373,7 @@ class TokenText(Windows):
         return self._tokens[start : start + length]
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """The samples, in a few words for the user."""
         skipped = f", {self.num_skipped} files skipped (not text)" if self.num_skipped else ""
         return f"{self.num_tokens:,} tokens in {self.num_documents} documents{skipped}"
 
@@ -411,17 +392,26 @@ def check_vocabulary(needed: int, vocab_size: int | None) -> None:
     if vocab_size is not None and needed > vocab_size:
         got = f"token ids up to {needed - 1}"
         fix = f"set gpt.vocab_size to {needed} or more, or use the model's own tokenizer"
-        problem = Problem("tokenizer", got, f"ids below gpt.vocab_size={vocab_size}", fix)
-        raise_problems("tokens outside the vocabulary", [problem])
+        refuse(
+            "tokens outside the vocabulary",
+            "tokenizer",
+            got,
+            f"ids below gpt.vocab_size={vocab_size}",
+            fix,
+        )
 
 
 def _end_of(tokenizer: TextTokenizer) -> int:
     end = tokenizer.end_of_text
     if end is None:
         fix = "name it in tokenizer_config.json (eos_token), or take a tokenizer that has one"
-        problem = Problem(str(tokenizer.file), "no eos_token", "a token that ends a text", fix)
-        raise_problems("cannot separate documents", [problem])
-        raise AssertionError("unreachable")
+        refuse(
+            "cannot separate documents",
+            str(tokenizer.file),
+            "no eos_token",
+            "a token that ends a text",
+            fix,
+        )
     return end
 
 

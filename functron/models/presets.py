@@ -1,18 +1,15 @@
-"""Named architectures: published sizes of well-known families, and small ones to try.
-
-Published sizes of dense families after Llama: Qwen, Mistral, Gemma, OLMo, Phi, GLM, Nemotron.
-"""
+"""Named decoders: published sizes of well-known families, and small ones to try."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from functron import nn
-from functron.core.errors import nearest
 from functron.models.config import GPTConfig
+from functron.models.stack import Named
 from functron.nn.moe import MoEConfig
 
 
@@ -232,27 +229,6 @@ def _llama3(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, **cha
     )
 
 
-@dataclass(frozen=True)
-class _Presets(Mapping[str, GPTConfig]):
-    """Named configs; an unknown name is an error that suggests the nearest."""
-
-    configs: Mapping[str, GPTConfig] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> GPTConfig:
-        if name not in self.configs:
-            raise ValueError(f"model: got {name!r}; {nearest(name, self.configs)}")
-        return self.configs[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.configs
-
-    def __iter__(self):
-        return iter(self.configs)
-
-    def __len__(self) -> int:
-        return len(self.configs)
-
-
 def _mixtral(
     num_layers: int, embed_dim: int, num_heads: int, expert_dim: int, **changes
 ) -> GPTConfig:
@@ -343,7 +319,7 @@ _QWEN3 = MoEConfig(128, 8, 768, renormalise=True, aux_loss=8e-3, aux="batch")
 _TINY = {"vocab_size": 256, "max_seq": 256}
 _LONG = {"rope_scaling": nn.RopeScaling(), "max_seq": 131072}
 
-PRESETS: Mapping[str, GPTConfig] = _Presets(
+PRESETS: Mapping[str, GPTConfig] = Named(
     {
         "tiny": GPTConfig(),
         "gpt2-tiny": _gpt2(2, 64, 4, vocab_size=256, max_seq=256),

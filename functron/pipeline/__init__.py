@@ -13,8 +13,7 @@ from functron.pipeline.layout import (
 from functron.pipeline.partition import Partition, collect
 from functron.pipeline.registry import NAMES, make
 from functron.pipeline.schedule import Schedule, Transfer, place
-from functron.pipeline.table import Action
-from functron.pipeline.timeline import Costs, Timeline
+from functron.pipeline.timeline import Action, Costs, Timeline
 
 __all__ = [
     "NAMES",

@@ -2,7 +2,7 @@
 
 Collectives act over the axes that are bound where `evaluate` is called, by name. So one block runs
 in plain eager mode, inside the nested vmaps of a simulated mesh, as one process of a bound mesh,
-and inside a program that is being traced, where it records its equations once more.
+and inside a program that is being traced, which records its equations once more.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch.utils import _pytree as pytree
 
 from functron.core import compat
 from functron.core.scopes import in_phase, named_scope
+from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
+from functron.ops.ids import check_ids
+from functron.program import debug
 from functron.program.equations import (
     Block,
     Equation,
@@ -44,6 +47,8 @@ from functron.spmd.primitives import (
 from functron.spmd.ragged import RaggedAllToAll, RaggedCall
 from functron.spmd.replication import as_share, no_share
 from functron.spmd.traced import TracedAxis
+from functron.transforms.barrier import tie
+from functron.transforms.policies import checkpoint_name
 
 _aten = torch.ops.aten
 
@@ -98,7 +103,7 @@ def _run(block: Block, dead: Sequence[Sequence[Var]], values: dict[Var, Any]) ->
 
 
 def _last_uses(block: Block) -> list[list[Var]]:
-    """For each equation, what nothing reads after it; last, what nothing reads at all."""
+    """For each equation, the values that nothing reads after it; last, those never read."""
     seen = {value for value in block.outputs if isinstance(value, Var)}
     dead: list[list[Var]] = []
     for equation in reversed(block.equations):
@@ -110,7 +115,7 @@ def _last_uses(block: Block) -> list[list[Var]]:
 
 @contextlib.contextmanager
 def _marked(where: Where) -> Iterator[None]:
-    """What is recorded in this with block belongs where the equation belonged."""
+    """Equations recorded in this with block get the place of the equation that they come of."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(in_phase(where.phase))
         for name in where.scopes:
@@ -253,40 +258,13 @@ def _require_replicated(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return axis.mark(x, "require_replicated") if isinstance(axis, TracedAxis) else x
 
 
-def _barrier(x: torch.Tensor, dep: torch.Tensor) -> Sequence[Any]:
-    from functron.transforms.barrier import tie  # who made the equation has it loaded
-
-    return [x if active() is None else tie(x, dep)]
-
-
-def _checkpoint_name(x: torch.Tensor, name: str) -> Sequence[Any]:
-    from functron.transforms.policies import checkpoint_name  # as above
-
-    return [checkpoint_name(x, name)]
-
-
-def _grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: torch.Tensor) -> Sequence[Any]:
-    from functron.ops.grouped_matmul import grouped_matmul  # as above
-
-    return [grouped_matmul(x, w, sizes)]
-
-
-def _grouped_matmul_weight(x, y, sizes, groups: int) -> Sequence[Any]:
-    from functron.ops.grouped_matmul import grouped_matmul_weight  # as above
-
-    return [grouped_matmul_weight(x, y, sizes, groups)]
-
-
 def _check_ids(ids: torch.Tensor, name: str, size: int, ignored: int | None) -> Sequence[Any]:
-    from functron.ops.ids import check_ids  # as above
-
     check_ids(ids, name, size, ignored)
     return []
 
 
 def _debug_print(text: str, values: Sequence[Any], axes, indices, dims: Sequence[str]) -> list:
     """Print on every rank that there is here, each element of the user's own vmaps by itself."""
-    from functron.program import debug  # as above
 
     def show(*rows):
         debug.print(text, *rows)
@@ -299,12 +277,12 @@ def _debug_print(text: str, values: Sequence[Any], axes, indices, dims: Sequence
 
 
 _OTHERS: Mapping[str, Callable[..., Sequence[Any]]] = {
-    "barrier": _barrier,
+    "barrier": lambda x, dep: [x if active() is None else tie(x, dep)],
     "check_ids": _check_ids,
-    "checkpoint_name": _checkpoint_name,
+    "checkpoint_name": lambda x, name: [checkpoint_name(x, name)],
     "debug_print": _debug_print,
-    "grouped_matmul": _grouped_matmul,
-    "grouped_matmul_weight": _grouped_matmul_weight,
+    "grouped_matmul": lambda x, w, sizes: [grouped_matmul(x, w, sizes)],
+    "grouped_matmul_weight": lambda *args: [grouped_matmul_weight(*args)],
     "assume_share": lambda x: [as_share(x)],
     "require_share": lambda x, axes: [no_share(x, axes)],
 }
@@ -327,7 +305,7 @@ _COLLECTIVES: Mapping[str, Any] = {
 
 
 def _operation(equation: Equation) -> Callable:
-    """What runs the operation of an equation on values of any layout, also under vmaps."""
+    """A function that does an equation's operation on values of any layout, also under vmaps."""
     op: Any = equation.op
     if op in (_aten.view.default, _aten._unsafe_view.default):
         return torch.reshape  # values may be laid out otherwise than they were traced

@@ -1,10 +1,8 @@
 """The executor: one scan over a schedule's table, simulated in one process or on this rank's own.
 
-Every forward leaves its pullback, which is held until the table says that its backward comes up.
-In one process the ranks of the pipeline run in turn, inside the vmaps of the other axes; on a bound
-mesh each process runs its own column, and values travel between ticks, asynchronously.
-
-One execution of a schedule's table: actions in order, pullbacks held between them.
+Every forward leaves its residuals, which are kept until the table has its backward. In one process
+the ranks of the pipeline run in turn, inside the vmaps of the other axes; on a bound mesh each
+process runs its own column, and values travel between ticks, asynchronously.
 """
 
 from __future__ import annotations
@@ -17,13 +15,12 @@ import torch
 
 from functron.core import compat, tree
 from functron.core.closure import hoist
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import refuse
 from functron.pipeline.partition import Partition
-from functron.pipeline.pieces import Pieces
 from functron.pipeline.schedule import Schedule
-from functron.pipeline.table import Action
+from functron.pipeline.timeline import Action
 from functron.pipeline.traffic import Boundary, Traffic
-from functron.pipeline.work import Call, Pullbacks, StageFunction, Work, check_tensors
+from functron.pipeline.work import Call, Pieces, Pullbacks, StageFunction, Work, check_tensors
 from functron.program.recorder import active
 from functron.spmd.axes import StageAxis, scope
 from functron.transforms.accumulate import microbatches
@@ -35,39 +32,37 @@ Observer = Callable[[int, Action, float, float], None]
 Place = tuple[int, int, int]  # pipe, stage, microbatch
 
 
-class Run:
-    """The state of an execution.
+class _Execution:
+    """One execution of a table: actions in order, residuals kept between them.
 
     Attributes:
-        total: the sum of what the last stage returned here; None where it is not here.
-        results: what it returned for each microbatch, where there is no backward.
+        total: the sum of the last stage's outputs here; None where it is not here.
+        results: its output for each microbatch, where there is no backward.
         sums: gradients by stage, summed over microbatches.
-        held: what backward will need, by pipe, stage and microbatch.
+        residuals: for backwards to come, by pipe, stage and microbatch.
     """
 
     def __init__(
         self,
-        stage: StageFunction,
+        pipeline: Pipeline,
         schedule: Schedule,
-        partition: Partition,
-        work: Work,
-        traffic: Traffic,
         params: tree.Tree,
-        batches: list[tree.Tree],
+        batch: tree.Tree,
         shared: tuple,
-        dtype: torch.dtype | None,
     ):
-        self.stage, self.schedule, self.partition = stage, schedule, partition
-        self.work, self.traffic = work, traffic
-        self.batches, self.shared, self.dtype = batches, shared, dtype
-        rank, self.given = traffic.rank, params
-        params = traffic.gathered(params, partition)
+        stages = _stage_axis(schedule)
+        self.stage, self.partition, self.dtype = pipeline.stage, pipeline.partition, pipeline.dtype
+        self.schedule, self.work = schedule, pipeline.work(stages)
+        self.batches = list(microbatches(batch, schedule.num_microbatches))
+        self.traffic = Traffic(schedule, stages, self.batches[0], pipeline.known)
+        self.shared, self.given, partition = shared, params, self.partition
+        rank, params = self.traffic.rank, self.traffic.gathered(params, partition)
         self.params = {s: partition.stage_params(params, s, rank) for s in partition.stages(rank)}
         self.memos: dict[int, dict] = {stage: {} for stage in self.params}
         self.total: Any = None
         self.results: dict[int, Any] = {}
         self.sums: dict[int, tree.Tree] = {}
-        self.held: dict[Place, Any] = {}
+        self.residuals: dict[Place, Any] = {}
 
     def all_ticks(self, observe: Observer | None) -> None:
         """Run the table."""
@@ -86,8 +81,8 @@ class Run:
         if action.kind == "F":
             self._forward(action, place, given)
         elif action.kind == "W":
-            held, sums = self.held.pop(place), self._sums(stage)
-            self.sums[stage] = self.work.backward_weight(held, sums)
+            residuals, sums = self.residuals.pop(place), self._sums(stage)
+            self.sums[stage] = self.work.backward_weight(residuals, sums)
         else:
             self._backward(action, place, given)
         if observe is not None:
@@ -96,7 +91,7 @@ class Run:
             observe(rank, action, began, time.perf_counter())
 
     def _given(self, action: Action, place: Place) -> Any:
-        """What another stage made for an action."""
+        """The value that another stage made for an action."""
         stage = place[1]
         if action.kind == "F":
             return self.traffic.take("F", *place) if stage else None
@@ -110,7 +105,7 @@ class Run:
         memo = self.memos[stage]
         call = Call(stage, part, last, self.params[stage], x, self.batches[m], self.shared, memo)
         if self.schedule.has_backward:
-            y, self.held[place] = self.work.forward(call)
+            y, self.residuals[place] = self.work.forward(call)
         else:
             y = self.stage(part, call.params, x, call.batch, *self.shared)
             check_tensors(call, y)
@@ -125,11 +120,11 @@ class Run:
 
     def _backward(self, action: Action, place: Place, cotangent: list | None) -> None:
         pipe, stage, _ = place
-        held = self.held.pop(place)
+        residuals = self.residuals.pop(place)
         if action.kind == "B":
-            x, self.sums[stage] = self.work.backward(held, cotangent, self._sums(stage))
+            x, self.sums[stage] = self.work.backward(residuals, cotangent, self._sums(stage))
         else:
-            x, self.held[place] = self.work.backward_input(held, cotangent)
+            x, self.residuals[place] = self.work.backward_input(residuals, cotangent)
         if stage:
             self.traffic.hand_over("B", action, pipe, stage - 1, x)
 
@@ -152,10 +147,10 @@ class Pipeline:
         stage: the function of one stage.
         partition: who holds which parameters.
         schedule: who does what when.
-        dtype: what gradients are summed in; None: their own.
-        compile: settings of `functron.compiler.compile` for stages on a bound mesh; None: stages
-            are not compiled.
-        observe: told of every action.
+        dtype: of the sums of gradients; None: their own.
+        compile: settings of `functron.compiler.compile`, for stages on a bound mesh; None:
+            stages are not compiled.
+        observe: called after every action.
     """
 
     def __init__(
@@ -179,7 +174,7 @@ class Pipeline:
         """The loss, summed over microbatches, and this rank's share of its gradient.
 
         Args:
-            params: what `partition` says that this process holds.
+            params: those that this process holds by `partition`.
             batch: a tree whose leading dims are dealt into the schedule's microbatches, as
                 `accumulate` does: microbatch m of M has samples m, m + M, ...
             shared: what all microbatches share.
@@ -193,12 +188,13 @@ class Pipeline:
                 f"value_and_grad: got schedule {self.schedule.name!r}, which has no backward; "
                 "wanted one that has; fix: call forward, or choose another schedule"
             )
-        run = self._run(self.schedule, params, batch, shared)
+        run = _Execution(self, self.schedule, params, batch, shared)
+        run.all_ticks(self.observe)
         value = run.traffic.published(run.total)
         return value, tree.map(share, run.gradients())
 
     def work(self, stages: StageAxis | None) -> Work:
-        """How stages are computed where this is called."""
+        """The `Work` that computes stages where this is called."""
         hidden, _ = hoist(self.stage)  # mapped or differentiated tensors that it closes over
         if self.compile is not None and stages is not None and stages.index is not None:
             if hidden:
@@ -214,28 +210,17 @@ class Pipeline:
         return self.evaluated if evaluate else Pullbacks(self.stage)
 
     def forward(self, params: tree.Tree, batch: tree.Tree, *shared: Any) -> list:
-        """What the last stage returns for each microbatch, on every rank; no gradients.
+        """The output of the last stage for each microbatch, on every rank; no gradients.
 
         Arguments are those of `value_and_grad`. Of the schedule the forwards are run, uncompiled.
-        What is made of M microbatches' samples comes in the batch's order by
+        Rows of M microbatches' samples are in the batch's order in
         ``torch.stack(results, 1).flatten(0, 1)``.
         """
         schedule = self.schedule.forward_only() if self.schedule.has_backward else self.schedule
         with torch.no_grad():
-            run = self._run(schedule, params, batch, shared)
+            run = _Execution(self, schedule, params, batch, shared)
+            run.all_ticks(self.observe)
             return run.traffic.collected(run.results)
-
-    def _run(self, schedule: Schedule, params: tree.Tree, batch: tree.Tree, shared: tuple) -> Run:
-        """One execution of a table."""
-        stages = _stage_axis(schedule)
-        batches = list(microbatches(batch, schedule.num_microbatches))
-        traffic = Traffic(schedule, stages, batches[0], self.known)
-        run = Run(
-            self.stage, schedule, self.partition, self.work(stages), traffic,
-            params, batches, shared, self.dtype,
-        )  # fmt: skip
-        run.all_ticks(self.observe)
-        return run
 
 
 def pipelined(
@@ -272,8 +257,12 @@ def pipelined(
     """
     schedule.validate()
     if schedule.pipes != partition.pipes:
-        problem = Problem("partition.pipes", f"{partition.pipes}", f"{schedule.pipes}")
-        raise_problems(f"the partition is not for the schedule {schedule.name!r}", [problem])
+        refuse(
+            f"the partition is not for the schedule {schedule.name!r}",
+            "partition.pipes",
+            f"{partition.pipes}",
+            f"{schedule.pipes}",
+        )
     return Pipeline(stage, partition, schedule, dtype, compile, observe)
 
 

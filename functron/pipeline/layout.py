@@ -13,7 +13,7 @@ from functron.core.errors import Problem, raise_problems
 
 @dataclass(frozen=True)
 class Part:
-    """What one stage computes of a model.
+    """The part of a model that one stage computes.
 
     Attributes:
         layers: which of the model's layers, from 0.

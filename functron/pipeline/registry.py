@@ -1,29 +1,25 @@
-"""Schedules by name, or by the path of a text file.
+"""The schedules of the literature, by name, or by the path of a text file.
 
-Schedules with whole backwards: GPipe, 1F1B, interleaved, breadth-first; and forwards alone.
+Each function makes the columns of the ranks, which `place` turns into a table; p are ranks, m
+microbatches and v chunks, the stages of a rank. All numbers are 1 or more. With several chunks the
+stages go round the ranks: rank r holds stages r, r + p, ...; in a V they go down the ranks and back
+up, and rank r holds stages r and 2p-1-r. All raise ValueError for counts that they do not admit,
+with the nearest that they do.
 
-Each function makes the columns of the ranks, which `place` turns into a table. With several chunks,
-the stages go round the ranks: rank r holds stages r, r + num_ranks, ...
-
-Schedules that split the backward and fill bubbles with weight gradients (Qi et al. 2023, 2024).
-
-Only I, the backward for a stage's input, is waited for by other ranks; W, the backward for its
-weights, fits wherever a rank would idle. Times below: tF, tI and tW of F, I and W (the papers
-write B for I), p ranks, m microbatches. All schedules admit every p >= 1 and m >= 1, and are made
-for tF = tI = tW: other costs are right too, with more bubble.
-
-A *span* is the time from a rank's first action to its last one. The papers count bubbles in spans,
-since a rank that ends a step early may begin the next one early. Where all ranks begin and end a
-step together, ZB-H2 and ZBV idle for p-1 forwards, in which the first microbatch reaches the ranks.
-
-Schedules that feed a pipeline from both ends and overlap forwards with backwards (DeepSeek-AI).
-
-A forward and a backward of different microbatches in one cell hide each other's communication, as
-that of experts. Times below: tF, tB, tW of a forward, a whole backward and one for weights, tFB of
-such a combined cell.
-
-In DualPipe on 2h ranks, ranks r and 2h-1-r do the same, on opposite directions: what rank r of a V
-on h ranks does on its way down and its way up. That V alone is DualPipeV, DualPipe cut in half.
+- Whole backwards: GPipe, 1F1B, interleaved, breadth-first; and forwards alone.
+- Zero bubble (Qi et al. 2023, 2024): the backward is split, and weight gradients fill bubbles. Only
+  I, the backward for a stage's input, is waited for by other ranks; W, the backward for its
+  weights, fits wherever a rank would idle. Times: tF, tI and tW of F, I and W (the papers write B
+  for I). These admit every p and m, and are made for tF = tI = tW: other costs are right too, with
+  more bubble. A *span* is the time from a rank's first action to its last one. The papers count
+  bubbles in spans, since a rank that ends a step early may begin the next one early. Where all
+  ranks begin and end a step together, ZB-H2 and ZBV idle for p-1 forwards, in which the first
+  microbatch reaches the ranks.
+- DualPipe (DeepSeek-AI): a pipeline is fed from both ends, and forwards overlap with backwards: a
+  forward and a backward of different microbatches in one cell hide each other's communication, as
+  that of experts. Times: tF, tB, tW of a forward, a whole backward and one for weights, tFB of such
+  a combined cell. On 2h ranks, ranks r and 2h-1-r do the same, on opposite directions: what rank r
+  of a V on h ranks does on its way down and its way up. That V alone is DualPipeV.
 """
 
 from __future__ import annotations
@@ -35,13 +31,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from functron.core.errors import Problem, nearest, raise_problems
-from functron.pipeline.schedule import Schedule, place
-from functron.pipeline.table import Action, Cell, Pipe
+from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.pipeline.schedule import Pipe, Schedule, place
+from functron.pipeline.timeline import Action, Cell, Kind
 
 
 def round_pipe(num_ranks: int, num_chunks: int = 1) -> Pipe:
-    """The pipe that goes through chunk 0 of every rank, then through chunk 1, and so on."""
+    """The pipe through chunk 0 of every rank, then through chunk 1, and so on."""
     return tuple((rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks))
 
 
@@ -50,10 +46,6 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
     Parallelism".
-
-    Args:
-        num_ranks: p, 1 or more.
-        num_microbatches: m, 1 or more.
     """
     raise_problems("schedule gpipe", _count_problems(num_ranks, num_microbatches))
     column = [Action(kind, m) for kind in ("F", "B") for m in range(num_microbatches)]
@@ -65,10 +57,6 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
     After p - 1 - r forwards, a rank alternates: one forward, one backward. Narayanan et al. 2021,
     "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), and Megatron-LM.
-
-    Args:
-        num_ranks: p, 1 or more.
-        num_microbatches: m, 1 or more.
     """
     return _alternating("1f1b", num_ranks, num_microbatches, hop=1)
 
@@ -79,10 +67,6 @@ def eager_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     After 2 (p - 1 - r) forwards, a rank alternates: one forward, one backward. Then every tensor
     is sent a whole action before it is needed. Zhuang et al. 2023, "On Optimizing the Communication
     of Model Parallelism", section 4.
-
-    Args:
-        num_ranks: p, 1 or more.
-        num_microbatches: m, 1 or more.
     """
     return _alternating("eager-1f1b", num_ranks, num_microbatches, hop=2)
 
@@ -97,13 +81,10 @@ def interleaved(
     Model Training on GPU Clusters Using Megatron-LM", section 2.2; the order is Megatron-LM's.
 
     Args:
-        num_ranks: p, 1 or more.
+        num_ranks: p.
         num_microbatches: m: the last group must be whole, or at least p.
-        num_chunks: v, stages per rank.
+        num_chunks: v, 2 or more.
         group_size: p to m; by default p. More gives transfers time and keeps more activations.
-
-    Raises:
-        ValueError: counts that it does not admit; the error names the nearest ones that it does.
     """
     group = num_ranks if group_size is None else group_size
     found = _count_problems(num_ranks, num_microbatches)
@@ -128,14 +109,7 @@ def combined_one_f_one_b(
     ``--overlap-moe-expert-parallel-comm``; the pairs are those of DeepSeek-AI 2024, "DeepSeek-V3
     Technical Report", section 3.2.1.
 
-    Args:
-        num_ranks: p, 1 or more.
-        num_microbatches: m: for one chunk any, else the last group must be whole, or at least p.
-        num_chunks: v, stages per rank.
-        group_size: as in `interleaved`.
-
-    Raises:
-        ValueError: counts that it does not admit; the error names the nearest ones that it does.
+    Args are as in `interleaved`, but for one chunk m may be any.
     """
     group = num_ranks if group_size is None else group_size
     found = _count_problems(num_ranks, num_microbatches, num_chunks)
@@ -151,12 +125,7 @@ def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int = 2) ->
 
     The bubble is (p - 1) / (v m + p - 1), v m activations are live, and a chunk's parameters are
     gathered, and its gradients reduced, once per step, which suits fsdp. Lamy-Poirier 2022,
-    "Breadth-First Pipeline Parallelism".
-
-    Args:
-        num_ranks: p, 1 or more.
-        num_microbatches: m, 1 or more; below p the bubble is larger.
-        num_chunks: v, stages per rank.
+    "Breadth-First Pipeline Parallelism". With fewer than p microbatches the bubble is larger.
     """
     raise_problems(
         "schedule breadth-first", _count_problems(num_ranks, num_microbatches, num_chunks)
@@ -171,10 +140,7 @@ def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int = 2) ->
 def forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Forwards alone, for evaluation: all microbatches through a chunk before the next chunk.
 
-    Args:
-        num_ranks: 1 or more.
-        num_microbatches: 1 or more.
-        num_chunks: stages per rank. For the stages of another schedule, use its `forward_only`.
+    For the stages of another schedule, use its `forward_only`.
     """
     raise_problems("schedule forward", _count_problems(num_ranks, num_microbatches, num_chunks))
     column = [Action("F", m, c) for c in range(num_chunks) for m in range(num_microbatches)]
@@ -222,15 +188,15 @@ def _pairs(
 
 
 def _count_problems(*counts: int) -> list[Problem]:
-    """What is wrong with the numbers of ranks, microbatches and chunks, where they are given."""
+    """Numbers of ranks, microbatches and chunks, where they are given, below 1."""
     names = ("num_ranks", "num_microbatches", "num_chunks")
     pairs = zip(names, counts, strict=False)
     return [Problem(name, str(count), "1 or more") for name, count in pairs if count < 1]
 
 
 def _group_problems(num_ranks: int, num_microbatches: int, group: int) -> list[Problem]:
-    """What is wrong with a group size, and with the number of microbatches for it."""
-    if num_ranks < 1:  # that is said already
+    """A group size that is too small, or a number of microbatches that it does not admit."""
+    if num_ranks < 1:  # a problem already
         return []
     if group < num_ranks:
         wanted = f"{num_ranks} (the number of ranks) or more: ranks would wait within each group"
@@ -259,15 +225,10 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Bubble: (p-1)(tF + tI - tW) for m >= p and tW <= tF, tI; a third of 1F1B's where all are equal.
     Memory: p microbatches on every rank; rank r holds p-r before I and r before W.
-    Admits: every number of ranks and microbatches.
     """
     _check_counts("zb-h1", num_ranks, num_microbatches)
-    return place(
-        "zb-h1",
-        [[(rank, 0) for rank in range(num_ranks)]],
-        num_microbatches,
-        [_delayed(num_microbatches, num_ranks - rank, rank) for rank in range(num_ranks)],
-    )
+    columns = [_delayed(num_microbatches, num_ranks - rank, rank) for rank in range(num_ranks)]
+    return place("zb-h1", [round_pipe(num_ranks)], num_microbatches, columns)
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -278,8 +239,8 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Bubble: (p-1)(tF + tI - 2tW) in spans for m >= 2p-1 and tW <= tF, tI: none where all are equal.
     Memory: 2p-1 microbatches on every rank; rank r holds 2(p-r)-1 before I and 2r before W.
-    Admits: every number of ranks and microbatches; fewer than 2p-1 are too few forwards to fill the
-    start, and weight gradients stay less behind, so that a step takes no longer than with ZB-H1.
+    Fewer microbatches than 2p-1 are too few forwards to fill the start, and weight gradients stay
+    less behind, so that a step takes no longer than with ZB-H1.
     """
     _check_counts("zb-h2", num_ranks, num_microbatches)
     missing = max(0, 2 * num_ranks - 1 - num_microbatches)
@@ -287,7 +248,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
         _delayed(num_microbatches, 2 * (num_ranks - rank) - 1, max(0, 2 * rank - missing))
         for rank in range(num_ranks)
     ]
-    return place("zb-h2", [[(rank, 0) for rank in range(num_ranks)]], num_microbatches, columns)
+    return place("zb-h2", [round_pipe(num_ranks)], num_microbatches, columns)
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -298,7 +259,6 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Bubble: none in spans for m >= 2p-1 where all costs are equal.
     Memory: p microbatches on every rank, counted as pairs of its two stages, as with 1F1B.
-    Admits: every number of ranks and microbatches.
     """
     _check_counts("zbv", num_ranks, num_microbatches)
     # Fewer microbatches do what the first ones of 2p-1 do: leaving some out keeps the order right.
@@ -318,7 +278,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
             ("W0", rank),
         )
         columns.append([a for a in column if a.microbatch < num_microbatches])
-    return place("zbv", _vee(num_ranks), num_microbatches, columns)
+    return place("zbv", [_vee(num_ranks)], num_microbatches, columns)
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -329,13 +289,13 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Bubble: about 4p tF in spans where all costs are equal; 1F1B's is 6(p-1) tF, with tF of one of a
     rank's two stages.
-    Memory: floor((p+4)/3) microbatches, as pairs of stages. Admits: every count.
+    Memory: floor((p+4)/3) microbatches, as pairs of stages.
     """
     _check_counts("v-min", num_ranks, num_microbatches)
     p = num_ranks
     gap = 2 if p % 3 == 0 else 0  # else the backwards would fall on the slots of forwards
     blocks = [(r, 2 * p - 1 - r, 2 * p + gap + r, 4 * p + gap - 1 - r) for r in range(p)]
-    return place("v-min", _vee(p), num_microbatches, _repeat_blocks(blocks, num_microbatches))
+    return place("v-min", [_vee(p)], num_microbatches, _repeat_blocks(blocks, num_microbatches))
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -346,7 +306,7 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Bubble: about 3p tF in spans where all costs are equal; 1F1B's is 6(p-1) tF, with tF of one of a
     rank's two stages.
-    Memory: floor((p+2)/2) microbatches, as pairs of stages. Admits: every count.
+    Memory: floor((p+2)/2) microbatches, as pairs of stages.
     """
     _check_counts("v-half", num_ranks, num_microbatches)
     p = num_ranks
@@ -354,24 +314,37 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     blocks = [
         (2 * r, 3 * p - 2 - r, 3 * p + gap - 1 + 2 * r, 6 * p + gap - 2 - r) for r in range(p)
     ]
-    return place("v-half", _vee(p), num_microbatches, _repeat_blocks(blocks, num_microbatches))
+    return place("v-half", [_vee(p)], num_microbatches, _repeat_blocks(blocks, num_microbatches))
 
 
-def _check_counts(name: str, num_ranks: int, num_microbatches: int) -> None:
-    raise_problems(
-        f"{name}: counts that it does not admit",
-        [
-            Problem(what, str(count), "at least 1", "the nearest admissible count is 1")
-            for what, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches))
-            if count < 1
-        ],
-    )
+def _check_counts(
+    name: str, num_ranks: int, num_microbatches: int, *, every: int = 1, per_rank: int = 0
+) -> None:
+    """Refuse counts below 1, no multiples of `every` (1 or 2), or too few microbatches."""
+    found = []
+    parity = "an even number, " if every > 1 else ""
+    if num_ranks < every or num_ranks % every:
+        wanted = f"{parity}at least {every}"
+        found.append(_count_problem("num_ranks", num_ranks, wanted, every, every))
+    least = max(per_rank * max(num_ranks, 1), 1)
+    if num_microbatches < least or num_microbatches % every:
+        wanted = f"{parity}at least " + (f"twice the {num_ranks} ranks" if per_rank else "1")
+        found.append(_count_problem("num_microbatches", num_microbatches, wanted, least, every))
+    raise_problems(f"{name}: counts that it does not admit", found)
 
 
-def _vee(num_ranks: int) -> list[list[tuple[int, int]]]:
-    """The one pipe that goes down the ranks' first chunks and back up their second ones."""
-    down = [(rank, 0) for rank in range(num_ranks)]
-    return [down + [(rank, 1) for rank in reversed(range(num_ranks))]]
+def _count_problem(what: str, count: int, wanted: str, least: int, every: int) -> Problem:
+    """A count that is not admitted, and the admissible ones beside it."""
+    below = max(least, count - count % every)
+    above = max(least, count + -count % every)
+    fix = f"use {below}" if below == above else f"use {below} or {above}"
+    return Problem(what, str(count), wanted, fix)
+
+
+def _vee(num_ranks: int) -> Pipe:
+    """The pipe that goes down the ranks' first chunks and back up their second ones."""
+    ranks = range(num_ranks)
+    return (*((rank, 0) for rank in ranks), *((rank, 1) for rank in reversed(ranks)))
 
 
 def _delayed(num_microbatches: int, ahead: int, behind: int) -> list[Action]:
@@ -450,19 +423,15 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     Bubble: (p/2-1)(tFB + tB - 3tW), where tF = tB - tW >= tW.
     Memory: activations of p+1 stages, parameters of 2, on every rank.
     Admits: an even number of ranks; an even number of microbatches, at least twice the ranks.
-
-    Raises:
-        ValueError: counts that it does not admit, with the nearest ones that it does.
     """
-    _check_dualpipe_counts("dualpipe", num_ranks, num_microbatches, even=True)
+    _check_counts("dualpipe", num_ranks, num_microbatches, every=2, per_rank=2)
     half, each = num_ranks // 2, num_microbatches // 2
     columns = []
     for rank in range(num_ranks):
         mirrored = rank >= half
         column = _column(min(rank, num_ranks - 1 - rank), half, each)
         columns.append([tuple(_direct(a, mirrored, each) for a in cell) for cell in column])
-    down = [(rank, 0) for rank in range(num_ranks)]
-    up = [(rank, 1) for rank in reversed(range(num_ranks))]
+    down, up = _vee(num_ranks)[:num_ranks], _vee(num_ranks)[num_ranks:]
     return place("dualpipe", [down, up], num_microbatches, columns)
 
 
@@ -475,37 +444,10 @@ def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
     Bubble: (p-1)(tFB + tB - 3tW), where tF = tB - tW >= tW, with times of one of the 2p stages.
     Memory: activations of 2p+1 stages on every rank.
     Admits: any number of ranks; at least twice as many microbatches.
-
-    Raises:
-        ValueError: counts that it does not admit, with the nearest ones that it does.
     """
-    _check_dualpipe_counts("dualpipev", num_ranks, num_microbatches, even=False)
-    down = [(rank, 0) for rank in range(num_ranks)]
-    up = [(rank, 1) for rank in reversed(range(num_ranks))]
+    _check_counts("dualpipev", num_ranks, num_microbatches, per_rank=2)
     columns = [_column(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
-    return place("dualpipev", [down + up], num_microbatches, columns)
-
-
-def _check_dualpipe_counts(name: str, num_ranks: int, num_microbatches: int, even: bool) -> None:
-    problems = []
-    every = 2 if even else 1
-    if num_ranks < every or num_ranks % every:
-        wanted = "an even number, at least 2" if even else "at least 1"
-        problems.append(_problem("num_ranks", num_ranks, wanted, every, every))
-    least = 2 * max(num_ranks, 1)
-    if num_microbatches < least or num_microbatches % every:
-        parity = "an even number, " if even else ""
-        wanted = f"{parity}at least twice the {num_ranks} ranks"
-        problems.append(_problem("num_microbatches", num_microbatches, wanted, least, every))
-    raise_problems(f"{name}: counts that it does not admit", problems)
-
-
-def _problem(what: str, count: int, wanted: str, least: int, every: int) -> Problem:
-    """What is wrong with a count, and the admissible ones beside it."""
-    below = max(least, count - count % every)
-    above = max(least, count + -count % every)
-    fix = f"use {below}" if below == above else f"use {below} or {above}"
-    return Problem(what, str(count), wanted, fix)
+    return place("dualpipev", [_vee(num_ranks)], num_microbatches, columns)
 
 
 def _direct(action: Action, mirrored: bool, each: int) -> Action:
@@ -526,11 +468,11 @@ class _Column:
         self._waiting: deque[Action] = deque()  # weight gradients that were split off
 
     def forward(self, chunk: int) -> None:
-        self.cells.append((self._forward(chunk),))
+        self.cells.append((self._take("F", chunk),))
 
     def backward(self, chunk: int, split: bool = False) -> None:
         """A whole backward, or the one for inputs, whose weights wait for `weights`."""
-        whole = self._backward(chunk)
+        whole = self._take("B", chunk)
         if split:
             self.cells.append((Action("I", whole.microbatch, chunk),))
             self._waiting.append(Action("W", whole.microbatch, chunk))
@@ -539,23 +481,19 @@ class _Column:
 
     def both(self, forward: int, backward: int) -> None:
         """A forward of one chunk combined with a backward of the other."""
-        self.cells.append((self._forward(forward), self._backward(backward)))
+        self.cells.append((self._take("F", forward), self._take("B", backward)))
 
     def weights(self) -> None:
         """The weight gradient that waits longest."""
         self.cells.append((self._waiting.popleft(),))
 
-    def _forward(self, chunk: int) -> Action:
-        self._next["F", chunk] += 1
-        return Action("F", self._next["F", chunk] - 1, chunk)
-
-    def _backward(self, chunk: int) -> Action:
-        self._next["B", chunk] += 1
-        return Action("B", self._next["B", chunk] - 1, chunk)
+    def _take(self, kind: Kind, chunk: int) -> Action:
+        self._next[kind, chunk] += 1
+        return Action(kind, self._next[kind, chunk] - 1, chunk)
 
 
 def _column(rank: int, num_ranks: int, num_microbatches: int) -> list[Cell]:
-    """What a rank of a V does, in the eight steps of DeepSeek's DualPipe.
+    """The cells of a rank of a V, in the eight steps of DeepSeek's DualPipe.
 
     Chunk 0 is its way down, chunk 1 its way up.
     """
@@ -640,11 +578,11 @@ def make(
         return _from_file(name, num_ranks, num_microbatches, num_chunks, options)
     generator = _GENERATORS[name]
     known = [*inspect.signature(generator).parameters][2:]
-    problems = _unknown_options(options, [k for k in known if k != "num_chunks"])
+    unknown = _unknown_options(options, [k for k in known if k != "num_chunks"])
+    raise_problems(f"schedule {name}", unknown)
     given = {key: value for key, value in options.items() if value is not None}
     if num_chunks is not None and "num_chunks" in known:
         given["num_chunks"] = num_chunks
-    raise_problems(f"schedule {name}", problems)
     schedule = generator(num_ranks, num_microbatches, **given)
     if num_chunks is not None:
         raise_problems(f"schedule {name}", _wrong(schedule, num_chunks=num_chunks))
@@ -669,14 +607,12 @@ def _from_file(
     """The validated schedule in the file `name`, if it has these counts."""
     if not Path(name).is_file():
         fix = f"{nearest(name, NAMES)}, or the path of a table"
-        raise_problems("schedule", [Problem("name", repr(name), "a schedule", fix)])
+        refuse("schedule", "name", repr(name), "a schedule", fix)
     schedule = Schedule.load(name)
     schedule.validate()
-    problems = _unknown_options(options, [])
     counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    problems += _wrong(schedule, **counts)
-    if num_chunks is not None:
-        problems += _wrong(schedule, num_chunks=num_chunks)
+    counts |= {} if num_chunks is None else {"num_chunks": num_chunks}
+    problems = [*_unknown_options(options, []), *_wrong(schedule, **counts)]
     raise_problems(f"schedule {name}", problems)
     return schedule
 

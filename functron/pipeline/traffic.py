@@ -1,9 +1,7 @@
-"""What travels between the stages of a pipeline in one execution of its table.
+"""Values between the stages of a pipeline, and their transfers from process to process.
 
 Between ranks that this process runs values are handed over as they are. Between processes they are
 sent after the tick that made them, and awaited where they are needed.
-
-What stages hand on to one another, and how it gets from process to process.
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from functron.core import compat, tree
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.pipeline.partition import Partition
 from functron.pipeline.schedule import Schedule
-from functron.pipeline.table import Action
+from functron.pipeline.timeline import Action
 from functron.spmd.axes import StageAxis
 from functron.spmd.collectives import psum_stages
 
@@ -38,7 +36,7 @@ class Boundary:
 
     @classmethod
     def of(cls, value: tree.Tree) -> Boundary:
-        """What `value`, a tree of tensors, looks like."""
+        """The boundary that `value`, a tree of tensors, has."""
         leaves, structure = tree.flatten(value)
         return cls(structure, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
 
@@ -57,8 +55,12 @@ class Boundary:
         """Raise ValueError where `value` does not look like this."""
         other = Boundary.of(value)
         if other.structure != self.structure:
-            problem = Problem(where, f"structure {other.structure}", f"{self.structure}, as before")
-            raise_problems("a stage returned another structure", [problem])
+            refuse(
+                "a stage returned another structure",
+                where,
+                f"structure {other.structure}",
+                f"{self.structure}, as before",
+            )
         raise_problems(
             "microbatches must have one shape",
             [
@@ -75,17 +77,13 @@ class Boundary:
 
 
 class Arriving:
-    """A value that is being received.
-
-    `wait` gives it once it is here.
-    """
+    """A value that is being received; `wait` gives it once it is here."""
 
     def __init__(self, boundary: Boundary, buffers: list[torch.Tensor]):
         self.boundary, self.buffers = boundary, buffers
         self.works: list[dist.Work] = []
 
     def wait(self) -> tree.Tree:
-        """The value."""
         for work in self.works:
             work.wait()
         return tree.unflatten(self.boundary.structure, self.buffers)
@@ -99,7 +97,8 @@ class Post:
     """
 
     def __init__(self, stages: StageAxis, device: torch.device):
-        self.group = compat.group(stages.group)
+        assert stages.index is not None
+        self.group, self.rank, self.size = compat.group(stages.group), stages.index, stages.size
         self.device = device
         self.batched = not compat.runs_gloo(self.group)  # which has no batches
         self.waiting: list[tuple[torch.Tensor, int, Arriving | None]] = []
@@ -152,7 +151,7 @@ class Post:
         dist.send_object_list([boundary], group=self.group, group_dst=to, device=self.device)
 
     def described(self, source: int) -> Boundary:
-        """What rank `source` says it will send; blocks."""
+        """The boundary of what rank `source` will send, as it describes it; blocks."""
         told: list[Any] = [None]
         dist.recv_object_list(told, group=self.group, group_src=source, device=self.device)
         return told[0]
@@ -168,24 +167,23 @@ class Post:
         for leaf in tree.leaves(value):
             dist.broadcast(leaf, group=self.group, group_src=source)
 
-    def add_up(self, value: tree.Tree, ranks: Sequence[int], me: int) -> tree.Tree:
+    def add_up(self, value: tree.Tree, ranks: Sequence[int]) -> tree.Tree:
         """The sum of `value` over some ranks, added in their order, on each of them."""
         boundary = Boundary.of(value)
-        others = [rank for rank in ranks if rank != me]
+        others = [rank for rank in ranks if rank != self.rank]
         for rank in others:
             self.send(value, rank)
         theirs = {rank: self.receive(boundary, rank) for rank in others}
         self.flush()
         total = None
         for rank in ranks:
-            part = value if rank == me else theirs[rank].wait()
+            part = value if rank == self.rank else theirs[rank].wait()
             total = part if total is None else tree.map(torch.add, total, part)
         return total
 
-    def gather(
-        self, value: tree.Tree, dim: int, ranks: Sequence[int], me: int, size: int
-    ) -> tree.Tree:
+    def gather(self, value: tree.Tree, dim: int, ranks: Sequence[int]) -> tree.Tree:
         """The parts of all ranks joined along `dim`, on some ranks; None on the others."""
+        me, everyone = self.rank, range(self.size)
         for rank in ranks:
             if rank != me:
                 self.send(value, rank)
@@ -193,15 +191,14 @@ class Post:
             self.flush()
             return None
         boundary = Boundary.of(value)
-        theirs = {rank: self.receive(boundary, rank) for rank in range(size) if rank != me}
+        theirs = {rank: self.receive(boundary, rank) for rank in everyone if rank != me}
         self.flush()
-        parts = [value if rank == me else theirs[rank].wait() for rank in range(size)]
+        parts = [value if rank == me else theirs[rank].wait() for rank in everyone]
         return tree.map(lambda *leaves: torch.cat(leaves, dim), *parts)
 
-    def scatter(
-        self, whole: tree.Tree, part: Boundary, dim: int, source: int, me: int, size: int
-    ) -> tree.Tree:
-        """This rank's part along `dim` of what rank `source` has; it looks like `part`."""
+    def scatter(self, whole: tree.Tree, part: Boundary, dim: int, source: int) -> tree.Tree:
+        """This rank's part along `dim` of `whole`, of rank `source`; it looks like `part`."""
+        me, size = self.rank, self.size
         if me != source:
             arriving = self.receive(part, source)
             self.flush()
@@ -222,9 +219,9 @@ class Traffic:
         rank: of this process in the pipeline; None where it runs all ranks.
         here: the ranks that this process runs.
         post: transfers between processes; None where one runs all ranks.
-        known: what values look like, by where they are made: filled as it becomes known, and kept
-            from one execution to the next.
-        signature: what these looks are for.
+        known: the boundaries of values, by where they are made: filled as they become known, and
+            kept from one execution to the next.
+        signature: of the microbatches that these are for.
     """
 
     def __init__(
@@ -250,7 +247,7 @@ class Traffic:
         """Give a value to a stage of a rank here, or keep it until the tick's transfers.
 
         Args:
-            kind: "F" for what a stage returned, "B" for cotangents of what it was given.
+            kind: "F" of a stage's output, "B" of the cotangents of its input.
             action: that made it.
             pipe, stage: that need it.
             value: a tree of tensors.
@@ -262,7 +259,7 @@ class Traffic:
             self.outbox[action] = value
 
     def take(self, kind: str, pipe: int, stage: int, microbatch: int) -> Any:
-        """What was handed over to a stage; waits for it."""
+        """The value that was handed over to a stage; waits for it."""
         value = self.inbox.pop((kind, pipe, stage, microbatch))
         return value.wait() if isinstance(value, Arriving) else value
 
@@ -308,7 +305,7 @@ class Traffic:
             self.post.finish()
 
     def published(self, total: Any) -> Any:
-        """What the last stage of all pipes returned here, summed over ranks, on every rank."""
+        """`total`, of the last stages of all pipes here, summed over ranks, on every rank."""
         if self.post is None:
             return total
         place = ("total", self.signature)
@@ -322,36 +319,30 @@ class Traffic:
         return tree.map(psum_stages, total)
 
     def collected(self, results: dict[int, Any]) -> list:
-        """What the last stage returned for each microbatch, on every rank."""
+        """The output of the last stage for each microbatch, on every rank."""
         if self.post is None:
             return [results[m] for m in range(self.schedule.num_microbatches)]
-        out = []
+        out, place = [], ("result", self.signature)
         for m in range(self.schedule.num_microbatches):
-            pipe = self.schedule.pipe_of(m)
-            source, _ = self.schedule.holder(pipe, self.schedule.num_stages - 1)
-            place = ("result", self.signature)
+            source, _ = self.schedule.holder(self.schedule.pipe_of(m), self.schedule.num_stages - 1)
             if place not in self.known:
                 mine = Boundary.of(results[m]) if m in results else None
                 self.known[place] = self.post.agree(mine, source)
             value = results.get(m)
             if value is None:
                 value = self.known[place].fill(torch.empty, self.post.device)
-            value = tree.map(torch.Tensor.contiguous, value)
-            self.post.broadcast(value, source)
-            out.append(value)
+            out.append(tree.map(torch.Tensor.contiguous, value))
+            self.post.broadcast(out[-1], source)
         return out
 
     def gathered(self, params: dict[str, Any], partition: Partition) -> dict[str, Any]:
         """The parameters with those that are spread whole on the ranks that use them."""
-        if self.post is None or not partition.spread:
+        if self.post is None:
             return params
-        assert self.rank is not None
-        whole = dict(params)
-        for name, dim in partition.spread.items():
-            ranks = partition.sharers(name)
-            size = self.schedule.num_ranks
-            whole[name] = self.post.gather(params[name], dim, ranks, self.rank, size)
-        return whole
+        return dict(params) | {
+            name: self.post.gather(params[name], dim, partition.sharers(name))
+            for name, dim in partition.spread.items()
+        }
 
     def add_up(
         self, sums: dict[int, tree.Tree], partition: Partition, params: dict[str, Any], dtype: Any
@@ -366,22 +357,20 @@ class Traffic:
         """
         if self.post is None:
             return partition.join(sums, None)
-        assert self.rank is not None
         tied = {name for name, letters in partition.uses.items() if set(letters) == {"E", "L"}}
         for stage in range(self.schedule.num_stages):
             ranks = partition.holders(stage)
             if self.rank in ranks and len(ranks) > 1:
                 own = {name: v for name, v in sums[stage].items() if name not in tied}
-                sums[stage] = {**sums[stage], **self.post.add_up(own, ranks, self.rank)}
+                sums[stage] = {**sums[stage], **self.post.add_up(own, ranks)}
         joined = partition.join(sums, self.rank)
         for name in partition.uses:
             ranks = partition.sharers(name) if name in tied else ()
             if self.rank in ranks and len(ranks) > 1:
-                joined[name] = self.post.add_up(joined[name], ranks, self.rank)
+                joined[name] = self.post.add_up(joined[name], ranks)
         for name, dim in partition.spread.items():
-            source, size = partition.sharers(name)[0], self.schedule.num_ranks
             part = Boundary.of(tree.map(lambda p: p.to(dtype or p.dtype), params[name]))
-            whole = joined.get(name)
-            joined[name] = self.post.scatter(whole, part, dim, source, self.rank, size)
+            source = partition.sharers(name)[0]
+            joined[name] = self.post.scatter(joined.get(name), part, dim, source)
         self.post.finish()
         return {name: joined[name] for name in params}

@@ -13,11 +13,10 @@ from functron.core import random, tree
 from functron.core.table import table
 from functron.params import ParamDef, abstract_params, num_params, param_specs
 from functron.pipeline.layout import Part
-from functron.pipeline.pieces import Stage, trace_stage
 from functron.pipeline.registry import NAMES
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.timeline import Costs, Timeline
-from functron.pipeline.work import Call
+from functron.pipeline.work import Call, Stage, trace_stage
 from functron.program.cost import bytes_text, count_text
 from functron.program.text import aligned
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P

@@ -37,8 +37,8 @@ from functron.data import (
 )
 from functron.data.blend import ALL, PARTS, parse_blend
 from functron.data.chat import chat_files
+from functron.data.denoising import Spans, Transformed, mask_tokens, spans_of, take_out
 from functron.data.documents import find
-from functron.data.hidden import Changed, Spans, mask_tokens, spans_of, take_out
 from functron.data.shards import is_tokens, provenance
 from functron.data.sliding import Conversations, Documents, StoredTokens, Texts
 from functron.data.text_tokenizer import BYTES, ByteTokenizer, TextTokenizer
@@ -164,7 +164,7 @@ def _masked(config: TrainConfig, tokenizer: TextTokenizer | None, plain: Objecti
             made = mask_tokens(named, seed, 0, rate=config.mask_rate, **how)
             return {name: made[name] for name in ("tokens", "targets")}
 
-        return Changed(samples, change, plain.vocab_size)
+        return Transformed(samples, change, plain.vocab_size)
 
     return replace(plain, vocab_size=text, over=over)
 
@@ -179,7 +179,7 @@ def _spans(config: TrainConfig, tokenizer: TextTokenizer | None, plain: Objectiv
             tokens, which = drawn["tokens"], torch.from_numpy(numbers)
             return take_out(tokens, which, spans, seed, sentinel=sentinel, end=end)
 
-        return Changed(samples, change, plain.vocab_size)
+        return Transformed(samples, change, plain.vocab_size)
 
     return Objective(spans.length, text, over)
 

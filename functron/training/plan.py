@@ -21,6 +21,7 @@ from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import gpt
 from functron.models.family import Config, Family
 from functron.models.lora import lora_defs, trainable
+from functron.models.options import ModelOptions
 from functron.ops import use
 from functron.optim import torch_dtype
 from functron.params import ParamDef, abstract_params, decay_mask, param_specs, weight_mask
@@ -103,8 +104,8 @@ class Plan:
         return gpt.SEQUENCE_PARALLEL_STREAM if self.config.sequence_parallel else gpt.STREAM
 
     @cached_property
-    def options(self) -> dict[str, Any]:
-        """How the model is run, but for its key: the keyword arguments of its family's loss."""
+    def options(self) -> ModelOptions:
+        """How the model is run: the options of its family's functions."""
         config = self.config
         gather = gpt.WHOLE  # the step has gathered them
         if config.gather != "step":
@@ -119,8 +120,8 @@ class Plan:
             "kernels": use(config.kernels),
             "loss_chunk_tokens": config.loss_chunk_tokens,
         }
-        own = {name: settings[name] for name in settings if name in self.family.settings}
-        return {"stream": self.stream, "remat": config.remat, "gather": gather, **own}
+        own: dict[str, Any] = {k: v for k, v in settings.items() if k in self.family.settings}
+        return ModelOptions(self.stream, config.remat, gather, **own)
 
     @property
     def batch_specs(self) -> dict[str, P]:
@@ -197,8 +198,8 @@ class Plan:
 
     def _stage(self, part, params, x, batch, key, total, watch: bool = False) -> Any:
         key = key if self.model.random else None
-        how = {"key": key, "watch": watch, **self.options}
-        y = gpt.stage_loss(self.config.gpt, part, params, x, batch, **how)
+        options = replace(self.options, watch=watch)
+        y = gpt.stage_loss(self.config.gpt, part, params, x, batch, options, key=key)
         if not part.loss:
             return y
         return (y[0] / total, y[1]) if isinstance(y, tuple) else y / total
@@ -438,11 +439,12 @@ class Plan:
         # of other families nothing says how large the stream is after a layer
         watch = layers is not None and self.family.name == "gpt"
         details = watch or self.family.has_details(self.model)
-        more = functools.partial(gpt.loss_and_details, config.gpt, watch=watch)
-        summed = more if details else functools.partial(self.family.loss, self.model)
+        options = replace(self.options, watch=watch)
+        summed: Callable = gpt.loss_and_details if details else self.family.loss
 
         def loss(params, batch, key):
-            return summed(params, batch, key=key if self.model.random else None, **self.options)
+            key = key if self.model.random else None
+            return summed(self.model, params, batch, options, key=key)
 
         return make_step(
             loss,

@@ -16,7 +16,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, bert, gpt, llava, mamba, random, t5, tree, vit
-from functron.data.hidden import mask_tokens
+from functron.data.denoising import mask_tokens
 
 TOLERANCE = 1e-10
 BATCH, SEQ, VOCAB = 8, 16, 50
@@ -151,13 +151,13 @@ def sharded(name, mesh, stream="", remat="none", num_microbatches=1, fsdp=("fsdp
     """The per-rank gradient program on `mesh`, as a function of global values."""
     module, config = MODELS[name].module, MODELS[name].config
     specs = ft.param_specs(module.defs(config), module.rules(config, mesh, fsdp=fsdp))
-    how = {"stream": STREAMS[stream], "remat": remat, "gather": ft.Gather(specs)}
+    options = ft.ModelOptions(STREAMS[stream], remat, ft.Gather(specs))
 
     def program(weights, data, key):
         total = MODELS[name].num_targets(data)
 
         def loss(weights, data):
-            return module.loss(config, weights, data, key=key, **how) / total
+            return module.loss(config, weights, data, options, key=key) / total
 
         both = ft.accumulate(ft.value_and_grad(loss), num_microbatches)
         value, grads = both(weights, data)

@@ -136,7 +136,7 @@ def test_stages_are_the_dense_training(name, mesh, stream, stage, num_microbatch
     optimizer, _ = sharded(name, defs, specs, mesh)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     step = ft.make_step(
-        lambda p, b, key: gpt.loss(CONFIG, p, b, stream=stream), gpt.num_targets, optimizer, mesh,
+        lambda p, b, key: gpt.loss(CONFIG, p, b, ft.ModelOptions(stream=stream)), gpt.num_targets, optimizer, mesh,
         specs, num_microbatches=num_microbatches, scatter=stage == 2,
     )  # fmt: skip
     state, history = run(step, state)
@@ -168,7 +168,7 @@ def test_fully_sharded_parameters(mesh, hoist, zero, scatter, num_microbatches):
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     gather = Gather() if hoist else Gather(specs)
     step = ft.make_step(
-        lambda p, b, key: gpt.loss(CONFIG, p, b, gather=gather), gpt.num_targets, optimizer, mesh,
+        lambda p, b, key: gpt.loss(CONFIG, p, b, ft.ModelOptions(gather=gather)), gpt.num_targets, optimizer, mesh,
         specs, num_microbatches=num_microbatches, scatter=scatter, hoist=hoist,
     )  # fmt: skip
     state, history = run(step, state)

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random, tree
-from functron.pipeline import Partition, Schedule, make, pipelined
-from functron.pipeline import partition as collect
+from functron.pipeline import Partition, Schedule, collect, make, pipelined
 from functron.pipeline.layout import layout_of
 from functron.spmd import BoundMesh
 from functron.training.step import make_pipelined_step
@@ -306,7 +305,9 @@ def check_forward() -> None:
         data = batch(count * mesh["dp"])
 
         def stage(part, params, x, batch, config=config, stream=stream):
-            return gpt.stage(config, part, params, x, batch, stream=STREAMS[stream])
+            return gpt.stage(
+                config, part, params, x, batch, ft.ModelOptions(stream=STREAMS[stream])
+            )
 
         stages = pipelined(stage, partition, schedule)
 

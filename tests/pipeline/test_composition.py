@@ -19,8 +19,7 @@ from functron import Mesh, P, gpt, lax, optim, random, tree
 from functron.nn import IGNORE_INDEX
 from functron.pipeline import NAMES, Partition, Pipeline, Schedule, make, pipelined, whole
 from functron.pipeline.layout import Layout, layout_of
-from functron.pipeline.pieces import Pieces
-from functron.pipeline.work import Pullbacks
+from functron.pipeline.work import Pieces, Pullbacks
 from functron.training.step import make_pipelined_step
 
 TOLERANCE = 1e-10
@@ -68,7 +67,13 @@ def stage_function(config: gpt.GPTConfig, stream: str, remat: gpt.Remat) -> Call
 
     def stage(part, params, x, batch, key, total):
         y = gpt.stage_loss(
-            config, part, params, x, batch, key=key, stream=STREAMS[stream], remat=remat
+            config,
+            part,
+            params,
+            x,
+            batch,
+            ft.ModelOptions(stream=STREAMS[stream], remat=remat),
+            key=key,
         )
         return y / total if part.loss else y
 
@@ -352,10 +357,12 @@ def test_logits_and_losses_without_gradients(mesh, name, num_microbatches, chunk
     partition = Partition(layout_of([1] * schedule.num_stages), schedule.pipes, gpt.uses(config))
 
     def logits(part, params, x, batch):
-        return gpt.stage(config, part, params, x, batch, stream=STREAMS[stream])
+        return gpt.stage(config, part, params, x, batch, ft.ModelOptions(stream=STREAMS[stream]))
 
     def losses(part, params, x, batch):
-        return gpt.stage_loss(config, part, params, x, batch, stream=STREAMS[stream])
+        return gpt.stage_loss(
+            config, part, params, x, batch, ft.ModelOptions(stream=STREAMS[stream])
+        )
 
     def run(stage, out):
         pipeline = pipelined(stage, partition, schedule)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from functron.pipeline import NAMES, Action, Schedule, make
-from functron.pipeline import table as place
+from functron.pipeline import NAMES, Action, Schedule, make, place
 from functron.pipeline.schedule import Transfer
 
 Place = tuple[int, int, int]  # tick, rank, position in the cell

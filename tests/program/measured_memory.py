@@ -50,7 +50,7 @@ def decoder_step(
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), optim.adamw(1e-2))
 
     def loss(params, batch, key):
-        return gpt.loss(config, params, batch, key=key, stream=stream, remat=remat)
+        return gpt.loss(config, params, batch, ft.ModelOptions(stream=stream, remat=remat), key=key)
 
     step = ft.make_step(
         loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=num_microbatches

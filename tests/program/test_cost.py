@@ -29,7 +29,7 @@ def training(mesh=None, *, remat="none", num_microbatches=1, **changes):
     optimizer = optim.adamw(1e-2)
 
     def loss(params, batch, key):
-        return gpt.loss(config, params, batch, key=key, remat=remat)
+        return gpt.loss(config, params, batch, ft.ModelOptions(remat=remat), key=key)
 
     step = ft.make_step(
         loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=num_microbatches

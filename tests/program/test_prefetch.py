@@ -38,10 +38,8 @@ def training(
             config,
             params,
             data,
+            ft.ModelOptions(stream=stream, remat=remat, gather=Gather(specs, **options)),
             key=key,
-            stream=stream,
-            remat=remat,
-            gather=Gather(specs, **options),
         )
 
     step = ft.make_step(

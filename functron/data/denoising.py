@@ -1,19 +1,17 @@
-"""Spans of text to be restored: what an encoder reads, and what a decoder is to say.
+"""Denoising objectives, and other samples that are made of samples one by one.
 
-Each span that is taken out of a text leaves one sentinel in it; the decoder says every sentinel,
-and the tokens that it stands for (Raffel et al. 2020, section 3.1.4). Which spans these are is a
-function of the seed and a sample's number: the same on every mesh, in batches of any size.
+Spans of text to be restored, for encoders with decoders: each span that is taken out of a text
+leaves one sentinel in it; the targets are every sentinel, and the tokens that it stands for (Raffel
+et al. 2020, section 3.1.4). Which spans these are is a function of the seed and a sample's number:
+the same on every mesh, in batches of any size.
 
     text      Thank you for inviting me to your party last week.
     tokens    Thank you <X> me to your party <Y> week. </s>
     targets   <X> for inviting <Y> last </s>
 
-Masked batches, for models that predict tokens from both sides (Devlin et al. 2019, section 3.1).
-
-Which tokens are masked, and by what, is a function of the seed, the step, and each sample's index
+Masked batches, for models that predict tokens from both sides (Devlin et al. 2019, section 3.1):
+which tokens are masked, and by what, is a function of the seed, the step, and each sample's index
 in the global batch: the same on every mesh, in every process, and of each sample by itself.
-
-Samples that are made of other samples, one by one.
 
 Fill-in-the-middle: documents with their middles at the end, for models that complete code.
 """
@@ -22,15 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from functron.core import random
-from functron.core.errors import Problem, raise_problems
-from functron.data.order import drawn
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.data.order import IGNORED, Samples
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Spans:
 
     @property
     def targets(self) -> int:
-        """Tokens that the decoder says: the sentinels, what was taken out, and the end."""
+        """Tokens of the decoder's targets: the sentinels, what was taken out, and the end."""
         return self.hidden + self.count + 1
 
 
@@ -91,7 +89,7 @@ def spans_of(inputs: int, rate: float = 0.15, mean: float = 3.0) -> Spans:
         got = f"{inputs} tokens, {rate} of the text taken out in spans of {mean}"
         fix = "read more tokens, take out fewer, or in longer spans"
         wanted = "room for spans with a token before each"
-        raise_problems("cannot take spans out of text", [Problem("inputs", got, wanted, fix)])
+        refuse("cannot take spans out of text", "inputs", got, wanted, fix)
     return made
 
 
@@ -114,7 +112,7 @@ def take_out(
         spans: how many tokens and spans.
         seed: of the run.
         sentinel: the id of the first span's sentinel; those of others go down from it by one.
-        end: the id at the end of what is read and of what is said.
+        end: the id at the end of both.
 
     Returns:
         ``tokens`` int64 ``[rows, spans.inputs]`` and ``targets`` int64 ``[rows, spans.targets]``.
@@ -130,11 +128,11 @@ def take_out(
     first = torch.ones_like(hidden)
     first[:, 1:] = run[:, 1:] != run[:, :-1]
     marks = sentinel - run // 2
-    read = torch.where(hidden, marks, tokens)[~hidden | first].view(rows, -1)
-    # each span is said after its sentinel, which stands where the run before it begins
-    said = torch.where(hidden, tokens, marks)[hidden | first].view(rows, -1)
+    inputs = torch.where(hidden, marks, tokens)[~hidden | first].view(rows, -1)
+    # each span comes after its sentinel, which stands where the run before it begins
+    targets = torch.where(hidden, tokens, marks)[hidden | first].view(rows, -1)
     stop = torch.full_like(tokens[:, :1], end)
-    return {"tokens": torch.cat([read, stop], 1), "targets": torch.cat([said, stop], 1)}
+    return {"tokens": torch.cat([inputs, stop], 1), "targets": torch.cat([targets, stop], 1)}
 
 
 def _runs(key: Tensor, numbers: Tensor, total: int, count: int) -> Tensor:
@@ -143,9 +141,6 @@ def _runs(key: Tensor, numbers: Tensor, total: int, count: int) -> Tensor:
     cuts = drawn.argsort(dim=1, stable=True)[:, : count - 1].sort(dim=1).values + 1
     edge = cuts.new_zeros(len(numbers), 1)
     return torch.cat([edge, cuts, edge + total], 1).diff(dim=1)
-
-
-_IGNORED = -100  # of nn.IGNORE_INDEX, which is a sibling layer's
 
 
 def mask_tokens(
@@ -202,7 +197,7 @@ def mask_tokens(
     return {
         **batch,
         "tokens": torch.where(chosen, hidden, tokens),
-        "targets": torch.where(chosen, tokens, _IGNORED),
+        "targets": torch.where(chosen, tokens, IGNORED),
     }
 
 
@@ -223,71 +218,39 @@ def _check(vocab_size: int, ids: Sequence[int], **shares: float) -> None:
     raise_problems("mask_tokens cannot mask this way", found)
 
 
-Change = Callable[[dict[str, torch.Tensor], np.ndarray], dict[str, torch.Tensor]]
+Transform = Callable[[dict[str, torch.Tensor], np.ndarray], dict[str, torch.Tensor]]
 """``(drawn, numbers)`` to what is drawn instead: a pure function, of each sample by itself."""
 
 
-class Drawn(Protocol):
-    """What is changed: all `functron.data.windows.Windows`.
-
-    Attributes:
-        vocab_size: a model of these samples needs at least as many token ids.
-        num_samples: samples in an epoch.
-    """
-
-    vocab_size: int
-
-    @property
-    def num_samples(self) -> int: ...
-
-    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that a run sees as numbers `numbers`, all but ``rows``."""
-        ...
-
-    def summary(self) -> str:
-        """What there is, in a few words for the user."""
-        ...
-
-
-class Changed:
-    """`functron.data.Samples` made of others by a function of what is drawn and its numbers.
+class Transformed(Samples):
+    """Samples made of others by a function of what is drawn and its numbers.
 
     As numbers count from the beginning of a run, a sample may be another one in every epoch; it is
     the same on every mesh, in batches of any size, and after resuming.
 
     Args:
-        source: what is changed.
-        change: makes other samples of those that were drawn.
+        source: to draw from; has `num_samples`.
+        transform: makes other samples of those that were drawn.
         vocab_size: a model of the others needs at least as many token ids.
 
     Attributes:
         vocab_size: as given.
     """
 
-    def __init__(self, source: Drawn, change: Change, vocab_size: int):
-        self._source, self._change, self.vocab_size = source, change, vocab_size
+    def __init__(self, source: Any, transform: Transform, vocab_size: int):
+        self._source, self._transform, self.vocab_size = source, transform, vocab_size
 
     @property
     def num_samples(self) -> int:
         """Samples in an epoch: those of the source."""
         return self._source.num_samples
 
-    def batch(
-        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
-    ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`, as `Windows.batch` has them.
-
-        Raises:
-            ValueError: what `functron.data.order.drawn` raises.
-        """
-        return drawn(self, step * global_batch, global_batch, part)
-
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """The samples that come as `numbers`, all but ``rows``."""
-        return self._change(self._source.draw(numbers), numbers)
+        return self._transform(self._source.draw(numbers), numbers)
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """The source's, in a few words for the user."""
         return self._source.summary()
 
 
@@ -379,7 +342,7 @@ class FillInTheMiddle:
         return out, np.array(starts, np.int64)
 
     def _piece(self, document: np.ndarray, room: int, draws: np.ndarray) -> np.ndarray:
-        """What becomes of a document, in at most `room` tokens."""
+        """The tokens that a document becomes, `room` at most."""
         chosen, kind, *cuts = draws.tolist()
         marks = 3
         body = document[: room - marks] if room > marks else document[:0]
