@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -51,6 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     full = config.getoption("--full")
     if not full:
         left = _left_out(items)
+        left |= {item.nodeid for item in items if item.get_closest_marker("full")}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
         items[:] = [item for item in items if item.nodeid not in left]
     config.stash[SHAPES] = None if full else _with_shapes(items)
@@ -179,6 +181,19 @@ def torchrun(tmp_path: Path, _ranks: Callable[[], Ranks]) -> Run:
         return done
 
     return run
+
+
+COMMAND = "import sys; from functron.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.fixture
+def in_processes(torchrun: Run) -> Run:
+    """Run `functron *arguments` in several processes, which cost less than those that --nproc starts.
+
+    `in_processes(nproc, *arguments)` is `torchrun` of that command. Tests of --nproc are in
+    test_launch.py and test_cli.py.
+    """
+    return functools.partial(torchrun, COMMAND, timeout=300)
 
 
 def _own(

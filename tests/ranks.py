@@ -17,12 +17,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar, cast
 
+import torch.distributed as dist
+
+T = TypeVar("T")
 PORTS = range(20_000, 32_000)  # below those that systems give to whoever asks for any
 START_SECONDS = 300
 
@@ -122,6 +126,16 @@ def environment(root: Path) -> dict[str, str]:
     return found
 
 
+def on_the_first(compute: Callable[[], T]) -> T:
+    """What `compute()` gives in the first process, in every process of the default group.
+
+    For what every process compares with, and each would compute alike. Collective.
+    """
+    told = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told)
+    return cast(T, told[0])
+
+
 def _kill(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
@@ -168,7 +182,7 @@ def _import() -> None:
     import torch._dynamo
     import torch._inductor.codecache
     import torch._inductor.compile_fx
-    import torch.testing  # noqa: F401
+    import torch.testing
 
     import functron as ft
     import functron.cli
