@@ -8,6 +8,7 @@ and with the environment that torchrun gives.
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import signal
@@ -189,6 +190,8 @@ def _import() -> None:
 
     with tempfile.TemporaryDirectory() as kernels:
         ft.jit(lambda x: x + 1, cache=kernels)(torch.ones(2))
+    gc.collect()
+    gc.freeze()  # forks look for no garbage in what they share
 
 
 def _run(job: Job, rank: int) -> int:
