@@ -7,8 +7,6 @@ import functools
 import json
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,15 +16,15 @@ import torch
 
 import functron as ft
 from functron import Mesh, checkpoint, gpt, optim, random, tree
-from functron.checkpoint.parameters import read_params
+from functron.checkpoint.restore import read_params
 from functron.cli.main import main
 from functron.data import ByteText, IndexedWriter
 from functron.optim import OptimizerConfig
 from functron.training import run_folder
-from functron.training import train as training
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, load
 from functron.training.plan import plan
+from functron.training.train import prepare, train
 
 RUN = TrainConfig(
     gpt=gpt.GPTConfig(
@@ -45,7 +43,7 @@ def close(got, want, tolerance=1e-10):
 
 
 def taken(config: TrainConfig) -> list[dict]:
-    return training.train(training.prepare(config, Mesh.parse(config.mesh)), None).history
+    return train(prepare(config, Mesh.parse(config.mesh)), None).history
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +111,7 @@ def test_a_program_per_size(alone, monkeypatch):
         seen.append(settings)
         return ft.jit(*args, **settings, backend="eager")
 
-    monkeypatch.setattr(training, "jit", jit)
+    monkeypatch.setattr(sys.modules["functron.training.train"], "jit", jit)
     config = replace(RUN, ramp_up="4 8 4", steps=2)
     found = taken(replace(config, compile=True))
     assert found[1]["tokens"] == (4 + 12) * 12
@@ -180,11 +178,10 @@ def test_goes_on_to_the_bit_from_any_step(step, whole, tmp_path):
     assert all(map(torch.equal, *map(tree.leaves, ends)))
 
 
-def test_goes_on_on_processes(whole, tmp_path):
+def test_goes_on_on_processes(whole, tmp_path, in_processes):
     cut = cut_after(whole, 1, tmp_path / "cut")
-    options = ["--mesh", "pp=2", "--microbatches", "2", "--nproc", "2"]
-    line = [sys.executable, "-m", "functron", "train", "--out", str(cut), "--resume", *options]
-    assert subprocess.run(line, timeout=300, check=False).returncode == 0
+    options = ["--mesh", "pp=2", "--microbatches", 2]
+    in_processes(2, "train", "--out", cut, "--resume", *options)
     torch.testing.assert_close(losses(cut), losses(whole), rtol=2e-6, atol=0)
     # what the processes keep of an average is one in the checkpoint
     means = [

@@ -10,6 +10,7 @@ import torch
 
 from functron import checkpoint, optim
 from functron.core import random, tree
+from functron.core.table import table
 from functron.params import ParamDef, abstract_params, num_params, param_specs
 from functron.pipeline.layout import Part
 from functron.pipeline.registry import NAMES
@@ -206,7 +207,7 @@ def _state_bytes(plan: Plan, rank: int) -> int:
     specs = plan.used(specs)
     dtype = optim.torch_dtype(plan.config.optimizer.grad_dtype)
     sums = tree.map(lambda leaf: leaf.to(dtype or leaf.dtype), abstract_params(defs))
-    placed = checkpoint.place(sums, partition.storage_specs(specs), mesh)
+    placed = checkpoint.Placement.of(sums, partition.storage_specs(specs), mesh)
     both = (plan.pipeline_placement, replace(placed, rank=here))
     shapes = [(leaf, each.local_shape(leaf, here)) for each in both for leaf in each.leaves]
     return sum(
@@ -313,11 +314,5 @@ def parameter_table(plan: Plan) -> str:
         axes = " ".join(name or "-" for name in d.axes)
         size = f"{count * d.dtype.itemsize:,}"
         rows.append((path, str(d.shape), axes, str(spec), str(local), f"{count:,}", size))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:5], widths[:5], strict=True)]
-        cells += [cell.rjust(width) for cell, width in zip(row[5:], widths[5:], strict=True)]
-        lines.append("  ".join(cells))
     total = f"{num_params(defs):,} parameters, {total_bytes:,} bytes"
-    return "\n".join([*lines, "", f"{total}; {local_bytes:,} bytes per rank"])
+    return f"{table(rows, left=5)}\n\n{total}; {local_bytes:,} bytes per rank"

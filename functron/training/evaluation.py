@@ -322,10 +322,10 @@ def _of_all(plan: Plan) -> Callable:
     """The sum over microbatches of a model that every rank has all layers of."""
     model, family = _without_extras(plan.model), plan.family
     loss: Callable = gpt.loss_and_details if family.has_details(model) else family.loss
-    options = {**plan.options, "key": None, "remat": "none"}
+    options = dataclasses.replace(plan.options, remat="none")
 
     def microbatch(params, batch):
-        return _next_token(loss(model, params, batch, **options))
+        return _next_token(loss(model, params, batch, options))
 
     return accumulate(microbatch, plan.config.microbatches)
 
@@ -333,10 +333,10 @@ def _of_all(plan: Plan) -> Callable:
 def _of_stages(plan: Plan) -> Callable:
     """The sum over microbatches of a model in stages."""
     model = _without_extras(plan.model)
-    options = {**plan.options, "key": None, "remat": "none"}
+    options = dataclasses.replace(plan.options, remat="none")
 
     def stage(part, params, x, batch):
-        y = gpt.stage_loss(model, part, params, x, batch, **options)
+        y = gpt.stage_loss(model, part, params, x, batch, options)
         return _next_token(y) if part.loss else y
 
     stages = pipelined(stage, plan.partition, plan.schedule.forward_only())

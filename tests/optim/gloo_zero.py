@@ -18,6 +18,7 @@ from functron.pipeline import Partition, even_layout, make, pipelined
 from functron.spmd.shards import cut_tree, take, whole_over
 from functron.spmd.spec import is_spec
 from functron.training import step as steps
+from tests.ranks import on_the_first
 
 torch.set_num_threads(1)
 
@@ -30,7 +31,7 @@ def mine(mesh, step: int) -> dict:
 
 def compare(mesh, start, state, history, specs, optimizer, name):
     """Parameters and history against one rank's, and the state's parts against its parts."""
-    want, want_history = cases.dense(name)
+    want, want_history = on_the_first(lambda: cases.dense(name))
     cases.close(torch.tensor(history, dtype=torch.float64), want_history)
     cases.close(ft.gather(state.params, specs, mesh), want.params)
     layout = optimizer.specs(specs)
@@ -56,9 +57,16 @@ def training(sizes, stage, compiled=False):
     optimizer, _ = cases.sharded("adamw", defs, specs, mesh)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     step = ft.make_step(
-        lambda p, b, key: gpt.loss(cases.CONFIG, p, b), gpt.num_targets, optimizer, mesh, specs,
-        num_microbatches=2, scatter=stage == 2,
-    )  # fmt: skip
+        ft.gradients(
+            lambda p, b, key: gpt.loss(cases.CONFIG, p, b),
+            gpt.num_targets,
+            num_microbatches=2,
+            scatter=stage == 2,
+        ),
+        optimizer,
+        mesh,
+        specs,
+    )
     step = ft.jit(step, donate=0, backend="eager") if compiled else step
     start = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     state, history = run(step, state, mesh)
@@ -86,12 +94,16 @@ def pipeline(stage):
         shards, partition.copies(rank), lambda inner: optim.zero(inner, specs, shards)
     )
     state = ft.init_state(random.key(1), defs, stored, optimizer, mesh)
-    step = ft.make_pipelined_step(
-        pipelined(stage_of, partition, table), gpt.num_targets, optimizer, mesh, specs,
-        scatter=stage == 2,
-    )  # fmt: skip
+    step = ft.make_step(
+        ft.pipelined_gradients(
+            pipelined(stage_of, partition, table), gpt.num_targets, scatter=stage == 2
+        ),
+        optimizer,
+        mesh,
+        specs,
+    )
     state, history = run(step, state, mesh)
-    want, want_history = cases.dense("adamw")
+    want, want_history = on_the_first(lambda: cases.dense("adamw"))
     cases.close(torch.tensor(history, dtype=torch.float64), want_history)
     rows = partition.layers(rank)
     held = {name: want.params[name] for name in state.params}
@@ -118,24 +130,33 @@ def memory(stage):
     )  # fmt: skip
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     step = ft.make_step(
-        lambda p, b, key: gpt.loss(config, p, b), gpt.num_targets, optimizer, mesh, specs,
-        num_microbatches=2, scatter=stage >= 2, hoist=stage == 3, grad_dtype=torch.float32,
-    )  # fmt: skip
-    found, update = [], steps.update
+        ft.gradients(
+            lambda p, b, key: gpt.loss(config, p, b),
+            gpt.num_targets,
+            num_microbatches=2,
+            scatter=stage >= 2,
+            hoist=stage == 3,
+            dtype=torch.float32,
+        ),
+        optimizer,
+        mesh,
+        specs,
+    )
+    found, reduce = [], steps.sync_gradients
 
-    def watched(state, grads, *args, **kwargs):
+    def watched(grads, *args, **kwargs):
         leaves = tree.leaves(grads)
         if not compat.is_wrapped(leaves[0]):  # not in the check before the first run
             storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in leaves}
             found.append(sum(storage.nbytes() for storage in storages.values()))
-        return update(state, grads, *args, **kwargs)
+        return reduce(grads, *args, **kwargs)
 
-    steps.update = watched
+    steps.sync_gradients = watched
     tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(mesh.rank))
     state, _ = step(
         state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(2)}
     )
-    steps.update = update
+    steps.sync_gradients = reduce
     held = tree.nbytes((state.params, state.opt_state)) + found[-1]
     wanted = {1: 6 + 12 / ranks, 2: 2 + 16 / ranks, 3: 18 / ranks}[stage] * ft.num_params(defs)
     assert abs(held / wanted - 1) < 0.03, (stage, held / ft.num_params(defs))
@@ -149,21 +170,25 @@ def muon():
     defs = gpt.defs(cases.CONFIG)
     specs = ft.param_specs(defs, gpt.rules(cases.CONFIG, mesh))
     shards = optim.shard_specs(defs, specs, mesh)
-    results = []
-    for distributed, place in ((False, Mesh()), (True, mesh)):
+
+    def trained(distributed, place):
         config = optim.OptimizerConfig("muon", muon=optim.MuonConfig(distributed=distributed))
         given = {"specs": specs, "shards": shards} if place is mesh else {}
         optimizer = optim.make_optimizer(config, 1e-2, defs=defs, **given)
         split = specs if place is mesh else P()
         state = ft.init_state(random.key(1), defs, split, optimizer, place)
         step = ft.make_step(
-            lambda p, b, key: gpt.loss(cases.CONFIG, p, b), gpt.num_targets, optimizer, place, split
+            ft.gradients(lambda p, b, key: gpt.loss(cases.CONFIG, p, b), gpt.num_targets),
+            optimizer,
+            place,
+            split,
         )
         for index in range(cases.STEPS):
             data = mine(mesh, index) if place is mesh else cases.batch(index)
             state, _ = step(state, data)
-        results.append(ft.gather(state.params, split, place))
-    cases.close(*results)
+        return ft.gather(state.params, split, place)
+
+    cases.close(trained(True, mesh), on_the_first(lambda: trained(False, Mesh())))
 
 
 def stochastic():
@@ -187,7 +212,8 @@ def stochastic():
     got, _ = rounding.train(optimizer, mesh, rounding.SPECS, start=start(defs))
     adam.adamw_ = update
     assert len(places) == 4  # three of low precision, which lie in different places
-    want, _ = rounding.train(rounding.with_stochastic_rounding(inner), Mesh(), P())
+    alone = rounding.with_stochastic_rounding(inner)
+    want = on_the_first(lambda: rounding.train(alone, Mesh(), P())[0])
     rounding.equal(ft.gather(got, rounding.SPECS, mesh), want)
 
 

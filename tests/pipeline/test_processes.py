@@ -103,7 +103,7 @@ def test_microbatches_of_other_shapes_end_the_job(torchrun, tmp_path):
 FAILING = """
 import sys, torch.distributed as dist
 from pathlib import Path
-from functron import cli
+from functron.cli.main import main
 from functron.models import gpt
 real, calls = gpt.stage_loss, []
 def stage_loss(*args, **kwargs):
@@ -113,9 +113,9 @@ def stage_loss(*args, **kwargs):
         raise RuntimeError('injected ' + 'fault')
     return real(*args, **kwargs)
 gpt.stage_loss = stage_loss
-sys.exit(cli.main({arguments}))
+sys.exit(main({arguments}))
 """
-START = "import sys; from functron import launch; sys.exit(launch.launch(3, sys.argv[1:]))"
+START = "import sys; from functron.cli import launch; sys.exit(launch.launch(3, sys.argv[1:]))"
 TRAIN = [
     "train", "--model", "llama3-tiny", "--seq", "16", "--mesh", "pp=3", "--schedule", "1f1b",
     "--layout", "Et|t|L", "--microbatches", "3", "--global-batch", "6", "--steps", "100",
@@ -163,7 +163,7 @@ def losses(folder: Path) -> torch.Tensor:
     return torch.tensor([[row["loss"], row["grad_norm"]] for row in rows], dtype=torch.float64)
 
 
-def test_training_by_processes(tmp_path, capsys):
+def test_training_by_processes(tmp_path, capsys, in_processes):
     """In float64, so that rounding is no excuse: the losses without a mesh, and one checkpoint."""
     table = tmp_path / "run.toml"
     table.write_text('model = "llama3-tiny"\n[gpt]\ndtype = "float64"\ntied = true\n')
@@ -174,12 +174,7 @@ def test_training_by_processes(tmp_path, capsys):
     assert main([*common, "--out", str(tmp_path / "dense")]) == 0
     assert main([*common, *mesh, "--out", str(tmp_path / "simulated")]) == 0
     assert "4 ranks simulated in this process" in capsys.readouterr().out
-    command = [*common, *mesh, "--nproc", "4", "--out", str(tmp_path / "processes")]
-    done = subprocess.run(
-        [sys.executable, "-m", "functron", *command],
-        capture_output=True, text=True, timeout=240, env=ENV,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = in_processes(4, *common, *mesh, "--out", tmp_path / "processes")
     assert "mesh   pp=2,tp=2: 4 processes" in done.stdout
     want = losses(tmp_path / "dense")
     assert want.shape == (5, 2)

@@ -162,9 +162,9 @@ def training(
 
     def loss(params, batch, key):
         key = key if config.dropout else None
-        return gpt.loss(config, params, batch, key=key, **(loss_options or {}))
+        return gpt.loss(config, params, batch, ft.ModelOptions(**(loss_options or {})), key=key)
 
-    step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs)
+    step = ft.make_step(ft.gradients(loss, gpt.num_targets), optimizer, mesh, specs)
     return step, ft.init_state(random.key(0), defs, specs, optimizer, mesh)
 
 

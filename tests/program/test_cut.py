@@ -469,7 +469,9 @@ def gpt_stage(name, mesh, *, sequence_parallel=False, remat="none", dtype="float
     key = random.key(1) if config.dropout else None
 
     def stage(params, x, batch):
-        return gpt.stage_loss(config, part, params, x, batch, key=key, stream=stream, remat=remat)
+        return gpt.stage_loss(
+            config, part, params, x, batch, ft.ModelOptions(stream=stream, remat=remat), key=key
+        )
 
     def joint(params, x, batch, ct):
         y, pullback = vjp(lambda params, x: stage(params, x, batch), params, x)

@@ -37,14 +37,12 @@ def training(
             config,
             params,
             data,
+            ft.ModelOptions(stream=stream, remat=remat, gather=Gather(specs, **options)),
             key=key,
-            stream=stream,
-            remat=remat,
-            gather=Gather(specs, **options),
         )
 
     step = ft.make_step(
-        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=microbatches
+        ft.gradients(loss, gpt.num_targets, num_microbatches=microbatches), optimizer, mesh, specs
     )
     return step, ft.init_state(random.key(1), defs, specs, optimizer, mesh), specs
 
