@@ -58,10 +58,12 @@ def main():
     gather = ft.Gather(specs)  # parameters that --mesh fsdp=N splits
 
     def loss(params, batch, key):
-        return bert.loss(config, params, batch, key=key, stream=stream, gather=gather)
+        return bert.loss(
+            config, params, batch, ft.ModelOptions(stream=stream, gather=gather), key=key
+        )
 
     state = ft.init_state(ft.random.key(args.seed), defs, specs, optimizer, mesh)
-    step = ft.make_step(loss, bert.num_targets, optimizer, mesh, specs)
+    step = ft.make_step(ft.gradients(loss, bert.num_targets), optimizer, mesh, specs)
     text = ByteText(args.data, args.seq, seed=args.seed)
 
     def masked(index):

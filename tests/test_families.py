@@ -22,7 +22,7 @@ from functron.data import Blend, IndexedWriter, Tokenizer
 from functron.data.denoising import Transformed, spans_of
 from functron.data.text_tokenizer import ByteTokenizer
 from functron.models.bert import BertConfig
-from functron.models.family import FAMILIES, PRESETS, family_of
+from functron.models.family import PRESETS, TRAINED, family_of
 from functron.models.generation import Draw
 from functron.models.infilling import Sentinels, respond
 from functron.spmd import Mesh
@@ -30,7 +30,7 @@ from functron.training import data as corpus
 from functron.training import run_folder
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, dump, load, with_model
-from functron.training.plan import step_program
+from functron.training.plan import plan
 from functron.training.train import prepare
 from tests.data.chats import corpus as chats
 from tests.data.chats import make_tokenizer, write_lines
@@ -106,7 +106,7 @@ def test_a_config_without_a_preset_comes_back(tmp_path):
 
 
 def test_names_of_presets_are_unique():
-    assert len(PRESETS) == sum(len(family.presets) for family in FAMILIES.values())
+    assert len(PRESETS) == sum(len(family.presets) for family in TRAINED.values())
     for name, config in PRESETS.items():
         assert name in family_of(config).presets
     with pytest.raises(TypeError, match="family_of: got int"):
@@ -215,7 +215,7 @@ def test_learns_from_conversations(tmp_path):
 
 def test_programs_of_presets_need_no_memory():
     config = with_model(TrainConfig(seq=2048, mesh="dp=2,tp=2"), "mamba2-2.7b")
-    assert step_program(config, Mesh.parse(config.mesh)).cost().hardware_flops > 1e12
+    assert plan(config, Mesh.parse(config.mesh)).program().cost().hardware_flops > 1e12
 
 
 # masks

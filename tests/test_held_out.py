@@ -206,7 +206,7 @@ def test_a_run_that_goes_on_evaluates_the_same(whole, tmp_path, capsys):
 
 @pytest.mark.distributed
 def test_processes_of_a_pipeline_evaluate_the_same(whole, texts, torchrun, tmp_path):
-    program = "import sys; from functron.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from functron.cli.main import main; sys.exit(main(sys.argv[1:]))"
     mesh = ["--mesh", "pp=2,dp=2", "--schedule", "zbv", "--vocab-over-pp", "--zero", 1]
     sets = ["--eval-every", 2, "--eval-data", f"one='{texts}/a b.txt' two={texts}/c.txt"]
     rest = ["--steps", 3, "--out", tmp_path / "run", "--device", "cpu"]
@@ -436,8 +436,8 @@ def test_windows_become_shorter_where_memory_is_scarce(whole, capsys, monkeypatc
     """And say so: the longest text has 208 targets, and 104 of them fit."""
     needed = {}
 
-    def measured(config, mesh, rows, seq):
-        needed[seq] = loss_memory_bytes(config, mesh, rows, seq)
+    def measured(plan, rows, seq):
+        needed[seq] = loss_memory_bytes(plan, rows, seq)
         return needed[seq]
 
     monkeypatch.setattr(evaluate_command, "loss_memory_bytes", measured)

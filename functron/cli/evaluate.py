@@ -15,8 +15,9 @@ import torch.distributed as dist
 import tyro
 
 from functron import checkpoint
-from functron.cli import launch
-from functron.cli.options import device_type, parse
+from functron.cli.launch import device_type, join, launch, leave
+from functron.cli.options import parse
+from functron.cli.process import Process, current, mistakes
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems
 from functron.data.sliding import Sliding
@@ -38,7 +39,7 @@ from functron.training.evaluation import (
     slide,
 )
 from functron.training.loop import free_memory_bytes
-from functron.training.plan import assemble, placement
+from functron.training.plan import plan
 from functron.training.train import own_part
 
 _PARALLEL = (
@@ -97,21 +98,21 @@ class EvaluateOptions:
 def run(arguments: Sequence[str]) -> int:
     """Print the numbers of every set."""
     options = parse(EvaluateOptions, arguments, "evaluate")
-    here = launch.process()
-    with launch.mistakes():
+    here = current()
+    with mistakes():
         mesh = Mesh.parse(options.mesh)
         config = _configured(options, mesh)
         _check(config, options, mesh, here)
         path = checkpoint.latest(options.run / run_folder.CHECKPOINTS)
         kind = device_type(options.device, options.nproc)
     if here is None and options.nproc:
-        return launch.launch(options.nproc, ["-m", "functron", "evaluate", *arguments])
-    with launch.mistakes():
-        bound, device = launch.join(mesh, here, kind) if here else (mesh, torch.device(kind))
+        return launch(options.nproc, ["-m", "functron", "evaluate", *arguments])
+    with mistakes():
+        bound, device = join(mesh, here, kind) if here else (mesh, torch.device(kind))
         config, sets, notes = _sets(config, options, bound, device)
         score = _scorer(config, bound, device, path)
     found = score(sets)
-    launch.leave()
+    leave()
     if here is None or here.rank == 0:
         named = {one.name: one for one in sets}
         found = {name: _with_bytes(found[name], _bytes_of(one)) for name, one in named.items()}
@@ -193,7 +194,7 @@ def _chosen(
     most = options.seq or getattr(model, "max_seq", _ANY_SEQ) // parts * parts
     chunked = "loss_chunk_tokens" in config.family.settings and not config.gpt.logit_cap
     chunk = config.loss_chunk_tokens or _LOSS_CHUNK_TOKENS * chunked
-    free = free_memory_bytes(device)
+    free, base = free_memory_bytes(device), plan(config, mesh)
     if isinstance(mesh, BoundMesh) and device.type == "cpu":
         free //= mesh.size  # which all are on this machine, as far as is known
 
@@ -203,7 +204,7 @@ def _chosen(
         rows = batch // config.microbatches
         made = replace(config, seq=seq, global_batch=batch)
         made = replace(made, loss_chunk_tokens=chunk if rows * tokens > chunk else 0)
-        return made, loss_memory_bytes(made, mesh, rows, tokens)
+        return made, loss_memory_bytes(replace(base, config=made), rows, tokens)
 
     seq, (made, needed) = most, sized(most)
     first = needed
@@ -236,9 +237,7 @@ def _share(mesh: Mesh | BoundMesh, microbatches: int) -> int:
     return microbatches * math.prod(mesh[axis] for axis in DATA_AXES)
 
 
-def _check(
-    config: TrainConfig, options: EvaluateOptions, mesh: Mesh, here: launch.Process | None
-) -> None:
+def _check(config: TrainConfig, options: EvaluateOptions, mesh: Mesh, here: Process | None) -> None:
     found = [
         Problem(name, str(value), "at least 0")
         for name in ("seq", "stride", "batches", "batch", "nproc")
@@ -289,18 +288,16 @@ def _scorer(
     names = list(checkpoint.Checkpoint(path))
     if not lora.has_adapters(names):
         config = replace(config, lora_rank=0)  # a run that has begun from a model without
-    recipe = assemble(config, mesh)
-    partition = recipe.partition if isinstance(mesh, BoundMesh) else None
-    where = placement(config, mesh, partition)
-    like = recipe.init(random.key(0).to("meta"), mesh)
+    made = plan(config, mesh)
+    like, where = made.init(random.key(0).to("meta")), made.placement
     if config.eval_averaged:
-        assert recipe.averaged is not None
+        assert made.averaged is not None
         state = checkpoint.restore(path, like, placement=where, device=device)
-        params = recipe.averaged(state)
+        params = made.averaged(state)
     else:
         only = {"params": like.params}
         params = checkpoint.restore(path, only, placement=where, device=device)["params"]
-    program = loss_program(config, mesh)
+    program = loss_program(made)
 
     def batch(held_out: HeldOut, index: int) -> dict[str, torch.Tensor]:
         host = own_part(mesh, lambda part: held_out.batch(index, part))

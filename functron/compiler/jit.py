@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron.compiler.compile import Backend, Executable, describe
+from functron.compiler.executable import Backend, Executable, describe
+from functron.compiler.executable import compile as compile_program
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.program.equations import canonical_strides
@@ -90,7 +91,7 @@ def jit(
 
 
 class Abstract(NamedTuple):
-    """What a compiled program depends on of a tensor."""
+    """The properties of a tensor that a compiled program depends on."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -153,7 +154,7 @@ class Jitted:
 
     @public
     def compile(self, *args: tree.Tree) -> Executable:
-        """What a call with these arguments runs; compiled now, if there is none yet."""
+        """The executable of a call with these arguments; compiled now, if there is none yet."""
         return self._executable(args, *tree.flatten(args))
 
     def _executable(self, args: tuple, leaves: list, structure: tree.Structure) -> Executable:
@@ -172,7 +173,7 @@ class Jitted:
             mesh = self.fn.mesh if isinstance(self.fn, Mapped) else None
             bound = mesh if isinstance(mesh, BoundMesh) else None
             described = {path: text for path, (_, text) in _described(args).items()}
-            entry = _Entry(program.compile(bound, **self.settings), described)
+            entry = _Entry(compile_program(program, bound, **self.settings), described)
             entries[signature] = entry
         return entry.executable
 

@@ -268,7 +268,7 @@ def schedule(
     on all ranks is one of them, so that no plan is worse than the zig-zag over all.
 
     The cost model counts visible pairs, as kernels that skip other documents compute them.
-    `functron.ops.chunked` computes all pairs of a ring, half of ``tokens_per_rank ** 2 *
+    `functron.ops.attention` computes all pairs of a ring, half of ``tokens_per_rank ** 2 *
     ring_size`` on every rank alike, and masks: small rings and little padding save time there too,
     balanced pairs do not.
 

@@ -1,9 +1,8 @@
-"""Sampling: tokens drawn one after another from a model's next-token distribution.
+"""Generation: tokens drawn one after another from a model's next-token distribution.
 
-The next token's logits, with keys and values that are kept: per-rank programs for generation.
-
-`prefill` reads prompts, `extend` one token more of each. Both are pure: a cache goes in, and
-another one comes out.
+`generate` draws. `prefill` and `extend` are its per-rank programs: they read prompts, and one token
+more of each, into a cache of keys and values. Both are pure: a cache goes in, and another one
+comes out.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from functron.core import random, tree
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.typing import Float, Int, Tensor
 from functron.models import decoder, gpt, mamba
-from functron.models.block import STREAM, How, block, patterns
+from functron.models.block import attention_keywords, block, own_attention, patterns
 from functron.models.config import GPTConfig
+from functron.models.options import DEFAULTS, STREAM, WHOLE, ModelOptions
 from functron.models.sequence import Context, Sequence, check_positions
 from functron.nn.context import context_attention
 from functron.nn.masked import KVCache, cached_attention, empty_cache, written
@@ -33,7 +33,7 @@ _IN_ORDER = Context("ring", "contiguous")
 
 
 class Cache(NamedTuple):
-    """What is kept of the tokens read: by stack, the keys and values of its layers.
+    """Keys and values of the tokens read, by stack of layers.
 
     Attributes:
         layers: ``{"blocks": KVCache, "dense"?: KVCache}``, each with a leading dim of layers.
@@ -52,11 +52,16 @@ def cache_specs(config: GPTConfig) -> Cache:
     return Cache({name: KVCache(row, row) for name in config.stacks})
 
 
-def check(config: GPTConfig, mesh: Mesh | BoundMesh | None = None) -> None:
+def check(
+    config: GPTConfig,
+    mesh: Mesh | BoundMesh | None = None,
+    options: ModelOptions | None = None,
+) -> None:
     """Refuse what cannot be generated with a cache.
 
     Raises:
-        ValueError: experts for which tokens compete, or axes that split sequences or layers.
+        ValueError: experts for which tokens compete, an attention without a form for caches, or
+            axes that split sequences or layers.
     """
     problems = []
     moe, fix = config.moe, "generate without a cache: one rank, prompts of one length"
@@ -66,11 +71,26 @@ def check(config: GPTConfig, mesh: Mesh | BoundMesh | None = None) -> None:
     if moe is not None and moe.routing == "sinkhorn":
         got = "routing of whole sequences"
         problems.append(Problem("gpt.moe.routing", got, "routing of each token by itself", fix))
-    for axis in ("pp", *CONTEXT_AXES):
-        if mesh is not None and mesh[axis] > 1:
-            wanted = "data, expert and tensor-parallel axes"
-            problems.append(Problem("mesh", f"{axis}={mesh[axis]}", wanted, "leave it out"))
-    raise_problems("cannot generate with a cache", problems)
+    if _uncached(options):
+        fix = "pass ft.Hook(apply, cached=...), or prompts of one length"
+        got = "a function of whole sequences"
+        problems.append(Problem("options.attention", got, "one for kept keys too", fix))
+    raise_problems("cannot generate with a cache", [*problems, *_axis_problems(mesh)])
+
+
+def _uncached(options: ModelOptions | None) -> bool:
+    """Whether an attention of the user's has no form for kept keys."""
+    hook = None if options is None else options.hook("attention")
+    return hook is not None and hook.cached is None
+
+
+def _axis_problems(mesh: Mesh | BoundMesh | None) -> list[Problem]:
+    wanted = "data, expert and tensor-parallel axes"
+    return [
+        Problem("mesh", f"{axis}={mesh[axis]}", wanted, "leave it out")
+        for axis in ("pp", *CONTEXT_AXES)
+        if mesh is not None and mesh[axis] > 1
+    ]
 
 
 def prefill(
@@ -78,10 +98,10 @@ def prefill(
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
     lengths: Int[Tensor, " batch"],
+    options: ModelOptions = DEFAULTS,
     *,
     room: int,
     positions: Int[Tensor, "batch seq *several"] | None = None,
-    how: How | None = None,
 ) -> tuple[Float[Tensor, "batch vocab"], Cache]:
     """The logits of the token after each prompt, and a cache of the prompts.
 
@@ -90,9 +110,9 @@ def prefill(
         weights: this rank's part of the parameters.
         tokens: int64 ``[batch, seq]``, prompts, each followed by anything where it is shorter.
         lengths: int64 ``[batch]``, their tokens, at least one.
+        options: as in `gpt.forward`: gather, experts, kernels and hooks; others do not matter here.
         room: for how many tokens, prompts and what follows them, the cache has room.
         positions: as in `gpt.forward`.
-        how: see `gpt.forward`: gather, experts and kernels.
 
     Returns:
         ``[batch, vocab_size]`` in float32 at least, the same on all ranks of tp, and the cache.
@@ -100,7 +120,7 @@ def prefill(
     """
     places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     sequence = _sequence(tokens, places, positions)
-    return _advance(config, weights, None, sequence, places, lengths - 1, room, how)
+    return _advance(config, weights, None, sequence, places, lengths - 1, room, options)
 
 
 def extend(
@@ -109,26 +129,26 @@ def extend(
     cache: Cache,
     tokens: Int[Tensor, " batch"],
     places: Int[Tensor, " batch"],
+    options: ModelOptions = DEFAULTS,
     *,
     positions: Int[Tensor, "batch *several"] | None = None,
-    how: How | None = None,
 ) -> tuple[Float[Tensor, "batch vocab"], Cache]:
     """The logits of the token after these ones, and the cache with these ones in it.
 
     Args:
-        config, weights, how: as in `prefill`.
+        config, weights, options: as in `prefill`.
         cache: of the tokens before.
         tokens: int64 ``[batch]``.
         places: int64 ``[batch]``, how many tokens came before each.
         positions: int64 ``[batch]`` or ``[batch, sections]``, where they are not the places.
 
     Returns:
-        What `prefill` returns.
+        As `prefill`.
     """
     last = torch.zeros_like(places)
     positions = None if positions is None else positions[:, None]
     sequence = _sequence(tokens[:, None], places[:, None], positions)
-    return _advance(config, weights, cache, sequence, places[:, None], last, 0, how)
+    return _advance(config, weights, cache, sequence, places[:, None], last, 0, options)
 
 
 def _advance(
@@ -139,28 +159,31 @@ def _advance(
     places: Tensor,
     last: Tensor,
     room: int,
-    how: How | None,
+    options: ModelOptions,
 ) -> tuple[Tensor, Cache]:
-    how = replace(how or How(), key=None, stream=STREAM, remat="none", context=_IN_ORDER)
-    check_positions(whole, config.rope_sections, how.context)
-    x = decoder.embedded(config, weights, whole, how)
+    options = replace(options, stream=STREAM, remat="none", context=_IN_ORDER)
+    check_positions(whole, config.rope_sections, options.context)
+    x = decoder.embedded(config, weights, whole, options)
     differing = patterns(config, x.device)
     kept: dict[str, KVCache] = {}
     for name, layers in config.stacks.items():
-        gather = how.gather.at(name).rows()
+        gather = options.gather.at(name).rows()
         rows = []
         for row in range(len(layers)):
             before = None if cache is None else tree.map(lambda c, r=row: c[r], cache.layers[name])
-            attend = _Attend(before, places, room)
+            attend = _Attend(before, places, room, config, options, whole.positions)
             sequence = whole._replace(attend=attend)
             which = {what: of[layers.start + row] for what, of in differing.items()}
             own = tree.map(lambda w, r=row: w[r], weights[name])
-            x, _ = block(config, sequence, how, gather)(x, (own, None, which))
-            assert attend.after is not None
+            x, _ = block(config, sequence, options, gather)(x, (own, None, which))
+            if attend.after is None:
+                got, wanted = "a block without layer.attention", "one whose keys can be kept"
+                fix = "generate(..., logits=) with gpt.forward and these options"
+                refuse("cannot generate with a cache", "options.block", got, wanted, fix)
             rows.append(attend.after)
         kept[name] = tree.map(lambda *each: torch.stack(each), *rows)
     at = last[:, None, None].expand(-1, 1, x.shape[-1])
-    logits = decoder.logits(config, weights, x.gather(1, at), how).squeeze(1)
+    logits = decoder.logits(config, weights, x.gather(1, at), options).squeeze(1)
     logits = lax.all_gather(logits, "tp", axis=-1, tiled=True)[:, : config.vocab_size]
     return logits if logits.dtype == torch.float64 else logits.float(), Cache(kept)
 
@@ -178,18 +201,39 @@ class _Attend:
         after: the cache with the new tokens in it, once it has been called.
     """
 
-    def __init__(self, cache: KVCache | None, places: Tensor, room: int):
-        self._cache, self._places, self._room = cache, places, room
+    def __init__(
+        self,
+        cache: KVCache | None,
+        places: Tensor,
+        room: int,
+        config: GPTConfig,
+        options: ModelOptions,
+        positions: Tensor,
+    ):
+        self._cache, self._places, self._room, self._options = cache, places, room, options
+        self._config = config
+        self._given = {"positions": positions, "segments": None, "kernels": options.kernels}
         self.after: KVCache | None = None
 
-    def __call__(self, q, k, v, *, window=0, sinks=None, cap=0.0) -> Tensor:
+    def __call__(self, *operands, window=0, sinks=None, cap=0.0) -> Tensor:
+        *params, q, k, v = operands
+        hook, given = self._options.hook("attention"), {"window": window, "cap": cap}
         if self._cache is not None:
             self.after = written(self._cache, k, v, self._places)
-            settings = {"window": window, "sinks": sinks, "cap": cap}
-            return cached_attention(q, self.after, self._places, **settings)
+            given |= {"sinks": sinks}
+            if hook is None:
+                return cached_attention(q, self.after, self._places, **given)
+            assert hook.cached is not None
+            given = attention_keywords(hook.cached, self._given | given)
+            return hook.cached(*params, q, self.after, self._places, **given)
         # prompts begin with nothing kept, so they see themselves alone
         self.after = written(empty_cache(k, v, self._room), k, v, self._places)
-        return context_attention(q, k, v, window=window, sinks=sinks, cap=cap)
+        if hook is None:
+            return context_attention(q, k, v, sinks=sinks, **given)
+        given = self._given | given
+        return own_attention(
+            self._config, hook, self._options, tuple(params), given, q, k, v, sinks
+        )
 
 
 Logits = Callable[[tree.Tree, Tensor], Tensor]
@@ -211,9 +255,9 @@ class Draw:
         ValueError: a value out of range.
     """
 
-    temperature: float = 1.0
+    temperature: int | float = 1.0
     top_k: int = 0
-    top_p: float = 1.0
+    top_p: int | float = 1.0
 
     def __post_init__(self):
         checks = {
@@ -269,22 +313,22 @@ def generate(
     num_tokens: int,
     *,
     lengths: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: int | float = 1.0,
     top_k: int = 0,
-    top_p: float = 1.0,
+    top_p: int | float = 1.0,
     key: Tensor | None = None,
     stop: Collection[int] = (),
     mesh: Mesh | BoundMesh | None = None,
-    how: How | None = None,
+    options: ModelOptions | None = None,
     logits: Logits | None = None,
 ) -> Tensor:
     """Continue each row of `tokens` by `num_tokens` draws from softmax(logits / temperature).
 
     Keys and values of what was read are kept (`functron.models.generation`), so that each new
     token is read once. Where that cannot be, as the text becomes longer than `max_seq`, or on one
-    rank tokens of a sequence compete for experts or `logits` is given, the last `max_seq` tokens
-    are read again for every new one. A Mamba-2 model reads token by token, however many, and takes
-    as long for each.
+    rank tokens of a sequence compete for experts, or `logits` or an attention without a form for
+    kept keys is given, the last `max_seq` tokens are read again for every new one. A Mamba-2 model
+    reads token by token, however many, and takes as long for each.
 
     Args:
         params: the parameters of `gpt.defs(config)` or `mamba.defs(config)`, as `mesh` splits them;
@@ -301,7 +345,8 @@ def generate(
             when all rows have ended no more are drawn.
         mesh: data, expert and tensor-parallel ranks that do it together, simulated or bound; None:
             one. Parameters lie on it as ``gpt.rules(config, mesh)`` has it.
-        how: where parameters are gathered and experts are, and the kernels; see `gpt.forward`.
+        options: gather, experts, kernels and hooks of `gpt.forward`; others do not matter here.
+            Parameters that data axes split are gathered without being asked for.
         logits: ``(params, tokens)`` to the logits of every next token, ``[batch, seq, vocab]``; the
             same on all ranks. One through a `pipeline.Pipeline` runs on the ranks of a pipeline.
 
@@ -318,21 +363,25 @@ def generate(
     draw = Draw(temperature, top_k, top_p)
     check_prompt(config, tokens, num_tokens, draw, key, lengths)
     if isinstance(config, mamba.MambaConfig):
-        others = {"lengths": lengths, "mesh": mesh, "how": how, "logits": logits}
+        others = {"lengths": lengths, "mesh": mesh, "options": options, "logits": logits}
         _require_alone(others)
         steps = _recurrent(params, config, tokens, num_tokens)
         return drawn(steps, draw, tokens, num_tokens, key, stop)
     total = tokens.shape[1] + num_tokens
     with_cache = logits is None and total <= config.max_seq
-    on_mesh = mesh is not None or how is not None
-    if on_mesh or lengths is not None:
-        _require_cache(config, mesh, logits is None, total if lengths is not None else 0)
+    on_mesh = mesh is not None or options is not None
+    if lengths is None and logits is None and _uncached(options):
+        raise_problems("cannot generate", _axis_problems(mesh))
+        with_cache = False
+    elif on_mesh or lengths is not None:
+        longest = total if lengths is not None else 0
+        _require_cache(config, mesh, options, logits is None, longest)
     elif with_cache:
         with_cache = _cacheable(config)
     if with_cache:
-        steps = _cached(params, config, tokens, lengths, num_tokens, mesh, how)
+        steps = _cached(params, config, tokens, lengths, num_tokens, mesh, options)
     else:
-        read = logits or (_reader(config, mesh, how) if on_mesh else partial(_dense, config))
+        read = logits or (_reader(config, mesh, options) if on_mesh else partial(_dense, config))
         steps = _reread(params, config, tokens, num_tokens, read)
     return drawn(steps, draw, tokens, num_tokens, key, stop, lengths=lengths, mesh=mesh)
 
@@ -345,12 +394,12 @@ def _cacheable(config: gpt.GPTConfig) -> bool:
     return True
 
 
-def _require_cache(config, mesh, by_model: bool, total: int) -> None:
+def _require_cache(config, mesh, options, by_model: bool, total: int) -> None:
     """Refuse what needs a cache, of `total` tokens, where there is none."""
-    check(config, mesh)
+    check(config, mesh, options)
     found = []
     if not by_model:
-        wanted, fix = "None with mesh, lengths or how", "leave it out, or those"
+        wanted, fix = "None with mesh, lengths or options", "leave it out, or those"
         found.append(Problem("logits", "a function", wanted, fix))
     if total > config.max_seq:
         wanted = f"at most max_seq={config.max_seq} with lengths"
@@ -430,25 +479,28 @@ def _dense(config: gpt.GPTConfig, params, tokens: Tensor) -> Tensor:
     return gpt.forward(config, params, tokens)
 
 
-def _reader(config: gpt.GPTConfig, mesh: Mesh | BoundMesh | None, how: How | None) -> Logits:
+def _reader(
+    config: gpt.GPTConfig, mesh: Mesh | BoundMesh | None, options: ModelOptions | None
+) -> Logits:
     """`gpt.forward` over a mesh, with the logits whole on every rank of tp."""
-    mesh, specs, how = _parts(config, mesh, how)
-    settings = {"gather": how.gather, "experts": how.experts, "kernels": how.kernels}
+    mesh, specs, options = placed(config, mesh, options)
+    options = replace(options, stream=STREAM, remat="none", context=_IN_ORDER)
 
     def read(params, tokens):
-        found = gpt.forward(config, params, tokens, **settings)
+        found = gpt.forward(config, params, tokens, options)
         return lax.all_gather(found, "tp", axis=-1, tiled=True)
 
     return shard_map(read, mesh, (specs, P(DATA_AXES)), P(DATA_AXES))
 
 
-def _parts(
-    config: gpt.GPTConfig, mesh: Mesh | BoundMesh | None, how: How | None
-) -> tuple[Mesh | BoundMesh, tree.Tree, How]:
-    """The mesh, how parameters are split on it, and how they are gathered."""
-    mesh = Mesh() if mesh is None else mesh
-    specs = param_specs(gpt.defs(config), gpt.rules(config, mesh))
-    return mesh, specs, How(gather=Gather(specs)) if how is None else how
+def placed(
+    config: gpt.GPTConfig, mesh: Mesh | BoundMesh | None, options: ModelOptions | None
+) -> tuple[Mesh | BoundMesh, tree.Tree, ModelOptions]:
+    """The mesh, how parameters are split on it, and the options, by which they are gathered."""
+    mesh, options = Mesh() if mesh is None else mesh, options or DEFAULTS
+    specs = param_specs(gpt.defs(config, options), gpt.rules(config, mesh))
+    gather = Gather(specs) if options.gather is WHOLE else options.gather
+    return mesh, specs, replace(options, gather=gather)
 
 
 def _reread(params, config, tokens: Tensor, num_tokens: int, read: Logits) -> Steps:
@@ -458,8 +510,8 @@ def _reread(params, config, tokens: Tensor, num_tokens: int, read: Logits) -> St
         tokens = torch.cat([tokens, last.unsqueeze(1)], dim=1)
 
 
-def _cached(params, config, tokens: Tensor, lengths, num_tokens: int, mesh, how) -> Steps:
-    start, step = cached(config, mesh, tokens.shape[1] + num_tokens, how)
+def _cached(params, config, tokens: Tensor, lengths, num_tokens: int, mesh, options) -> Steps:
+    start, step = cached(config, mesh, tokens.shape[1] + num_tokens, options)
     places = torch.full_like(tokens[:, 0], tokens.shape[1]) if lengths is None else lengths
     found, cache = start(params, tokens, places)
     for index in range(num_tokens):
@@ -482,7 +534,7 @@ def cached(
     config: gpt.GPTConfig,
     mesh: Mesh | BoundMesh | None,
     room: int,
-    how: How | None = None,
+    options: ModelOptions | None = None,
 ) -> tuple[Callable, Callable]:
     """`generation.prefill` and `generation.extend` over a mesh: ``(start, step)``.
 
@@ -492,15 +544,15 @@ def cached(
     Raises:
         ValueError: what `generation.check` raises.
     """
-    check(config, mesh)
-    mesh, specs, how = _parts(config, mesh, how)
+    check(config, mesh, options)
+    mesh, specs, given = placed(config, mesh, options)
     rows, kept = P(DATA_AXES), cache_specs(config)
 
     def start(params, tokens, lengths):
-        return prefill(config, params, tokens, lengths, room=room, how=how)
+        return prefill(config, params, tokens, lengths, given, room=room)
 
     def step(params, cache, tokens, places):
-        return extend(config, params, cache, tokens, places, how=how)
+        return extend(config, params, cache, tokens, places, given)
 
     both = (rows, kept)
     return (

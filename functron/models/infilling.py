@@ -1,4 +1,4 @@
-"""What a T5 says to a text: the spans that were taken out of it, or an answer."""
+"""Generation by a T5: the spans that were taken out of a text, or an answer to it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from functron.core.errors import Problem, raise_problems
 from functron.data.text_tokenizer import TextTokenizer
 from functron.models import t5
 from functron.models.generation import Draw, Steps, check_prompt, drawn
+from functron.models.options import ModelOptions
 from functron.params import param_specs
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.transforms import Gather
@@ -34,17 +35,17 @@ def respond(
     stop: Collection[int] = (),
     mesh: Mesh | BoundMesh | None = None,
 ) -> Tensor:
-    """What the decoder says to what the encoder reads, token by token.
+    """The decoder's answer to the text that the encoder reads, drawn token by token.
 
-    The encoder reads once, and keys and values of its result are made once; those of what the
-    decoder has said are kept (`t5.prefill`, `t5.extend`).
+    The encoder reads once, and keys and values of its result are made once; those of the decoder's
+    own tokens are kept (`t5.prefill`, `t5.extend`).
 
     Args:
         params: the parameters of `t5.defs(config)`, as `mesh` splits them.
         config: the architecture.
         tokens: int64 ``[batch, seq]``, what is read, with its end; on a bound mesh, those of this
             rank's data-parallel part.
-        num_tokens: how many are said at most.
+        num_tokens: how many are drawn at most.
         draw: how a token is drawn.
         mask: ``[batch, seq]``, 0 or False where a token is padding; None: no token is.
         key: of the draws; temperature 0 needs none.
@@ -53,21 +54,21 @@ def respond(
             Parameters lie on it as ``t5.rules(config, mesh)`` has it.
 
     Returns:
-        int64 ``[batch, said]``.
+        int64 ``[batch, drawn]``.
 
     Raises:
         ValueError: an empty prompt, a token outside the vocabulary, a missing key, or a mesh on
             which the model cannot run.
     """
     check_prompt(config, tokens, num_tokens, draw, key)
-    read, say = _cached(config, mesh, num_tokens, mask)
+    first, later = _cached(config, mesh, num_tokens, mask)
     start = torch.full_like(tokens[:, :1], config.start_id)
 
     def steps() -> Steps:
-        cache, last = read(params, tokens), start[:, 0]
+        cache, last = first(params, tokens), start[:, 0]
         for index in range(num_tokens):
             place = torch.tensor(index, device=tokens.device)
-            found, cache = say(params, cache, last, place)
+            found, cache = later(params, cache, last, place)
             last = yield found.float()
 
     return drawn(steps(), draw, start, num_tokens, key, stop, mesh=mesh)[:, 1:]
@@ -79,15 +80,15 @@ def _cached(
     """`t5.prefill` and `t5.extend` over a mesh."""
     mesh = Mesh() if mesh is None else mesh
     specs = param_specs(t5.defs(config), t5.rules(config, mesh))
-    gather = Gather(specs)
+    options = ModelOptions(gather=Gather(specs))
     rows, kept = P(DATA_AXES), t5.cache_specs(config)
     masks = None if mask is None else rows
 
     def read(params, tokens, mask):
-        return t5.prefill(config, params, tokens, room=room, mask=mask, gather=gather)
+        return t5.prefill(config, params, tokens, options, room=room, mask=mask)
 
     def say(params, cache, tokens, place, mask):
-        return t5.extend(config, params, cache, tokens, place, mask=mask, gather=gather)
+        return t5.extend(config, params, cache, tokens, place, options, mask=mask)
 
     first = shard_map(read, mesh, (specs, rows, masks), kept)
     later = shard_map(say, mesh, (specs, kept, rows, P(), masks), (rows, kept))
@@ -104,7 +105,7 @@ class Sentinels:
     Attributes:
         first: the id of ``<extra_id_0>``; those of others go down from it by one.
         count: how many there are.
-        end: the id at the end of what is read and of what is said.
+        end: the id at the end of the encoder's and of the decoder's text.
     """
 
     first: int

@@ -165,7 +165,7 @@ def trainable(value: tree.Tree) -> tree.Tree:
 
 
 def split(value: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
-    """What belongs to no adapter, and what does, with None in place of each other's leaves.
+    """The leaves of no adapter, and those of adapters, with None in place of each other's.
 
     Args:
         value: defs, specs or parameters. `tree.join` puts them together again.

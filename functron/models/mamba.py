@@ -5,8 +5,6 @@ attention without positions (``*``) or a feed-forward layer (``-``), in the orde
 `MambaConfig.pattern`, as in Megatron's hybrid models and Nemotron-H (Waleffe et al. 2024, "An
 Empirical Study of Mamba-based Language Models"; Blakeman et al. 2025). As for `functron.models.gpt`
 there are `defs`, `rules`, `forward` and `loss`; `step` generates, token by token.
-
-The architecture of a Mamba-2 model or a hybrid of it, and named ones.
 """
 
 from __future__ import annotations
@@ -25,16 +23,16 @@ from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
-from functron.models.block import STREAM, WHOLE, Remat
-from functron.models.config import Dtype
-from functron.models.sequence import SAMPLE_AXES, check_length, require
+from functron.models.config import Dtype, TextConfig
+from functron.models.options import DEFAULTS, ModelOptions
+from functron.models.sequence import check_length, num_targets, require
 from functron.models.stack import (
     Named,
-    Run,
-    check_gathered,
+    Stack,
     choice_problems,
-    padded,
+    rate_problems,
     size_problems,
+    summed_loss,
     tensor_rules,
 )
 from functron.nn.linear import sequence_axes
@@ -46,7 +44,6 @@ from functron.spmd import P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import Rules
-from functron.transforms import Gather
 
 __all__ = [
     "PRESETS",
@@ -63,11 +60,11 @@ __all__ = [
 
 
 KINDS: Mapping[str, str] = MappingProxyType({"M": "mamba", "*": "attention", "-": "mlp"})
-"""What the letters of a pattern stand for, as in Megatron."""
+"""The kinds of layers by the letters of a pattern, as in Megatron."""
 
 
 @dataclass(frozen=True)
-class MambaConfig:
+class MambaConfig(TextConfig):
     """Architecture of a Mamba-2 model, or a hybrid.
 
     Attributes:
@@ -145,8 +142,7 @@ class MambaConfig:
         found += choice_problems(self, {"activation": nn.Activation, "dtype": Dtype})
         if self.dt_min < 0:
             found.append(Problem("dt_min", str(self.dt_min), "at least 0"))
-        if not 0 <= self.dropout < 1:
-            found.append(Problem("dropout", str(self.dropout), "at least 0 and below 1"))
+        found += rate_problems(self)
         return found
 
     @property
@@ -159,16 +155,6 @@ class MambaConfig:
     def kv_heads(self) -> int:
         """Key/value heads of attention layers."""
         return self.attention_kv_heads or self.attention_heads
-
-    @property
-    def random(self) -> bool:
-        """Whether training draws random numbers."""
-        return self.dropout > 0
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding."""
-        return padded(self.vocab_size, self.vocab_multiple)
 
     @property
     def mixer(self) -> Mamba2Config:
@@ -198,11 +184,6 @@ class MambaConfig:
             bias=self.bias,
             out_bias=self.bias,
         )
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch's."""
-        return getattr(torch, self.dtype)
 
 
 def _mamba2(num_layers: int, embed_dim: int) -> MambaConfig:
@@ -320,12 +301,10 @@ def forward(
     config: MambaConfig,
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
+    options: ModelOptions = DEFAULTS,
     *,
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Float[Tensor, "batch seq columns"]:
     """The logits of every next token.
 
@@ -333,7 +312,8 @@ def forward(
         config: the architecture.
         weights: this rank's part of the parameters.
         tokens: int64 ``[batch, seq]``, this rank's samples.
-        rows, key, stream, remat, gather: as in `gpt.forward`.
+        options: stream, remat, gather and axes; others are refused.
+        rows, key: as in `gpt.forward`.
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
@@ -342,30 +322,28 @@ def forward(
     Raises:
         ValueError: the sequence does not divide over the ranks that split it.
     """
-    run = Run(key, stream, remat, gather, config.dropout, rows)
-    check_length(tokens.shape[1], None, lax.axis_size(sequence_axes(stream)))
-    keys = run.keys(len(config.pattern) + 1)
+    stack = Stack("mamba", options, key, config.dropout, rows)
+    check_length(tokens.shape[1], None, lax.axis_size(sequence_axes(options.stream)))
+    keys = stack.keys(len(config.pattern) + 1)
     with named_scope("embed"):
-        table = gather.at("embed")(weights["embed"])
-        check_gathered("embed_dim", table.shape[1], config.embed_dim)
-        x = nn.embed_tokens(table, tokens, stream=stream, vocab_size=config.vocab_size)
-        x = run.drop(x, None if keys is None else keys[-1])
+        x = stack.embed(weights, tokens, config)
+        x = stack.drop(x, None if keys is None else keys[-1])
     first, done = dict.fromkeys(KINDS, 0), 0
     for kind, group in itertools.groupby(config.pattern):
         name, count = KINDS[kind], len(list(group))
         start, stop = first[kind], first[kind] + count
-        stack = weights[name]
+        layers = weights[name]
         if count < config.counts[name]:
-            stack = tree.map(lambda w, rows=slice(start, stop): w[rows], stack)
+            layers = tree.map(lambda w, rows=slice(start, stop): w[rows], layers)
         own = None if keys is None else keys[done : done + count]
-        x = run.at(name).over(_layer(config, name, run), x, stack, own)
+        x = stack.at(name).over(_layer(config, name, stack), x, layers, own)
         first[kind], done = stop, done + count
-    return _logits(config, weights, x, stream, gather)
+    return _logits(config, weights, x, options)
 
 
-def _layer(config: MambaConfig, name: str, run: Run):
+def _layer(config: MambaConfig, name: str, stack: Stack):
     """``(parameters, x, key) -> x`` of one layer of this kind."""
-    stream = run.stream
+    stream = stack.stream
 
     def layer(weights: dict, x: Tensor, key: Tensor | None) -> Tensor:
         mixer = weights["mixer"]
@@ -374,18 +352,19 @@ def _layer(config: MambaConfig, name: str, run: Run):
             if name == "mamba":
                 y = mamba(mixer, y, config.mixer, stream=stream)
             elif name == "attention":
-                core = run.core(nn.causal_attention)
+                core = stack.core(nn.causal_attention)
                 y = nn.self_attention(
                     mixer, y, config.attention, rope=None, core=core, stream=stream
                 )
             else:
                 y = nn.mlp(mixer, y, activation=config.activation, stream=stream)
-            return x + run.drop(y, key)
+            return x + stack.drop(y, key)
 
     return layer
 
 
-def _logits(config: MambaConfig, weights: dict, x: Tensor, stream: P, gather: Gather) -> Tensor:
+def _logits(config: MambaConfig, weights: dict, x: Tensor, options: ModelOptions) -> Tensor:
+    gather = options.gather
     with named_scope("norm"):
         scale = gather.at("norm")(weights["norm"])["scale"]
         x = nn.rms_norm(x, scale, eps=config.norm_eps)
@@ -393,7 +372,7 @@ def _logits(config: MambaConfig, weights: dict, x: Tensor, stream: P, gather: Ga
         name = "embed" if config.tied else "unembed"
         matrix = gather.at(name)(weights[name])
         matrix = matrix.mT if config.tied else matrix
-        return nn.column_parallel(nn.gather_sequence(x, stream), matrix)
+        return nn.column_parallel(nn.gather_sequence(x, options.stream), matrix)
 
 
 @public
@@ -401,11 +380,9 @@ def loss(
     config: MambaConfig,
     weights: dict,
     batch: Mapping[str, Tensor],
+    options: ModelOptions = DEFAULTS,
     *,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Scalar:
     """The sum of all tokens' losses over the batch of all ranks; replicated over the mesh.
 
@@ -427,19 +404,9 @@ def loss(
             "mamba.loss: got packed documents (segments); wanted samples of one document each: the "
             "state is not reset between documents; fix: do not pack"
         )
-    settings = {"key": key, "stream": stream, "remat": remat, "gather": gather}
     require(batch, "tokens", "targets")
-    logits = forward(config, weights, batch["tokens"], rows=batch.get("rows"), **settings)
-    with named_scope("loss"):
-        losses = nn.cross_entropy(logits, batch["targets"], vocab_size=config.vocab_size)
-        return lax.psum(losses.sum(), SAMPLE_AXES)
-
-
-@public
-def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
-    """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
-    require(batch, "targets")
-    return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
+    logits = forward(config, weights, batch["tokens"], options, rows=batch.get("rows"), key=key)
+    return summed_loss(logits, batch["targets"], config.vocab_size, options)
 
 
 def flops_per_token(config: MambaConfig, seq: int, *, whole: bool = False) -> int:
@@ -464,7 +431,7 @@ def flops_per_token(config: MambaConfig, seq: int, *, whole: bool = False) -> in
 
 
 def empty_cache(config: MambaConfig, weights: dict, batch: int) -> Cache:
-    """What `step` knows before the first token.
+    """The cache of `step` before the first token.
 
     Args:
         weights: this rank's part of the parameters, whole over data axes.
@@ -511,7 +478,7 @@ def step(
             y = nn.mlp(mixer, y, activation=config.activation, stream=P())
         x = x + y
         out.append(kept)
-    return _logits(config, weights, x, P(), WHOLE)[:, 0], tuple(out)
+    return _logits(config, weights, x, ModelOptions(stream=P()))[:, 0], tuple(out)
 
 
 def _attention_step(config: MambaConfig, mixer: dict, x: Tensor, kept: tuple) -> tuple:

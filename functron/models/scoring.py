@@ -16,12 +16,10 @@ from torch import Tensor
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems
 from functron.models import gpt
-from functron.models.block import How
-from functron.models.generation import generate
-from functron.params import param_specs
+from functron.models.generation import generate, placed
+from functron.models.options import ModelOptions
 from functron.spmd import DATA_AXES, Mesh, P, shard_map
 from functron.spmd import collectives as lax
-from functron.transforms import Gather
 
 
 class Score(NamedTuple):
@@ -48,7 +46,7 @@ def log_likelihoods(
     *,
     batch_size: int = 8,
     mesh: Mesh | None = None,
-    how: How | None = None,
+    options: ModelOptions | None = None,
 ) -> list[Score]:
     """log p(continuation | context) of each request, and whether it is what greedy decoding says.
 
@@ -62,7 +60,7 @@ def log_likelihoods(
         requests: what to score; an empty continuation has likelihood 1.
         batch_size: how many are scored together; on a mesh a multiple of its data ranks.
         mesh: simulated; None: one rank.
-        how: where parameters are gathered and experts are; see `gpt.forward`.
+        options: gather, experts, kernels and hooks; as in `generate`.
 
     Returns:
         A `Score` for each request, in order.
@@ -74,7 +72,7 @@ def log_likelihoods(
     raise_problems("cannot score this", _problems(config, requests))
     mesh = Mesh() if mesh is None else mesh
     device = tree.leaves(params)[0].device
-    score = _scorer(config, mesh, how)
+    score = _scorer(config, mesh, options)
     order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
     found: dict[int, Score] = {}
     for start in range(0, len(order), batch_size):
@@ -122,13 +120,11 @@ def rolling_log_likelihoods(
     return totals
 
 
-def _scorer(config: gpt.GPTConfig, mesh: Mesh, how: How | None) -> Callable:
-    specs = param_specs(gpt.defs(config), gpt.rules(config, mesh))
-    how = How(gather=Gather(specs)) if how is None else how
-    settings = {"gather": how.gather, "experts": how.experts, "kernels": how.kernels}
+def _scorer(config: gpt.GPTConfig, mesh: Mesh, options: ModelOptions | None) -> Callable:
+    _, specs, given = placed(config, mesh, options)
 
     def score(params, tokens, targets):
-        logits = gpt.forward(config, params, tokens, **settings)
+        logits = gpt.forward(config, params, tokens, given)
         logits = lax.all_gather(logits, "tp", axis=-1, tiled=True)[..., : config.vocab_size]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         counted = targets >= 0
@@ -176,7 +172,7 @@ def _problems(config: gpt.GPTConfig, requests: Sequence[Pair]) -> Iterable[Probl
 
 @runtime_checkable
 class Text(Protocol):
-    """What `LanguageModel` needs of a tokenizer; `functron.data.Tokenizer` is one."""
+    """The part of a tokenizer that `LanguageModel` needs; `functron.data.Tokenizer` is one."""
 
     @property
     def end_of_text(self) -> int | None:

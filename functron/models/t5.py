@@ -3,8 +3,6 @@
 Blocks are pre-norm with RMSNorm and no biases. Scores of self-attention are not divided by
 sqrt(head_dim), and get a learned number per head and bucket of relative position, which all blocks
 of a stack share. The decoder's blocks attend besides to the encoder's normed result.
-
-The architecture of a T5, and named ones.
 """
 
 from __future__ import annotations
@@ -21,18 +19,18 @@ from functron import nn, params
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
-from functron.models.block import STREAM, WHOLE, Remat
-from functron.models.config import Dtype
-from functron.models.sequence import SAMPLE_AXES, check_length, require
+from functron.models.config import Dtype, TextConfig
+from functron.models.options import DEFAULTS, ModelOptions
+from functron.models.sequence import check_length, num_targets, require
 from functron.models.stack import (
     Named,
-    Run,
-    check_gathered,
+    Stack,
     choice_problems,
     head_problems,
     keys_of,
-    padded,
+    rate_problems,
     size_problems,
+    summed_loss,
     tensor_rules,
     whole_heads,
 )
@@ -53,7 +51,7 @@ from functron.spmd import DATA_AXES, P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import Rules
-from functron.transforms import Gather, scan
+from functron.transforms import scan
 
 __all__ = [
     "PRESETS",
@@ -75,7 +73,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class T5Config:
+class T5Config(TextConfig):
     """Architecture of a T5 (Raffel et al. 2020), version 1.0 or 1.1.
 
     Attributes:
@@ -135,24 +133,13 @@ class T5Config:
         if not 0 <= self.start_id < max(self.vocab_size, 1):
             found.append(Problem("start_id", str(self.start_id), "a token of the vocabulary"))
         found += choice_problems(self, {"activation": nn.Activation, "dtype": Dtype})
-        if not 0 <= self.dropout < 1:
-            found.append(Problem("dropout", str(self.dropout), "at least 0 and below 1"))
+        found += rate_problems(self)
         raise_problems("T5Config describes no model", found)
-
-    @property
-    def random(self) -> bool:
-        """Whether training draws random numbers."""
-        return self.dropout > 0
 
     @property
     def layers(self) -> dict[str, int]:
         """The blocks of each stack."""
         return {"encoder": self.num_layers, "decoder": self.decoder_layers or self.num_layers}
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding."""
-        return padded(self.vocab_size, self.vocab_multiple)
 
     @property
     def attention(self) -> nn.AttentionConfig:
@@ -161,11 +148,6 @@ class T5Config:
         return nn.AttentionConfig(
             self.embed_dim, heads, heads, self.head_dim or self.embed_dim // heads
         )
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch's."""
-        return getattr(torch, self.dtype)
 
 
 def _t5(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, head_dim: int = 64):
@@ -274,15 +256,13 @@ def encode(
     config: T5Config,
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
+    options: ModelOptions = DEFAULTS,
     *,
     mask: Tensor | None = None,
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Float[Tensor, "batch own_seq embed"]:
-    """What the encoder makes of the tokens that the decoder is to read.
+    """The encoder's result: a vector per token, for the decoder to attend to.
 
     Args:
         config: the architecture.
@@ -290,17 +270,19 @@ def encode(
         tokens: int64 ``[batch, seq]``, this rank's samples.
         mask: ``[batch, seq]``, 0 or False where a token is padding, which none attends to; None: no
             token is.
-        rows, key, stream, remat, gather: as in `gpt.forward`.
+        options: stream, remat, gather and axes; others are refused.
+        rows, key: as in `gpt.forward`.
 
     Returns:
-        ``[batch, seq, embed]`` with spec `stream`. Collectives: see `nn.self_attention`, `nn.mlp`.
+        ``[batch, seq, embed]`` with spec ``options.stream``. Collectives: see `nn.self_attention`
+        and `nn.mlp`.
 
     Raises:
         ValueError: the sequence does not divide over the ranks that split it.
     """
-    run = Run(key, stream, remat, gather, config.dropout, rows)
+    stack = Stack("t5", options, key, config.dropout, rows)
     seen = None if mask is None else mask != 0
-    return _stack(config, "encoder", weights, tokens, run, None, seen)
+    return _stack(config, "encoder", weights, tokens, stack, None, seen)
 
 
 @public
@@ -309,13 +291,11 @@ def decode(
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
     memory: Float[Tensor, "batch own_keys embed"],
+    options: ModelOptions = DEFAULTS,
     *,
     mask: Tensor | None = None,
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Float[Tensor, "batch seq columns"]:
     """The logits of every next token of the decoder.
 
@@ -323,20 +303,21 @@ def decode(
         config: the architecture.
         weights: this rank's part of the parameters.
         tokens: int64 ``[batch, seq]``, what the decoder has seen; see `shift_right`.
-        memory: the result of `encode`, with spec `stream`.
+        memory: the result of `encode`, with spec ``options.stream``.
         mask: of the encoder's tokens, as in `encode`.
-        rows, key, stream, remat, gather: as in `gpt.forward`.
+        options: stream, remat, gather and axes; others are refused.
+        rows, key: as in `gpt.forward`.
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
         padding. Collectives: `nn.gather_sequence` of the memory once; of each block those of
         `nn.self_attention`, `nn.masked.cross_attention` and `nn.mlp`.
     """
-    run = Run(key, stream, remat, gather, config.dropout, rows)
+    stack = Stack("t5", options, key, config.dropout, rows)
     seen = None if mask is None else mask != 0
-    whole = nn.gather_sequence(memory, stream)
-    x = _stack(config, "decoder", weights, tokens, run, whole, seen)
-    return _unembedded(config, weights, x, run)
+    whole = nn.gather_sequence(memory, options.stream)
+    x = _stack(config, "decoder", weights, tokens, stack, whole, seen)
+    return _unembedded(config, weights, x, stack)
 
 
 def _stack(
@@ -344,46 +325,44 @@ def _stack(
     name: str,
     weights: dict,
     tokens: Tensor,
-    run: Run,
+    stack: Stack,
     memory: Tensor | None,
     seen: Tensor | None,
 ) -> Tensor:
     """The normed result of the encoder, or of the decoder if there is a memory."""
     seq, count = tokens.shape[1], config.layers[name]
-    x = _embedded(config, weights, tokens, run)
-    run, weights = run.at(name), weights[name]
-    keys = run.keys(count + 2)
-    x = run.drop(x, None if keys is None else keys[-1])
-    bias = _bias(config, weights, run, seq, seq, bidirectional=memory is None)
+    x = _embedded(config, weights, tokens, stack)
+    stack, weights = stack.at(name), weights[name]
+    keys = stack.keys(count + 2)
+    x = stack.drop(x, None if keys is None else keys[-1])
+    bias = _bias(config, weights, stack, seq, seq, bidirectional=memory is None)
     # the encoder's own tokens may be padding; what the decoder sees of itself is what came before
     reads = {"seen": seen} if memory is None else {"causal": True}
-    core = run.core(partial(masked_attention, bias=bias, scale=1.0, **reads))
-    block = _block(config, run, core, memory, seen)
-    x = run.at("blocks").over(block, x, weights["blocks"], None if keys is None else keys[:count])
-    return run.drop(_normed(config, weights, x, run), None if keys is None else keys[-2])
+    core = stack.core(partial(masked_attention, bias=bias, scale=1.0, **reads))
+    block = _block(config, stack, core, memory, seen)
+    x = stack.at("blocks").over(block, x, weights["blocks"], None if keys is None else keys[:count])
+    return stack.drop(_normed(config, weights, x, stack), None if keys is None else keys[-2])
 
 
-def _embedded(config: T5Config, weights: dict, tokens: Tensor, run: Run) -> Tensor:
-    check_length(tokens.shape[1], None, lax.axis_size(sequence_axes(run.stream)))
-    table = run.gather.at("embed")(weights["embed"])
-    check_gathered("embed_dim", table.shape[1], config.embed_dim)
+def _embedded(config: T5Config, weights: dict, tokens: Tensor, stack: Stack) -> Tensor:
+    check_length(tokens.shape[1], None, lax.axis_size(sequence_axes(stack.stream)))
     with named_scope("embed"):
-        return nn.embed_tokens(table, tokens, stream=run.stream, vocab_size=config.vocab_size)
+        return stack.embed(weights, tokens, config)
 
 
 def _bias(
     config: T5Config,
     weights: dict,
-    run: Run,
+    stack: Stack,
     queries: int,
     keys: int,
     *,
     bidirectional: bool = False,
     first: int | Tensor = 0,
 ) -> Tensor:
-    """``[heads, queries, keys]``: what a stack adds to the scores of its self-attention."""
+    """``[heads, queries, keys]``: added to the scores of a stack's self-attention."""
     with named_scope("relative"):
-        table = run.gather.at("relative")(weights["relative"])
+        table = stack.gather.at("relative")(weights["relative"])
         buckets = relative_buckets(
             queries,
             keys,
@@ -396,25 +375,25 @@ def _bias(
         return relative_bias(table, buckets)
 
 
-def _normed(config: T5Config, weights: dict, x: Tensor, run: Run) -> Tensor:
+def _normed(config: T5Config, weights: dict, x: Tensor, stack: Stack) -> Tensor:
     with named_scope("norm"):
-        scale = run.gather.at("norm")(weights["norm"])["scale"]
+        scale = stack.gather.at("norm")(weights["norm"])["scale"]
         return nn.rms_norm(x, scale, eps=config.norm_eps)
 
 
-def _unembedded(config: T5Config, weights: dict, x: Tensor, run: Run) -> Tensor:
+def _unembedded(config: T5Config, weights: dict, x: Tensor, stack: Stack) -> Tensor:
     """``[batch, seq, padded_vocab / tp]`` logits of the decoder's normed result."""
     with named_scope("unembed"):
         name = "embed" if config.tied else "unembed"
-        matrix = run.gather.at(name)(weights[name])
+        matrix = stack.gather.at(name)(weights[name])
         if config.tied:
             x, matrix = x / math.sqrt(config.embed_dim), matrix.mT
-        return nn.column_parallel(nn.gather_sequence(x, run.stream), matrix)
+        return nn.column_parallel(nn.gather_sequence(x, stack.stream), matrix)
 
 
 def _block(
     config: T5Config,
-    run: Run,
+    stack: Stack,
     core: Callable,
     memory: Tensor | KVCache | None = None,
     seen: Tensor | None = None,
@@ -423,13 +402,13 @@ def _block(
 
     Args:
         config: the architecture.
-        run: how it is run.
+        stack: how it is run.
         core: of self-attention.
         memory: what the decoder looks at, or the keys and values of this block made of it.
         seen: which of its tokens are no padding.
     """
-    look = run.core(partial(masked_attention, seen=seen, scale=1.0))
-    stream, shape = run.stream, config.attention
+    look = stack.core(partial(masked_attention, seen=seen, scale=1.0))
+    stream, shape = stack.stream, config.attention
 
     def norm(scale: dict, x: Tensor) -> Tensor:
         return nn.rms_norm(x, scale["scale"], eps=config.norm_eps)
@@ -440,16 +419,16 @@ def _block(
             y = norm(weights["attention_norm"], x)
             layer = weights["attention"]
             y = nn.self_attention(layer, y, shape, rope=None, stream=stream, core=core)
-            x = x + run.drop(y, first)
+            x = x + stack.drop(y, first)
         if memory is not None:
             with named_scope("cross"):
                 y = norm(weights["cross_norm"], x)
                 y = cross_attention(weights["cross"], y, memory, shape, stream=stream, core=look)
-                x = x + run.drop(y, second)
+                x = x + stack.drop(y, second)
         with named_scope("mlp"):
             y = norm(weights["mlp_norm"], x)
             y = nn.mlp(weights["mlp"], y, activation=config.activation, stream=stream)
-            return x + run.drop(y, third)
+            return x + stack.drop(y, third)
 
     return block
 
@@ -480,22 +459,22 @@ def prefill(
     config: T5Config,
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
+    options: ModelOptions = DEFAULTS,
     *,
     room: int,
     mask: Tensor | None = None,
-    gather: Gather = WHOLE,
 ) -> Cache:
-    """A cache of a text that has been read, and to which nothing has been said yet.
+    """The cache of a text that the encoder has read, before the decoder's first token.
 
     Args:
-        config, weights, tokens, mask, gather: as in `encode`.
+        config, weights, tokens, options, mask: as in `encode`; of the options ``gather`` alone.
         room: for how many tokens of the decoder the cache has room.
 
     Returns:
         The cache. Collectives: those of `encode`, and of `gather` for each block of the decoder.
     """
-    memory = encode(config, weights, tokens, mask=mask, gather=gather)
-    once = gather.at("decoder").at("blocks").at("cross").rows().around(cross_keys)
+    memory = encode(config, weights, tokens, options, mask=mask)
+    once = options.gather.at("decoder").at("blocks").at("cross").rows().around(cross_keys)
 
     def layer(memory: Tensor, params: dict) -> tuple[Tensor, Cache]:
         kept = once(params, memory)
@@ -510,30 +489,31 @@ def extend(
     cache: Cache,
     tokens: Int[Tensor, " batch"],
     place: Int[Tensor, ""],
+    options: ModelOptions = DEFAULTS,
     *,
     mask: Tensor | None = None,
-    gather: Gather = WHOLE,
 ) -> tuple[Float[Tensor, "batch vocab"], Cache]:
     """The logits of the decoder's token after these ones, and the cache with these ones in it.
 
-    What `decode` says of all tokens so far, at the last one; each token is read once.
+    The result of `decode` for all tokens so far, at the last one; each token is read once.
 
     Args:
-        config, weights, gather: as in `decode`.
+        config, weights: as in `decode`.
         cache: of the text and of the decoder's tokens before.
         tokens: int64 ``[batch]``, at first ``config.start_id``.
         place: int64 scalar, how many tokens of the decoder came before.
+        options: as in `prefill`.
         mask: of the encoder's tokens, as `prefill` was given it.
 
     Returns:
         ``[batch, vocab_size]`` in float32 at least, the same on all ranks of tp, and the cache.
         Collectives: those of `decode` but for the memory, and one all-gather of the logits over tp.
     """
-    whole = Run(gather=gather)
+    whole = Stack("t5", options)
     x = _embedded(config, weights, tokens[:, None], whole)
-    run, params = whole.at("decoder"), weights["decoder"]
+    stack, params = whole.at("decoder"), weights["decoder"]
     room = cache.own.k.shape[2]
-    bias = _bias(config, params, run, 1, room, first=place)
+    bias = _bias(config, params, stack, 1, room, first=place)
     before = (torch.arange(room, device=tokens.device) <= place)[None]
     places = place.expand(len(tokens), 1)
     seen = None if mask is None else mask != 0
@@ -546,18 +526,18 @@ def extend(
             after.append(own)
             return masked_attention(q, *own, seen=before, bias=bias, scale=1.0)
 
-        return _block(config, run, core, kept.memory, seen)(weights, x, None), after[0]
+        return _block(config, stack, core, kept.memory, seen)(weights, x, None), after[0]
 
-    once = run.gather.at("blocks").rows().around(layer)
+    once = stack.gather.at("blocks").rows().around(layer)
     x, own = scan(lambda x, row: once(row[0], x, row[1]), x, (params["blocks"], cache))
-    logits = _unembedded(config, weights, _normed(config, params, x, run), whole).squeeze(1)
+    logits = _unembedded(config, weights, _normed(config, params, x, stack), whole).squeeze(1)
     logits = lax.all_gather(logits, "tp", axis=-1, tiled=True)[:, : config.vocab_size]
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits, cache._replace(own=own)
 
 
 def shift_right(targets: Int[Tensor, "batch seq"], start: int) -> Int[Tensor, "batch seq"]:
-    """What the decoder is given to predict these: `start`, and each target but the last.
+    """The decoder's input that predicts these targets: `start`, and each target but the last.
 
     Targets of `nn.IGNORE_INDEX` become `start`, too.
     """
@@ -571,18 +551,16 @@ def forward(
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
     given: Int[Tensor, "batch decoded"],
+    options: ModelOptions = DEFAULTS,
     *,
     mask: Tensor | None = None,
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Float[Tensor, "batch decoded columns"]:
     """The logits of the decoder's next token after each `given`: `decode` of `encode`."""
-    how = {"mask": mask, "rows": rows, "key": key, "stream": stream, "remat": remat}
-    memory = encode(config, weights, tokens, **how, gather=gather)
-    return decode(config, weights, given, memory, **how, gather=gather)
+    given_too: dict[str, Any] = {"mask": mask, "rows": rows, "key": key}
+    memory = encode(config, weights, tokens, options, **given_too)
+    return decode(config, weights, given, memory, options, **given_too)
 
 
 @public
@@ -590,11 +568,9 @@ def loss(
     config: T5Config,
     weights: dict,
     batch: Mapping[str, Tensor],
+    options: ModelOptions = DEFAULTS,
     *,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Scalar:
     """The sum of all targets' losses over the batch of all ranks; replicated over the mesh.
 
@@ -614,19 +590,9 @@ def loss(
     """
     require(batch, "tokens", "targets")
     others = {name: batch.get(name) for name in ("mask", "rows")}
-    how = {"key": key, "stream": stream, "remat": remat, "gather": gather}
     given = shift_right(batch["targets"], config.start_id)
-    logits = forward(config, weights, batch["tokens"], given, **others, **how)
-    with named_scope("loss"):
-        losses = nn.cross_entropy(logits, batch["targets"], vocab_size=config.vocab_size)
-        return lax.psum(losses.sum(), SAMPLE_AXES)
-
-
-@public
-def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
-    """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
-    require(batch, "targets")
-    return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
+    logits = forward(config, weights, batch["tokens"], given, options, key=key, **others)
+    return summed_loss(logits, batch["targets"], config.vocab_size, options)
 
 
 def flops_per_token(config: T5Config, seq: int, said: int, *, whole: bool = False) -> int:

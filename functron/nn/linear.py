@@ -86,7 +86,7 @@ def column_parallel(
     w: Float[Tensor, "embed *features"],
     bias: Float[Tensor, "*features"] | None = None,
     lora: Adapter | None = None,
-) -> Float[Tensor, "*batch *features"]:
+) -> Float[Tensor, "*outputs"]:
     """y = x w + b, with the columns of w split.
 
     Args:

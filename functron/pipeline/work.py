@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from functron.compiler.compile import Executable
 from functron.compiler.cut import Piece, cut, held_bytes, sink_sums
+from functron.compiler.executable import Executable
+from functron.compiler.executable import compile as compile_program
 from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems
 from functron.pipeline.evaluate import ambient, evaluate
@@ -213,7 +214,7 @@ class Pieces:
         stage: the function of one stage.
         split: whether backward is cut in two.
         dtype: of the sums of gradients; None: that of the parameters.
-        settings: what `Program.compile` is called with; None evaluates the pieces.
+        settings: of `functron.compiler.compile`; None evaluates the pieces.
     """
 
     def __init__(
@@ -281,7 +282,9 @@ class Pieces:
             return ()
         bound, sums = _bound(mesh), stage.arguments[_SUMS]
         return tuple(
-            piece.program(stage.program, {*sums, *piece.spends}).compile(bound, **self.settings)
+            compile_program(
+                piece.program(stage.program, {*sums, *piece.spends}), bound, **self.settings
+            )
             for piece in stage.pieces
         )
 

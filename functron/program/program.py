@@ -1,41 +1,96 @@
 """A program as a value: one rank's whole computation, its inputs and outputs named.
 
-Running a program in this process, equation by equation, on every rank of its mesh at once.
-
-This is what a program means; compiled ones are tested against it. It is for small meshes.
+A program is run here equation by equation, on every rank of its mesh at once, in this process.
+That is its meaning, which compiled programs are tested against; it is for small meshes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from functron.compiler import compile as compiling
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.program import text
 from functron.program.check import check
 from functron.program.cost import Cost, cost
-from functron.program.equations import Block, Equation, Scan, Var, contiguous_strides
+from functron.program.equations import (
+    Block,
+    Code,
+    Equation,
+    Input,
+    Scan,
+    Var,
+    contiguous_strides,
+)
 from functron.program.memory import Memory, memory
-from functron.program.text import html
-from functron.spmd.mesh import BoundMesh, Mesh
-from functron.spmd.spec import P, shard, unshard
+from functron.spmd.mesh import Mesh
+from functron.spmd.spec import shard, unshard
 
-if TYPE_CHECKING:
-    pass
+
+@dataclass(frozen=True, eq=False)
+class Program(Code):
+    """One rank's program; made by `trace`, compiled by `functron.compiler.compile`.
+
+    Attributes: as in `Code`.
+    """
+
+    @public
+    def __call__(self, *args: tree.Tree) -> tree.Tree:
+        """The results for global arguments: every rank, in lockstep, in this process.
+
+        Nothing is compiled or donated. For small meshes; see `functron.program.program`.
+        """
+        return interpret(self, *args)
+
+    def __str__(self) -> str:
+        """The program as text, which `functron.program.parse.parse` reads."""
+        return text.format(self)
+
+    def html(self) -> str:
+        """The program as HTML: scans and phases fold, collectives have the colour of their axis."""
+        return text.html(self)
+
+    def _repr_html_(self) -> str:
+        return text.html(self)
+
+    def diff(self, other: Program | str) -> str:
+        """How another program, or the text of one, differs: a unified diff, "" for no difference.
+
+        Values are renumbered first, so that only real differences count.
+        """
+        return text.diff(self, other)
+
+    @public
+    def check(self) -> None:
+        """Check which values are equal on which ranks, as `shard_map` does in simulation.
+
+        Raises:
+            ValueError: an output varies over an axis that its spec lacks, or a reduction is
+                redundant; all offenders are listed, each with the user's line and the fix.
+        """
+        check(self)
+
+    @public
+    def cost(self) -> Cost:
+        """FLOPs, bytes moved and bytes communicated per axis, of one rank."""
+        return cost(self)
+
+    @public
+    def memory(self) -> Memory:
+        """The bytes that one rank holds while the program runs: timeline, peak and categories."""
+        return memory(self)
 
 
 Ranks = list[Any]
 """One value per rank, in rank order."""
 
 
-def interpret(program: Program, *args: tree.Tree) -> tree.Tree:
+def interpret(program: Code, *args: tree.Tree) -> tree.Tree:
     """The results of `program` on global arguments: all ranks in lockstep, in this process.
 
     Nothing is donated; the arguments stay as they are.
@@ -59,7 +114,7 @@ def interpret(program: Program, *args: tree.Tree) -> tree.Tree:
     return tree.unflatten(program.out_structure, results)
 
 
-def _input(program: Program, given: Input, leaves: dict[str, torch.Tensor]) -> Ranks:
+def _input(program: Code, given: Input, leaves: dict[str, torch.Tensor]) -> Ranks:
     mesh = program.mesh
     coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
     if given.role == "axis_index":
@@ -179,10 +234,6 @@ def _reduce(reduction: Callable) -> Callable:
     return lambda xs, size: [reduction(torch.stack(list(xs)))] * size
 
 
-def _scatter(xs, size):
-    return torch.stack(list(xs)).sum(0, dtype=xs[0].dtype).unbind(0)
-
-
 def _permute(xs, size, sources, destinations):
     out = [torch.zeros_like(x) for x in xs]
     for source, destination in zip(sources, destinations, strict=True):
@@ -213,168 +264,3 @@ _COLLECTIVES = {
     "ppermute": _among(_permute),
     "ragged_all_to_all": _among(_ragged, others=2),
 }
-
-
-Role = Literal["argument", "constant", "axis_index"]
-
-
-@dataclass(frozen=True, eq=False)
-class Input:
-    """An input of a program.
-
-    Attributes:
-        var: its value: this rank's shard.
-        path: tree path among the arguments (``"0/params/embed"``: in the first argument); the name
-            of the axis for an axis index; "" for a constant.
-        spec: how the global value is sharded; None where that is not known.
-        donated: the caller gives its memory to the results.
-        role: an argument; a tensor that the function closed over; or this rank's index on an axis,
-            an int64 scalar, which keeps one program the same on every rank.
-        value: the tensor, for a constant.
-    """
-
-    var: Var
-    path: str
-    spec: P | None = None
-    donated: bool = False
-    role: Role = "argument"
-    value: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Output:
-    """An output of a program.
-
-    Attributes:
-        value: a `Var`, or a Python value that does not depend on the arguments.
-        path: tree path in the result.
-        spec: how the global value is sharded; None where that is not known.
-    """
-
-    value: Any
-    path: str
-    spec: P | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """One rank's program, from the flat arguments to the flat results; made by `trace`.
-
-    Attributes:
-        name: of the function that was traced.
-        mesh: the ranks it is for. The program is the same on every one of them.
-        block: the equations; its inputs are those of `inputs`, its outputs those of `outputs`.
-        inputs: arguments first, in the order of their tree, then axis indices and constants.
-        outputs: in the order of the result's tree.
-        in_structure: the tree of the arguments, as a tuple.
-        out_structure: the tree of the result.
-        static: leaves of the arguments that are no tensors, by their position in `in_structure`;
-            the program holds for these values only.
-        checked: whether shard_map's replication check applies to it.
-        stages: the axis whose ranks have other programs: the stages of a pipeline.
-    """
-
-    name: str
-    mesh: Mesh
-    block: Block
-    inputs: tuple[Input, ...]
-    outputs: tuple[Output, ...]
-    in_structure: tree.Structure
-    out_structure: tree.Structure
-    static: Mapping[int, Any] = field(default_factory=dict)
-    checked: bool = True
-    stages: str | None = None
-
-    def flatten(self, args: tuple) -> dict[str, torch.Tensor]:
-        """The tensors among the arguments, by path.
-
-        Raises:
-            ValueError: another structure, or other static leaves, than were traced.
-        """
-        leaves, structure = tree.flatten(args)
-        if structure != self.in_structure:
-            raise ValueError(
-                f"{self.name}: got arguments of structure {structure}; wanted {self.in_structure}, "
-                "as it was traced; fix: trace it again with these arguments"
-            )
-        paths = tree.paths(args)
-        raise_problems(
-            f"{self.name} was traced with other values",
-            [
-                Problem(f"argument {paths[i]}", repr(leaves[i]), repr(value), "trace it again")
-                for i, value in self.static.items()
-                if leaves[i] != value
-            ],
-        )
-        rows = zip(paths, leaves, strict=True)
-        return {path: leaf for path, leaf in rows if isinstance(leaf, torch.Tensor)}
-
-    @public
-    def __call__(self, *args: tree.Tree) -> tree.Tree:
-        """The results for global arguments: every rank, in lockstep, in this process.
-
-        Nothing is compiled or donated. For small meshes; see `functron.program.program`.
-        """
-        return interpret(self, *args)
-
-    def __str__(self) -> str:
-        """The program as text, which `Program.parse` reads."""
-        return text.format(self)
-
-    def html(self) -> str:
-        """The program as HTML: scans and phases fold, collectives have the colour of their axis."""
-        return html(self)
-
-    def _repr_html_(self) -> str:
-        return html(self)
-
-    def diff(self, other: Program | str) -> str:
-        """How another program, or the text of one, differs: a unified diff, "" for no difference.
-
-        Values are renumbered first, so that only real differences count.
-        """
-        return text.diff(self, other)
-
-    @public
-    def check(self) -> None:
-        """Check which values are equal on which ranks, as `shard_map` does in simulation.
-
-        Raises:
-            ValueError: an output varies over an axis that its spec lacks, or a reduction is
-                redundant; all offenders are listed, each with the user's line and the fix.
-        """
-        check(self)
-
-    @public
-    def cost(self) -> Cost:
-        """FLOPs, bytes moved and bytes communicated per axis, of one rank."""
-        return cost(self)
-
-    @public
-    def memory(self) -> Memory:
-        """The bytes that one rank holds while the program runs: timeline, peak and categories."""
-        return memory(self)
-
-    @public
-    def compile(
-        self,
-        mesh: BoundMesh | None = None,
-        *,
-        cache: Path | str | None = None,
-        options: Mapping[str, Any] | None = None,
-        overlap: bool = True,
-        prefetch: bool = True,
-        unroll: bool = False,
-        backend: compiling.Backend = "inductor",
-    ) -> compiling.Executable:
-        """What runs it, compiled with Inductor; see `functron.compiler.compile.compile`."""
-        return compiling.compile(
-            self,
-            mesh,
-            cache=cache,
-            options=options,
-            overlap=overlap,
-            prefetch=prefetch,
-            unroll=unroll,
-            backend=backend,
-        )

@@ -21,32 +21,35 @@ Types are ``dtype[shape]``, then ``{strides}`` where these are not contiguous an
 that is not cpu. ATen operations are written without their namespace and default overload.
 `functron.program.parse` reads all of it.
 
-How programs write their parts down: types, constants, operations and calls.
-
-Programs for notebooks: the text of `functron.program.text`, coloured and foldable.
+`html` is the same for notebooks, coloured and foldable.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from functron.core import tree
-from functron.program.equations import Block, Equation, Scan, Var, Where
+from functron.program.equations import (
+    Block,
+    Code,
+    Equation,
+    Input,
+    Output,
+    Scan,
+    Var,
+    Where,
+    contiguous_strides,
+)
 from functron.spmd.spec import P
-
-if TYPE_CHECKING:
-    from functron.program.program import Input, Output, Program
-
 
 DTYPES: Mapping[str, torch.dtype] = {
     "f64": torch.float64,
@@ -77,14 +80,14 @@ COLLECTIVES = frozenset(
         "ppermute", "ragged_all_to_all",
     }
 )  # fmt: skip
-"""The operations of `functron.spmd.traced` and `functron.spmd.ragged` that communicate."""
+"""The operations of `functron.spmd.axes` and `functron.spmd.ragged` that communicate."""
 
 _WORD = re.compile(r"[\w./<>+*-]+")
 
 
 @dataclass(frozen=True)
 class Type:
-    """What the text says of a variable: ``bf16[4,8]{1,4}@cuda:0``. Fields as those of `Var`."""
+    """The type of a variable in the text: ``bf16[4,8]{1,4}@cuda:0``. Fields as those of `Var`."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -94,7 +97,7 @@ class Type:
 
 @dataclass(frozen=True)
 class Opaque:
-    """What a parsed program holds for a Python object that has no notation: its repr."""
+    """A Python object without notation, in a parsed program: its repr."""
 
     text: str
 
@@ -106,7 +109,7 @@ def declaration(var: Var | None) -> str:
 
 def type_text(var: Var | Type) -> str:
     """``bf16[4,8]``, with ``{1,4}`` for strides of 1 and 4 and ``@cuda:0`` off the cpu."""
-    strides = "" if var.stride == contiguous(var.shape) else f"{{{_numbers(var.stride)}}}"
+    strides = "" if var.stride == contiguous_strides(var.shape) else f"{{{_numbers(var.stride)}}}"
     device = "" if var.device.type == "cpu" else f"@{var.device}"
     return f"{dtype_text(var.dtype)}[{_numbers(var.shape)}]{strides}{device}"
 
@@ -119,11 +122,6 @@ def span_bytes(var: Var | Type) -> int:
 
 def _numbers(values: Iterable[int]) -> str:
     return ",".join(map(str, values))
-
-
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a new tensor of this shape."""
-    return tuple(math.prod(max(size, 1) for size in shape[k + 1 :]) for k in range(len(shape)))
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -176,13 +174,9 @@ def call_text(equation: Equation) -> str:
     arguments += [
         f"{name}={value_text(value)}"
         for name, value in equation.kwargs.items()
-        if not (name in defaults and _same(value, defaults[name]))
+        if (type(value), value) != (type(defaults.get(name, ...)), defaults.get(name, ...))
     ]
     return f"{op_text(op)}({', '.join(arguments)})"
-
-
-def _same(value: Any, default: Any) -> bool:
-    return type(value) is type(default) and value == default
 
 
 def axis_of(equation: Equation) -> str | None:
@@ -208,7 +202,7 @@ def payload_bytes(equation: Equation) -> int:
 _WIDEST = 60  # columns are padded to the widest cell up to this; longer cells stick out
 
 
-def format(program: Program) -> str:  # noqa: A001  (read as text.format)
+def format(program: Code) -> str:  # noqa: A001  (read as text.format)
     """The text of a program: header, inputs, equations, outputs.
 
     The same on every machine for the same program: only the last part of file names is shown.
@@ -221,7 +215,7 @@ def format(program: Program) -> str:  # noqa: A001  (read as text.format)
     return "\n".join([*lines, "outputs:", *_indented(outputs)]) + "\n"
 
 
-def header(program: Program) -> str:
+def header(program: Code) -> str:
     """The first line: name, mesh, and the number of equations, each scan body's counted once."""
     mesh = ", ".join(f"{name}={size}" for name, size in program.mesh.axes)
     count = sum(1 for _ in program.block.walk())
@@ -229,7 +223,7 @@ def header(program: Program) -> str:
     return f"program {word(program.name)} on Mesh({mesh}): {count} equations{unchecked}"
 
 
-def input_rows(program: Program) -> list[list[str]]:
+def input_rows(program: Code) -> list[list[str]]:
     """``%name: type`` or a static value, path, spec and remarks of every input, as cells."""
     positions = range(program.in_structure.num_leaves)
     paths = tree.paths(tree.unflatten(program.in_structure, positions))
@@ -262,7 +256,7 @@ def _spec(spec: P | None) -> str:
 
 
 def storage_notes(var: Var, inputs: Sequence[Var]) -> list[str]:
-    """What the type of a block's input does not say of its memory."""
+    """Remarks on the memory of a block's input that its type does not give."""
     owner = next(other for other in inputs if other.storage == var.storage)
     if owner is not var:
         return [f"shares {owner!r}"]
@@ -281,7 +275,7 @@ def block_lines(block: Block) -> list[str]:
 
 
 def scan_lines(equation: Equation) -> list[str]:
-    """What stands between the braces of a scan: its operands, its body and its results."""
+    """The lines between the braces of a scan: its operands, its body and its results."""
     operands, results = scan_rows(equation)
     assert isinstance(equation.op, Scan)
     return [*aligned(operands), *block_lines(equation.op.body), *aligned(results)]
@@ -368,7 +362,7 @@ def _indented(lines: Iterable[str]) -> list[str]:
 # --- differences
 
 
-def diff(a: Program | str, b: Program | str, context: int = 3) -> str:
+def diff(a: Code | str, b: Code | str, context: int = 3) -> str:
     """The lines to remove from `a` (``-``) and to add (``+``) to have `b`; "" where they agree.
 
     Names of variables, columns and line numbers of the user's source do not count: lines are first
@@ -496,7 +490,7 @@ _STYLE = """
 """
 
 
-def html(program: Program) -> str:
+def html(program: Code) -> str:
     """A program as HTML that needs nothing but itself: no scripts, nothing from the network.
 
     Collectives are highlighted by their axis, phases by the colour at the left edge; scans, and
@@ -529,7 +523,7 @@ def _colours(axes: Mapping[str, int]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _legend(program: Program, axes: Mapping[str, int]) -> str:
+def _legend(program: Code, axes: Mapping[str, int]) -> str:
     keys = [f'<span class="key {phase}">{phase}</span>' for phase in _PHASES]
     keys += [
         f'<span class="key axis{k}">{escape(name)}={program.mesh[name]}</span>'

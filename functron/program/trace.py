@@ -1,7 +1,4 @@
-"""Tracing: from a Python function and abstract arguments to one rank's program.
-
-Shapes without numbers.
-"""
+"""Tracing: a Python function and abstract arguments to one rank's program, or to shapes alone."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ import torch
 
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems
-from functron.program.equations import Block, Scan, Var, contiguous_strides
-from functron.program.program import Input, Output, Program
+from functron.program.equations import Block, Input, Output, Scan, Var, contiguous_strides
+from functron.program.program import Program
 from functron.program.recorder import Recorder, active
 from functron.spmd.axes import enter, scope
 from functron.spmd.mesh import BoundMesh, Mesh

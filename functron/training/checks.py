@@ -14,7 +14,7 @@ from typing import Any
 
 from functron.core.errors import Problem, raise_problems
 from functron.data.ramp import RampUp
-from functron.models.family import FAMILIES
+from functron.models.family import TRAINED
 from functron.optim import (
     group_problems,
     optimizer_problems,
@@ -23,8 +23,9 @@ from functron.optim import (
     width_problems,
 )
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
-from functron.training import data, evaluation, plan, records, run_folder
+from functron.training import data, evaluation, records, run_folder
 from functron.training.config import TrainConfig, load
+from functron.training.plan import Plan, with_adapters
 
 _OFF = "leave it out, or train a GPT"
 
@@ -41,12 +42,12 @@ def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     """
     family, architecture = config.family, config.architecture
     default = TrainConfig()
-    for name in FAMILIES:
+    for name in TRAINED:
         given = getattr(config, name)
         if given is not None and given is not architecture and given != getattr(default, name):
             wanted = f"nothing beside [{family.name}]: one run trains one architecture"
-            fix = f"leave it out, or name a preset that is {FAMILIES[name].title}"
-            yield Problem(name, f"settings of {FAMILIES[name].title}", wanted, fix)
+            fix = f"leave it out, or name a preset that is {TRAINED[name].title}"
+            yield Problem(name, f"settings of {TRAINED[name].title}", wanted, fix)
     yield from data.objective_problems(config, mesh)
     longest = getattr(architecture, "max_seq", None)
     if longest is not None and config.seq > longest:
@@ -81,27 +82,32 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
     messages: list[str] = []
     problems: list[Problem] = []
     mesh = _try(lambda: Mesh.parse(config.mesh), messages)
+    defs = config.family.defs(config.architecture)
+    adapters = list(_lora_problems(config, defs))
     if mesh is not None:
         problems += _mesh_problems(config, mesh, processes)
         problems += _data_problems(config, mesh)
-        _pipeline_problems(config, mesh, messages)
-        _try(lambda: plan.rules_of(config, mesh), messages)
+        fits = config.family.adapters and not adapters
+        plan = Plan(config, mesh, with_adapters(config, defs) if fits else defs)
+        _pipeline_problems(plan, messages)
+        _try(lambda: plan.rules, messages)
     if config.ramp_up and config.global_batch >= 1:
         ramp = _try(lambda: config.batches, messages)
         problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)
     problems += _number_problems(config)
     problems += _try(lambda: list(problems_of(config, mesh)), messages) or []
-    problems += _lora_problems(config)
-    problems += optimizer_problems(config.optimizer) or _fit_problems(config)
+    problems += adapters
+    problems += optimizer_problems(config.optimizer) or _fit_problems(config, defs)
     if config.steps >= 1:
         problems += schedule_problems(config.rate_schedule, "learning_rate")
     problems += _resume_problems(config) if config.resume else _out_problems(config.out)
     problems += _try(lambda: list(data.problems_of(config)), messages) or []
     problems += _try(lambda: list(evaluation.problems_of(config)), messages) or []
-    _try(lambda: data.check_tokenizer(config), messages)
+    tokenizer = _try(lambda: data.reader_of(config), messages)
+    _try(lambda: data.check_tokenizer(config, tokenizer), messages)
     if config.seq >= 1:
-        _try(lambda: data.check(config), messages)
-        _try(lambda: evaluation.check(config), messages)
+        _try(lambda: data.check(config, reader=lambda _: tokenizer), messages)
+        _try(lambda: evaluation.check(config, reader=lambda _: tokenizer), messages)
     for package in ("tensorboard", "wandb"):
         if getattr(config, package):
             _try(lambda name=package: records.require(name), messages)
@@ -197,16 +203,15 @@ def _data_problems(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
         yield Problem("gather", repr(config.gather), wanted, fix)
 
 
-def _pipeline_problems(config: TrainConfig, mesh: Mesh, messages: list[str]) -> None:
+def _pipeline_problems(plan: Plan, messages: list[str]) -> None:
     """Collect what is wrong with schedule and layout, where the mesh has a pipeline."""
-    if mesh["pp"] > 1:
+    config = plan.config
+    if plan.is_pipelined:
         if config.family.name != "gpt":
             return  # its rules have no pipelines
         if min(config.microbatches, config.seq, config.global_batch) < 1 or config.chunks < 0:
             return  # said elsewhere
-        schedule = _try(lambda: plan.schedule_for(config, mesh), messages)
-        if schedule is not None:
-            _try(lambda: plan.partition_for(config, mesh, schedule), messages)
+        _try(lambda: plan.partition, messages)
         return
     unused = [
         Problem(name, repr(getattr(config, name)), "nothing without pp in the mesh", fix)
@@ -221,21 +226,19 @@ def _pipeline_problems(config: TrainConfig, mesh: Mesh, messages: list[str]) -> 
     _try(lambda: raise_problems("these are for pipelines", unused), messages)
 
 
-def _lora_problems(config: TrainConfig) -> Iterator[Problem]:
+def _lora_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
     if config.lora is not None and config.family.adapters:
-        yield from config.lora.problems(config.family.defs(config.architecture))
+        yield from config.lora.problems(defs)
         if config.vocab_over_pp:
             fix = "leave one of them out"
             yield Problem("vocab_over_pp", "true with lora_rank", "all parameters to train", fix)
 
 
-def _fit_problems(config: TrainConfig) -> Iterator[Problem]:
+def _fit_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
     """What is wrong with an optimizer, which is right by itself, for these parameters."""
     groups, _ = parse_groups(config.optimizer.groups)
     if groups and config.lora is None:  # those of adapters are checked where they are made
-        yield from group_problems(
-            config.family.defs(config.architecture), groups, "optimizer.groups"
-        )
+        yield from group_problems(defs, groups, "optimizer.groups")
     if config.gpt.mup_base_dim:
         yield from width_problems(config.optimizer)
     if config.gpt.moe is not None and config.gpt.moe.balance_bias:
@@ -300,7 +303,7 @@ def _resume_problems(config: TrainConfig) -> Sequence[Problem]:
     if not run_folder.is_run(path):
         if config.resume == "auto":
             return _out_problems(config.out)
-        near = run_folder.nearest(path)
+        near = records.nearest(path)
         fix = "" if near is None else f"--out {near}, which is one; "
         fix += "to begin one where there is none, --resume auto"
         return [Problem("out", f"{config.out}, where no run is", "the folder of a run", fix)]

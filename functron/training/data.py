@@ -50,7 +50,7 @@ from functron.training.config import TrainConfig
 
 _MASKS = ("[MASK]", "<mask>")
 _SENTINELS = ("<extra_id_0>",)
-_USELESS = {
+_USELESS: dict[str | None, tuple[str, ...]] = {
     "next": ("mask_rate", "mask_token", "mean_span", "end_token"),
     "masked": ("mean_span", "end_token"),
     "spans": (),
@@ -84,7 +84,9 @@ def objective_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> Object
     """
     plain = Objective(config.seq, config.architecture.vocab_size, lambda samples, _: samples)
     made = {"next": lambda *_: plain, "masked": _masked, "spans": _spans}
-    return made[config.family.objective](config, tokenizer, plain)
+    objective = config.family.objective
+    assert objective is not None, config.family
+    return made[objective](config, tokenizer, plain)
 
 
 def target_length(config: TrainConfig) -> int:
@@ -323,34 +325,51 @@ def with_tokenizer(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, tokenizer=made.tokenizer, tokenizer_pattern=pattern)
 
 
-def open_samples(config: TrainConfig, part: str = PARTS[0]) -> Samples:
-    """What the run draws its batches from; all of text with a tokenizer is read and tokenised.
+def reader_of(config: TrainConfig) -> TextTokenizer | None:
+    """What makes the run's tokens, be it of bytes; None: tokens on disk whose maker is not known.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    found = open_tokenizer(config)
+    return found if found is not None or is_on_disk(config) else ByteTokenizer()
+
+
+Reader = Callable[[TrainConfig], TextTokenizer | None]
+"""Opens the tokenizer of a run: `reader_of`, or a function that has it open already."""
+
+
+def open_samples(
+    config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_of
+) -> Samples:
+    """The samples that the run draws its batches from; text with a tokenizer is read as a whole.
 
     Args:
         config: what is to be run.
         part: of tokens that `split` divides: train, validation or test.
+        reader: opens the tokenizer.
 
     Raises:
         ValueError: it cannot be read, does not fit the model, or has no such part.
     """
     raise_problems("cannot train on this", problems_of(config))
+    seed, tokenizer = config.seed, reader(config)
+    learnt = objective_of(config, tokenizer)
     if is_on_disk(config):
-        return _token_samples(config, part)
-    tokenizer, seed = open_tokenizer(config), config.seed
-    learnt = _objective_of(config)
-    if tokenizer is None:
+        return _token_samples(config, learnt, part)
+    if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
         return learnt.over(ByteText(config.data or None, learnt.length, seed=seed), seed)
     settings = {"seed": seed, "vocab_size": learnt.vocab_size}
     if is_chat(config):
-        reader, overlong = _with_template(tokenizer), config.overlong
-        chat = Chat(config.data, reader, config.seq, overlong=overlong, **settings)
+        written, overlong = _with_template(tokenizer), config.overlong
+        chat = Chat(config.data, written, config.seq, overlong=overlong, **settings)
         return PackedChat(chat) if config.pack else chat
     text = TokenText(config.data or None, tokenizer, learnt.length, **settings)
     return learnt.over(text, seed)
 
 
-def open_texts(config: TrainConfig, part: str = PARTS[0]) -> Texts:
-    """The same data, to be scored text by text: see `functron.data.sliding`.
+def open_texts(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_of) -> Texts:
+    """The data of `open_samples`, to be scored text by text: see `functron.data.sliding`.
 
     Files of text are texts, and conversations; tokens on disk are one text, or each document is one
     where the run keeps them apart (`mask_documents`, `pack`). Nothing is rearranged or cut off.
@@ -358,6 +377,7 @@ def open_texts(config: TrainConfig, part: str = PARTS[0]) -> Texts:
     Args:
         config: what is to be run, on one source of data.
         part: of tokens that `split` divides: train, validation or test.
+        reader: opens the tokenizer.
 
     Raises:
         ValueError: it cannot be read, does not fit the model, or has no such part.
@@ -370,30 +390,17 @@ def open_texts(config: TrainConfig, part: str = PARTS[0]) -> Texts:
     if is_on_disk(config):
         file = _part_of(config, open_tokens(config.data), part)
         return StoredTokens(file, size, by_document=config.packed)
-    tokenizer = open_tokenizer(config)
+    tokenizer = reader(config)
+    if isinstance(tokenizer, ByteTokenizer):
+        return Documents(config.data, None, size)
     if tokenizer is not None and is_chat(config):
-        reader = _with_template(tokenizer)
-        return Conversations(Chat(config.data, reader, _ANY_LENGTH, vocab_size=size))
+        written = _with_template(tokenizer)
+        return Conversations(Chat(config.data, written, _ANY_LENGTH, vocab_size=size))
     return Documents(config.data, tokenizer, size)
 
 
-def reader_of(config: TrainConfig) -> TextTokenizer | None:
-    """What makes the run's tokens, be it of bytes; None: tokens on disk whose maker is not known.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    found = open_tokenizer(config)
-    return found if found is not None or is_on_disk(config) else ByteTokenizer()
-
-
-def _objective_of(config: TrainConfig) -> Objective:
-    return objective_of(config, reader_of(config))
-
-
-def _token_samples(config: TrainConfig, part: str) -> Samples:
+def _token_samples(config: TrainConfig, learnt: Objective, part: str) -> Samples:
     """Samples of tokens on disk, or of a blend of them."""
-    learnt = _objective_of(config)
     if config.format == "mock":
         file = MockTokens(_MOCK_TOKENS, learnt.vocab_size, seed=config.seed)
         return _samples(config, learnt, file, part)
@@ -513,37 +520,37 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
-def check(config: TrainConfig, part: str = PARTS[0]) -> None:
+def check(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_of) -> None:
     """Check what can be known of the data at little cost, such as that it is there.
 
     Args:
         config: what is to be run.
         part: of tokens that `split` divides.
+        reader: opens the tokenizer.
 
     Raises:
         ValueError: it is not.
     """
     if is_on_disk(config):
         if config.data or config.format == "mock":
-            _token_samples(config, part)
+            _token_samples(config, objective_of(config, reader(config)), part)
     elif is_chat(config):
         if config.data:
             chat_files(config.data)
     elif run_folder.tokenizer_path(config) is None:
-        ByteText(config.data or None, _objective_of(config).length)
+        ByteText(config.data or None, objective_of(config, reader(config)).length)
     elif config.data:
         find(config.data)
 
 
-def check_tokenizer(config: TrainConfig) -> None:
-    """Check that the tokenizer can be read, writes conversations if need be, and suits the model.
+def check_tokenizer(config: TrainConfig, tokenizer: TextTokenizer | None) -> None:
+    """Check that a tokenizer writes conversations if need be, and suits the model.
 
     Raises:
-        ValueError: it cannot or does not.
+        ValueError: it does not.
     """
-    tokenizer = open_tokenizer(config)
-    _objective_of(config)
-    if tokenizer is None:
+    objective_of(config, tokenizer)
+    if tokenizer is None or (isinstance(tokenizer, ByteTokenizer) and not is_on_disk(config)):
         return
     # tokens added for images and the like may lie beyond the vocabulary of a model of text
     needed = min(tokenizer.num_ordinary, tokenizer.vocab_size)

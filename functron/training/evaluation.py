@@ -26,12 +26,13 @@ from functron.data.chat import IGNORED
 from functron.data.shards import provenance
 from functron.data.sliding import Sliding, Texts
 from functron.models import gpt
-from functron.params import abstract_params, param_specs
+from functron.params import abstract_params
 from functron.pipeline.execute import pipelined
 from functron.program.trace import trace
-from functron.spmd import BoundMesh, Mesh, P, shard_map
-from functron.training import data, plan
+from functron.spmd import BoundMesh, P, shard_map
+from functron.training import data
 from functron.training.config import TrainConfig
+from functron.training.plan import Plan
 from functron.training.step import gathered
 from functron.transforms import accumulate
 
@@ -183,7 +184,7 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
             yield Problem("eval_data", f"a blend as {name!r}", "one file or folder of tokens", fix)
 
 
-def check(config: TrainConfig) -> None:
+def check(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> None:
     """Check what can be known of the sets at little cost, such as that they are there.
 
     Raises:
@@ -196,15 +197,19 @@ def check(config: TrainConfig) -> None:
         provenance([*data.sources_of(config), *(one.data for one in sets.values())])
     for name, one in sets.items():
         try:
-            data.check(one, VALIDATION)
+            data.check(one, VALIDATION, reader=reader)
         except ValueError as error:
             messages.append(f"held-out set {name!r}: {error}")
     if messages:
         raise ValueError("\n".join(messages))
 
 
-def open_sets(config: TrainConfig) -> list[HeldOut]:
+def open_sets(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> list[HeldOut]:
     """The sets that a run evaluates: none without `eval_every`.
+
+    Args:
+        config: the run.
+        reader: opens its tokenizer.
 
     Raises:
         ValueError: one cannot be read, does not fit the model, or is shorter than a sample.
@@ -213,7 +218,7 @@ def open_sets(config: TrainConfig) -> list[HeldOut]:
     found = []
     for name, one in sets_of(config).items() if config.eval_every else ():
         try:
-            samples: Any = data.open_samples(one, VALIDATION)
+            samples: Any = data.open_samples(one, VALIDATION, reader=reader)
         except ValueError as error:
             raise ValueError(f"held-out set {name!r}: {error}") from error
         count = -(-samples.num_samples // config.global_batch)
@@ -222,8 +227,8 @@ def open_sets(config: TrainConfig) -> list[HeldOut]:
     return found
 
 
-def open_texts(config: TrainConfig) -> dict[str, Texts]:
-    """The same sets, to be scored text by text; see `functron.data.sliding`.
+def open_texts(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> dict[str, Texts]:
+    """The sets of `open_sets`, to be scored text by text; see `functron.data.sliding`.
 
     Raises:
         ValueError: one cannot be read, or does not fit the model.
@@ -232,7 +237,7 @@ def open_texts(config: TrainConfig) -> dict[str, Texts]:
     found = {}
     for name, one in sets_of(config).items():
         try:
-            found[name] = data.open_texts(one, VALIDATION)
+            found[name] = data.open_texts(one, VALIDATION, reader=reader)
         except ValueError as error:
             raise ValueError(f"held-out set {name!r}: {error}") from error
     return found
@@ -262,7 +267,7 @@ def slide(
     return HeldOut(name, samples, size, min(count, config.eval_batches or count))
 
 
-def loss_program(config: TrainConfig, mesh: Mesh | BoundMesh) -> Callable:
+def loss_program(plan: Plan) -> Callable:
     """The function ``(params, batch) -> (sum, count)`` of a batch's targets, replicated.
 
     ``sum = sum of -log p(target)`` over the targets of the batch of all ranks, in float32 at least;
@@ -273,25 +278,16 @@ def loss_program(config: TrainConfig, mesh: Mesh | BoundMesh) -> Callable:
     the forwards of a pipeline's schedule are run, and stages on processes not compiled.
 
     Collectives: those of the model's forward and of gathering parameters.
-
-    Args:
-        config: the run.
-        mesh: simulated (global values) or bound (this rank's shards).
-
-    Raises:
-        ValueError: the model cannot run on the mesh.
     """
-    staged = mesh["pp"] > 1
-    program, specs = (_of_stages if staged else _of_all)(config, mesh)
-    used = plan.used_specs(config, specs)
+    program, specs = (_of_stages if plan.is_pipelined else _of_all)(plan), plan.specs
 
     def counted(params: tree.Tree, batch: gpt.Batch) -> tuple:
-        return program(gathered(params, specs, used), batch), config.family.num_targets(batch)
+        whole = gathered(params, specs, plan.used(specs))
+        return program(whole, batch), plan.family.num_targets(batch)
 
-    batches = gpt.batch_specs(packed=config.packed)
-    stages = "pp" if staged else None
-    mapped = shard_map(counted, mesh, (specs, batches), (P(), P()), stages=stages)
-    if config.compile and not (staged and isinstance(mesh, BoundMesh)):
+    stages = "pp" if plan.is_pipelined else None
+    mapped = shard_map(counted, plan.mesh, (specs, plan.batch_specs), (P(), P()), stages=stages)
+    if plan.config.compile and plan.rank is None:
         mapped = jit(mapped)
 
     def without_gradients(params: tree.Tree, batch: gpt.Batch) -> tuple:
@@ -301,71 +297,57 @@ def loss_program(config: TrainConfig, mesh: Mesh | BoundMesh) -> Callable:
     return without_gradients
 
 
-def loss_memory_bytes(config: TrainConfig, mesh: Mesh | BoundMesh, rows: int, seq: int) -> int:
+def loss_memory_bytes(plan: Plan, rows: int, seq: int) -> int:
     """The most that `loss_program` holds at once in a process, of its traced program.
 
     Of a pipeline it is that of a rank with all layers, which is more than any of its ranks holds.
 
     Args:
-        config: the run.
-        mesh: simulated, whose ranks one process has together, or bound.
+        plan: of the run.
         rows: of a batch, over all ranks.
         seq: tokens of each.
-
-    Raises:
-        ValueError: the model cannot run on the mesh.
     """
-    bound = isinstance(mesh, BoundMesh)
-    plain = (mesh.mesh if isinstance(mesh, BoundMesh) else mesh).without("pp")
-    config = dataclasses.replace(config, mesh=str(plain), microbatches=1)
-    program, specs = _of_all(config, plain)
-    batches = gpt.batch_specs(packed=False)
-    mapped = shard_map(program, plain, (specs, batches), P())
-    params = abstract_params(plan.defs_of(config))
+    bound = isinstance(plan.mesh, BoundMesh)
+    one = plan.without_pipeline
+    config = dataclasses.replace(plan.config, mesh=str(one.mesh), microbatches=1)
+    one = dataclasses.replace(one, config=config)
+    mapped = shard_map(_of_all(one), one.mesh, (one.specs, gpt.batch_specs()), P())
     tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
     batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
-    return trace(mapped, simulate=not bound)(params, batch).memory().peak_bytes
+    traced = trace(mapped, simulate=not bound)(abstract_params(one.defs), batch)
+    return traced.memory().peak_bytes
 
 
-def _of_all(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[Callable, tree.Tree]:
-    """The sum over microbatches of a model that every rank has all layers of, and its specs."""
-    model, settings = _plain(config, mesh)
-    family = config.family
+def _of_all(plan: Plan) -> Callable:
+    """The sum over microbatches of a model that every rank has all layers of."""
+    model, family = _without_extras(plan.model), plan.family
     loss: Callable = gpt.loss_and_details if family.has_details(model) else family.loss
+    options = dataclasses.replace(plan.options, remat="none")
 
     def microbatch(params, batch):
-        return _next_token(loss(model, params, batch, **settings))
+        return _next_token(loss(model, params, batch, options))
 
-    specs = param_specs(plan.defs_of(config), plan.rules_of(config, mesh))
-    return accumulate(microbatch, config.microbatches), specs
+    return accumulate(microbatch, plan.config.microbatches)
 
 
-def _of_stages(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[Callable, tree.Tree]:
-    """The sum over microbatches of a model in stages, and the specs of what this process holds."""
-    model, settings = _plain(config, mesh)
-    schedule = plan.schedule_for(config, mesh)
-    partition = plan.partition_for(config, mesh, schedule)
+def _of_stages(plan: Plan) -> Callable:
+    """The sum over microbatches of a model in stages."""
+    model = _without_extras(plan.model)
+    options = dataclasses.replace(plan.options, remat="none")
 
     def stage(part, params, x, batch):
-        y = gpt.stage_loss(model, part, params, x, batch, **settings)
+        y = gpt.stage_loss(model, part, params, x, batch, options)
         return _next_token(y) if part.loss else y
 
-    stages = pipelined(stage, partition, schedule.forward_only())
-
-    def program(params, batch):
-        return sum(stages.forward(params, batch))
-
-    rank = mesh.coordinate["pp"] if isinstance(mesh, BoundMesh) else None
-    defs = partition.local_defs(plan.defs_of(config), rank)
-    return program, param_specs(defs, plan.rules_of(config, mesh))
+    stages = pipelined(stage, plan.partition, plan.schedule.forward_only())
+    return lambda params, batch: sum(stages.forward(params, batch))
 
 
-def _plain(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[Any, dict[str, Any]]:
-    """The model and how to run it, without what only training needs."""
-    model = config.architecture
+def _without_extras(model: Any) -> Any:
+    """The model without the terms of the loss that only training needs."""
     if isinstance(model, gpt.GPTConfig):
-        model = dataclasses.replace(model, z_loss=0.0, mtp_depth=0)
-    return model, {**plan.settings_of(config, mesh), "key": None, "remat": "none"}
+        return dataclasses.replace(model, z_loss=0.0, mtp_depth=0)
+    return model
 
 
 def _next_token(y: Any) -> torch.Tensor:

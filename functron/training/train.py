@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -27,47 +28,47 @@ from functron.training.config import TrainConfig
 from functron.training.data import prefetched
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
 from functron.training.loop import Meter, Outcome, Request, Watch, loop, stop_requests
-from functron.training.plan import Recipe, assemble, placement
-from functron.training.step import State, state_specs
+from functron.training.plan import Plan, plan
+from functron.training.step import State
 
 _HURRIED = 5.0  # seconds without a sign of life after which a run that is to end waits no longer
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The parts of a training run, put together from a `TrainConfig` by `prepare`.
+    """A training run, ready for its next step; made by `prepare`.
 
     Attributes:
-        config: what it was made from.
-        mesh: simulated, or bound to processes.
+        plan: everything that follows of its configuration and mesh.
         text: where batches come from.
         state: before the first step, which consumes it: global values, or this rank's shards.
-        specs: the specs of `state`.
-        step: ``(state, batch) -> (state, metrics)``.
-        learning_rate: of each step.
+        step: ``(state, batch) -> (state, metrics)``, compiled if that was asked for.
+        watch: the twin of `step` that also measures layers, where it is asked for.
         device: where it runs.
-        placement: where each part of the whole state lies, for checkpoints.
         start: steps taken already.
-        watch: the twin of `step` that says more, where it is asked for.
         held_out: sets that are evaluated, none without `eval_every`.
-        held_out_loss: of `held_out_loss.loss_program`, which evaluates them; None without.
-        averaged: ``state -> params``, what is evaluated in place of its parameters; None: these.
+        held_out_loss: of `evaluation.loss_program`, which evaluates them; None without.
     """
 
-    config: TrainConfig
-    mesh: Mesh | BoundMesh
+    plan: Plan
     text: Samples
     state: State
-    specs: State
     step: Callable
-    learning_rate: Callable
+    watch: Watch | None
     device: torch.device
-    placement: checkpoint.Placement
     start: int = 0
-    watch: Watch | None = None
     held_out: Sequence[HeldOut] = ()
     held_out_loss: Callable | None = None
-    averaged: Callable | None = None
+
+    @property
+    def config(self) -> TrainConfig:
+        """The configuration that it was made of."""
+        return self.plan.config
+
+    @property
+    def mesh(self) -> Mesh | BoundMesh:
+        """Its ranks: simulated, or bound to processes."""
+        return self.plan.mesh
 
     @cached_property
     def batches(self) -> RampUp:
@@ -90,7 +91,7 @@ class Run:
     def evaluate(self, state: State) -> dict[str, dict[str, float]]:
         """The loss, perplexity and number of targets of every held-out set, by its name.
 
-        Collective. Collectives: those of `held_out_loss.loss_program`, batch by batch; and before,
+        Collective. Collectives: those of `evaluation.loss_program`, batch by batch; and before,
         where averages are evaluated that ZeRO divides, one all-gather per leaf and axis.
         """
 
@@ -100,7 +101,8 @@ class Run:
 
         if self.held_out_loss is None:
             return {}
-        params = state.params if self.averaged is None else self.averaged(state)
+        averaged = self.plan.averaged if self.config.eval_averaged else None
+        params = state.params if averaged is None else averaged(state)
         return evaluate(self.held_out_loss, params, self.held_out, batch)
 
 
@@ -123,49 +125,34 @@ def prepare(
         ValueError: the data cannot be read, the model cannot run on the mesh, or the checkpoint is
             damaged or another model's.
     """
-    text, held_out = data.open_samples(config), open_sets(config)
-    recipe = assemble(config, mesh)
-    partition = recipe.partition if isinstance(mesh, BoundMesh) else None
-    where = placement(config, mesh, partition)
+    tokenizer = data.reader_of(config)  # of its held-out sets, too
+    text = data.open_samples(config, reader=lambda _: tokenizer)
+    held_out = open_sets(config, reader=lambda _: tokenizer)
+    made, where = plan(config, mesh), torch.device(device)
     key = random.key(config.seed)
     if begin_from is None:
-        state = recipe.init(key.to(device), mesh)
+        state = made.init(key.to(where))
     else:
-        state = _restored(begin_from, recipe, where, key, mesh, device)
-    start = int(state.step)
-    specs = state_specs(recipe.specs, recipe.optimizer)
-    schedule = optim.make_schedule(config.rate_schedule)
-    staged = partition is not None  # compiled by stages
-    step, watch = recipe.step, recipe.watch
-    if config.compile and not staged:
-        sizes = len(config.batches.sizes)
-        step = jit(step, donate=0, num_signatures=sizes)
+        state = _restored(begin_from, made, key, where)
+    step, watch = made.step, made.watch
+    if config.compile and made.rank is None:  # stages on processes are compiled one by one
+        compiled = functools.partial(jit, donate=0, num_signatures=len(config.batches.sizes))
+        step = compiled(step)
         if watch is not None:
-            compiled = jit(watch.step, donate=0, num_signatures=sizes)
-            watch = dataclasses.replace(watch, step=compiled)
-    on = torch.device(device)
-    program = loss_program(config, mesh) if held_out else None
-    parts = (config, mesh, text, state, specs, step, schedule, on, where)
-    averaged = recipe.averaged if config.eval_averaged else None
-    return Run(*parts, start, watch, held_out, program, averaged)
+            watch = dataclasses.replace(watch, step=compiled(watch.step))
+    program = loss_program(made) if held_out else None
+    return Run(made, text, state, step, watch, where, int(state.step), held_out, program)
 
 
-def _restored(
-    path: Path,
-    recipe: Recipe,
-    where: checkpoint.Placement,
-    key: torch.Tensor,
-    mesh: Mesh | BoundMesh,
-    device: torch.device | str,
-) -> State:
-    names = list(checkpoint.Checkpoint(path))
+def _restored(path: Path, plan: Plan, key: torch.Tensor, device: torch.device) -> State:
+    names, where = list(checkpoint.Checkpoint(path)), plan.placement
     adapted = lora.has_adapters(leaf.path for leaf in where.leaves)
     new = adapted and not lora.has_adapters(names)
+    like = plan.init(key.to("meta"))
     if not new and any(name.startswith("opt_state/") for name in names):
-        like = recipe.init(key.to("meta"), mesh)
         return checkpoint.restore(path, like, placement=where, device=device)
-    params = recipe.init(key.to("meta"), mesh).params
-    if recipe.masters:  # which begin with what is stored in float32
+    params = like.params
+    if plan.config.optimizer.fp32_masters:  # which begin with what is stored in float32
         params = _as_stored(params, path)
         dtypes = {f"params/{name}": leaf.dtype for name, leaf in _named(params)}
         leaves = [
@@ -173,13 +160,14 @@ def _restored(
             for leaf in where.leaves
         ]
         where = dataclasses.replace(where, leaves=tuple(leaves))
-    like = {"params": lora.split(params)[0] if new else params}
-    params = checkpoint.restore(path, like, placement=where, device=device)["params"]
+    chosen = {"params": lora.split(params)[0] if new else params}
+    params = checkpoint.restore(path, chosen, placement=where, device=device)["params"]
     if new:  # the model's own parameters are there, and nothing was added to them yet
         init_key, _ = random.split(key.to(device)).unbind(0)
-        adapters = init_params(init_key, lora.split(recipe.defs)[1], recipe.specs, mesh)
+        defs = lora.split(plan.defs)[1]
+        adapters = init_params(init_key, defs, plan.stored_specs, plan.mesh)
         params = tree.join(params, adapters)
-    return recipe.init(key.to(device), mesh, params)
+    return plan.init(key.to(device), params)
 
 
 def _named(params: tree.Tree) -> Iterator[tuple[str, torch.Tensor]]:
@@ -228,7 +216,7 @@ def train(run: Run, out: Path | None) -> Outcome:
     # measured on all ranks at the same time, as they will run
     peak = metrics.peak_flops(device, model.torch_dtype)
     meter = Meter(
-        learning_rate=run.learning_rate,
+        learning_rate=run.plan.learning_rate,
         tokens_seen=lambda steps: run.batches.first_sample(steps) * config.seq,
         flops_per_token=data.flops_per_token(config),
         peak_flops=across(peak, dist.ReduceOp.SUM),
@@ -284,7 +272,7 @@ def _saving(run: Run, out: Path, stop: Request) -> Iterator[Callable[[State, int
         limit = config.timeout_seconds
         return limit if stop.signal is None else min(limit, _HURRIED)
 
-    with checkpoint.Saver(folder, run.placement, keep=keep, timeout=timeout) as saver:
+    with checkpoint.Saver(folder, run.plan.placement, keep=keep, timeout=timeout) as saver:
 
         def save(state: State, step: int) -> None:
             samples = run.batches.first_sample(step)

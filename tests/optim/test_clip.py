@@ -145,7 +145,7 @@ def test_a_step_that_clips_without_specs_is_refused_before_it_changes_anything()
             for k, v in params.items()
         }
         state = ft.init_state(ft.random.key(0), defs, specs, optimizer, mesh)
-        step = ft.make_step(loss, lambda x: 1, optimizer, mesh, specs)
+        step = ft.make_step(ft.gradients(loss, lambda x: 1), optimizer, mesh, specs)
         with pytest.raises(ValueError, match="got no specs, on a mesh with 'dp', 'tp'"):
             step(state, torch.ones(4, 2))
         assert torch.equal(state.params["w"], params["w"])

@@ -10,9 +10,8 @@ from functron import Mesh, optim, random, tree
 from functron.models import gpt
 from functron.spmd.shards import unpad
 from functron.spmd.spec import is_spec
-from functron.training import plan
 from functron.training.config import TrainConfig
-from functron.training.step import state_specs
+from functron.training.plan import plan
 
 STEPS, VOCAB, SEQ = 3, 20, 6
 MODEL = gpt.GPTConfig(
@@ -48,13 +47,13 @@ def config_of(name, mesh, zero):
 
 def train(name, mesh, zero):
     ranks = Mesh.parse(mesh)
-    made = plan.assemble(config_of(name, mesh, zero), ranks)
-    state = made.init(random.key(1), ranks)
+    made = plan(config_of(name, mesh, zero), ranks)
+    state = made.init(random.key(1))
     losses = []
     for step in range(STEPS):
         state, metrics = made.step(state, batch(step))
         losses.append(metrics["loss"].item())
-    return state, losses, state_specs(made.specs, made.optimizer)
+    return state, losses, made.state_specs
 
 
 def compare(got, want, specs, mesh):

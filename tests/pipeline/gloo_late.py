@@ -17,7 +17,7 @@ import functron as ft
 from functron import Mesh, gpt, random, tree
 from functron.pipeline import make, traffic
 from functron.training.config import TrainConfig
-from functron.training.plan import assemble
+from functron.training.plan import plan
 from tests.pipeline.gloo_pipeline import (
     EVALUATED,
     check_inductor,
@@ -47,8 +47,8 @@ def check_compiled() -> None:
 
 def losses(config: TrainConfig, mesh: Any) -> list[list[float]]:
     """Loss and gradient norm of two steps as `functron train` makes them."""
-    made = assemble(config, mesh)
-    state, history = made.init(random.key(1), mesh), []
+    made = plan(config, mesh)
+    state, history = made.init(random.key(1)), []
     for _ in range(2):
         data = ft.shard(batch(8), gpt.batch_specs(), mesh)
         state, metrics = made.step(state, data)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from functron import Mesh
-from functron.compiler import compile as compiling
+from functron.compiler import executable as compiling
 from functron.core import compat
 from functron.spmd.mesh import BoundMesh
 

@@ -7,10 +7,10 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, random, tree
+from functron.compiler import compile as compile_program
 from functron.compiler import driver
-from functron.compiler.compile import compile as compile_program
 from functron.training.config import TrainConfig
-from functron.training.plan import assemble
+from functron.training.plan import plan
 from tests.program.late_collectives import collectives, lone
 from tests.program.test_prefetch import CONFIG, batch, training
 
@@ -75,8 +75,8 @@ OF_TRAINING = {
 def test_steps_of_training_give_the_same_numbers(case, monkeypatch):
     config = TrainConfig(gpt=CONFIG, global_batch=8, seq=8, **OF_TRAINING[case])
     with lone(Mesh.parse(config.mesh), monkeypatch) as bound:
-        made = assemble(config, bound)
-        state, data = made.init(random.key(1), bound), ft.shard(batch(), gpt.batch_specs(), bound)
+        made = plan(config, bound)
+        state, data = made.init(random.key(1)), ft.shard(batch(), gpt.batch_specs(), bound)
         program = ft.trace(made.step, donate=0)(state, data)
         compiled = compile_program(program, bound, backend="eager")
         assert_agreement(*repeated(compiled, state, data, True, False))

@@ -211,7 +211,9 @@ def decoder_gradients(remat, mesh=None, stream=gpt.STREAM, config=CONFIG):
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(4)}
 
     def program(weights, batch, key):
-        loss = lambda w: gpt.loss(config, w, batch, key=key, stream=stream, remat=remat)
+        loss = lambda w: gpt.loss(
+            config, w, batch, ft.ModelOptions(stream=stream, remat=remat), key=key
+        )
         value, grads = ft.value_and_grad(loss)(weights)
         return value, ft.sync_gradients(grads, specs)
 

@@ -4,13 +4,22 @@ from functron.nn.moe.balance import RouterSums, auxiliary, statistics, summary
 from functron.nn.moe.config import MoEConfig
 from functron.nn.moe.experts import ExpertActivation, expert_defs, experts
 from functron.nn.moe.layer import moe, moe_defs
-from functron.nn.moe.router import Routing, capacity, route, router_defs
+from functron.nn.moe.router import (
+    Router,
+    RouterInput,
+    RouterOutput,
+    capacity,
+    route,
+    router_defs,
+)
 
 __all__ = [
     "ExpertActivation",
     "MoEConfig",
+    "Router",
+    "RouterInput",
+    "RouterOutput",
     "RouterSums",
-    "Routing",
     "auxiliary",
     "capacity",
     "expert_defs",

@@ -41,12 +41,20 @@ from functron.core.errors import Problem, raise_problems
 from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
 from functron.nn.linear import SEQ_DIM, gather_sequence, linear_defs, reduce_partial, sequence_axes
 from functron.nn.mlp import ACTIVATIONS, Activation, mlp, mlp_defs
-from functron.nn.moe.balance import RouterSums, auxiliary, statistics
+from functron.nn.moe.balance import RouterSums, auxiliary, over_context, statistics
 from functron.nn.moe.config import Dispatch, MoEConfig
 from functron.nn.moe.experts import ExpertActivation, expert_defs, experts
-from functron.nn.moe.router import Routing, capacity, route, router_defs
+from functron.nn.moe.router import (
+    Router,
+    RouterInput,
+    RouterOutput,
+    capacity,
+    route,
+    route_by,
+    router_defs,
+)
 from functron.ops.define import AUTO, Kernels
-from functron.ops.moe_permute import PERMUTE, SORT, UNPERMUTE, sorted_assignments
+from functron.ops.moe import PERMUTE, SORT, UNPERMUTE, sorted_assignments
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
 from functron.spmd.ragged import add_rows, arrived, copy_rows, exchange, pick, swap_blocks
@@ -309,6 +317,7 @@ def moe_defs(
     stddev: float,
     out_stddev: float,
     dtype: torch.dtype,
+    router: dict | None = None,
 ) -> dict:
     """Defs ``{"router", "experts", "shared"?, "shared_gate"?, "latent"?}`` of a layer of experts.
 
@@ -319,12 +328,13 @@ def moe_defs(
         stddev: of weights that read the stream.
         out_stddev: of weights that write to it.
         dtype: of all parameters but the router's balancing bias.
+        router: defs of a router of one's own; None: those of `router_defs`. See `Router`.
     """
     c, width = config, config.latent_dim or embed_dim
     stddevs = {"stddev": stddev, "out_stddev": out_stddev, "dtype": dtype}
     kind = {"gated": gated, "bias": c.expert_bias, **stddevs}
     defs = {
-        "router": router_defs(c, embed_dim, stddev=stddev, dtype=dtype),
+        "router": router or router_defs(c, embed_dim, stddev=stddev, dtype=dtype),
         "experts": expert_defs(c.num_experts, width, c.expert_dim, **kind),
     }
     if c.shared_dim:
@@ -355,6 +365,7 @@ def moe(
     axes: tuple[str, ...] = ("ep",),
     key: Key | None = None,
     axis: str = "tp",
+    router: Router | None = None,
     kernels: Kernels = AUTO,
 ) -> tuple[Float[Tensor, "batch seq embed"], Scalar, RouterSums]:
     """y = sum over a token's experts of weight times expert of x, plus the shared expert of x.
@@ -372,23 +383,30 @@ def moe(
         axes: the mesh axes that split experts; tokens are split by each of them as well.
         key: of the router's jitter; None for none.
         axis: the tensor-parallel axis.
+        router: one of your own, in place of `route` and `auxiliary`; see `Router`.
         kernels: those of `route`, `dispatched`, `experts` and `nn.mlp`.
 
     Returns:
         y: ``[batch, seq, embed]`` with spec `stream`.
         share: this rank's share of auxiliary losses; see `auxiliary`.
         sums: what routing did; see `statistics`.
-        Collectives: those of `route`, `dispatched` and `auxiliary`; over `axis` those in the table
-        of the module, of rows as wide as the experts' input; those of `nn.mlp` for the shared one.
+        Collectives: those of `route`, `dispatched` and `auxiliary`, or of the router; over `axis`
+        those in the table of the module, of rows as wide as the experts' input; those of `nn.mlp`
+        for the shared one.
 
     Raises:
-        ValueError: an expert axis does not split tokens, or the parameters are split otherwise.
+        ValueError: an expert axis does not split tokens, or the parameters are split otherwise; or
+            the router returns what `RouterOutput` does not describe.
     """
     _check(params, config, stream, axes, axis)
-    routing = route(
-        params["router"], x, config, stream=stream, rows=rows, positions=positions, key=key,
-        kernels=kernels,
-    )  # fmt: skip
+    if router is None:
+        routing = route(
+            params["router"], x, config, stream=stream, rows=rows, positions=positions, key=key,
+            kernels=kernels,
+        )  # fmt: skip
+    else:
+        inputs = RouterInput(x, config, counted, stream, rows, positions, key, kernels)
+        routing = route_by(router, params["router"], inputs)
     narrow = x @ params["latent"]["down"]["w"] if config.latent_dim else x
     shared: list[Tensor] = []
 
@@ -403,16 +421,19 @@ def moe(
     if config.latent_dim:
         y = y @ params["latent"]["up"]["w"]
     y = sum(shared, y)
-    share = auxiliary(
-        params["router"], routing, config, counted=counted, stream=stream, kernels=kernels
-    )
+    if routing.auxiliary is not None:
+        share = over_context(routing.auxiliary, stream)
+    else:
+        share = auxiliary(
+            params["router"], routing, config, counted=counted, stream=stream, kernels=kernels
+        )
     return y, share, statistics(routing, config, counted=counted, stream=stream)
 
 
 def _routed(
     params: dict,
     x: Tensor,
-    routing: Routing,
+    routing: RouterOutput,
     config: MoEConfig,
     activation: ExpertActivation,
     stream: P,

@@ -14,26 +14,21 @@ microbatches that a batch is cut into change what is dropped.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 
 from functron.core import random
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Bool, Float, Int, Key, Tensor
 from functron.nn.linear import SEQ_DIM, linear_defs, sequence_axes
 from functron.nn.moe.config import Drop, MoEConfig
 from functron.ops.define import AUTO, Kernels
-from functron.ops.moe_router import (
-    RENORMALISE_EPS,
-    Score,
-    Weighting,
-    best,
-    choose,
-    fits,
-    moe_router,
-)
+from functron.ops.moe import RENORMALISE_EPS, Score, Weighting, best, choose, fits, moe_router
 from functron.params import ParamDef, zeros
+from functron.spmd import DATA_AXES
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
 
@@ -161,25 +156,88 @@ def _rank_in_run(x: Tensor) -> Tensor:
 _SINKHORN_EPS = 1e-8  # for experts whose share of every token vanishes
 
 
-class Routing(NamedTuple):
-    """Where tokens go: this rank's part of the stream, with `MoEConfig.choices` experts for each.
+class RouterOutput(NamedTuple):
+    """Where tokens go, and what their routing adds to the loss: this rank's part of the stream.
 
     Attributes:
         experts: int64 ``[batch, seq, choices]``, no expert twice; a token's best first, or all in
             order where experts choose.
         weights: ``[batch, seq, choices]`` in float32 at least: what the expert's output is
             multiplied by, exactly 0 where it is not kept. No gradient flows through those.
-        kept: bool ``[batch, seq, choices]``: False where the expert does not compute the token.
+        kept: bool ``[batch, seq, choices]``: False where the expert does not compute the token;
+            None, of a router of one's own: all, or those of `keep` under `capacity_factor`.
         scores: ``[batch, seq, experts]`` in float32 at least, of all experts, without the bias that
-            balances them.
-        logits: ``[batch, seq, experts]``, what they are the softmax or sigmoid of.
+            balances them. Divided by their sum they are the distribution whose entropy is recorded;
+            None, of a router of one's own: that of the weights.
+        logits: ``[batch, seq, experts]``, what they are the softmax or sigmoid of; None, of a
+            router of one's own, which nobody asks for them.
+        auxiliary: 0-dim: the sum, over those of this rank's tokens that count, of what is added to
+            the loss; see `Router`. None: nothing.
     """
 
     experts: Tensor
     weights: Tensor
-    kept: Tensor
-    scores: Tensor
-    logits: Tensor
+    kept: Tensor | None = None
+    scores: Tensor | None = None
+    logits: Tensor | None = None
+    auxiliary: Tensor | None = None
+
+
+class RouterInput(NamedTuple):
+    """The tokens of this rank that a router of one's own is asked about; see `Router`.
+
+    Attributes:
+        x: ``[batch, seq, embed]`` with spec `stream`.
+        config: of the layer.
+        counted: bool ``[batch, seq]``, tokens with a target: those that auxiliary terms are of.
+        stream: the spec of the residual stream.
+        rows, positions, key, kernels: as in `route`.
+    """
+
+    x: Tensor
+    config: MoEConfig
+    counted: Tensor
+    stream: P
+    rows: Tensor
+    positions: Tensor
+    key: Tensor | None
+    kernels: Kernels
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which tokens are divided: a psum over them is of the whole batch."""
+        return (*DATA_AXES, *sequence_axes(self.stream))
+
+
+Router = Callable[[dict, RouterInput], RouterOutput]
+"""``router(params, inputs)``: a router of one's own, for `nn.moe.moe` and models.
+
+It is part of the per-rank program. It is given `params`, this rank's parameters of the router
+(those of `router_defs`, or the `router` given to `moe_defs`; whole on every rank), and the tokens
+of this rank, and every token gets experts, also one without a target. It returns `experts` and
+`weights`; the number of choices is its own. Both must be a function of the token, the parameters
+and sums over ranks alone, so that ranks with the same tokens choose the same experts.
+
+Of `MoEConfig` the layer itself reads what is not of the router: num_experts, expert_dim,
+capacity_factor and drop, shared_dim, shared_gate, latent_dim, expert_bias and dispatch. The others
+(top_k, score, scale, aux_loss, ...) are the router's to read, or to ignore.
+
+`auxiliary` is the sum over *this rank's* tokens that count, without any psum: the layer sums it
+over the axes that split the sequence besides the context axes, as under sequence parallelism, and
+the loss over data and context axes; tokens that ranks share count once. As the loss is divided by
+the number of targets, a mean over tokens is to be returned times the tokens. Statistics of the
+whole batch that it needs, such as the load of each expert, are ``lax.psum(load, inputs.axes)``:
+
+    def router(params, inputs):
+        k, experts = inputs.config.top_k, inputs.config.num_experts
+        scores = (inputs.x @ params["w"]).softmax(-1)
+        weights, chosen = scores.topk(k)
+        counted = inputs.counted.unsqueeze(-1)
+        load = (torch.zeros_like(scores).scatter(-1, chosen, 1.0) * counted).sum((0, 1))
+        load, tokens = lax.psum((lax.stop_gradient(load), counted.sum()), inputs.axes)
+        balance = experts * (load / (k * tokens) * scores * counted).sum()  # 1 a token when even
+        return RouterOutput(chosen, weights, auxiliary=0.01 * balance)
+"""
 
 
 def router_defs(config: MoEConfig, embed_dim: int, *, stddev: float, dtype: torch.dtype) -> dict:
@@ -212,7 +270,7 @@ def route(
     positions: Int[Tensor, "batch seq"],
     key: Key | None = None,
     kernels: Kernels = AUTO,
-) -> Routing:
+) -> RouterOutput:
     """Choose the experts of every token.
 
     Equal scores go to the expert of the lowest index, so that choices are the same on every mesh.
@@ -229,9 +287,9 @@ def route(
         kernels: of ``"moe_router"``, where tokens choose without Sinkhorn's iteration.
 
     Returns:
-        This rank's `Routing`. Collectives: none for top-k without capacity; else those of `keep` or
-        `choose_tokens`; "sinkhorn" sums one number per sample and expert in each step, over the
-        axes that split the sequence. None in backward.
+        This rank's `RouterOutput`, without auxiliary terms. Collectives: none for top-k without
+        capacity; else those of `keep` or `choose_tokens`; "sinkhorn" sums one number per sample and
+        expert in each step, over the axes that split the sequence. None in backward.
     """
     if key is not None and config.jitter:
         x = x * _noise(key, x, config, rows, positions, stream)
@@ -240,7 +298,73 @@ def route(
     kept = _kept(experts, weights, config, positions, stream)
     # a zero alone would hide what is dropped from the loss but not from the gradient
     weights = torch.where(kept, weights * config.scale, torch.zeros_like(weights))
-    return Routing(experts, weights, kept, scores, logits)
+    return RouterOutput(experts, weights, kept, scores, logits)
+
+
+def route_by(router: Router, params: dict, inputs: RouterInput) -> RouterOutput:
+    """The output of a router of one's own, complete: with `kept`, `scores` and `auxiliary`.
+
+    An expert that does not exist, or that a token has twice, cannot be refused on a device without
+    waiting for it: the weights of that token are NaN, and so is the loss.
+
+    Raises:
+        TypeError: it returns something else than a `RouterOutput`.
+        ValueError: what it returns has other shapes or dtypes than `RouterOutput` describes, or is
+            `kept` beside `capacity_factor`; or the config's `routing` is another than "top_k".
+    """
+    config, title = inputs.config, "cannot route with this router"
+    if config.routing != "top_k":
+        got = f"{config.routing!r} beside router="
+        refuse(title, "routing", got, "'top_k'", "leave it out: the router decides who chooses")
+    out = router(params, inputs)
+    if not isinstance(out, RouterOutput):
+        raise TypeError(
+            f"{title}: got {type(out).__name__} from router=; wanted a RouterOutput; "
+            "fix: return nn.moe.RouterOutput(experts, weights)"
+        )
+    raise_problems(title, list(_misshapen(out, inputs)))
+    listed = out.experts.sort(-1).values
+    bad = (listed[..., :1] < 0) | (listed[..., -1:] >= config.num_experts)
+    bad = bad | (listed[..., 1:] == listed[..., :-1]).any(-1, keepdim=True)
+    weights = torch.where(bad, math.nan, out.weights)
+    experts = torch.where(bad, torch.arange(listed.shape[-1], device=listed.device), out.experts)
+    kept, scores = out.kept, out.scores
+    if kept is None:
+        kept = _kept(experts, weights, config, inputs.positions, inputs.stream)
+    weights = torch.where(kept, weights, torch.zeros_like(weights))
+    if scores is None:
+        scores = lax.stop_gradient(out.weights).clamp_min(0)
+    scores = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
+    share = weights.new_zeros(()) if out.auxiliary is None else out.auxiliary
+    return RouterOutput(experts, weights, kept, scores, out.logits, share)
+
+
+def _misshapen(out: RouterOutput, inputs: RouterInput) -> Iterator[Problem]:
+    """Fields whose shapes or dtypes are not those that `RouterOutput` describes."""
+    tokens, experts = tuple(inputs.x.shape[:2]), inputs.config.num_experts
+    choices = out.experts.shape[-1] if out.experts.dim() else 0
+    most = f"[{tokens[0]}, {tokens[1]}, choices], at most {experts} choices"
+    if out.experts.dtype != torch.int64 or not 0 < choices <= experts:
+        got = f"{out.experts.dtype} {list(out.experts.shape)}"
+        yield Problem("experts", got, f"torch.int64 {most}", "return the index of each expert")
+    each = (*tokens, choices)
+    wanted = {"experts": each, "weights": each, "kept": each, "scores": (*tokens, experts)}
+    for name, shape in {**wanted, "auxiliary": ()}.items():
+        value = getattr(out, name)
+        if value is not None and tuple(value.shape) != shape:
+            fix = "return one for each of this rank's tokens"
+            if name == "auxiliary":
+                fix = "return a sum over this rank's tokens"
+            yield Problem(name, str(list(value.shape)), str(list(shape)), fix)
+    for name in ("weights", "scores", "auxiliary"):
+        value = getattr(out, name)
+        if value is not None and not value.is_floating_point():
+            yield Problem(name, str(value.dtype), "a floating dtype")
+    if out.kept is not None and inputs.config.capacity_factor:
+        got = f"given beside capacity_factor={inputs.config.capacity_factor}"
+        yield Problem("kept", got, "None", "set capacity_factor=0, or leave kept out")
+    if out.kept is not None and out.kept.dtype != torch.bool:
+        yield Problem("kept", str(out.kept.dtype), "torch.bool", "compare: kept > 0")
 
 
 def top_k_experts(
@@ -336,6 +460,7 @@ def _weights(logits: Tensor, scores: Tensor, experts: Tensor, config: MoEConfig)
 def _kept(
     experts: Tensor, weights: Tensor, config: MoEConfig, positions: Tensor, stream: P
 ) -> Tensor:
+    """The assignments that the capacity has room for; all where there is none."""
     if not config.capacity_factor:
         return torch.ones_like(experts, dtype=torch.bool)
     seq = experts.shape[SEQ_DIM] * lax.axis_size(sequence_axes(stream))

@@ -1,12 +1,11 @@
-"""Compiling: a traced program becomes an executable, by Inductor.
+"""Executables: traced programs compiled by Inductor, and run on this process's rank.
 
-Every kernel of the program's plan (`functron.compiler.segments`) is compiled once and kept on disk
+Every kernel of the program (`functron.compiler.segments`) is compiled once and kept on disk
 under a hash of its graph, so scanned layers compile once at any depth, ranks share their work, and
 the next process does not compile at all.
 
-Agreement: all ranks must run the same program, or their collectives wait for one another.
-
-Whose memory the results of a compiled program take, of the arguments that were donated to it.
+All ranks must run the same program, or their collectives wait for one another: `check_agreement`.
+Results take the memory of arguments that were donated, as `takers` pairs them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,21 +25,17 @@ from torch.utils import _pytree as pytree
 from functron.compiler.driver import Compiled, Routine, routine
 from functron.compiler.lower import graph_module
 from functron.compiler.lower import unroll as unrolled
-from functron.compiler.segments import plan
-from functron.compiler.steps import Kernel, Plan
+from functron.compiler.segments import Kernel, Procedure, procedure
 from functron.core import compat, tree
 from functron.core.errors import Problem, nearest, raise_problems
 from functron.program import text
-from functron.program.equations import Scan, Var, canonical_strides, contiguous_strides
+from functron.program.equations import Code, Scan, Var, canonical_strides, contiguous_strides
 from functron.spmd.axes import raise_lost, user_line
 from functron.spmd.donation import FIX, Donated, check_consumable, consume
 from functron.spmd.mesh import BoundMesh, Mesh
 
-if TYPE_CHECKING:
-    from functron.program.program import Program
 
-
-def check_agreement(program: Program, mesh: BoundMesh) -> None:
+def check_agreement(program: Code, mesh: BoundMesh) -> None:
     """Check that the ranks of `mesh` have traced the same program.
 
     Collectives: on each axis of the program one all-gather of 32 bytes, and of the programs' texts
@@ -76,7 +71,7 @@ def check_agreement(program: Program, mesh: BoundMesh) -> None:
         )
 
 
-def digest(program: Program) -> str:
+def digest(program: Code) -> str:
     """A hash of what a program computes; names and source lines do not count."""
     numbers: dict[Var, str] = {}
 
@@ -99,7 +94,7 @@ def digest(program: Program) -> str:
     return made.hexdigest()
 
 
-def takers(program: Program) -> dict[Var, Var]:
+def takers(program: Code) -> dict[Var, Var]:
     """Results, and the donated input whose memory each may take: by path, else by likeness."""
     returned = [output for output in program.outputs if isinstance(output.value, Var)]
     outputs = {output.value for output in returned}
@@ -128,7 +123,7 @@ def _alike(a: Var, b: Var) -> bool:
     return (a.shape, a.stride, a.dtype, a.device) == (b.shape, b.stride, b.dtype, b.device)
 
 
-def warn_unused(program: Program, taken: Mapping[Var, Var]) -> None:
+def warn_unused(program: Code, taken: Mapping[Var, Var]) -> None:
     """Warn of donated arguments whose memory no result takes."""
     returned = {output.value for output in program.outputs if isinstance(output.value, Var)}
     used = {*taken.values(), *returned}
@@ -157,7 +152,7 @@ class Executable:
         updated: paths of the donated arguments whose memory results take.
     """
 
-    program: Program
+    program: Code
     code: tuple[str, ...]
     updated: tuple[str, ...]
     _routine: Routine
@@ -217,8 +212,8 @@ def describe(value: torch.Tensor | Var) -> str:
     return f"{dtype}{list(value.shape)}{layout} on {value.device}"
 
 
-def compile(  # noqa: A001  (read as program.compile, next to trace, check and cost)
-    program: Program,
+def compile(  # noqa: A001  (read as functron.compiler.compile)
+    program: Code,
     mesh: Mesh | BoundMesh | None = None,
     *,
     cache: Path | str | None = None,
@@ -258,7 +253,7 @@ def compile(  # noqa: A001  (read as program.compile, next to trace, check and c
         program = unrolled(program)
     donations = takers(program)
     prefetch = prefetch and program.mesh.size > 1
-    steps = plan(program.block, program.block.outputs, donated=donations, prefetch=prefetch)
+    steps = procedure(program.block, program.block.outputs, donated=donations, prefetch=prefetch)
     made = _compiled(steps, mesh, settings, None if cache is None else Path(cache), backend)
     arguments = [given for given in program.inputs if given.role == "argument"]
     inside = set(steps.inside.values()) | {v for v in steps.outputs if isinstance(v, Var)}
@@ -289,7 +284,7 @@ def _bucket_megabytes(index: int) -> float:
     return _BUCKET_MEGABYTES
 
 
-def _check(program: Program, mesh, settings: Mapping[str, Any], backend, known: set[str]) -> None:
+def _check(program: Code, mesh, settings: Mapping[str, Any], backend, known: set[str]) -> None:
     found = [
         Problem("options", repr(name), "an option of Inductor", nearest(name, known))
         for name in settings
@@ -313,7 +308,7 @@ def _check(program: Program, mesh, settings: Mapping[str, Any], backend, known: 
 
 
 def _compiled(
-    steps: Plan, mesh, settings: Mapping[str, Any], cache: Path | None, backend: Backend
+    steps: Procedure, mesh, settings: Mapping[str, Any], cache: Path | None, backend: Backend
 ) -> dict[Kernel, tuple[Compiled, str]]:
     groups = _groups(mesh)
     rank = mesh.rank if isinstance(mesh, BoundMesh) else 0
@@ -350,7 +345,7 @@ def _threefry_options(kernel: Kernel) -> dict[str, Any]:
     return {"realize_opcount_threshold": 10} if mixes > 10 else {}
 
 
-def _hidden(program: Program, mesh) -> list[torch.Tensor]:
+def _hidden(program: Code, mesh) -> list[torch.Tensor]:
     """The inputs that are no arguments."""
     found = []
     for given in program.inputs:
