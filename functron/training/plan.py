@@ -327,7 +327,7 @@ class Plan:
             kernels=use(config.kernels),
         )
         if config.lora is not None:
-            return optim.masked(made, mask)
+            return optim.only(made, mask)
         moe = config.gpt.moe
         if moe is None or not moe.balance_bias:
             return made
