@@ -10,6 +10,7 @@ import os
 import sysconfig
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
@@ -75,6 +76,13 @@ def raise_listed(title: str, problems: Sequence[Problem]) -> None:
     count = len(problems)
     more = f": the first {MAX_LISTED} of {count} mistakes" if count > MAX_LISTED else ""
     raise_problems(title + more, problems[:MAX_LISTED])
+
+
+def require_package(package: str, extra: str, title: str, wanted: str) -> None:
+    """Raise ValueError unless the package is there, which functron[extra] installs."""
+    if find_spec(package) is None:
+        fix = f"pip install {package}, or functron[{extra}]"
+        refuse(title, package, "no such package", wanted, fix)
 
 
 class Part(NamedTuple):

@@ -23,7 +23,7 @@ from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar, cast
 
 import filelock
 import numpy as np
@@ -204,43 +204,24 @@ class Counts:
     empty: int
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """The way in which texts become tokens.
-
-    Attributes:
-        tokenizer: its path.
-        pattern: for tiktoken's.
-        end: the id that ends documents; None: none.
-        dtype: of the tokens.
-        key: of the text.
-        empty: what becomes of documents without tokens.
-    """
-
-    tokenizer: str
-    pattern: str
-    end: int | None
-    dtype: str
-    key: str
-    empty: Empty
-
-
 class Encoder:
     """Tasks to parts.
 
     Args:
-        encoding: of texts.
-        tokenizer: the encoding's, where it is open already.
+        settings: with the path and the dtype that are meant (`_resolved`).
+        end: the id that ends documents; None: none.
+        tokenizer: that of the settings, where it is open already.
     """
 
-    def __init__(self, encoding: Encoding, tokenizer: TextTokenizer | None = None):
-        self._encoding = encoding
-        self._tokenizer = tokenizer or open_tokenizer(encoding.tokenizer, pattern=encoding.pattern)
+    def __init__(self, settings: Settings, end: int | None, tokenizer: TextTokenizer | None = None):
+        self._settings, self._end = settings, end
+        pattern = settings.pattern
+        self._tokenizer = tokenizer or open_tokenizer(settings.tokenizer, pattern=pattern)
 
     def __call__(self, task: Task) -> Counts | list[Problem]:
         """Make the part of a task, or say why it cannot be made: then nothing is left of it."""
         try:
-            counts = _encode(task, self._encoding, self._tokenizer)
+            counts = self._encode(task)
         except _UnreadableError as error:
             return error.problems
         except OSError as error:
@@ -249,6 +230,30 @@ class Encoder:
             return [Problem(where, got, "files that can be read, and room to write", "start again")]
         write_json(mark_of(task.part), asdict(counts))
         return counts
+
+    def _encode(self, task: Task) -> Counts:
+        settings, tokenizer = self._settings, self._tokenizer
+        problems: list[Problem] = []
+        empty = 0
+        kept = settings.empty == "keep"
+        options = {"vocab_size": tokenizer.vocab_size, "allow_empty": kept, "overwrite": True}
+        with IndexedWriter(task.part, np.dtype(settings.dtype), **options) as writer:
+            for batch in _batches(task.chunk, settings.key, problems):
+                lists = tokenizer.encode_batch([text.text for text in batch])
+                for text, ids in zip(batch, lists, strict=True):
+                    if ids and self._end is not None:
+                        ids.append(self._end)
+                    elif not ids:
+                        empty += 1
+                        if settings.empty == "refuse" and len(problems) < MAX_LISTED:
+                            problems.append(_empty_problem(task.chunk, text))
+                lengths = [len(ids) for ids in lists if ids or kept]
+                if lengths and not problems:
+                    tokens = np.fromiter(chain.from_iterable(lists), np.int64, sum(lengths))
+                    writer.extend(tokens, lengths)
+            if problems:
+                raise _UnreadableError(problems)
+        return Counts(writer.num_documents, writer.num_tokens, empty)
 
 
 def _title(task: Task) -> str:
@@ -287,30 +292,6 @@ class _UnreadableError(Exception):
 
     def __init__(self, problems: list[Problem]):
         self.problems = problems
-
-
-def _encode(task: Task, encoding: Encoding, tokenizer: TextTokenizer) -> Counts:
-    problems: list[Problem] = []
-    empty = 0
-    kept = encoding.empty == "keep"
-    options = {"vocab_size": tokenizer.vocab_size, "allow_empty": kept, "overwrite": True}
-    with IndexedWriter(task.part, np.dtype(encoding.dtype), **options) as writer:
-        for batch in _batches(task.chunk, encoding.key, problems):
-            lists = tokenizer.encode_batch([text.text for text in batch])
-            for text, ids in zip(batch, lists, strict=True):
-                if ids and encoding.end is not None:
-                    ids.append(encoding.end)
-                elif not ids:
-                    empty += 1
-                    if encoding.empty == "refuse" and len(problems) < MAX_LISTED:
-                        problems.append(_empty_problem(task.chunk, text))
-            lengths = [len(ids) for ids in lists if ids or kept]
-            if lengths and not problems:
-                tokens = np.fromiter(chain.from_iterable(lists), np.int64, sum(lengths))
-                writer.extend(tokens, lengths)
-        if problems:
-            raise _UnreadableError(problems)
-    return Counts(writer.num_documents, writer.num_tokens, empty)
 
 
 def _empty_problem(chunk: Chunk, text: Text) -> Problem:
@@ -559,14 +540,14 @@ def preprocess(
     if settings.workers < 0:
         refuse(_CANNOT, "workers", settings.workers, "at least 0")
     tokenizer = open_tokenizer(settings.tokenizer, pattern=settings.pattern)
-    encoding = _encoding_of(settings, tokenizer)
+    resolved, end = _resolved(settings, tokenizer)
     files = find_files(settings.inputs)
     chunks = cut(files, settings.key, chunk_bytes)
     stats = {file: _stat(file) for file in files}
     tasks = [Task(chunk, settings.parts / _name(chunk, stats)) for chunk in chunks]
-    manifest = _manifest(settings, encoding, tasks)
+    manifest = _manifest(resolved, end, tasks)
     size = sum(length for length, _ in stats.values())
-    summary = functools.partial(Summary, settings, len(files), size, dtype=encoding.dtype)
+    summary = functools.partial(Summary, settings, len(files), size, dtype=resolved.dtype)
     complete = _complete(settings, manifest)
     if complete is not None:
         shutil.rmtree(settings.parts, ignore_errors=True)  # ended while it went
@@ -575,7 +556,8 @@ def preprocess(
         _check_parts(settings, manifest)
         # tokenizers are large to send, and some cannot be
         here = tokenizer if settings.num_workers == 1 else None
-        progress = _make_parts(settings, functools.partial(Encoder, encoding, here), tasks, report)
+        start = functools.partial(Encoder, resolved, end, here)
+        progress = _make_parts(settings, start, tasks, report)
         changed = [str(file) for file in files if _stat(file) != stats[file]]
         got, fix = "text that changed while it was read", "start again"
         raise_problems(_CANNOT, [Problem(name, got, "the same", fix) for name in changed])
@@ -583,7 +565,7 @@ def preprocess(
         if not counts.documents:
             got = f"no documents with tokens in {len(files)} files"
             refuse(_CANNOT, str(settings.inputs), got, "at least one")
-        assemble(settings, encoding.dtype, [task.part for task in tasks], counts)
+        assemble(settings, resolved.dtype, [task.part for task in tasks], counts)
         record = settings.parts / "record.json"
         write_json(record, {**manifest, **asdict(counts)})
         record.replace(settings.record)
@@ -591,7 +573,8 @@ def preprocess(
     return summary(**asdict(counts), progress=progress)
 
 
-def _encoding_of(settings: Settings, tokenizer: TextTokenizer) -> Encoding:
+def _resolved(settings: Settings, tokenizer: TextTokenizer) -> tuple[Settings, int | None]:
+    """The settings with the path and the dtype that are meant, and the id that ends documents."""
     if settings.end_of_text and not settings.append_eod:
         refuse(_CANNOT, "end_of_text", repr(settings.end_of_text), "none, with --no-append-eod")
     end = end_of_text(tokenizer, settings.end_of_text) if settings.append_eod else None
@@ -600,26 +583,24 @@ def _encoding_of(settings: Settings, tokenizer: TextTokenizer) -> Encoding:
     check_dtype("dtype", dtype, tokenizer.vocab_size)
     # folders may be named relative to this process's, which workers need not share
     path = settings.tokenizer if tokenizer.file is None else str(tokenizer.file.absolute())
-    return Encoding(path, settings.pattern, end, dtype.name, settings.key, settings.empty)
+    return replace(settings, tokenizer=path, dtype=cast(Dtype, dtype.name)), end
 
 
-def _manifest(settings: Settings, encoding: Encoding, tasks: Sequence[Task]) -> dict[str, Any]:
+def _manifest(settings: Settings, end: int | None, tasks: Sequence[Task]) -> dict[str, Any]:
     """All that decides the bytes of the result; two runs that agree in it make the same."""
-    file = Path(encoding.tokenizer)
-    tokenizer = (
-        hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else encoding.tokenizer
-    )
+    file = Path(settings.tokenizer)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else str(file)
     names = json.dumps([task.part.name for task in tasks]).encode()
     return {
         "inputs": list(settings.inputs),
         "text": hashlib.sha256(names).hexdigest(),
-        "tokenizer": encoding.tokenizer,
-        "tokenizer_sha256": tokenizer,
-        "pattern": encoding.pattern,
-        "end_of_text": encoding.end,
-        "dtype": encoding.dtype,
-        "key": encoding.key,
-        "empty_documents": encoding.empty,
+        "tokenizer": settings.tokenizer,
+        "tokenizer_sha256": digest,
+        "pattern": settings.pattern,
+        "end_of_text": end,
+        "dtype": settings.dtype,
+        "key": settings.key,
+        "empty_documents": settings.empty,
         "format": settings.format,
     }
 

@@ -348,18 +348,15 @@ def provenance(paths: Sequence[str | Path]) -> Provenance | None:
     first = next(iter(known), None)
     if first is None:
         return None
+    wanted = f"{known[first].tokenizer}, as in {first}"
     fix = "preprocess all with one tokenizer, or leave one out"
     problems = [
-        Problem(f"data {path}", f"tokens of {made.tokenizer}", _wanted(first, known[first]), fix)
+        Problem(f"data {path}", f"tokens of {made.tokenizer}", wanted, fix)
         for path, made in known.items()
         if (made.sha256, made.pattern) != (known[first].sha256, known[first].pattern)
     ]
     raise_problems("tokens of different tokenizers", problems)
     return known[first] if len(known) == len(found) else None
-
-
-def _wanted(path: str, made: Provenance) -> str:
-    return f"{made.tokenizer}, as in {path}"
 
 
 def _recorded(path: str) -> Provenance | None:

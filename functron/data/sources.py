@@ -11,13 +11,12 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from functron.core.errors import Problem, nearest, refuse
-from functron.data.documents import find
+from functron.data.documents import find, require_package
 
 
 class Text(NamedTuple):
@@ -146,15 +145,7 @@ def _unpacked(file: Path) -> Iterator[bytes]:
         EOFError: it is cut off (the package's own stream ends there as if it were whole), or
             damaged.
     """
-    if find_spec("zstandard") is None:
-        fix = "pip install zstandard, or functron[zstd]"
-        refuse(
-            "cannot read compressed text",
-            "zstandard",
-            "no such package",
-            f"it, to read {file}",
-            fix,
-        )
+    require_package("zstandard", "zstd", "cannot read compressed text", f"it, to read {file}")
     import zstandard
 
     frame, begun = None, False
@@ -281,9 +272,7 @@ def _texts(file: Path, key: str, row: int, column: Any, counts: list[int]) -> It
 
 
 def _open(file: Path, key: str) -> Any:
-    if find_spec("pyarrow") is None:
-        fix = "pip install pyarrow, or functron[parquet]"
-        refuse(_NOT_PARQUET, "pyarrow", "no such package", f"it, to read {file}", fix)
+    require_package("pyarrow", "parquet", _NOT_PARQUET, f"it, to read {file}")
     import pyarrow
     import pyarrow.parquet
 

@@ -10,13 +10,13 @@ import base64
 import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse
+from functron.data.documents import require_package
 from functron.data.tokenizer import CANNOT, TOKENIZER, Tokenizer
 
 BYTES = "bytes"
@@ -176,9 +176,7 @@ class RankFile:
     def __init__(self, path: str | Path, pattern: str = ""):
         self.file = Path(path)
         self.path = self.file.parent
-        if find_spec("tiktoken") is None:
-            fix = "pip install tiktoken, or functron[tiktoken]"
-            refuse(CANNOT, "tiktoken", "no such package", f"it, to read {path}", fix)
+        require_package("tiktoken", "tiktoken", CANNOT, f"it, to read {path}")
         import tiktoken
 
         scheme = _scheme(self.file, pattern)
@@ -291,15 +289,7 @@ class SentencePiece:
     def __init__(self, path: str | Path):
         self.file = Path(path)
         self.path = self.file.parent
-        if find_spec("sentencepiece") is None:
-            fix = "pip install sentencepiece, or functron[sentencepiece]"
-            refuse(
-                CANNOT,
-                "sentencepiece",
-                "no such package",
-                f"it, to read {path}",
-                fix,
-            )
+        require_package("sentencepiece", "sentencepiece", CANNOT, f"it, to read {path}")
         import sentencepiece
 
         try:

@@ -9,13 +9,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.data.documents import require_package
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -172,7 +172,8 @@ class Tokenizer:
                 those after it, and marks nothing.
         """
         text, spans = self._render(messages, False, more)
-        if not spans and not self._marks():
+        marks = re.search(r"{%-?\s*generation\s*-?%}", self.template or "")
+        if not spans and marks is None:
             spans = self._spans(messages, text, more)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         tokens = torch.tensor(encoding.ids, dtype=torch.int64)
@@ -184,9 +185,6 @@ class Tokenizer:
             assistant[index] = any(a <= start < max(b, a) for a, b in spans)
             end = max(end, stop)
         return Conversation(text, tokens, assistant, tuple(spans))
-
-    def _marks(self) -> bool:
-        return re.search(r"{%-?\s*generation\s*-?%}", self.template or "") is not None
 
     def _spans(
         self, messages: Sequence[Message], text: str, more: Mapping[str, Any]
@@ -241,7 +239,7 @@ class Tokenizer:
             got = f"no chat_template in {SETTINGS} and no {TEMPLATE}"
             fix = f"write one: {self.path / TEMPLATE}"
             refuse("no template", str(self.path), got, "a template", fix)
-        _require("jinja2", "cannot write conversations")
+        require_package("jinja2", "hub", "cannot write conversations", "the package installed")
 
 
 def _unmark(marked: str, mark: str) -> tuple[str, list[tuple[int, int]]]:
@@ -289,14 +287,8 @@ def _environment(mark: str) -> Any:
     return environment
 
 
-def _require(package: str, title: str) -> None:
-    if find_spec(package) is None:
-        fix = f"pip install {package}, or functron[hub]"
-        refuse(title, package, "no such package", "the package installed", fix)
-
-
 def _read_tokenizer(file: Path) -> Any:
-    _require("tokenizers", CANNOT)
+    require_package("tokenizers", "hub", CANNOT, "the package installed")
     import tokenizers
 
     text = _read(file, "a model with a fast tokenizer; transformers' save_pretrained writes one")

@@ -7,8 +7,7 @@ import re
 import pytest
 import torch
 
-from functron.data import Chat, Tokenizer
-from functron.data import tokenizer as tokenizer_module
+from functron.data import Chat, Tokenizer, documents
 from functron.data.chat import IGNORED
 from functron.data.order import drawn
 from functron.nn import IGNORE_INDEX
@@ -212,7 +211,7 @@ def test_tokenizers_that_do_not_do(tokenizer, tmp_path, monkeypatch):
         Chat(file, tokenizer, SEQ, vocab_size=100)
     with pytest.raises(ValueError, match="overlong: got 'trim'; wanted refuse, cut or drop"):
         Chat(file, tokenizer, SEQ, overlong="trim")
-    monkeypatch.setattr(tokenizer_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(documents, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"jinja2: got no such package.*pip install jinja2"):
         Chat(file, tokenizer, SEQ)
 

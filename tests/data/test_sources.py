@@ -7,9 +7,7 @@ import json
 
 import pytest
 
-from functron.data import sources
-from functron.data import sources as jsonl
-from functron.data import sources as parquet
+from functron.data import documents, sources
 from functron.data.sources import cut, find_files, read, read_jsonl, where
 
 TEXTS = ["one", "", "zwei Äpfel", "三 🙂\nlines", "x" * 50, "last"]
@@ -83,7 +81,7 @@ def test_lines_that_cannot_be_read(tmp_path):
         for number, (got, said) in enumerate(zip(problems(chunks), wrong.values(), strict=True), 1):
             assert got.startswith(f"{file}:{2 * number}: {said}")
     texts = list(read_jsonl(file))
-    assert jsonl.where_in_jsonl(file, texts[2].place) == f"{file}:3"
+    assert sources.where_in_jsonl(file, texts[2].place) == f"{file}:3"
     assert where(cut([file], "text", 10)[0], texts[0].place) == f"{file}:1"
 
 
@@ -98,7 +96,7 @@ def table(tmp_path, columns, name="a.parquet", **options):
 
 def test_parquet(tmp_path):
     file = table(tmp_path, {"text": TEXTS, "n": range(6)}, row_group_size=2)
-    assert len(parquet.row_groups(file)) == 3
+    assert len(sources.row_groups(file)) == 3
     for size, count in [(1, 3), (10**9, 1)]:
         chunks = cut(find_files([tmp_path]), "text", size)
         assert len(chunks) == count
@@ -119,7 +117,7 @@ def test_parquet_that_cannot_be_read(tmp_path):
     )
     assert f"{nulls}, row group 2, row 1: got null" in got[1]
     assert len(got) == 2
-    assert parquet.where_in_parquet(nulls, 3) == f"{nulls}, row group 1, row 1"
+    assert sources.where_in_parquet(nulls, 3) == f"{nulls}, row group 1, row 1"
     numbers = table(tmp_path, {"text": [float("nan")] * 2, "texts": ["a", "b"]}, "b.parquet")
     with pytest.raises(
         ValueError, match=r"column 'text': got double; wanted strings; .*NaN"
@@ -177,8 +175,7 @@ def test_plain_files_and_what_folders_hold(tmp_path):
 
 
 def test_missing_packages(tmp_path, monkeypatch):
-    for module in (jsonl, parquet):
-        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(documents, "find_spec", lambda name: None)
     (tmp_path / "a.jsonl.zst").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"zstandard: got no such package.*functron\[zstd\]"):
         list(read_jsonl(tmp_path / "a.jsonl.zst"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from functron.data import tokenizer as module
+from functron.data import documents
 from functron.data.tokenizer import Tokenizer
 from tests.data.chats import CHATML, MARKED
 
@@ -232,7 +232,7 @@ def test_broken_files(tmp_path, monkeypatch):
 
     usual = importlib.util.find_spec
     monkeypatch.setattr(
-        module, "find_spec", lambda name: None if name == "tokenizers" else usual(name)
+        documents, "find_spec", lambda name: None if name == "tokenizers" else usual(name)
     )
     with pytest.raises(
         ValueError, match=r"tokenizers: got no such package.*pip install tokenizers"
