@@ -291,7 +291,7 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "microbatches", "schedule", "chunks", "layout", "vocab_over_pp", "zero", "gather",
     ),
     "precision": (
-        *(f"{family}.dtype" for family in FAMILIES), "optimizer.fp32_masters",
+        *(f"{family}.dtype" for family in TRAINED), "optimizer.fp32_masters",
         "optimizer.stochastic_rounding", "optimizer.mu_dtype", "optimizer.nu_dtype",
         "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.muon.dtype", "remat",
         "loss_chunk_tokens", "kernels", "compile", "device",
@@ -311,7 +311,7 @@ COMMON = frozenset({
     "sequence_parallel", "microbatches", "schedule", "zero", "remat", "compile", "device", "steps",
     "seed", "optimizer.name", "optimizer.weight_decay", "learning_rate.peak",
     "learning_rate.warmup_steps", "out", "resume", "save_every", "eval_every", "eval_data",
-    "tensorboard", "wandb", *(f"{family}.dtype" for family in FAMILIES),
+    "tensorboard", "wandb", *(f"{family}.dtype" for family in TRAINED),
 })  # fmt: skip
 """The options that most runs use."""
 
