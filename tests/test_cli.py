@@ -23,7 +23,7 @@ from functron.cli.main import COMMANDS, main
 from functron.cli.train import parse_train
 from functron.data import IndexedWriter
 from functron.models import gpt
-from functron.models.family import FAMILIES
+from functron.models.family import TRAINED
 from functron.models.lora import trainable
 from functron.params import abstract_params, num_params
 from functron.spmd import Mesh
@@ -447,7 +447,7 @@ def test_every_option_of_training_is_in_one_box_of_the_help(capsys):
     top = {name for name in listed if "." not in name}
     assert top == {field.name for field in fields(TrainConfig)}
     known = {option.field for option in parsing.options_of(TrainConfig())}
-    assert {name for name in COMMON if name.split(".")[0] not in FAMILIES} <= known
+    assert {name for name in COMMON if name.split(".")[0] not in TRAINED} <= known
 
 
 def test_help_is_short_unless_all_of_it_is_asked_for(capsys):
