@@ -55,7 +55,7 @@ def main():
     config = gpt.PRESETS[args.model]
     mesh, device = connect(ft.Mesh.parse(args.mesh))
     if mesh["pp"] > 1:
-        raise SystemExit("a pipeline's step is ft.make_pipelined_step, as in functron train")
+        raise SystemExit("a pipeline wants ft.pipelined_gradients, as in functron train")
     is_first = not isinstance(mesh, ft.BoundMesh) or mesh.rank == 0
 
     defs = gpt.defs(config)
@@ -76,7 +76,8 @@ def main():
     key = ft.random.key(args.seed, device=device)
     state = ft.init_state(key, defs, specs, optimizer, mesh)
     splits = gpt.batch_specs()  # samples over dp, fsdp and ep; their tokens over cp and ulysses
-    step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs, batch_specs=splits)
+    gradients = ft.gradients(loss, gpt.num_targets)
+    step = ft.make_step(gradients, optimizer, mesh, specs, batch_specs=splits)
     text = ByteText(args.data, args.seq, seed=args.seed)
 
     for index in range(args.steps):

@@ -278,6 +278,6 @@ def _stage_axis(schedule: Schedule) -> StageAxis | None:
     if stages is not None and stages.index is not None and scope().axis_index is not None:
         raise ValueError(
             "pipeline: got a step on a bound mesh to trace or compile as one program; wanted it "
-            "run stage by stage; fix: make_pipelined_step(..., compile=True) compiles the stages"
+            "run stage by stage; fix: pipelined(..., compile={}) compiles the stages"
         )
     return stages

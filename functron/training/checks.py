@@ -303,7 +303,7 @@ def _resume_problems(config: TrainConfig) -> Sequence[Problem]:
     if not run_folder.is_run(path):
         if config.resume == "auto":
             return _out_problems(config.out)
-        near = run_folder.nearest(path)
+        near = records.nearest(path)
         fix = "" if near is None else f"--out {near}, which is one; "
         fix += "to begin one where there is none, --resume auto"
         return [Problem("out", f"{config.out}, where no run is", "the folder of a run", fix)]

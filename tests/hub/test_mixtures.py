@@ -86,8 +86,7 @@ def test_a_step_of_training_comes_back(stored, tmp_path):
     targets = F.pad(tokens[:, 1:], (0, 1), value=ft.nn.IGNORE_INDEX)
     batch = {"tokens": tokens, "targets": targets, "rows": torch.arange(len(tokens))}
     step = ft.make_step(
-        lambda params, data, key: gpt.loss(config, params, data),
-        gpt.num_targets,
+        ft.gradients(lambda params, data, key: gpt.loss(config, params, data), gpt.num_targets),
         optim.sgd(0.5),
         ft.Mesh(),
         ft.P(),

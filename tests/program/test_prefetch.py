@@ -43,7 +43,7 @@ def training(
         )
 
     step = ft.make_step(
-        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=microbatches
+        ft.gradients(loss, gpt.num_targets, num_microbatches=microbatches), optimizer, mesh, specs
     )
     return step, ft.init_state(random.key(1), defs, specs, optimizer, mesh), specs
 
