@@ -32,8 +32,7 @@ from functron.core.errors import Problem, nearest, raise_problems
 from functron.core.typing import Float, Int, Tensor
 from functron.nn.attention import causal_attention
 from functron.nn.zigzag import own_part
-from functron.ops.attention import Visible, block, block_backward, merge
-from functron.ops.chunked import upcast
+from functron.ops.attention import Visible, block, block_backward, merge, upcast
 from functron.ops.define import AUTO, Kernels
 from functron.spmd import collectives as lax
 from functron.transforms.custom_vjp import custom_vjp
@@ -116,7 +115,7 @@ class Part:
         queries: which half of its rows: False the early, True the late one; None for all.
         keys: which half.
         valid: whether there is anything to see.
-        apart: as in `functron.ops.chunked.Visible`.
+        apart: as in `functron.ops.attention.Visible`.
     """
 
     queries: Flag | None = None

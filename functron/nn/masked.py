@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from functron.core.typing import Bool, Float, Int, Tensor
 from functron.nn.attention import AttentionConfig
 from functron.nn.linear import column_parallel, gather_sequence, row_parallel, weights
-from functron.ops import chunked
-from functron.ops.attention import Visible, attention, block, block_backward
+from functron.ops.attention import Visible, attend, attention, block, block_backward, upcast
 from functron.spmd.spec import P
 from functron.transforms.custom_vjp import custom_vjp
 
@@ -95,9 +94,9 @@ def cached_attention(
     elif window:
         seen = seen & (distance < window)
     q, k, v = (x.transpose(_SEQ, _HEADS) for x in (q, cache.k, cache.v))
-    out, lse = chunked.attend(q, k, v, ~seen.unsqueeze(1), 1 / math.sqrt(q.shape[-1]), cap=cap)
+    out, lse = attend(q, k, v, ~seen.unsqueeze(1), 1 / math.sqrt(q.shape[-1]), cap=cap)
     if sinks is not None:
-        share = torch.sigmoid(lse - chunked.upcast(sinks).unsqueeze(-1))
+        share = torch.sigmoid(lse - upcast(sinks).unsqueeze(-1))
         out = out * share.unsqueeze(-1)
     return out.to(q.dtype).transpose(_SEQ, _HEADS)
 

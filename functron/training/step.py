@@ -26,7 +26,7 @@ from functron.spmd.axes import AxisNames
 from functron.spmd.shard_map import refuse_idle, unsplit_axes
 from functron.spmd.shards import cut_tree, join, whole_over
 from functron.transforms import accumulate, sync_gradients, value_and_grad
-from functron.transforms.scattered import scattered, stand_ins
+from functron.transforms.fsdp import scattered, stand_ins
 
 _SAMPLES = P(DATA_AXES)
 
@@ -351,10 +351,11 @@ def make_step(
     Raises:
         ValueError: an axis of the mesh splits nothing.
     """
-    wanted, layout = optimizer.grad_specs(specs), state_specs(specs, optimizer)
+    wanted = optimizer.bind(specs).grad_specs(specs)
     shares = gradients(mesh, specs, wanted)
     optimizer = optimizer.bind(specs, shares.copies)
-    axis, once = shares.axis, {"replicated_over": replicated_over}
+    layout = state_specs(specs, optimizer)
+    axis = shares.axis
     _check_work(mesh, (layout, batch_specs), replicated_over, axis)
 
     def first(state: State, batch: tree.Tree) -> tuple[Any, tree.Tree]:
@@ -376,7 +377,13 @@ def make_step(
     look = _sum_check(shares, mesh, specs, batch_specs) if check else None
     if not shares.in_programs or not isinstance(mesh, BoundMesh):
         mapped = shard_map(
-            step, mesh, (layout, batch_specs), (layout, P()), stages=axis, donate=0, **once
+            step,
+            mesh,
+            (layout, batch_specs),
+            (layout, P()),
+            stages=axis,
+            donate=0,
+            replicated_over=replicated_over,
         )
         if look is not None:
             mapped.observe = lambda args, out: look(out[0], args[1])

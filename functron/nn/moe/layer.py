@@ -52,7 +52,7 @@ from functron.nn.moe.router import (
     router_defs,
 )
 from functron.ops.define import AUTO, Kernels
-from functron.ops.moe_permute import PERMUTE, SORT, UNPERMUTE, sorted_assignments
+from functron.ops.moe import PERMUTE, SORT, UNPERMUTE, sorted_assignments
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
 from functron.spmd.ragged import add_rows, arrived, copy_rows, exchange, pick, swap_blocks

@@ -22,15 +22,7 @@ from functron.core.typing import Bool, Float, Int, Key, Tensor
 from functron.nn.linear import SEQ_DIM, linear_defs, sequence_axes
 from functron.nn.moe.config import Drop, MoEConfig
 from functron.ops.define import AUTO, Kernels
-from functron.ops.moe_router import (
-    RENORMALISE_EPS,
-    Score,
-    Weighting,
-    best,
-    choose,
-    fits,
-    moe_router,
-)
+from functron.ops.moe import RENORMALISE_EPS, Score, Weighting, best, choose, fits, moe_router
 from functron.params import ParamDef, zeros
 from functron.spmd import DATA_AXES
 from functron.spmd import collectives as lax
