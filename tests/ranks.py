@@ -151,7 +151,7 @@ def _free_port() -> int:
 
 def _serve(port: int) -> None:
     """Run in each process: fork for a program, and tell how it ended, until nobody asks."""
-    import functron.cli.main  # noqa: F401  (what every program would import)
+    import functron.cli.train  # noqa: F401  (what every program would import)
 
     rank = int(os.environ["RANK"])
     connection = Connection(socket.create_connection(("127.0.0.1", port)).detach())

@@ -149,7 +149,7 @@ def test_a_run_goes_on_where_experts_lie_on_other_ranks(tmp_path, capsys):
     ],
 )
 def test_processes_train_as_their_simulation_does(tmp_path, torchrun, model, mesh, options):
-    program = "import sys; from functron.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from functron.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = ["train", "--model", model, "--mesh", mesh, "--steps", "3", "--seq", "64"]
     command += ["--global-batch", "4", *options, "--out"]
     assert main.main([*command, str(tmp_path / "simulated")]) == 0

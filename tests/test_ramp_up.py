@@ -18,15 +18,15 @@ import torch
 
 import functron as ft
 from functron import Mesh, checkpoint, gpt, optim, random, tree
-from functron.checkpoint.parameters import read_params
+from functron.checkpoint.restore import read_params
 from functron.cli.main import main
 from functron.data import ByteText, IndexedWriter
 from functron.optim import OptimizerConfig
 from functron.training import run_folder
-from functron.training import train as training
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, load
 from functron.training.plan import plan
+from functron.training.train import prepare, train
 
 RUN = TrainConfig(
     gpt=gpt.GPTConfig(
@@ -45,7 +45,7 @@ def close(got, want, tolerance=1e-10):
 
 
 def taken(config: TrainConfig) -> list[dict]:
-    return training.train(training.prepare(config, Mesh.parse(config.mesh)), None).history
+    return train(prepare(config, Mesh.parse(config.mesh)), None).history
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_a_program_per_size(alone, monkeypatch):
         seen.append(settings)
         return ft.jit(*args, **settings, backend="eager")
 
-    monkeypatch.setattr(training, "jit", jit)
+    monkeypatch.setattr(sys.modules["functron.training.train"], "jit", jit)
     config = replace(RUN, ramp_up="4 8 4", steps=2)
     found = taken(replace(config, compile=True))
     assert found[1]["tokens"] == (4 + 12) * 12

@@ -37,7 +37,10 @@ def run(mesh, *, stream=gpt.STREAM, num_microbatches=1):
         return gpt.loss(CONFIG, params, data, ft.ModelOptions(stream=stream), key=key)
 
     step = ft.make_step(
-        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=num_microbatches
+        ft.gradients(loss, gpt.num_targets, num_microbatches=num_microbatches),
+        optimizer,
+        mesh,
+        specs,
     )
     history = []
     for index in range(STEPS):
@@ -120,7 +123,7 @@ def small_step(mesh, **how):
     optimizer = optim.sgd(0.125)
     state = ft.init_state(random.key(0), defs, specs, optimizer, mesh)
     count = lambda data: lax.psum(data.shape[0], "dp")
-    step = ft.make_step(loss, count, optimizer, mesh, specs, **how)
+    step = ft.make_step(ft.gradients(loss, count), optimizer, mesh, specs, **how)
     return step, state, torch.ones(4, 3)
 
 
@@ -176,19 +179,24 @@ def test_a_batch_that_does_not_divide_is_refused():
     optimizer = optim.adamw(1e-3)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     step = ft.make_step(
-        lambda p, b, k: gpt.loss(CONFIG, p, b), gpt.num_targets, optimizer, mesh, specs
+        ft.gradients(lambda p, b, k: gpt.loss(CONFIG, p, b), gpt.num_targets),
+        optimizer,
+        mesh,
+        specs,
     )
     with pytest.raises(ValueError, match=r"tokens: got dim 0 .*wanted a multiple of 3"):
         step(state, batch(0))
     step = ft.make_step(
-        lambda p, b, k: gpt.loss(CONFIG, p, b), gpt.num_targets, optimizer, Mesh(), specs,
-        num_microbatches=3,
-    )  # fmt: skip
+        ft.gradients(lambda p, b, k: gpt.loss(CONFIG, p, b), gpt.num_targets, num_microbatches=3),
+        optimizer,
+        Mesh(),
+        specs,
+    )
     with pytest.raises(ValueError, match="multiple of 3"):
         step(state, batch(0))
 
 
-def norms_in(optimizer, specs, **how):
+def norms_in(optimizer, specs, norms=ft.Norms(), trainable=True):  # noqa: B008
     """The metrics of a traced step, and the all-reductions of norms' single float64 numbers."""
     mesh = Mesh(dp=2, tp=2)
     params = {"w": torch.ones(4, 6), "v": torch.ones(6), "frozen": torch.ones(2)}
@@ -200,7 +208,8 @@ def norms_in(optimizer, specs, **how):
     data = {"x": torch.ones(8, 4)}
     state = ft.init_state(random.key(0), params, specs, optimizer, mesh, params)
     count = lambda batch: 8
-    step = ft.make_step(loss, count, optimizer, mesh, specs, batch_specs=P("dp"), **how)
+    made = ft.gradients(loss, count, trainable=trainable)
+    step = ft.make_step(made, optimizer, mesh, specs, batch_specs=P("dp"), norms=norms)
     program = ft.trace(step)(state, data)
     found = [
         equation.args[1]
@@ -219,16 +228,14 @@ def test_the_norm_of_gradients_is_computed_once_or_not_at_all():
     clipped = optim.chain(clip, optim.zero(optim.adamw(0.1), specs, specs))
     both = {"loss", "grad_norm"}
     assert norms_in(clipped, specs) == (both, ["tp"])
-    assert norms_in(clipped, specs, normed=False) == ({"loss"}, ["tp"])
-    assert norms_in(sgd, specs, normed=False) == ({"loss"}, [])
+    assert norms_in(clipped, specs, None) == ({"loss"}, ["tp"])
+    assert norms_in(sgd, specs, None) == ({"loss"}, [])
     wrapped = optim.where(mask, optim.apply_if_finite(clipped, 3, specs=specs), sgd)
-    assert norms_in(wrapped, specs, normed=mask) == (both, ["tp"])
-    masked = optim.masked(clipped, mask)
-    assert norms_in(masked, specs, normed=mask, trainable=mask) == (both, ["tp"])
+    assert norms_in(wrapped, specs, ft.Norms(mask)) == (both, ["tp"])
+    masked = optim.only(clipped, mask)
+    assert norms_in(masked, specs, ft.Norms(mask), mask) == (both, ["tp"])
     # other gradients than those that are clipped have another norm
-    assert norms_in(clipped, specs, normed=mask) == (both, ["tp", "tp"])
-    with pytest.raises(ValueError, match=r"normed=False; wanted None"):
-        norms_in(sgd, specs, normed=False, layers=optim.Layers((), frozenset()))
+    assert norms_in(clipped, specs, ft.Norms(mask)) == (both, ["tp", "tp"])
 
 
 def summed(params, batch, key):
@@ -243,13 +250,14 @@ def one(batch):
     return torch.ones(())
 
 
-def take(loss, mesh, jit=False, count=gpt.num_targets, **options):
+def take(loss, mesh, jit=False, count=gpt.num_targets, check=True, **options):
     """Two steps on this loss."""
     defs = gpt.defs(CONFIG)
     specs = ft.param_specs(defs, gpt.rules(CONFIG, mesh))
     optimizer = optim.adamw(1e-3)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
-    step = ft.make_step(loss, count, optimizer, mesh, specs, **options)
+    made = ft.gradients(loss, count, **options)
+    step = ft.make_step(made, optimizer, mesh, specs, check=check)
     step = ft.jit(step, donate=0, backend="eager") if jit else step
     for index in range(2):
         state, _ = step(state, batch(index))

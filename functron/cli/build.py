@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
-from functron.cli import launch
+from functron.cli.process import guarded, mistakes
+from functron.core.table import table
 from functron.ops import nvrtc
-from functron.ops import nvrtc as cubins
-from functron.ops import nvrtc as sources
 from functron.ops.nvrtc import Compiled, CompileError, Defines, Resources, Source
 
 _HEADS = ("source", "variant", "arch", "kernel", "registers", "stack", "spills", "shared")
@@ -76,7 +75,7 @@ def build(
     """Compile every variant of the sources for every architecture, and give them in this order.
 
     Args:
-        chosen: the sources.
+        chosen: the nvrtc.
         archs: the architectures.
         folder: of the cache; None: the default one.
         jobs: threads, which NVRTC allows; 0: one per processor.
@@ -91,7 +90,7 @@ def build(
 
     def one(job: tuple[Source, Defines, str]) -> Built:
         try:
-            return Built(*job, cubins.cubin(*job, folder))
+            return Built(*job, nvrtc.cubin(*job, folder))
         except CompileError as error:
             return Built(*job, None, str(error))
 
@@ -104,36 +103,24 @@ def rows(built: Built) -> list[tuple[str, ...]]:
     """The lines of the table for one variant, a kernel each."""
     if built.compiled is None:
         return []
-    variant = (built.source.name, sources.label(built.defines), built.arch)
+    variant = (built.source.name, nvrtc.label(built.defines), built.arch)
     return [
         (*variant, r.kernel, *map(str, (r.registers, r.stack, r.spills, r.shared)))
         for r in built.compiled.resources
     ]
 
 
-def table(lines: Sequence[tuple[str, ...]]) -> str:
-    """Columns under their heads: names to the left, numbers to the right."""
-    everything = [_HEADS, *lines]
-    widths = [max(map(len, column)) for column in zip(*everything, strict=True)]
-    place: list[Callable] = [str.ljust] * 4 + [str.rjust] * 4
-    text = [
-        "  ".join(put(cell, width) for put, cell, width in zip(place, line, widths, strict=True))
-        for line in everything
-    ]
-    return "\n".join(text)
-
-
 def run(arguments: Sequence[str]) -> int:
     """Compile, print the table and what is wrong; the exit code is 1 if anything is."""
     options = tyro.cli(BuildOptions, args=arguments, prog="python -m functron.cli.build")
     begun = time.perf_counter()
-    with launch.mistakes():
-        chosen = [sources.read(name) for name in options.source or sources.names()]
+    with mistakes():
+        chosen = [nvrtc.read(name) for name in options.source or nvrtc.names()]
         done = list(build(chosen, options.arch, options.cache, options.jobs))
-    print(table([line for built in done for line in rows(built)]))
+    print(table([_HEADS, *(line for built in done for line in rows(built))], left=4))
     problems = [built.failure for built in done if built.failure]
     for built in done:
-        what = f"{built.source.name} ({sources.label(built.defines)}) for {built.arch}"
+        what = f"{built.source.name} ({nvrtc.label(built.defines)}) for {built.arch}"
         problems += [
             f"{what}: {one.kernel} uses local memory: {one.stack} bytes of stack, "
             f"{one.spills} of spills, per thread"
@@ -141,11 +128,11 @@ def run(arguments: Sequence[str]) -> int:
         ]
         for warning in built.compiled.warnings if built.compiled else ():
             print(f"{what}: {warning}", file=sys.stderr)
-    folder = options.cache or cubins.default_folder()
+    folder = options.cache or nvrtc.default_folder()
     print(f"\n{len(done)} cubins in {time.perf_counter() - begun:.1f} s, kept in {folder}")
     print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)
     return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(launch.guarded(lambda: run(sys.argv[1:])))
+    sys.exit(guarded(lambda: run(sys.argv[1:])))

@@ -21,7 +21,6 @@ from torch.cuda import nccl
 
 from functron.cli.options import parse
 from functron.ops import launch, nvrtc
-from functron.ops import nvrtc as cubins
 
 State = Literal["ok", "missing", "broken"]
 """``"missing"`` is what not everybody needs; ``"broken"`` what nothing works without, or what is
@@ -235,10 +234,10 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _cache() -> Finding:
-    folder = cubins.default_folder()
+    folder = nvrtc.default_folder()
     if folder is None:
         return Finding("cache", "none: this user has no home, so kernels compile in every process")
-    sizes = [path.stat().st_size for path in folder.glob(f"*{cubins.SUFFIX}")]
+    sizes = [path.stat().st_size for path in folder.glob(f"*{nvrtc.SUFFIX}")]
     return Finding("cache", f"{folder}: {len(sizes)} cubins, {sum(sizes) / 2**20:.1f} MiB")
 
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 import tyro
 
 from functron import checkpoint
-from functron.cli import launch
-from functron.cli.options import device_type, parse
+from functron.cli.launch import device_type, join, launch, leave
+from functron.cli.options import parse
+from functron.cli.process import Process, current, mistakes
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems
 from functron.data.sliding import Sliding
@@ -97,21 +98,21 @@ class EvaluateOptions:
 def run(arguments: Sequence[str]) -> int:
     """Print the numbers of every set."""
     options = parse(EvaluateOptions, arguments, "evaluate")
-    here = launch.process()
-    with launch.mistakes():
+    here = current()
+    with mistakes():
         mesh = Mesh.parse(options.mesh)
         config = _configured(options, mesh)
         _check(config, options, mesh, here)
         path = checkpoint.latest(options.run / run_folder.CHECKPOINTS)
         kind = device_type(options.device, options.nproc)
     if here is None and options.nproc:
-        return launch.launch(options.nproc, ["-m", "functron", "evaluate", *arguments])
-    with launch.mistakes():
-        bound, device = launch.join(mesh, here, kind) if here else (mesh, torch.device(kind))
+        return launch(options.nproc, ["-m", "functron", "evaluate", *arguments])
+    with mistakes():
+        bound, device = join(mesh, here, kind) if here else (mesh, torch.device(kind))
         config, sets, notes = _sets(config, options, bound, device)
         score = _scorer(config, bound, device, path)
     found = score(sets)
-    launch.leave()
+    leave()
     if here is None or here.rank == 0:
         named = {one.name: one for one in sets}
         found = {name: _with_bytes(found[name], _bytes_of(one)) for name, one in named.items()}
@@ -236,9 +237,7 @@ def _share(mesh: Mesh | BoundMesh, microbatches: int) -> int:
     return microbatches * math.prod(mesh[axis] for axis in DATA_AXES)
 
 
-def _check(
-    config: TrainConfig, options: EvaluateOptions, mesh: Mesh, here: launch.Process | None
-) -> None:
+def _check(config: TrainConfig, options: EvaluateOptions, mesh: Mesh, here: Process | None) -> None:
     found = [
         Problem(name, str(value), "at least 0")
         for name in ("seq", "stride", "batches", "batch", "nproc")

@@ -1,23 +1,14 @@
-"""Processes: starting one per rank, joining those that torchrun started, and ending with them.
-
-The only module that reads environment variables: torchrun's, and `FULL_TRACEBACKS`.
-"""
+"""The processes of a job: starting one per rank, joining those of torchrun, parting again."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import sys
-import time
-import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,48 +18,28 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from functron.core.errors import Problem, full_tracebacks
+from functron.cli.process import MARK, Process
 from functron.spmd import BoundMesh, Mesh
 
-MARK = "functron-"
-FULL_TRACEBACKS = "FUNCTRON_FULL_TRACEBACKS"
+TIMEOUT_SECONDS = 300.0
 NOTICED_WITHIN_SECONDS = 2
 
 
-@dataclass(frozen=True)
-class Process:
-    """This process among those of a job, as torchrun tells it.
+def device_type(name: str, processes: int = 1) -> str:
+    """ "cpu" or "cuda" for the option --device and so many processes on this machine.
 
-    Attributes:
-        rank: from 0, over all machines.
-        local_rank: from 0, on this machine.
-        world_size: the number of processes.
-        error_file: where the launcher looks for why this process failed; empty: nowhere.
-        launched_here: whether `launch` started it, which prints that file.
+    Raises:
+        ValueError: cuda is asked for and there is none, or fewer GPUs than processes.
     """
-
-    rank: int
-    local_rank: int
-    world_size: int
-    error_file: str
-    launched_here: bool
-
-
-def process() -> Process | None:
-    """This process among those that torchrun (or `launch`) started; None where none did."""
-    env = os.environ
-    if not all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")):
-        return None
-    return Process(
-        int(env["RANK"]),
-        int(env["LOCAL_RANK"]),
-        int(env["WORLD_SIZE"]),
-        env.get("TORCHELASTIC_ERROR_FILE", ""),
-        env.get("TORCHELASTIC_RUN_ID", "").startswith(MARK),
-    )
-
-
-TIMEOUT_SECONDS = 300.0
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: got cuda; wanted a device of this machine; fix: --device cpu")
+    kind = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and processes > torch.cuda.device_count():
+        raise ValueError(
+            f"nproc: got {processes} for {torch.cuda.device_count()} GPUs; wanted a GPU each; "
+            "fix: simulate the mesh (--nproc 0), or --device cpu"
+        )
+    return kind
 
 
 def join(
@@ -109,7 +80,8 @@ def launch(nproc: int, arguments: Sequence[str]) -> int:
     Returns:
         The exit code: 0, that of the process that failed first, or 128 + the signal.
     """
-    threads = max(1, len(os.sched_getaffinity(0)) // nproc) if _has_affinity() else 1
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+    threads = max(1, len(os.sched_getaffinity(0)) // nproc) if has_affinity else 1
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     config = LaunchConfig(
         min_nodes=1,
@@ -136,15 +108,11 @@ def launch(nproc: int, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _has_affinity() -> bool:
-    return hasattr(os, "sched_getaffinity")  # not on macOS
-
-
 def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     """The rank that failed first, and how.
 
     torch orders failures by whole seconds, in which the others have long failed as well for want
-    of the first; so the finer time that `record_failure` wrote decides. SIGTERM is what the
+    of the first; so the finer time that `process.record_failure` wrote decides. SIGTERM is what the
     launcher stops the others with: who died of it is first only where nothing else happened.
     """
     return min(error.failures.items(), key=lambda row: _failure_order(row[1]))
@@ -168,98 +136,3 @@ def _explain(rank: int, failure: ProcessFailure, nproc: int) -> str:
     trace = _details(failure).get("py_callstack", "").rstrip()
     summary = f"functron: rank {rank} failed first ({how}); all {nproc} processes were stopped"
     return f"{trace}\n{summary}" if trace else summary
-
-
-def record_failure(here: Process, error: BaseException, text: str) -> None:
-    """Leave `text` for the launcher of this process, or print it where none would.
-
-    The file has torch.distributed.elastic's format, so that torchrun's summary shows it too.
-    """
-    if not here.launched_here:
-        lines = "".join(f"rank {here.rank}: {line}\n" for line in text.splitlines())
-        print(lines, end="", file=sys.stderr, flush=True)
-    if here.error_file:
-        now = time.time()
-        info = {"py_callstack": text, "timestamp": str(int(now)), "time": now}
-        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": info}
-        # whole or not at all: the launcher may stop this process while it writes
-        unfinished = Path(here.error_file + ".unfinished")
-        unfinished.write_text(json.dumps({"message": message}), encoding="utf-8")
-        unfinished.replace(here.error_file)
-
-
-class InputError(Exception):
-    """A taught error about what the user asked for: its message is all there is to show."""
-
-
-class OutsideError(Exception):
-    """A taught error about what surrounds a run, such as a disk: its message is all to show."""
-
-
-@contextmanager
-def outside() -> Iterator[None]:
-    """Turn an OSError in a with block, which begins with good input, into an `OutsideError`."""
-    try:
-        yield
-    except OSError as error:
-        raise OutsideError(_told(error)) from error
-
-
-def _told(error: OSError) -> str:
-    """The message of an error, which has a file's name where the system raised it."""
-    if error.filename is None:
-        return error.strerror or str(error)
-    problem = Problem(
-        str(error.filename),
-        error.strerror or type(error).__name__,
-        "to read or write it",
-        "see that its folder and disk are there, and that this user may; then go on with --resume",
-    )
-    return f"cannot go on\n  - {problem}"
-
-
-@contextmanager
-def mistakes() -> Iterator[None]:
-    """Turn a ValueError or TypeError in a with block, which checks input, into a `InputError`."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise InputError(str(error)) from error
-
-
-def guarded(program: Callable[[], int]) -> int:
-    """The exit code of `program()`: what a process of a job, or a lone one, should end with.
-
-    A `InputError` is printed as its message and gives 2; an `OutsideError` (a full disk) and a
-    FloatingPointError (a loss that is not finite) likewise, and give 1. Anything else is a
-    traceback and 1. Where the environment has `FULL_TRACEBACKS`, which processes inherit, messages
-    come with their traceback too.
-    """
-    here = process()
-    try:
-        with full_tracebacks():  # what is no message is a bug of functron
-            return program()
-    except SystemExit as error:  # of the option parser, which has printed why
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except BrokenPipeError:
-        # the reader of our output has left, as head does; Python must not flush to it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except (InputError, OutsideError, FloatingPointError) as error:
-        text, code = f"functron: {error}", 2 if isinstance(error, InputError) else 1
-        if os.environ.get(FULL_TRACEBACKS):
-            text = f"{traceback.format_exc()}{text}"
-        failure: Exception = error
-    except Exception as error:
-        text, code = traceback.format_exc(), 1
-        failure = error
-    if here is not None:
-        record_failure(here, failure, text)
-        # The others may wait for this process in a collective: end without waiting for them.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    print(text, file=sys.stderr)
-    return code

@@ -1,31 +1,32 @@
-"""Options from the command line; those that do not exist suggest the ones that were meant.
+"""The options of a command: those of a dataclass, its docstring the help, and what was meant.
 
-A run that a command is about: a run folder or a file of options, or a preset, and options.
-
-The device of a command that runs something.
+A dataclass may have others as fields, whose options go under the field's name, or under none.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import re
+import shutil
+import textwrap
+import types
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-import torch
 import tyro
 
-from functron.cli import launch
+from functron.cli import process
 from functron.core.errors import Problem, raise_problems
-from functron.training import run_folder
-from functron.training.config import TrainConfig, load, with_model
 
 T = TypeVar("T")
+
+Boxes = Mapping[str, Sequence[str]]
+"""By title, the names of fields, which stand for all options under them that no longer name has."""
 
 _ALIASES: Mapping[str, str] = MappingProxyType({
     "learning-rate.peak": "lr learning-rate max-lr peak-lr",
@@ -90,22 +91,38 @@ _ALIASES: Mapping[str, str] = MappingProxyType({
     "mesh ep=N": "ep expert-model-parallel-size expert-parallel-size",
     "mesh fsdp=N": "fsdp fully-shard data-parallel-sharding-strategy",
 })  # fmt: skip
-"""Options, and what those call them who know Megatron-LM, transformers, nanoGPT and others."""
+"""Options, and their names in Megatron-LM, transformers, nanoGPT and others."""
 
 
-def parse(kind: type[T], arguments: Sequence[str], command: str, default: T | None = None) -> T:
+def parse(
+    kind: type[T],
+    arguments: Sequence[str],
+    command: str,
+    default: T | None = None,
+    *,
+    boxes: Boxes = MappingProxyType({}),
+    common: Iterable[str] = (),
+) -> T:
     """The options of ``functron COMMAND`` in `arguments`.
 
     Args:
         kind: a dataclass, whose fields are the options and whose docstring describes them.
-        arguments: what stands after the command.
+        arguments: those after the command.
         command: its name.
         default: an instance with the values of options that are not given; None: the fields' own.
+        boxes: of the help, after that of the options that no box has.
+        common: the fields in boxes that --help shows; --help-all shows all. None: all are shown.
 
     Raises:
-        functron.cli.launch.InputError: options that do not exist, each with the nearest that do.
-        SystemExit: what does not parse (code 2), or --help (code 0).
+        functron.cli.process.InputError: options that do not exist, each with the nearest that do.
+        SystemExit: arguments that do not parse (code 2), or --help (code 0).
     """
+    options = list(options_of(kind if default is None else default))
+    asked = [word for word in arguments if word in ("-h", "--help", "--help-all")]
+    if asked:
+        everything = "--help-all" in asked or not common
+        print(_help(kind, f"functron {command}", options, boxes, None if everything else common))
+        raise SystemExit(0)
     given: dict[str, Any] = {} if default is None else {"default": default}
     made, unknown = tyro.cli(
         kind,
@@ -115,9 +132,9 @@ def parse(kind: type[T], arguments: Sequence[str], command: str, default: T | No
         return_unknown_args=True,
         **given,
     )
-    known = options_of(kind if default is None else default)
+    known = [option.name for option in options if not option.positional]
     names = [word for word in unknown if word.startswith("-")] or unknown
-    with launch.mistakes():
+    with process.mistakes():
         raise_problems(
             f"functron {command} has no such options",
             [
@@ -128,26 +145,88 @@ def parse(kind: type[T], arguments: Sequence[str], command: str, default: T | No
     return made
 
 
-def options_of(value: Any, prefix: str = "") -> list[str]:
-    """The names of the options, without dashes, of a dataclass or an instance of it."""
-    names = []
-    hints = typing.get_type_hints(
-        value if isinstance(value, type) else type(value), include_extras=True
-    )
-    for field in dataclasses.fields(value):
+@dataclass(frozen=True)
+class Option:
+    """An option of a command.
+
+    Attributes:
+        name: without dashes: ``gpt.num-layers``.
+        field: its path in the dataclass: ``gpt.num_layers``.
+        metavar: placeholder of its value; empty where it is a switch.
+        default: its value where it is not given; `dataclasses.MISSING`: it must be.
+        text: the description.
+        positional: whether it goes without its name.
+    """
+
+    name: str
+    field: str
+    metavar: str
+    default: Any
+    text: str
+    positional: bool
+
+    def __str__(self) -> str:
+        if self.positional:
+            return self.metavar
+        if self.metavar:
+            return f"--{self.name} {self.metavar}"
+        group, dot, last = self.name.rpartition(".")
+        return f"--{self.name}, --{group}{dot}no-{last}"
+
+
+def options_of(value: Any, prefix: str = "") -> Iterator[Option]:
+    """The options of a dataclass or an instance of it, those of dataclasses in it among them."""
+    is_class = isinstance(value, type)
+    kind = value if is_class else type(value)
+    hints, texts = typing.get_type_hints(kind, include_extras=True), _texts(kind)
+    for field in dataclasses.fields(kind):
         hint, marks = hints[field.name], ()
         if typing.get_origin(hint) is Annotated:
             hint, *marks = typing.get_args(hint)
-        if tyro.conf.Positional in marks:
-            continue
-        flat = any(getattr(mark, "name", None) == "" for mark in marks)
-        inner = hint if isinstance(value, type) else getattr(value, field.name)
-        name = "" if flat else f"{prefix}{field.name.replace('_', '-')}"
-        if dataclasses.is_dataclass(inner):
-            names += options_of(inner, f"{name}." if name else prefix)
-        else:
-            names.append(name)
-    return names
+        default = field.default
+        if default is MISSING and field.default_factory is not MISSING:
+            default = field.default_factory()
+        default = default if is_class else getattr(value, field.name)
+        if dataclasses.is_dataclass(inner := hint if default is MISSING else default):
+            flat = any(getattr(mark, "name", None) == "" for mark in marks)
+            yield from options_of(inner, prefix if flat else f"{prefix}{field.name}.")
+        elif not any(map(dataclasses.is_dataclass, typing.get_args(hint))):
+            path = f"{prefix}{field.name}"
+            name = path.replace("_", "-")
+            own = [mark.metavar for mark in marks if getattr(mark, "metavar", None)]
+            metavar = own[0] if own else _metavar(hint)
+            positional = tyro.conf.Positional in marks
+            yield Option(name, path, metavar, default, texts.get(field.name, ""), positional)
+
+
+def _metavar(hint: Any) -> str:
+    """The placeholder of a value of this kind; empty for a switch."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if hint is bool:
+        return ""
+    if origin is Literal:
+        return f"{{{','.join(map(str, inside))}}}"
+    if origin is tuple:
+        return f"[{_metavar(inside[0])} [{_metavar(inside[0])} ...]]"
+    if origin in (typing.Union, types.UnionType):
+        several = [one for one in inside if one is not types.NoneType]
+        if bool in several:
+            several = [Literal["True", "False"], *(one for one in several if one is not bool)]
+        words = [_metavar(one) for one in several]
+        braced = all(word.startswith("{") for word in words)
+        return f"{{{','.join(word[1:-1] for word in words)}}}" if braced else "|".join(words)
+    return getattr(hint, "__name__", str(hint)).upper()
+
+
+def _texts(kind: type) -> dict[str, str]:
+    """The descriptions of a dataclass's fields, from its docstring and those of its bases."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__[:-1]):
+        _, _, attributes = inspect.cleandoc(each.__doc__ or "").partition("\nAttributes:\n")
+        for entry in re.split(r"\n(?=    \w)", "\n" + attributes.partition("\n\n")[0]):
+            names, _, text = entry.strip().partition(":")
+            found |= dict.fromkeys(re.split(r",\s*", names), " ".join(text.split()))
+    return found
 
 
 def _meant(word: str, known: Sequence[str]) -> str:
@@ -168,68 +247,78 @@ def _candidates(typed: str, known: Sequence[str]) -> list[str]:
     return [f"--{option}" for option in meant]
 
 
-def parse_run(kind: Any, arguments: Sequence[str], command: str, **fields: Any) -> Any:
-    """The options of a command: of the run that the first argument names, or of a preset.
+# --- help
+
+_MOST_COLUMNS = 100
+_OPTION_COLUMNS = 32
+_FIRST_STATEMENT = re.compile(r"(?<!such as)(; |: |\. )")
+
+
+def _help(
+    kind: type, prog: str, options: Sequence[Option], boxes: Boxes, shown: Iterable[str] | None
+) -> str:
+    """The help of a command: how to call it, its description, and its options in boxes.
 
     Args:
-        kind: a dataclass with ``run``, a positional argument, ``options``, a `TrainConfig`, and
-            what the command takes besides; options override what the run says.
-        arguments: as they were given. A run comes first.
-        command: its name.
-        fields: of the `TrainConfig`, where no run is named.
-
-    Raises:
-        ValueError: there is no such run or preset, or it cannot be read.
-        launch.InputError, SystemExit: as `functron.cli.options.parse`.
+        kind: the dataclass of the options, whose docstring has the description.
+        prog: the command.
+        options: its options.
+        boxes: titles and what is in them.
+        shown: the fields that are shown of those in boxes, each with the beginning of its
+            description; None: all, with all of theirs.
     """
-    run = arguments[0] if arguments and not arguments[0].startswith("-") else ""
-    model = _value_of("--model", arguments)
-    if run:
-        base = load(_file_of(Path(run)), model=model)
-    else:
-        base = replace(TrainConfig(), **fields)
-        base = base if model is None else with_model(base, model)
-    made = parse(kind, arguments, command, kind(run=run, options=base))
-    if made.run != run:
-        fix = f"functron {command} {made.run} ..."
-        problem = Problem("run", repr(made.run), "the first argument", fix)
-        raise_problems("cannot tell which run this is about", [problem])
-    return made
+    places = [option.metavar for option in options if option.positional]
+    doc = inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:")[0]
+    columns = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
+    usage = " ".join([f"usage: {prog}", *places, "[OPTIONS]"])
+    parts = [usage, "\n\n".join(textwrap.fill(p, columns) for p in doc.split("\n\n"))]
+    own = [("-h, --help", "show this help and exit")]
+    if boxes:
+        own[0] = ("-h, --help", "show the options that most runs use, and exit")
+        own.append(("--help-all", "show all options, and exit"))
+    rows: dict[str, list[tuple[str, str]]] = {"options": own, **{title: [] for title in boxes}}
+    for option in options:
+        title = box_of(option.field, boxes)
+        if title is None or shown is None:
+            rows[title or "options"].append((str(option), _described(option)))
+        elif option.field in shown:
+            rows[title].append((str(option), _described(option, brief=True)))
+    parts += [_box(title, lines, columns) for title, lines in rows.items() if lines]
+    return "\n\n".join(parts[:2]) + "\n\n" + "\n".join(parts[2:])
 
 
-def _value_of(option: str, arguments: Sequence[str]) -> str | None:
-    """The value of an option; None: it has none, or the parser will say what is wrong."""
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        if word == option and following:
-            return following
-        if word.startswith(f"{option}="):
-            return word.partition("=")[2]
-    return None
+def box_of(field: str, boxes: Boxes) -> str | None:
+    """The box that has this field: that with the longest name that it is, or is under, if any."""
+    found = {
+        name: title
+        for title, names in boxes.items()
+        for name in names
+        if field == name or field.startswith(f"{name}.")
+    }
+    return found[max(found, key=len)] if found else None
 
 
-def _file_of(path: Path) -> Path:
-    """The file that has the options of a run."""
-    if not path.is_dir() or run_folder.is_run(path):
-        return path / run_folder.CONFIG if path.is_dir() else path
-    near = run_folder.nearest(path)
-    fix = "" if near is None else f"name {near}, which is one"
-    wanted = f"a run folder, or a file like its {run_folder.CONFIG}"
-    raise_problems("no such run", [Problem(str(path), "a folder where no run is", wanted, fix)])
-    raise AssertionError("unreachable")
+def _described(option: Option, *, brief: bool = False) -> str:
+    text = option.text.replace("``", "").replace("`", "")
+    if brief:
+        text = _FIRST_STATEMENT.split(text, maxsplit=1)[0].rstrip(".")
+    if option.default is MISSING:
+        return f"{text} (required)"
+    if option.positional or option.default in (None, "", ()):
+        return text
+    return f"{text} (default: {option.default})"
 
 
-def device_type(name: str, processes: int = 1) -> str:
-    """ "cpu" or "cuda" for the option --device and so many processes on this machine.
-
-    Raises:
-        ValueError: cuda is asked for and there is none, or fewer GPUs than processes.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: got cuda; wanted a device of this machine; fix: --device cpu")
-    kind = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda" and processes > torch.cuda.device_count():
-        raise ValueError(
-            f"nproc: got {processes} for {torch.cuda.device_count()} GPUs; wanted a GPU each; "
-            "fix: simulate the mesh (--nproc 0), or --device cpu"
-        )
-    return kind
+def _box(title: str, rows: Iterable[tuple[str, str]], columns: int) -> str:
+    """Options and their descriptions beside them, or below long options, in a frame."""
+    inner = columns - 4
+    lines = []
+    for name, text in rows:
+        beside = textwrap.wrap(text, inner - _OPTION_COLUMNS) or [""]
+        if len(name) < _OPTION_COLUMNS - 1:
+            lines.append(f"{name:{_OPTION_COLUMNS}}{beside.pop(0)}")
+        else:
+            lines += textwrap.wrap(name, inner, subsequent_indent="  ", break_on_hyphens=False)
+        lines += [" " * _OPTION_COLUMNS + line for line in beside]
+    body = "\n".join(f"│ {line:{inner}} │" for line in lines)
+    return f"╭─ {title} {'─' * (inner - len(title) - 1)}╮\n{body}\n╰{'─' * (inner + 2)}╯"

@@ -13,9 +13,10 @@ import torch
 import tyro
 
 from functron import checkpoint
-from functron.checkpoint.parameters import read_params
-from functron.cli import launch
-from functron.cli.options import device_type, parse
+from functron.checkpoint.restore import read_params
+from functron.cli.launch import device_type, join, launch, leave
+from functron.cli.options import parse
+from functron.cli.process import Process, current, mistakes
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems
 from functron.data import Tokenizer
@@ -74,8 +75,8 @@ class SampleOptions:
 def run(arguments: Sequence[str]) -> int:
     """Print the continued prompt, or the answer to it."""
     options = parse(SampleOptions, arguments, "sample")
-    here = launch.process()
-    with launch.mistakes():
+    here = current()
+    with mistakes():
         mesh = Mesh.parse(options.mesh)
         config = load(options.run / run_folder.CONFIG)
         _check(options, config, mesh, here)
@@ -85,22 +86,20 @@ def run(arguments: Sequence[str]) -> int:
         say = _restored if restores else _continued
         program = say(options, config, tokenizer)
     if here is None and options.nproc:
-        return launch.launch(options.nproc, ["-m", "functron", "sample", *arguments])
+        return launch(options.nproc, ["-m", "functron", "sample", *arguments])
     if here is None and mesh.size > 1:
         note = f"mesh   {options.mesh}: {mesh.size} ranks simulated in this process"
         print(f"{note} (--nproc {mesh.size} starts processes)", file=sys.stderr)
-    with launch.mistakes():
-        bound, device = launch.join(mesh, here, kind) if here else (mesh, torch.device(kind))
+    with mistakes():
+        bound, device = join(mesh, here, kind) if here else (mesh, torch.device(kind))
         said = program(_params(options, config, bound, device), bound, device)
-    launch.leave()
+    leave()
     if here is None or here.rank == 0:
         print(said, flush=True)
     return 0
 
 
-def _check(
-    options: SampleOptions, config: TrainConfig, mesh: Mesh, here: launch.Process | None
-) -> None:
+def _check(options: SampleOptions, config: TrainConfig, mesh: Mesh, here: Process | None) -> None:
     """Refuse what cannot be sampled from, or not on this mesh."""
     model, found = config.architecture, []
     if isinstance(model, bert.BertConfig):

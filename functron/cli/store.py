@@ -1,9 +1,4 @@
-"""``functron convert``: a Hugging Face model into a run folder, and back.
-
-``functron checkpoint``: which checkpoints there are, what is in one, and whether it is whole.
-
-``functron upcycle``: a mixture of experts of a dense run.
-"""
+"""``functron checkpoint | convert | upcycle``: what a run has saved, and what is made of it."""
 
 from __future__ import annotations
 
@@ -14,11 +9,12 @@ from typing import Annotated, Literal
 
 import tyro
 
-from functron import checkpoint
-from functron.cli import launch
+from functron.checkpoint import latest, list_text, show_text, steps, verify_text
 from functron.cli.options import parse
+from functron.cli.process import mistakes
 from functron.nn.moe import MoEConfig
-from functron.training import config, convert, run_folder
+from functron.training import config, run_folder
+from functron.training import convert as conversion
 from functron.training.upcycle import upcycle_run
 
 
@@ -41,11 +37,11 @@ class ConvertOptions:
     max_seq: int = 0
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Convert, and print what became of it."""
+def convert(arguments: Sequence[str]) -> int:
+    """Convert, and print a summary."""
     options = parse(ConvertOptions, arguments, "convert")
-    with launch.mistakes():
-        done = convert.convert(
+    with mistakes():
+        done = conversion.convert(
             options.source,
             options.target,
             dtype=options.dtype or None,
@@ -73,18 +69,18 @@ class CheckpointOptions:
     path: tyro.conf.Positional[Path]
 
 
-def run_checkpoint(arguments: Sequence[str]) -> int:
+def checkpoint(arguments: Sequence[str]) -> int:
     """Print the listing, the contents, or that they are right."""
     options = parse(CheckpointOptions, arguments, "checkpoint")
-    with launch.mistakes():
+    with mistakes():
         folder = options.path
         if run_folder.is_run(folder):
             folder = folder / run_folder.CHECKPOINTS
         if options.action == "ls":
-            print(checkpoint.list_text(folder))
+            print(list_text(folder))
             return 0
-        one = checkpoint.latest(folder) if checkpoint.steps(folder) else folder
-        text = checkpoint.show_text if options.action == "show" else checkpoint.verify_text
+        one = latest(folder) if steps(folder) else folder
+        text = show_text if options.action == "show" else verify_text
         print(text(one))
     return 0
 
@@ -114,10 +110,10 @@ class UpcycleOptions:
     averaged: bool = False
 
 
-def run_upcycle(arguments: Sequence[str]) -> int:
-    """Make it, and print what was made."""
+def upcycle(arguments: Sequence[str]) -> int:
+    """Make the run folder, and print a summary."""
     options = parse(UpcycleOptions, arguments, "upcycle")
-    with launch.mistakes():
+    with mistakes():
         dense = config.load(Path(options.source) / run_folder.CONFIG).gpt
         moe = MoEConfig(
             options.experts,

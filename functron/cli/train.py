@@ -13,14 +13,15 @@ import numpy as np
 import torch.distributed as dist
 import tyro
 
-from functron.cli import launch
-from functron.cli.options import device_type, parse
+from functron.cli.launch import device_type, join, launch, leave
+from functron.cli.options import parse
+from functron.cli.process import Process, current, mistakes, outside
 from functron.models import lora
 from functron.params import num_params
 from functron.spmd import Mesh
 from functron.training import records, run_folder
 from functron.training.checks import validate
-from functron.training.config import TrainConfig, load, with_model
+from functron.training.config import BOXES, COMMON, TrainConfig, load, with_model
 from functron.training.costs import bubble_note, step_report
 from functron.training.data import is_chat, reader_of, with_tokenizer
 from functron.training.loop import Outcome, exit_code
@@ -33,8 +34,8 @@ class TrainOptions:
     """Train a language model.
 
     Attributes:
-        config: a TOML file of these options, such as the config.toml of a run folder; options
-            given here override it.
+        config: a TOML or YAML file of these options, such as the config.toml of a run folder;
+            options given here override it.
         dry_run: check everything, show what one rank will compute, send and hold in a step, and
             begin nothing.
     """
@@ -46,8 +47,8 @@ class TrainOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Train; the exit code is 0, or 128 + the signal that ended it after saving."""
-    here = launch.process()
-    with launch.mistakes():
+    here = current()
+    with mistakes():
         options = _parsed(arguments)
         config = with_tokenizer(options.options)
         validate(config, processes=here.world_size if here else None)
@@ -58,26 +59,26 @@ def run(arguments: Sequence[str]) -> int:
             return 0
         kind = device_type(config.device, config.nproc)
     if here is None and config.nproc:
-        return launch.launch(config.nproc, ["-m", "functron", "train", *arguments])
-    with launch.mistakes():
+        return launch(config.nproc, ["-m", "functron", "train", *arguments])
+    with mistakes():
         made, out = _assemble(config, here, kind)
     main_rank = here is None or here.rank == 0
     if main_rank:
         print("\n".join(_introduction(made, here)), flush=True)
-    with launch.outside():
+    with outside():
         outcome = train(made, out)
-    launch.leave()
+    leave()
     if main_rank:
         print("\n".join(_conclusion(outcome, out, _prompt(made, out))), flush=True)
     return exit_code(outcome.stopped_by)
 
 
-def _assemble(config: TrainConfig, here: launch.Process | None, kind: str) -> tuple[Run, Path]:
+def _assemble(config: TrainConfig, here: Process | None, kind: str) -> tuple[Run, Path]:
     mesh = Mesh.parse(config.mesh)
     if here is None:
         out, begin_from = _folder(config)
         return prepare(config, mesh, kind, begin_from), out
-    bound, device = launch.join(mesh, here, kind, config.timeout_seconds)
+    bound, device = join(mesh, here, kind, config.timeout_seconds)
     chosen = [_folder(config) if here.rank == 0 else None]
     dist.broadcast_object_list(chosen, device=device)
     assert chosen[0] is not None
@@ -91,7 +92,7 @@ def _folder(config: TrainConfig) -> tuple[Path, Path | None]:
     return out, run_folder.newest(out) if config.resume else None
 
 
-def _introduction(run: Run, here: launch.Process | None) -> list[str]:
+def _introduction(run: Run, here: Process | None) -> list[str]:
     config, text = run.config, run.text
     name = config.data or "this Python's documentation and standard library"
     defs = run.plan.whole_defs
@@ -197,7 +198,7 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
 
     Raises:
         ValueError: an unknown preset, or what `functron.training.config.load` raises.
-        launch.InputError: options that do not exist, with those that were meant.
+        functron.cli.process.InputError: options that do not exist, with those that were meant.
         SystemExit: options that do not parse (code 2), or --help (code 0).
     """
     return _parsed(arguments).options
@@ -218,4 +219,5 @@ def _parsed(arguments: Sequence[str]) -> TrainOptions:
         base = load(file, model=early.model)
     else:
         base = with_model(TrainConfig(), early.model) if early.model else TrainConfig()
-    return parse(TrainOptions, arguments, "train", TrainOptions(early.config, options=base))
+    default = TrainOptions(early.config, options=base)
+    return parse(TrainOptions, arguments, "train", default, boxes=BOXES, common=COMMON)

@@ -148,8 +148,8 @@ class Pipeline:
         partition: who holds which parameters.
         schedule: who does what when.
         dtype: of the sums of gradients; None: their own.
-        compile: settings of `functron.compiler.compile`, for stages on a bound mesh; None:
-            stages are not compiled.
+        compile: settings of `functron.compiler.compile` for stages on a bound mesh; None: stages
+            are not compiled.
         observe: called after every action.
     """
 
@@ -278,6 +278,6 @@ def _stage_axis(schedule: Schedule) -> StageAxis | None:
     if stages is not None and stages.index is not None and scope().axis_index is not None:
         raise ValueError(
             "pipeline: got a step on a bound mesh to trace or compile as one program; wanted it "
-            "run stage by stage; fix: make_pipelined_step(..., compile=True) compiles the stages"
+            "run stage by stage; fix: pipelined(..., compile={}) compiles the stages"
         )
     return stages

@@ -1,8 +1,13 @@
-"""The configuration of a training run: frozen, complete, checked at once, and TOML on disk."""
+"""The configuration of a training run: frozen, complete, checked at once, and TOML on disk.
+
+Files that people write may be YAML as well.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 import json
 import re
 import tomllib
@@ -11,15 +16,16 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 import tomli_w
 
-from functron.core.errors import Problem, nearest, on_hub, raise_problems
+from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse
 from functron.data.ramp import RampUp, parse_ramp_up
 from functron.models import gpt
 from functron.models.bert import BertConfig
-from functron.models.family import FAMILIES, PRESETS, Config, Family, family_of
+from functron.models.family import PRESETS, TRAINED, Family, TrainedConfig, family_of
 from functron.models.gpt import GPTConfig
 from functron.models.lora import LoRA
 from functron.models.mamba import MambaConfig
@@ -234,7 +240,7 @@ class TrainConfig:
         return self.mask_documents or bool(self.pack)
 
     @property
-    def architecture(self) -> Config:
+    def architecture(self) -> TrainedConfig:
         """What is trained: `mamba`, `bert` or `t5` where one is given, and `gpt` otherwise."""
         return self.mamba or self.bert or self.t5 or self.gpt
 
@@ -271,6 +277,45 @@ class TrainConfig:
         return dataclasses.replace(self.learning_rate, total_steps=total)
 
 
+BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "data": (
+        "data", "tokenizer", "tokenizer_pattern", "format", "seq", "global_batch", "ramp_up",
+        "overlong", "split", "extra_token", "mask_documents", "pack", "fim_rate", "fim_spm_rate",
+        "fim_tokens", "mask_rate", "mask_token", "mean_span", "end_token", "prefetch",
+    ),
+    "model": (
+        "model", "source", "gpt", "mamba", "bert", "t5", "lora_rank", "lora_alpha", "lora_targets",
+    ),
+    "parallelism": (
+        "mesh", "nproc", "timeout_seconds", "sequence_parallel", "context", "zigzag", "expert_axes",
+        "microbatches", "schedule", "chunks", "layout", "vocab_over_pp", "zero", "gather",
+    ),
+    "precision": (
+        *(f"{family}.dtype" for family in FAMILIES), "optimizer.fp32_masters",
+        "optimizer.stochastic_rounding", "optimizer.mu_dtype", "optimizer.nu_dtype",
+        "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.muon.dtype", "remat",
+        "loss_chunk_tokens", "kernels", "compile", "device",
+    ),
+    "optimizer": ("steps", "seed", "optimizer", "learning_rate"),
+    "checkpoint": ("out", "resume", "save_every", "keep_last", "keep_every"),
+    "evaluation": ("eval_every", "eval_batches", "eval_data", "eval_averaged"),
+    "logging": ("log_layers_every", "tensorboard", "wandb"),
+})  # fmt: skip
+"""The options by subject, for the help: paths of fields, which stand for all that is under them.
+
+Precision is also what is computed again, or by other kernels, to save memory or time.
+"""
+
+COMMON = frozenset({
+    "data", "tokenizer", "format", "seq", "global_batch", "model", "mesh", "nproc",
+    "sequence_parallel", "microbatches", "schedule", "zero", "remat", "compile", "device", "steps",
+    "seed", "optimizer.name", "optimizer.weight_decay", "learning_rate.peak",
+    "learning_rate.warmup_steps", "out", "resume", "save_every", "eval_every", "eval_data",
+    "tensorboard", "wandb", *(f"{family}.dtype" for family in FAMILIES),
+})  # fmt: skip
+"""The options that most runs use."""
+
+
 def with_model(config: TrainConfig, name: str) -> TrainConfig:
     """`config` with the architecture of the preset `name`.
 
@@ -280,32 +325,28 @@ def with_model(config: TrainConfig, name: str) -> TrainConfig:
     return dataclasses.replace(config, model=name, source="", **_tables(PRESETS[name]))
 
 
-def _tables(architecture: Config) -> dict[str, Any]:
+def _tables(architecture: TrainedConfig) -> dict[str, Any]:
     """The values of all families' fields where this is what is trained."""
-    tables = {name: getattr(TrainConfig(), name) for name in FAMILIES}
+    tables = {name: getattr(TrainConfig(), name) for name in TRAINED}
     return tables | {family_of(architecture).name: architecture}
 
 
 def load(path: str | Path, *, model: str | None = None) -> TrainConfig:
-    """The configuration in a TOML file: what it leaves out has the preset's or default value.
+    """The configuration in a file: what it leaves out has the preset's or default value.
 
     Args:
-        path: the file.
+        path: a TOML file; YAML where its name ends in .yaml or .yml, of which true, false, null and
+            numbers are what YAML 1.2 calls so (``off`` and ``12:30`` are text, ``1e-3`` a number).
         model: a preset that replaces the file's model and its table, such as [gpt].
 
     Raises:
-        ValueError: the file cannot be read, is no TOML, has unknown keys, values of the wrong
-            kind, or describes an impossible model. All unknown keys and wrong kinds are listed.
+        ValueError: the file cannot be read, is no TOML or YAML, has unknown keys, values of the
+            wrong kind, or describes an impossible model. All unknown keys and wrong kinds are
+            listed. Or it is YAML, and the package that reads it is not installed.
     """
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        problem = Problem(str(path), reason, "a readable TOML file", _another(Path(path), error))
-        raise_problems("cannot read the configuration", [problem])
-        raise AssertionError("unreachable") from error
+    table = _table(Path(path))
     if model is not None:
-        table = {k: value for k, value in table.items() if k not in (*FAMILIES, "source")}
+        table = {k: value for k, value in table.items() if k not in (*TRAINED, "source")}
         table["model"] = model
     problems: list[Problem] = []
     name = table.get("model", "tiny")
@@ -321,6 +362,62 @@ def load(path: str | Path, *, model: str | None = None) -> TrainConfig:
     return _rebuild(base, values)
 
 
+def _table(path: Path) -> dict[str, Any]:
+    """The keys and values in a file."""
+    is_yaml = path.suffix in _YAML
+    title, kind = "cannot read the configuration", "YAML" if is_yaml else "TOML"
+    if is_yaml and path.is_file() and importlib.util.find_spec("yaml") is None:
+        fix = "pip install 'functron[yaml]', or write it as TOML"
+        refuse(title, "pyyaml", "no such package", f"it, to read {path}", fix)
+    try:
+        text = path.read_text(encoding="utf-8")
+        return _from_yaml(text) if is_yaml else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        refuse(title, str(path), reason, f"a readable {kind} file", _another(path, error))
+
+
+def _from_yaml(text: str) -> dict[str, Any]:
+    """The mapping in a YAML document, whose plain words are those of YAML 1.2.
+
+    Raises:
+        ValueError: it is no YAML, has a key twice, or is something else than a mapping.
+    """
+    yaml = importlib.import_module("yaml")
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers: ClassVar[dict] = {}
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+            keys = [key.value for key, _ in node.value if key.tag != _YAML_MERGE]
+            if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
+                line = node.start_mark.line + 1
+                raise ValueError(f"{', '.join(twice)} twice in the mapping of line {line}")
+            return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
+
+    for kind, pattern, first in _YAML_WORDS:
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(pattern), list(first))
+    try:
+        table = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if not isinstance(table, dict | None):
+        raise ValueError(f"a {type(table).__name__}, where keys and values should be")
+    return table or {}
+
+
+_YAML = (".yaml", ".yml")
+_YAML_MERGE = "tag:yaml.org,2002:merge"
+_YAML_WORDS = (
+    ("bool", r"(true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("null", r"(~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)$", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$", "-+.0123456789"),
+    ("merge", r"<<$", "<"),
+)
+"""The kinds of plain words of YAML 1.2 that configurations have, and how they begin."""
+
+
 def _another(path: Path, error: Exception) -> str:
     """The fix for what is no TOML: YAML, JSON, a Hugging Face model's file, or no file at all."""
     if isinstance(error, OSError):
@@ -332,14 +429,14 @@ def _another(path: Path, error: Exception) -> str:
         table = None
     if isinstance(table, dict) and "model_type" in table:
         return f"this describes a Hugging Face model: functron convert hf:{path.parent} run:RUN"
-    like = re.search(r"^\s*[\w.-]+:(\s|$)", text, re.MULTILINE) or path.suffix in _YAML
-    kind = "JSON" if table is not None or path.suffix == ".json" else "YAML" if like else ""
+    if path.suffix in _YAML:
+        return ""
     write = "write it as TOML, with steps = 10 for a value and [gpt] above those of a table; "
-    start = "functron train leaves a complete config.toml in its run folder to begin from"
-    return f"this is {kind}: {write}{start}" if kind else ""
-
-
-_YAML = (".yaml", ".yml")
+    write += "functron train leaves a complete config.toml in its run folder to begin from"
+    if table is not None or path.suffix == ".json":
+        return f"this is JSON: {write}"
+    like = re.search(r"^\s*[\w.-]+:(\s|$)", text, re.MULTILINE)
+    return f"this is YAML: give it a name that ends in .yaml, or {write}" if like else ""
 
 
 def dump(config: TrainConfig) -> str:
@@ -375,7 +472,7 @@ def _read(table: Mapping[str, Any], base: Any, prefix: str, problems: list[Probl
         if nested is not None and isinstance(value, Mapping):
             inner = getattr(base, key)
             out[key] = _read(value, inner if inner is not None else nested(), f"{where}.", problems)
-        elif optional and value == "none":
+        elif optional and value in ("none", None):
             out[key] = None
         elif nested is None and (kind := _kind(hints[key], value)) is None:
             out[key] = _converted(hints[key], value)

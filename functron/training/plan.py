@@ -19,7 +19,7 @@ from functron import checkpoint, optim
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import gpt
-from functron.models.family import Config, Family
+from functron.models.family import Family, TrainedConfig
 from functron.models.lora import lora_defs, trainable
 from functron.models.options import ModelOptions
 from functron.ops import use
@@ -39,7 +39,16 @@ from functron.spmd.spec import validate
 from functron.training.config import TrainConfig
 from functron.training.data import target_length
 from functron.training.loop import Watch
-from functron.training.step import State, init_state, make_pipelined_step, make_step, state_specs
+from functron.training.step import (
+    Norms,
+    Sharing,
+    State,
+    gradients,
+    init_state,
+    make_step,
+    pipelined_gradients,
+    state_specs,
+)
 from functron.transforms import Gather
 from functron.transforms.gradient import rule_vjp
 
@@ -72,7 +81,7 @@ class Plan:
         return self.config.family
 
     @property
-    def model(self) -> Config:
+    def model(self) -> TrainedConfig:
         """The architecture."""
         return self.config.architecture
 
@@ -318,7 +327,7 @@ class Plan:
             kernels=use(config.kernels),
         )
         if config.lora is not None:
-            return optim.masked(made, mask)
+            return optim.only(made, mask)
         moe = config.gpt.moe
         if moe is None or not moe.balance_bias:
             return made
@@ -367,7 +376,7 @@ class Plan:
         """
         if self.rank is None:
             like = self.init(random.key(0).to("meta"), mesh=Mesh())  # whole, and not padded
-            return checkpoint.place(like, self.state_specs, self.mesh)
+            return checkpoint.Placement.of(like, self.state_specs, self.mesh)
         return self.pipeline_placement
 
     @cached_property
@@ -383,7 +392,7 @@ class Plan:
         optimizer = self._optimizer(self.whole_defs, specs, zero_specs or None)
         meta, stored = random.key(0).to("meta"), partition.storage_specs(specs)
         like = init_state(meta, self.whole_defs, stored, optimizer, Mesh())
-        found = checkpoint.place(like, state_specs(stored, optimizer), self.mesh, partition)
+        found = checkpoint.Placement.of(like, state_specs(stored, optimizer), self.mesh, partition)
         return replace(found, rank=found.here)
 
     # --- the step
@@ -412,30 +421,26 @@ class Plan:
         return Watch(self._step(layers), self.config.log_layers_every, layers.names, names)
 
     def _step(self, layers: optim.Layers | None) -> Callable:
-        config, numbers = self.config, self.config.optimizer
-        common: dict[str, Any] = {
-            "scatter": config.zero == 2,
-            "hoist": config.gather == "step",
-            "reduce_dtype": torch_dtype(numbers.reduce_dtype),
+        return make_step(
+            self._pipelined_gradients(layers) if self.is_pipelined else self._gradients(layers),
+            self.optimizer,
+            self.mesh,
+            self.specs,
+            batch_specs=self.batch_specs,
+            norms=Norms(weight_mask(self.defs), layers, use(self.config.kernels)),
+            check=False,  # the losses of families are sums
+        )
+
+    def _common(self) -> dict[str, Any]:
+        """The arguments that both kinds of gradients have."""
+        return {
             "trainable": self.trained(self.defs),
-            "batch_specs": self.batch_specs,
-            "normed": weight_mask(self.defs),
-            "kernels": use(config.kernels),
-            "layers": layers,
-            "check": False,  # the losses of families are sums
+            "reduce_dtype": torch_dtype(self.config.optimizer.reduce_dtype),
+            "hoist": self.config.gather == "step",
+            "scatter": self.config.zero == 2,
         }
-        rest = (self.optimizer, self.mesh, self.specs)
-        if self.is_pipelined:
-            stages = pipelined(
-                functools.partial(self._stage, watch=layers is not None),
-                self.partition,
-                self.schedule,
-                dtype=torch_dtype(numbers.grad_dtype),
-                compile={} if config.compile else None,
-            )
-            return make_pipelined_step(
-                stages, gpt.num_targets, *rest, compile=config.compile, **common
-            )
+
+    def _gradients(self, layers: optim.Layers | None) -> Sharing:
         # of other families nothing says how large the stream is after a layer
         watch = layers is not None and self.family.name == "gpt"
         details = watch or self.family.has_details(self.model)
@@ -446,15 +451,24 @@ class Plan:
             key = key if self.model.random else None
             return summed(self.model, params, batch, options, key=key)
 
-        return make_step(
+        return gradients(
             loss,
             self.family.num_targets,
-            *rest,
-            num_microbatches=config.microbatches,
-            grad_dtype=torch_dtype(numbers.grad_dtype),
+            num_microbatches=self.config.microbatches,
             has_aux=details,
-            **common,
+            dtype=torch_dtype(self.config.optimizer.grad_dtype),
+            **self._common(),
         )
+
+    def _pipelined_gradients(self, layers: optim.Layers | None) -> Sharing:
+        stages = pipelined(
+            functools.partial(self._stage, watch=layers is not None),
+            self.partition,
+            self.schedule,
+            dtype=torch_dtype(self.config.optimizer.grad_dtype),
+            compile={} if self.config.compile else None,
+        )
+        return pipelined_gradients(stages, gpt.num_targets, **self._common())
 
     @cached_property
     def averaged(self) -> Callable | None:

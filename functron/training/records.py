@@ -1,11 +1,12 @@
-"""Where the records of a run go: progress bar, metrics.jsonl, loss.svg, TensorBoard, W&B.
+"""The records of a run: where they go (a bar, metrics.jsonl, loss.svg, TensorBoard, W&B), and back.
 
-Each is a context manager that yields a function of one record. A record is a dict of numbers by
-name, some of them in dicts of their own: `flat` names each of them.
+Each place is a context manager that yields a function of one record. A record is a dict of numbers
+by name, some of them in dicts of their own: `flat` names each of them.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import json
@@ -21,6 +22,8 @@ from tqdm import tqdm
 
 from functron.core import plot
 
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
 EVAL = "eval"
 """What a record calls the numbers of held-out sets."""
 
@@ -150,6 +153,59 @@ def wandb(folder: Path, config: Mapping[str, Any]) -> Iterator[Callable[[Record]
         yield write
     finally:
         run.finish()
+
+
+def is_run(path: Path) -> bool:
+    """Whether `path` is a folder in which a run began."""
+    return (path / CONFIG).is_file()
+
+
+def nearest(path: Path) -> Path | None:
+    """The run folder that `path` may have been meant for; None where there is none around it.
+
+    The one that it lies in, or else that of the closest name among those in it, beside it, or in
+    the folders beside it.
+    """
+    above = next((folder for folder in path.parents if is_run(folder)), None)
+    if above is not None:
+        return above
+    beside = _folders_in(path.parent)
+    for folders in (_folders_in(path), beside, [x for y in beside for x in _folders_in(y)]):
+        runs = {folder.name: folder for folder in folders if is_run(folder)}
+        close = difflib.get_close_matches(path.name, sorted(runs), n=1, cutoff=0)
+        if close:
+            return runs[close[0]]
+    return None
+
+
+def _folders_in(path: Path) -> list[Path]:
+    """Folders in a folder, if there is one to look into."""
+    try:
+        return [entry for entry in path.iterdir() if entry.is_dir()]
+    except OSError:
+        return []
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The records in a metrics.jsonl, in order; none where there is no such file.
+
+    The last line may have been cut off by the end of its process; such a line is left out.
+
+    Raises:
+        ValueError: another line is no JSON.
+    """
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(
+                    f"{file}, line {number}: got {line[:60]!r}; wanted a JSON object ({error}); "
+                    "fix: remove the line"
+                ) from None
+    return found
 
 
 def flat(record: Record, under: str = "") -> dict[str, Any]:

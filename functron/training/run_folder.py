@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import errno
 import itertools
 import json
@@ -21,43 +20,11 @@ from functron.data.text_tokenizer import BYTES, kind_of, tokenizers_in
 from functron.data.tokenizer import TOKENIZER, Tokenizer
 from functron.hub.writer import TOKENIZER_FILES
 from functron.training.config import TrainConfig, dump, load
+from functron.training.records import CONFIG, METRICS, is_run, read
 
-CONFIG = "config.toml"
-METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 HUB = "hub"
 """Where the config.json and tokenizer lie that a run's model came with."""
-
-
-def is_run(path: Path) -> bool:
-    """Whether `path` is a folder in which a run began."""
-    return (path / CONFIG).is_file()
-
-
-def nearest(path: Path) -> Path | None:
-    """The run folder that `path` may have been meant for; None where there is none around it.
-
-    The one that it lies in, or else that of the closest name among those in it, beside it, or in
-    the folders beside it.
-    """
-    above = next((folder for folder in path.parents if is_run(folder)), None)
-    if above is not None:
-        return above
-    beside = _folders_in(path.parent)
-    for folders in (_folders_in(path), beside, [x for y in beside for x in _folders_in(y)]):
-        runs = {folder.name: folder for folder in folders if is_run(folder)}
-        close = difflib.get_close_matches(path.name, sorted(runs), n=1, cutoff=0)
-        if close:
-            return runs[close[0]]
-    return None
-
-
-def _folders_in(path: Path) -> list[Path]:
-    """Folders in a folder, if there is one to look into."""
-    try:
-        return [entry for entry in path.iterdir() if entry.is_dir()]
-    except OSError:
-        return []
 
 
 def claim(config: TrainConfig) -> Path:
@@ -163,26 +130,8 @@ def _files_of(source: Path) -> dict[str, Path]:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """The records of the steps taken so far, in order.
-
-    The last line may have been cut off by the end of its process; such a line is left out.
-
-    Raises:
-        ValueError: another line is no JSON.
-    """
-    file = path / METRICS
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ValueError(
-                    f"{file}, line {number}: got {line[:60]!r}; wanted a JSON object ({error}); "
-                    "fix: remove the line"
-                ) from None
-    return found
+    """The records of the steps taken so far, as `functron.training.records.read`."""
+    return read(path / METRICS)
 
 
 def rewind(path: Path, step: int) -> list[dict[str, Any]]:

@@ -241,7 +241,9 @@ def test_steps_reduce_the_loss_and_scatter_gradients(name):
         def loss(params, batch, key):
             return module.loss(config, params, batch)  # without dropout, whose noise is larger
 
-        step = ft.make_step(loss, MODELS[name].num_targets, optimizer, mesh, specs, scatter=scatter)
+        step = ft.make_step(
+            ft.gradients(loss, MODELS[name].num_targets, scatter=scatter), optimizer, mesh, specs
+        )
         values = []
         for _ in range(2):
             state, metrics = step(state, data)
@@ -343,15 +345,21 @@ def test_image_tokens_are_no_targets():
 def test_a_connector_alone_is_trained():
     weights, data, *_ = dense("llava")
     chosen = {"vision": False, "connector": True, "text": False}
-    optimizer = ft.optim.masked(ft.optim.sgd(0.1), chosen)
+    optimizer = ft.optim.only(ft.optim.sgd(0.1), chosen)
     mesh, defs = Mesh(dp=2), llava.defs(LLAVA)
     specs = ft.param_specs(defs, llava.rules(LLAVA, mesh))
     copies = tree.map(torch.clone, weights)
     state = ft.init_state(random.key(0), defs, specs, optimizer, mesh, copies)
     step = ft.make_step(
-        lambda params, batch, key: llava.loss(LLAVA, params, batch),
-        MODELS["llava"].num_targets, optimizer, mesh, specs, trainable=chosen,
-    )  # fmt: skip
+        ft.gradients(
+            lambda params, batch, key: llava.loss(LLAVA, params, batch),
+            MODELS["llava"].num_targets,
+            trainable=chosen,
+        ),
+        optimizer,
+        mesh,
+        specs,
+    )
     state, _ = step(state, data)
     moved = tree.map(lambda new, old: bool((new != old).any()), state.params, weights)
     assert all(tree.leaves(moved["connector"]))

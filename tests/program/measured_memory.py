@@ -53,7 +53,10 @@ def decoder_step(
         return gpt.loss(config, params, batch, ft.ModelOptions(stream=stream, remat=remat), key=key)
 
     step = ft.make_step(
-        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=num_microbatches
+        ft.gradients(loss, gpt.num_targets, num_microbatches=num_microbatches),
+        optimizer,
+        mesh,
+        specs,
     )
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 384, (samples, seq + 1), generator=generator)

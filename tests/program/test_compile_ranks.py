@@ -120,7 +120,7 @@ def training(mesh):
     specs = ft.param_specs(DEFS, ft.Rules({"mlp": "tp"}))
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), optim.adamw(1e-2))
     state = ft.init_state(random.key(0), DEFS, specs, optimizer, mesh)
-    step = ft.make_step(loss, num_targets, optimizer, mesh, specs)
+    step = ft.make_step(ft.gradients(loss, num_targets), optimizer, mesh, specs)
     return step, state, ft.state_specs(specs, optimizer)
 
 

@@ -32,7 +32,10 @@ def training(mesh=None, *, remat="none", num_microbatches=1, **changes):
         return gpt.loss(config, params, batch, ft.ModelOptions(remat=remat), key=key)
 
     step = ft.make_step(
-        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=num_microbatches
+        ft.gradients(loss, gpt.num_targets, num_microbatches=num_microbatches),
+        optimizer,
+        mesh,
+        specs,
     )
     state = ft.init_state(random.key(0), defs, specs, optimizer, mesh)
     tokens = torch.randint(0, 384, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))

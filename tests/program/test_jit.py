@@ -240,7 +240,7 @@ def training(mesh, stream=gpt.STREAM):
     def loss(params, batch, key):
         return gpt.loss(CONFIG, params, batch, ft.ModelOptions(stream=stream), key=key)
 
-    step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs)
+    step = ft.make_step(ft.gradients(loss, gpt.num_targets), optimizer, mesh, specs)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     return step, state
 

@@ -294,7 +294,10 @@ def training_program(num_microbatches: int = 1, remat: bool = False) -> Program:
         return gpt.loss(config, params, data, key=key)
 
     step = ft.make_step(
-        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=num_microbatches
+        ft.gradients(loss, gpt.num_targets, num_microbatches=num_microbatches),
+        optimizer,
+        mesh,
+        specs,
     )
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     tokens = torch.zeros(8, 12, dtype=torch.int64)
