@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import P, bert, gpt, optim
-from functron.data import ByteText
-from functron.data.denoising import mask_tokens
+from functron.data import ByteText, mask_tokens
 
 MASK = 256  # after the 256 bytes
 

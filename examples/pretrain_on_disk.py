@@ -21,8 +21,8 @@ from functron import checkpoint, gpt, params
 from functron.cli import main as cli
 from functron.data import open_tokens
 from functron.models import generation
+from functron.training import config as run_config
 from functron.training import run_folder
-from functron.training.config import load
 
 END = "<|endoftext|>"
 
@@ -80,7 +80,7 @@ def main():
         print(f"step {record['step']:5d}  validation perplexity {perplexity:.1f}")
     run("sample", str(out), "--prompt", "def ", "--tokens", "60", "--seed", "1")
 
-    config = load(out / run_folder.CONFIG).gpt
+    config = run_config.load(out / run_folder.CONFIG).gpt
     like = {"params": params.abstract_params(gpt.defs(config))}
     weights = checkpoint.restore(checkpoint.latest(out / run_folder.CHECKPOINTS), like)["params"]
     read = torch.from_numpy(open_tokens(tokens).read(0, 48).astype("int64"))[None]

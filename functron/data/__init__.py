@@ -17,8 +17,9 @@ from functron.data.blend import Blend, Exhaustive, Mixture, split, split_documen
 from functron.data.chat import Chat
 from functron.data.context_schedule import ContextCosts, ContextPlan, Placement, arrange, schedule
 from functron.data.denoising import FillInTheMiddle, Transformed, mask_tokens, spans_of, take_out
+from functron.data.documents import python_text
 from functron.data.indexed import IndexedFile, IndexedWriter, merge, verify
-from functron.data.order import Samples, permute
+from functron.data.order import Samples, permute, shuffled
 from functron.data.packed import PackedChat, PackedTokens
 from functron.data.packing import balance, pack
 from functron.data.shards import open_tokens
@@ -55,7 +56,9 @@ __all__ = [
     "open_tokens",
     "pack",
     "permute",
+    "python_text",
     "schedule",
+    "shuffled",
     "spans_of",
     "split",
     "split_documents",

@@ -11,7 +11,7 @@ from functron.spmd import collectives
 from functron.spmd.distributed import gather, shard
 from functron.spmd.mesh import CONTEXT_AXES, DATA_AXES, FSDP_AXES, STANDARD_AXES, BoundMesh, Mesh
 from functron.spmd.shard_map import shard_map
-from functron.spmd.spec import P, Rules, spec_axes
+from functron.spmd.spec import P, Rules, local_shape, offsets, spec_axes
 
 __all__ = [
     "CONTEXT_AXES",
@@ -24,6 +24,8 @@ __all__ = [
     "Rules",
     "collectives",
     "gather",
+    "local_shape",
+    "offsets",
     "shard",
     "shard_map",
     "spec_axes",
