@@ -173,17 +173,7 @@ def defs(config: BertConfig) -> dict:
 def rules(
     config: BertConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)
 ) -> Rules:
-    """Tensor parallelism and fully sharded data parallelism; see `gpt.rules`.
-
-    Args:
-        config: the architecture.
-        mesh: the ranks: of data axes and tp.
-        fsdp: the data axes that parameters are split over.
-
-    Raises:
-        ValueError: tp or fsdp does not divide what it splits, or the mesh has an axis this model
-            does not use; all offenders are listed.
-    """
+    """Tensor parallelism and fully sharded data parallelism on data axes and tp, as `gpt.rules`."""
     c = config
     split = {"num_heads": c.num_heads, "mlp_dim": c.mlp_dim, "vocab_multiple": c.padded_vocab}
     return tensor_rules(mesh, split=split, embed={"embed_dim": c.embed_dim}, fsdp=fsdp)
@@ -296,18 +286,12 @@ def loss(
     *,
     key: Key | None = None,
 ) -> Scalar:
-    """The sum of the losses at masked places over the batch of all ranks; replicated.
-
-    Divide it by `num_targets` for the mean.
+    """The sum of the losses at masked places over the batch of all ranks, as `gpt.loss`.
 
     Args:
         batch: this rank's ``tokens`` and ``targets``, int64 ``[batch, seq]``, targets being
             `nn.IGNORE_INDEX` except at masked places; perhaps ``types`` and ``mask``, see `encode`,
             and ``rows``.
-
-    Returns:
-        A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
-        one all-reduce of a scalar.
     """
     require(batch, "tokens", "targets")
     given = {name: batch.get(name) for name in ("types", "mask", "rows")}

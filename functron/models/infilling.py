@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functron.core import tree
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import refuse
 from functron.data.text_tokenizer import TextTokenizer
 from functron.models import t5
 from functron.models.generation import Draw, Steps, check_prompt, drawn
@@ -129,8 +129,8 @@ class Sentinels:
     def _named(self, number: int) -> int:
         if number >= self.count:
             wanted = f"<extra_id_0> to <extra_id_{self.count - 1}>, as it was trained"
-            problem = Problem("prompt", f"<extra_id_{number}>", wanted, "use those, in order")
-            raise_problems("unknown sentinel", [problem])
+            got = f"<extra_id_{number}>"
+            refuse("unknown sentinel", "prompt", got, wanted, "use those, in order")
         return self.first - number
 
     def written(self, tokens: Sequence[int], tokenizer: TextTokenizer) -> str:

@@ -133,16 +133,7 @@ def defs(config: LlavaConfig, options: ModelOptions = DEFAULTS) -> dict:
 def rules(
     config: LlavaConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)
 ) -> Rules:
-    """Tensor parallelism and fully sharded data parallelism: those of `vit` and of `gpt`.
-
-    Args:
-        config: the architecture.
-        mesh: the ranks: of data axes and tp.
-        fsdp: the data axes that parameters are split over.
-
-    Raises:
-        ValueError: as `vit.rules` and `gpt.rules` do.
-    """
+    """Tensor parallelism and fully sharded data parallelism: those of `vit` and of `gpt`."""
     both = dict(vit.rules(config.vision, mesh, fsdp=fsdp))
     both |= gpt.rules(config.text, mesh, fsdp=fsdp)
     found = []
@@ -200,17 +191,11 @@ def loss(
     *,
     key: Key | None = None,
 ) -> Scalar:
-    """The sum of all tokens' losses over the batch of all ranks; replicated over the mesh.
-
-    Divide it by `num_targets` for the mean.
+    """The sum of all tokens' losses over the batch of all ranks; replicated, as `gpt.loss`.
 
     Args:
         batch: this rank's ``tokens`` and ``targets``, int64 ``[batch, seq]``, and ``images``, see
             `forward`; perhaps ``rows``. Targets of `nn.IGNORE_INDEX` and image tokens do not count.
-
-    Returns:
-        A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
-        one all-reduce of a scalar.
     """
     require(batch, "tokens", "targets", "images")
     batch = {**batch, "targets": _targets(config, batch)}
@@ -267,15 +252,18 @@ def _targets(config: LlavaConfig, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 @public
-def num_targets(config: LlavaConfig, batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
+def num_targets(
+    config: LlavaConfig, batch: Mapping[str, Tensor], axes: tuple[str, ...] = SAMPLE_AXES
+) -> Int[Tensor, ""]:
     """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce.
 
     Args:
         config: whose image tokens do not count; for `make_step` use
             ``functools.partial(llava.num_targets, config)``.
         batch: this rank's ``targets``.
+        axes: those of the loss's `ModelOptions`.
     """
-    return lax.psum((_targets(config, batch) != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
+    return lax.psum((_targets(config, batch) != nn.IGNORE_INDEX).sum(), axes)
 
 
 def check_batch(config: LlavaConfig, batch: Mapping[str, Tensor]) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from functron.core import tree
-from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.nn import Adapter
 from functron.params import Constant, Normal, ParamDef, Width, zeros
 
@@ -207,9 +207,11 @@ def defs_in(defs: tree.Tree, lora: LoRA | None, paths: Iterable[str]) -> tree.Tr
         return defs
     if lora is None:
         fix = "set it in the run's config.toml to the rank that it was trained with"
-        problem = Problem("lora_rank", "0, for a checkpoint with adapters", "their rank", fix)
-        raise_problems("the configuration is not that of the checkpoint", [problem])
-        raise AssertionError("unreachable")
+        title, got = (
+            "the configuration is not that of the checkpoint",
+            "0, for a checkpoint with adapters",
+        )
+        refuse(title, "lora_rank", got, "their rank", fix)
     return lora_defs(defs, lora)
 
 

@@ -269,15 +269,7 @@ def rules(
 
     Heads, feed-forward features and vocabulary split over ``tp``. With fewer groups of B and C, or
     fewer key/value heads, than ranks, these are replicated and each rank uses those of its heads.
-
-    Args:
-        config: the architecture.
-        mesh: the ranks: of data axes and tp.
-        fsdp: the data axes that parameters are split over; see `gpt.rules`.
-
-    Raises:
-        ValueError: tp or fsdp does not divide what it splits, or the mesh has an axis this model
-            does not use; all offenders are listed.
+    Arguments and errors are those of `gpt.rules`; the mesh has data axes and tp.
     """
     c, tp = config, mesh["tp"]
     split = {"vocab_multiple": c.padded_vocab}
@@ -384,17 +376,11 @@ def loss(
     *,
     key: Key | None = None,
 ) -> Scalar:
-    """The sum of all tokens' losses over the batch of all ranks; replicated over the mesh.
-
-    Divide it by `num_targets` for the mean.
+    """The sum of all tokens' losses over the batch of all ranks; replicated, as `gpt.loss`.
 
     Args:
         batch: this rank's ``tokens`` and ``targets``, int64 ``[batch, seq]``, and perhaps ``rows``;
             targets of `nn.IGNORE_INDEX` do not count.
-
-    Returns:
-        A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
-        one all-reduce of a scalar.
 
     Raises:
         ValueError: samples are packed of several documents, between which the state would leak.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from functron.core import tree
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import gpt
 from functron.models.generation import generate, placed
 from functron.models.options import ModelOptions
@@ -250,9 +250,8 @@ class LanguageModel:
         end = self.tokenizer.end_of_text
         if end is None:
             fix = "name it in tokenizer_config.json: eos_token"
-            problem = Problem("tokenizer", "no end-of-text token", "one to begin texts with", fix)
-            raise_problems("cannot score texts", [problem])
-            raise AssertionError("unreachable")
+            got, wanted = "no end-of-text token", "one to begin texts with"
+            refuse("cannot score texts", "tokenizer", got, wanted, fix)
         return end
 
     def _context(self, text: str) -> list[int]:

@@ -235,17 +235,7 @@ def _block_defs(config: T5Config, *, cross: bool) -> dict:
 
 @public
 def rules(config: T5Config, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)) -> Rules:
-    """Tensor parallelism and fully sharded data parallelism; see `gpt.rules`.
-
-    Args:
-        config: the architecture.
-        mesh: the ranks: of data axes and tp.
-        fsdp: the data axes that parameters are split over.
-
-    Raises:
-        ValueError: tp or fsdp does not divide what it splits, or the mesh has an axis this model
-            does not use; all offenders are listed.
-    """
+    """Tensor parallelism and fully sharded data parallelism on data axes and tp, as `gpt.rules`."""
     c = config
     split = {"num_heads": c.num_heads, "mlp_dim": c.mlp_dim, "vocab_multiple": c.padded_vocab}
     return tensor_rules(mesh, split=split, embed={"embed_dim": c.embed_dim}, fsdp=fsdp)
@@ -300,13 +290,10 @@ def decode(
     """The logits of every next token of the decoder.
 
     Args:
-        config: the architecture.
-        weights: this rank's part of the parameters.
+        config, weights, options, rows, key: as in `encode`.
         tokens: int64 ``[batch, seq]``, what the decoder has seen; see `shift_right`.
         memory: the result of `encode`, with spec ``options.stream``.
         mask: of the encoder's tokens, as in `encode`.
-        options: stream, remat, gather and axes; others are refused.
-        rows, key: as in `gpt.forward`.
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
@@ -572,18 +559,12 @@ def loss(
     *,
     key: Key | None = None,
 ) -> Scalar:
-    """The sum of all targets' losses over the batch of all ranks; replicated over the mesh.
-
-    Divide it by `num_targets` for the mean.
+    """The sum of all targets' losses over the batch of all ranks; replicated, as `gpt.loss`.
 
     Args:
         batch: this rank's ``tokens`` int64 ``[batch, seq]``, which the encoder reads, perhaps with
             a ``mask``; ``targets`` int64 ``[batch, decoded]``, of which `nn.IGNORE_INDEX` do not
             count; perhaps ``rows``.
-
-    Returns:
-        A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
-        one all-reduce of a scalar.
 
     Raises:
         ValueError: the batch has no targets.

@@ -196,17 +196,7 @@ def defs(config: ViTConfig) -> dict:
 
 @public
 def rules(config: ViTConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)) -> Rules:
-    """Tensor parallelism and fully sharded data parallelism; see `gpt.rules`.
-
-    Args:
-        config: the architecture.
-        mesh: the ranks: of data axes and tp.
-        fsdp: the data axes that parameters are split over.
-
-    Raises:
-        ValueError: tp or fsdp does not divide what it splits, or the mesh has an axis this model
-            does not use; all offenders are listed.
-    """
+    """Tensor parallelism and fully sharded data parallelism on data axes and tp, as `gpt.rules`."""
     c = config
     split = {"num_heads": c.num_heads, "mlp_dim": c.mlp_dim}
     split |= {"class_multiple": c.padded_classes} if c.num_classes else {}
@@ -346,16 +336,12 @@ def loss(
     *,
     key: Key | None = None,
 ) -> Scalar:
-    """The sum of all images' cross-entropies over the batch of all ranks; replicated.
+    """The sum of all images' cross-entropies over the batch of all ranks, as `gpt.loss`.
 
     Args:
         batch: this rank's ``images``, and ``targets`` int64 ``[batch]``, of which `nn.IGNORE_INDEX`
             do not count.
         key: not used: nothing is random.
-
-    Returns:
-        A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
-        one all-reduce of a scalar.
     """
     del key
     require(batch, "images", "targets")
