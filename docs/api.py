@@ -30,9 +30,14 @@ def prepare(module: ModuleType) -> None:
     """Make what is exported lazily, or annotated in strings, as pdoc expects to find it."""
     for name in getattr(module, "__all__", ()) or tuple(vars(module)):
         value = vars(module).setdefault(name, getattr(module, name))
-        if inspect.isclass(value) and issubclass(value, tuple) and hasattr(value, "_fields"):
+        if not inspect.isclass(value) or not value.__module__.startswith("functron."):
+            continue
+        if issubclass(value, tuple) and hasattr(value, "_fields"):
             # the annotations of a NamedTuple's __new__ have forgotten their module
             value.__new__.__annotations__ = typing.get_type_hints(value)
+        elif inspect.isfunction(value.__init__) and "__init__" not in vars(value):
+            # an inherited __init__ is annotated with names of its own module
+            value.__init__.__annotations__ = typing.get_type_hints(value.__init__)
 
 
 def contents(modules: dict[str, ModuleType]) -> str:

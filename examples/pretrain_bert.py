@@ -50,7 +50,7 @@ def main():
     specs = ft.param_specs(defs, bert.rules(config, mesh))
     schedule = optim.cosine_decay(args.learning_rate, args.steps, warmup_steps=args.steps // 10)
     optimizer = optim.chain(
-        optim.clip_by_global_norm(1.0, specs),
+        optim.clip_by_global_norm(1.0),
         optim.adamw(schedule, weight_decay=0.01, mask=optim.not_norm_or_bias),
     )
     stream = gpt.SEQUENCE_PARALLEL_STREAM if args.sequence_parallel else gpt.STREAM

@@ -62,7 +62,7 @@ def main():
     specs = ft.param_specs(defs, gpt.rules(config, mesh))
     schedule = optim.cosine_decay(args.learning_rate, args.steps, warmup_steps=args.steps // 10)
     optimizer = optim.chain(
-        optim.clip_by_global_norm(1.0, specs),
+        optim.clip_by_global_norm(1.0),
         optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=optim.not_norm_or_bias),
     )
     stream = gpt.SEQUENCE_PARALLEL_STREAM if args.sequence_parallel else gpt.STREAM

@@ -22,7 +22,7 @@ from functron.data import Blend, IndexedWriter, Tokenizer
 from functron.data.denoising import Transformed, spans_of
 from functron.data.text_tokenizer import ByteTokenizer
 from functron.models.bert import BertConfig
-from functron.models.family import FAMILIES, PRESETS, family_of
+from functron.models.family import PRESETS, TRAINED, family_of
 from functron.models.generation import Draw
 from functron.models.infilling import Sentinels, respond
 from functron.spmd import Mesh
@@ -106,7 +106,7 @@ def test_a_config_without_a_preset_comes_back(tmp_path):
 
 
 def test_names_of_presets_are_unique():
-    assert len(PRESETS) == sum(len(family.presets) for family in FAMILIES.values())
+    assert len(PRESETS) == sum(len(family.presets) for family in TRAINED.values())
     for name, config in PRESETS.items():
         assert name in family_of(config).presets
     with pytest.raises(TypeError, match="family_of: got int"):

@@ -18,7 +18,7 @@ from functron import Mesh, gpt, ops, optim, random, tree
 from functron.compiler.jit import jit
 from functron.ops.glu import GLU
 from functron.ops.launch import cuda
-from functron.ops.rms_norm import RMS_NORM
+from functron.ops.norms import RMS_NORM
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from kernel_case import ODD, TINY, Given, Sizes, difference

@@ -18,7 +18,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, checkpoint, gpt, optim, random, tree
-from functron.checkpoint.parameters import read_params
+from functron.checkpoint.restore import read_params
 from functron.cli.main import main
 from functron.data import ByteText, IndexedWriter
 from functron.optim import OptimizerConfig

@@ -12,7 +12,7 @@ import torch
 import functron as ft
 from functron import Mesh, checkpoint, gpt, hub, lora, optim, random, tree
 from functron.checkpoint import Checkpoint
-from functron.checkpoint.parameters import read_params, stored_params
+from functron.checkpoint.restore import read_params, stored_params
 from functron.cli.main import main
 from functron.nn import Adapter
 from functron.nn.moe import MoEConfig

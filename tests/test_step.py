@@ -232,7 +232,7 @@ def test_the_norm_of_gradients_is_computed_once_or_not_at_all():
     assert norms_in(sgd, specs, None) == ({"loss"}, [])
     wrapped = optim.where(mask, optim.apply_if_finite(clipped, 3, specs=specs), sgd)
     assert norms_in(wrapped, specs, ft.Norms(mask)) == (both, ["tp"])
-    masked = optim.masked(clipped, mask)
+    masked = optim.only(clipped, mask)
     assert norms_in(masked, specs, ft.Norms(mask), mask) == (both, ["tp"])
     # other gradients than those that are clipped have another norm
     assert norms_in(clipped, specs, ft.Norms(mask)) == (both, ["tp", "tp"])

@@ -1,13 +1,8 @@
-"""What one process writes of a checkpoint: its pieces, into a database of its own.
-
-What went wrong on disk, in words that say where and what to do.
-"""
+"""One process's part of a save: its pieces, copied and written into a database of its own."""
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +10,9 @@ import numpy as np
 import torch
 
 from functron.checkpoint import database, manifest
-from functron.checkpoint.chunks import Division, Piece, as_array, grid
-from functron.checkpoint.placement import Leaf
+from functron.checkpoint.database import as_array
+from functron.checkpoint.placement import Division, Leaf, Piece, grid
 from functron.core.errors import Problem, raise_problems
-
-_FULL = ("no space left", "file too large", "quota exceeded", "resource_exhausted")
-_DENIED = ("permission denied", "permission_denied", "read-only file system")
-_FULL_CODES = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-
-
-def of_writing(error: Exception, what: str, folder: Path) -> Problem:
-    """The problem behind an error of writing `what`, a leaf or a file, into `folder`."""
-    text = one_line(error)
-    low = text.lower()
-    code = error.errno if isinstance(error, OSError) else None
-    if code in _FULL_CODES or any(word in low for word in _FULL):
-        fix = "free space on that disk, or save fewer checkpoints"
-        return Problem(what, text, f"room for it in {folder}", fix)
-    if isinstance(error, PermissionError) or any(word in low for word in _DENIED):
-        return Problem(what, text, f"permission to write in {folder}", "save somewhere else")
-    return Problem(what, text, f"to be written in {folder}", "see that the disk works")
-
-
-@contextmanager
-def reading(what: str, file: Callable[[], str], checkpoint: Path) -> Iterator[None]:
-    """Turn an error of reading the leaf `what` in a with block into one that names the file."""
-    try:
-        yield
-    except Exception as error:
-        problem = of_reading(error, what, file())
-        raise_problems(f"the checkpoint {checkpoint} is damaged", [problem])
-
-
-def of_reading(error: Exception, what: str, file: str) -> Problem:
-    """The problem behind an error of reading the leaf `what`, which lies in `file`."""
-    fix = "restore an older checkpoint, or copy this one again"
-    return Problem(what, f"{one_line(error)}, in {file}", "the values that were saved", fix)
-
-
-def one_line(error: BaseException) -> str:
-    """An error's message without the line breaks and addresses inside the libraries."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text.split(" [source locations=")[0].split(" [tensorstore_spec=")[0]
-
 
 Source = Callable[[int, Piece], np.ndarray]
 """``source(leaf index, piece)``: the values of a piece on the host, which stay as they are."""
@@ -67,7 +22,7 @@ class Snapshot:
     """Copies of a process's pieces in host memory, which later snapshots use again.
 
     From a GPU the copies are asynchronous, into page-locked memory: the GPU goes on with what comes
-    after them, and whoever reads the snapshot waits for them first.
+    after them, and a reader of the snapshot waits for them first.
     """
 
     def __init__(self, division: Division):
@@ -162,10 +117,10 @@ def write(
     placement = division.placement
     mine = folder / f"{database.PROCESS}{placement.here}"
     first = placement.here == 0
-    how: dict[str, Any] = {"create": True} if first else {"assume_metadata": True}
+    mode: dict[str, Any] = {"create": True} if first else {"assume_metadata": True}
     shared = database.context()
     opening = {
-        index: ts.open(database.writing(mine, leaf, chunk), open=True, context=shared, **how)
+        index: ts.open(database.writing(mine, leaf, chunk), open=True, context=shared, **mode)
         for index, (leaf, chunk) in enumerate(zip(placement.leaves, division.chunks, strict=True))
         if first or division.pieces[index]
     }
@@ -210,7 +165,7 @@ def _named(leaf: Leaf, folder: Path, wait: Callable[[], Any]) -> Callable[[], An
         try:
             return wait()
         except Exception as error:
-            problem = of_writing(error, leaf.path, folder)
+            problem = database.of_writing(error, leaf.path, folder)
             raise_problems(f"cannot write the checkpoint {folder}", [problem], OSError)
 
     return waiting

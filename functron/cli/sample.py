@@ -13,7 +13,7 @@ import torch
 import tyro
 
 from functron import checkpoint
-from functron.checkpoint.parameters import read_params
+from functron.checkpoint.restore import read_params
 from functron.cli.launch import device_type, join, launch, leave
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes

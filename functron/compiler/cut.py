@@ -5,9 +5,9 @@ gradients, into a forward piece (F), the gradient of the stage's input (I) and t
 weights (W). Nothing is computed twice: what a later piece reads is kept by the one that makes it.
 This is the split of the backward pass of Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
 
-Which level of a block each equation runs at: the numbers of the pieces that a program is cut in.
-
-An equation runs at the lowest level of the outputs that it leads to. Equations that give views, or
+**Levels** are the numbers of the pieces that a program is cut in. An equation runs at the lowest
+level of the outputs that it leads to, through scans of any nesting (a set of outputs is a whole
+number whose bits are outputs, so that unions are cheap). Equations that give views, or
 that cost next to nothing, have no level: they are made again wherever they are read. A scan whose
 results are wanted at several levels becomes a scan per level: an early one stacks what a late one
 reads of its iterations.
@@ -15,15 +15,10 @@ reads of its iterations.
 Cheap equations move to an earlier level where less is then kept: the gradient of a norm's scale is
 a sum over all tokens, so it is computed where its operands are at hand, instead of keeping these.
 
-Which outputs of a program each of its values leads to, through scans of any nesting.
-
-A set of outputs is a whole number whose bits are outputs, so that unions are cheap.
-
-Sums over repeated calls, taken into the scans that make what is added.
-
-Gradients of scanned layers are stacked by the scan of the backward pass and then added to the sums
-of earlier microbatches. Inside the scan each layer's gradient is added to its own row instead: the
-stack of gradients is never made, and where the sums are donated their rows are updated in place.
+**Sums over repeated calls** are taken into the scans that make what is added. Gradients of scanned
+layers are stacked by the scan of the backward pass and then added to the sums of earlier
+microbatches. Inside the scan each layer's gradient is added to its own row instead: the stack of
+gradients is never made, and where the sums are donated their rows are updated in place.
 """
 
 from __future__ import annotations
@@ -142,7 +137,7 @@ class Fresh:
         self._storages = itertools.count(1 + max((v.storage for v in values), default=0))
 
     def stacked(self, like: Var, length: int) -> Var:
-        """What stands for `length` values like this one, stacked."""
+        """A variable for `length` values like this one, stacked."""
         shape, stride = like.stacked(length)
         names = (f"{like.name}_kept_{i}" for i in itertools.count(1))
         name = next(name for name in names if name not in self._names)
@@ -153,7 +148,7 @@ class Fresh:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What runs at one level of a block.
+    """The equations that run at one level of a block.
 
     Attributes:
         equations: in order.
@@ -263,7 +258,7 @@ class Levels:
     # --- one part per level
 
     def divide(self, wanted: Mapping[int, Iterable[Any]]) -> dict[int, Part]:
-        """What runs at each level.
+        """The equations that run at each level.
 
         Args:
             wanted: for every level that must be there, the values that it must give.
@@ -527,10 +522,10 @@ def _argument(given: Input) -> tree.Tree:
 
 def held_bytes(pieces: Sequence[Piece]) -> tuple[int, ...]:
     """The bytes of what is kept for later pieces after each piece has run."""
-    held, after = 0, []
+    kept, after = 0, []
     for piece in pieces:
-        held += piece.kept_bytes - sum(value.nbytes for value in piece.spends)
-        after.append(held)
+        kept += piece.kept_bytes - sum(value.nbytes for value in piece.spends)
+        after.append(kept)
     return tuple(after)
 
 

@@ -1,13 +1,12 @@
-"""The driver: runs the steps of a plan, with as little Python as possible.
+"""The driver: runs the steps of a procedure, with as little Python as possible.
 
 Values live in numbered slots, and a slot is emptied before its last reader runs, so that memory is
 free as soon as compiled code is done with it. What scans hand to scans is lists of slices, which
 the reader empties as it goes.
 
-Running a loop whose iterations overlap: gathers for the next one, reductions of the last one.
-
-The order in which collectives start is the same on every rank: those of the next layer's gathers
-before this layer's own, and the reductions of this layer's gradients after them.
+Iterations of a loop may overlap, with gathers for the next one and reductions of the last one. The
+order in which collectives start is the same on every rank: those of the next layer's gathers before
+this layer's own, and the reductions of this layer's gradients after them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from functron.compiler.steps import Copy, Eager, Kernel, Loop, Plan, Step
+from functron.compiler.segments import Copy, Eager, Kernel, Loop, Procedure, Step
 from functron.program.equations import Equation, Scan, Var
 from functron.program.text import axis_of
 from functron.spmd.axes import raise_lost, user_line
@@ -28,12 +27,12 @@ from functron.spmd.axes import raise_lost, user_line
 _c10d = torch.ops._c10d_functional
 
 Run = Callable[[list], list]
-"""Runs a plan: takes its inputs in a list, which it empties; gives its outputs."""
+"""Runs a procedure: takes its inputs in a list, which it empties; gives its outputs."""
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """A plan beside the iterations, and where among constants and xs its first inputs are."""
+class Side:
+    """A procedure beside the iterations, and where among constants and xs its first inputs are."""
 
     run: Run
     reads: tuple[int, ...]
@@ -41,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Neighbours:
-    """What runs beside the iterations of a loop.
+    """The gathers and reductions that run beside the iterations of a loop.
 
     Attributes:
         num_carry: of the scan.
@@ -56,8 +55,8 @@ class Neighbours:
     num_columns: int
     num_rows: int
     num_ends: int
-    ahead: Part | None
-    behind: Part | None
+    ahead: Side | None
+    behind: Side | None
     gathers: tuple[Callable, ...]
     scatters: tuple[Callable, ...]
 
@@ -117,7 +116,7 @@ class Neighbours:
         operands = self.ahead.run(_chosen(self.ahead, fixed, x))
         return [start(value) for start, value in zip(self.gathers, operands, strict=True)]
 
-    def _reduce(self, behind: Part, kept: list, ends: list, rows: list) -> Callable[[], list]:
+    def _reduce(self, behind: Side, kept: list, ends: list, rows: list) -> Callable[[], list]:
         """Starts an iteration's reductions; the result waits for them and gives its late ys."""
         count = len(self.scatters)
         started = [start(value) for start, value in zip(self.scatters, ends, strict=False)]
@@ -138,13 +137,13 @@ class Neighbours:
 
 
 def neighbours(
-    step: Loop, routine: Callable[[Plan], Run], groups: Mapping[str, str]
+    step: Loop, routine: Callable[[Procedure], Run], groups: Mapping[str, str]
 ) -> Neighbours | None:
-    """What runs beside the iterations of a loop; None where nothing does.
+    """The work beside the iterations of a loop; None where there is none.
 
     Args:
         step: the loop.
-        routine: makes a plan ready to run.
+        routine: makes a procedure ready to run.
         groups: the name of the process group of every axis.
     """
     ahead, behind, op = step.ahead, step.behind, step.op
@@ -154,22 +153,22 @@ def neighbours(
     fixed = (*inputs[: op.num_consts], *inputs[op.num_consts + op.num_carry :])
     place = {value: i for i, value in enumerate(fixed)}
 
-    def part(plan: Plan) -> Part:
-        return Part(routine(plan), tuple(place[v] for v in plan.inputs if v in place))
+    def side(procedure: Procedure) -> Side:
+        return Side(routine(procedure), tuple(place[v] for v in procedure.inputs if v in place))
 
     return Neighbours(
         op.num_carry,
         len(step.columns) - (behind.columns if behind else 0),
         len(step.stacks) - (behind.stacks if behind else 0),
         len(behind.scatters) + len(behind.passed) if behind else 0,
-        part(ahead.plan) if ahead else None,
-        part(behind.plan) if behind else None,
+        side(ahead.procedure) if ahead else None,
+        side(behind.procedure) if behind else None,
         tuple(_gather(e, groups) for e in ahead.gathers) if ahead else (),
         tuple(_scatter(e, groups) for e in behind.scatters) if behind else (),
     )
 
 
-def _chosen(part: Part, fixed: list, x: list) -> list:
+def _chosen(part: Side, fixed: list, x: list) -> list:
     count = len(fixed)
     return [fixed[i] if i < count else x[i - count] for i in part.reads]
 
@@ -224,18 +223,18 @@ _FROM_START = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Routine:
-    """A plan that is ready to run.
+    """A procedure that is ready to run.
 
     Attributes:
         size: the number of slots; inputs come first.
         steps: in order; each works on the slots.
-        plan: what they were made of.
+        procedure: what they were made of.
         outputs: for each output its slot, or (None, value) for a constant.
     """
 
     size: int
     steps: tuple[Callable[[Slots], None], ...]
-    plan: Plan
+    procedure: Procedure
     outputs: tuple[tuple[int | None, Any], ...]
 
     def run(self, inputs: list) -> list:
@@ -251,39 +250,42 @@ class Routine:
             for index, step in enumerate(self.steps):  # noqa: B007
                 step(slots)
         except RuntimeError as error:
-            raise_lost(error, _collectives(self.plan.steps[index]))
+            raise_lost(error, _collectives(self.procedure.steps[index]))
             raise
         return [value if slot is None else slots[slot] for slot, value in self.outputs]
 
 
 def routine(
-    plan: Plan, compiled: Mapping[Kernel, Compiled], groups: Mapping[str, str] | None = None
+    procedure: Procedure,
+    compiled: Mapping[Kernel, Compiled],
+    groups: Mapping[str, str] | None = None,
 ) -> Routine:
-    """What runs a plan with compiled kernels; `groups` names the process group of each axis."""
-    slots: dict[Var, int] = {value: i for i, value in enumerate(plan.inputs)}
-    for step in plan.steps:
+    """A procedure with its compiled kernels, ready to run."""
+    slots: dict[Var, int] = {value: i for i, value in enumerate(procedure.inputs)}
+    for step in procedure.steps:
         for value in step.results:
             slots.setdefault(value, len(slots))
     size = len(slots)
-    for value, memory in plan.inside.items():
+    for value, memory in procedure.inside.items():
         slots[value] = slots[memory]
     last: dict[int, int] = {}
-    for index, step in enumerate(plan.steps):
+    for index, step in enumerate(procedure.steps):
         last.update((slots[value], index) for value in step.reads)
-    kept = {slots[value] for value in plan.outputs if isinstance(value, Var)}
-    kept |= {slots[memory] for memory in plan.inside.values()}
+    kept = {slots[value] for value in procedure.outputs if isinstance(value, Var)}
+    kept |= {slots[memory] for memory in procedure.inside.values()}
     dead: dict[int, list[int]] = {}
     for slot, index in last.items():
         if slot not in kept:
             dead.setdefault(index, []).append(slot)
     steps = tuple(
         _step(step, slots, tuple(sorted(dead.get(index, ()))), compiled, groups or {})
-        for index, step in enumerate(plan.steps)
+        for index, step in enumerate(procedure.steps)
     )
     outputs = tuple(
-        (slots[value], None) if isinstance(value, Var) else (None, value) for value in plan.outputs
+        (slots[value], None) if isinstance(value, Var) else (None, value)
+        for value in procedure.outputs
     )
-    return Routine(size, steps, plan, outputs)
+    return Routine(size, steps, procedure, outputs)
 
 
 def _collectives(step: Step) -> str:
@@ -389,7 +391,7 @@ def _any(equation: Equation, slots: dict[Var, int]) -> Callable:
 def _loop(step: Loop, slots: dict[Var, int], dead: tuple, compiled, groups) -> Callable:
     op: Scan = step.op
     body = routine(step.body, compiled, groups)
-    beside = neighbours(step, lambda plan: routine(plan, compiled, groups).run, groups)
+    beside = neighbours(step, lambda procedure: routine(procedure, compiled, groups).run, groups)
     operands = [slots[value] for value in step.equation.args]
     split = op.num_consts + op.num_carry
     consts, carries, xs = (

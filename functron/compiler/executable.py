@@ -1,12 +1,11 @@
-"""Compiling: a traced program becomes an executable, by Inductor.
+"""Executables: traced programs compiled by Inductor, and run on this process's rank.
 
-Every kernel of the program's plan (`functron.compiler.segments`) is compiled once and kept on disk
+Every kernel of the program (`functron.compiler.segments`) is compiled once and kept on disk
 under a hash of its graph, so scanned layers compile once at any depth, ranks share their work, and
 the next process does not compile at all.
 
-Agreement: all ranks must run the same program, or their collectives wait for one another.
-
-Whose memory the results of a compiled program take, of the arguments that were donated to it.
+All ranks must run the same program, or their collectives wait for one another: `check_agreement`.
+Results take the memory of arguments that were donated, as `takers` pairs them.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from torch.utils import _pytree as pytree
 from functron.compiler.driver import Compiled, Routine, routine
 from functron.compiler.lower import graph_module
 from functron.compiler.lower import unroll as unrolled
-from functron.compiler.segments import plan
-from functron.compiler.steps import Kernel, Plan
+from functron.compiler.segments import Kernel, Procedure, procedure
 from functron.core import compat, tree
 from functron.core.errors import Problem, nearest, raise_problems
 from functron.program import text
@@ -255,7 +253,7 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
         program = unrolled(program)
     donations = takers(program)
     prefetch = prefetch and program.mesh.size > 1
-    steps = plan(program.block, program.block.outputs, donated=donations, prefetch=prefetch)
+    steps = procedure(program.block, program.block.outputs, donated=donations, prefetch=prefetch)
     made = _compiled(steps, mesh, settings, None if cache is None else Path(cache), backend)
     arguments = [given for given in program.inputs if given.role == "argument"]
     inside = set(steps.inside.values()) | {v for v in steps.outputs if isinstance(v, Var)}
@@ -310,7 +308,7 @@ def _check(program: Code, mesh, settings: Mapping[str, Any], backend, known: set
 
 
 def _compiled(
-    steps: Plan, mesh, settings: Mapping[str, Any], cache: Path | None, backend: Backend
+    steps: Procedure, mesh, settings: Mapping[str, Any], cache: Path | None, backend: Backend
 ) -> dict[Kernel, tuple[Compiled, str]]:
     groups = _groups(mesh)
     rank = mesh.rank if isinstance(mesh, BoundMesh) else 0

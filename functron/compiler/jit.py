@@ -91,7 +91,7 @@ def jit(
 
 
 class Abstract(NamedTuple):
-    """What a compiled program depends on of a tensor."""
+    """The properties of a tensor that a compiled program depends on."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -154,7 +154,7 @@ class Jitted:
 
     @public
     def compile(self, *args: tree.Tree) -> Executable:
-        """What a call with these arguments runs; compiled now, if there is none yet."""
+        """The executable of a call with these arguments; compiled now, if there is none yet."""
         return self._executable(args, *tree.flatten(args))
 
     def _executable(self, args: tuple, leaves: list, structure: tree.Structure) -> Executable:

@@ -4,7 +4,7 @@ A traced program says ``psum(x, "tp")``; here that becomes torch's functional al
 group of ``tp``, which Inductor knows, overlaps with compute and merges. Group names are the same on
 all ranks, and nothing else depends on the rank, so all ranks lower to the same graph.
 
-Unrolling: the same program without scans, every iteration written out.
+`unroll` writes out every iteration of scans.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from functron.compiler.steps import Kernel
+from functron.compiler.segments import Kernel
 from functron.core import compat
 from functron.program.equations import Block, Code, Equation, Scan, Var, Where, contiguous_strides
 from functron.spmd import ragged  # noqa: F401  (defines functron::ragged_ranks)
-from functron.spmd.traced import LIBRARY
+from functron.spmd.axes import LIBRARY
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten

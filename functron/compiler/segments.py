@@ -8,12 +8,11 @@ What scans hand to other scans is never stacked: such ys stay lists of slices. O
 into the slices of one preallocated stack, in the kernel that computes them. Donated inputs are
 overwritten likewise, by the kernel that computes the value that takes their memory.
 
-Overlap: what of a scan's iteration can run beside its neighbours.
-
-Gathers of a layer's parameters read slices of xs and nothing that is carried, so those of the next
-layer can be under way while this one is computed; reductions of its gradients lead to ys and to
-nothing that is carried, so they can still be under way while the next one is. A scan is therefore
-cut into three parts, and the driver runs them like a pipeline, one layer ahead and one behind:
+**Overlap.** Gathers of a layer's parameters read slices of xs and nothing that is carried, so those
+of the next layer can be under way while this one is computed; reductions of its gradients lead to
+ys and to nothing that is carried, so they can still be under way while the next one is. A scan is
+therefore cut into three parts, and the driver runs them like a pipeline, one layer ahead and one
+behind:
 
     gather 2 ...............
     compute 1 ───────────── compute 2 ─────────────
@@ -21,11 +20,9 @@ cut into three parts, and the driver runs them like a pipeline, one layer ahead 
 
 At most one more layer's gathered parameters and one more layer's gradients are held for it.
 
-Placement: equations that are better not compiled into the kernel around them.
-
-Compilers repeat what is cheap to repeat, and guess what is cheap by counting reads: a learning-rate
-schedule or ``1 - b1**t`` has next to none, so it would be computed again for every element that it
-scales.
+**Placement.** Compilers repeat what is cheap to repeat, and guess what is cheap by counting reads:
+a learning-rate schedule or ``1 - b1**t`` has next to none, so it would be computed again for every
+element that it scales. Such equations are not compiled into the kernel around them.
 
 Tried and dropped: letting the driver write weight gradients straight into the rows of their stack,
 instead of a copy in the kernel. It keeps the factors of all products alive until the kernel ends,
@@ -35,12 +32,180 @@ and on CPUs the fresh memory costs more than the copies (a step took 4% to 10% l
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from functron.compiler.steps import Ahead, Behind, Copy, Eager, Kernel, Loop, Plan, Step
 from functron.program.equations import Block, Equation, Scan, Var
 from functron.program.recorder import live_equations
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """Equations that are compiled as one graph.
+
+    Attributes:
+        equations: in the order in which they were traced.
+        reads: its operands.
+        results: what later steps need of what it computes.
+        updates: pairs of an operand and the value that overwrites it in the end.
+    """
+
+    equations: tuple[Equation, ...]
+    reads: tuple[Var, ...]
+    results: tuple[Var, ...]
+    updates: tuple[tuple[Var, Var], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Eager:
+    """An equation that the driver runs itself: a view, or a side effect."""
+
+    equation: Equation
+
+    @property
+    def reads(self) -> tuple[Var, ...]:
+        """Its operands."""
+        return tuple(dict.fromkeys(self.equation.operands))
+
+    @property
+    def results(self) -> tuple[Var, ...]:
+        """The values it makes."""
+        return tuple(self.equation.results)
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """The driver copies a value into an operand of the block."""
+
+    target: Var
+    value: Var
+
+    @property
+    def reads(self) -> tuple[Var, ...]:
+        """Both."""
+        return self.target, self.value
+
+    @property
+    def results(self) -> tuple[Var, ...]:
+        """None."""
+        return ()
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """The part of an iteration that the driver starts with the iteration before.
+
+    Attributes:
+        procedure: from constants and xs, its inputs, to the operands of `gathers`.
+        gathers: collectives that the driver starts with these, and waits for where the iteration
+            begins, whose inputs their results are.
+    """
+
+    procedure: Procedure
+    gathers: tuple[Equation, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Behind:
+    """The part of an iteration that the driver ends with the iteration after.
+
+    Attributes:
+        scatters: collectives that the driver starts where the iteration ends.
+        passed: what else the iteration hands over.
+        procedure: of constants, xs, the results of `scatters`, what is passed and slices of stacks;
+            its outputs are ys of columns, then those of updates.
+        columns, stacks: how many of the loop's it makes: the last ones.
+    """
+
+    scatters: tuple[Equation, ...]
+    passed: tuple[Var, ...]
+    procedure: Procedure
+    columns: int
+    stacks: int
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A scan.
+
+    Attributes:
+        equation: with a `Scan` for its operation.
+        body: the steps of an iteration. Its inputs are the body's, then what `ahead` gathered, then
+            one slice of each stack; its outputs are the next carry, then the ys of `columns`, then
+            those of `updates`, then the operands of what `behind` scatters and what it is passed.
+        columns: results that are lists of slices.
+        stacks: results that are written into slices of one tensor.
+        updates: results that are written into the slices of an operand, and that operand.
+        ahead, behind: what runs beside neighbouring iterations, if anything does.
+    """
+
+    equation: Equation
+    body: Procedure
+    columns: tuple[Var, ...]
+    stacks: tuple[Var, ...]
+    updates: tuple[tuple[Var, Var], ...] = ()
+    ahead: Ahead | None = None
+    behind: Behind | None = None
+
+    @property
+    def parts(self) -> list[Procedure]:
+        """Of all its parts, in the order in which they first run."""
+        ahead = [self.ahead.procedure] if self.ahead else []
+        behind = [self.behind.procedure] if self.behind else []
+        return [*ahead, self.body, *behind]
+
+    @property
+    def op(self) -> Scan:
+        """The scan."""
+        assert isinstance(self.equation.op, Scan)
+        return self.equation.op
+
+    @property
+    def carries(self) -> tuple[Var | None, ...]:
+        """The results that are the last carry."""
+        return self.equation.outputs[: self.op.num_carry]
+
+    @property
+    def reads(self) -> tuple[Var, ...]:
+        """Its operands."""
+        return tuple(dict.fromkeys(self.equation.operands))
+
+    @property
+    def results(self) -> tuple[Var, ...]:
+        """The values it makes."""
+        carries = (v for v in self.carries if v is not None)
+        return (*carries, *self.columns, *self.stacks, *(value for value, _ in self.updates))
+
+
+Step = Kernel | Eager | Copy | Loop
+
+
+@dataclass(frozen=True, eq=False)
+class Procedure:
+    """A block as steps for the driver; `procedure` makes it.
+
+    Attributes:
+        inputs: of the block, then those that are only written to.
+        steps: in order.
+        outputs: of the block: values and constants.
+        inside: values that live in the memory of an input, and that input.
+    """
+
+    inputs: tuple[Var, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[Any, ...]
+    inside: Mapping[Var, Var] = field(default_factory=dict)
+
+    def kernels(self) -> list[Kernel]:
+        """All kernels, those of loops' bodies included."""
+        found: list[Kernel] = []
+        for step in self.steps:
+            if isinstance(step, Kernel):
+                found.append(step)
+            elif isinstance(step, Loop):
+                found += [kernel for part in step.parts for kernel in part.kernels()]
+        return found
+
 
 _CHEAP = frozenset(
     f"aten::{name}"
@@ -184,14 +349,14 @@ def costly_scalars(equations: Sequence[Equation], inputs: Sequence[Var]) -> list
     return [equation for equation in equations if equation in chosen]
 
 
-def plan(
+def procedure(
     block: Block,
     outputs: Sequence[Any],
     *,
     into: Mapping[Var, Var] | None = None,
     donated: Mapping[Var, Var] | None = None,
     prefetch: bool = False,
-) -> Plan:
+) -> Procedure:
     """The steps that compute `outputs` of a block.
 
     Args:
@@ -199,13 +364,13 @@ def plan(
         outputs: those outputs of the block that are needed.
         into: new inputs that must be overwritten, and the values of the block to write there.
         donated: values that may take the memory of an input, and that input. Those that cannot,
-            since the old value is needed afterwards, are left out of `Plan.inside`.
+            since the old value is needed afterwards, are left out of `Procedure.inside`.
         prefetch: let iterations of scans overlap; see `functron.compiler.segments`.
     """
-    return _Planner(block, outputs, dict(into or {}), dict(donated or {}), prefetch).plan()
+    return _Divider(block, outputs, dict(into or {}), dict(donated or {}), prefetch).procedure()
 
 
-class _Planner:
+class _Divider:
     """Cuts one block into steps."""
 
     def __init__(
@@ -221,7 +386,7 @@ class _Planner:
         self.classes: dict[int, int] = {}  # of storages that may be one memory when it runs
         self.group_of: dict[Equation, int] = {}  # the kernel that an equation belongs to
 
-    def plan(self) -> Plan:
+    def procedure(self) -> Procedure:
         groups = self._groups()
         xs_only = self._xs_only()
         steps: list[Step] = []
@@ -239,7 +404,7 @@ class _Planner:
         steps = self._with_results(steps)
         steps, inside = self._with_updates(steps)
         inputs = (*self.block.inputs, *self.into)
-        return Plan(inputs, tuple(steps), self.outputs, inside)
+        return Procedure(inputs, tuple(steps), self.outputs, inside)
 
     def _groups(self) -> list[list[Equation]]:
         """The equations, cut around those that the driver runs, costly scalars first.
@@ -363,21 +528,23 @@ class _Planner:
     def _split(self, op: Scan, wanted: Sequence[Any]) -> Split | None:
         return split(op, wanted) if self.prefetch else None
 
-    def _core(self, op: Scan, outputs: Sequence[Any], rows, slots, parts: Split | None) -> Plan:
-        """The plan of an iteration, or of that part of it that waits for the one before."""
+    def _core(
+        self, op: Scan, outputs: Sequence[Any], rows, slots, parts: Split | None
+    ) -> Procedure:
+        """The procedure of an iteration, or of that part of it that waits for the one before."""
         if parts is None:
-            return plan(op.body, outputs, into=rows, donated=slots, prefetch=self.prefetch)
+            return procedure(op.body, outputs, into=rows, donated=slots, prefetch=self.prefetch)
         early = [v for v in outputs if v not in parts.late]
         ends = [*(v for e in parts.scatters for v in e.operands), *parts.passed]
-        return plan(
+        return procedure(
             parts.core, [*early, *ends], prefetch=self.prefetch,
             into={row: v for row, v in rows.items() if v not in parts.late},
             donated={v: slot for v, slot in slots.items() if v not in parts.late},
         )  # fmt: skip
 
-    def _tail(self, parts: Split, columns: Sequence[Any], rows, slots) -> Plan:
+    def _tail(self, parts: Split, columns: Sequence[Any], rows, slots) -> Procedure:
         late = {v: slot for v, slot in slots.items() if v in parts.late}
-        return plan(
+        return procedure(
             parts.tail, [*(v for v in columns if v in parts.late), *late], prefetch=self.prefetch,
             into={row: v for row, v in rows.items() if v in parts.late}, donated=late,
         )  # fmt: skip
@@ -386,7 +553,7 @@ class _Planner:
         """The loop with what runs beside neighbouring iterations."""
         ahead = behind = None
         if parts.gathers:
-            ahead = Ahead(plan(parts.head, parts.head.outputs), parts.gathers)
+            ahead = Ahead(procedure(parts.head, parts.head.outputs), parts.gathers)
         if parts.scatters:
             inner = [v for v, _ in columns]
             counts = [sum(v in parts.late for v in group) for group in (inner, rows.values())]

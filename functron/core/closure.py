@@ -62,7 +62,7 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
 
 
 def _parts(fn: types.FunctionType) -> Iterator[Any]:
-    """What a function holds on to: cell contents, defaults, and globals that are data."""
+    """The values a function closes over: cell contents, defaults, and globals that are data."""
     for cell in fn.__closure__ or ():
         try:
             yield cell.cell_contents

@@ -1,12 +1,24 @@
-"""Data: batches of tokens as a pure function of the step."""
+"""Data: batches of tokens as a pure function of the step.
+
+A source of `Samples` gives the batch of any step and part of a mesh by arithmetic: there is no
+iterator state to save, and the same samples come on every mesh and after resuming. ::
+
+    samples = ft.data.TokenWindows(ft.data.open_tokens("corpus"), seq=1024, seed=0)
+    batch = samples.batch(step=7, global_batch=32, part=(0, 4))  # the first quarter's rows
+
+- Text: `ByteText`, `TokenText`; tokens on disk (`open_tokens`, `IndexedFile`, `split`):
+  `TokenWindows`, `PackedTokens`, `MockTokens`; conversations: `Chat`, `PackedChat`.
+- Several sources: `Blend`. Objectives: `mask_tokens`, `take_out`, `FillInTheMiddle`, `Transformed`.
+- Documents shared by the ranks of cp: `pack`, `balance`; `schedule`, `arrange`.
+- Tokenizers: `open_tokenizer`, `Tokenizer`. Tokens of text: `functron.data.preprocess`.
+"""
 
 from functron.data.blend import Blend, Exhaustive, Mixture, split, split_documents
 from functron.data.chat import Chat
-from functron.data.context_schedule import Costs, Placement, Plan, arrange, schedule
-from functron.data.denoising import FillInTheMiddle, mask_tokens
+from functron.data.context_schedule import ContextCosts, ContextPlan, Placement, arrange, schedule
+from functron.data.denoising import FillInTheMiddle, Transformed, mask_tokens, spans_of, take_out
 from functron.data.documents import python_text
-from functron.data.indexed import IndexedFile, verify
-from functron.data.indexed_writer import IndexedWriter, merge
+from functron.data.indexed import IndexedFile, IndexedWriter, merge, verify
 from functron.data.order import Samples, permute, shuffled
 from functron.data.packed import PackedChat, PackedTokens
 from functron.data.packing import balance, pack
@@ -19,7 +31,8 @@ __all__ = [
     "Blend",
     "ByteText",
     "Chat",
-    "Costs",
+    "ContextCosts",
+    "ContextPlan",
     "Exhaustive",
     "FillInTheMiddle",
     "IndexedFile",
@@ -29,11 +42,11 @@ __all__ = [
     "PackedChat",
     "PackedTokens",
     "Placement",
-    "Plan",
     "Samples",
     "TokenText",
     "TokenWindows",
     "Tokenizer",
+    "Transformed",
     "arrange",
     "balance",
     "check_tokens",
@@ -46,7 +59,9 @@ __all__ = [
     "python_text",
     "schedule",
     "shuffled",
+    "spans_of",
     "split",
     "split_documents",
+    "take_out",
     "verify",
 ]

@@ -1,8 +1,7 @@
-"""Several sources of samples as one, in proportions: which source has which sample, in O(1).
+"""Blends: several sources of samples as one, in proportions; and the parts of a corpus.
 
-Proportions that a user writes: of the parts of a corpus, and of the sources of a blend.
-
-Training, validation and test parts of a file of tokens: contiguous runs of its documents.
+Which source has which sample is known in O(1), exactly (`Mixture`, `Exhaustive`). `split` makes the
+training, validation and test parts of a file of tokens: contiguous runs of its documents.
 """
 
 from __future__ import annotations
@@ -204,10 +203,7 @@ class Exhaustive:
         self.weights = tuple(Fraction(int(size), total) for size in sizes)
 
     def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The sources of samples `numbers` (from 0), and how many earlier ones each has given.
-
-        Both int64, the shape of `numbers`.
-        """
+        """As `Mixture.at`."""
         left = int(self.counts.sum())
         epochs, within = np.divmod(np.asarray(numbers, np.int64), left)
         sources = np.full(within.shape, len(self.counts) - 1)
@@ -222,7 +218,7 @@ class Exhaustive:
         return sources, epochs * self.counts[sources] + own
 
     def positions(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples came from each source: int64 ``[k]``."""
+        """As `Mixture.positions`."""
         left = int(self.counts.sum())
         epochs, within = divmod(samples, left)
         found = epochs * self.counts
@@ -239,17 +235,17 @@ def _share(count: Any, size: int, total: int) -> Any:
 
 
 class Blend(Samples):
-    """Samples of several sources in proportion to their weights: `functron.data.Samples`.
+    """Samples of several sources in proportion to their weights.
 
-    There is no iterator state and no index: sample n of the run is sample m of source i by
-    `Mixture`, and the source knows by itself which one that is in its own shuffled epochs. A small
-    source comes round more often than a large one.
+    There is no index: sample n of the run is sample m of source i by `Mixture`, and the source
+    knows by itself which one that is in its own shuffled epochs. A small source comes round more
+    often than a large one.
 
     Args:
         sources: what to draw from; their samples have the same leaves and as many tokens.
         weights: of each, as `Mixture` takes them; None: every sample of all sources comes once an
             epoch, as `Exhaustive` orders them.
-        names: what the user calls them; None: their numbers.
+        names: the user's, for them; None: their numbers.
 
     Attributes:
         mixture: who has which sample.
@@ -407,7 +403,7 @@ class DocumentRange:
     Args:
         file: what has them.
         documents: which.
-        name: what errors call them, beside the path of the file.
+        name: their name in errors, beside the path of the file.
 
     Attributes:
         documents: as given.
@@ -441,18 +437,10 @@ class DocumentRange:
         return self._file.starts(numbers) - self._start
 
     def document_of(self, offset: int) -> int:
-        """The document that token `offset` is in, both counted from the first.
-
-        Raises:
-            IndexError: there is no such token.
-        """
+        """As `documents_of`, of one token."""
         return int(self.documents_of(np.array(offset)))
 
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:
-        """The documents that tokens are in: int64, the shape of `offsets`.
-
-        Raises:
-            IndexError: there are no such tokens.
-        """
+        """As of any `TokenFile`; IndexError where there are no such tokens."""
         wanted = checked_offsets(self.path, offsets, self.num_tokens)
         return self._file.documents_of(wanted + self._start) - self.documents.start

@@ -1,6 +1,6 @@
-"""Conversations to fine-tune on: batches of tokens whose targets are what the assistant says.
+"""Conversations to fine-tune on: batches of tokens whose targets are the assistant's turns.
 
-Conversations in JSONL files: one JSON object a line, in the shapes that are in use.
+They are read from JSONL files, one JSON object a line, in the shapes that are in use.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.data.documents import find
+from functron.data.documents import find, raise_listed
 from functron.data.order import IGNORED, Samples, check_index, shuffled
+from functron.data.sources import json_kind
 from functron.data.tokenizer import Conversation, Tokenizer
-from functron.data.windows import MAX_LISTED, check_vocabulary, token_dtype
+from functron.data.windows import check_vocabulary, token_dtype
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {
@@ -31,7 +32,7 @@ SHAREGPT = {
     "tool": "tool",
     "observation": "tool",
 }
-"""What ShareGPT's files call the roles."""
+"""The names of the roles in ShareGPT's files."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class Line:
 
     Attributes:
         where: the file and the line's number, from 1.
-        messages: what was said, in order; empty where there are problems.
-        tools: what the assistant was offered, for templates that describe it; None: nothing.
-        problems: what is wrong with it.
+        messages: in order; empty where there are problems.
+        tools: those offered to the assistant, for templates that describe them; None: none.
+        problems: mistakes in it.
     """
 
     where: str
@@ -109,10 +110,10 @@ def _read(where: str, line: bytes) -> Line:
 
 
 def _messages(where: str, found: Any, problems: list[Problem]) -> list[dict[str, Any]]:
-    """The messages of a line's object, in one shape; what is wrong goes to `problems`."""
+    """The messages of a line's object, in one shape; mistakes go to `problems`."""
     shapes = '"messages", "conversations", or "prompt" and "completion"'
     if not isinstance(found, dict):
-        problems.append(Problem(where, _kind(found), f"an object with {shapes}"))
+        problems.append(Problem(where, json_kind(found), f"an object with {shapes}"))
         return []
     if "messages" in found:
         return _turns(where, "messages", found["messages"], problems)
@@ -146,16 +147,16 @@ def _sharegpt(where: str, turns: Any, problems: list[Problem]) -> list[dict[str,
 
 
 def _turns(where: str, name: str, turns: Any, problems: list[Problem]) -> list[dict[str, Any]]:
-    """`turns`, if each is a message; what is wrong goes to `problems`."""
+    """`turns`, if each is a message; mistakes go to `problems`."""
     if not isinstance(turns, list) or not turns:
-        got = "an empty list" if turns == [] else _kind(turns)
+        got = "an empty list" if turns == [] else json_kind(turns)
         problems.append(Problem(f"{where}: {name}", got, "at least one message"))
         return []
     before = len(problems)
     for index, turn in enumerate(turns):
         place = f"{where}: {name}[{index}]"
         if not isinstance(turn, dict):
-            problems.append(Problem(place, _kind(turn), "an object with role and content"))
+            problems.append(Problem(place, json_kind(turn), "an object with role and content"))
             continue
         role, content = turn.get("role"), turn.get("content")
         if not isinstance(role, str) or role not in ROLES:
@@ -164,7 +165,7 @@ def _turns(where: str, name: str, turns: Any, problems: list[Problem]) -> list[d
             problems.append(Problem(f"{place}.role", got, f"one of {', '.join(ROLES)}", fix))
         calls = role == "assistant" and turn.get("tool_calls") and content is None
         if not calls and not (isinstance(content, str) and _is_unicode(content)):
-            got = "no content" if content is None else _kind(content)
+            got = "no content" if content is None else json_kind(content)
             got = "half of a surrogate pair" if isinstance(content, str) else got
             problems.append(Problem(f"{place}.content", got, "text"))
     return turns if len(problems) == before else []
@@ -179,22 +180,16 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
-    names |= {int: "a number", float: "a number", type(None): "null"}
-    return names[type(value)]
-
-
 Overlong = Literal["refuse", "cut", "drop"]
 
 
 class Chat(Samples):
     """Conversations as a tokenizer's template writes them, one a sample, shuffled in every epoch.
 
-    Targets are the tokens that the assistant says, to the end of each of its turns (see
+    Targets are the tokens of the assistant, to the end of each of its turns (see
     `Tokenizer.conversation`); all others are `IGNORED`. Shorter conversations are padded at the
     end to `seq` tokens, which causal attention does not see. Conversations in which the assistant
-    says nothing are left out, so that no batch is without targets.
+    has no tokens are left out, so that no batch is without targets.
 
     All conversations are tokenised when this is made, and stay in memory, 3 or 5 bytes a token: at
     some 200,000 tokens a second, which is for up to some tens of thousands of them.
@@ -211,8 +206,8 @@ class Chat(Samples):
     Attributes:
         seq: tokens per sample.
         num_samples: samples in an epoch.
-        num_skipped: conversations left out because they are too long, or the assistant says
-            nothing in the part that fits.
+        num_skipped: conversations left out because they are too long, or the assistant has
+            no token in the part that fits.
         num_cut: conversations whose end was cut off.
         num_tokens: in all samples, without padding.
         num_targets: how many of them are targets.
@@ -221,7 +216,7 @@ class Chat(Samples):
 
     Raises:
         ValueError: the file cannot be read, lines are no conversations or the template refuses
-            them, they are too long, or the assistant says nothing in any. The first 20 lines at
+            them, they are too long, or the assistant has no token in any. The first 20 lines at
             fault are listed. Or the tokenizer has no template, or an id is not among the model's.
     """
 
@@ -243,15 +238,17 @@ class Chat(Samples):
         # any id does where there is none: no target is predicted from it
         self.pad = 0 if pad is None or pad >= (vocab_size or pad + 1) else pad
         kind = token_dtype(tokenizer)
-        tokens, said = [np.zeros(0, kind)], [np.zeros(0, bool)]
+        tokens, assistant = [np.zeros(0, kind)], [np.zeros(0, bool)]
         for conversation in self._kept(path, tokenizer, overlong):
             tokens.append(conversation.tokens[: seq + 1].numpy().astype(kind))
-            said.append(conversation.assistant[: seq + 1].numpy())
+            assistant.append(conversation.assistant[: seq + 1].numpy())
         self._ends = np.cumsum([len(piece) for piece in tokens])
-        self._tokens, self._said = np.concatenate(tokens), np.concatenate(said)
+        self._tokens, self._assistant = np.concatenate(tokens), np.concatenate(assistant)
         self.num_samples = len(tokens) - 1
         self.num_tokens = len(self._tokens)
-        self.num_targets = int(self._said.sum()) - sum(bool(piece[0]) for piece in said[1:])
+        self.num_targets = int(self._assistant.sum()) - sum(
+            bool(piece[0]) for piece in assistant[1:]
+        )
         if not self.num_samples:
             got = f"{self.num_skipped} conversations, none with a word of the assistant"
             got += f" in what fits into {seq + 1} tokens"
@@ -283,9 +280,7 @@ class Chat(Samples):
                 continue
             self.num_cut += size > fits
             yield found
-        more = f": the first {MAX_LISTED} of {len(problems)} mistakes"
-        title = f"cannot use {path}" + (more if len(problems) > MAX_LISTED else "")
-        raise_problems(title, problems[:MAX_LISTED])
+        raise_listed(f"cannot use {path}", problems)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -301,7 +296,7 @@ class Chat(Samples):
         check_index(index, self.num_samples)
         part = slice(int(self._ends[index]), int(self._ends[index + 1]))
         ids = self._tokens[part].astype(np.int64)
-        return ids[:-1], np.where(self._said[part][1:], ids[1:], IGNORED)
+        return ids[:-1], np.where(self._assistant[part][1:], ids[1:], IGNORED)
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and targets of conversation `index`, int64 ``[seq]`` each.
@@ -316,14 +311,7 @@ class Chat(Samples):
         return tokens, targets
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, counted from the beginning of a run.
-
-        Args:
-            numbers: int64 ``[rows]``, from 0; number n is in epoch ``n // num_samples``.
-
-        Returns:
-            ``tokens`` and ``targets`` int64 ``[rows, seq]``.
-        """
+        """The samples that come as `numbers`: ``tokens``, ``targets`` int64 ``[rows, seq]``."""
         order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
         tokens, targets = zip(*(self.sample(index) for index in order.tolist()), strict=True)
         return {
@@ -347,7 +335,7 @@ def _argument_problems(seq: int, overlong: str) -> Iterator[Problem]:
 
 
 def _rendered(line: Line, tokenizer: Tokenizer, problems: list[Problem]) -> Conversation | None:
-    """The conversation of a line; None, and what is wrong in `problems`, where there is none."""
+    """The conversation of a line; None, and the mistakes in `problems`, where there is none."""
     if line.problems:
         problems.extend(line.problems)
         return None
@@ -355,8 +343,8 @@ def _rendered(line: Line, tokenizer: Tokenizer, problems: list[Problem]) -> Conv
         return tokenizer.conversation(line.messages, tools=line.tools)
     except ValueError as error:
         form = r"^  - (.*?): got (.*?); wanted ([^\n]*?)(?:; fix: ([^\n]*))?$"
-        said = re.findall(form, str(error), re.M | re.S)
-        problems += [Problem(f"{line.where}: {where}", *rest) for where, *rest in said]
-        if not said:  # such as text that is no Unicode
+        found = re.findall(form, str(error), re.M | re.S)
+        problems += [Problem(f"{line.where}: {where}", *rest) for where, *rest in found]
+        if not found:  # such as text that is no Unicode
             problems.append(Problem(line.where, str(error), "a conversation"))
         return None

@@ -3,12 +3,12 @@
 Split over all ranks, a short document makes chunks of a few tokens, padding, and a journey of keys
 and values around the whole ring that nobody needs. Here long documents are split over as many
 ranks as it takes to balance them, and short ones stay whole on one rank (ByteScale, Ge et al. 2025;
-Megatron-LM's hybrid context parallelism). The plan follows from the lengths alone: every host that
-knows them makes the same one.
+Megatron-LM's hybrid context parallelism). The plan, which ranks have which documents and at which
+cost, follows from the lengths alone: every host that knows them makes the same one.
 
-What it saves, by the cost model with its default coefficients, for 96 documents of a heavy-tailed
+Savings by the cost model with its default coefficients, for 96 documents of a heavy-tailed
 distribution (lognormal, median 900 tokens, sigma 1.6, at most 65,536) on 2 rows of cp=8; means of
-20 draws. Time is that of the slowest rank, in terms of the last line's:
+20 draws. Time is that of the slowest rank, in units of the last line's:
 
 | documents                                              | time | imbalance | padding |
 |--------------------------------------------------------|------|-----------|---------|
@@ -20,8 +20,6 @@ distribution (lognormal, median 900 tokens, sigma 1.6, at most 65,536) on 2 rows
 The last has shorter rings to thank for its time, 4.6 ranks rather than 8 in the mean. With cp=4 the
 times are 1.28, 1.15, 1.04 and 1. Of 500 short documents (median 40) on cp=8 they are 1.42, 1.46,
 1.45 and 1, and padding is 0.0%, 5.7%, 5.6% and 0.2%.
-
-Plans of dynamic context parallelism: which ranks have which documents, and what it costs.
 """
 
 from __future__ import annotations
@@ -35,18 +33,18 @@ import numpy as np
 
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Tensor
+from functron.data.documents import raise_listed
 from functron.data.packing import (
     as_batch,
     check_documents,
     entries,
-    refuse_listed,
     rounded_up,
     zigzag,
 )
 
 
 @dataclass(frozen=True)
-class Costs:
+class ContextCosts:
     """The time that documents take on a rank: linear in tokens, quadratic in a document's length.
 
     The unit is a token's matmuls. The defaults are those of a layer of Llama 3 8B: a token takes
@@ -79,7 +77,7 @@ class Costs:
         return self.quadratic * pairs + self.per_token(ring_size) * tokens
 
     def per_token(self, ring_size: int) -> float:
-        """What every token of a rank costs besides its pairs; keys of all of them travel."""
+        """The cost of every token of a rank besides its pairs; keys of all of them travel."""
         return self.linear + self.exchange * (ring_size - 1)
 
 
@@ -101,8 +99,8 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Who has what, and what it costs.
+class ContextPlan:
+    """The ranks that have each document, and the cost of it.
 
     Attributes:
         cp: ranks that share a sample.
@@ -120,7 +118,7 @@ class Plan:
     tokens_per_rank: int
     pairs: tuple[int, ...]
     tokens: tuple[int, ...]
-    model: Costs
+    model: ContextCosts
 
     @property
     def ring_size(self) -> int:
@@ -129,19 +127,19 @@ class Plan:
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """What each rank's documents cost it; the ranks' padding is not among it."""
+        """The cost of each rank's documents, without the padding of the rank."""
         of = self.model.of(np.array(self.pairs), np.array(self.tokens), self.ring_size)
         return tuple(of.tolist())
 
     @property
     def time(self) -> float:
-        """What the slowest rank takes: all compute `tokens_per_rank` tokens."""
+        """The time of the slowest rank: all compute `tokens_per_rank` tokens."""
         places = np.array([self.tokens_per_rank])
         return float(self.model.of(np.array([max(self.pairs)]), places, self.ring_size)[0])
 
     @property
     def imbalance(self) -> float:
-        """`time`, in terms of what it would be if all ranks had equal shares and no padding."""
+        """`time`, over what it would be if all ranks had equal shares and no padding."""
         total = np.array([sum(self.pairs)]), np.array([sum(x.length for x in self.placements)])
         return self.time * len(self.pairs) / float(self.model.of(*total, self.ring_size)[0])
 
@@ -169,7 +167,7 @@ class Plan:
 
 def arrange(
     documents: Sequence[np.ndarray],
-    plan: Plan,
+    plan: ContextPlan,
     *,
     tokens_per_rank: int | None = None,
     pad: int = 0,
@@ -212,7 +210,7 @@ def arrange(
     if seq < plan.tokens_per_rank or seq % 2:
         wanted = f"an even number, at least the plan's {plan.tokens_per_rank}"
         problems.append(Problem("tokens_per_rank", str(seq), wanted))
-    refuse_listed("cannot arrange", problems)
+    raise_listed("cannot arrange", problems)
     count = plan.rows * plan.cp
     early, own, late = ([[] for _ in range(count)] for _ in range(3))
     for i, (x, place) in enumerate(zip(documents, places, strict=True)):
@@ -258,9 +256,9 @@ def schedule(
     rows: int = 1,
     limit: int | None = None,
     multiple: int = 1,
-    costs: Costs | None = None,
+    costs: ContextCosts | None = None,
     sizes: Sequence[int] | None = None,
-) -> Plan:
+) -> ContextPlan:
     """Choose for every document how many ranks it is split over, and which.
 
     For every largest ring, and for several bounds on what part of a rank's mean cost one document
@@ -270,7 +268,7 @@ def schedule(
     on all ranks is one of them, so that no plan is worse than the zig-zag over all.
 
     The cost model counts visible pairs, as kernels that skip other documents compute them.
-    `functron.ops.chunked` computes all pairs of a ring, half of ``tokens_per_rank ** 2 *
+    `functron.ops.attention` computes all pairs of a ring, half of ``tokens_per_rank ** 2 *
     ring_size`` on every rank alike, and masks: small rings and little padding save time there too,
     balanced pairs do not.
 
@@ -280,18 +278,18 @@ def schedule(
         rows: samples to fill.
         limit: the most tokens of a rank, padding included: what memory allows; None for any.
         multiple: a rank's tokens are padded to this: ulysses times tp under sequence parallelism.
-        costs: coefficients of the cost model; None: `Costs()`.
+        costs: coefficients of the cost model; None: `ContextCosts()`.
         sizes: how many ranks documents may be split over, of cp, its half, and so on while even,
             and 1; None: all of these. ``(cp,)`` is the zig-zag over all ranks.
 
     Returns:
-        A `Plan` for `arrange`.
+        A `ContextPlan` for `arrange`.
 
     Raises:
         ValueError: documents are empty, or do not fit within the limit; or an argument is out of
             range.
     """
-    model = Costs() if costs is None else costs
+    model = ContextCosts() if costs is None else costs
     _check_arguments(cp, rows, limit, multiple, sizes)
     even = math.lcm(2, multiple)  # two halves
     most = None if limit is None else limit // even * even
@@ -326,7 +324,7 @@ def _nested(cp: int) -> list[int]:
 
 
 def _candidates(
-    lengths: Sequence[int], allowed: Sequence[int], ranks: int, model: Costs
+    lengths: Sequence[int], allowed: Sequence[int], ranks: int, model: ContextCosts
 ) -> Iterator[tuple[int, list[int]]]:
     """Largest rings, and how many ranks each document might be split over then."""
     n = np.array(lengths, np.int64)
@@ -348,8 +346,8 @@ Score = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
 """How badly a document suits ranks: their pairs and tokens, and what it adds to each."""
 
 
-def _scores(lengths: Sequence[int], ranks: int, model: Costs, ring: int) -> Iterator[Score]:
-    """Two opinions, as pairs and tokens are to be balanced both: neither is always the best.
+def _scores(lengths: Sequence[int], ranks: int, model: ContextCosts, ring: int) -> Iterator[Score]:
+    """Two scores, as pairs and tokens are to be balanced both: neither is always the best.
 
     The first is how much the squares of both loads grow, but for a constant: a long document looks
     for a rank with few pairs, a short one for a rank with few tokens (Panigrahy et al. 2011, dot
@@ -401,13 +399,13 @@ def _plan(
     cp: int,
     rows: int,
     even: int,
-    model: Costs,
-) -> Plan:
+    model: ContextCosts,
+) -> ContextPlan:
     pairs, tokens = np.zeros(cp * rows, np.int64), np.zeros(cp * rows, np.int64)
     for length, (first, size) in zip(lengths, places, strict=True):
         pairs[first : first + size] += visible_pairs(length, size)
         tokens[first : first + size] += room(length, size) // size
-    return Plan(
+    return ContextPlan(
         cp=cp,
         rows=rows,
         placements=tuple(
@@ -462,4 +460,4 @@ def _check_lengths(lengths: Sequence[int], widest: int, ranks: int, limit: int |
             wanted = f"at most {ranks * limit}, {limit} on each of {ranks} ranks"
             fix = "raise limit, or schedule fewer documents"
             problems.append(Problem("lengths", got, wanted, fix))
-    refuse_listed("cannot schedule", problems)
+    raise_listed("cannot schedule", problems)

@@ -1,6 +1,6 @@
-"""Documents as bytes: files mapped into memory, read as if they stood one after another.
+"""Files mapped into memory: as rows of numbers, read as if they stood one after another.
 
-Files mapped into memory, whose reads see that they are still as long as they were.
+Reads see that the files are still as long as they were. And the files of text in a folder.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import mmap
 import os
 import sysconfig
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import NamedTuple
 
 import numpy as np
 
-from functron.core.errors import on_hub, refuse
+from functron.core.errors import Problem, on_hub, raise_problems, refuse
 
 
 class Mapped:
@@ -63,58 +64,91 @@ class Mapped:
             refuse("the data changed", f"data {self._path}", got, wanted, fix, error=OSError)
 
 
+MAX_LISTED = 20
 SNIFFED_BYTES = 1 << 16
-_CANNOT = "cannot read the training text"
 MAX_OPEN_FILES = 128
+_CANNOT = "cannot read the training text"
 
 
-class Documents:
-    """Files and byte strings, read as if concatenated; only what is read is copied into memory.
+def raise_listed(title: str, problems: Sequence[Problem]) -> None:
+    """Raise a ValueError that lists the first `MAX_LISTED` problems, if there are any."""
+    count = len(problems)
+    more = f": the first {MAX_LISTED} of {count} mistakes" if count > MAX_LISTED else ""
+    raise_problems(title + more, problems[:MAX_LISTED])
 
-    Files are memory-mapped when first read, and at most `MAX_OPEN_FILES` stay mapped, so a folder
-    may hold more files than a process may open.
 
-    Args:
-        parts: file paths, and bytes for text that lies in no file, in order.
+class Part(NamedTuple):
+    """Numbers in a file.
+
+    Attributes:
+        path: the file.
+        dtype: of the numbers.
+        offset: where they begin, in bytes.
+        count: how many there are.
     """
 
-    def __init__(self, parts: Sequence[Path | bytes]):
+    path: Path
+    dtype: np.dtype
+    offset: int
+    count: int
+
+
+class Concatenated:
+    """Files of numbers, read as if concatenated; only what is read is copied into memory.
+
+    Files are memory-mapped when first read, and at most `MAX_OPEN_FILES` stay mapped, so there may
+    be more of them than a process may open.
+
+    Args:
+        parts: of files, or arrays that lie in none; all of one dtype, at least one.
+
+    Attributes:
+        ends: int64 ``[parts]``: where each part ends in the whole.
+    """
+
+    def __init__(self, parts: Sequence[Part | np.ndarray]):
         self._parts = list(parts)
-        sizes = [len(p) if isinstance(p, bytes) else p.stat().st_size for p in self._parts]
-        self._ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
+        sizes = [len(p) if isinstance(p, np.ndarray) else p.count for p in self._parts]
+        self.ends = np.cumsum(np.asarray(sizes, np.int64))
         self._open: OrderedDict[int, Mapped] = OrderedDict()
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
-
-    @property
-    def count(self) -> int:
-        """The number of documents."""
-        return len(self._parts)
+        return int(self.ends[-1])
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """The bytes from `start` on, as uint8 ``[length]``; across documents where need be."""
-        first = int(np.searchsorted(self._ends, start, side="right"))
+        """The numbers from `start` on, ``[length]``; a view where they lie in one part."""
+        index = int(np.searchsorted(self.ends, start, side="right"))
         pieces = []
         while length > 0:
-            offset = start - (int(self._ends[first - 1]) if first else 0)
-            piece = self._document(first)[offset : offset + length]
+            begin = start - (int(self.ends[index - 1]) if index else 0)
+            piece = self._part(index)[begin : begin + length]
             pieces.append(piece)
-            start, length, first = start + len(piece), length - len(piece), first + 1
-        return np.concatenate(pieces) if pieces else np.zeros(0, np.uint8)
+            start, length, index = start + len(piece), length - len(piece), index + 1
+        if len(pieces) == 1:
+            return pieces[0]
+        first = self._parts[0]
+        return np.concatenate(pieces) if pieces else np.zeros(0, first.dtype)
 
-    def _document(self, index: int) -> np.ndarray:
+    def _part(self, index: int) -> np.ndarray:
+        part = self._parts[index]
+        if isinstance(part, np.ndarray):
+            return part
         if index in self._open:
             self._open.move_to_end(index)
-            return self._open[index].values
-        part = self._parts[index]
-        if isinstance(part, bytes):
-            return np.frombuffer(part, np.uint8)
-        size = int(self._ends[index]) - (int(self._ends[index - 1]) if index else 0)
-        self._open[index] = Mapped(part, np.uint8, 0, size)
-        if len(self._open) > MAX_OPEN_FILES:
-            self._open.popitem(last=False)
+        else:
+            self._open[index] = Mapped(*part)
+            if len(self._open) > MAX_OPEN_FILES:
+                self._open.popitem(last=False)
         return self._open[index].values
+
+
+def byte_parts(files: Iterable[Path | bytes]) -> list[Part | np.ndarray]:
+    """The bytes of files, and byte strings, for `Concatenated`."""
+    kind = np.dtype(np.uint8)
+    return [
+        np.frombuffer(x, kind) if isinstance(x, bytes) else Part(x, kind, 0, x.stat().st_size)
+        for x in files
+    ]
 
 
 def find(path: str | Path) -> tuple[list[Path], int]:

@@ -1,6 +1,6 @@
-"""Tokens on disk as packed samples: few documents are cut, none sees another, nothing is padded.
+"""Packed samples of tokens on disk, and of conversations: neither document sees the other.
 
-Conversations to fine-tune on, several of them in a sample and none of them cut for it.
+Of documents on disk few are cut, and nothing is padded; conversations are not cut for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PackedTokens(Samples):
     """A file of tokens, packed best-fit into samples of `seq` tokens and shuffled in every epoch.
 
     The row of all tokens is cut into blocks of some 2^22 tokens, and the documents of a block fill
-    its samples as `functron.data.packing.fill` says: of all documents that are no longer than a
+    its samples by `functron.data.packing.fill`: of all documents that are no longer than a
     sample, few are cut. An epoch has every token once but the last ``num_tokens % seq``, of
     which there is no whole sample. Which tokens are in a sample follows from its block alone, and
     which sample comes when is arithmetic (`functron.data.order.shuffled_blocks`): there is no index
@@ -80,10 +80,7 @@ class PackedTokens(Samples):
         self._packed: dict[int, tuple[Filled, np.ndarray]] = {}
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, counted from the beginning of a run.
-
-        Args:
-            numbers: int64 ``[rows]``, from 0; number n is in epoch ``n // num_samples``.
+        """The samples that come as `numbers`, as `Samples.draw`.
 
         Returns:
             ``tokens``, ``targets``, ``positions`` and ``segments``, the numbers of documents in the
@@ -100,7 +97,7 @@ class PackedTokens(Samples):
         return {name: torch.from_numpy(x) for name, x in zip(LEAVES, rows, strict=True)}
 
     def pieces(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What sample `index` is made of.
+        """The pieces of sample `index`.
 
         Returns:
             Where its pieces begin in the row of all tokens, int64; their lengths, int64; and
@@ -123,7 +120,7 @@ class PackedTokens(Samples):
         return begins, filled.lengths[mine], goes_on[mine]
 
     def _pack(self, block: int) -> tuple[Filled, np.ndarray]:
-        """How a block is packed, and whether the documents of pieces go on after them."""
+        """A block's pieces, and whether their documents go on after them."""
         samples = min(self.block, self.num_samples - block * self.block)
         start, length = block * self.block * self.seq, samples * self.seq
         first, last = self._file.documents_of(np.array([start, start + length - 1])).tolist()
@@ -224,15 +221,7 @@ class PackedChat(Samples):
         return out
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, counted from the beginning of a run.
-
-        Args:
-            numbers: int64 ``[rows]``, from 0; number n is in epoch ``n // num_samples``.
-
-        Returns:
-            ``tokens``, ``targets``, ``positions`` and ``segments``, the numbers of conversations in
-            the sample from 0: int64 ``[rows, seq]`` each.
-        """
+        """The samples that come as `numbers`, with the leaves of `PackedTokens.draw`."""
         order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
         stacked = np.stack([self.sample(index) for index in order.tolist()], 1)
         return {name: torch.from_numpy(x) for name, x in zip(LEAVES, stacked, strict=True)}

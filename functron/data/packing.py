@@ -1,14 +1,14 @@
-"""Packed samples: several documents in one, and the order in which ranks share them evenly.
+"""Packed batches: several documents in a sample, and the order in which ranks share them evenly.
 
 A packed batch has, besides tokens and targets, the `positions` of tokens in their documents and the
 numbers of these, `segments`; attention sees a token's own document only. Everything here is
 arithmetic on the host, and the same on every host.
 
-Which pieces of documents share a sample: best-fit packing, as arithmetic on their lengths.
-
-Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling": documents, longest first,
-go where the least room is left. Theirs leaves the last rooms empty; `fill` cuts a few documents to
-fill these as well, so that how many samples there are follows from the number of tokens alone.
+Which pieces of documents share a sample is best-fit packing, as arithmetic on their lengths
+(`best_fit`, `fill`). Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling":
+documents, longest first, go where the least room is left. Theirs leaves the last rooms empty;
+`fill` cuts a few documents to fill these as well, so that how many samples there are follows from
+the number of tokens alone.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Tensor
 from functron.data.chat import IGNORED, Overlong
-from functron.data.windows import MAX_LISTED
+from functron.data.documents import raise_listed
 
 LEAVES = ("tokens", "targets", "positions", "segments")
-"""What a packed batch says about each token, in the order of the rows of `entries`."""
+"""The leaves of a packed batch, in the order of the rows of `entries`."""
 
 _TOKENS, _TARGETS, _POSITIONS, _SEGMENTS = range(len(LEAVES))
 
@@ -71,7 +71,7 @@ def pack(
     check_documents(documents)
     if overlong == "refuse":
         fix = f'raise seq to {max(map(len, documents))} or more, or overlong="cut" or "drop"'
-        refuse_listed("documents are longer than samples", [
+        raise_listed("documents are longer than samples", [
             Problem(f"documents[{i}]", f"{len(x)} tokens", f"at most seq={seq}", fix)
             for i, x in enumerate(documents) if len(x) > seq
         ])  # fmt: skip
@@ -186,13 +186,7 @@ def check_documents(documents: Sequence[np.ndarray]) -> None:
             problems.append(Problem(f"documents[{i}]", "no tokens", "at least 1", fix))
     if not len(documents):
         problems.append(Problem("documents", "none", "at least 1"))
-    refuse_listed("these are no documents", problems)
-
-
-def refuse_listed(title: str, problems: list[Problem]) -> None:
-    """Raise a ValueError that lists the first `MAX_LISTED` problems, if there are any."""
-    more = f": the first {MAX_LISTED} of {len(problems)}" if len(problems) > MAX_LISTED else ""
-    raise_problems(title + more, problems[:MAX_LISTED])
+    raise_listed("these are no documents", problems)
 
 
 def _check_arguments(seq: int, multiple: int, overlong: str) -> None:
@@ -258,7 +252,7 @@ def _rows_of_documents(batch: Mapping[str, Tensor], cp: int) -> list[list[np.nda
             fix = "balance what pack returns, and only once"
             problems.append(Problem(f"sample {number}", got, "documents side by side", fix))
         found.append(documents)
-    refuse_listed("cannot balance", problems)
+    raise_listed("cannot balance", problems)
     return found
 
 

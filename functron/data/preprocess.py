@@ -1,12 +1,8 @@
-"""The whole of preprocessing: parts that are still to be made, then the files made of them.
+"""Preprocessing: tokens on disk of files of text, by several processes, to be killed at any time.
 
-What is asked of preprocessing, and what became of it.
-
-One chunk of text to one finished part: what a worker does.
-
-The files that preprocessing makes, of its parts.
-
-Worker processes that take tasks from one parent, and end when it does, however it ends.
+`preprocess` cuts the text into chunks; workers make a part of each (`Encoder`), finished or not
+there; the files are assembled of the parts. `Settings` are its options, `Summary` is its result.
+Worker processes take tasks from one parent, and end when it does, however it ends.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -33,8 +29,8 @@ import filelock
 import numpy as np
 
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.data.indexed import IndexedFile
-from functron.data.indexed_writer import IndexedWriter
+from functron.data.documents import MAX_LISTED
+from functron.data.indexed import IndexedFile, IndexedWriter
 from functron.data.sources import Chunk, Text, cut, find_files, read, where
 from functron.data.text_tokenizer import TextTokenizer, end_of_text, open_tokenizer
 from functron.data.token_file import check_dtype, fitting_dtype
@@ -46,7 +42,7 @@ Dtype = Literal["auto", "uint8", "uint16", "int32"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What to make tokens of, and how.
+    """The options of preprocessing.
 
     Attributes:
         inputs: files and folders (see `functron.data.sources.find_files`). A document is encoded
@@ -83,12 +79,9 @@ class Settings:
         """How many processes that is."""
         if self.workers:
             return self.workers
-        # not on macOS
-        return (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        if hasattr(os, "sched_getaffinity"):  # not on macOS
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
 
     @property
     def targets(self) -> tuple[Path, Path]:
@@ -98,7 +91,7 @@ class Settings:
 
     @property
     def record(self) -> Path:
-        """What says how they were made; it is written when they are complete."""
+        """The file with how they were made; it is written when they are complete."""
         return Path(self.out + ".json")
 
     @property
@@ -109,7 +102,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far it is.
+    """The text that has become tokens so far.
 
     Attributes:
         done: bytes of the text that are tokens by now.
@@ -133,10 +126,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Summary:
-    """What there is in the end.
+    """The result of preprocessing; prints as a few lines.
 
     Attributes:
-        settings: what was asked for.
+        settings: the options.
         files: how many the text was in.
         size: their bytes.
         documents: how many were written.
@@ -198,7 +191,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Counts:
-    """What is in a part.
+    """The contents of a part.
 
     Attributes:
         documents: those written.
@@ -212,8 +205,8 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How texts become tokens.
+class Encoding:
+    """The way in which texts become tokens.
 
     Attributes:
         tokenizer: its path.
@@ -236,18 +229,18 @@ class Encoder:
     """Tasks to parts.
 
     Args:
-        plan: how.
-        tokenizer: the plan's, where it is open already.
+        encoding: of texts.
+        tokenizer: the encoding's, where it is open already.
     """
 
-    def __init__(self, plan: Plan, tokenizer: TextTokenizer | None = None):
-        self._plan = plan
-        self._tokenizer = tokenizer or open_tokenizer(plan.tokenizer, pattern=plan.pattern)
+    def __init__(self, encoding: Encoding, tokenizer: TextTokenizer | None = None):
+        self._encoding = encoding
+        self._tokenizer = tokenizer or open_tokenizer(encoding.tokenizer, pattern=encoding.pattern)
 
     def __call__(self, task: Task) -> Counts | list[Problem]:
         """Make the part of a task, or say why it cannot be made: then nothing is left of it."""
         try:
-            counts = _encode(task, self._plan, self._tokenizer)
+            counts = _encode(task, self._encoding, self._tokenizer)
         except _UnreadableError as error:
             return error.problems
         except OSError as error:
@@ -258,16 +251,23 @@ class Encoder:
         return counts
 
 
+def _title(task: Task) -> str:
+    chunk, others = task.chunk, len(task.chunk.files) - 1
+    stop = "the end" if chunk.stop is None else chunk.stop
+    more = f" and {others} more files" if others else ""
+    return f"{chunk.files[0]}{more} from {chunk.start} to {stop}"
+
+
 def mark_of(part: Path) -> Path:
-    """The file that says what is in a part; without it there is no part."""
+    """The file with the counts of a part; without it there is no part."""
     return part.with_name(part.name + ".json")
 
 
 def read_mark(part: Path) -> Counts | None:
-    """What is in a finished part; None where it is not finished."""
+    """The contents of a finished part; None where it is not finished."""
     try:
-        return Counts(**json.loads(mark_of(part).read_text()))
-    except (OSError, ValueError, TypeError):
+        return Counts(**(_load(mark_of(part)) or {}))
+    except TypeError:
         return None
 
 
@@ -289,20 +289,20 @@ class _UnreadableError(Exception):
         self.problems = problems
 
 
-def _encode(task: Task, plan: Plan, tokenizer: TextTokenizer) -> Counts:
+def _encode(task: Task, encoding: Encoding, tokenizer: TextTokenizer) -> Counts:
     problems: list[Problem] = []
     empty = 0
-    kept = plan.empty == "keep"
+    kept = encoding.empty == "keep"
     options = {"vocab_size": tokenizer.vocab_size, "allow_empty": kept, "overwrite": True}
-    with IndexedWriter(task.part, np.dtype(plan.dtype), **options) as writer:
-        for batch in _batches(task.chunk, plan.key, problems):
+    with IndexedWriter(task.part, np.dtype(encoding.dtype), **options) as writer:
+        for batch in _batches(task.chunk, encoding.key, problems):
             lists = tokenizer.encode_batch([text.text for text in batch])
             for text, ids in zip(batch, lists, strict=True):
-                if ids and plan.end is not None:
-                    ids.append(plan.end)
+                if ids and encoding.end is not None:
+                    ids.append(encoding.end)
                 elif not ids:
                     empty += 1
-                    if plan.empty == "refuse" and len(problems) < MAX_LISTED:
+                    if encoding.empty == "refuse" and len(problems) < MAX_LISTED:
                         problems.append(_empty_problem(task.chunk, text))
             lengths = [len(ids) for ids in lists if ids or kept]
             if lengths and not problems:
@@ -320,7 +320,7 @@ def _empty_problem(chunk: Chunk, text: Text) -> Problem:
 
 
 def _batches(chunk: Chunk, key: str, problems: list[Problem]) -> Iterator[list[Text]]:
-    """The texts of a chunk, as many as are worth one call; what is wrong goes to `problems`."""
+    """The texts of a chunk, as many as are worth one call; mistakes go to `problems`."""
     batch: list[Text] = []
     size = 0
     for text in read(chunk, key):
@@ -416,7 +416,7 @@ def run(
         count: at least 1.
         start: called once in every process, gives what does the tasks; can be pickled.
         tasks: in the order in which they are begun.
-        name: what to call a task when its process dies.
+        name: of a task, for errors when its process dies.
 
     Raises:
         ValueError: a process died, which is what happens when memory is short.
@@ -495,8 +495,8 @@ def _answer(connection: Connection, process: BaseProcess, task: str) -> Any:
     except (EOFError, ConnectionResetError):
         process.join()
         code = process.exitcode or 0
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        got = f"a process that died ({how}) in {task}"
+        cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        got = f"a process that died ({cause}) in {task}"
         fix = "start again to go on; where memory is short, with fewer --workers"
         refuse("stopped", "workers", got, "its tokens", fix)
     if failure:
@@ -528,7 +528,6 @@ def _one_thread() -> Iterator[None]:
 
 
 CHUNK_BYTES = 1 << 22
-MAX_LISTED = 20
 MANIFEST = "manifest.json"
 _CANNOT = "cannot preprocess"
 
@@ -546,7 +545,7 @@ def preprocess(
     can be killed at any point and called again: what is finished is not made again, and the files
     are the same, byte for byte. That needs room for the tokens twice.
 
-    OUT.json says in the end what was made of what; with it, another call finds nothing to do.
+    In the end OUT.json records what was made of what; with it, another call finds nothing to do.
 
     Args:
         settings: what and how.
@@ -557,15 +556,17 @@ def preprocess(
         ValueError: what was asked for is not possible, text cannot be read (the first 20 places,
             each with file and line or row), OUT exists, or its parts are of other settings.
     """
-    tokenizer = _open(settings)
-    plan = _plan(settings, tokenizer)
+    if settings.workers < 0:
+        refuse(_CANNOT, "workers", settings.workers, "at least 0")
+    tokenizer = open_tokenizer(settings.tokenizer, pattern=settings.pattern)
+    encoding = _encoding_of(settings, tokenizer)
     files = find_files(settings.inputs)
     chunks = cut(files, settings.key, chunk_bytes)
     stats = {file: _stat(file) for file in files}
     tasks = [Task(chunk, settings.parts / _name(chunk, stats)) for chunk in chunks]
-    manifest = _manifest(settings, plan, tasks)
+    manifest = _manifest(settings, encoding, tasks)
     size = sum(length for length, _ in stats.values())
-    summary = functools.partial(Summary, settings, len(files), size, dtype=plan.dtype)
+    summary = functools.partial(Summary, settings, len(files), size, dtype=encoding.dtype)
     complete = _complete(settings, manifest)
     if complete is not None:
         shutil.rmtree(settings.parts, ignore_errors=True)  # ended while it went
@@ -574,15 +575,15 @@ def preprocess(
         _check_parts(settings, manifest)
         # tokenizers are large to send, and some cannot be
         here = tokenizer if settings.num_workers == 1 else None
-        progress = _make_parts(settings, functools.partial(Encoder, plan, here), tasks, report)
+        progress = _make_parts(settings, functools.partial(Encoder, encoding, here), tasks, report)
         changed = [str(file) for file in files if _stat(file) != stats[file]]
         got, fix = "text that changed while it was read", "start again"
         raise_problems(_CANNOT, [Problem(name, got, "the same", fix) for name in changed])
-        counts = _total(_marks(tasks))
+        counts = _total(tasks)
         if not counts.documents:
             got = f"no documents with tokens in {len(files)} files"
             refuse(_CANNOT, str(settings.inputs), got, "at least one")
-        assemble(settings, plan.dtype, [task.part for task in tasks], counts)
+        assemble(settings, encoding.dtype, [task.part for task in tasks], counts)
         record = settings.parts / "record.json"
         write_json(record, {**manifest, **asdict(counts)})
         record.replace(settings.record)
@@ -590,13 +591,7 @@ def preprocess(
     return summary(**asdict(counts), progress=progress)
 
 
-def _open(settings: Settings) -> TextTokenizer:
-    if settings.workers < 0:
-        refuse(_CANNOT, "workers", settings.workers, "at least 0")
-    return open_tokenizer(settings.tokenizer, pattern=settings.pattern)
-
-
-def _plan(settings: Settings, tokenizer: TextTokenizer) -> Plan:
+def _encoding_of(settings: Settings, tokenizer: TextTokenizer) -> Encoding:
     if settings.end_of_text and not settings.append_eod:
         refuse(_CANNOT, "end_of_text", repr(settings.end_of_text), "none, with --no-append-eod")
     end = end_of_text(tokenizer, settings.end_of_text) if settings.append_eod else None
@@ -605,24 +600,26 @@ def _plan(settings: Settings, tokenizer: TextTokenizer) -> Plan:
     check_dtype("dtype", dtype, tokenizer.vocab_size)
     # folders may be named relative to this process's, which workers need not share
     path = settings.tokenizer if tokenizer.file is None else str(tokenizer.file.absolute())
-    return Plan(path, settings.pattern, end, dtype.name, settings.key, settings.empty)
+    return Encoding(path, settings.pattern, end, dtype.name, settings.key, settings.empty)
 
 
-def _manifest(settings: Settings, plan: Plan, tasks: Sequence[Task]) -> dict[str, Any]:
-    """What decides the bytes of the result; two runs that agree in it make the same."""
-    file = Path(plan.tokenizer)
-    tokenizer = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else plan.tokenizer
+def _manifest(settings: Settings, encoding: Encoding, tasks: Sequence[Task]) -> dict[str, Any]:
+    """All that decides the bytes of the result; two runs that agree in it make the same."""
+    file = Path(encoding.tokenizer)
+    tokenizer = (
+        hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else encoding.tokenizer
+    )
     names = json.dumps([task.part.name for task in tasks]).encode()
     return {
         "inputs": list(settings.inputs),
         "text": hashlib.sha256(names).hexdigest(),
-        "tokenizer": plan.tokenizer,
+        "tokenizer": encoding.tokenizer,
         "tokenizer_sha256": tokenizer,
-        "pattern": plan.pattern,
-        "end_of_text": plan.end,
-        "dtype": plan.dtype,
-        "key": plan.key,
-        "empty_documents": plan.empty,
+        "pattern": encoding.pattern,
+        "end_of_text": encoding.end,
+        "dtype": encoding.dtype,
+        "key": encoding.key,
+        "empty_documents": encoding.empty,
         "format": settings.format,
     }
 
@@ -634,7 +631,7 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
 
 
 def _complete(settings: Settings, manifest: Mapping[str, Any]) -> Counts | None:
-    """What was made earlier of the same; None: nothing is complete.
+    """The counts of an earlier, complete result of the same; None: there is none.
 
     Raises:
         ValueError: something else is where the result should go.
@@ -658,7 +655,7 @@ def _complete(settings: Settings, manifest: Mapping[str, Any]) -> Counts | None:
 
 
 def _check_parts(settings: Settings, manifest: Mapping[str, Any]) -> None:
-    """Check that the parts that are there are of these settings; write what they are of."""
+    """Check that the parts that are there are of these settings; write down of which they are."""
     file = settings.parts / MANIFEST
     found = _load(file)
     if found is None:
@@ -714,8 +711,7 @@ def _make_parts(
     problems: dict[Path, list[Problem]] = {}
     for task, result in _until_wrong(results, problems):
         done, tokens = done + task.chunk.size, tokens + result.tokens
-        seconds = time.perf_counter() - begun
-        progress = Progress(done, total, tokens, earlier, seconds)
+        progress = Progress(done, total, tokens, earlier, time.perf_counter() - begun)
         if report is not None:
             report(progress)
     listed = [problem for task in tasks for problem in problems.get(task.part, [])]
@@ -738,28 +734,11 @@ def _until_wrong(
                 return
 
 
-def _title(task: Task) -> str:
-    """What to call a task."""
-    chunk = task.chunk
-    stop = "the end" if chunk.stop is None else chunk.stop
-    first, *others = chunk.files
-    more = f" and {len(others)} more files" if others else ""
-    return f"{first}{more} from {chunk.start} to {stop}"
-
-
-def _marks(tasks: Sequence[Task]) -> Iterator[Counts]:
-    for task in tasks:
-        found = read_mark(task.part)
-        assert found is not None
-        yield found
-
-
-def _total(counts: Iterator[Counts]) -> Counts:
-    documents = tokens = empty = 0
-    for part in counts:
-        documents, tokens = documents + part.documents, tokens + part.tokens
-        empty += part.empty
-    return Counts(documents, tokens, empty)
+def _total(tasks: Sequence[Task]) -> Counts:
+    marks = [read_mark(task.part) for task in tasks]
+    assert None not in marks
+    rows = [astuple(mark) for mark in marks if mark is not None]
+    return Counts(*(sum(column) for column in zip(*rows, strict=True)))
 
 
 def _stat(file: Path) -> tuple[int, int]:
@@ -770,5 +749,5 @@ def _stat(file: Path) -> tuple[int, int]:
 def _name(chunk: Chunk, stats: Mapping[Path, tuple[int, int]]) -> str:
     """A part's name follows from the text in it, so that changed files are read again."""
     files = [[str(file.absolute()), *stats[file]] for file in chunk.files]
-    said = json.dumps([files, chunk.start, chunk.stop])
-    return hashlib.sha256(said.encode()).hexdigest()[:24]
+    text = json.dumps([files, chunk.start, chunk.stop])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -67,7 +67,7 @@ class RampUp:
         return sizes[bisect.bisect_right(steps, step) - 1]
 
     def batch_size_after(self, samples: int) -> int:
-        """How many samples a step has that begins after so many, as Megatron's calculator says.
+        """How many samples a step has that begins after so many, as Megatron's calculator has it.
 
         ``batch_size_after(first_sample(step)) == batch_size(step)``; after any other number of
         samples, as where a run goes on that had other sizes before, it is what comes next.
@@ -126,7 +126,7 @@ def _problems(
     final: int,
     names: Sequence[str] = ("start", "increment", "samples", "final"),
 ) -> Iterator[Problem]:
-    """What is wrong with a ramp whose four numbers have these names."""
+    """The mistakes of a ramp whose four numbers have these names."""
     values = (start, increment, samples, final)
     small = [
         Problem(name, repr(value), "a whole number of at least 1")

@@ -1,10 +1,7 @@
 """Files of text, whatever kind they are, cut into chunks that can be read by themselves.
 
-JSONL files of text: one JSON object a line, whose key has a document; compressed ones too.
-
-Parquet files of text: a column with a document in every row.
-
-A text that a reader found, or what is wrong with what it found.
+JSONL has one JSON object a line, whose key has a document; compressed files too. Parquet has a
+column with a document in every row. Other files are one document of plain text each.
 """
 
 from __future__ import annotations
@@ -27,8 +24,8 @@ class Text(NamedTuple):
     """One document of a file.
 
     Attributes:
-        text: what it says; empty where there is a problem.
-        place: where it is in what was read, for the reader's ``where``.
+        text: of the document; empty where there is a problem.
+        place: in the file or chunk, for `where`.
         problem: why it cannot be read; None where it can.
     """
 
@@ -37,8 +34,8 @@ class Text(NamedTuple):
     problem: Problem | None = None
 
 
-def record_kind(value: object) -> str:
-    """What the user calls a JSON value."""
+def json_kind(value: object) -> str:
+    """The user's word for the kind of a JSON value."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
     names |= {int: "a number", float: "a number", type(None): "null"}
     return names.get(type(value), type(value).__name__)
@@ -143,7 +140,7 @@ def _split(blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _unpacked(file: Path) -> Iterator[bytes]:
-    """What is in a Zstandard file, frame after frame.
+    """The bytes in a Zstandard file, frame after frame.
 
     Raises:
         EOFError: it is cut off (the package's own stream ends there as if it were whole), or
@@ -188,13 +185,13 @@ def _text(file: Path, key: str, place: int, line: bytes) -> Text:
     except RecursionError:
         return _wrong(file, place, "JSON too deep to read", "an object")
     if not isinstance(found, dict):
-        return _wrong(file, place, record_kind(found), f"an object with {key!r}")
+        return _wrong(file, place, json_kind(found), f"an object with {key!r}")
     if key not in found:
         fix = nearest(key, found) if found else ""
         return _wrong(file, place, f"an object without {key!r}", "one with it", f"--key: {fix}")
     text = found[key]
     if not isinstance(text, str):
-        return _wrong(file, place, f"{record_kind(text)} as {key!r}", "text")
+        return _wrong(file, place, f"{json_kind(text)} as {key!r}", "text")
     return Text(text, place)
 
 
@@ -336,7 +333,7 @@ class Chunk:
 def find_files(inputs: Sequence[str | Path]) -> list[Path]:
     """The files of text that `inputs` name, in order.
 
-    A file is taken as what its name says: ``.jsonl``, ``.ndjson``, ``.json`` (perhaps with
+    The kind of a file follows from its name: ``.jsonl``, ``.ndjson``, ``.json`` (perhaps with
     ``.gz`` or ``.zst`` after it), ``.parquet``, or else one document of plain text. Of a folder,
     its JSONL and Parquet files at any depth, if it has any; else its text files (see
     `functron.data.documents.find`).
@@ -375,7 +372,7 @@ def _raise(mistakes: Sequence[str]) -> None:
 
 
 def kind_of(file: Path) -> Kind:
-    """What a file's name says it is."""
+    """The kind of a file, by its name."""
     if file.suffix == ".parquet":
         return "parquet"
     return "jsonl" if is_jsonl(file) or file.suffix == ".json" else "text"
@@ -449,7 +446,7 @@ def read(chunk: Chunk, key: str = "text") -> Iterator[Text]:
 
 
 def where(chunk: Chunk, place: int) -> str:
-    """What to call the document at `place` of a chunk: its file, and the line or row in it."""
+    """The user's name of the document at `place` of a chunk: its file, and line or row."""
     if chunk.kind == "jsonl":
         return where_in_jsonl(chunk.files[0], place)
     if chunk.kind == "parquet":

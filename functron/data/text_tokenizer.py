@@ -1,8 +1,7 @@
-"""Tokenizers of any kind: what they have in common, bytes, and finding out which kind a path is.
+"""Tokenizers of any kind: the protocol that they share, and `open_tokenizer`, which finds the kind.
 
-tiktoken's rank files: text to token ids and back.
-
-SentencePiece models: text to token ids and back.
+Here are bytes, tiktoken's rank files, and SentencePiece models; Hugging Face's are in
+`functron.data.tokenizer`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,78 @@ from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse
-from functron.data.tokenizer import TOKENIZER, Tokenizer
+from functron.data.tokenizer import CANNOT, TOKENIZER, Tokenizer
+
+BYTES = "bytes"
+SNIFFED = 256
+
+
+@runtime_checkable
+class TextTokenizer(Protocol):
+    """Text to token ids and back: `Tokenizer`, `SentencePiece`, `RankFile` or `ByteTokenizer`.
+
+    Attributes:
+        file: what was read; None: nothing.
+        vocab_size: ids are below it.
+        num_ordinary: how many ids there are without tokens that were added for special purposes.
+    """
+
+    @property
+    def file(self) -> Path | None: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_ordinary(self) -> int: ...
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that stands between documents; None where there is none."""
+        ...
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """The ids after which a model has finished."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of tokens that stand for no text, by their names."""
+        ...
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The ids of a text; `special`: with what the model expects around one."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts, with nothing around them."""
+        ...
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """The text of ids; `special`: with the names of special tokens."""
+        ...
+
+
+class ByteTokenizer:
+    """Text as its bytes in UTF-8, ids 0 to 255; 256 ends a text."""
+
+    file = None
+    vocab_size = 257
+    num_ordinary = 256
+    end_of_text = 256
+    stops = frozenset({256})
+    special_tokens: Mapping[str, int] = MappingProxyType({"<|endoftext|>": 256})
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """The text of bytes; those that are no UTF-8 give the replacement character."""
+        text = bytes(token for token in tokens if token < 256).decode(errors="replace")
+        return text + "<|endoftext|>" * (special and 256 in tokens)
+
 
 END = "<|endoftext|>"
 
@@ -36,11 +106,8 @@ class Scheme:
     special: Mapping[str, int] = field(default_factory=dict)
 
 
-_LETTER, _UPPER, _LOWER = (
-    r"[^\r\n\p{L}\p{N}]?",
-    r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}",
-    r"\p{Ll}\p{Lm}\p{Lo}\p{M}",
-)
+_LETTER = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _MARKS = r" ?[^\s\p{L}\p{N}]+"
@@ -111,9 +178,7 @@ class RankFile:
         self.path = self.file.parent
         if find_spec("tiktoken") is None:
             fix = "pip install tiktoken, or functron[tiktoken]"
-            refuse(
-                "cannot read a tokenizer", "tiktoken", "no such package", f"it, to read {path}", fix
-            )
+            refuse(CANNOT, "tiktoken", "no such package", f"it, to read {path}", fix)
         import tiktoken
 
         scheme = _scheme(self.file, pattern)
@@ -130,44 +195,34 @@ class RankFile:
             )
         except (ValueError, AssertionError) as error:
             got = f"{pattern or scheme.pattern!r} ({error})"
-            refuse("cannot read a tokenizer", "pattern", got, "a regular expression", "check it")
+            refuse(CANNOT, "pattern", got, "a regular expression", "check it")
         self._known = {*ranks.values(), *self.special_tokens.values()}
         self.vocab_size: int = max(self._known) + 1
         self.num_ordinary: int = last + 1
 
     @property
     def end_of_text(self) -> int | None:
-        """The id that stands between documents."""
         return self.special_tokens.get(END, self.special_tokens.get("<|end_of_text|>"))
 
     @property
     def stops(self) -> frozenset[int]:
-        """The ids after which a model has finished: of a text, and of its turn to speak."""
         found = (self.end_of_text, self.special_tokens.get("<|eot_id|>"))
         return frozenset(token for token in found if token is not None)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of a text; names of special tokens in it are text.
+        """The ids of a text, in which names of special tokens are text.
 
-        Args:
-            text: any.
-            special: begin with ``<|begin_of_text|>``, if there is one.
+        `special`: begin with ``<|begin_of_text|>``, if there is one.
         """
         ids = self._encoding.encode_ordinary(text)
         begin = self.special_tokens.get("<|begin_of_text|>")
         return [begin, *ids] if special and begin is not None else ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of texts, with nothing around them."""
         return [self._encoding.encode_ordinary(text) for text in texts]
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of ids; those that no token has give nothing.
-
-        Args:
-            tokens: ids.
-            special: write the names of special tokens too.
-        """
+        """The text of ids; those that no token has give nothing."""
         left_out = set() if special else set(self.special_tokens.values())
         ids = [int(t) for t in tokens]
         return self._encoding.decode([t for t in ids if t in self._known and t not in left_out])
@@ -181,10 +236,10 @@ def _scheme(file: Path, pattern: str) -> Scheme:
     if not name:
         wanted = f"how it splits text: {known}, or a regular expression"
         fix = "add --pattern (functron train: --tokenizer-pattern)"
-        refuse("cannot read a tokenizer", "pattern", f"none for {file.name}", wanted, fix)
+        refuse(CANNOT, "pattern", f"none for {file.name}", wanted, fix)
     if name.replace("_", "").replace("-", "").isalnum():
         wanted = f"one of {known}, or a regular expression"
-        refuse("cannot read a tokenizer", "pattern", repr(name), wanted, nearest(name, SCHEMES))
+        refuse(CANNOT, "pattern", repr(name), wanted, nearest(name, SCHEMES))
     return Scheme(name)
 
 
@@ -195,7 +250,7 @@ def _ranks(file: Path) -> dict[bytes, int]:
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
-        refuse("cannot read a tokenizer", str(file), error.strerror or str(error), "a rank file")
+        refuse(CANNOT, str(file), error.strerror or str(error), "a rank file")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -212,12 +267,12 @@ def _ranks(file: Path) -> dict[bytes, int]:
     if missing and not problems:
         got = f"no rank for {len(missing)} bytes, such as {missing[0]:#04x}"
         problems.append(Problem(str(file), got, "one for each", "copy or download it again"))
-    raise_problems("cannot read a tokenizer", problems[:20])
+    raise_problems(CANNOT, problems[:20])
     return found
 
 
 class SentencePiece:
-    """Text to token ids and back, as a ``.model`` file says (Kudo and Richardson 2018).
+    """Text to token ids and back, by a ``.model`` file (Kudo and Richardson 2018).
 
     Args:
         path: the file.
@@ -239,7 +294,7 @@ class SentencePiece:
         if find_spec("sentencepiece") is None:
             fix = "pip install sentencepiece, or functron[sentencepiece]"
             refuse(
-                "cannot read a tokenizer",
+                CANNOT,
                 "sentencepiece",
                 "no such package",
                 f"it, to read {path}",
@@ -253,7 +308,7 @@ class SentencePiece:
         except (OSError, RuntimeError) as error:
             got = getattr(error, "strerror", None) or str(error) or "something else"
             wanted = "a model of SentencePiece"
-            refuse("cannot read a tokenizer", str(path), got, wanted, "copy or download it again")
+            refuse(CANNOT, str(path), got, wanted, "copy or download it again")
         model, size = self._model, self._model.get_piece_size()
         self.vocab_size: int = size
         self.num_ordinary: int = size
@@ -262,37 +317,24 @@ class SentencePiece:
 
     @property
     def end_of_text(self) -> int | None:
-        """The id of the model's ``</s>``; None where it has none."""
         found = self._model.eos_id()
         return found if found >= 0 else None
 
     @property
     def stops(self) -> frozenset[int]:
-        """The ids after which a model has finished."""
         return frozenset() if self.end_of_text is None else frozenset({self.end_of_text})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of a text.
-
-        Args:
-            text: any.
-            special: begin with the model's ``<s>``, if it has one.
-        """
+        """The ids of a text; `special`: begin with the model's ``<s>``, if it has one."""
         ids = self._model.encode(text, out_type=int)
         begin = self._model.bos_id()
         return [begin, *ids] if special and begin >= 0 else ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of texts, with nothing around them."""
         return self._model.encode(list(texts), out_type=int, num_threads=1)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of ids; those that no token has give nothing.
-
-        Args:
-            tokens: ids.
-            special: write the names of control symbols too.
-        """
+        """The text of ids; those that no token has give nothing."""
         ids = [int(token) for token in tokens if 0 <= token < self.vocab_size]
         if not special:
             return self._model.decode(ids)
@@ -304,79 +346,6 @@ class SentencePiece:
                 yield from map(self._model.id_to_piece, run)
             else:
                 yield self._model.decode(list(run))
-
-
-BYTES = "bytes"
-SNIFFED = 256
-
-
-@runtime_checkable
-class TextTokenizer(Protocol):
-    """Text to token ids and back: `Tokenizer`, `SentencePiece`, `RankFile` or `ByteTokenizer`.
-
-    Attributes:
-        file: what was read; None: nothing.
-        vocab_size: ids are below it.
-        num_ordinary: how many ids there are without tokens that were added for special purposes.
-    """
-
-    @property
-    def file(self) -> Path | None: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def num_ordinary(self) -> int: ...
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The id that stands between documents; None where there is none."""
-        ...
-
-    @property
-    def stops(self) -> frozenset[int]:
-        """The ids after which a model has finished."""
-        ...
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """The ids of tokens that stand for no text, by their names."""
-        ...
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of a text; `special`: with what the model expects around one."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of texts, with nothing around them."""
-        ...
-
-    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of ids; `special`: with the names of special tokens."""
-        ...
-
-
-class ByteTokenizer:
-    """Text as its bytes in UTF-8, ids 0 to 255; 256 ends a text."""
-
-    file = None
-    vocab_size = 257
-    num_ordinary = 256
-    end_of_text = 256
-    stops = frozenset({256})
-    special_tokens: Mapping[str, int] = MappingProxyType({"<|endoftext|>": 256})
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The bytes of a text."""
-        return list(text.encode())
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The bytes of texts."""
-        return [list(text.encode()) for text in texts]
-
-    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of bytes; those that are no UTF-8 give the replacement character."""
-        text = bytes(token for token in tokens if token < 256).decode(errors="replace")
-        return text + "<|endoftext|>" * (special and 256 in tokens)
 
 
 def open_tokenizer(path: str | Path, *, pattern: str = "") -> TextTokenizer:
@@ -397,7 +366,7 @@ def open_tokenizer(path: str | Path, *, pattern: str = "") -> TextTokenizer:
     kind = kind_of(file)
     if pattern and kind is not RankFile:
         refuse(
-            "cannot read a tokenizer",
+            CANNOT,
             "pattern",
             repr(pattern),
             f"none: {file} splits text by itself",
@@ -436,12 +405,12 @@ def _file_of(path: Path) -> Path:
         got = ", ".join(file.name for file in found) or "a folder with none"
         wanted = "one of tokenizer.json, a .model or a .tiktoken"
         fix = "name the file" if found else "check the path"
-        refuse("cannot read a tokenizer", str(path), got, wanted, fix)
+        refuse(CANNOT, str(path), got, wanted, fix)
     return found[0]
 
 
 def kind_of(file: Path) -> type[Tokenizer] | type[SentencePiece] | type[RankFile]:
-    """What reads a file, by its beginning: SentencePiece's is binary, a rank file has base64.
+    """The class that reads a file, by its beginning: SentencePiece is binary, a rank file base64.
 
     Raises:
         ValueError: it cannot be read.
@@ -451,9 +420,7 @@ def kind_of(file: Path) -> type[Tokenizer] | type[SentencePiece] | type[RankFile
             head = stream.read(SNIFFED)
     except OSError as error:
         fix = on_hub(file) or "check the path; bytes needs no file: --tokenizer bytes"
-        refuse(
-            "cannot read a tokenizer", str(file), error.strerror or str(error), "a tokenizer", fix
-        )
+        refuse(CANNOT, str(file), error.strerror or str(error), "a tokenizer", fix)
     if file.suffix == ".json" or head.lstrip()[:1] == b"{":
         return Tokenizer
     words = head.split(b"\n")[0].split()

@@ -1,4 +1,4 @@
-"""Tokens on disk: what all kinds of files of them have in common."""
+"""Tokens on disk: the protocol of all kinds of files of them, and their checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TokenFile(Protocol):
     """Documents of tokens, one after another in a row, mapped into memory.
 
     Attributes:
-        path: what the user called it.
+        path: as the user wrote it.
         dtype: of the tokens.
         num_tokens: in all documents together.
         num_documents: how many there are.
@@ -130,7 +130,7 @@ def fitting_dtype(vocab_size: int) -> np.dtype:
 
 
 def dtype_problem(where: str, dtype: np.dtype, vocab_size: int) -> Problem | None:
-    """What is wrong with `dtype` for ids below `vocab_size`; None where it holds them all."""
+    """The problem of `dtype` for ids below `vocab_size`; None where it holds them all."""
     wanted = f"a dtype that holds ids up to {vocab_size - 1}"
     fix = f"write the tokens as {fitting_dtype(vocab_size).name}"
     if dtype.kind not in "iu":
@@ -149,9 +149,3 @@ def check_dtype(where: str, dtype: np.dtype, vocab_size: int | None) -> None:
     """
     problem = None if vocab_size is None else dtype_problem(where, dtype, vocab_size)
     raise_problems("dtype too small for the vocabulary", [problem] if problem else [])
-
-
-def listed(title: str, problems: list[Problem], limit: int = 20) -> None:
-    """Raise a ValueError that lists the first `limit` problems, if there are any."""
-    more = f": the first {limit} mistakes of {len(problems)}" if len(problems) > limit else ""
-    raise_problems(title + more, problems[:limit])

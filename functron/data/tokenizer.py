@@ -20,6 +20,7 @@ from functron.core.errors import Problem, nearest, raise_problems, refuse
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
+CANNOT = "cannot read a tokenizer"
 
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "..."}``, and what else the template reads."""
@@ -35,7 +36,7 @@ class Conversation:
     Attributes:
         text: what the template made of the messages.
         tokens: int64 ``[seq]``.
-        assistant: bool ``[seq]``: the tokens that the assistant says, for the mask of a loss.
+        assistant: bool ``[seq]``: the tokens of the assistant, for the mask of a loss.
         spans: from where to where in `text` the assistant speaks.
     """
 
@@ -46,7 +47,7 @@ class Conversation:
 
 
 class Tokenizer:
-    """Text to token ids and back, as tokenizer.json says.
+    """Text to token ids and back, by a tokenizer.json.
 
     Args:
         path: a folder with tokenizer.json and, for special tokens and conversations,
@@ -133,9 +134,9 @@ class Tokenizer:
             last = self.conversation(messages)
         except ValueError:  # no template, or none that takes such messages
             return frozenset(found)
-        said = last.tokens[last.assistant]
-        if len(said) > 1 and not self.decode(said[-1:]):  # a special token, not a part of "b"
-            found.add(int(said[-1]))
+        turn = last.tokens[last.assistant]
+        if len(turn) > 1 and not self.decode(turn[-1:]):  # a special token, not a part of "b"
+            found.add(int(turn[-1]))
         return frozenset(found)
 
     def render(
@@ -156,11 +157,11 @@ class Tokenizer:
         return self._render(messages, add_generation_prompt, more)[0]
 
     def conversation(self, messages: Sequence[Message], **more: Any) -> Conversation:
-        """A conversation as tokens, and which of them the assistant says.
+        """A conversation as tokens, and which of them are the assistant's.
 
-        These are what ``{% generation %}`` marks in the template; where it marks nothing, what each
-        assistant message adds after the prompt for it, to the end of its turn, without whitespace
-        after that.
+        These are those that ``{% generation %}`` marks in the template; where it marks nothing, the
+        text that each assistant message adds after the prompt for it, to the end of its turn,
+        without whitespace after that.
 
         Args:
             messages: in order.
@@ -263,7 +264,7 @@ def _environment(mark: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %} ... {% endgeneration %}`` around what the assistant says."""
+        """``{% generation %} ... {% endgeneration %}`` around the assistant's text."""
 
         tags = frozenset({"generation"})  # pyright: ignore[reportAssignmentType]
 
@@ -295,7 +296,7 @@ def _require(package: str, title: str) -> None:
 
 
 def _read_tokenizer(file: Path) -> Any:
-    _require("tokenizers", "cannot read a tokenizer")
+    _require("tokenizers", CANNOT)
     import tokenizers
 
     text = _read(file, "a model with a fast tokenizer; transformers' save_pretrained writes one")
@@ -303,7 +304,7 @@ def _read_tokenizer(file: Path) -> Any:
         return tokenizers.Tokenizer.from_str(text or "")
     except Exception as error:  # the package raises no other class
         refuse(
-            "cannot read a tokenizer",
+            CANNOT,
             str(file),
             error,
             "a tokenizer.json",
@@ -317,7 +318,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(_read(file, "check the path"))
     except json.JSONDecodeError as error:
-        refuse("cannot read a tokenizer", str(file), error, "JSON", "copy or download it again")
+        refuse(CANNOT, str(file), error, "JSON", "copy or download it again")
     return found if isinstance(found, dict) else {}
 
 
@@ -326,7 +327,7 @@ def _read(file: Path, fix: str) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        refuse("cannot read a tokenizer", str(file), reason, "a file", fix)
+        refuse(CANNOT, str(file), reason, "a file", fix)
 
 
 def _content(token: Any) -> str | None:

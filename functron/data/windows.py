@@ -1,18 +1,12 @@
-"""A long row of tokens, cut into samples: what text as bytes and text as tokens have in common.
+"""A long row of tokens, cut into windows: text as bytes, text through a tokenizer, tokens on disk.
 
-Byte-level text: batches of tokens as a pure function of the step.
-
-Tokens on disk as samples: batches as a pure function of the step, read as they are needed.
-
-Text through a tokenizer: batches of tokens as a pure function of the step.
-
-Tokens without a file: random ones, of which any part can be made by itself.
+`MockTokens` are random tokens without a file, of which any part can be made by itself.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +14,7 @@ import torch
 
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.denoising import FillInTheMiddle
-from functron.data.documents import Documents, find, python_text
+from functron.data.documents import Concatenated, byte_parts, find, python_text, raise_listed
 from functron.data.order import IGNORED, Samples, check_index, mix, shuffled
 from functron.data.text_tokenizer import TextTokenizer
 from functron.data.token_file import TokenFile, check_ids, check_range, fitting_dtype, refuse_order
@@ -29,15 +23,14 @@ from functron.data.token_file import TokenFile, check_ids, check_range, fitting_
 class Windows(Samples):
     """Tokens in a row, cut into windows of `seq` tokens that every epoch shuffles anew.
 
-    There is no iterator state: what a batch holds follows from its step. Windows do not overlap
-    but for the one token that is the last target of one and the first token of the next.
+    Windows do not overlap but for the one token that is the last target of one and the first token
+    of the next.
 
     Args:
         num_tokens: how many there are.
         seq: tokens per sample.
         seed: selects the order of the samples.
-        what: what the user calls the text.
-        unit: what the user calls a token of it.
+        what, unit: the user's words for the text, and for its tokens.
         extra_token: read one token more than `seq`, the last target. False: samples are `seq`
             tokens that no other has, and the last predicts nothing (Megatron-LM's
             ``add_extra_token_to_sequence=False``).
@@ -98,14 +91,7 @@ class Windows(Samples):
         return np.append(self.read(index * self.seq, self.seq).astype(np.int64), IGNORED)
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, counted from the beginning of a run.
-
-        Args:
-            numbers: int64 ``[rows]``, from 0; number n is in epoch ``n // num_windows``.
-
-        Returns:
-            ``tokens`` and ``targets`` int64 ``[rows, seq]``.
-        """
+        """The samples that come as `numbers`: ``tokens``, ``targets`` int64 ``[rows, seq]``."""
         tokens = np.empty((len(numbers), self.seq), np.int64)
         targets = np.empty_like(tokens)
         order = shuffled(np.asarray(numbers, np.int64), self.num_windows, self.seed)
@@ -139,14 +125,13 @@ class ByteText(Windows):
 
     def __init__(self, path: str | Path | None, seq: int, *, seed: int = 0):
         files, self.num_skipped = (python_text(), 0) if path is None else find(path)
-        self._documents = Documents(files)
-        self.num_documents = self._documents.count
+        self._bytes, self.num_documents = Concatenated(byte_parts(files)), len(files)
         what = f"data {path}" if path is not None else "data"
-        super().__init__(len(self._documents), seq, seed, what=what, unit="bytes")
+        super().__init__(len(self._bytes), seq, seed, what=what, unit="bytes")
 
     def read(self, start: int, length: int) -> np.ndarray:
         """The bytes from `start` on, as uint8 ``[length]``."""
-        return self._documents.read(start, length)
+        return self._bytes.read(start, length)
 
     def summary(self) -> str:
         """The samples, in a few words for the user."""
@@ -251,10 +236,7 @@ class TokenWindows(Windows):
         return tokens
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, counted from the beginning of a run.
-
-        Args:
-            numbers: int64 ``[rows]``, from 0.
+        """The samples that come as `numbers`, as `Samples.draw`.
 
         Returns:
             ``tokens`` and ``targets`` int64 ``[rows, seq]``, and with `mask_documents` so are
@@ -312,9 +294,6 @@ class TokenWindows(Windows):
     def summary(self) -> str:
         """The samples, in a few words for the user."""
         return f"{self.num_tokens:,} tokens in {self.num_documents:,} documents, on disk"
-
-
-MAX_LISTED = 20
 
 
 class TokenText(Windows):
@@ -415,7 +394,7 @@ def _end_of(tokenizer: TextTokenizer) -> int:
     return end
 
 
-def texts_of(files: list) -> Iterator[str]:
+def texts_of(files: Iterable[Path | bytes]) -> Iterator[str]:
     """The texts of files, one at a time; those that are not UTF-8 are all refused at the end."""
     problems = []
     for file in files:
@@ -426,12 +405,9 @@ def texts_of(files: list) -> Iterator[str]:
             fix = "convert it, leave it out, or train on bytes: --tokenizer bytes"
             problems.append(Problem(f"data {file}", got, "UTF-8", fix))
         except OSError as error:
-            problems.append(
-                Problem(f"data {file}", error.strerror or str(error), "a readable file")
-            )
-    more = f" ({len(problems)}, of which the first {MAX_LISTED})"
-    title = "cannot read the training text" + (more if len(problems) > MAX_LISTED else "")
-    raise_problems(title, problems[:MAX_LISTED])
+            got = error.strerror or str(error)
+            problems.append(Problem(f"data {file}", got, "a readable file"))
+    raise_listed("cannot read the training text", problems)
 
 
 class MockTokens:
@@ -477,9 +453,9 @@ class MockTokens:
         return np.minimum(np.asarray(documents, np.int64) * self._document, self.num_tokens)
 
     def document_of(self, offset: int) -> int:
-        """The document that token `offset` is in."""
+        """As `documents_of`, of one token."""
         return int(self.documents_of(np.array(offset)))
 
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:
-        """The documents that tokens are in: int64, the shape of `offsets`."""
+        """As of any `TokenFile`; IndexError where there are no such tokens."""
         return np.asarray(offsets, np.int64) // self._document

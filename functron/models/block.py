@@ -20,6 +20,7 @@ from functron.models.options import DEFAULTS, Hook, ModelOptions, check_gathered
 from functron.models.sequence import Sequence
 from functron.nn.moe import RouterSums, moe, moe_defs
 from functron.nn.zigzag import own_part
+from functron.params import ParamDef
 from functron.spmd import CONTEXT_AXES
 from functron.spmd import collectives as lax
 from functron.transforms import Gather, policies
@@ -83,9 +84,8 @@ def block_defs(config: GPTConfig, *, experts: bool, options: ModelOptions = DEFA
         block["attention"]["core"] = own
     if experts:
         assert c.moe is not None
-        block["moe"] = moe_defs(c.moe, c.embed_dim, gated=c.gated, **stddevs)
-        if own := _own_defs(config, options, "router"):
-            block["moe"]["router"] = own
+        router = _own_defs(config, options, "router")
+        block["moe"] = moe_defs(c.moe, c.embed_dim, gated=c.gated, router=router, **stddevs)
         return block
     own = _own_defs(config, options, "mlp")
     mlp = nn.mlp_defs(c.embed_dim, c.mlp_dim, gated=c.gated, bias=c.bias, **stddevs)
@@ -167,7 +167,7 @@ class Layer:
     sequence: Sequence
     rope: Rope | None
     window: int | Tensor
-    keys: tuple[Tensor | None, Tensor | None, Tensor | None]
+    keys: tuple[Tensor | None, ...]
 
     def norm(self, weights: dict, name: str, x: Tensor) -> Tensor:
         """The norm of that name, of `norm_names`; x itself where the architecture has it not."""
@@ -193,6 +193,7 @@ class Layer:
         given = {"stream": options.stream, "core": core, "kernels": options.kernels}
         if config.latent is None:
             return nn.self_attention(weights, x, config.attention, rope=self.rope, **given)
+        assert self.rope is not None
         return nn.mla(weights, x, config.latent, rope=self.rope, **given)
 
     def _core(self, weights: dict) -> Callable:
@@ -205,7 +206,7 @@ class Layer:
             return sequence.core(options.context, window, options.kernels, cap)
         given = {"window": window, "cap": cap, "kernels": options.kernels}
         given |= {"positions": sequence.positions, "segments": sequence.segments}
-        return functools.partial(own_attention, hook, options, params, given)
+        return functools.partial(own_attention, self.config, hook, options, params, given)
 
     def feed_forward(self, weights: dict, x: Tensor) -> tuple[Tensor, Auxiliary | None]:
         """The feed-forward layer of the normed stream, or experts where `weights` have "moe"."""
@@ -258,7 +259,7 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
     body = transformer_block if hook is None else functools.partial(_own_block, hook.apply)
 
     def once(weights: dict, x: Tensor, key: Tensor | None, own: dict) -> Any:
-        keys = (None, None, None) if key is None else tuple(random.split(key, 3).unbind(0))
+        keys = (None, None, None) if key is None else random.split(key, 3).unbind(0)
         reach, rope = own.get("window", window), _own_rope(ropes, own)
         return body(Layer(config, options, sequence, rope, reach, keys), weights, x)
 
@@ -305,7 +306,24 @@ def attention_keywords(function: Callable, given: Mapping[str, Any]) -> dict[str
     return taken
 
 
+def _of_own_rank(x: Tensor, dim: int) -> Tensor:
+    """The rank's part of a dim of heads that are exchanged for sequence."""
+    for axis in CONTEXT_AXES:
+        x = own_part(x, x.shape[dim] // lax.axis_size(axis), dim, axis)
+    return x
+
+
+def _of_own_heads(repeats: int, x: Tensor, d: ParamDef) -> Tensor:
+    """The part of a parameter that belongs to the heads that a rank has after the exchange."""
+    for dim, axis in enumerate(d.axes):
+        if axis == "kv_heads" and repeats > 1:
+            x = x.repeat_interleave(repeats, dim)
+        x = _of_own_rank(x, dim) if axis in ("heads", "kv_heads") else x
+    return x
+
+
 def own_attention(
+    config: GPTConfig,
     hook: Hook,
     options: ModelOptions,
     params: tuple,
@@ -339,9 +357,9 @@ def own_attention(
             dim = 0 if taken[name].dim() == 1 else 1
             taken[name] = lax.all_gather(taken[name], CONTEXT_AXES, axis=dim, tiled=True)
     if taken.get("sinks") is not None:
-        for axis in CONTEXT_AXES:
-            size = taken["sinks"].shape[0] // lax.axis_size(axis)
-            taken["sinks"] = own_part(taken["sinks"], size, 0, axis)
+        taken["sinks"] = _of_own_rank(taken["sinks"], 0)
+    if hook.defs is not None:
+        params = (tree.map(functools.partial(_of_own_heads, repeats), *params, hook.defs(config)),)
     out = hook.apply(*params, q, k, v, **taken)
     return lax.all_to_all(out, CONTEXT_AXES, 1, 2, tiled=True)
 
@@ -371,7 +389,7 @@ def _moe(
         positions=places,
         counted=counted != 0,
         kernels=options.kernels,
-        **({} if hook is None else {"router": hook.apply}),
+        router=None if hook is None else hook.apply,
     )
     return y, Auxiliary(share, sums)
 

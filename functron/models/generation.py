@@ -171,7 +171,7 @@ def _advance(
         rows = []
         for row in range(len(layers)):
             before = None if cache is None else tree.map(lambda c, r=row: c[r], cache.layers[name])
-            attend = _Attend(before, places, room, options, whole.positions)
+            attend = _Attend(before, places, room, config, options, whole.positions)
             sequence = whole._replace(attend=attend)
             which = {what: of[layers.start + row] for what, of in differing.items()}
             own = tree.map(lambda w, r=row: w[r], weights[name])
@@ -206,10 +206,12 @@ class _Attend:
         cache: KVCache | None,
         places: Tensor,
         room: int,
+        config: GPTConfig,
         options: ModelOptions,
         positions: Tensor,
     ):
         self._cache, self._places, self._room, self._options = cache, places, room, options
+        self._config = config
         self._given = {"positions": positions, "segments": None, "kernels": options.kernels}
         self.after: KVCache | None = None
 
@@ -228,8 +230,9 @@ class _Attend:
         self.after = written(empty_cache(k, v, self._room), k, v, self._places)
         if hook is None:
             return context_attention(q, k, v, sinks=sinks, **given)
+        given = self._given | given
         return own_attention(
-            hook, self._options, tuple(params), self._given | given, q, k, v, sinks
+            self._config, hook, self._options, tuple(params), given, q, k, v, sinks
         )
 
 

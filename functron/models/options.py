@@ -46,9 +46,9 @@ class Hook:
         apply: the function, as `ModelOptions` describes it.
         defs: ``(config) -> defs``, the parameters of one layer: of "mlp", "norm", "router" and
             "block" in place of those of what is replaced; of "attention" beside the projections,
-            and `apply` and `cached` then take them as their first argument. Logical axes that the
-            rules do not name stay whole on every rank. None: the parameters are those of what is
-            replaced.
+            and `apply` and `cached` then take them as their first argument, dims of the logical
+            axes "heads" and "kv_heads" split as the heads are. Logical axes that the rules do not
+            name stay whole on every rank. None: the parameters are those of what is replaced.
         cached: of "attention": ``(q, cache, places, ...) -> out`` as `nn.masked.cached_attention`,
             of new queries and the keys kept so far, theirs included; keywords as for `apply`. None:
             generation reads the text again for every token.
@@ -90,7 +90,8 @@ class ModelOptions:
       heads for sequence before and after it (Ulysses), so that it sees whole samples in order: four
       all-to-alls, if the heads divide over these ranks; with a parameter ``context`` it is given
       this rank's tokens as they lie instead, and does that itself.
-    * ``router(...)``: as ``router`` of `nn.moe.moe`.
+    * ``router(params, inputs) -> nn.moe.RouterOutput``: which experts tokens go to, and what that
+      adds to the loss; see `nn.moe.Router`.
     * ``mlp(params, x, *, activation, stream, kernels) -> y``: as `nn.mlp`, of layers without
       experts; x and y have spec `stream`.
     * ``norm(params, x, *, eps, zero_centered, kernels) -> y``: as `nn.norm`, of the stream; norms

@@ -6,12 +6,10 @@ for sequence, so that each rank has whole sequences of some heads (Jacobs et al.
 together are a ring of groups (Fang & Zhao 2024). Positions of tokens, packed documents, windows and
 sinks are the same as on one device, and so are the numbers.
 
-Attention over keys and values that other ranks hold: which blocks a rank computes, and when.
-
-Keys and values pass from rank to rank around a ring (Liu et al. 2023), or all ranks gather them
-first; either way step i brings those of the rank i before mine, and this module computes the blocks
-of that step and joins them by their logsumexps. Only q, k, v, the result and its logsumexp are
-kept: backward goes around a second time, in which the cotangents of keys and values travel along.
+Whether keys and values travel or are gathered, step i is about those of the rank i before mine: the
+blocks of that step are computed, and joined to the others by their logsumexps. Only q, k, v, the
+result and its logsumexp are kept: backward goes around a second time, in which the cotangents of
+keys and values travel along.
 
 Where every rank holds an early and a late half of the sequence (`functron.nn.zigzag`), each step
 but the first is two blocks of half a rank's queries and half a rank's keys, on all ranks alike:
@@ -29,16 +27,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch.nn import functional as F
 
 from functron.core.errors import Problem, nearest, raise_problems
 from functron.core.typing import Float, Int, Tensor
+from functron.nn.attention import causal_attention
 from functron.nn.zigzag import own_part
-from functron.ops.attention import Visible, attention, block, block_backward, merge
-from functron.ops.chunked import upcast
+from functron.ops.attention import Visible, block, block_backward, merge, upcast
 from functron.ops.define import AUTO, Kernels
 from functron.spmd import collectives as lax
 from functron.transforms.custom_vjp import custom_vjp
+
+_SEQ, _HEADS = 1, 2
 
 Kind = Literal["ring", "gather"]
 Flag = bool | Tensor
@@ -116,7 +115,7 @@ class Part:
         queries: which half of its rows: False the early, True the late one; None for all.
         keys: which half.
         valid: whether there is anything to see.
-        apart: as in `functron.ops.chunked.Visible`.
+        apart: as in `functron.ops.attention.Visible`.
     """
 
     queries: Flag | None = None
@@ -195,7 +194,7 @@ def _where(flag: Flag, x: Tensor, otherwise: float) -> Tensor:
 
 
 class _Rows:
-    """What parts that concern some rows of dim 2 sum up to; kept by halves where balanced."""
+    """A sum of parts, each of some rows of dim 2; kept by halves where balanced."""
 
     def __init__(self, whole: Tensor, balanced: bool):
         self.pieces = list(whole.chunk(2, 2)) if balanced else [whole]
@@ -293,14 +292,16 @@ class _Gathered(_Keys):
         return torch.index_select(dks, 0, steps), torch.index_select(dvs, 0, steps)
 
 
-def _keys(ring: Ring, k: Tensor, v: Tensor) -> _Keys:
-    return _Gathered(ring, k, v) if ring.kind == "gather" and ring.size > 1 else _Keys(ring, k, v)
+def _start(ring: Ring, k: Tensor, v: Tensor) -> tuple[_Keys, Part, dict[str, Any]]:
+    """The keys of all steps, the block of the first, and the options of all blocks."""
+    gathered = ring.kind == "gather" and ring.size > 1
+    keys = _Gathered(ring, k, v) if gathered else _Keys(ring, k, v)
+    (whole,) = parts(ring, 0)
+    return keys, whole, {"scale": ring.scale, "cap": ring.cap, "kernels": ring.kernels}
 
 
 def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: Tensor | None):
-    keys = _keys(ring, k, v)
-    (whole,) = parts(ring, 0)
-    options: Any = {"scale": ring.scale, "cap": ring.cap, "kernels": ring.kernels}
+    keys, whole, options = _start(ring, k, v)
     first = block(q, *keys.own(), tests.visible(0, whole), causal=True, **options)
     out, lse = (_Rows(upcast(x), ring.balanced) for x in first)
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
@@ -319,10 +320,8 @@ def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: T
 
 def _backward(ring: Ring, residuals: tuple, cotangent: Tensor):
     q, k, v, tests, sinks, out, lse = residuals
-    keys = _keys(ring, k, v)
-    options: Any = {"scale": ring.scale, "cap": ring.cap, "kernels": ring.kernels}
+    keys, whole, options = _start(ring, k, v)
     rows = (cotangent, q, out, lse)
-    (whole,) = parts(ring, 0)
     dq_first, *own = block_backward(
         cotangent, q, *keys.own(), out, lse, tests.visible(0, whole), causal=True, **options
     )
@@ -380,9 +379,6 @@ def ring_attention(
 
     attend = custom_vjp(lambda *args: forward(*args)[0], forward, backward)
     return attend(q, k, v, sinks, dict(vars(tests)))
-
-
-_SEQ, _HEADS = 1, 2
 
 
 def context_attention(
@@ -456,21 +452,25 @@ def context_attention(
     """
     size = lax.axis_size(axis) if ring_size is None else ring_size
     _check(q, k, window, kind, balanced, axis, ulysses, ring_size)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     static_window = window if isinstance(window, int) else 0
     q, k, v = _exchange_heads(q, k, v, ulysses)
     plain = isinstance(window, int) and window == 0 and segments is None and sinks is None
     if size == 1 and plain and not cap:
-        out = _whole(q, k, v, scale)
+        out = causal_attention(q, k, v, scale=scale)
     else:
         seq = q.shape[_SEQ]
         if balanced and positions is not None and positions.dim() == 2:
             static_window = 0  # parts of short documents are short: near in another sense
         steps = needed_steps(size, seq, static_window, balanced)
         balanced = balanced and size > 1
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         ring = Ring(axis, size, kind, balanced, seq, steps, static_window, scale, kernels, cap)
         tests = _tests(ring, q, positions, segments, window, ulysses)
-        out = _ring(ring, q, k, v, tests, _own_sinks(sinks, q.shape[_HEADS], ulysses))
+        own = None if sinks is None else own_part(sinks, q.shape[_HEADS], 0, ulysses)
+        q, k, v = (x.transpose(_SEQ, _HEADS) for x in (q, k, v))
+        if kind == "gather" and size > 1:
+            k, v = lax.all_gather((k, v), axis)
+        out = ring_attention(ring, q, k, v, tests, own).transpose(_SEQ, _HEADS)
     return lax.all_to_all(out, ulysses, _SEQ, _HEADS, tiled=True)
 
 
@@ -479,35 +479,29 @@ def _check(q, k, window, kind, balanced, axis, ulysses, ring_size) -> None:
     size, group = lax.axis_size(axis), lax.axis_size(ulysses)
     heads, kv_heads = q.shape[_HEADS], k.shape[_HEADS]
     ring = size if ring_size is None else ring_size
-    problems = []
+    found = []
+
+    def wrong(path: str, got: str, wanted: str, fix: str = "") -> None:
+        found.append(Problem(path, got, wanted, fix))
+
     if heads % kv_heads:
-        problems.append(Problem("k", f"{kv_heads} heads", f"a divisor of q's {heads}"))
+        wrong("k", f"{kv_heads} heads", f"a divisor of q's {heads}")
     if heads % group:
-        problems.append(
-            Problem("q", f"{heads} heads", f"a multiple of the {group} ranks of {ulysses!r}",
-                    f"split the sequence over {axis!r} instead")
-        )  # fmt: skip
+        fix = f"split the sequence over {axis!r} instead"
+        wrong("q", f"{heads} heads", f"a multiple of the {group} ranks of {ulysses!r}", fix)
     if kind not in ("ring", "gather"):
-        problems.append(
-            Problem("kind", repr(kind), "ring or gather", nearest(kind, ("ring", "gather")))
-        )
+        wrong("kind", repr(kind), "ring or gather", nearest(kind, ("ring", "gather")))
     if ring < 1 or size % ring:
-        problems.append(
-            Problem("ring_size", str(ring), f"a divisor of the {size} ranks of {axis!r}")
-        )
+        wrong("ring_size", str(ring), f"a divisor of the {size} ranks of {axis!r}")
     elif kind == "gather" and ring not in (1, size):
-        problems.append(
-            Problem("ring_size", f'{ring} with kind="gather"', f"1 or {size}", 'use kind="ring"')
-        )
+        wrong("ring_size", f'{ring} with kind="gather"', f"1 or {size}", 'use kind="ring"')
     per_rank = q.shape[_SEQ] * group
     if balanced and ring > 1 and per_rank % 2:
-        problems.append(
-            Problem("balanced", f"{per_rank} tokens on each rank of {axis!r}", "two halves",
-                    "pad the sequence, or use the contiguous order")
-        )  # fmt: skip
+        fix = "pad the sequence, or use the contiguous order"
+        wrong("balanced", f"{per_rank} tokens on each rank of {axis!r}", "two halves", fix)
     if isinstance(window, int) and window < 0:
-        problems.append(Problem("window", str(window), "0 for no window, or a number of keys"))
-    raise_problems("context_attention", problems)
+        wrong("window", str(window), "0 for no window, or a number of keys")
+    raise_problems("context_attention", found)
 
 
 def _exchange_heads(q: Tensor, k: Tensor, v: Tensor, ulysses: str) -> tuple[Tensor, ...]:
@@ -517,32 +511,6 @@ def _exchange_heads(q: Tensor, k: Tensor, v: Tensor, ulysses: str) -> tuple[Tens
     if repeats > 1:  # just enough for every rank to have one
         k, v = (x.repeat_interleave(repeats, _HEADS) for x in (k, v))
     return tuple(lax.all_to_all(x, ulysses, _HEADS, _SEQ, tiled=True) for x in (q, k, v))
-
-
-def _own_sinks(sinks: Tensor | None, heads: int, ulysses: str) -> Tensor | None:
-    return None if sinks is None else own_part(sinks, heads, 0, ulysses)
-
-
-def _whole(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Plain causal attention of whole sequences, at the speed of the device's best kernel."""
-    width, value_width = q.shape[-1], v.shape[-1]
-    if value_width < width:
-        v = F.pad(v, (0, width - value_width))
-    elif value_width > width:
-        q, k = (F.pad(x, (0, value_width - width)) for x in (q, k))
-    kernel_scale = 1 / math.sqrt(q.shape[-1])
-    q = q if scale == kernel_scale else q * (scale / kernel_scale)
-    group = q.shape[_HEADS] // k.shape[_HEADS]
-    if group > 1:
-        k, v = (x.repeat_interleave(group, _HEADS) for x in (k, v))
-    return attention(q, k, v, causal=True)[..., :value_width]
-
-
-def _ring(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: Tensor | None):
-    q, k, v = (x.transpose(_SEQ, _HEADS) for x in (q, k, v))
-    if ring.kind == "gather" and ring.size > 1:
-        k, v = lax.all_gather((k, v), ring.axis)
-    return ring_attention(ring, q, k, v, tests, sinks).transpose(_SEQ, _HEADS)
 
 
 def _tests(

@@ -1,16 +1,4 @@
-"""The Mamba-2 mixer: projections, a short convolution, the state space, and a gated norm.
-
-    z, x, B, C, dt = u W_z, u W_x, u W_B, u W_C, u W_dt
-    x, B, C = silu(conv(x)), silu(conv(B)), silu(conv(C))
-    y = ssd(x, softplus(dt + dt_bias), -exp(a_log), B, C) + d x
-    out = (rms_norm(y silu(z)) scale) W_out
-
-(Dao & Gu 2024, section 7 and figure 6). Heads split over ranks, and with them x, z and dt. So do
-groups of B and C where the ranks divide them, as in Megatron's MambaMixer; with fewer groups every
-rank makes all of B and C and uses those of its heads, and the sums of squares of a group's norm are
-added over the ranks that share it.
-
-State-space duality: the selective state space of Mamba-2, by chunks and token by token.
+"""Mamba-2: state-space duality, by chunks and token by token, and the mixer around it.
 
 Per head, a state S ``[head_dim, state_dim]`` decays, takes up each token's input, and is read:
 
@@ -20,6 +8,18 @@ Per head, a state S ``[head_dim, state_dim]`` decays, takes up each token's inpu
 computes the same of a whole sequence with matrix products: within a chunk it is masked linear
 attention, y = (L * (C B^T)) (dt x) with L_ts = exp(a dt_{s+1} + ... + a dt_t) (section 6), and only
 one state per chunk is handed from each chunk to the next.
+
+The mixer is projections, a short convolution, the state space, and a gated norm:
+
+    z, x, B, C, dt = u W_z, u W_x, u W_B, u W_C, u W_dt
+    x, B, C = silu(conv(x)), silu(conv(B)), silu(conv(C))
+    y = ssd(x, softplus(dt + dt_bias), -exp(a_log), B, C) + d x
+    out = (rms_norm(y silu(z)) scale) W_out
+
+(section 7 and figure 6). Heads split over ranks, and with them x, z and dt. So do
+groups of B and C where the ranks divide them, as in Megatron's MambaMixer; with fewer groups every
+rank makes all of B and C and uses those of its heads, and the sums of squares of a group's norm are
+added over the ranks that share it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def ssd(
 
     left = (total[..., -1:] - total).exp().unsqueeze(-1)
     own = (inputs * left).mT @ b.unsqueeze(3)
-    first = torch.zeros_like(own[:, 0]) if state is None else _grouped(state.to(wide), groups)
+    first = torch.zeros_like(own[:, 0])
+    if state is not None:
+        first = state.to(wide).unflatten(1, (groups, -1))
     kept = total[..., -1].exp()[..., None, None]
     last, starts = scan(_hand_on, first, (own.movedim(1, 0), kept.movedim(1, 0)))
     before = (c.unsqueeze(3) @ starts.movedim(0, 1).mT) * total.exp().unsqueeze(-1)
@@ -133,10 +135,6 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
     if missing:
         x = F.pad(x, (*((0, 0) * (x.dim() - 2)), 0, missing))
     return x.unflatten(1, (-1, chunk))
-
-
-def _grouped(state: Tensor, groups: int) -> Tensor:
-    return state.unflatten(1, (groups, -1))
 
 
 def _check(x: Tensor, b: Tensor, chunk: int) -> None:
@@ -186,10 +184,10 @@ class Mamba2Config:
 
 
 class MambaCache(NamedTuple):
-    """What generation keeps of a sequence, of one layer and this rank's heads and groups.
+    """The state of generation after some tokens, of one layer and this rank's heads and groups.
 
     Attributes:
-        x: ``[batch, conv_width - 1, heads, head_dim]``, what the convolution will still see.
+        x: ``[batch, conv_width - 1, heads, head_dim]``, inputs that the convolution will still see.
         b, c: ``[batch, conv_width - 1, groups, state_dim]``, likewise.
         state: ``[batch, heads, head_dim, state_dim]`` in float32 at least.
     """
@@ -366,7 +364,7 @@ def _own_part(x: Tensor, config: Mamba2Config, axis: str) -> Tensor:
 
 
 class _Inputs(NamedTuple):
-    """What the state space is given, made of the stream; the first three before the convolution."""
+    """The inputs of the state space, made of the stream; the first three before the convolution."""
 
     x: Tensor
     b: Tensor

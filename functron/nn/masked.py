@@ -1,6 +1,8 @@
-"""Attention with padding masks, with learned biases on scores, and of one sequence to another.
+"""Attention that is not causal over whole sequences: cached, masked, biased, and across sequences.
 
-Attention to keys and values that are kept: what makes generation linear in its length.
+`cached_attention` reads keys and values of earlier tokens, which makes generation linear in its
+length. `masked_attention` has padding masks and learned biases on scores, and `cross_attention` is
+of one sequence to another.
 """
 
 from __future__ import annotations
@@ -15,8 +17,7 @@ from torch.nn import functional as F
 from functron.core.typing import Bool, Float, Int, Tensor
 from functron.nn.attention import AttentionConfig
 from functron.nn.linear import column_parallel, gather_sequence, row_parallel, weights
-from functron.ops import chunked
-from functron.ops.attention import Visible, attention, block, block_backward
+from functron.ops.attention import Visible, attend, attention, block, block_backward, upcast
 from functron.spmd.spec import P
 from functron.transforms.custom_vjp import custom_vjp
 
@@ -93,9 +94,9 @@ def cached_attention(
     elif window:
         seen = seen & (distance < window)
     q, k, v = (x.transpose(_SEQ, _HEADS) for x in (q, cache.k, cache.v))
-    out, lse = chunked.attend(q, k, v, ~seen.unsqueeze(1), 1 / math.sqrt(q.shape[-1]), cap=cap)
+    out, lse = attend(q, k, v, ~seen.unsqueeze(1), 1 / math.sqrt(q.shape[-1]), cap=cap)
     if sinks is not None:
-        share = torch.sigmoid(lse - chunked.upcast(sinks).unsqueeze(-1))
+        share = torch.sigmoid(lse - upcast(sinks).unsqueeze(-1))
         out = out * share.unsqueeze(-1)
     return out.to(q.dtype).transpose(_SEQ, _HEADS)
 
@@ -128,28 +129,30 @@ def masked_attention(
     Returns:
         ``[batch, seq, heads, head_dim]`` in q's dtype. No collectives.
     """
-    if bias is not None:
-        return _biased(q, k, v, seen, bias, causal, scale)
-    if seen is None and scale is None:
+    if bias is None and seen is None and scale is None:
         return attention(q, k, v, causal=causal)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.transpose(_SEQ, _HEADS) for x in (q, k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return _block(q, k, v, seen, causal, scale).transpose(1, 2)
+    if bias is None:
+        y = _block(q, k, v, seen, causal, scale)
+    else:
+        y = _biased(q, k, v, seen, bias, causal, scale)
+    return y.transpose(_SEQ, _HEADS)
 
 
 def _block(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
     """By kernels; with their backward, which knows what to do where a query sees nothing."""
-    how: dict[str, Any] = {"causal": causal, "scale": scale}
+    options: dict[str, Any] = {"causal": causal, "scale": scale}
 
     def forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None):
-        out, lse = block(q, k, v, _visible(q, seen), **how)
+        out, lse = block(q, k, v, _visible(q, seen), **options)
         return out, (q, k, v, seen, out, lse)
 
     def backward(kept: tuple, cotangent: Tensor):
         q, k, v, seen, out, lse = kept
-        return *block_backward(cotangent, q, k, v, out, lse, _visible(q, seen), **how), None
+        return *block_backward(cotangent, q, k, v, out, lse, _visible(q, seen), **options), None
 
     return custom_vjp(lambda *args: forward(*args)[0], forward, backward)(q, k, v, seen)
 
@@ -168,12 +171,10 @@ def _biased(
     seen: Tensor | None,
     bias: Tensor,
     causal: bool,
-    scale: float | None,
+    scale: float,
 ) -> Tensor:
     """The formula, with scores and softmax in float32 at least."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = (q @ k.mT).to(wide) * scale + bias.to(wide)
     lowest = torch.finfo(wide).min  # not -inf, so that rows that see nothing have derivatives
     hidden = None if seen is None else ~seen[:, None, None, :]
@@ -185,7 +186,7 @@ def _biased(
     p = torch.softmax(scores, -1)
     if hidden is not None:
         p = p.masked_fill(hidden, 0)
-    return (p.to(v.dtype) @ v).transpose(1, 2)
+    return p.to(v.dtype) @ v
 
 
 def cross_keys(params: dict, memory: Float[Tensor, "batch keys embed"]) -> KVCache:
@@ -284,5 +285,5 @@ def _starts(exact: int, ranges: int, max_distance: int) -> list[int]:
 def relative_bias(
     table: Float[Tensor, "buckets heads"], buckets: Int[Tensor, "queries keys"]
 ) -> Float[Tensor, "heads queries keys"]:
-    """What T5 adds to scores: a number per bucket and head, of this rank's heads."""
+    """T5's biases on scores: a number per bucket and head, of this rank's heads."""
     return F.embedding(buckets, table).permute(2, 0, 1).contiguous()

@@ -6,9 +6,8 @@ of all layers, so a model has a dozen leaves of up to gigabytes, and the launche
 which a captured graph replays stale; element types and the decay of every leaf in the table; and
 tensors that hide behind integers from whoever checks bounds, aliasing and lifetimes.
 
-Stochastic rounding: to one of the two neighbours, so that the mean is the number itself.
-
-Where it is done at every step, updates far below a parameter's last bit add up, on average, as they
+Stochastic rounding is to one of the two neighbours, so that the mean is the number itself. Where it
+is done at every step, updates far below a parameter's last bit add up, on average, as they
 do in a float32 master copy, which costs 4 bytes per parameter; to nearest they would all be lost.
 """
 

@@ -1,18 +1,18 @@
-"""The local half of vocabulary-parallel cross-entropy: reads logits once, keeps no probabilities.
+"""The local half of vocabulary-parallel cross-entropy, of logits or of the product that makes them.
 
 For one rank's logits x it gives lse = log sum_j exp(x_j) and the target's logit. Both are one
 number per token, so what ranks exchange afterwards is small and the full logits never exist
 anywhere. Autograd would keep several copies of the logits; this keeps the logits alone, and
-backward makes the one tensor it returns: d x = lse' softmax(x) + target' onehot.
+backward makes the one tensor it returns: d x = lse' softmax(x) + target' onehot. Logits are read
+once, and no probabilities are kept.
 
-Cross-entropy's statistics of x w without the whole of x w: logits exist a chunk at a time.
-
-Forward computes the logits of some tokens, keeps two numbers of each, and goes on to the next.
-Backward computes them again, but those of all tokens in some columns: as the log of the sum is
-known, a column's softmax needs no other column, and so its part of dw is one matrix product over
-all tokens, accumulated where matrix products are, while dx, the smaller, is summed up in float32.
-Rejected: chunks of tokens in backward too, as Liger-Kernel has it (Hsu et al. 2024): the sum of dw
-is then as large as w in float32, and is read and written once per chunk.
+Of x w it gives the same without the whole of x w: logits exist a chunk at a time. Forward computes
+the logits of some tokens, keeps two numbers of each, and goes on to the next. Backward computes
+them again, but those of all tokens in some columns: as the log of the sum is known, a column's
+softmax needs no other column, and so its part of dw is one matrix product over all tokens,
+accumulated where matrix products are, while dx, the smaller, is summed up in float32. Rejected:
+chunks of tokens in backward too, as Liger-Kernel has it (Hsu et al. 2024): the sum of dw is then as
+large as w in float32, and is read and written once per chunk.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _number(valid: Tensor | int | None, logits: Tensor) -> Tensor | None:
 
 
 def _mask(valid: Tensor | None, logits: Tensor) -> Tensor | None:
-    """What counts, ``[vocab]``, or ``[..., vocab]`` for numbers ``[...]``."""
+    """The columns that count, ``[vocab]``, or ``[..., vocab]`` for numbers ``[...]``."""
     if valid is None:
         return None
     columns = torch.arange(logits.shape[-1], device=logits.device)

@@ -1,4 +1,4 @@
-"""Operations of functron's own: registered with torch once, differentiable and mappable everywhere.
+"""Operations of functron's own: registered once, differentiable, mappable, and computed by choice.
 
 An op is an entry of ``torch.ops.functron``: on the CPU it computes its reference, on CUDA its
 kernel, on fake tensors shapes. What makes it differentiable is an autograd Function around that
@@ -10,13 +10,10 @@ Rejected: ``torch.library.register_autograd``, whose Function refuses torch.func
 2.13); and a Function alone over an entry without derivatives, which gives zero gradients, silently,
 in torch.compile(torch.func.grad).
 
-Vmap rules of registered ops, for `functron.ops.define.define`.
-
-What host code of kernels asks about its operands.
-
-Which implementation computes an operation: a CUDA kernel of functron, or torch's operations.
-
-How rows are given to the threads of kernels: the host's side of ``kernels/rows.cuh``.
+`define` registers an op, with one of the vmap rules `one_by_one` and `of_rows` or its own. `use`
+and `Kernels` choose what computes it: a CUDA kernel of functron, or torch's operations. Below are
+what host code of kernels asks about its operands (`rows_of`, `packable`, `type_name`), and how rows
+are given to the threads of kernels (`layout`): the host's side of ``kernels/rows.cuh``.
 """
 
 from __future__ import annotations
@@ -78,15 +75,16 @@ class Gradient:
     """How an op is differentiated in reverse.
 
     Attributes:
-        save: ``(args, outputs)``, tuples both, to what backward needs: tensors, numbers, None.
+        save: ``(args, outputs)``, tuples both, to what backward needs: tensors, numbers, None; the
+            arguments unless given.
         backward: ``(saved, cotangents)``, one per output, zeros where there is none, to one
             cotangent per argument, None for those without. It may call ops, and must be linear.
         auxiliary: the outputs, by position, that have no derivative (statistics that only backward
             reads); integer ones never have.
     """
 
-    save: Callable[[tuple, tuple], Sequence[Any]]
     backward: Callable[[Sequence[Any], tuple[torch.Tensor, ...]], Sequence[torch.Tensor | None]]
+    save: Callable[[tuple, tuple], Sequence[Any]] = lambda args, outputs: args
     auxiliary: tuple[int, ...] = ()
 
 
@@ -276,7 +274,7 @@ def _of_formula(formula: Any) -> Gradient:
             grads[i] = grad
         return grads
 
-    return Gradient(save=lambda args, outputs: args, backward=backward)
+    return Gradient(backward)
 
 
 def one_by_one(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:

@@ -123,6 +123,6 @@ SUM_OF_SQUARES = define(
     reference=_reference,
     fake=_fake,
     batch=_batch,
-    gradient=Gradient(save=lambda args, outputs: args, backward=_backward, auxiliary=(1,)),
+    gradient=Gradient(backward=_backward, auxiliary=(1,)),
 )
 """Of every row of x, [rows, dim]: the sum of squares and 1.0 where an element is not finite."""

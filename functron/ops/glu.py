@@ -132,7 +132,7 @@ def _swish(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def _lift(up: Tensor, activation: str) -> tuple[Tensor, Tensor | float]:
-    """What multiplies act(gate), and its derivative."""
+    """The factor of act(gate), and its derivative."""
     if activation != "clamped_swiglu":
         return up, 1.0
     return up.clamp(-_LIMIT, _LIMIT) + 1, (up.abs() <= _LIMIT).to(up.dtype)
@@ -172,7 +172,6 @@ GLU = define(
     fake=lambda gate, *rest: gate.new_empty(gate.shape),
     batch=of_rows(whole=()),
     gradient=Gradient(
-        save=lambda args, outputs: args,
         backward=lambda saved, given: (*GLU_BACKWARD(given[0], *saved), None),
     ),
 )
@@ -195,7 +194,6 @@ GLU_PACKED = define(
     fake=lambda x, activation: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
     batch=of_rows(whole=()),
     gradient=Gradient(
-        save=lambda args, outputs: args,
         backward=lambda saved, given: (GLU_PACKED_BACKWARD(given[0], *saved), None),
     ),
 )

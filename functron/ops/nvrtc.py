@@ -1,14 +1,12 @@
 """Compiling kernels with NVRTC, CUDA's compiler as a library: it needs no GPU, driver or nvcc.
 
-``cuda.bindings`` is imported in functions only: an installation for CPUs has none.
+``cuda.bindings`` is imported in functions only: an installation for CPUs has none. A `Source` knows
+where a kernel's file is, which variants it has and what it includes.
 
-Compiled kernels on disk, so that each is compiled once.
-
-A file is a hash of the rest, a line of JSON, then the cubin; its name has a hash of everything that
-the cubin depends on. Files appear whole (they are renamed into place) and are verified when they
-are read, so ranks, jobs and machines may share a folder, and what is damaged is compiled again.
-
-The sources of kernels: where they are, which variants they have, what they include.
+Compiled kernels are kept on disk, so that each is compiled once. A file is a hash of the rest, a
+line of JSON, then the cubin; its name has a hash of everything that the cubin depends on. Files
+appear whole (they are renamed into place) and are verified when they are read, so ranks, jobs and
+machines may share a folder, and what is damaged is compiled again.
 """
 
 from __future__ import annotations
@@ -180,7 +178,7 @@ _OLDEST = 80
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes of a multiprocessor.
+    """The resources of a multiprocessor that one kernel takes.
 
     Attributes:
         kernel: its name.
@@ -270,11 +268,11 @@ _NUMBERS = {
 
 
 def resources(log: str) -> tuple[Resources, ...]:
-    """What ``--ptxas-options=-v`` said of each kernel, by name."""
+    """The resources of each kernel, by name, from the output of ``--ptxas-options=-v``."""
     _, *parts = _ENTRY.split(log)
     found = []
-    for name, said in zip(parts[::2], parts[1::2], strict=True):
-        matches = {key: pattern.search(said) for key, pattern in _NUMBERS.items()}
+    for name, report in zip(parts[::2], parts[1::2], strict=True):
+        matches = {key: pattern.search(report) for key, pattern in _NUMBERS.items()}
         n = {key: int(match[1]) if match else 0 for key, match in matches.items()}
         spills = n["stores"] + n["loads"]
         found.append(Resources(name, n["registers"], n["stack"], spills, n["shared"]))
@@ -463,7 +461,7 @@ def key(source: Source, defines: Defines, arch: str) -> str:
 
 
 def _read(path: Path) -> Compiled | None:
-    """What `_write` wrote; None where there is nothing, or something else."""
+    """The content that `_write` wrote; None where there is nothing, or something else."""
     try:
         digest, _, content = path.read_bytes().partition(b"\n")
         if digest != _digest(content):

@@ -1,21 +1,17 @@
 """Quantisation to 8-bit floating point: by blocks, by tensors with delayed scaling, and back.
 
-What is quantised is ``x * by``, rounded to nearest with ties to even, and what comes with it is
-``1 / by``. Numbers beyond the largest one of the format become that one; by blocks there are none,
-as the largest magnitude of a block becomes it. What is not finite becomes NaN, with all of its
-block, whose scale is NaN too: nothing that overflowed is hidden. Blocks of zeros have scale 1.
+The quantised values are ``x * by``, rounded to nearest with ties to even, and come with ``1 / by``.
+Numbers beyond the largest one of the format become that one; by blocks there are none, as the
+largest magnitude of a block becomes it. What is not finite becomes NaN, with all of its block,
+whose scale is NaN too: nothing that overflowed is hidden. Blocks of zeros have scale 1.
 
 Recipes: blocks of 1x128 for activations and of 128x128 for weights (DeepSeek-V3,
 https://arxiv.org/abs/2412.19437); MX (OCP's Microscaling formats), 1x32 with powers of two, which
 are rounded up, as in NVIDIA's libraries, so that nothing saturates (OCP's conversion rounds down);
-and per tensor, with scales of earlier steps (`functron.ops.quantise_fp8`).
-
-Delayed scaling: scales of whole tensors in FP8 that follow from the magnitudes of earlier steps.
-
-The recipe of NVIDIA's Transformer Engine: to know a tensor's largest magnitude before it is cast
-takes a pass over it; so the scale is that of the steps before, and the cast finds the magnitude for
-those to come in the same pass (`functron.ops.quantise_fp8.cast_fp8`). All in torch's operations on
-small tensors: keep the states of many tensors in one, and update them together.
+and per tensor, with delayed scaling, the recipe of NVIDIA's Transformer Engine: to know a tensor's
+largest magnitude before it is cast takes a pass over it; so the scale is that of the steps before,
+and the cast finds the magnitude for those to come in the same pass (`cast_fp8`). All in torch's
+operations on small tensors: keep the states of many tensors in one, and update them together.
 """
 
 from __future__ import annotations
@@ -255,7 +251,7 @@ def _by_blocks(x: torch.Tensor, rows: int, cols: int, dtype: torch.dtype, power:
 
 
 def _scales(amax: torch.Tensor, largest: float, power: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """What blocks are multiplied by, and what undoes it."""
+    """The factor of each block, and its inverse."""
     most = torch.full_like(amax, largest)  # torch divides numbers by their reciprocals
     if power:
         ratio = (amax / most).view(torch.int32)
@@ -352,7 +348,7 @@ Of = Literal["max", "latest"]
 
 
 class DelayedScale(NamedTuple):
-    """What the next cast of each of some tensors is scaled by, and why.
+    """The scale of the next cast of each of some tensors, and the history it comes from.
 
     Attributes:
         scale: float32, [...], one for each tensor.

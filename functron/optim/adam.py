@@ -1,6 +1,7 @@
-"""Adam and AdamW, in Optax's terms; their `step_` is torch's fused kernel over all leaves.
+"""Adam and AdamW, in Optax's terms; their `step_` runs fused over all leaves.
 
-AdamW's step of all leaves by `functron.ops.adamw`, with what other transformations add to it.
+By torch's kernel; or, on a GPU, by that of `functron.ops.adamw`, in one pass over memory with what
+the transformations around it do (`Fusion`).
 """
 
 from __future__ import annotations
@@ -27,105 +28,13 @@ from functron.optim.schedules import (
     scale_by_learning_rate,
 )
 from functron.optim.transformation import (
-    Around,
+    Fusion,
     GradientTransformation,
     chain,
     transformation,
     with_step,
 )
 from functron.spmd.spec import P
-
-
-class Step(NamedTuple):
-    """What a step of AdamW is the same for all leaves in.
-
-    Attributes:
-        count: of updates, this one included; int64, 0-dim.
-        rate: the learning rate.
-        factor: what gradients are multiplied by, 0-dim; None: nothing.
-        numbers: b1, b2 and eps.
-    """
-
-    count: torch.Tensor
-    rate: float | torch.Tensor
-    factor: torch.Tensor | None
-    numbers: Mapping[str, float]
-
-
-def adamw_leaves_(
-    step: Step,
-    params: tree.Tree,
-    columns: Sequence[Sequence[torch.Tensor]],
-    decays: Sequence[float],
-    masters: tree.Tree = None,
-    rounding: tree.Tree = None,
-) -> None:
-    """Overwrites parameters, moments and masters by what they are after the step.
-
-    Args:
-        step: what is the same for all.
-        params: the parameters.
-        columns: the leaves of parameters, gradients, first and second moments.
-        decays: the weight decay of each leaf.
-        masters: float32 masters of the parameters, None where there is none.
-        rounding: how parameters are rounded, an `ops.adamw.Stochastic` each, which is of elements
-            in the order of memory; None: to nearest.
-    """
-    structure = tree.structure(params)
-    count = len(decays)
-    own = [None] * count if masters is None else structure.flatten_up_to(masters)
-    how = [None] * count if rounding is None else structure.flatten_up_to(rounding)
-    paths = tree.paths(params)
-    rows = list(zip(*columns, own, strict=True))
-
-    def kind(i: int) -> Any:  # what one call can have
-        return decays[i], own[i] is None, None if how[i] is None else i
-
-    for _, group in itertools.groupby(sorted(range(count), key=lambda i: str(kind(i))), kind):
-        chosen = list(group)
-        ps, gs, mu, nu, ms = map(list, zip(*(rows[i] for i in chosen), strict=True))
-        first = chosen[0]
-        mutated = {"parameters": ps, "first moments": mu, "second moments": nu}
-        if own[first] is not None:
-            mutated["masters"] = ms
-        foreach_(
-            _each(step, decays[first], how[first]),
-            mutated,
-            {"gradients": gs},
-            paths=lambda chosen=chosen: [paths[i] for i in chosen],
-            dense=True,
-        )
-
-
-def _each(step: Step, decay: float, rounding: Any) -> Any:
-    def fn(params, mu, nu, *rest):
-        *masters, grads = rest
-        device = params[0].device
-        real = torch.float64 if params[0].dtype == torch.float64 else torch.float32
-        scalars = {
-            "count": step.count.to(device),
-            "rate": _scalar(step.rate, real, device),
-            "clip": None if step.factor is None else _scalar(step.factor, real, device),
-        }
-        for row in zip(params, grads, mu, nu, *masters, strict=True):
-            master = row[4] if masters else None
-            adamw_(
-                *row[:4],
-                **scalars,
-                **step.numbers,
-                weight_decay=decay,
-                master=master,
-                rounding=rounding,
-            )
-
-    return fn
-
-
-def _scalar(value: float | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value.to(device, dtype)
-    return torch.full((), value, dtype=dtype, device=device)
-
 
 MomentDtype = torch.dtype | Literal["int8"] | None
 """How a moment is stored: None as the parameter is, "int8" in blocks of 8 bits (`quantise`)."""
@@ -220,9 +129,9 @@ def adamw(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
+    *,
     weight_decay: float = 1e-4,
     mask: Mask = None,
-    *,
     mu_dtype: MomentDtype = None,
     nu_dtype: MomentDtype = None,
     quantised: Mask = None,
@@ -250,28 +159,27 @@ def adamw(
         scale_by_learning_rate(learning_rate),
     )
 
-    def one_pass(grads, state, params, around):
+    def one_pass(grads, state, params, fusion):
         adam, _, schedule = state
         columns = _columns(grads, adam, params)
         if not _one_pass(kernels, columns):
             return None
         rate, count = rate_and_count(learning_rate, schedule)
-        if _batched(adam.count, rate, around.factor):
+        if _batched(adam.count, rate, fusion.factor):
             return None
-        numbers = {"b1": b1, "b2": b2, "eps": eps}
         counts = [adam.count] if count is None else [adam.count, count]
         decays = [weight_decay if flag else 0.0 for flag in mask_leaves(mask, params)]
 
         def run():
             increment_(counts)
-            step = Step(adam.count, rate, around.factor, numbers)
-            adamw_leaves_(step, params, columns, decays, around.masters, around.rounding)
+            numbers = {"b1": b1, "b2": b2, "eps": eps}
+            _by_kernel_(params, columns, decays, fusion, adam.count, rate, numbers)
             return params, state
 
         return run
 
     def step_(grads, state, params):
-        together = one_pass(grads, state, params, Around())
+        together = one_pass(grads, state, params, Fusion())
         if together is not None:
             return together()
         adam, decay, schedule = state
@@ -407,3 +315,70 @@ def _fused(steps: torch.Tensor, rate: float | torch.Tensor, b1, b2, eps, weight_
         )  # fmt: skip
 
     return kernel
+
+
+def _by_kernel_(
+    params: tree.Tree,
+    columns: Sequence[Sequence[torch.Tensor]],
+    decays: Sequence[float],
+    fusion: Fusion,
+    count: torch.Tensor,
+    rate: float | torch.Tensor,
+    numbers: Mapping[str, float],
+) -> None:
+    """Overwrites parameters, moments and masters, by `functron.ops.adamw`.
+
+    Args:
+        params: the parameters.
+        columns: the leaves of parameters, gradients, first and second moments.
+        decays: the weight decay of each leaf.
+        fusion: the work of other transformations; roundings are of elements in memory's order.
+        count: of updates, this one included; int64, 0-dim.
+        rate: the learning rate.
+        numbers: b1, b2 and eps.
+    """
+    structure, paths = tree.structure(params), tree.paths(params)
+    none = [None] * len(decays)
+    own = none if fusion.masters is None else structure.flatten_up_to(fusion.masters)
+    roundings = none if fusion.rounding is None else structure.flatten_up_to(fusion.rounding)
+    rows = list(zip(*columns, own, strict=True))
+
+    def kind(i: int) -> Any:  # what one call can have
+        return decays[i], own[i] is None, None if roundings[i] is None else i
+
+    def kernel(decay: float, rounding: Any) -> Callable:
+        def fn(ps, mu, nu, *rest):
+            *masters, grads = rest
+            device = ps[0].device
+            real = torch.float64 if ps[0].dtype == torch.float64 else torch.float32
+            clip = None if fusion.factor is None else _scalar(fusion.factor, real, device)
+            scalars = {"count": count.to(device), "rate": _scalar(rate, real, device), "clip": clip}
+            for row in zip(ps, grads, mu, nu, *masters, strict=True):
+                master = row[4] if masters else None
+                adamw_(
+                    *row[:4], **scalars, **numbers, weight_decay=decay, master=master,
+                    rounding=rounding,
+                )  # fmt: skip
+
+        return fn
+
+    for _, group in itertools.groupby(sorted(range(len(decays)), key=lambda i: str(kind(i))), kind):
+        chosen = list(group)
+        ps, gs, mu, nu, ms = map(list, zip(*(rows[i] for i in chosen), strict=True))
+        first = chosen[0]
+        mutated = {"parameters": ps, "first moments": mu, "second moments": nu}
+        if own[first] is not None:
+            mutated["masters"] = ms
+        foreach_(
+            kernel(decays[first], roundings[first]),
+            mutated,
+            {"gradients": gs},
+            paths=lambda chosen=chosen: [paths[i] for i in chosen],
+            dense=True,
+        )
+
+
+def _scalar(value: float | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype)
+    return torch.full((), value, dtype=dtype, device=device)

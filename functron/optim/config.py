@@ -1,11 +1,8 @@
-"""The optimizers and schedules that configurations stand for.
+"""Optimizers and schedules as data: their configurations, the problems of these, and the results.
 
-Optimizers and schedules as data: what a configuration file says, and what is wrong with it.
-
-Multiples of learning rates by the widths of matrices, under muP: for each optimizer its own.
-
-What `ParamDef.width` says of a matrix decides: it sums over i times as many inputs, and has o times
-as many outputs, as where the learning rate was tuned. What moves by the same share of itself at
+Under muP learning rates are multiplied by numbers that depend on the widths of a matrix, and on the
+optimizer. By `ParamDef.width` a matrix sums over i times as many inputs, and has o times as many
+outputs, as where the learning rate was tuned. A parameter that moves by the same share of itself at
 every width keeps the rate (1); see `functron.models.mup` for why, and for what has no width here.
 
 | optimizer                     | entries of an update            | multiple                       |
@@ -120,7 +117,7 @@ Increase = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """What concerns Muon alone; see `functron.optim.muon`.
+    """Options of Muon alone; see `functron.optim.muon`.
 
     Attributes:
         momentum: decay of the mean of gradients.
@@ -141,7 +138,7 @@ class MuonConfig:
 
 @dataclass(frozen=True)
 class AdafactorConfig:
-    """What concerns Adafactor alone; see `functron.optim.contrib.adafactor`.
+    """Options of Adafactor alone; see `functron.optim.contrib.adafactor`.
 
     Attributes:
         relative_step: the paper's learning rate, min(0.01, 1/sqrt(t)), in place of the schedule.
@@ -162,7 +159,7 @@ class AdafactorConfig:
 
 @dataclass(frozen=True)
 class SoapConfig:
-    """What concerns SOAP alone; see `functron.optim.contrib.soap`.
+    """Options of SOAP alone; see `functron.optim.contrib.soap`.
 
     Attributes:
         frequency: updates between two of the eigenbases.
@@ -211,9 +208,7 @@ class OptimizerConfig:
             update; 0: do not.
         skip_nonfinite: leave out updates whose gradients are not finite, up to so many in a row; 0:
             none.
-        muon: what concerns Muon alone.
-        adafactor: what concerns Adafactor alone.
-        soap: what concerns SOAP alone.
+        muon, adafactor, soap: options of these alone.
     """
 
     name: str = "adamw"
@@ -316,10 +311,11 @@ def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list
     found += _choice_problems(config, choices, path)
     found += _moment_problems(config, path)
     found += parse_groups(config.groups, f"{path}.groups")[1]
-    own = {"muon": _muon_problems, "adafactor": _adafactor_problems, "soap": _soap_problems}
-    if config.name in own:
-        settings = getattr(config, config.name)
-        found += own[config.name](settings, f"{path}.{config.name}")
+    if config.name in _RANGES:
+        own, where = getattr(config, config.name), f"{path}.{config.name}"
+        choices, shares, least = _RANGES[config.name]
+        found += _choice_problems(own, choices, where) + _share_problems(own, shares, where)
+        found += _least_problems(own, least, where)
     return found
 
 
@@ -377,23 +373,12 @@ def _choice_problems(config: object, choices: Mapping[str, object], path: str) -
     ]
 
 
-def _muon_problems(config: MuonConfig, path: str) -> list[Problem]:
-    found = _choice_problems(config, {"scale": Scale, "dtype": Dtype}, path)
-    return [
-        *found,
-        *_share_problems(config, ("momentum",), path),
-        *_least_problems(config, {"steps": 1}, path),
-    ]
-
-
-def _adafactor_problems(config: AdafactorConfig, path: str) -> list[Problem]:
-    found = _share_problems(config, ("momentum",), path)
-    return found + _least_problems(config, {"decay_rate": 0, "clip": 0, "min_dim": 1}, path)
-
-
-def _soap_problems(config: SoapConfig, path: str) -> list[Problem]:
-    found = _share_problems(config, ("decay",), path)
-    return found + _least_problems(config, {"frequency": 1, "max_dim": 1}, path)
+_RANGES: Mapping[str, tuple[dict, tuple[str, ...], dict]] = {
+    "muon": ({"scale": Scale, "dtype": Dtype}, ("momentum",), {"steps": 1}),
+    "adafactor": ({}, ("momentum",), {"decay_rate": 0, "clip": 0, "min_dim": 1}),
+    "soap": ({}, ("decay",), {"frequency": 1, "max_dim": 1}),
+}
+"""Of options of one optimizer alone: those of a Literal, the shares, and others' least values."""
 
 
 RULED = ("adamw", "adam", "lion", "adam_mini", "muon")
@@ -446,7 +431,7 @@ _SCHEDULES: Mapping[str, Callable[[ScheduleConfig], Schedule]] = {
     "constant": lambda c: schedules.constant(c.peak, warmup_steps=c.num_warmup_steps, init=c.init),
     "linear": lambda c: schedules.linear(c.peak, c.total_steps, **_ends(c)),
     "cosine": lambda c: schedules.cosine_decay(c.peak, c.total_steps, **_ends(c)),
-    "exponential": lambda c: schedules.exponential_decay(c.peak, c.total_steps, **_ends(c)),
+    "exponential": lambda c: schedules.exponential(c.peak, c.total_steps, **_ends(c)),
     "polynomial": lambda c: schedules.polynomial_decay(
         c.peak, c.total_steps, power=c.power, **_ends(c)
     ),
@@ -465,7 +450,7 @@ def _ends(c: ScheduleConfig) -> dict:
 
 @dataclass(frozen=True)
 class _Given:
-    """What an optimizer needs to know of the parameters."""
+    """The facts about the parameters that optimizers need."""
 
     mask: Mask
     defs: tree.Tree
@@ -481,7 +466,8 @@ _OPTIMIZERS = {
     ),
     "sgd": lambda c, rate, given: sgd(rate, c.momentum or None, c.nesterov),
     "lion": lambda c, rate, given: lion(
-        rate, c.b1, c.b2, c.weight_decay, given.mask, mu_dtype=torch_dtype(c.mu_dtype)
+        rate, c.b1, c.b2, weight_decay=c.weight_decay, mask=given.mask,
+        mu_dtype=torch_dtype(c.mu_dtype),
     ),
     "adafactor": lambda c, rate, given: _adafactor(c, rate, given),
     "adam_mini": lambda c, rate, given: adam_mini(
@@ -505,8 +491,8 @@ _BY_DEFS = ("muon", "soap", "adam_mini")
 
 def _adamw(c: OptimizerConfig, rate: LearningRate, given: _Given) -> GradientTransformation:
     return adamw(
-        rate, c.b1, c.b2, c.eps, c.weight_decay, given.mask, **_moments(c, given),
-        kernels=given.kernels,
+        rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=given.mask,
+        **_moments(c, given), kernels=given.kernels,
     )  # fmt: skip
 
 
@@ -581,8 +567,9 @@ def make_optimizer(
     Args:
         config: what to build.
         learning_rate: a number or a schedule.
-        specs: specs of the parameters, for the gradient norm; None: nothing is sharded.
-        copies: how many ranks of a pipeline hold each parameter, for the gradient norm.
+        specs: the parameters' specs; None: those of `bind`.
+        copies: how many ranks of a pipeline hold each parameter, for the gradient norm; those of
+            `bind`, without `specs`.
         mask: which parameters decay; by default all but norms and biases.
         defs: the parameters' `ParamDef`s; needed by muon, soap, adam_mini, moments in 8 bits and
             groups, and by adafactor where anything is sharded or stacked. Where they have widths
@@ -629,7 +616,7 @@ def make_optimizer(
     if config.offload:
         inner = offload(inner)
     if shards is not None:
-        inner = zero(inner, P() if specs is None else specs, shards)
+        inner = zero(inner, specs, shards)
     if config.clip_norm:
         inner = chain(clip_by_global_norm(config.clip_norm, seen, copies, kernels=kernels), inner)
     if config.skip_nonfinite:

@@ -1,8 +1,8 @@
-"""Weight decay, and the masks that say which leaves it is for.
+"""Leaves apart: transformations for some of the parameters, picked by masks, labels or paths.
 
-Several gradient transformations side by side, each for its own leaves.
-
-Learning rates and weight decays of their own for some parameters, by the path in the tree.
+Weight decay and its mask (`add_decayed_weights`); an optimizer for some parameters (`only`);
+several side by side, each with its leaves (`where`, `multi_transform`); and learning rates and
+weight decays of their own for groups of parameters, by patterns of their paths (`by_group`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from functron.optim.schedules import LearningRate, ScaleByScheduleState, new_cou
 from functron.optim.transformation import (
     GradientTransformation,
     Params,
+    applying,
+    bindable,
     norm_of_part,
     stateless,
     transformation,
@@ -81,7 +83,8 @@ def _some(weight_decay: float | torch.Tensor) -> bool:
 
 
 @public
-def masked(inner: GradientTransformation, mask: tree.Tree) -> GradientTransformation:
+@bindable
+def only(inner: GradientTransformation, mask: tree.Tree) -> GradientTransformation:
     """`inner` for the parameters that `mask` picks; the others are left alone, bit for bit.
 
     Nothing is remembered for those that are left alone, and no gradients are needed of them: both
@@ -105,15 +108,12 @@ def masked(inner: GradientTransformation, mask: tree.Tree) -> GradientTransforma
         mine, state = inner.step_(chosen(grads), state, mine, **norm)
         return tree.join(mine, others), state
 
+    wrap = applying(run)
     return GradientTransformation(
         lambda params: inner.init(chosen(params)),
-        lambda updates, state, params=None, **norm: run(
-            inner.update, updates, state, params, **norm
-        ),
+        wrap(inner.update),
         inner.specs,
-        lambda updates, state, params=None, **norm: run(
-            inner.update_, updates, state, params, **norm
-        ),
+        wrap(inner.update_),
         step_,
         inner.grad_specs,
         norm=norm_of_part(inner.norm, chosen),
@@ -262,7 +262,6 @@ def _side_by_side(
 ) -> GradientTransformation:
     """A transformation per label, and how their states become one."""
     several = list(transforms.values())
-    pure, donating = [t.update for t in several], [t.update_ for t in several]
     clips = [t for t in several if t.norm is not None]
     clipping = clips[0] if len(clips) == 1 else None
 
@@ -315,20 +314,26 @@ def _side_by_side(
         parts = split(updates, labels_of(updates), "updates")
         return next(part for part, t in zip(parts, several, strict=True) if t is clipping)
 
+    def with_specs(param_specs, copies):
+        bound = {label: t.bind(param_specs, copies) for label, t in transforms.items()}
+        return _side_by_side(bound, labels_of, pack, unpack, what)
+
     def step_(grads, state, params, **norm):
         _, state = run([t.step_ for t in several], grads, state, params, **norm)
         return params, state
 
+    wrap = applying(run)
     return transformation(
         init,
-        lambda updates, state, params=None, **norm: run(pure, updates, state, params, **norm),
+        wrap([t.update for t in several]),
         specs,
-        update_=lambda updates, state, params=None, **norm: run(
-            donating, updates, state, params, **norm
-        ),
+        update_=wrap([t.update_ for t in several]),
         step_=step_,
         grad_specs=grad_specs,
-    )._replace(norm=norm_of_part(clipping and clipping.norm, own))
+    )._replace(
+        norm=norm_of_part(clipping and clipping.norm, own),
+        with_specs=with_specs if any(t.with_specs is not None for t in several) else None,
+    )
 
 
 def _only(labels: tree.Tree, leaves: list, label: Hashable) -> tree.Tree:

@@ -1,10 +1,12 @@
-"""Gradient norms and clipping that give the same number on every sharding.
+"""Norms of parameters and gradients, and clipping: the same numbers on every sharding.
 
-Norms of parameters and gradients layer by layer: the same numbers on every sharding.
+Of all leaves together (`global_norm`), of each leaf or each layer of a stacked one (`norm`), and of
+each layer of a model, all its leaves together (`norms_by_layer`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,16 +23,16 @@ from functron.optim.transformation import (
     GradientTransformation,
     Norm,
     Updates,
-    scale,
-    scale_,
+    bindable,
+    multiply,
+    multiply_,
     stateless,
     transformation,
 )
-from functron.optim.whole import leaf_specs
+from functron.optim.whole import leaf_specs, num_stacked, total
 from functron.optim.zero import STACKED
-from functron.spmd import collectives as lax
-from functron.spmd.collectives import psum, psum_stages
-from functron.spmd.spec import is_spec, spec_axes
+from functron.spmd.collectives import axis_size, psum, psum_stages
+from functron.spmd.spec import dim_axes, is_spec, spec_axes
 
 
 @public
@@ -63,26 +65,73 @@ def global_norm(
     if not leaves:
         return torch.zeros(())
     counts = tree.broadcast_prefix(copies, updates, what="the copies of updates")
-    spec_leaves = leaf_specs(specs, updates, "global_norm (and clip_by_global_norm)")
-    groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for square, spec, count in zip(_squares(leaves, kernels), spec_leaves, counts, strict=True):
-        axes = tuple(sorted(spec_axes(spec)))
-        square = square.to(leaves[0].device, torch.float64)
-        groups.setdefault(axes, []).append(square if count == 1 else square / count)
-    sums = [
-        psum(torch.stack(each).sum(), axes) if axes else torch.stack(each).sum()
-        for axes, each in groups.items()
-    ]
+    flat = leaf_specs(specs, updates, "global_norm (and clip_by_global_norm)")
+    if kernels.takes("global_norm", *leaves):
+        sums = [sum_of_squares(leaf)[0].to(torch.float64) for leaf in leaves]
+    else:
+        sums = [squares(leaf) for leaf in leaves]
+    sums = [x if count == 1 else x / count for x, count in zip(sums, counts, strict=True)]
+    return _narrow(total(sums, flat).sqrt(), leaves)
+
+
+def _narrow(norm: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A float64 norm in float32, unless one of the leaves is float64."""
     wide = any(leaf.dtype == torch.float64 for leaf in leaves)
-    norm = psum_stages(torch.stack(sums).sum()).sqrt()
     return norm if wide else norm.to(torch.float32)
 
 
-def _squares(leaves: list[torch.Tensor], kernels: Kernels) -> list[torch.Tensor]:
-    """The sum of the squares of every leaf."""
-    if kernels.takes("global_norm", *leaves):
-        return [sum_of_squares(leaf)[0] for leaf in leaves]
-    return [squares(leaf) for leaf in leaves]
+@public
+def norm(value: tree.Tree, specs: tree.Tree = None, *, defs: tree.Tree = None) -> tree.Tree:
+    """The 2-norm of every leaf over all its shards, and of every layer of a stacked leaf by itself.
+
+    What layerwise optimizers (LARS, LAMB) and clipping by layer are made of:
+    ``tree.map(lambda u, p, n: u * p / n, updates, norm(params, specs), norm(updates, specs))``.
+    As precise as `global_norm`, the square of which is the sum of the squares of these.
+
+    One all-reduce of a float64 number per leaf and layer, together for all leaves that the same
+    mesh axes split alike.
+
+    Args:
+        value: a tree of tensors such as parameters or (synchronised) gradients, on a mesh this
+            rank's shards.
+        specs: how they are sharded, a tree or prefix tree of `P`. None: not at all, which is
+            refused inside programs over more than one rank.
+        defs: the `ParamDef`s of these leaves, which tell dims of stacked layers and experts; None:
+            nothing is stacked.
+
+    Returns:
+        A tree like `value`, of norms that multiply or divide its leaves: 0-dim, or
+        ``[*stacked, 1, ..., 1]`` with the stacked dims of the leaf, sharded as the leaf's are;
+        float64 of float64 leaves, or else float32.
+
+    Raises:
+        ValueError: as `global_norm`.
+    """
+    leaves, structure = tree.flatten(value)
+    flat = leaf_specs(specs, value, "norm")
+    stacks = [0] * len(leaves)
+    if defs is not None:
+        wanted = "a ParamDef, or containers"
+        known = tree.broadcast_prefix(defs, value, what="the defs", wanted=wanted)
+        stacks = [num_stacked(d) for d in known]
+    sums = [squares(x, count) for x, count in zip(leaves, stacks, strict=True)]
+    groups: dict[tuple, list[int]] = {}
+    for i, (x, spec, count) in enumerate(zip(leaves, flat, stacks, strict=True)):
+        dims = dim_axes(spec, x.dim())
+        axes = tuple(sorted(itertools.chain(*dims[count:])))
+        # what varies over the axes of stacked dims is not joined to what does not
+        groups.setdefault((axes, *itertools.chain(*dims[:count])), []).append(i)
+    for (axes, *_), members in groups.items():
+        if axes:
+            joined = psum(torch.cat([sums[i].reshape(-1) for i in members]), axes)
+            parts = joined.split([sums[i].numel() for i in members])
+            for i, part in zip(members, parts, strict=True):
+                sums[i] = part.view(sums[i].shape)
+    norms = [
+        _narrow(s.sqrt(), [x]).reshape(s.shape + (1,) * (x.dim() - s.dim() if s.dim() else 0))
+        for s, x in zip(sums, leaves, strict=True)
+    ]
+    return tree.unflatten(structure, norms)
 
 
 def norm_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -95,6 +144,7 @@ def norm_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 @public
+@bindable
 def clip_by_global_norm(
     max_norm: float, specs: tree.Tree = None, copies: tree.Tree = 1, *, kernels: Kernels = AUTO
 ) -> GradientTransformation:
@@ -106,9 +156,9 @@ def clip_by_global_norm(
 
     Args:
         max_norm: positive.
-        specs: the specs of the parameters (and so of the gradients); needed on any mesh, P() where
-            nothing is sharded.
-        copies: how many ranks of a pipeline hold each parameter.
+        specs: the specs of the parameters (and so of the gradients), P() where nothing is sharded;
+            None: those of `bind`, which are needed on any mesh.
+        copies: how many ranks of a pipeline hold each parameter; those of `bind`, without `specs`.
         kernels: see `global_norm`.
 
     Raises:
@@ -124,10 +174,13 @@ def clip_by_global_norm(
 
     return transformation(
         lambda params: (),
-        lambda updates, state, params=None, norm=None: (scale(updates, factor(updates, norm)), ()),
+        lambda updates, state, params=None, norm=None: (
+            multiply(updates, factor(updates, norm)),
+            (),
+        ),
         specs=lambda param_specs: (),
         update_=lambda updates, state, params=None, norm=None: (
-            scale_(updates, factor(updates, norm)),
+            multiply_(updates, factor(updates, norm)),
             (),
         ),
     )._replace(factor=factor, norm=Norm(lambda updates: updates, value))
@@ -227,12 +280,11 @@ def norms_by_layer(
     """
     rows = [row for value, specs in values.values() for row in _leaves(value, specs, copies)]
     over = tuple(dict.fromkeys(axis for _, _, spec, _ in rows for axis in spec_axes(spec)))
-    wide = any(leaf.dtype == torch.float64 for _, leaf, _, _ in rows)
     parts = [
         _by_part(_leaves(value, specs, copies), layers, over) for value, specs in values.values()
     ]
-    norms = psum_stages(lax.psum(torch.stack(parts), over)).sqrt()
-    norms = norms if wide else norms.to(torch.float32)
+    norms = psum_stages(psum(torch.stack(parts), over)).sqrt()
+    norms = _narrow(norms, [leaf for _, leaf, _, _ in rows])
     return dict(zip(values, norms.unbind(0), strict=True))
 
 
@@ -250,7 +302,7 @@ def _by_part(leaves: Sequence[tuple], layers: Layers, over: Sequence[str]) -> to
     for path, leaf, spec, count in leaves:
         entry, stacked = path.split("/")[0], path in layers.stacked
         # what the axes do not split would be counted by each of their ranks
-        share = 1 / (count * lax.axis_size([a for a in over if a not in spec_axes(spec)]))
+        share = 1 / (count * axis_size([a for a in over if a not in spec_axes(spec)]))
         sums = squares(leaf, int(stacked)) * share
         into = stacks if stacked else whole
         into[entry] = into[entry] + sums if entry in into else sums

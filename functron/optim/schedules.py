@@ -1,13 +1,13 @@
-"""Learning-rate schedules: pure functions of the number of updates so far.
+"""Schedules: pure functions of the number of updates so far, and the transformations that use them.
 
 A schedule takes the count as an int or as a 0-dim tensor (under vmap and tracing too) and returns
 a 0-dim float32 tensor. ``schedule(0)`` is the rate of the first update, as in Optax. Warm-up is
 linear from `init` at count 0 to the peak at count `warmup_steps`; after `total_steps` the rate
 stays at `end`.
 
-The learning rate, as a number or as a schedule with its own count.
-
-Hyperparameters as state: schedules for any of them, and changes between steps.
+`scale_by_learning_rate` takes a number or a schedule, of which its state counts the updates.
+`inject_hyperparams` makes any number of an optimizer a schedule, or state that may be changed
+between steps.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from typing import Any, NamedTuple
 import torch
 
 from functron.core import tree
-from functron.core.errors import Problem, nearest, public, raise_problems
+from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.ops.foreach import foreach_
 from functron.optim.transformation import (
     GradientTransformation,
+    multiply,
+    multiply_,
     readable,
     scale,
-    scale_,
-    stateless,
     transformation,
 )
 from functron.spmd.spec import P
 
-Schedule = Callable[[int | torch.Tensor], torch.Tensor]
+Schedule = Callable[[int | torch.Tensor], Any]
+"""``schedule(count)``: a 0-dim tensor; of a schedule of one's own, a number will do as well."""
+
+LearningRate = float | Schedule
 
 
 @public
@@ -84,7 +87,7 @@ def cosine_decay(
 
 
 @public
-def exponential_decay(
+def exponential(
     peak: float,
     total_steps: int,
     *,
@@ -94,13 +97,13 @@ def exponential_decay(
 ) -> Schedule:
     """From `peak` at the end of the warm-up to `end` at `total_steps`, by one factor per step.
 
-    Optax's `exponential_decay` with ``decay_rate=end / peak`` over the steps of the decay.
+    Optax's `exponential` with ``decay_rate=end / peak`` over the steps of the decay.
 
     Raises:
         ValueError: negative or non-finite arguments, an end of 0, or no steps after the warm-up;
             all are named.
     """
-    return _decay("exponential_decay", peak, total_steps, warmup_steps, end, init, "exponential")
+    return _decay("exponential", peak, total_steps, warmup_steps, end, init, "exponential")
 
 
 @public
@@ -230,8 +233,7 @@ def relative_step(limit: float = 0.01, *, warm_up: bool = False) -> Schedule:
         ValueError: a limit that is not positive and finite.
     """
     if not (math.isfinite(limit) and limit > 0):
-        wanted = "a positive, finite rate"
-        raise_problems("relative_step schedule", [Problem("limit", repr(limit), wanted)])
+        refuse("relative_step schedule", "limit", repr(limit), "a positive, finite rate")
 
     def schedule(count: int | torch.Tensor) -> torch.Tensor:
         step = _tensor(count) + 1
@@ -343,7 +345,7 @@ def problems(
     init: float = 0.0,
     power: float = 1.0,
 ) -> list[Problem]:
-    """What is wrong with these arguments of a schedule; None for one that it does not take."""
+    """The problems of these arguments of a schedule; None for one that it does not take."""
     found = []
     for name, rate in (("peak", peak), ("end", end), ("init", init)):
         if not (math.isfinite(rate) and rate >= 0):
@@ -383,10 +385,6 @@ def _check(name: str, *args, **kwargs) -> None:
     raise_problems(f"{name} schedule", problems(*args, **kwargs))
 
 
-Rate = Callable[[int | torch.Tensor], float | torch.Tensor]
-LearningRate = float | Rate
-
-
 class ScaleByScheduleState(NamedTuple):
     """The state of a scheduled learning rate.
 
@@ -410,20 +408,17 @@ def scale_by_learning_rate(
     """
     sign = -1 if flip_sign else 1
     if not callable(learning_rate):
-        return stateless(
-            lambda updates, params: scale(updates, sign * learning_rate),
-            lambda updates, params: scale_(updates, sign * learning_rate),
-        )
+        return scale(sign * learning_rate)
 
     def init(params):
         return ScaleByScheduleState(new_count(params))
 
     def update(updates, state, params=None):
         rate = learning_rate(state.count)
-        return scale(updates, sign * rate), ScaleByScheduleState(state.count + 1)
+        return multiply(updates, sign * rate), ScaleByScheduleState(state.count + 1)
 
     def update_(updates, state, params=None):
-        updates = scale_(updates, sign * learning_rate(state.count))
+        updates = multiply_(updates, sign * learning_rate(state.count))
         increment_([state.count])
         return updates, state
 
@@ -550,6 +545,9 @@ def _injected(build: Callable, schedules: Mapping, numbers: Mapping) -> Gradient
     def anything() -> GradientTransformation:
         return build(_given(now(torch.zeros((), dtype=torch.int64), numbers)))
 
+    def with_specs(param_specs, copies):
+        return _injected(lambda h: build(h).bind(param_specs, copies), schedules, numbers)
+
     def specs(param_specs):
         hyperparams = {name: P() for name in (*numbers, *schedules)}
         return InjectHyperparamsState(P(), hyperparams, anything().specs(param_specs))
@@ -561,7 +559,7 @@ def _injected(build: Callable, schedules: Mapping, numbers: Mapping) -> Gradient
         update_=lambda updates, state, params=None: run("update_", updates, state, params),
         step_=lambda grads, state, params: run("step_", grads, state, params),
         grad_specs=lambda param_specs: anything().grad_specs(param_specs),
-    )
+    )._replace(with_specs=with_specs)
 
 
 def _kept(value: Any) -> torch.Tensor:
@@ -570,5 +568,5 @@ def _kept(value: Any) -> torch.Tensor:
 
 
 def _given(hyperparams: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What the factory is given: numbers, where they are known and nobody differentiates them."""
+    """Arguments of the factory: numbers, where they are known and nobody differentiates them."""
     return {name: x.item() if readable(x) else x for name, x in hyperparams.items()}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from functron.core import compat, tree
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import public, refuse
 from functron.ops.foreach import foreach_
 from functron.optim.schedules import (
     LearningRate,
@@ -73,10 +73,7 @@ def sgd(
         ValueError: `nesterov` without momentum.
     """
     if nesterov and not momentum:
-        raise_problems(
-            "sgd",
-            [Problem("nesterov", "True with momentum=None", "a momentum", "pass momentum=0.9")],
-        )
+        refuse("sgd", "nesterov", "True with momentum=None", "a momentum", "pass momentum=0.9")
     first = identity() if momentum is None else trace(momentum, nesterov)
     plain = chain(first, scale_by_learning_rate(learning_rate))
 

@@ -21,17 +21,9 @@ from functron.core.scopes import in_phase, named_scope
 from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
 from functron.ops.ids import check_ids
 from functron.program import debug
-from functron.program.equations import (
-    Block,
-    Equation,
-    Input,
-    Scan,
-    Var,
-    Where,
-    contiguous_strides,
-)
+from functron.program.equations import Block, Equation, Input, Scan, Var, Where, contiguous_strides
 from functron.program.recorder import Recorder, active
-from functron.spmd.axes import Axis, lookup
+from functron.spmd.axes import Axis, TracedAxis, lookup
 from functron.spmd.primitives import (
     AllGather,
     AllToAll,
@@ -46,9 +38,8 @@ from functron.spmd.primitives import (
 )
 from functron.spmd.ragged import RaggedAllToAll, RaggedCall
 from functron.spmd.replication import as_share, no_share
-from functron.spmd.traced import TracedAxis
-from functron.transforms.barrier import tie
 from functron.transforms.policies import checkpoint_name
+from functron.transforms.remat import tie
 
 _aten = torch.ops.aten
 

@@ -148,8 +148,8 @@ class Pipeline:
         partition: who holds which parameters.
         schedule: who does what when.
         dtype: of the sums of gradients; None: their own.
-        compile: settings of `functron.compiler.compile`, for stages on a bound mesh; None:
-            stages are not compiled.
+        compile: settings of `functron.compiler.compile` for stages on a bound mesh; None: stages
+            are not compiled.
         observe: called after every action.
     """
 

@@ -510,7 +510,7 @@ def _problems(schedule: Schedule, max_live: int | Sequence[int] | None) -> list[
         for tick, row in enumerate(schedule.table)
         if len(row) != schedule.num_ranks
     ]
-    if shape:  # nothing else can be told of a table whose ranks are not known
+    if shape:  # no more is known of a table whose ranks are not
         return shape
     spots, found = _spots(schedule)
     counts = [*_counts(schedule, spots)]

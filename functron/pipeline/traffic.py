@@ -152,15 +152,15 @@ class Post:
 
     def described(self, source: int) -> Boundary:
         """The boundary of what rank `source` will send, as it describes it; blocks."""
-        told: list[Any] = [None]
-        dist.recv_object_list(told, group=self.group, group_src=source, device=self.device)
-        return told[0]
+        found: list[Any] = [None]
+        dist.recv_object_list(found, group=self.group, group_src=source, device=self.device)
+        return found[0]
 
     def agree(self, boundary: Boundary | None, source: int) -> Boundary:
         """The boundary that rank `source` has, on every rank."""
-        told: list[Any] = [boundary]
-        dist.broadcast_object_list(told, group=self.group, group_src=source, device=self.device)
-        return told[0]
+        found: list[Any] = [boundary]
+        dist.broadcast_object_list(found, group=self.group, group_src=source, device=self.device)
+        return found[0]
 
     def broadcast(self, value: tree.Tree, source: int) -> None:
         """Fill the leaves of `value` on every rank with those of rank `source`."""
@@ -238,7 +238,7 @@ class Traffic:
         self.post = None
         if stages is not None and stages.index is not None:
             self.post = Post(stages, leaves[0].device)
-        # what one set of processes has told each other, another has not
+        # boundaries that one set of processes knows of each other, another does not
         self.signature = (stages.group if stages is not None else "", Boundary.of(batch))
         self.inbox: dict[tuple, Any] = {}
         self.outbox: dict[Action, Any] = {}
@@ -282,10 +282,10 @@ class Traffic:
     def _send(self, post: Post, receiver: int, action: Action) -> None:
         assert self.rank is not None
         pipe, stage = self.schedule.stage_of(self.rank, action.chunk)
-        told = ("told", self.signature, pipe, stage)
-        if action.kind == "F" and told not in self.known:
-            self.known[told] = self.known[self.signature, pipe, stage]
-            post.describe(self.known[told], receiver)
+        described = ("described", self.signature, pipe, stage)
+        if action.kind == "F" and described not in self.known:
+            self.known[described] = self.known[self.signature, pipe, stage]
+            post.describe(self.known[described], receiver)
         post.send(self.outbox.pop(action), receiver)
 
     def _receive(self, post: Post, sender: int, action: Action, chunk: int) -> None:

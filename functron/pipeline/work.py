@@ -214,7 +214,7 @@ class Pieces:
         stage: the function of one stage.
         split: whether backward is cut in two.
         dtype: of the sums of gradients; None: that of the parameters.
-        settings: what `Program.compile` is called with; None evaluates the pieces.
+        settings: of `functron.compiler.compile`; None evaluates the pieces.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ _LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one kind of collective sends over one axis in one phase.
+    """The traffic of one kind of collective over one axis in one phase.
 
     Attributes:
         axis: the mesh axis.
@@ -108,7 +108,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank does in one run of a program; `cost` makes it.
+    """The work of one rank in one run of a program; `cost` makes it.
 
     Attributes:
         name: of the program.
@@ -216,14 +216,17 @@ def cost(program: Code) -> Cost:
         accessed,
         MappingProxyType(dict(total.most_common())),
         tuple(
-            Traffic(axis, op, phase, count, payload, round(payload * _sent(op, program, axis)))
+            Traffic(
+                axis,
+                op,
+                phase,
+                count,
+                payload,
+                round(payload * _SENT[op](program.mesh.shape[axis])),
+            )
             for (axis, op, phase), (count, payload) in sorted(traffic.items())
         ),
     )
-
-
-def _sent(op: str, program: Code, axis: str) -> float:
-    return _SENT[op](program.mesh.shape[axis])
 
 
 def equation_flops(equation: Equation) -> int:

@@ -1,6 +1,6 @@
 """Looking into programs: printing from every rank, drawing specs, and checking derivatives.
 
-Drawings of how a spec lays a tensor out over a mesh, as text and SVG.
+`visualize_sharding` draws how a spec lays a tensor out over a mesh, as text and SVG.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from functron.core import compat, tree
 from functron.core.errors import Problem, full_tracebacks, public, raise_problems
 from functron.core.scopes import phase
 from functron.program.recorder import active
-from functron.spmd.axes import BoundAxis, SimulatedAxis, scope, user_line
+from functron.spmd.axes import BoundAxis, SimulatedAxis, TracedAxis, scope, user_line
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.replication import no_share
 from functron.spmd.shard_map import Mapped, shard_map
 from functron.spmd.spec import P, dim_axes, num_shards, problems
-from functron.spmd.traced import TracedAxis
 
 __all__ = ["check_grads", "full_tracebacks", "print", "visualize_sharding"]
 
@@ -117,7 +116,7 @@ def _places(dims: Sequence[Dim]) -> list[str]:
 
 @dataclass(frozen=True, repr=False)
 class Drawing:
-    """What `visualize_sharding` returns.
+    """The picture that `visualize_sharding` returns.
 
     Attributes:
         title: shape, spec and mesh.

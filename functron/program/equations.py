@@ -1,7 +1,7 @@
-"""What a program is made of: values, equations and blocks. Data only; all of it immutable.
+"""The data of a program: values, equations, blocks, inputs and outputs; all of it immutable.
 
 A `Block` is a list of equations in the order in which they run, each an ATen operation, a
-collective of `functron.spmd.traced`, or a `Scan` over a smaller block. It is to functron what a
+collective of `functron.spmd.axes`, or a `Scan` over a smaller block. It is to functron what a
 jaxpr is to JAX.
 """
 
@@ -184,10 +184,10 @@ class Equation:
 
     @property
     def aliases(self) -> bool:
-        """Whether all it does is to give a view of an operand: it moves no bytes."""
-        held = {value.storage for value in self.operands}
+        """Whether it only gives views of operands, and moves no bytes."""
+        storages = {value.storage for value in self.operands}
         results = self.results
-        return bool(results) and all(value.storage in held for value in results)
+        return bool(results) and all(value.storage in storages for value in results)
 
     @property
     def name(self) -> str:

@@ -1,6 +1,6 @@
 """Text back to programs: the inverse of `functron.program.text.format`.
 
-Reading a line of a program's text from left to right: names, values, types, comments.
+A `Line` is read from left to right: names, values, types, comments.
 """
 
 from __future__ import annotations
@@ -17,16 +17,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from functron.core import tree
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import refuse
 from functron.core.scopes import Phase
-from functron.program.equations import Block, Equation, Input, Output, Scan, Var, Where
+from functron.program.equations import (
+    Block,
+    Equation,
+    Input,
+    Output,
+    Scan,
+    Var,
+    Where,
+    contiguous_strides,
+)
 from functron.program.program import Program
 from functron.program.text import (
     DTYPES,
     Opaque,
     Type,
     axis_of,
-    contiguous,
     dtype_text,
     payload_bytes,
     span_bytes,
@@ -59,12 +67,10 @@ class Line:
         self.number, self.text, self.at = number, text.strip(), 0
 
     def fail(self, wanted: str, got: str = "", fix: str = "") -> NoReturn:
-        """Raise a ValueError that says what was wanted in place of the rest of the line."""
+        """Raise a ValueError: got the rest of the line, wanted something else."""
         rest = self.text[self.at :].strip()
         got = got or (repr(rest) if rest else "the end of the line")
-        problem = Problem(f"line {self.number}", got, wanted, fix)
-        raise_problems("cannot parse the program", [problem])
-        raise AssertionError("unreachable")
+        refuse("cannot parse the program", f"line {self.number}", got, wanted, fix)
 
     def match(self, pattern: str) -> re.Match | None:
         """Step over `pattern` and the spaces before it, if it comes next."""
@@ -173,13 +179,13 @@ class Line:
         if dtype is None:
             self.fail("a type, such as f32[4,8]", got=repr(found[0].strip()))
         shape = _numbers(found[2])
-        stride = contiguous(shape) if found[3] is None else _numbers(found[3])
+        stride = contiguous_strides(shape) if found[3] is None else _numbers(found[3])
         if len(stride) != len(shape):
             self.fail(f"{len(shape)} strides", got=repr(found[0].strip()))
         return Type(shape, stride, dtype, torch.device(found[4] or "cpu"))
 
     def where(self) -> Where:
-        """The comment of an equation, without what it says of bytes."""
+        """The comment of an equation, without its remark on bytes."""
         if not self.match("#"):
             return Where()
         phase = self.take("(forward|recompute|backward)", "forward, recompute or backward")[1]
@@ -207,7 +213,7 @@ def parse(text: str) -> Program:
     ``format(parse(text)) == text`` for the text of any program. Operations are run on fake tensors
     to check shapes and dtypes and to find out which values share memory; strides are taken from the
     text. What the text does not hold is missing: constants have no value, `Where.line` is
-    ``file.py:12``, and Python objects without a notation are `notation.Opaque`. `in_structure` and
+    ``file.py:12``, and Python objects without a notation are `Opaque`. `in_structure` and
     `out_structure` are rebuilt from the paths: tuples where the keys count up from 0, ordered dicts
     elsewhere. They have the order and the paths of the traced program's leaves, but named tuples,
     lists and dicts are not told apart.
@@ -390,8 +396,8 @@ class _Parser:
         if owner := line.match(r"shares %(\w+)"):
             whole = scope.tensor(scope.lookup(line)(owner[1]))
         else:
-            held = line.match(r"of (\d+) bytes")
-            whole = self.memory(int(held[1]) if held else span_bytes(kind), kind.device)
+            size = line.match(r"of (\d+) bytes")
+            whole = self.memory(int(size[1]) if size else span_bytes(kind), kind.device)
         line.end()
         return scope.define(line, name, self.on_memory(whole, kind))
 
@@ -407,7 +413,7 @@ class _Parser:
             return tensor.set_(whole.untyped_storage(), 0, kind.shape, kind.stride)
 
     def check_type(self, line: Line, var: Var, kind: Type) -> None:
-        """Check what the text says of a variable against what it is."""
+        """Check the type in the text against that of the variable."""
         same = (var.shape, var.dtype, var.device) == (kind.shape, kind.dtype, kind.device)
         if not same or var.stride != kind.stride:
             line.fail(f"{type_text(var)}, which {var!r} is", type_text(kind))
@@ -441,7 +447,7 @@ class _Parser:
         return equation
 
     def check_payload(self, line: Line, equation: Equation, text: str) -> None:
-        """Check what the comment of a collective says."""
+        """Check the payload and the axis in the comment of a collective."""
         axis = axis_of(equation)
         if axis is None:
             line.fail("nothing: this is no collective", repr(text))
@@ -530,7 +536,7 @@ class _Parser:
         return Equation(scan, tuple(args), {}, tuple(outputs), where)
 
     def scan_results(self, scope: _Scope, inner: _Scope, length: int) -> tuple[list, list]:
-        """What the body returns and the variables that it becomes, up to the ``}``."""
+        """The body's results and the variables that they become, up to the ``}``."""
         values, outputs = [], []
         while (row := self.next("'}'")).text != "}":
             kind = row.take("(carry|y) ", "'carry %inner -> %outer: type', 'y ...' or '}'")[1]
@@ -554,5 +560,5 @@ class _Parser:
             shape = (*stack, *inner.shape)
             if (outer.shape, outer.dtype) != (shape, inner.dtype):
                 line.at = 0
-                wanted = Type(shape, contiguous(shape), inner.dtype, outer.device)
+                wanted = Type(shape, contiguous_strides(shape), inner.dtype, outer.device)
                 line.fail(f"{outer!r} to be {type_text(wanted)} there")

@@ -234,10 +234,6 @@ def _reduce(reduction: Callable) -> Callable:
     return lambda xs, size: [reduction(torch.stack(list(xs)))] * size
 
 
-def _scatter(xs, size):
-    return torch.stack(list(xs)).sum(0, dtype=xs[0].dtype).unbind(0)
-
-
 def _permute(xs, size, sources, destinations):
     out = [torch.zeros_like(x) for x in xs]
     for source, destination in zip(sources, destinations, strict=True):

@@ -5,7 +5,7 @@ autograd tape it sees plain operations on plain tensors, so it records any progr
 backward pass, in the order in which it runs. It keeps frames: the body of a scan is recorded in a
 frame of its own, and what it uses of the frames around it becomes an operand of the scan.
 
-What the schema of an ATen operation says about it.
+Views, writes and draws of an operation are those that its schema declares.
 """
 
 from __future__ import annotations
@@ -387,7 +387,7 @@ class Recorder(TorchDispatchMode):
     # --- results
 
     def block(self, inputs: Sequence[Var], outputs: Sequence[Any]) -> Block:
-        """What the current frame holds, as a block with dead equations removed."""
+        """The current frame as a block, with dead equations removed."""
         equations = live_equations(self._frame.equations, outputs)
         return Block(tuple(inputs), tuple(equations), tuple(outputs))
 

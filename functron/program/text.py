@@ -21,15 +21,12 @@ Types are ``dtype[shape]``, then ``{strides}`` where these are not contiguous an
 that is not cpu. ATen operations are written without their namespace and default overload.
 `functron.program.parse` reads all of it.
 
-How programs write their parts down: types, constants, operations and calls.
-
-Programs for notebooks: the text of `functron.program.text`, coloured and foldable.
+`html` is the same for notebooks, coloured and foldable.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +38,17 @@ from typing import Any
 import torch
 
 from functron.core import tree
-from functron.program.equations import Block, Code, Equation, Input, Output, Scan, Var, Where
+from functron.program.equations import (
+    Block,
+    Code,
+    Equation,
+    Input,
+    Output,
+    Scan,
+    Var,
+    Where,
+    contiguous_strides,
+)
 from functron.spmd.spec import P
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -73,14 +80,14 @@ COLLECTIVES = frozenset(
         "ppermute", "ragged_all_to_all",
     }
 )  # fmt: skip
-"""The operations of `functron.spmd.traced` and `functron.spmd.ragged` that communicate."""
+"""The operations of `functron.spmd.axes` and `functron.spmd.ragged` that communicate."""
 
 _WORD = re.compile(r"[\w./<>+*-]+")
 
 
 @dataclass(frozen=True)
 class Type:
-    """What the text says of a variable: ``bf16[4,8]{1,4}@cuda:0``. Fields as those of `Var`."""
+    """The type of a variable in the text: ``bf16[4,8]{1,4}@cuda:0``. Fields as those of `Var`."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -90,7 +97,7 @@ class Type:
 
 @dataclass(frozen=True)
 class Opaque:
-    """What a parsed program holds for a Python object that has no notation: its repr."""
+    """A Python object without notation, in a parsed program: its repr."""
 
     text: str
 
@@ -102,7 +109,7 @@ def declaration(var: Var | None) -> str:
 
 def type_text(var: Var | Type) -> str:
     """``bf16[4,8]``, with ``{1,4}`` for strides of 1 and 4 and ``@cuda:0`` off the cpu."""
-    strides = "" if var.stride == contiguous(var.shape) else f"{{{_numbers(var.stride)}}}"
+    strides = "" if var.stride == contiguous_strides(var.shape) else f"{{{_numbers(var.stride)}}}"
     device = "" if var.device.type == "cpu" else f"@{var.device}"
     return f"{dtype_text(var.dtype)}[{_numbers(var.shape)}]{strides}{device}"
 
@@ -115,11 +122,6 @@ def span_bytes(var: Var | Type) -> int:
 
 def _numbers(values: Iterable[int]) -> str:
     return ",".join(map(str, values))
-
-
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a new tensor of this shape."""
-    return tuple(math.prod(max(size, 1) for size in shape[k + 1 :]) for k in range(len(shape)))
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -172,13 +174,9 @@ def call_text(equation: Equation) -> str:
     arguments += [
         f"{name}={value_text(value)}"
         for name, value in equation.kwargs.items()
-        if not (name in defaults and _same(value, defaults[name]))
+        if (type(value), value) != (type(defaults.get(name, ...)), defaults.get(name, ...))
     ]
     return f"{op_text(op)}({', '.join(arguments)})"
-
-
-def _same(value: Any, default: Any) -> bool:
-    return type(value) is type(default) and value == default
 
 
 def axis_of(equation: Equation) -> str | None:
@@ -258,7 +256,7 @@ def _spec(spec: P | None) -> str:
 
 
 def storage_notes(var: Var, inputs: Sequence[Var]) -> list[str]:
-    """What the type of a block's input does not say of its memory."""
+    """Remarks on the memory of a block's input that its type does not give."""
     owner = next(other for other in inputs if other.storage == var.storage)
     if owner is not var:
         return [f"shares {owner!r}"]
@@ -277,7 +275,7 @@ def block_lines(block: Block) -> list[str]:
 
 
 def scan_lines(equation: Equation) -> list[str]:
-    """What stands between the braces of a scan: its operands, its body and its results."""
+    """The lines between the braces of a scan: its operands, its body and its results."""
     operands, results = scan_rows(equation)
     assert isinstance(equation.op, Scan)
     return [*aligned(operands), *block_lines(equation.op.body), *aligned(results)]

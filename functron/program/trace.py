@@ -1,7 +1,4 @@
-"""Tracing: from a Python function and abstract arguments to one rank's program.
-
-Shapes without numbers.
-"""
+"""Tracing: a Python function and abstract arguments to one rank's program, or to shapes alone."""
 
 from __future__ import annotations
 

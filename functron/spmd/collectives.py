@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from functron.core import tree
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.spmd.axes import (
     Axis,
     AxisNames,
     BoundAxis,
     SimulatedAxis,
+    TracedAxis,
     axis_index,
     axis_size,
     lookup,
@@ -46,7 +47,6 @@ from functron.spmd.primitives import (
     PsumScatter,
 )
 from functron.spmd.ragged import ragged_all_to_all
-from functron.spmd.traced import TracedAxis
 
 __all__ = [
     "all_gather",
@@ -214,16 +214,12 @@ def _split(leaf: torch.Tensor, dim: int, size: int, tiled: bool, name: str) -> t
     got = leaf.shape[dim]
     if (got % size) if tiled else (got != size):
         wanted = f"a multiple of the axis size {size}" if tiled else f"the axis size {size}"
-        raise_problems(
+        refuse(
             f"{name} cannot split its operand at {user_line()}",
-            [
-                Problem(
-                    f"dim {dim} of shape {tuple(leaf.shape)}",
-                    str(got),
-                    wanted,
-                    "pad that dim, or split another" if tiled else "pass tiled=True",
-                )
-            ],
+            f"dim {dim} of shape {tuple(leaf.shape)}",
+            got,
+            wanted,
+            "pad that dim, or split another" if tiled else "pass tiled=True",
         )
     return (leaf.unflatten(dim, (size, -1)) if tiled else leaf).movedim(dim, 0)
 

@@ -3,12 +3,10 @@
 The idea is that of JAX's `jax.lax.ragged_all_to_all`: how many rows go where is data, shapes are
 not, and only real rows are on the wire. Here rows are sorted by destination, so sizes say it all.
 
-Moving rows by gathers alone, in both directions.
-
-A matrix of zeros and at most one 1 per row copies rows: y[r] = x[source[r]]. Its transpose adds up
-the copies of each row. Torch's own derivative of indexing scatters with atomic additions, in no
-fixed order; here the caller also says where every row went, so the transpose is a gather too: the
-same bits on every run, and no atomics.
+Rows are moved by gathers alone, in both directions. A matrix of zeros and at most one 1 per row
+copies rows: y[r] = x[source[r]]. Its transpose adds up the copies of each row. Torch's own
+derivative of indexing scatters with atomic additions, in no fixed order; here the caller also says
+where every row went, so the transpose is a gather too: the same bits on every run, and no atomics.
 
 Copying tokens to their experts, bringing rows that arrived from many ranks into order, and the ways
 back are all of this kind.
@@ -27,9 +25,17 @@ from torch.autograd import Function
 from functron.core import compat
 from functron.core.errors import public
 from functron.core.typing import Int, Shaped, Tensor
-from functron.spmd.axes import Axis, AxisNames, BoundAxis, SimulatedAxis, lookup, user_line
+from functron.spmd.axes import (
+    LIBRARY,
+    Axis,
+    AxisNames,
+    BoundAxis,
+    SimulatedAxis,
+    TracedAxis,
+    lookup,
+    user_line,
+)
 from functron.spmd.primitives import AllToAll
-from functron.spmd.traced import LIBRARY, TracedAxis
 
 
 def copy_rows(
@@ -124,7 +130,7 @@ def shifted(at: Tensor, by: int) -> Tensor:
 
 
 class _Moved(Function):
-    """What both directions share: the indices have no derivative, and x enters linearly."""
+    """A move of rows in either direction: indices have no derivative, and x enters linearly."""
 
     generate_vmap_rule = False
     transpose: Any
@@ -351,7 +357,7 @@ def _check_capacity(total: int, capacity: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class RaggedCall:
-    """What `RaggedAllToAll` needs besides tensors; opaque to functorch.
+    """The static operands of `RaggedAllToAll`; opaque to functorch.
 
     Attributes:
         axis: the mesh axis.

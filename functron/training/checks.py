@@ -14,7 +14,7 @@ from typing import Any
 
 from functron.core.errors import Problem, raise_problems
 from functron.data.ramp import RampUp
-from functron.models.family import FAMILIES
+from functron.models.family import TRAINED
 from functron.optim import (
     group_problems,
     optimizer_problems,
@@ -42,12 +42,12 @@ def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     """
     family, architecture = config.family, config.architecture
     default = TrainConfig()
-    for name in FAMILIES:
+    for name in TRAINED:
         given = getattr(config, name)
         if given is not None and given is not architecture and given != getattr(default, name):
             wanted = f"nothing beside [{family.name}]: one run trains one architecture"
-            fix = f"leave it out, or name a preset that is {FAMILIES[name].title}"
-            yield Problem(name, f"settings of {FAMILIES[name].title}", wanted, fix)
+            fix = f"leave it out, or name a preset that is {TRAINED[name].title}"
+            yield Problem(name, f"settings of {TRAINED[name].title}", wanted, fix)
     yield from data.objective_problems(config, mesh)
     longest = getattr(architecture, "max_seq", None)
     if longest is not None and config.seq > longest:

@@ -25,7 +25,7 @@ from functron.core.errors import Problem, nearest, on_hub, raise_problems, refus
 from functron.data.ramp import RampUp, parse_ramp_up
 from functron.models import gpt
 from functron.models.bert import BertConfig
-from functron.models.family import FAMILIES, PRESETS, Config, Family, family_of
+from functron.models.family import PRESETS, TRAINED, Family, TrainedConfig, family_of
 from functron.models.gpt import GPTConfig
 from functron.models.lora import LoRA
 from functron.models.mamba import MambaConfig
@@ -240,7 +240,7 @@ class TrainConfig:
         return self.mask_documents or bool(self.pack)
 
     @property
-    def architecture(self) -> Config:
+    def architecture(self) -> TrainedConfig:
         """What is trained: `mamba`, `bert` or `t5` where one is given, and `gpt` otherwise."""
         return self.mamba or self.bert or self.t5 or self.gpt
 
@@ -325,9 +325,9 @@ def with_model(config: TrainConfig, name: str) -> TrainConfig:
     return dataclasses.replace(config, model=name, source="", **_tables(PRESETS[name]))
 
 
-def _tables(architecture: Config) -> dict[str, Any]:
+def _tables(architecture: TrainedConfig) -> dict[str, Any]:
     """The values of all families' fields where this is what is trained."""
-    tables = {name: getattr(TrainConfig(), name) for name in FAMILIES}
+    tables = {name: getattr(TrainConfig(), name) for name in TRAINED}
     return tables | {family_of(architecture).name: architecture}
 
 
@@ -346,7 +346,7 @@ def load(path: str | Path, *, model: str | None = None) -> TrainConfig:
     """
     table = _table(Path(path))
     if model is not None:
-        table = {k: value for k, value in table.items() if k not in (*FAMILIES, "source")}
+        table = {k: value for k, value in table.items() if k not in (*TRAINED, "source")}
         table["model"] = model
     problems: list[Problem] = []
     name = table.get("model", "tiny")

@@ -1,10 +1,11 @@
-"""From Hugging Face folders to run folders and back: what ``functron convert`` does."""
+"""From Hugging Face folders to run folders and back: ``functron convert``."""
 
 from __future__ import annotations
 
 import itertools
 import shlex
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -12,19 +13,14 @@ from typing import Any, get_args
 import torch
 
 from functron import checkpoint
-from functron.checkpoint.parameters import stored_params
-from functron.core.errors import Problem, nearest, raise_problems
+from functron.core import tree
+from functron.core.errors import nearest, refuse
 from functron.hub.config import CONFIG, read_config, read_table
-from functron.hub.kinds import Config, dtype_of, kind_of
 from functron.hub.reader import load
 from functron.hub.writer import MAX_SHARD_BYTES, copy_companions, save
 from functron.models import lora
-from functron.models.bert import BertConfig
-from functron.models.config import Dtype, GPTConfig
-from functron.models.family import Config as TrainedConfig
-from functron.models.family import family_of
-from functron.models.mamba import MambaConfig
-from functron.models.t5 import T5Config
+from functron.models.config import Dtype
+from functron.models.family import Config, TrainedConfig, dtype_of, family_of
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.params import num_params
 from functron.program.cost import bytes_text
@@ -38,7 +34,7 @@ SCHEMES = ("hf", "run")
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` has done.
+    """The result of `convert`.
 
     Attributes:
         config: the model's architecture.
@@ -53,7 +49,7 @@ class Conversion:
     recipe: str = ""
 
     def __str__(self) -> str:
-        count = num_params(kind_of(self.config).defs(self.config))
+        count = num_params(family_of(self.config).defs(self.config))
         kept = f"; with {', '.join(self.files)}" if self.files else ""
         return f"{count:,} parameters ({dtype_of(self.config)}) in {self.target}{kept}"
 
@@ -89,17 +85,16 @@ def convert(
     (kind, path), (other, out) = _parse(source, "from"), _parse(target, "to")
     if kind == other:
         fix = "functron convert hf:MODEL run:RUN, or functron convert run:RUN hf:MODEL"
-        problem = Problem("from and to", f"{kind}: and {other}:", "one hf: and one run:", fix)
-        raise_problems("nothing to convert", [problem])
+        got = f"{kind}: and {other}:"
+        refuse("nothing to convert", "from and to", got, "one hf: and one run:", fix)
     if kind == "hf":
         if averaged:
             got = "true from a Hugging Face folder"
-            problem = Problem("averaged", got, "a run, which keeps averages", "leave it out")
-            raise_problems("cannot convert", [problem])
+            wanted = "a run, which keeps averages"
+            refuse("cannot convert", "averaged", got, wanted, "leave it out")
         return _import(path, out, dtype=dtype, max_seq=max_seq)
     if max_seq is not None:
-        problem = Problem("max_seq", str(max_seq), "nothing: it is the run's", "leave it out")
-        raise_problems("cannot convert", [problem])
+        refuse("cannot convert", "max_seq", max_seq, "nothing: it is the run's", "leave it out")
     return _export(path, out, dtype=dtype, averaged=averaged, max_shard_bytes=max_shard_bytes)
 
 
@@ -107,8 +102,7 @@ def _parse(text: str, name: str) -> tuple[str, Path]:
     kind, colon, path = text.partition(":")
     if not colon or kind not in SCHEMES or not path:
         fix = nearest(kind, SCHEMES) if colon else f"hf:{text} or run:{text}"
-        problem = Problem(name, repr(text), "hf:PATH or run:PATH", fix)
-        raise_problems("cannot tell what to convert", [problem])
+        refuse("cannot tell what to convert", name, repr(text), "hf:PATH or run:PATH", fix)
     return kind, Path(path)
 
 
@@ -118,37 +112,70 @@ def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) ->
     if dtype is not None:
         known: dict[str, Dtype] = {name: name for name in get_args(Dtype)}
         if dtype not in known:
-            problem = Problem("dtype", repr(dtype), "a dtype to train in", nearest(dtype, known))
-            raise_problems("cannot convert", [problem])
+            wanted, fix = "a dtype to train in", nearest(dtype, known)
+            refuse("cannot convert", "dtype", repr(dtype), wanted, fix)
         kind = known[dtype]
     model = read_config(path, dtype=kind, max_seq=max_seq)
-    if not isinstance(model, GPTConfig | MambaConfig | BertConfig | T5Config):
-        got, fix = f"a {kind_of(model).name}", "use it in Python: hub.load_model(path), hub.save"
+    if not isinstance(model, TrainedConfig):
+        fix = "use it in Python: hub.load_model(path), hub.save"
         wanted = "a decoder, Mamba-2, a hybrid, BERT or T5: functron train has no others"
-        problem = Problem(f"hf:{path}", got, wanted, fix)
-        raise_problems("cannot convert", [problem])
-        raise AssertionError("unreachable")
+        refuse("cannot convert", f"hf:{path}", family_of(model).title, wanted, fix)
     params = load(path, model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run, needed, free = fine_tuning(model, free_memory_bytes(device))
     run = replace(run, model=read_table(path)["model_type"], source=f"hf:{path}")
     kept: list[str] = []
 
+    def keep(folder: Path) -> None:
+        folder.mkdir()
+        shutil.copyfile(path / CONFIG, folder / CONFIG)
+        kept.extend([CONFIG, *copy_companions(path, folder)])
+
+    begin(out, run, params, keep)
+    return Conversion(model, out, tuple(kept), _summary(run, out, needed, free))
+
+
+def begin(
+    out: Path, run: config.TrainConfig, params: tree.Tree, keep: Callable[[Path], None]
+) -> None:
+    """Make the run folder `out` with step 0 of a training run: parameters without optimizer state.
+
+    Args:
+        out: where nothing is.
+        run: its configuration.
+        params: whole.
+        keep: makes the folder of the config.json and the tokenizer that belong to the model.
+    """
+
     def fill(folder: Path) -> None:
         (folder / run_folder.CONFIG).write_text(config.dump(run), encoding="utf-8")
-        (folder / run_folder.HUB).mkdir()
-        shutil.copyfile(path / CONFIG, folder / run_folder.HUB / CONFIG)
-        kept.extend([CONFIG, *copy_companions(path, folder / run_folder.HUB)])
+        keep(folder / run_folder.HUB)
         checkpoint.save(folder / run_folder.CHECKPOINTS / "0", {"params": params}, {"step": 0})
 
     run_folder.make(out, fill)
-    return Conversion(model, out, tuple(kept), _told(run, out, needed, free))
+
+
+def newest_params(
+    path: Path, run: config.TrainConfig, *, averaged: bool, read: Callable
+) -> tree.Tree:
+    """The parameters of the newest checkpoint in a run's folder, adapters merged.
+
+    Args:
+        path: the folder.
+        run: its configuration.
+        averaged: the averages of its parameters that the run keeps.
+        read: `checkpoint.read_params`, or `checkpoint.stored_params` to read rows where they are
+            used.
+    """
+    stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
+    defs = lora.defs_in(run.family.defs(run.architecture), run.lora, stored)
+    return lora.merge(read(stored, defs, averaged=averaged))
 
 
 _PEAK, _WARMUP, _DECAY = 2e-5, 0.05, 0.01
 _ROWS, _SEQ, _LEAST_SEQ, _CHUNK = 8, 2048, 128, 1024
 _SHARE = 0.8
-"""Of free memory: what no program says, such as the allocator's rounding, needs some too."""
+"""Of free memory: some is needed beside the traced program, by the allocator's rounding say."""
 
 
 def fine_tuning(model: TrainedConfig, free_bytes: int) -> tuple[config.TrainConfig, int, int]:
@@ -183,7 +210,7 @@ def fine_tuning(model: TrainedConfig, free_bytes: int) -> tuple[config.TrainConf
     }
     whole = config.TrainConfig(**table)
 
-    def held(run: config.TrainConfig) -> int:
+    def peak(run: config.TrainConfig) -> int:
         return plan(run, Mesh()).program().memory().peak_bytes
 
     chunked = "loss_chunk_tokens" in family.settings and not getattr(model, "logit_cap", 0.0)
@@ -195,17 +222,17 @@ def fine_tuning(model: TrainedConfig, free_bytes: int) -> tuple[config.TrainConf
     while seqs[-1] >= 2 * _LEAST_SEQ:
         seqs.append(seqs[-1] // 2)
     least = replace(whole, seq=seqs[-1], **ladder[-1])
-    if (needed := held(whole)) <= _SHARE * free_bytes:
+    if (needed := peak(whole)) <= _SHARE * free_bytes:
         return whole, needed, free_bytes
-    if (needed := held(least)) <= _SHARE * free_bytes:
+    if (needed := peak(least)) <= _SHARE * free_bytes:
         for seq, rung in itertools.islice(itertools.product(seqs, ladder), 1, None):
             run = replace(whole, seq=seq, **rung)
-            if (found := held(run)) <= _SHARE * free_bytes:
+            if (found := peak(run)) <= _SHARE * free_bytes:
                 return run, found, free_bytes
     return least, needed, free_bytes
 
 
-def _told(run: config.TrainConfig, out: Path, needed: int, free: int) -> str:
+def _summary(run: config.TrainConfig, out: Path, needed: int, free: int) -> str:
     """The settings of a run, and the command that begins it."""
     most = getattr(run.architecture, "max_seq", run.seq)
     of = f" (the model reads up to {most})" if most > run.seq else ""
@@ -233,10 +260,7 @@ def _export(
     run_folder.refuse_existing(out, "cannot convert")
     settings = config.load(path / run_folder.CONFIG)
     model = settings.architecture
-    stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
-    defs = lora.defs_in(settings.family.defs(model), settings.lora, stored)
-    # leaves that are read where they are used: a row of one at a time
-    params = lora.merge(stored_params(stored, defs, averaged=averaged))
+    params = newest_params(path, settings, averaged=averaged, read=checkpoint.stored_params)
     kept = path / run_folder.HUB if (path / run_folder.HUB / CONFIG).is_file() else None
     save(out, model, params, like=kept, dtype=dtype, max_shard_bytes=max_shard_bytes)
     if kept is None:  # a run that began with random weights may have a tokenizer all the same

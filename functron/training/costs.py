@@ -207,7 +207,7 @@ def _state_bytes(plan: Plan, rank: int) -> int:
     specs = plan.used(specs)
     dtype = optim.torch_dtype(plan.config.optimizer.grad_dtype)
     sums = tree.map(lambda leaf: leaf.to(dtype or leaf.dtype), abstract_params(defs))
-    placed = checkpoint.place(sums, partition.storage_specs(specs), mesh)
+    placed = checkpoint.Placement.of(sums, partition.storage_specs(specs), mesh)
     both = (plan.pipeline_placement, replace(placed, rank=here))
     shapes = [(leaf, each.local_shape(leaf, here)) for each in both for leaf in each.leaves]
     return sum(

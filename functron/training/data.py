@@ -50,7 +50,7 @@ from functron.training.config import TrainConfig
 
 _MASKS = ("[MASK]", "<mask>")
 _SENTINELS = ("<extra_id_0>",)
-_USELESS = {
+_USELESS: dict[str | None, tuple[str, ...]] = {
     "next": ("mask_rate", "mask_token", "mean_span", "end_token"),
     "masked": ("mean_span", "end_token"),
     "spans": (),
@@ -84,7 +84,9 @@ def objective_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> Object
     """
     plain = Objective(config.seq, config.architecture.vocab_size, lambda samples, _: samples)
     made = {"next": lambda *_: plain, "masked": _masked, "spans": _spans}
-    return made[config.family.objective](config, tokenizer, plain)
+    objective = config.family.objective
+    assert objective is not None, config.family
+    return made[objective](config, tokenizer, plain)
 
 
 def target_length(config: TrainConfig) -> int:

@@ -19,7 +19,7 @@ from functron import checkpoint, optim
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import gpt
-from functron.models.family import Config, Family
+from functron.models.family import Family, TrainedConfig
 from functron.models.lora import lora_defs, trainable
 from functron.models.options import ModelOptions
 from functron.ops import use
@@ -81,7 +81,7 @@ class Plan:
         return self.config.family
 
     @property
-    def model(self) -> Config:
+    def model(self) -> TrainedConfig:
         """The architecture."""
         return self.config.architecture
 
@@ -327,7 +327,7 @@ class Plan:
             kernels=use(config.kernels),
         )
         if config.lora is not None:
-            return optim.masked(made, mask)
+            return optim.only(made, mask)
         moe = config.gpt.moe
         if moe is None or not moe.balance_bias:
             return made
@@ -376,7 +376,7 @@ class Plan:
         """
         if self.rank is None:
             like = self.init(random.key(0).to("meta"), mesh=Mesh())  # whole, and not padded
-            return checkpoint.place(like, self.state_specs, self.mesh)
+            return checkpoint.Placement.of(like, self.state_specs, self.mesh)
         return self.pipeline_placement
 
     @cached_property
@@ -392,7 +392,7 @@ class Plan:
         optimizer = self._optimizer(self.whole_defs, specs, zero_specs or None)
         meta, stored = random.key(0).to("meta"), partition.storage_specs(specs)
         like = init_state(meta, self.whole_defs, stored, optimizer, Mesh())
-        found = checkpoint.place(like, state_specs(stored, optimizer), self.mesh, partition)
+        found = checkpoint.Placement.of(like, state_specs(stored, optimizer), self.mesh, partition)
         return replace(found, rank=found.here)
 
     # --- the step

@@ -26,7 +26,7 @@ from functron.spmd.axes import AxisNames
 from functron.spmd.shard_map import refuse_idle, unsplit_axes
 from functron.spmd.shards import cut_tree, join, whole_over
 from functron.transforms import accumulate, sync_gradients, value_and_grad
-from functron.transforms.scattered import scattered, stand_ins
+from functron.transforms.fsdp import scattered, stand_ins
 
 _SAMPLES = P(DATA_AXES)
 
@@ -50,7 +50,7 @@ class State(NamedTuple):
 @public
 def state_specs(specs: tree.Tree, optimizer: optim.GradientTransformation) -> State:
     """The specs of a `State` whose parameters have these specs."""
-    return State(P(), specs, optimizer.specs(specs), P())
+    return State(P(), specs, optimizer.bind(specs).specs(specs), P())
 
 
 @public
@@ -83,6 +83,7 @@ def init_state(
         ValueError: masters for an optimizer that keeps none; or `params` and masters.
     """
     init_key, step_key = random.split(key).unbind(0)
+    optimizer = optimizer.bind(specs)
     zero = torch.zeros((), dtype=torch.int64, device=key.device)
     # every rank makes its own part; axes of a pipeline are as good as any others for that
     init = shard_map(optimizer.init, mesh, (specs,), optimizer.specs(specs), check=False)
@@ -179,7 +180,7 @@ def gradients(
         has_aux: `loss` returns ``(sum, aux)``, where aux is a tree of sums that are replicated; the
             sums over microbatches are then in the metrics, as ``aux``.
         trainable: which parameters are differentiated, a tree or prefix tree of bools; the others
-            cost no gradients, no reductions and, with ``optim.masked(optimizer, trainable)``, which
+            cost no gradients, no reductions and, with ``optim.only(optimizer, trainable)``, which
             is then the optimizer, no state.
         dtype: add up gradients of microbatches in this dtype, such as torch.float32 for bfloat16
             parameters; None: the parameters' own.
@@ -350,8 +351,10 @@ def make_step(
     Raises:
         ValueError: an axis of the mesh splits nothing.
     """
-    wanted, layout = optimizer.grad_specs(specs), state_specs(specs, optimizer)
+    wanted = optimizer.bind(specs).grad_specs(specs)
     shares = gradients(mesh, specs, wanted)
+    optimizer = optimizer.bind(specs, shares.copies)
+    layout = state_specs(specs, optimizer)
     axis, once = shares.axis, {"replicated_over": replicated_over}
     _check_work(mesh, (layout, batch_specs), replicated_over, axis)
 

@@ -1,4 +1,4 @@
-"""Upcycling: a mixture of experts that begins as the dense model it is made of.
+"""Upcycling: a mixture of experts that begins as the dense model that it is made of.
 
 Every expert begins as the dense feed-forward layer, or as one of equal slices of its hidden
 features, and whichever experts a token chooses, together they compute what the layer did
@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 from functron import checkpoint
-from functron.checkpoint.parameters import read_params
 from functron.core import random, tree
-from functron.core.errors import Problem, raise_problems
-from functron.models import gpt, lora
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.models import gpt
 from functron.models.gpt import GPTConfig
 from functron.nn.moe import MoEConfig
 from functron.params import num_params
 from functron.training import config, run_folder
+from functron.training.convert import begin, newest_params
 
 
 def upcycled_config(dense: GPTConfig, moe: MoEConfig) -> GPTConfig:
@@ -79,7 +79,7 @@ def upcycle(
         seed: of the routers' random weights.
 
     Raises:
-        ValueError: what `upcycled_config` raises.
+        ValueError: as `upcycled_config`.
     """
     made = upcycled_config(dense, moe)
     blocks = dict(params["blocks"])
@@ -121,7 +121,7 @@ _DIVIDED = (
     "sequence_parallel", "context", "zigzag", "expert_axes", "schedule", "chunks", "layout",
     "vocab_over_pp", "zero", "gather",
 )  # fmt: skip
-"""How the dense run divides its model among the ranks of a mesh, which others do in other ways."""
+"""Settings of the dense run's division among ranks, which other models divide in other ways."""
 
 
 def upcycle_run(
@@ -140,19 +140,16 @@ def upcycle_run(
         averaged: begin as the dense run's average of its parameters.
 
     Returns:
-        What was made, in a line.
+        A line with the number of experts and parameters, and the folder.
 
     Raises:
-        ValueError: `source` is no run, `target` exists, or what `upcycled_config` raises.
+        ValueError: `source` is no run, `target` exists, or as `upcycled_config`.
     """
     run_folder.refuse_existing(target, "cannot upcycle")
     settings = config.load(source / run_folder.CONFIG)
     if settings.architecture is not settings.gpt:
-        problem = Problem(str(source), f"{settings.family.title}", "a run of a dense GPT")
-        raise_problems("cannot upcycle", [problem])
-    stored = checkpoint.Checkpoint(checkpoint.latest(source / run_folder.CHECKPOINTS))
-    defs = lora.defs_in(gpt.defs(settings.gpt), settings.lora, stored)
-    params = lora.merge(read_params(stored, defs, averaged=averaged))
+        refuse("cannot upcycle", str(source), settings.family.title, "a run of a dense GPT")
+    params = newest_params(source, settings, averaged=averaged, read=checkpoint.read_params)
     params, made = upcycle(params, settings.gpt, moe, seed=seed)
     # the dense run's recipe: of one that was imported it is for fine-tuning
     run = replace(
@@ -161,12 +158,10 @@ def upcycle_run(
         **{name: getattr(config.TrainConfig, name) for name in _DIVIDED},
     )  # fmt: skip
 
-    def fill(folder: Path) -> None:
-        (folder / run_folder.CONFIG).write_text(config.dump(run), encoding="utf-8")
+    def keep(folder: Path) -> None:
         if (source / run_folder.HUB).is_dir():
-            shutil.copytree(source / run_folder.HUB, folder / run_folder.HUB)
-        checkpoint.save(folder / run_folder.CHECKPOINTS / "0", {"params": params}, {"step": 0})
+            shutil.copytree(source / run_folder.HUB, folder)
 
-    run_folder.make(target, fill)
+    begin(target, run, params, keep)
     count = num_params(gpt.defs(made))
     return f"{moe.num_experts} experts, {count:,} parameters ({made.dtype}) in {target}"

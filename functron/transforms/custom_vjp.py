@@ -297,7 +297,7 @@ class _Pull:
         return cls(run, again, num_operands, num_made)
 
     def without_made(self, values: Sequence) -> list:
-        """What `again` takes, of what `run` takes."""
+        """The operands of `again`, from those of `run`."""
         return [*values[: self.num_operands], *values[self.num_operands + self.num_made :]]
 
     def over(self, size: int, in_dims: Sequence[int | None]) -> tuple[_Pull, list[bool]]:

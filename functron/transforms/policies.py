@@ -1,4 +1,4 @@
-"""What `remat` keeps between forward and backward, and the names by which values are kept.
+"""Policies of `remat`: the values kept between forward and backward, and the names to keep by.
 
 | policy             | is kept                                         | is computed again      |
 |--------------------|-------------------------------------------------|------------------------|
@@ -58,7 +58,7 @@ DOTS = frozenset(
 
 @dataclass(frozen=True)
 class Policy:
-    """What `remat` keeps. Made by the other names of this module; ``|`` keeps what either keeps.
+    """The values that `remat` keeps, made by the names of this module; ``|`` is their union.
 
     Attributes:
         keep_all: everything that backward reads; nothing is computed again.

@@ -1,8 +1,7 @@
 """Scan: a function applied along the leading dim of a tree, carrying a value.
 
-Scan in a program that is being traced: one equation forward and one backward, at any depth.
-
-The body is traced once, forward and backward together, and cut where backward begins. What the
+In a program that is being traced it is one equation forward and one backward, at any depth: the
+body is traced once, forward and backward together, and cut where backward begins. What the
 backward half needs of the forward half (its residuals) becomes stacked results of the forward scan
 and stacked operands of the reverse one; views are taken again instead of kept, and what is the same
 in every iteration is an operand of both. This is how JAX differentiates a scan.
@@ -23,7 +22,7 @@ from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase
 from functron.program.equations import Block, Equation, Scan, Var, contiguous_strides
 from functron.program.recorder import Recorder, active, live_equations
-from functron.transforms.scattered import by_row
+from functron.transforms.fsdp import by_row
 
 
 def traced_scan(
@@ -191,7 +190,7 @@ class _Region:
     name: str
 
     def kept(self) -> tuple[list[Var], list[Equation]]:
-        """What backward reads of the forward half, and the views that it takes again."""
+        """The values that backward reads of the forward half, and the views that it takes again."""
         body = self.body
         made_by = {value: e for e in body.forward for value in e.results}
         own = {value for e in body.backward for value in e.results}

@@ -67,7 +67,7 @@ class Layout:
 
     def placement(self, mesh: BoundMesh | Mesh) -> checkpoint.Placement:
         like = tree.map(lambda leaf: leaf.to("meta"), whole())
-        return checkpoint.place(like, self.specs, mesh, self.partition)
+        return checkpoint.Placement.of(like, self.specs, mesh, self.partition)
 
     def held(self, mesh: BoundMesh | Mesh) -> State:
         """What a rank holds of the whole state."""

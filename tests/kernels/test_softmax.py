@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from functron import ops
-from functron.ops import attention, chunked, softmax
-from functron.ops.chunked import Visible
+from functron.ops import attention, softmax
+from functron.ops import attention as chunked
+from functron.ops.attention import Visible
 from functron.ops.softmax import (
     SOFTMAX,
     SOFTMAX_,

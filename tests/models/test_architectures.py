@@ -345,7 +345,7 @@ def test_image_tokens_are_no_targets():
 def test_a_connector_alone_is_trained():
     weights, data, *_ = dense("llava")
     chosen = {"vision": False, "connector": True, "text": False}
-    optimizer = ft.optim.masked(ft.optim.sgd(0.1), chosen)
+    optimizer = ft.optim.only(ft.optim.sgd(0.1), chosen)
     mesh, defs = Mesh(dp=2), llava.defs(LLAVA)
     specs = ft.param_specs(defs, llava.rules(LLAVA, mesh))
     copies = tree.map(torch.clone, weights)

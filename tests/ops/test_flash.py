@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.func import grad, jvp, vjp, vmap
 
-from functron.ops import attention, chunked
+from functron.ops import attention
+from functron.ops import attention as chunked
 from functron.ops.attention import Visible, block, block_backward, merge
 
 BATCH, SEQ, KEYS, DIM = 2, 7, 5, 4

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from functron.cli.main import main
-from functron.data.indexed import IndexedFile, verify
-from functron.data.indexed_writer import IndexedWriter
+from functron.data.indexed import IndexedFile, IndexedWriter, verify
 from functron.data.preprocess import Settings, preprocess
 from functron.data.shards import open_tokens
 from tests.data.chats import WORDS, make_tokenizer, tokenizers

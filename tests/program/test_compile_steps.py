@@ -12,7 +12,7 @@ import functron as ft
 from functron import BoundMesh, Mesh, P, gpt, lax, optim, random, tree
 from functron.compiler import compile as compile_program
 from functron.compiler import inductor
-from functron.compiler.segments import plan
+from functron.compiler.segments import procedure
 from functron.program.trace import trace
 from functron.spmd.donation import Donated
 from tests.program.test_compile import assert_same, made, randn
@@ -177,7 +177,7 @@ def batch_of(seed):
 def num_kernels(num_layers):
     step, state = training(Mesh(), num_layers)
     block = trace(step, donate=0)(state, batch_of(0)).block
-    return len(plan(block, block.outputs).kernels())
+    return len(procedure(block, block.outputs).kernels())
 
 
 def test_the_number_of_kernels_does_not_depend_on_depth():

@@ -11,8 +11,7 @@ import functron as ft
 from functron import Mesh, P, lax, optim, random
 from functron.core.tree import nbytes
 from functron.program import memory as allocation
-from functron.program.liveness import CATEGORIES
-from functron.program.memory import memory
+from functron.program.memory import CATEGORIES, memory
 from functron.program.trace import trace
 from functron.training.step import State
 from tests.program.measured_memory import (

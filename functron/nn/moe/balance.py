@@ -13,7 +13,7 @@ before any are dropped.
 All of it is over tokens that count, and weighted by how many these are, as the loss is a sum over
 tokens: dividing that by their number gives the mean over tokens of loss and balance alike.
 
-What routing did, as sums that add up over ranks and microbatches, and what they say.
+`statistics` are sums over tokens, which add up over ranks and microbatches; `summary` reads them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from functron.core import compat
 from functron.core.typing import Bool, Float, Int, Scalar, Tensor
 from functron.nn.linear import SEQ_DIM, sequence_axes
 from functron.nn.moe.config import MoEConfig
-from functron.nn.moe.router import RouterOutput, top_k_experts
+from functron.nn.moe.router import Routing, top_k_experts
 from functron.ops.define import AUTO, Kernels
 from functron.spmd import DATA_AXES
 from functron.spmd import collectives as lax
@@ -67,7 +67,7 @@ def expert_load(
     return none.scatter_add(-1, index, taken.flatten(1).to(torch.int64))
 
 
-def distribution(routing: RouterOutput, config: MoEConfig) -> Float[Tensor, "batch seq experts"]:
+def distribution(routing: Routing, config: MoEConfig) -> Float[Tensor, "batch seq experts"]:
     """Each token's scores, divided by their sum where they are sigmoids (DeepSeek-V3, eq. 19)."""
     if config.score == "softmax":
         return routing.scores
@@ -85,7 +85,7 @@ def over_context(x: Tensor, stream: P) -> Tensor:
 
 
 def statistics(
-    routing: RouterOutput, config: MoEConfig, *, counted: Bool[Tensor, "batch seq"], stream: P
+    routing: Routing, config: MoEConfig, *, counted: Bool[Tensor, "batch seq"], stream: P
 ) -> RouterSums:
     """The sums of one layer over those of this rank's tokens that count; no gradient flows.
 
@@ -114,7 +114,7 @@ def statistics(
 
 
 def summary(sums: RouterSums) -> dict[str, float]:
-    """What sums over a batch say, for people: numbers on the host.
+    """Rates and ratios of sums over a batch, for people: numbers on the host.
 
     Args:
         sums: of all ranks; those of several layers may be stacked on leading dims.
@@ -141,7 +141,7 @@ def summary(sums: RouterSums) -> dict[str, float]:
 
 def auxiliary(
     params: dict,
-    routing: RouterOutput,
+    routing: Routing,
     config: MoEConfig,
     *,
     counted: Bool[Tensor, "batch seq"],
@@ -185,7 +185,7 @@ def auxiliary(
 
 
 def _imbalance(
-    routing: RouterOutput, config: MoEConfig, counted: Tensor, stream: P, kernels: Kernels
+    routing: Routing, config: MoEConfig, counted: Tensor, stream: P, kernels: Kernels
 ) -> Tensor:
     """The sum over this rank's tokens t of sum over e of f_e P_te.
 
@@ -209,9 +209,9 @@ def _imbalance(
 
 
 def _against_load(
-    balance: Tensor, routing: RouterOutput, config: MoEConfig, counted: Tensor, stream: P
+    balance: Tensor, routing: Routing, config: MoEConfig, counted: Tensor, stream: P
 ) -> Tensor:
-    """0, with the derivative by `balance` that `auxiliary` says: of what tokens did choose."""
+    """0, with the derivative by `balance` in `auxiliary`: of the experts that tokens did choose."""
     taken = counted.unsqueeze(-1).expand_as(routing.experts)
     load = expert_load(routing.experts, taken, config.num_experts).sum(0)
     excess = load * config.num_experts - load.sum()

@@ -75,7 +75,7 @@ GATED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
         "clamped_swiglu": clamped_swiglu,
     }
 )
-"""What gated experts make of (gate, up)."""
+"""The hidden features of gated experts, of (gate, up)."""
 
 
 def check_activation(activation: str, *, gated: bool) -> None:

@@ -12,8 +12,6 @@ The last is Megatron's parallel folding (Liu et al. 2025): more experts apart, a
 but the dispatch's. Routing is of each rank's own part of the stream in every case.
 The shared expert is computed while rows are on their way to others.
 
-Bringing tokens to their experts, and what these make of them back.
-
 Every rank has tokens of its own and experts of its own. Sorted by expert, a token's k assignments
 are rows; rows go to the owners of their experts and come back, where they are weighted and added
 up. Weights never leave the rank of their token, so the router's gradient arises there, whole.
@@ -37,7 +35,7 @@ import torch
 from torch.autograd import Function
 
 from functron.core import compat
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
 from functron.nn.linear import SEQ_DIM, gather_sequence, linear_defs, reduce_partial, sequence_axes
 from functron.nn.mlp import ACTIVATIONS, Activation, mlp, mlp_defs
@@ -47,14 +45,14 @@ from functron.nn.moe.experts import ExpertActivation, expert_defs, experts
 from functron.nn.moe.router import (
     Router,
     RouterInput,
-    RouterOutput,
+    Routing,
     capacity,
     route,
     route_by,
     router_defs,
 )
 from functron.ops.define import AUTO, Kernels
-from functron.ops.moe_permute import PERMUTE, SORT, UNPERMUTE, sorted_assignments
+from functron.ops.moe import PERMUTE, SORT, UNPERMUTE, sorted_assignments
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
 from functron.spmd.ragged import add_rows, arrived, copy_rows, exchange, pick, swap_blocks
@@ -220,7 +218,7 @@ def dispatched(
     if num_experts % ranks:
         wanted = f"a multiple of {ranks}, the ranks of {axes}"
         fix = "choose another number of experts, or split them over fewer axes"
-        raise_problems("dispatch", [Problem("num_experts", str(num_experts), wanted, fix)])
+        refuse("dispatch", "num_experts", str(num_experts), wanted, fix)
     weights = torch.where(kept, weights, torch.zeros_like(weights))
     most = x.shape[0] if per_expert is None else min(per_expert, x.shape[0])
     if ranks > 1 and kind == "gather":
@@ -249,7 +247,7 @@ def _exchanged(
     meanwhile: Callable[[], None],
     kernels: Kernels,
 ) -> Tensor:
-    """What experts make of this rank's rows, sorted by expert over all ranks; rows there and back.
+    """The experts' outputs of this rank's rows, sorted by expert over all ranks: there and back.
 
     `capacity` bounds the rows that one rank's experts have.
     """
@@ -404,9 +402,13 @@ def moe(
             params["router"], x, config, stream=stream, rows=rows, positions=positions, key=key,
             kernels=kernels,
         )  # fmt: skip
+        share = auxiliary(
+            params["router"], routing, config, counted=counted, stream=stream, kernels=kernels
+        )
     else:
         inputs = RouterInput(x, config, counted, stream, rows, positions, key, kernels)
-        routing = route_by(router, params["router"], inputs)
+        routing, share = route_by(router, params["router"], inputs)
+        share = over_context(share, stream)
     narrow = x @ params["latent"]["down"]["w"] if config.latent_dim else x
     shared: list[Tensor] = []
 
@@ -421,19 +423,13 @@ def moe(
     if config.latent_dim:
         y = y @ params["latent"]["up"]["w"]
     y = sum(shared, y)
-    if routing.auxiliary is not None:
-        share = over_context(routing.auxiliary, stream)
-    else:
-        share = auxiliary(
-            params["router"], routing, config, counted=counted, stream=stream, kernels=kernels
-        )
     return y, share, statistics(routing, config, counted=counted, stream=stream)
 
 
 def _routed(
     params: dict,
     x: Tensor,
-    routing: RouterOutput,
+    routing: Routing,
     config: MoEConfig,
     activation: ExpertActivation,
     stream: P,
@@ -442,7 +438,7 @@ def _routed(
     meanwhile: Callable[[], None],
     kernels: Kernels,
 ) -> Tensor:
-    """What the experts of each token add, weighted; with spec `stream`."""
+    """The weighted sum of each token's experts; with spec `stream`."""
     parts = 1 if axis in axes else lax.axis_size(axis)
     chosen = (routing.experts, routing.weights, routing.kept)
     if parts > 1:

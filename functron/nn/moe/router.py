@@ -3,12 +3,8 @@
 The router's weight is whole on every rank, and each rank routes its own tokens. Over the tensor-
 parallel ranks tokens are the same, or other ones under sequence parallelism; either way gradients
 are right because specs do not mention the axis, and nothing here asks which. Where tokens compete
-(capacity, expert choice, Sinkhorn) they do so within their sequence: see `capacity`.
-
-Which tokens an expert of limited capacity computes: decided for whole sequences, on any mesh.
-
-Tokens compete with those of their own sequence and no others, so that neither the ranks nor the
-microbatches that a batch is cut into change what is dropped.
+(capacity, expert choice, Sinkhorn) they do so with those of their own sequence and no others, so
+that neither the ranks nor the microbatches that a batch is cut into change what is dropped.
 """
 
 from __future__ import annotations
@@ -26,15 +22,7 @@ from functron.core.typing import Bool, Float, Int, Key, Tensor
 from functron.nn.linear import SEQ_DIM, linear_defs, sequence_axes
 from functron.nn.moe.config import Drop, MoEConfig
 from functron.ops.define import AUTO, Kernels
-from functron.ops.moe_router import (
-    RENORMALISE_EPS,
-    Score,
-    Weighting,
-    best,
-    choose,
-    fits,
-    moe_router,
-)
+from functron.ops.moe import RENORMALISE_EPS, Score, Weighting, best, choose, fits, moe_router
 from functron.params import ParamDef, zeros
 from functron.spmd import DATA_AXES
 from functron.spmd import collectives as lax
@@ -164,30 +152,45 @@ def _rank_in_run(x: Tensor) -> Tensor:
 _SINKHORN_EPS = 1e-8  # for experts whose share of every token vanishes
 
 
-class RouterOutput(NamedTuple):
-    """Where tokens go, and what their routing adds to the loss: this rank's part of the stream.
+class Routing(NamedTuple):
+    """Where tokens go: this rank's part of the stream, with a number of choices for each token.
 
     Attributes:
         experts: int64 ``[batch, seq, choices]``, no expert twice; a token's best first, or all in
             order where experts choose.
         weights: ``[batch, seq, choices]`` in float32 at least: what the expert's output is
             multiplied by, exactly 0 where it is not kept. No gradient flows through those.
-        kept: bool ``[batch, seq, choices]``: False where the expert does not compute the token;
-            None, of a router of one's own: all, or those of `keep` under `capacity_factor`.
+        kept: bool ``[batch, seq, choices]``: False where the expert does not compute the token.
         scores: ``[batch, seq, experts]`` in float32 at least, of all experts, without the bias that
-            balances them. Divided by their sum they are the distribution whose entropy is recorded;
-            None, of a router of one's own: that of the weights.
-        logits: ``[batch, seq, experts]``, what they are the softmax or sigmoid of; None, of a
-            router of one's own, which nobody asks for them.
+            balances them.
+        logits: ``[batch, seq, experts]``, what they are the softmax or sigmoid of.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    kept: Tensor
+    scores: Tensor
+    logits: Tensor
+
+
+class RouterOutput(NamedTuple):
+    """The result of a router of one's own, for this rank's part of the stream; see `Router`.
+
+    Attributes:
+        experts: int64 ``[batch, seq, choices]``, no expert twice; a token's best first.
+        weights: ``[batch, seq, choices]``, what the expert's output is multiplied by.
+        kept: bool ``[batch, seq, choices]``: False where the expert does not compute the token;
+            None: all, or those of `keep` under `capacity_factor`.
+        scores: ``[batch, seq, experts]``: divided by their sum, the distribution whose entropy is
+            recorded; None: that of the weights.
         auxiliary: 0-dim: the sum, over those of this rank's tokens that count, of what is added to
-            the loss; see `Router`. None: nothing.
+            the loss; None: nothing.
     """
 
     experts: Tensor
     weights: Tensor
     kept: Tensor | None = None
     scores: Tensor | None = None
-    logits: Tensor | None = None
     auxiliary: Tensor | None = None
 
 
@@ -278,7 +281,7 @@ def route(
     positions: Int[Tensor, "batch seq"],
     key: Key | None = None,
     kernels: Kernels = AUTO,
-) -> RouterOutput:
+) -> Routing:
     """Choose the experts of every token.
 
     Equal scores go to the expert of the lowest index, so that choices are the same on every mesh.
@@ -295,9 +298,9 @@ def route(
         kernels: of ``"moe_router"``, where tokens choose without Sinkhorn's iteration.
 
     Returns:
-        This rank's `RouterOutput`, without auxiliary terms. Collectives: none for top-k without
-        capacity; else those of `keep` or `choose_tokens`; "sinkhorn" sums one number per sample and
-        expert in each step, over the axes that split the sequence. None in backward.
+        This rank's `Routing`. Collectives: none for top-k without capacity; else those of `keep` or
+        `choose_tokens`; "sinkhorn" sums one number per sample and expert in each step, over the
+        axes that split the sequence. None in backward.
     """
     if key is not None and config.jitter:
         x = x * _noise(key, x, config, rows, positions, stream)
@@ -306,11 +309,11 @@ def route(
     kept = _kept(experts, weights, config, positions, stream)
     # a zero alone would hide what is dropped from the loss but not from the gradient
     weights = torch.where(kept, weights * config.scale, torch.zeros_like(weights))
-    return RouterOutput(experts, weights, kept, scores, logits)
+    return Routing(experts, weights, kept, scores, logits)
 
 
-def route_by(router: Router, params: dict, inputs: RouterInput) -> RouterOutput:
-    """The output of a router of one's own, complete: with `kept`, `scores` and `auxiliary`.
+def route_by(router: Router, params: dict, inputs: RouterInput) -> tuple[Routing, Tensor]:
+    """The routing of a router of one's own, whose scores are its logits too, and its auxiliary sum.
 
     An expert that does not exist, or that a token has twice, cannot be refused on a device without
     waiting for it: the weights of that token are NaN, and so is the loss.
@@ -344,7 +347,7 @@ def route_by(router: Router, params: dict, inputs: RouterInput) -> RouterOutput:
         scores = lax.stop_gradient(out.weights).clamp_min(0)
     scores = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
     share = weights.new_zeros(()) if out.auxiliary is None else out.auxiliary
-    return RouterOutput(experts, weights, kept, scores, out.logits, share)
+    return Routing(experts, weights, kept, scores, scores), share
 
 
 def _misshapen(out: RouterOutput, inputs: RouterInput) -> Iterator[Problem]:

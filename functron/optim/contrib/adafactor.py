@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import torch
 
 from functron.core import tree
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import public, refuse
 from functron.optim.average import ema
 from functron.optim.mask import Mask, add_decayed_weights
 from functron.optim.schedules import LearningRate, new_count, scale_by_learning_rate
 from functron.optim.transformation import (
     GradientTransformation,
+    bindable,
     chain,
     scale,
-    scale_,
     stateless,
     transformation,
 )
@@ -66,13 +66,14 @@ def factored_dims(leaf: Whole, min_dim_size: int = 128) -> tuple[int, int] | Non
 
 
 @public
+@bindable
 def scale_by_factored_rms(
+    factored: bool = True,
     decay_rate: float = 0.8,
     step_offset: int = 0,
     min_dim_size_to_factor: int = 128,
     epsilon: float = 1e-30,
     *,
-    factored: bool = True,
     defs: tree.Tree = None,
     specs: tree.Tree = None,
 ) -> GradientTransformation:
@@ -86,15 +87,14 @@ def scale_by_factored_rms(
     columns, and of one number per stacked matrix, over the axes that split the dims in question.
 
     Args:
+        factored: False: no parameter is factored.
         decay_rate: the exponent by which the decay approaches 1.
         step_offset: the count at which the decay begins.
         min_dim_size_to_factor: parameters whose second largest dim is smaller have a full V.
         epsilon: added to squared gradients.
-        factored: False: no parameter is factored.
         defs: the parameters' `ParamDef`s, which tell global sizes and stacked dims; None: the sizes
             seen, where nothing is sharded or stacked.
-        specs: how the leaves are sharded, a prefix tree: the parameters' specs, or under `zero` the
-            shards'. None: not at all.
+        specs: how the leaves are sharded, a prefix tree; None: as `bind` says.
 
     Raises:
         ValueError: (when called) parameters are not what `defs` and `specs` say.
@@ -148,10 +148,8 @@ def _columns(like: tree.Tree, rows: list[tuple], count: int) -> list[tree.Tree]:
 def _replicated(param_specs: tree.Tree) -> P:
     sharded = [s for s in tree.leaves(param_specs, lambda x: isinstance(x, P)) if any(s)]
     if sharded:
-        raise_problems(
-            "adafactor cannot tell how its state is sharded",
-            [Problem("defs", "None", f"the parameters' defs, for specs such as {sharded[0]}")],
-        )
+        wanted = f"the parameters' defs, for specs such as {sharded[0]}"
+        refuse("adafactor cannot tell how its state is sharded", "defs", "None", wanted)
     return P()
 
 
@@ -193,6 +191,7 @@ def _factored(
 
 
 @public
+@bindable
 def clip_by_block_rms(
     threshold: float, *, defs: tree.Tree = None, specs: tree.Tree = None
 ) -> GradientTransformation:
@@ -213,6 +212,7 @@ def clip_by_block_rms(
 
 
 @public
+@bindable
 def scale_by_param_block_rms(
     min_scale: float = 1e-3, *, defs: tree.Tree = None, specs: tree.Tree = None
 ) -> GradientTransformation:
@@ -259,11 +259,11 @@ def adafactor(
     multiply_by_parameter_scale: bool = True,
     clipping_threshold: float | None = 1.0,
     momentum: float | None = None,
+    *,
     weight_decay_rate: LearningRate | None = None,
     eps: float = 1e-30,
     factored: bool = True,
     weight_decay_mask: Mask = None,
-    *,
     momentum_dtype: torch.dtype = torch.float32,
     defs: tree.Tree = None,
     specs: tree.Tree = None,
@@ -290,7 +290,7 @@ def adafactor(
     where = {"defs": defs, "specs": specs}
     parts = [
         scale_by_factored_rms(
-            decay_rate, decay_offset, min_dim_size_to_factor, eps, factored=factored, **where
+            factored, decay_rate, decay_offset, min_dim_size_to_factor, eps, **where
         )
     ]
     if clipping_threshold is not None:
@@ -303,4 +303,4 @@ def adafactor(
         parts.append(ema(momentum, debias=False, dtype=momentum_dtype))
     if weight_decay_rate is not None:
         parts.append(add_decayed_weights(weight_decay_rate, weight_decay_mask))
-    return chain(*parts, stateless(lambda u, p: scale(u, -1.0), lambda u, p: scale_(u, -1.0)))
+    return chain(*parts, scale(-1.0))

@@ -17,7 +17,7 @@ from functron.core import tree
 from functron.core.errors import public
 from functron.optim.mask import Mask, add_decayed_weights
 from functron.optim.schedules import LearningRate, new_count, scale_by_learning_rate
-from functron.optim.transformation import GradientTransformation, chain, transformation
+from functron.optim.transformation import GradientTransformation, bindable, chain, transformation
 from functron.optim.whole import Whole, flat_specs, mean, num_stacked, wholes, without
 from functron.spmd.spec import P
 
@@ -82,6 +82,7 @@ class ScaleByAdamMiniState(NamedTuple):
 
 
 @public
+@bindable
 def scale_by_adam_mini(
     blocks: tree.Tree,
     b1: float = 0.9,
@@ -107,8 +108,7 @@ def scale_by_adam_mini(
         mu_dtype: how mu is stored; None: as the parameter is.
         defs: the parameters' `ParamDef`s, for global sizes; None: the sizes seen, where nothing is
             sharded.
-        specs: how the leaves are sharded, a prefix tree: the parameters' specs, or under `zero` the
-            shards'. None: not at all.
+        specs: how the leaves are sharded, a prefix tree; None: as `bind` says.
 
     Raises:
         ValueError: (when called) parameters are not what `defs` and `specs` say.

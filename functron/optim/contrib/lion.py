@@ -87,9 +87,9 @@ def lion(
     learning_rate: LearningRate,
     b1: float = 0.9,
     b2: float = 0.99,
+    *,
     weight_decay: float = 1e-3,
     mask: Mask = None,
-    *,
     mu_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
     """Lion with decoupled weight decay, with Optax's argument names, defaults and state layout.

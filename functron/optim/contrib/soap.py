@@ -21,7 +21,13 @@ from functron.optim.adam import adamw
 from functron.optim.mask import Mask, add_decayed_weights, where
 from functron.optim.muon import Matrix, matrix_cuts
 from functron.optim.schedules import LearningRate, new_count, scale_by_learning_rate
-from functron.optim.transformation import GradientTransformation, chain, readable, transformation
+from functron.optim.transformation import (
+    GradientTransformation,
+    bindable,
+    chain,
+    readable,
+    transformation,
+)
 from functron.optim.whole import flat_specs, leaf_specs
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all
@@ -30,7 +36,7 @@ from functron.spmd.spec import P, dim_axes
 
 
 class ScaleBySoapState(NamedTuple):
-    """What SOAP remembers of every parameter, as matrices: [*stacked, inputs, outputs] and so on.
+    """The state of SOAP, for every parameter, as matrices: [*stacked, inputs, outputs] and so on.
 
     A parameter that is not stacked has a leading 1. Float32 at least.
 
@@ -65,6 +71,7 @@ class _Moments(NamedTuple):
 
 
 @public
+@bindable
 def scale_by_soap(
     matrices: tree.Tree,
     b1: float = 0.95,
@@ -100,8 +107,7 @@ def scale_by_soap(
         precondition_decay: decay of `left` and `right`, per update; None: `b2`.
         frequency: updates between two of the bases.
         max_dim: a side of a matrix that is larger is not preconditioned.
-        specs: how the leaves are sharded, a prefix tree: the parameters' specs, or under `zero` the
-            shards'. None: not at all.
+        specs: how the leaves are sharded, a prefix tree; None: as `bind` says.
         distributed: where matrices are sharded, each rank computes, and keeps the state of, some
             whole matrices of a stack. Otherwise every rank does so of all.
 
@@ -354,5 +360,5 @@ def soap(
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )  # fmt: skip
-    rest = others or adamw(learning_rate, b1, b2, eps, weight_decay, mask)
+    rest = others or adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
     return where(tree.map(lambda matrix: matrix is not False, matrices), hidden, rest)

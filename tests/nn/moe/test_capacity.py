@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import functron as ft
 from functron import DATA_AXES, P
-from functron.nn.moe import MoEConfig, router
+from functron.nn.moe import MoEConfig, capacity
 from functron.nn.moe.router import keep
 
 STREAM = P(DATA_AXES, ("cp", "tp"))
@@ -29,7 +29,7 @@ STREAM = P(DATA_AXES, ("cp", "tp"))
 )
 def test_capacity(factor, seq, top_k, experts, expected):
     config = MoEConfig(num_experts=experts, top_k=top_k, capacity_factor=factor)
-    assert router(config, seq) == expected
+    assert capacity(config, seq) == expected
 
 
 @st.composite

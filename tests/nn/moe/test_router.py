@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import functron as ft
 from functron import DATA_AXES, P, lax, random, tree
-from functron.nn.moe import MoEConfig, RouterOutput, route, router_defs
+from functron.nn.moe import MoEConfig, Routing, route, router_defs
 from functron.nn.moe.router import top_k_experts
 
 BATCH, SEQ, EMBED, EXPERTS = 4, 8, 5, 8
@@ -20,7 +20,7 @@ STREAM = P(DATA_AXES)
 POSITIONS = torch.arange(SEQ).expand(BATCH, SEQ)
 
 
-def by_expert(routing: RouterOutput, num_experts: int) -> torch.Tensor:
+def by_expert(routing: Routing, num_experts: int) -> torch.Tensor:
     """The weights as [B, T, E], of whatever is in them: the kept mask is not looked at."""
     here = routing.experts.unsqueeze(-1) == torch.arange(num_experts)
     return torch.where(here, routing.weights.unsqueeze(-1), 0.0).sum(-2)

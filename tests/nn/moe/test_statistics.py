@@ -9,7 +9,7 @@ import torch
 
 import functron as ft
 from functron import DATA_AXES, P, lax, tree
-from functron.nn.moe import RouterSums, balance, route, summary
+from functron.nn.moe import RouterSums, route, statistics, summary
 from functron.spmd.mesh import CONTEXT_AXES
 
 BATCH, SEQ, EMBED, EXPERTS = 4, 8, 5, 8
@@ -54,7 +54,7 @@ def test_sums(params, randn, oracle, layout, config):
 
     def per_rank(params, x, rows, positions, counted):
         routing = route(params, x, config, stream=layout.stream, rows=rows, positions=positions)
-        sums = balance(routing, config, counted=counted, stream=layout.stream)
+        sums = statistics(routing, config, counted=counted, stream=layout.stream)
         return lax.psum(sums, (*DATA_AXES, *CONTEXT_AXES))
 
     token = layout.stream
@@ -78,7 +78,7 @@ def test_microbatches_and_layers(params, randn, configs):
 
     def sums(rows):
         routing = route(weights, x[rows], config, stream=P(), rows=rows, positions=positions[rows])
-        return balance(routing, config, counted=COUNTED[rows], stream=P())
+        return statistics(routing, config, counted=COUNTED[rows], stream=P())
 
     whole = sums(ROWS)
     parts = tree.map(lambda a, b: a + b, sums(ROWS[:1]), sums(ROWS[1:]))
@@ -97,7 +97,7 @@ def test_no_gradient(params, randn, configs):
             weights, x, config, stream=P(), rows=ROWS,
             positions=torch.arange(SEQ).expand(BATCH, SEQ),
         )  # fmt: skip
-        return balance(routing, config, counted=COUNTED, stream=P()).entropy
+        return statistics(routing, config, counted=COUNTED, stream=P()).entropy
 
     assert all((leaf == 0).all() for leaf in tree.leaves(torch.func.grad(entropy)(weights)))
 
@@ -140,7 +140,7 @@ def test_unrouted_tokens_of_expert_choice(params, randn, configs):
         weights, x, config, stream=P(), rows=ROWS, positions=torch.arange(SEQ).expand(BATCH, SEQ)
     )
     counted = torch.ones(BATCH, SEQ, dtype=torch.bool)
-    sums = balance(routing, config, counted=counted, stream=P())
+    sums = statistics(routing, config, counted=counted, stream=P())
     # of equal scores the first token: ceil(0.5 * 8 * 2 / 8) for each expert and sample
     assert sums.load.tolist() == [BATCH] * EXPERTS
     assert sums.unrouted == BATCH * (SEQ - 1)

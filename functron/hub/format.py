@@ -1,9 +1,8 @@
-"""What a family of models is, and what most of them say in the same words.
+"""Formats of Hugging Face's models: the names and layouts of tensors, and config.json.
 
-Name rules: which Hugging Face tensor holds which of our parameters, and in what layout.
-
-A family of models is a table of them, read in both directions. A rule's `dims` says, as einops
-would, how the dims of one tensor become those of ours; a dim in parentheses is a product.
+A `Format` is a table of name rules, read in both directions, and of the entries of config.json. A
+rule's `dims` writes down, as einops would, how the dims of one tensor become those of our leaf; a
+dim in parentheses is a product.
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ import torch
 
 from functron.core import tree
 from functron.core.errors import Problem
-from functron.hub import settings
-from functron.hub.kinds import DECODER as DECODERS
-from functron.hub.kinds import Config, Kind, kind_of
-from functron.hub.rope import rope
-from functron.hub.settings import Aspect
+from functron.hub.entries import Entry, write_entries
+from functron.models.family import FAMILIES, Config, Family, family_of
 
 Box = tuple[tuple[int, int], ...]
 """From where to where, per dim."""
@@ -72,7 +68,7 @@ class Rule:
         return self.dims if isinstance(self.dims, str) else self.dims[turn]
 
     def pattern(self) -> re.Pattern[str]:
-        """What matches the names of this rule's tensors; the groups are the fields."""
+        """A pattern that matches the names of this rule's tensors; the groups are the fields."""
         parts = re.split(r"{\w+}", self.name)
         return re.compile(r"(\d+)".join(map(re.escape, parts)) + r"\Z")
 
@@ -146,7 +142,7 @@ class Layout:
         return tuple(slices)
 
     def to_ours(self, part: Part, box: Box, piece: torch.Tensor) -> torch.Tensor:
-        """`box` of the leaf from what `source` says of the tensor: a view."""
+        """`box` of the leaf from the slices of the tensor that `source` gives: a view."""
         order = [name for factors in part.theirs for name in factors]
         within = dict(zip(part.ours, box, strict=True))
         outer = {factors[0] for factors in part.theirs if factors}
@@ -189,23 +185,23 @@ def layouts(
     A rule whose leaves the model lacks (biases, say) is left out.
 
     Args:
-        rules: of a family.
+        rules: of a format.
         defs: of the model.
         vocab_size: without padding.
         numbers: by the first name in the path of stacked leaves, the numbers of their rows, if not
             counted from 0.
 
     Raises:
-        ValueError: some leaves stand in no rule: this family has no such models.
+        ValueError: some leaves stand in no rule: this format has no such models.
     """
     shapes = {path: d.shape for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)}
     used = [rule for rule in rules if rule.paths[0] in shapes]
     found = [_layout(rule, shapes, vocab_size, numbers) for rule in used]
-    held = [part.path for layout in found for part in layout.parts]
-    missing = sorted(shapes.keys() - set(held))
+    named = [part.path for layout in found for part in layout.parts]
+    missing = sorted(shapes.keys() - set(named))
     if missing:
         raise ValueError(f"no tensors of this family hold {', '.join(missing)}")
-    assert len(held) == len(set(held)), held
+    assert len(named) == len(set(named)), named
     return found
 
 
@@ -254,9 +250,9 @@ class Surplus:
     where config.json is that folder's, too; else with constants.
 
     Attributes:
-        holds: ``(config, name) ->`` whether the tensor is one.
+        holds: ``(config, name)`` to whether the tensor is one.
         name: what a tensor of another naming is called in files that we write.
-        constants: ``config ->`` shapes and values, by name, of those that cannot be left out.
+        constants: ``(config)`` to shapes and values, by name, of those that cannot be left out.
     """
 
     holds: Callable[[Any, str], bool]
@@ -265,70 +261,70 @@ class Surplus:
 
 
 @dataclass(frozen=True)
-class Family:
-    """Models that transformers builds with one class.
+class Format:
+    """The format of the models that transformers builds with one class.
 
     Attributes:
-        model_type: transformers' name of the family in config.json.
+        model_type: transformers' name of them in config.json.
         architecture: transformers' class of the models.
         rules: which tensor of a file holds what.
-        aspects: what config.json says.
+        entries: of config.json. Fields of our config that none of them gives have their defaults:
+            models with other values are refused.
         in_memory: where transformers renames and fuses tensors as it reads them, which tensor of
             its models in memory holds what; read as well, never written.
         prefix: of tensors of the model proper; base models are stored without it.
         max_seq: the entry of config.json with the longest sequence; empty: there is none.
         unused: regular expressions of tensors that the model has no use for.
         copies: regular expressions of tensors that repeat one of our leaves, and its path.
-        ignored: entries of config.json that change nothing, beside `settings.GENERAL`.
-        kind: what kind of models they are.
-        naming: in place of `rules`, where names depend on the model or there are several: all ways,
-            of which the first is written.
-        surplus: what transformers' models have beyond ours.
+        ignored: entries of config.json that change nothing, beside `entries.GENERAL`.
+        family: the architecture.
+        naming: in place of `rules`, where names depend on the model or there are several: all of
+            them, of which the first is written.
+        surplus: tensors beyond ours.
     """
 
     model_type: str
     architecture: str
     rules: tuple[Rule, ...]
-    aspects: tuple[Aspect, ...]
+    entries: tuple[Entry, ...]
     in_memory: tuple[Rule, ...] = ()
     prefix: str = "model."
     max_seq: str = "max_position_embeddings"
     unused: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     copies: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
-    kind: Kind = DECODERS
+    family: Family = FAMILIES["gpt"]
     naming: Callable[[Any], Sequence[Sequence[Rule]]] | None = None
     surplus: Surplus | None = None
 
     @property
     def looks_ahead(self) -> bool:
         """Whether its models may have modules that predict tokens further ahead."""
-        return any("mtp_depth" in aspect.ours and aspect.theirs for aspect in self.aspects)
+        return any("mtp_depth" in entry.ours for entry in self.entries)
 
-    def ways(self, config: Config) -> list[Sequence[Rule]]:
+    def namings(self, config: Config) -> list[Sequence[Rule]]:
         """All namings of this model's tensors, the one that is written first."""
         named = [self.rules] if self.naming is None else self.naming(config)
         return [*named, self.in_memory] if self.in_memory else [*named]
 
 
-def layouts_of(family: Family, config: Config, rules: Sequence[Rule] | None = None) -> list[Layout]:
-    """The tensors of this model in files of the family, or by other `rules`; see `layouts`."""
-    kind, rules = family.kind, family.ways(config)[0] if rules is None else rules
-    return layouts(rules, kind.defs(config), kind.vocab_size(config), kind.numbers(config))
+def layouts_of(form: Format, config: Config, rules: Sequence[Rule] | None = None) -> list[Layout]:
+    """The tensors of this model in files of the format, or by other `rules`; see `layouts`."""
+    family, rules = form.family, form.namings(config)[0] if rules is None else rules
+    return layouts(rules, family.defs(config), family.vocab_size(config), family.numbers(config))
 
 
-def config_problems(config: Config, family: Family) -> list[Problem]:
-    """Why models of this family are not like `config`; empty where they are."""
+def config_problems(config: Config, form: Format) -> list[Problem]:
+    """Why models of this format are not like `config`; empty where they are."""
+    family = form.family
+    if family_of(config) is not family:
+        wanted = f"{family.config.__name__}, of {family.title}"
+        return [Problem("config", type(config).__name__, wanted)]
     problems: list[Problem] = []
-    kind = family.kind
-    if kind_of(config) is not kind:
-        got = type(config).__name__
-        return [Problem("config", got, f"{kind.config.__name__}, of a {kind.name}")]
-    for aspect in family.aspects:
-        aspect.write(config, problems)
-    covered = {name for aspect in family.aspects for name in aspect.ours}
-    covered |= {*kind.free, *kind.unread(config)}
-    for f in fields(kind.config):
+    write_entries(form.entries, config, problems)
+    covered = {name for entry in form.entries for name in entry.ours}
+    covered |= {*family.free, *family.unread(config)}
+    for f in fields(config):
         value = getattr(config, f.name)
         if f.name not in covered and value != f.default:
             problems.append(Problem(f.name, repr(value), f"{f.default!r} in this family"))
@@ -351,118 +347,31 @@ def norm(name: str, path: str, dim: str = "embed") -> tuple[Rule, Rule]:
     )
 
 
-def mlp(name: str, path: str) -> tuple[Rule, ...]:
-    """The rules of a gated feed-forward layer."""
-    return (
-        *linear(f"{name}.gate_proj", f"{path}/gate", *UP),
-        *linear(f"{name}.up_proj", f"{path}/up", *UP),
-        *linear(f"{name}.down_proj", f"{path}/down", *DOWN),
-    )
-
-
-def within(stack: str, rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """The rules of blocks for another stack of layers of that kind."""
-    return tuple(
-        replace(rule, paths=tuple(path.replace("blocks", stack, 1) for path in rule.paths))
-        for rule in rules
-    )
-
-
-LAYER = "model.layers.{layer}"
 HEADS = ("(heads head) embed -> embed heads head", "(heads head) -> heads head")
+"""Dims of the weight and the bias of queries, keys and values."""
 OUT = ("embed (heads head) -> heads head embed", "embed -> embed")
 UP = ("mlp embed -> embed mlp", "mlp -> mlp")
 DOWN = ("embed mlp -> mlp embed", "embed -> embed")
-
-START = (Rule("model.embed_tokens.weight", "vocab embed -> vocab embed", ("embed",)),)
-END = (
-    *norm("model.norm", "norm"),
-    Rule("lm_head.weight", "vocab embed -> embed vocab", ("unembed",)),
-)
-AROUND = (
-    *norm(f"{LAYER}.input_layernorm", "blocks/attention_norm"),
-    *linear(f"{LAYER}.self_attn.o_proj", "blocks/attention/out", *OUT),
-    *norm(f"{LAYER}.post_attention_layernorm", "blocks/mlp_norm"),
-)
-"""What all blocks have."""
-ATTENTION = (
-    *AROUND,
-    *linear(f"{LAYER}.self_attn.q_proj", "blocks/attention/q", *HEADS),
-    *linear(f"{LAYER}.self_attn.k_proj", "blocks/attention/k", *HEADS),
-    *linear(f"{LAYER}.self_attn.v_proj", "blocks/attention/v", *HEADS),
-    *norm(f"{LAYER}.self_attn.q_norm", "blocks/attention/q_norm", "head"),
-    *norm(f"{LAYER}.self_attn.k_norm", "blocks/attention/k_norm", "head"),
-)
-"""Llama's names in a block beside its feed-forward layer."""
-MLP = mlp(f"{LAYER}.mlp", "blocks/mlp")
-
-DECODER = (
-    settings.absent(
-        "mup_base_dim",
-        "mup_base_head_dim",
-        fix="put it into the parameters first: gpt.folded(config, params)",
-    ),
-    settings.only("is_encoder_decoder", False, why="encoder"),
-    settings.only("add_cross_attention", False, why="attention to another sequence"),
-)
-NO_LATENT = settings.absent("kv_rank", "q_rank", "rope_head_dim", "v_head_dim", "rope_interleaved")
-ALL_DENSE = settings.absent("moe", "dense_layers", "mtp_depth", "sinks")
-NO_WINDOW = settings.absent("window", "global_every")
-_VARIANTS = ("sublayer_norms", "attention_scale", "score_cap", "logit_cap")
-_VARIANTS = (*_VARIANTS, "qk_norm_across", "nope_every", "local_rope_theta", "attention_gate")
-_VARIANTS = (*_VARIANTS, "qkv_clip", "rope_pairs", "rope_sections")
+SQUARE = ("out embed -> embed out", "out -> out")
+"""Of a linear layer whose sides are both the stream's width."""
+EMBED = "vocab embed -> vocab embed"
+UNEMBED = "vocab embed -> embed vocab"
 
 
-def common(*but: str) -> Aspect:
-    """Norms, scores, logits and layers as in Llama, except those fields that have their own say."""
-    return settings.absent(*(name for name in _VARIANTS if name not in but))
+def attention(path: str, *names: str) -> tuple[Rule, ...]:
+    """The rules of queries, keys, values and output, in this order of names."""
+    layers = zip(names, ("q", "k", "v", "out"), (HEADS, HEADS, HEADS, OUT), strict=True)
+    return tuple(r for name, ours, dims in layers for r in linear(name, f"{path}/{ours}", *dims))
 
 
-def llama_like(
-    *,
-    vocab_size: int,
-    embed_dim: int,
-    mlp_dim: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int | None,
-    max_seq: int,
-    head_dim: int | None = None,
-    norm_eps: float = 1e-6,
-    tied: bool = False,
-    rope_aspect: Aspect | None = None,
-    head_aspects: tuple[Aspect, ...] | None = None,
-    window_aspects: tuple[Aspect, ...] = (),
-    variants: Aspect | None = None,
-) -> tuple[Aspect, ...]:
-    """What Llama and its descendants say in the same words; numbers are transformers' defaults."""
-    same, fixed = settings.same, settings.fixed
-    if head_aspects is None:
-        head_aspects = (settings.derived("head_dim", "head_dim", head_dim, "head_size"), NO_LATENT)
-    return (
-        same("vocab_size", "vocab_size", vocab_size),
-        same("hidden_size", "embed_dim", embed_dim),
-        same("intermediate_size", "mlp_dim", mlp_dim),
-        same("num_hidden_layers", "num_layers", num_layers),
-        same("num_attention_heads", "num_heads", num_heads),
-        same("max_position_embeddings", "max_seq", max_seq),
-        same("rms_norm_eps", "norm_eps", norm_eps),
-        same("tie_word_embeddings", "tied", tied),
-        settings.derived("num_key_value_heads", "num_kv_heads", num_kv_heads, "kv_heads"),
-        *head_aspects,
-        *window_aspects,
-        rope_aspect or rope(),
-        variants or common(),
-        fixed("norm", "rms"),
-        fixed("gated", True),
-        fixed("positions", "rope"),
-        settings.only("rope_interleaved", False, why="interleaved rope"),
-        settings.only("use_mrope", False, why="positions of images"),
-        *DECODER,
+def mlp(path: str, *names: str) -> tuple[Rule, ...]:
+    """The rules of a feed-forward layer: its projections gate (where there is one), up and down."""
+    layers = zip(
+        names, ("gate", "up", "down")[-len(names) :], (UP, UP, DOWN)[-len(names) :], strict=True
     )
+    return tuple(r for name, ours, dims in layers for r in linear(name, f"{path}/{ours}", *dims))
 
 
-UNSCALED = (settings.fixed("zero_centered_norm", False), settings.fixed("embed_scale", 1.0))
-PLAIN = (settings.activation("hidden_act", "silu"), *UNSCALED)
-NO_QK_NORM = settings.fixed("qk_norm", False)
-NO_BIASES = (settings.fixed("bias", False), settings.fixed("qkv_bias", False))
+def under(path: str, rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """The rules of a model that is a part of another."""
+    return tuple(replace(rule, paths=tuple(f"{path}/{p}" for p in rule.paths)) for rule in rules)
