@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import signal
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from jaxtyping import config as annotations
 from jaxtyping import install_import_hook
 
 from tests.ranks import Ranks, environment, launcher
@@ -24,9 +27,14 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
 
+# Inductor reads this when it is first imported. One kernel at a time is compiled without processes
+# for it, each of which would import torch: the tests are parallel processes already.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 # Checks the annotations of every function in these packages, so it must precede their import.
 # Only these: they are where tensors meet, and below them functions take "anything, or else a
-# taught error", which a checker would preempt with its own.
+# taught error", which a checker would preempt with its own. Checking takes a quarter of the time of a
+# test, so it is for some cases of each: see `_with_shapes`.
 install_import_hook(["functron.nn", "functron.models", "functron.ops"], "beartype.beartype")
 
 torch.set_num_threads(1)  # the tests run in parallel processes
@@ -41,15 +49,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--full"):
+    full = config.getoption("--full")
+    if not full:
         left = _left_out(items)
+        left |= {item.nodeid for item in items if item.get_closest_marker("full")}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
         items[:] = [item for item in items if item.nodeid not in left]
-    if torch.cuda.is_available():
-        return
+    config.stash[SHAPES] = None if full else _with_shapes(items)
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # thousands of tests live as long as the session: garbage is not looked for in them
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    some = item.config.stash[SHAPES]
+    annotations.update("jaxtyping_disable", some is not None and item.nodeid not in some)
+
+
+SHAPES = pytest.StashKey[set[str] | None]()
 
 
 def _left_out(items: list[pytest.Item]) -> set[str]:
@@ -58,24 +80,41 @@ def _left_out(items: list[pytest.Item]) -> set[str]:
     Those left have each pair of values of two parameters that the product has, but not each triple:
     what breaks, breaks for one value or for two that meet.
     """
-    products: dict[str, list[pytest.Function]] = {}
+    cases = [item for item in items if item.get_closest_marker("pairwise")]
+    return {case.nodeid for case in cases} - _covering(cases, _pairs)
+
+
+def _with_shapes(items: list[pytest.Item]) -> set[str]:
+    """The cases whose calls are held against the annotations: of each test, one with each value."""
+    return _covering(items, _values)
+
+
+def _covering(
+    items: Sequence[pytest.Item], factors: Callable[[pytest.Item], frozenset]
+) -> set[str]:
+    """Cases of each test that have all the factors that its cases have."""
+    products: dict[str, dict[str, frozenset]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise"):
-            products.setdefault(item.nodeid.split("[")[0], []).append(item)
-    left: set[str] = set()
+        products.setdefault(item.nodeid.split("[")[0], {})[item.nodeid] = factors(item)
+    kept: set[str] = set()
     for cases in products.values():
-        pairs = {case.nodeid: _pairs(case) for case in cases}
-        kept, missing = [], set().union(*pairs.values())
+        missing = frozenset().union(*cases.values())
         while missing:
-            best = max(pairs, key=lambda name: len(pairs[name] & missing))
-            kept.append(best)
-            missing -= pairs[best]
-        left |= pairs.keys() - kept
-    return left
+            best = max(cases, key=lambda name: len(cases[name] & missing))
+            kept.add(best)
+            missing -= cases[best]
+    return kept
 
 
-def _pairs(case: pytest.Function) -> frozenset[tuple[tuple[str, str], ...]]:
+def _values(item: pytest.Item) -> frozenset:
+    """A case's parameters, or that it has none."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    return frozenset((name, repr(value)) for name, value in given.items()) or frozenset([()])
+
+
+def _pairs(case: pytest.Item) -> frozenset:
     """Any two of a case's parameters, or of what its mark makes of them; one where it has one."""
+    assert isinstance(case, pytest.Function)
     mark, given = case.get_closest_marker("pairwise"), case.callspec.params
     assert mark is not None
     factors = mark.kwargs["of"](**given) if mark.kwargs else given
@@ -115,7 +154,7 @@ def torchrun(tmp_path: Path, _ranks: Callable[[], Ranks]) -> Run:
 
     `program` is the path of a script, or the source of one. Standard output and error come back
     as text. A failure fails the test with both; a program that takes longer than `timeout` seconds
-    is killed with all its processes and fails the test. The processes are forks of four that
+    is killed with all its processes and fails the test. The processes are forks of one that
     torchrun starts once a session: see `tests.ranks`. With ``check=False`` torchrun starts some for
     this program alone, and how it ends a program that fails is returned.
     """
@@ -142,6 +181,19 @@ def torchrun(tmp_path: Path, _ranks: Callable[[], Ranks]) -> Run:
         return done
 
     return run
+
+
+COMMAND = "import sys; from functron.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.fixture
+def in_processes(torchrun: Run) -> Run:
+    """Run `functron *arguments` in several processes, which cost less than those that --nproc starts.
+
+    `in_processes(nproc, *arguments)` is `torchrun` of that command. Tests of --nproc are in
+    test_launch.py and test_cli.py.
+    """
+    return functools.partial(torchrun, COMMAND, timeout=300)
 
 
 def _own(

@@ -1,34 +1,40 @@
-"""Processes that torchrun starts once a session, and that run one program after another.
+"""A process that torchrun starts once a session, and whose forks run one program after another.
 
-Importing torch and functron is what a short program in four processes costs most. Here four
-processes import them once, and each program runs in forks of them: as far apart from the program
-before as processes of its own would be, and with the environment that torchrun gives.
+Importing torch and functron is what a short program in four processes costs most. Here one process
+imports them once, with the compiler and the headers that it compiles first, and each rank of each
+program runs in a fork of it: as far apart from the program before as processes of its own would be,
+and with the environment that torchrun gives.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar, cast
 
-SIZE = 4
+import torch.distributed as dist
+
+T = TypeVar("T")
 PORTS = range(20_000, 32_000)  # below those that systems give to whoever asks for any
-START_SECONDS = 120
+START_SECONDS = 300
 
 
 @dataclass(frozen=True)
 class Job:
-    """A program for the first `nproc` processes, as each of them gets it."""
+    """A program for `nproc` processes."""
 
     script: str
     arguments: tuple[str, ...]
@@ -43,7 +49,7 @@ class Job:
 
 
 class Ranks:
-    """Four processes under torchrun, which run programs for the process that made this.
+    """A process under torchrun, which runs programs for the process that made this.
 
     Args:
         folder: for what the processes print.
@@ -54,20 +60,19 @@ class Ranks:
         self._folder, self._root, self._num_jobs = folder, root, 0
         server = socket.create_server(("127.0.0.1", 0))
         server.settimeout(START_SECONDS)
-        command = [*launcher(SIZE), __file__, str(server.getsockname()[1])]
+        command = [*launcher(1), __file__, str(server.getsockname()[1])]
         log = (folder / "ranks.log").open("w")
         self._launcher = subprocess.Popen(
             command, stdout=log, stderr=log, env=environment(root), start_new_session=True
         )
         log.close()
-        met = [Connection(server.accept()[0].detach()) for _ in range(SIZE)]
+        self._ranks = Connection(server.accept()[0].detach())
         server.close()
-        self._ranks = [rank for _, rank in sorted((rank.recv(), rank) for rank in met)]
 
     def run(
         self, script: Path, nproc: int, arguments: Sequence[object], timeout: float
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program in the first `nproc` processes; what they print comes rank by rank.
+        """Run a program in `nproc` processes; what they print comes rank by rank.
 
         When one fails, the others are killed. The exit code is that of the first that failed.
 
@@ -80,24 +85,17 @@ class Ranks:
         given = tuple(map(str, arguments))
         places = str(folder), os.getcwd()
         job = Job(str(script), given, nproc, _free_port(), *places, environment(self._root))
-        ranks = self._ranks[:nproc]
-        for rank in ranks:
-            rank.send(job)
-        pids = {rank: rank.recv() for rank in ranks}
+        self._ranks.send(job)
+        pids: list[int] = self._ranks.recv()
         until, codes, late = time.monotonic() + timeout, [], False
-        running = list(ranks)
-        while running:
-            ended = wait(running, max(0.0, until - time.monotonic()))
-            late = late or not ended
-            for rank in ended:
-                assert isinstance(rank, Connection)
-                running.remove(rank)
-                codes.append(rank.recv())
+        while len(codes) < nproc:
+            late = late or not self._ranks.poll(max(0.0, until - time.monotonic()))
             if late or any(codes):
-                for rank in running:
-                    _kill(pids[rank])
-                codes += [rank.recv() for rank in running]
-                running = []
+                for pid in pids:
+                    _kill(pid)
+            pid, code = self._ranks.recv()
+            pids.remove(pid)
+            codes.append(code)
         out, err = (
             "".join(job.output(rank, stream).read_text() for rank in range(nproc))
             for stream in ("out", "err")
@@ -108,9 +106,8 @@ class Ranks:
         return subprocess.CompletedProcess([str(script), *given], code, out, err)
 
     def close(self) -> None:
-        """End the processes."""
-        for rank in self._ranks:
-            rank.close()
+        """End the process."""
+        self._ranks.close()
         self._launcher.wait(START_SECONDS)
 
 
@@ -128,6 +125,16 @@ def environment(root: Path) -> dict[str, str]:
     found = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     found.pop("PYTHONUNBUFFERED", None)  # it would mix the processes' lines
     return found
+
+
+def on_the_first(compute: Callable[[], T]) -> T:
+    """What `compute()` gives in the first process, in every process of the default group.
+
+    For what every process compares with, and each would compute alike. Collective.
+    """
+    told = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told)
+    return cast(T, told[0])
 
 
 def _kill(pid: int) -> None:
@@ -150,23 +157,43 @@ def _free_port() -> int:
 
 
 def _serve(port: int) -> None:
-    """Run in each process: fork for a program, and tell how it ended, until nobody asks."""
-    import functron.cli.train  # noqa: F401  (what every program would import)
-
-    rank = int(os.environ["RANK"])
+    """Fork for each rank of a program, and tell how each ended, until nobody asks."""
+    _import()
     connection = Connection(socket.create_connection(("127.0.0.1", port)).detach())
-    connection.send(rank)
     while True:
         try:
             job = connection.recv()
         except EOFError:
             return
-        pid = os.fork()
-        if pid == 0:
-            connection.close()
-            sys.exit(_run(job, rank))
-        connection.send(pid)
-        connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        pids = []
+        for rank in range(job.nproc):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                connection.close()
+                sys.exit(_run(job, rank))
+        connection.send(pids)
+        for _ in pids:
+            pid, status = os.wait()
+            connection.send((pid, os.waitstatus_to_exitcode(status)))
+
+
+def _import() -> None:
+    """Import what programs would import, and find the headers that Inductor compiles first."""
+    import pytest  # noqa: F401
+    import torch._dynamo
+    import torch._inductor.codecache
+    import torch._inductor.compile_fx
+    import torch.testing
+
+    import functron as ft
+    import functron.cli.evaluate
+    import functron.cli.sample
+    import functron.cli.train
+
+    with tempfile.TemporaryDirectory() as kernels:
+        ft.jit(lambda x: x + 1, cache=kernels)(torch.ones(2))
+    gc.collect()
+    gc.freeze()  # forks look for no garbage in what they share
 
 
 def _run(job: Job, rank: int) -> int:
@@ -178,6 +205,7 @@ def _run(job: Job, rank: int) -> int:
     os.chdir(job.cwd)
     size, there = str(job.nproc), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.port)}
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), size)
+    sizes |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
     # the launcher's store has the keys of the program before, and its files are for its failures
     own = {"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_ERROR_FILE": ""}
     os.environ.update({**job.environment, **sizes, **there, **own})

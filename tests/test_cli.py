@@ -110,7 +110,8 @@ def test_the_checkpoint_holds_the_state(tmp_path):
 
 @pytest.mark.distributed
 def test_every_mesh_trains_to_the_same_losses(tmp_path, capsys):
-    common = ["train", *SMALL, "--steps", 20, "--seed", 0]
+    """In float64, so that rounding is no excuse."""
+    common = ["train", *SMALL, "--gpt.dtype", "float64", "--steps", 12, "--seed", 0]
     assert run(*common, "--out", tmp_path / "dense") == 0
     assert "simulated" not in capsys.readouterr().out
     assert run(*common, "--mesh", "dp=2,tp=2", "--out", tmp_path / "simulated") == 0
@@ -121,16 +122,18 @@ def test_every_mesh_trains_to_the_same_losses(tmp_path, capsys):
     assert done.returncode == 0, done.stderr
     assert "4 processes" in done.stdout
     dense = losses(tmp_path / "dense")
-    assert len(dense) == 20
-    assert dense[-1] < dense[0] - 1
+    assert len(dense) == 12
+    assert dense[-1] < dense[0] - 0.5
     for name in ("simulated", "sp", "processes"):
-        assert losses(tmp_path / name) == pytest.approx(dense, rel=1e-5)
+        assert losses(tmp_path / name) == pytest.approx(dense, rel=1e-9)
     # the checkpoint of a mesh is the dense model's
     trees = [
-        checkpoint.restore(tmp_path / name / "checkpoints" / "20")
+        checkpoint.restore(tmp_path / name / "checkpoints" / "12")["params"]
         for name in ("dense", "processes")
     ]
-    torch.testing.assert_close(trees[1]["params"], trees[0]["params"], rtol=1e-2, atol=1e-4)
+    for path, a, b in zip(tree.paths(trees[0]), *map(tree.leaves, trees), strict=True):
+        assert a.dtype == torch.float64, path
+        assert (a - b).abs().max() <= 1e-8 * a.abs().max(), path
 
 
 def test_other_options_do_what_they_say(tmp_path):
@@ -287,13 +290,6 @@ def test_usages_name_what_they_want(command, capsys):
     assert "{None}" not in shown
     places = re.sub(r"\[[^\]]*\]", "", usage).split()  # without what is optional
     assert not {"STR", "INT", "FLOAT", "BOOL"} & {*places}
-
-
-@pytest.mark.parametrize("option", ["precision"])
-def test_options_of_later_are_not_there(option, capsys):
-    assert run("train", f"--{option}", "1") == 2
-    assert run("train", "--help") == 0
-    assert f"--{option} " not in capsys.readouterr().out
 
 
 def test_a_loss_that_is_not_finite_is_a_message(tmp_path, capsys):

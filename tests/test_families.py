@@ -7,8 +7,6 @@ import dataclasses
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -330,7 +328,8 @@ def restoring(tmp_path_factory):
     return run
 
 
-def test_a_t5_trains_on_a_mesh_and_goes_on_in_processes(restoring, tmp_path, capsys):
+@pytest.mark.distributed
+def test_a_t5_trains_on_a_mesh_and_goes_on_in_processes(restoring, tmp_path, capsys, in_processes):
     run, mesh = tmp_path / "run", ["--mesh", "dp=2,tp=2", "--zero", 1, "--microbatches", 2]
     assert train(*T5, *mesh, "--steps", 2, "--out", run) == 0
     (prompt,) = re.findall(r"--prompt (.*)$", capsys.readouterr().out, re.M)
@@ -339,9 +338,7 @@ def test_a_t5_trains_on_a_mesh_and_goes_on_in_processes(restoring, tmp_path, cap
     assert words
     assert all(word in Path(TEXT).read_text() for word in words)
     back = ["--mesh", "tp=2", "--zero", 0, "--microbatches", 1, "--sequence-parallel"]
-    command = ["train", "--out", run, "--resume", *back, "--steps", 4, "--nproc", 2]
-    line = [sys.executable, "-m", "functron", *map(str, command)]
-    assert subprocess.run(line, timeout=300, check=False).returncode == 0
+    in_processes(2, "train", "--out", run, "--resume", *back, "--steps", 4)
     torch.testing.assert_close(losses(run), losses(restoring), rtol=1e-10, atol=0)
     held_out = [run_folder.records(each)[1]["eval"]["text"] for each in (run, restoring)]
     assert held_out[0]["tokens"] == 4 * 6
@@ -500,13 +497,12 @@ dist.destroy_process_group()
 
 
 @pytest.mark.distributed
-def test_processes_sample_the_same_text(adapted, torchrun, capsys):
+def test_processes_sample_the_same_text(adapted, torchrun, in_processes, capsys):
     torchrun(IN_PROCESSES, 2, timeout=300)
     capsys.readouterr()
     assert main(sampled(adapted)) == 0
-    command = [sys.executable, "-m", "functron", *sampled(adapted, "--mesh", "fsdp=2")]
-    done = subprocess.run([*command, "--nproc", "2"], timeout=300, check=True, capture_output=True)
-    assert done.stdout.decode() == capsys.readouterr().out
+    done = in_processes(2, *sampled(adapted, "--mesh", "fsdp=2"))
+    assert done.stdout == capsys.readouterr().out
 
 
 def test_where_sampling_is_refused(adapted, hybrid, restoring, capsys):

@@ -205,12 +205,11 @@ def test_a_run_that_goes_on_evaluates_the_same(whole, tmp_path, capsys):
 
 
 @pytest.mark.distributed
-def test_processes_of_a_pipeline_evaluate_the_same(whole, texts, torchrun, tmp_path):
-    program = "import sys; from functron.cli.main import main; sys.exit(main(sys.argv[1:]))"
+def test_processes_of_a_pipeline_evaluate_the_same(whole, texts, in_processes, tmp_path):
     mesh = ["--mesh", "pp=2,dp=2", "--schedule", "zbv", "--vocab-over-pp", "--zero", 1]
     sets = ["--eval-every", 2, "--eval-data", f"one='{texts}/a b.txt' two={texts}/c.txt"]
     rest = ["--steps", 3, "--out", tmp_path / "run", "--device", "cpu"]
-    torchrun(program, 4, "train", *SMALL, *mesh, *sets, *rest)
+    in_processes(4, "train", *SMALL, *mesh, *sets, *rest)
     close(evals(tmp_path / "run"), evals(whole))
 
 

@@ -7,8 +7,6 @@ import functools
 import json
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,11 +178,10 @@ def test_goes_on_to_the_bit_from_any_step(step, whole, tmp_path):
     assert all(map(torch.equal, *map(tree.leaves, ends)))
 
 
-def test_goes_on_on_processes(whole, tmp_path):
+def test_goes_on_on_processes(whole, tmp_path, in_processes):
     cut = cut_after(whole, 1, tmp_path / "cut")
-    options = ["--mesh", "pp=2", "--microbatches", "2", "--nproc", "2"]
-    line = [sys.executable, "-m", "functron", "train", "--out", str(cut), "--resume", *options]
-    assert subprocess.run(line, timeout=300, check=False).returncode == 0
+    options = ["--mesh", "pp=2", "--microbatches", 2]
+    in_processes(2, "train", "--out", cut, "--resume", *options)
     torch.testing.assert_close(losses(cut), losses(whole), rtol=2e-6, atol=0)
     # what the processes keep of an average is one in the checkpoint
     means = [

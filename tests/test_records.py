@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
-import subprocess
-import sys
 import time
 from collections import Counter
 
@@ -101,11 +99,10 @@ def test_a_run_that_goes_on_says_the_same(whole, tmp_path):
 
 
 @pytest.mark.distributed
-def test_processes_say_what_one_says(whole, prefixes, tmp_path):
+def test_processes_say_what_one_says(whole, prefixes, tmp_path, in_processes):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "functron", "train", *SMALL, "--data", blend(prefixes)]
-    command += ["--steps", "3", "--mesh", "pp=2", "--microbatches", "2", "--nproc", "2"]
-    subprocess.run([*command, "--out", str(out)], check=True, timeout=240, capture_output=True)
+    command = ["train", *SMALL, "--data", blend(prefixes), "--steps", 3]
+    in_processes(2, *command, "--mesh", "pp=2", "--microbatches", 2, "--out", out)
     got, want = run_folder.records(out), run_folder.records(whole)[:3]
     for a, b in zip(got, want, strict=True):
         assert a["sources"] == b["sources"]

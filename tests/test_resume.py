@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -81,27 +79,13 @@ def test_goes_on_on_another_mesh_and_back(options, whole, cut):
     torch.testing.assert_close(losses(cut), losses(whole), rtol=2e-6, atol=0)
 
 
-def test_processes_go_on_and_back(whole, cut, tmp_path):
-    options = [
-        "--mesh",
-        "pp=2,dp=2",
-        "--zero",
-        "2",
-        "--vocab-over-pp",
-        "--microbatches",
-        "2",
-        "--nproc",
-        "4",
-    ]
-    assert _command("train", "--out", cut, "--resume", *options, "--steps", 5) == 0
-    options = ["--mesh", "dp=2", "--zero", "1", "--no-vocab-over-pp", "--nproc", "2"]
-    assert _command("train", "--out", cut, "--resume", *options, "--steps", 6) == 0
+@pytest.mark.distributed
+def test_processes_go_on_and_back(whole, cut, in_processes):
+    options = ["--mesh", "pp=2,dp=2", "--zero", 2, "--vocab-over-pp", "--microbatches", 2]
+    in_processes(4, "train", "--out", cut, "--resume", *options, "--steps", 5)
+    options = ["--mesh", "dp=2", "--zero", 1, "--no-vocab-over-pp"]
+    in_processes(2, "train", "--out", cut, "--resume", *options, "--steps", 6)
     torch.testing.assert_close(losses(cut), losses(whole), rtol=2e-6, atol=0)
-
-
-def _command(*arguments) -> int:
-    command = [sys.executable, "-m", "functron", *map(str, arguments)]
-    return subprocess.run(command, timeout=300, check=False).returncode
 
 
 def test_begins_where_nothing_is_saved_yet(whole, tmp_path, capsys):

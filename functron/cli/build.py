@@ -1,7 +1,7 @@
 """Compile all kernels ahead of time: ``python -m functron.cli.build``.
 
 It needs no GPU. What it leaves in the cache is what a GPU of that architecture loads, so the first
-steps of a job need not compile. The table is what each kernel takes of a multiprocessor.
+steps of a job need not compile. The table shows the registers and memory that each kernel takes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Built:
         defines: the variant.
         arch: the architecture.
         compiled: what came of it; None where it failed.
-        failure: what the compiler said then.
+        failure: the message of the compiler then.
     """
 
     source: Source

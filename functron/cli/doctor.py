@@ -1,4 +1,4 @@
-"""``functron doctor``: what this machine and this installation have, and what is missing."""
+"""``functron doctor``: the parts of this machine and installation, and those that are missing."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _build() -> str:
 
 
 def declared() -> tuple[list[str], dict[str, list[str]]]:
-    """What functron needs, and what each of its extras does; as installed, or as in a checkout."""
+    """The requirements of functron and of each extra, as installed, or as in a checkout."""
     try:
         given = metadata.requires("functron") or []
     except metadata.PackageNotFoundError:

@@ -8,14 +8,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
-import tyro
 
 from functron import checkpoint
-from functron.cli.launch import device_type, join, launch, leave
+from functron.cli.launch import RunOptions, device_type, join, launch, leave
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes
 from functron.core import random, tree
@@ -46,24 +44,23 @@ _PARALLEL = (
     "sequence_parallel", "context", "zigzag", "expert_axes", "schedule", "chunks", "layout",
     "vocab_over_pp", "zero", "gather", "compile", "log_layers_every",
 )  # fmt: skip
-"""What a run divides among ranks in its own ways, which are not those of another mesh."""
-
+"""The settings of how a run is divided among its ranks, which another mesh need not be."""
 
 _ANY_SEQ = 2048  # of models that take sequences of any length
 _LEAST_SEQ = 256  # where memory does not suffice
 _LOSS_CHUNK_TOKENS = 1024  # so that logits take little memory
 
 
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """Say how well a trained model predicts texts: loss, perplexity, and bits per byte of text.
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(RunOptions):
+    """Measure how well a trained model predicts texts: loss, perplexity, and bits per byte of text.
 
     Every token of a text but its first counts once, predicted from up to seq tokens before it.
     Files are texts, as the model's tokenizer gives them; tokens on disk are one text, or each of
-    their documents where the run keeps them apart. Of conversations counts what the assistant says.
+    their documents where the run keeps them apart. Of conversations, only the
+    tokens of the assistant count.
 
     Attributes:
-        run: the run folder that training left, of which the newest checkpoint is read.
         data: sets by name, such as "wiki=PREFIX1 code=PREFIX2", each read as the run reads its
             data; empty: those that the run evaluates itself, or the validation part of its split.
         seq: tokens that the model reads at a time; 0: as many as it can, or 2048 where that is any
@@ -74,25 +71,15 @@ class EvaluateOptions:
         batches: how many batches of each; 0: all of it, once.
         batch: windows per batch, over all ranks; 0: as many as have the tokens that the run has on
             a rank at a time.
-        averaged: evaluate the average of the parameters that the run keeps
-            (--optimizer.ema-decay).
-        mesh: axes and sizes, such as pp=2,tp=2; empty: one rank.
-        nproc: processes to start, one per rank of the mesh; 0: simulate the mesh in this process.
         json: print a JSON object instead of lines.
-        device: cpu, cuda, or auto: cuda where there is one.
     """
 
-    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
     data: str = ""
     seq: int = 0
     stride: int = 0
     batches: int = 0
     batch: int = 0
-    averaged: bool = False
-    mesh: str = ""
-    nproc: int = 0
     json: bool = False
-    device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -117,7 +104,7 @@ def run(arguments: Sequence[str]) -> int:
         named = {one.name: one for one in sets}
         found = {name: _with_bytes(found[name], _bytes_of(one)) for name, one in named.items()}
         print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr, flush=True)
-        print(json.dumps(_words(found)) if options.json else "\n".join(_lines(found)), flush=True)
+        print(json.dumps(_finite(found)) if options.json else "\n".join(_lines(found)), flush=True)
     return 0
 
 
@@ -149,7 +136,7 @@ def _sets(
     mesh: Mesh | BoundMesh,
     device: torch.device,
 ) -> tuple[TrainConfig, list[HeldOut], list[str]]:
-    """The run with what a batch has, the sets in such batches, and what there is to say of it.
+    """The run with what a batch has, the sets in such batches, and notes for the user.
 
     Collective on a bound mesh: rank 0 decides what fits into memory.
     """
@@ -167,8 +154,8 @@ def _sets(
     assert chosen[0] is not None
     config, notes = chosen[0]
     stride, multiple = options.stride or config.seq, sequence_parts(config, _plain(mesh))[0]
-    how = {"multiple": multiple, "exact": _is_limited(config)}
-    sets = [slide(name, one, config, stride, **how) for name, one in texts.items()]
+    windows = {"multiple": multiple, "exact": _is_limited(config)}
+    sets = [slide(name, one, config, stride, **windows) for name, one in texts.items()]
     # windows of one document each, which attention need not keep apart
     return replace(config, mask_documents=False, pack=""), sets, notes
 
@@ -180,7 +167,7 @@ def _chosen(
     device: torch.device,
     longest: int,
 ) -> tuple[TrainConfig, list[str]]:
-    """The run with tokens and rows of a batch that fit into memory, and what there is to say.
+    """The run with tokens and rows of a batch that fit into memory, and notes for the user.
 
     Args:
         config: the run, with the seq and global_batch that it has on a rank at a time.
@@ -189,7 +176,7 @@ def _chosen(
         longest: targets of the longest text.
     """
     share = _share(mesh, config.microbatches)
-    held, model = config.global_batch * config.seq, config.architecture
+    model, on_a_rank = config.architecture, config.global_batch * config.seq
     parts = sequence_parts(config, _plain(mesh))[0]
     most = options.seq or getattr(model, "max_seq", _ANY_SEQ) // parts * parts
     chunked = "loss_chunk_tokens" in config.family.settings and not config.gpt.logit_cap
@@ -200,7 +187,7 @@ def _chosen(
 
     def sized(seq: int) -> tuple[TrainConfig, int]:
         tokens = -(-min(seq, max(longest, 1)) // parts) * parts
-        batch = options.batch or max(held // tokens, 1) * share
+        batch = options.batch or max(on_a_rank // tokens, 1) * share
         rows = batch // config.microbatches
         made = replace(config, seq=seq, global_batch=batch)
         made = replace(made, loss_chunk_tokens=chunk if rows * tokens > chunk else 0)
@@ -240,7 +227,7 @@ def _share(mesh: Mesh | BoundMesh, microbatches: int) -> int:
 def _check(config: TrainConfig, options: EvaluateOptions, mesh: Mesh, here: Process | None) -> None:
     found = [
         Problem(name, str(value), "at least 0")
-        for name in ("seq", "stride", "batches", "batch", "nproc")
+        for name in ("seq", "stride", "batches", "batch")
         if (value := getattr(options, name)) < 0
     ]
     share = _share(mesh, config.microbatches)
@@ -248,11 +235,8 @@ def _check(config: TrainConfig, options: EvaluateOptions, mesh: Mesh, here: Proc
         fix = f"set it to {-(-options.batch // share) * share}"
         found.append(Problem("batch", str(options.batch), f"a multiple of {share}", fix))
     found += _window_problems(config, options, mesh)
-    processes = here.world_size if here else options.nproc
-    if processes and processes != mesh.size:
-        got = f"{processes} for a mesh of {mesh.size}"
-        found.append(Problem("nproc", got, "one process per rank", f"set it to {mesh.size}"))
-    raise_problems("cannot evaluate", [*found, *problems_of(config)])
+    found += [*options.problems(mesh, here), *problems_of(config)]
+    raise_problems("cannot evaluate", found)
     # texts may be shorter than windows
     check(replace(config, seq=1) if _slides(config) else config)
 
@@ -284,7 +268,7 @@ def _window_problems(
 def _scorer(
     config: TrainConfig, mesh: Mesh | BoundMesh, device: torch.device, path: Path
 ) -> Callable[[Sequence[HeldOut]], dict]:
-    """What evaluates sets with the parameters of a checkpoint, of which others stay on disk."""
+    """A function that evaluates sets with a checkpoint's parameters; the rest stays on disk."""
     names = list(checkpoint.Checkpoint(path))
     if not lora.has_adapters(names):
         config = replace(config, lora_rank=0)  # a run that has begun from a model without
@@ -321,8 +305,8 @@ def _with_bytes(numbers: dict[str, float], num_bytes: int | None) -> dict[str, f
     return {**numbers, "bits_per_byte": bits}
 
 
-def _words(found: dict) -> dict:
-    """What JSON has words for."""
+def _finite(found: dict) -> dict:
+    """The numbers as JSON can write them: null where they are not finite."""
     return {
         name: {
             key: None if value is None or not math.isfinite(value) else value

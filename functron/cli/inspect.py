@@ -17,7 +17,7 @@ from functron.pipeline import Schedule, make
 from functron.spmd import DATA_AXES, Mesh
 from functron.training import run_folder
 from functron.training.config import BOXES, COMMON, TrainConfig, load, with_model
-from functron.training.costs import parameter_table, schedule_report, step_report
+from functron.training.costs import parameter_table, step_report
 from functron.training.plan import plan
 from functron.training.records import nearest
 
@@ -166,3 +166,24 @@ def _file_of(path: Path) -> Path:
         wanted = f"a run folder, or a file like its {run_folder.CONFIG}"
         refuse("no such run", str(path), "a folder where no run is", wanted, fix)
     return path / run_folder.CONFIG
+
+
+def schedule_report(schedule: Schedule) -> str:
+    """The Gantt chart of a schedule, its bubble and its live activations, as text.
+
+    F, I and W take 1 each, B 2.
+    """
+    timeline = schedule.simulate()
+    each = [schedule.peak_live(rank) for rank in range(schedule.num_ranks)]
+    chunks = f", {schedule.num_chunks} chunks each" if schedule.num_chunks > 1 else ""
+    lines = [
+        f"{schedule.name}: {schedule.num_ranks} ranks{chunks}, "
+        f"{schedule.num_microbatches} microbatches",
+        "",
+        timeline.gantt(),
+        "",
+        f"bubble            {timeline.bubble_fraction:.1%} of the ranks' time",
+        f"live activations  {' '.join(map(str, each))}: the most per rank, of one microbatch "
+        "and stage each",
+    ]
+    return "\n".join(lines) + "\n"

@@ -7,22 +7,54 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
+import tyro
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from functron.cli.process import MARK, Process
+from functron.core.errors import Problem
 from functron.spmd import BoundMesh, Mesh
 
 TIMEOUT_SECONDS = 300.0
+"""How long a collective waits for a rank, unless a run says otherwise."""
 NOTICED_WITHIN_SECONDS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """A run whose model is used, and the ranks that use it.
+
+    Attributes:
+        run: the run folder that training left, of which the newest checkpoint is read.
+        averaged: take the average of the parameters that the run keeps (--optimizer.ema-decay).
+        mesh: axes and sizes, such as pp=2,tp=2; empty: one rank.
+        nproc: processes to start, one per rank of the mesh; 0: simulate the mesh in this process.
+        device: cpu, cuda, or auto: cuda where there is one.
+    """
+
+    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
+    averaged: bool = False
+    mesh: str = ""
+    nproc: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def problems(self, mesh: Mesh, here: Process | None) -> Iterator[Problem]:
+        """Processes that are not as many as the ranks of `mesh`, which is that of `self.mesh`."""
+        processes = here.world_size if here else self.nproc
+        if processes < 0 or (processes and processes != mesh.size):
+            got = f"{processes} for a mesh of {mesh.size}"
+            fix = f"set it to {mesh.size}, or to 0 to simulate them"
+            yield Problem("nproc", got, "one process per rank", fix)
 
 
 def device_type(name: str, processes: int = 1) -> str:
@@ -132,7 +164,7 @@ def _details(failure: ProcessFailure) -> dict[str, Any]:
 
 def _explain(rank: int, failure: ProcessFailure, nproc: int) -> str:
     signal_name = failure.signal_name() if failure.exitcode < 0 else ""
-    how = f"killed by {signal_name}" if signal_name else f"exit code {failure.exitcode}"
+    ending = f"killed by {signal_name}" if signal_name else f"exit code {failure.exitcode}"
     trace = _details(failure).get("py_callstack", "").rstrip()
-    summary = f"functron: rank {rank} failed first ({how}); all {nproc} processes were stopped"
+    summary = f"functron: rank {rank} failed first ({ending}); all {nproc} processes were stopped"
     return f"{trace}\n{summary}" if trace else summary

@@ -6,19 +6,16 @@ import math
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
-import tyro
 
 from functron import checkpoint
 from functron.checkpoint.restore import read_params
-from functron.cli.launch import device_type, join, launch, leave
+from functron.cli.launch import RunOptions, device_type, join, launch, leave
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes
 from functron.core import random, tree
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.data import Tokenizer
 from functron.data.text_tokenizer import ByteTokenizer, TextTokenizer, open_tokenizer
 from functron.models import bert, generation, gpt, lora, mamba, t5
@@ -32,19 +29,16 @@ Program = Callable[[dict, Mesh | BoundMesh, torch.device], str]
 """``(params, mesh, device)`` to the text."""
 
 
-@dataclass(frozen=True)
-class SampleOptions:
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions(RunOptions):
     """Continue a prompt with a trained model.
 
     Attributes:
-        run: the run folder that training left.
         prompt: the text to continue; a T5's has <extra_id_0>, <extra_id_1> and so on for what is
             missing.
         tokens: how many tokens (bytes, where the run has no tokenizer) to add at most.
         tokenizer: what makes tokens of the prompt, a path or bytes; empty: the run's own.
-        averaged: sample from the average of the parameters that the run keeps
-            (--optimizer.ema-decay).
-        chat: take the prompt for what a user says, and print the answer alone.
+        chat: take the prompt for a message of the user, and print the answer alone.
         temperature: 1 samples from the model's distribution, below 1 from its likelier part, 0
             takes the likeliest.
         top_k: sample among so many likeliest tokens; 0: among all.
@@ -53,23 +47,16 @@ class SampleOptions:
         mesh: axes and sizes, such as tp=4 or fsdp=2,tp=2, over which a model is split that is too
             large for one rank; the text is the same. Ranks of data axes read copies of the prompt.
             Empty: one rank.
-        nproc: processes to start, one per rank of the mesh; 0: simulate the mesh in this process.
-        device: cpu, cuda, or auto: cuda where there is one.
     """
 
-    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
     prompt: str
     tokens: int = 200
     tokenizer: str = ""
-    averaged: bool = False
     chat: bool = False
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    mesh: str = ""
-    nproc: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -83,8 +70,8 @@ def run(arguments: Sequence[str]) -> int:
         kind = device_type(options.device, options.nproc)
         tokenizer = _tokenizer(options, config)
         restores = isinstance(config.architecture, t5.T5Config)
-        say = _restored if restores else _continued
-        program = say(options, config, tokenizer)
+        complete = _restored if restores else _continued
+        program = complete(options, config, tokenizer)
     if here is None and options.nproc:
         return launch(options.nproc, ["-m", "functron", "sample", *arguments])
     if here is None and mesh.size > 1:
@@ -92,10 +79,10 @@ def run(arguments: Sequence[str]) -> int:
         print(f"{note} (--nproc {mesh.size} starts processes)", file=sys.stderr)
     with mistakes():
         bound, device = join(mesh, here, kind) if here else (mesh, torch.device(kind))
-        said = program(_params(options, config, bound, device), bound, device)
+        text = program(_params(options, config, bound, device), bound, device)
     leave()
     if here is None or here.rank == 0:
-        print(said, flush=True)
+        print(text, flush=True)
     return 0
 
 
@@ -111,12 +98,7 @@ def _check(options: SampleOptions, config: TrainConfig, mesh: Mesh, here: Proces
     if isinstance(model, t5.T5Config) and options.chat:
         got, wanted = "a run of a T5", "a model that converses"
         found.append(Problem("chat", got, wanted, "leave it out"))
-    processes = here.world_size if here else options.nproc
-    if processes < 0 or (processes and processes != mesh.size):
-        got = f"{processes} for a mesh of {mesh.size}"
-        fix = f"set it to {mesh.size}, or to 0 to simulate them"
-        found.append(Problem("nproc", got, "one process per rank", fix))
-    raise_problems("cannot sample", found)
+    raise_problems("cannot sample", [*found, *options.problems(mesh, here)])
     if isinstance(model, gpt.GPTConfig) and mesh.size > 1:
         generation.check(model, mesh)
     config.family.rules(model, mesh)
@@ -154,14 +136,14 @@ def _continued(options: SampleOptions, config: TrainConfig, tokenizer: TextToken
             stop=tokenizer.stops,
             mesh=mesh if mesh.size > 1 else None,
         )
-        said = _ended(tokens[0, len(ids) :].tolist(), tokenizer.stops)
-        return tokenizer.decode(said if options.chat else ids + said)
+        new = _ended(tokens[0, len(ids) :].tolist(), tokenizer.stops)
+        return tokenizer.decode(new if options.chat else ids + new)
 
     return program
 
 
 def _restored(options: SampleOptions, config: TrainConfig, tokenizer: TextTokenizer) -> Program:
-    """What a T5 says to a prompt whose missing spans have the names of sentinels."""
+    """The spans that a T5 restores in a prompt which has sentinels in their places."""
     model = config.architecture
     assert isinstance(model, t5.T5Config)
     reader = data.reader_of(replace(config, out=str(options.run)))
@@ -171,7 +153,7 @@ def _restored(options: SampleOptions, config: TrainConfig, tokenizer: TextTokeni
     ids = spans.read(options.prompt, tokenizer)
 
     def program(params: dict, mesh: Mesh | BoundMesh, device: torch.device) -> str:
-        said = respond(
+        tokens = respond(
             params,
             model,
             _rows(ids, mesh, device),
@@ -181,7 +163,7 @@ def _restored(options: SampleOptions, config: TrainConfig, tokenizer: TextTokeni
             stop={end},
             mesh=mesh,
         )
-        return spans.written(_ended(said[0].tolist(), {end}), tokenizer)
+        return spans.written(_ended(tokens[0].tolist(), {end}), tokenizer)
 
     return program
 
@@ -193,10 +175,10 @@ def _rows(ids: list[int], mesh: Mesh | BoundMesh, device: torch.device) -> torch
     return torch.tensor([ids] * copies, dtype=torch.int64, device=device)
 
 
-def _ended(said: list[int], stops: Collection[int]) -> list[int]:
+def _ended(tokens: list[int], stops: Collection[int]) -> list[int]:
     """Tokens up to the first stop: a row that has ended repeats it while others go on."""
-    ends = (index for index, token in enumerate(said) if token in stops)
-    return said[: next(ends, len(said)) + 1]
+    ends = (index for index, token in enumerate(tokens) if token in stops)
+    return tokens[: next(ends, len(tokens)) + 1]
 
 
 def _tokenizer(options: SampleOptions, config: TrainConfig) -> TextTokenizer:
@@ -206,7 +188,7 @@ def _tokenizer(options: SampleOptions, config: TrainConfig) -> TextTokenizer:
     if found is None and data.is_on_disk(config):
         got = "a run on tokens that does not say what made them"
         fix = "name it: --tokenizer FILE, or --tokenizer bytes"
-        raise_problems("cannot read", [Problem("tokenizer", got, "their tokenizer", fix)])
+        refuse("cannot read", "tokenizer", got, "their tokenizer", fix)
     return found or ByteTokenizer()
 
 
@@ -216,9 +198,8 @@ def _encoded(options: SampleOptions, tokenizer: TextTokenizer) -> list[int]:
         if not isinstance(tokenizer, Tokenizer):
             got = "a run on bytes" if tokenizer.file is None else str(tokenizer.file)
             fix = "leave it out, or train with --tokenizer"
-            problem = Problem("chat", got, "one with a tokenizer's template", fix)
-            raise_problems("cannot write a conversation", [problem])
-            raise AssertionError("unreachable")
+            wanted = "one with a tokenizer's template"
+            refuse("cannot write a conversation", "chat", got, wanted, fix)
         messages = [{"role": "user", "content": options.prompt}]
         text = tokenizer.render(messages, add_generation_prompt=True)
         return tokenizer.encode(text, special=False)

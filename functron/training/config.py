@@ -57,8 +57,8 @@ class TrainConfig:
         tokenizer_pattern: how the tokenizer splits text, where it is a .tiktoken file that has not
             one of the usual names: gpt2, cl100k, o200k, llama3 or a regular expression.
         format: how `data` is read: text; chat: JSONL files of conversations, of which the model
-            learns what the assistant says; tokens: what functron preprocess or Megatron-LM wrote, a
-            prefix of .bin and .idx, or shards; mock: random tokens, without any file; auto: chat
+            learns the tokens of the assistant; tokens: files of functron preprocess or Megatron-LM,
+            a prefix of .bin and .idx, or shards; mock: random tokens, without any file; auto: chat
             where it ends in .jsonl, and tokens where there is such a file.
         overlong: what becomes of conversations that do not fit into seq tokens: refuse (it is an
             error), cut (off their end) or drop.
@@ -83,7 +83,7 @@ class TrainConfig:
             down; -1: the tokenizer's [MASK], <mask> or <extra_id_0>, or else the last of the
             vocabulary.
         mean_span: how many tokens a T5 is to restore at a place, in the mean.
-        end_token: the id that ends what a T5 reads and says; -1: the tokenizer's end of text.
+        end_token: the id that ends what a T5 reads and writes; -1: the tokenizer's end of text.
         eval_every: report the loss and perplexity of held-out data after every so many steps, and
             after the last; 0: never.
         eval_batches: how many batches of each set, of global_batch samples; 0: all of it.
@@ -241,7 +241,7 @@ class TrainConfig:
 
     @property
     def architecture(self) -> TrainedConfig:
-        """What is trained: `mamba`, `bert` or `t5` where one is given, and `gpt` otherwise."""
+        """The model to train: `mamba`, `bert` or `t5` where one is given, and `gpt` otherwise."""
         return self.mamba or self.bert or self.t5 or self.gpt
 
     @property
@@ -291,7 +291,7 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "microbatches", "schedule", "chunks", "layout", "vocab_over_pp", "zero", "gather",
     ),
     "precision": (
-        *(f"{family}.dtype" for family in FAMILIES), "optimizer.fp32_masters",
+        *(f"{family}.dtype" for family in TRAINED), "optimizer.fp32_masters",
         "optimizer.stochastic_rounding", "optimizer.mu_dtype", "optimizer.nu_dtype",
         "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.muon.dtype", "remat",
         "loss_chunk_tokens", "kernels", "compile", "device",
@@ -311,7 +311,7 @@ COMMON = frozenset({
     "sequence_parallel", "microbatches", "schedule", "zero", "remat", "compile", "device", "steps",
     "seed", "optimizer.name", "optimizer.weight_decay", "learning_rate.peak",
     "learning_rate.warmup_steps", "out", "resume", "save_every", "eval_every", "eval_data",
-    "tensorboard", "wandb", *(f"{family}.dtype" for family in FAMILIES),
+    "tensorboard", "wandb", *(f"{family}.dtype" for family in TRAINED),
 })  # fmt: skip
 """The options that most runs use."""
 
@@ -500,7 +500,7 @@ _UNIONS = (typing.Union, types.UnionType)
 
 
 def _kind(hint: Any, value: Any) -> str | None:
-    """What was wanted where `value` is not of the annotated kind, else None."""
+    """The kind that is wanted where `value` is not of it, else None."""
     if typing.get_origin(hint) is Literal:
         options = typing.get_args(hint)
         return None if value in options else f"one of {', '.join(map(repr, options))}"

@@ -316,24 +316,3 @@ def parameter_table(plan: Plan) -> str:
         rows.append((path, str(d.shape), axes, str(spec), str(local), f"{count:,}", size))
     total = f"{num_params(defs):,} parameters, {total_bytes:,} bytes"
     return f"{table(rows, left=5)}\n\n{total}; {local_bytes:,} bytes per rank"
-
-
-def schedule_report(schedule: Schedule) -> str:
-    """The Gantt chart of a schedule, its bubble and its live activations, as text.
-
-    F, I and W take 1 each, B 2.
-    """
-    timeline = schedule.simulate()
-    each = [schedule.peak_live(rank) for rank in range(schedule.num_ranks)]
-    chunks = f", {schedule.num_chunks} chunks each" if schedule.num_chunks > 1 else ""
-    lines = [
-        f"{schedule.name}: {schedule.num_ranks} ranks{chunks}, "
-        f"{schedule.num_microbatches} microbatches",
-        "",
-        timeline.gantt(),
-        "",
-        f"bubble            {timeline.bubble_fraction:.1%} of the ranks' time",
-        f"live activations  {' '.join(map(str, each))}: the most per rank, of one microbatch "
-        "and stage each",
-    ]
-    return "\n".join(lines) + "\n"

@@ -25,7 +25,7 @@ from functron.core import plot
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 EVAL = "eval"
-"""What a record calls the numbers of held-out sets."""
+"""The key of the numbers of held-out sets in a record."""
 
 Record = Mapping[str, Any]
 Reporter = AbstractContextManager[Callable[[Record], None]]
@@ -35,7 +35,7 @@ REDRAW_SECONDS = 10.0
 
 @contextmanager
 def progress(steps: int, start: int = 0) -> Iterator[Callable[[Record], None]]:
-    """A bar on standard error: loss, gradient norm, tokens per second, losses held out."""
+    """A bar on standard error: loss, gradient norm, tokens per second, losses of held-out sets."""
     # into a file or a pipe, a line every ten seconds is enough
     interval = 0.1 if sys.stderr.isatty() else REDRAW_SECONDS
     with tqdm(

@@ -355,7 +355,7 @@ def make_step(
     shares = gradients(mesh, specs, wanted)
     optimizer = optimizer.bind(specs, shares.copies)
     layout = state_specs(specs, optimizer)
-    axis, once = shares.axis, {"replicated_over": replicated_over}
+    axis = shares.axis
     _check_work(mesh, (layout, batch_specs), replicated_over, axis)
 
     def first(state: State, batch: tree.Tree) -> tuple[Any, tree.Tree]:
@@ -377,7 +377,13 @@ def make_step(
     look = _sum_check(shares, mesh, specs, batch_specs) if check else None
     if not shares.in_programs or not isinstance(mesh, BoundMesh):
         mapped = shard_map(
-            step, mesh, (layout, batch_specs), (layout, P()), stages=axis, donate=0, **once
+            step,
+            mesh,
+            (layout, batch_specs),
+            (layout, P()),
+            stages=axis,
+            donate=0,
+            replicated_over=replicated_over,
         )
         if look is not None:
             mapped.observe = lambda args, out: look(out[0], args[1])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import functron as ft
 from functron import Mesh, random
 from functron.training.plan import plan
+from tests.ranks import on_the_first
 
 torch.set_num_threads(1)
 
@@ -26,7 +27,7 @@ def training(name, text, zero):
         data = {key: x.chunk(parts)[part] for key, x in cases.batch(step).items()}
         state, metrics = made.step(state, data)
         losses.append(metrics["loss"].item())
-    want, found, _ = cases.dense(name)
+    want, found = on_the_first(lambda: cases.dense(name)[:2])
     assert all(abs(a - b) < 1e-8 for a, b in zip(losses, found, strict=True)), (losses, found)
     if mesh["pp"] == 1:
         specs = made.state_specs

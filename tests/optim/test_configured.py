@@ -13,7 +13,7 @@ from functron.spmd.spec import is_spec
 from functron.training.config import TrainConfig
 from functron.training.plan import plan
 
-STEPS, VOCAB, SEQ = 3, 20, 6
+STEPS, VOCAB, SEQ = 2, 20, 6
 MODEL = gpt.GPTConfig(
     vocab_size=VOCAB, num_layers=2, embed_dim=14, num_heads=4, head_dim=4, mlp_dim=24, max_seq=SEQ,
     init_stddev=0.3, dtype="float64",

@@ -19,7 +19,7 @@ from functron.spmd.spec import is_spec
 from functron.transforms import Gather
 
 TOLERANCE = 1e-10
-STEPS, BATCH, SEQ, VOCAB = 3, 24, 6, 20
+STEPS, BATCH, SEQ, VOCAB = 2, 24, 6, 20
 
 CONFIG = gpt.GPTConfig(
     vocab_size=VOCAB, num_layers=2, embed_dim=14, num_heads=4, head_dim=4, mlp_dim=24, max_seq=SEQ,

@@ -163,7 +163,7 @@ def losses(folder: Path) -> torch.Tensor:
     return torch.tensor([[row["loss"], row["grad_norm"]] for row in rows], dtype=torch.float64)
 
 
-def test_training_by_processes(tmp_path, capsys):
+def test_training_by_processes(tmp_path, capsys, in_processes):
     """In float64, so that rounding is no excuse: the losses without a mesh, and one checkpoint."""
     table = tmp_path / "run.toml"
     table.write_text('model = "llama3-tiny"\n[gpt]\ndtype = "float64"\ntied = true\n')
@@ -174,12 +174,7 @@ def test_training_by_processes(tmp_path, capsys):
     assert main([*common, "--out", str(tmp_path / "dense")]) == 0
     assert main([*common, *mesh, "--out", str(tmp_path / "simulated")]) == 0
     assert "4 ranks simulated in this process" in capsys.readouterr().out
-    command = [*common, *mesh, "--nproc", "4", "--out", str(tmp_path / "processes")]
-    done = subprocess.run(
-        [sys.executable, "-m", "functron", *command],
-        capture_output=True, text=True, timeout=240, env=ENV,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = in_processes(4, *common, *mesh, "--out", tmp_path / "processes")
     assert "mesh   pp=2,tp=2: 4 processes" in done.stdout
     want = losses(tmp_path / "dense")
     assert want.shape == (5, 2)
