@@ -8,6 +8,7 @@ or a name that does not exist.
 """
 
 import argparse
+import dataclasses
 import inspect
 import sys
 import typing
@@ -30,9 +31,16 @@ def prepare(module: ModuleType) -> None:
     """Make what is exported lazily, or annotated in strings, as pdoc expects to find it."""
     for name in getattr(module, "__all__", ()) or tuple(vars(module)):
         value = vars(module).setdefault(name, getattr(module, name))
-        if inspect.isclass(value) and issubclass(value, tuple) and hasattr(value, "_fields"):
+        if not inspect.isclass(value):
+            continue
+        if issubclass(value, tuple) and hasattr(value, "_fields"):
             # the annotations of a NamedTuple's __new__ have forgotten their module
             value.__new__.__annotations__ = typing.get_type_hints(value)
+        elif dataclasses.is_dataclass(value) and any(
+            map(dataclasses.is_dataclass, value.__bases__)
+        ):
+            # inherited fields are annotated with names of their own module
+            value.__init__.__annotations__ |= typing.get_type_hints(value)
 
 
 def contents(modules: dict[str, ModuleType]) -> str:

@@ -9,10 +9,12 @@ import tomllib
 import pytest
 import yaml
 
+from functron import Mesh
 from functron.models import gpt
 from functron.models.gpt import GPTConfig
 from functron.nn import RopeScaling
 from functron.optim import OptimizerConfig, ScheduleConfig
+from functron.training import Plan, plan
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, dump, load, with_model
 
@@ -361,3 +363,10 @@ def test_problems_of_pipelines_come_with_the_others():
     for layout in ("", "cost"):
         text = problems(pipeline(mesh="pp=2,tp=3", layout=layout))
         assert text.count("num_heads: got 8; wanted a multiple of tp=3") == 1
+
+
+def test_a_plan_is_made_of_a_configuration_and_a_mesh():
+    config = TrainConfig(mesh="dp=2")
+    made = plan(config, Mesh.parse(config.mesh))
+    assert isinstance(made, Plan)
+    assert made.config is config

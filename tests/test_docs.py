@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +14,15 @@ import functron
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "functron"
+# types of what functions take and return, which need no example of their own
+TYPES = {
+    "functron.gpt.Details",
+    "functron.hub.Format",
+    "functron.nn.NormKind",
+    "functron.nn.Predictions",
+    "functron.ops.Gradient",
+    "functron.t5.Cache",
+}
 ROOMS = ("data", "models", "ops", "spmd", "transforms")
 
 
@@ -33,6 +43,14 @@ def public_names() -> dict[str, object]:
     }
 
 
+def code_of(path: Path) -> str:
+    """The code of a notebook, or the text of any other file."""
+    if path.suffix != ".ipynb":
+        return path.read_text()
+    cells = json.loads(path.read_text())["cells"]
+    return "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+
+
 def test_public_names_have_sentences():
     problems = []
     for path, value in public_names().items():
@@ -43,6 +61,17 @@ def test_public_names_have_sentences():
         if made_up or not first.endswith((".", ":")):
             problems.append(f"{path}: {first!r}")
     assert problems == []
+
+
+def test_public_names_have_examples():
+    """Code that runs in CI uses each: a notebook, an example, the README or a test."""
+    files = [ROOT / "README.md", *ROOT.glob("examples/*.py"), *ROOT.glob("notebooks/*.ipynb")]
+    words = set()
+    for path in [*files, *ROOT.glob("tests/**/*.py")]:
+        if path != Path(__file__):
+            words.update(re.findall(r"\w+", code_of(path)))
+    without = {path for path in public_names() if path.rpartition(".")[2] not in words}
+    assert without - TYPES == set()
 
 
 def test_map_of_the_house_is_that_of_the_tree():

@@ -337,3 +337,8 @@ def test_flops_of_llama():
     near = replace(config, window=512)
     seen = 12 * 32 * 32 * 128 * 496
     assert gpt.flops_per_token(near, 8192) == 6 * weights + seen
+
+
+def test_watched_names_are_of_the_embedding_and_every_block():
+    config = replace(gpt.PRESETS["tiny"], num_layers=2)
+    assert gpt.watched_names(config) == ("embed", "blocks/0", "blocks/1")

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from functron import Mesh
+from functron import DATA_AXES, Mesh
+from functron.spmd import FSDP_AXES
 
 
 def test_sizes_and_absent_axes():
@@ -48,3 +49,7 @@ def test_sizes_must_be_positive_integers(size):
 def test_bind_without_processes_says_how():
     with pytest.raises(ValueError, match=r"(?s)no process group.*torchrun --nproc-per-node 4"):
         Mesh(dp=4).bind()
+
+
+def test_axes_that_shard_parameters_split_the_batch():
+    assert set(FSDP_AXES) < set(DATA_AXES)
