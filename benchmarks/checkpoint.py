@@ -83,7 +83,7 @@ def make_state(gigabytes: float, mesh: BoundMesh) -> tuple[Any, checkpoint.Place
 
     like = {"params": abstract(torch.bfloat16)}
     like |= {name: abstract(torch.float32) for name in ("masters", "mu", "nu")}
-    placement = checkpoint.place(like, dict.fromkeys(like, split), mesh)
+    placement = checkpoint.Placement.of(like, dict.fromkeys(like, split), mesh)
     generator = torch.Generator().manual_seed(mesh.rank)
     leaves = []
     for leaf in placement.leaves:

@@ -66,7 +66,7 @@ def functron_step(words: list[str], c: gpt.GPTConfig, batch: dict) -> Callable[[
         mesh = (Mesh(dp=2) if "dp" in words else Mesh(tp=2)).bind()
     compile_with = None
     if "jit" in words:
-        from functron.program.jit import jit
+        from functron.compiler.jit import jit
 
         options = {"unroll": True} if "unrolled" in words else {}
         compile_with = partial(jit, donate=(0,), **options)

@@ -23,7 +23,6 @@ import numpy as np
 from measure import resident
 
 from functron import Mesh, gpt
-from functron.config import TrainConfig
 from functron.data import (
     Blend,
     FillInTheMiddle,
@@ -35,8 +34,9 @@ from functron.data import (
 )
 from functron.data.documents import python_text
 from functron.data.indexed import Layout
-from functron.preprocess import Settings, preprocess
-from functron.train import prepare
+from functron.data.preprocess import Settings, preprocess
+from functron.training.config import TrainConfig
+from functron.training.train import prepare
 
 SEED_BYTES = 4 << 20
 BLOCK = 1 << 22

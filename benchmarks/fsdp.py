@@ -60,9 +60,9 @@ def training(
     gather = Gather(specs, regather=regather)
 
     def loss(params, batch, key):
-        return gpt.loss(c, params, batch, key=key, gather=gather)
+        return gpt.loss(c, params, batch, ft.ModelOptions(gather=gather), key=key)
 
-    return ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs), state
+    return ft.make_step(ft.gradients(loss, gpt.num_targets), optimizer, mesh, specs), state
 
 
 def functron_step(

@@ -41,8 +41,9 @@ import torch
 from models import decoder, make_batch, named_weights
 from peers import Step, functron_step, functron_training, module_step, plain_step
 
-from functron import Mesh, gpt, metrics, tree
-from functron.program.jit import jit
+from functron import Mesh, gpt, tree
+from functron.compiler.jit import jit
+from functron.training import loop
 
 # in order of importance, in case that time runs out
 PROGRAMS = (
@@ -206,7 +207,7 @@ def serve(name: str, shape: Shape, args: argparse.Namespace) -> dict:
     memory = torch.cuda.max_memory_allocated() if cuda else measure.resident("VmHWM") - before
     return {
         "device": torch.cuda.get_device_name() if cuda else platform.machine(),
-        "device_flops": metrics.peak_flops(device, torch.bfloat16),
+        "device_flops": loop.peak_flops(device, torch.bfloat16),
         "losses": losses[:WARM_UP],
         "first": times[0],
         "times": times[WARM_UP:],

@@ -16,15 +16,17 @@ from functron.ops.adamw import ADAMW
 from functron.ops.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD_
 from functron.ops.global_norm import SUM_OF_SQUARES
 from functron.ops.glu import GLU, GLU_BACKWARD
-from functron.ops.layer_norm import LAYER_NORM, LAYER_NORM_BACKWARD
-from functron.ops.lse_merge import LSE_MERGE, LSE_MERGE_BACKWARD
-from functron.ops.moe_permute import PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD
-from functron.ops.moe_router import ROUTER, ROUTER_BACKWARD
-from functron.ops.moe_sort import SORT
+from functron.ops.moe import PERMUTE, ROUTER, ROUTER_BACKWARD, SORT, UNPERMUTE, UNPERMUTE_BACKWARD
+from functron.ops.norms import (
+    ADD_RMS_NORM,
+    LAYER_NORM,
+    LAYER_NORM_BACKWARD,
+    RMS_NORM,
+    RMS_NORM_BACKWARD,
+)
 from functron.ops.qk_norm_rope import QK_NORM_ROPE, QK_NORM_ROPE_, QK_NORM_ROPE_BACKWARD
 from functron.ops.quantise_fp8 import DEQUANTISE_FP8, QUANTISE_FP8
-from functron.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
-from functron.ops.softmax import SOFTMAX, SOFTMAX_BACKWARD
+from functron.ops.softmax import LSE_MERGE, LSE_MERGE_BACKWARD, SOFTMAX, SOFTMAX_BACKWARD
 
 
 def rms_norm(g: Given) -> Case:

@@ -35,8 +35,8 @@ from torch.nn import functional as F
 
 from functron import ops
 from functron.nn.loss import cross_entropy
+from functron.ops.cross_entropy import linear_log_sum_exp_and_target
 from functron.ops.launch import usable
-from functron.ops.linear_cross_entropy import linear_log_sum_exp_and_target
 
 BUDGET = 480.0
 """Seconds for everything; what is left when they are over is not compiled by Inductor."""

@@ -39,9 +39,9 @@ def functron_training(
     state = ft.init_state(random.key(SEED, device=device), defs, specs, optimizer, mesh)
 
     def loss(params, batch, key):
-        return gpt.loss(c, params, batch, key=key, stream=stream)
+        return gpt.loss(c, params, batch, ft.ModelOptions(stream=stream), key=key)
 
-    return ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs), state
+    return ft.make_step(ft.gradients(loss, gpt.num_targets), optimizer, mesh, specs), state
 
 
 def functron_step(

@@ -42,10 +42,7 @@ def functron_step(
         return y / total if part.loss else y
 
     stages = ft.pipeline.pipelined(stage, partition, schedule, compile=compile_with)
-    compiled = compile_with is not None
-    train = ft.make_pipelined_step(
-        stages, gpt.num_targets, optimizer, mesh, specs, compile=compiled
-    )
+    train = ft.make_step(ft.pipelined_gradients(stages, gpt.num_targets), optimizer, mesh, specs)
 
     def step() -> float:
         nonlocal state

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import P, bert, gpt, optim
-from functron.data import ByteText
-from functron.data.masking import mask_tokens
+from functron.data import ByteText, mask_tokens
 
 MASK = 256  # after the 256 bytes
 
@@ -51,17 +50,19 @@ def main():
     specs = ft.param_specs(defs, bert.rules(config, mesh))
     schedule = optim.cosine_decay(args.learning_rate, args.steps, warmup_steps=args.steps // 10)
     optimizer = optim.chain(
-        optim.clip_by_global_norm(1.0, specs),
+        optim.clip_by_global_norm(1.0),
         optim.adamw(schedule, weight_decay=0.01, mask=optim.not_norm_or_bias),
     )
     stream = gpt.SEQUENCE_PARALLEL_STREAM if args.sequence_parallel else gpt.STREAM
     gather = ft.Gather(specs)  # parameters that --mesh fsdp=N splits
 
     def loss(params, batch, key):
-        return bert.loss(config, params, batch, key=key, stream=stream, gather=gather)
+        return bert.loss(
+            config, params, batch, ft.ModelOptions(stream=stream, gather=gather), key=key
+        )
 
     state = ft.init_state(ft.random.key(args.seed), defs, specs, optimizer, mesh)
-    step = ft.make_step(loss, bert.num_targets, optimizer, mesh, specs)
+    step = ft.make_step(ft.gradients(loss, bert.num_targets), optimizer, mesh, specs)
     text = ByteText(args.data, args.seq, seed=args.seed)
 
     def masked(index):

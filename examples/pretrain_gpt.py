@@ -55,26 +55,29 @@ def main():
     config = gpt.PRESETS[args.model]
     mesh, device = connect(ft.Mesh.parse(args.mesh))
     if mesh["pp"] > 1:
-        raise SystemExit("a pipeline's step is ft.make_pipelined_step, as in functron train")
+        raise SystemExit("a pipeline wants ft.pipelined_gradients, as in functron train")
     is_first = not isinstance(mesh, ft.BoundMesh) or mesh.rank == 0
 
     defs = gpt.defs(config)
     specs = ft.param_specs(defs, gpt.rules(config, mesh))
     schedule = optim.cosine_decay(args.learning_rate, args.steps, warmup_steps=args.steps // 10)
     optimizer = optim.chain(
-        optim.clip_by_global_norm(1.0, specs),
+        optim.clip_by_global_norm(1.0),
         optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=optim.not_norm_or_bias),
     )
     stream = gpt.SEQUENCE_PARALLEL_STREAM if args.sequence_parallel else gpt.STREAM
     gather = ft.Gather(specs)  # what fsdp splits is whole only where a block uses it
 
     def loss(params, batch, key):
-        return gpt.loss(config, params, batch, key=key, stream=stream, gather=gather)
+        return gpt.loss(
+            config, params, batch, ft.ModelOptions(stream=stream, gather=gather), key=key
+        )
 
     key = ft.random.key(args.seed, device=device)
     state = ft.init_state(key, defs, specs, optimizer, mesh)
     splits = gpt.batch_specs()  # samples over dp, fsdp and ep; their tokens over cp and ulysses
-    step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs, batch_specs=splits)
+    gradients = ft.gradients(loss, gpt.num_targets)
+    step = ft.make_step(gradients, optimizer, mesh, specs, batch_specs=splits)
     text = ByteText(args.data, args.seq, seed=args.seed)
 
     for index in range(args.steps):

@@ -17,9 +17,12 @@ from pathlib import Path
 import torch
 from tokenizers import ByteLevelBPETokenizer
 
-from functron import checkpoint, cli, gpt, params, run_folder, sample
-from functron.config import load
+from functron import checkpoint, gpt, params
+from functron.cli import main as cli
 from functron.data import open_tokens
+from functron.models import generation
+from functron.training import config as run_config
+from functron.training import run_folder
 
 END = "<|endoftext|>"
 
@@ -77,11 +80,11 @@ def main():
         print(f"step {record['step']:5d}  validation perplexity {perplexity:.1f}")
     run("sample", str(out), "--prompt", "def ", "--tokens", "60", "--seed", "1")
 
-    config = load(out / run_folder.CONFIG).gpt
+    config = run_config.load(out / run_folder.CONFIG).gpt
     like = {"params": params.abstract_params(gpt.defs(config))}
     weights = checkpoint.restore(checkpoint.latest(out / run_folder.CHECKPOINTS), like)["params"]
     read = torch.from_numpy(open_tokens(tokens).read(0, 48).astype("int64"))[None]
-    begin, extend = sample.cached(config, None, room=48)
+    begin, extend = generation.cached(config, None, room=48)
     logits, cache = begin(weights, read[:, :16], torch.tensor([16]))
     found = [logits]
     for place in range(16, 48):

@@ -3,45 +3,78 @@
 A model is a pure function of a tree of parameters; specs say how a mesh splits them; `shard_map`
 makes of both a per-rank program with explicit collectives. Simulate it in this process, or bind
 the mesh to processes and run it unchanged.
+
+Names are imported when they are first used, so that ``import functron`` takes no time.
 """
 
-from functron import checkpoint, debug, hub, lora, nn, optim, params, pipeline, random, tree
-from functron.models import bert, gpt, llava, mamba, t5, vit
-from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
-from functron.program.jit import jit
-from functron.program.program import Program
-from functron.program.shapes import eval_shape
-from functron.program.trace import trace
-from functron.sample import generate
-from functron.scopes import named_scope
-from functron.spmd import (
-    CONTEXT_AXES,
-    DATA_AXES,
-    BoundMesh,
-    Mesh,
-    P,
-    Rules,
-    gather,
-    shard,
-    shard_map,
-)
-from functron.spmd import collectives as lax
-from functron.step import State, init_state, make_pipelined_step, make_step, state_specs
-from functron.transforms import (
-    Gather,
-    accumulate,
-    assume_shares,
-    checkpoint_name,
-    custom_vjp,
-    fsdp,
-    grad,
-    policies,
-    remat,
-    scan,
-    sync_gradients,
-    value_and_grad,
-    vjp,
-)
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from functron import (
+        checkpoint,
+        data,
+        hub,
+        models,
+        nn,
+        ops,
+        optim,
+        params,
+        pipeline,
+        spmd,
+        training,
+        transforms,
+    )
+    from functron.compiler.jit import jit
+    from functron.core import random, tree
+    from functron.core.scopes import named_scope
+    from functron.models import bert, gpt, llava, lora, mamba, t5, vit
+    from functron.models.generation import generate
+    from functron.models.options import Hook, ModelOptions
+    from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
+    from functron.program import debug
+    from functron.program.program import Program
+    from functron.program.trace import eval_shape, trace
+    from functron.spmd import (
+        CONTEXT_AXES,
+        DATA_AXES,
+        BoundMesh,
+        Mesh,
+        P,
+        Rules,
+        gather,
+        shard,
+        shard_map,
+    )
+    from functron.spmd import collectives as lax
+    from functron.training.step import (
+        Norms,
+        State,
+        gradients,
+        init_state,
+        make_step,
+        pipelined_gradients,
+        state_specs,
+    )
+    from functron.transforms import (
+        Gather,
+        accumulate,
+        assume_shares,
+        checkpoint_name,
+        custom_vjp,
+        fsdp,
+        grad,
+        policies,
+        remat,
+        scan,
+        sync_gradients,
+        value_and_grad,
+        vjp,
+    )
 
 __version__ = "0.1.0"
 
@@ -50,7 +83,10 @@ __all__ = [
     "DATA_AXES",
     "BoundMesh",
     "Gather",
+    "Hook",
     "Mesh",
+    "ModelOptions",
+    "Norms",
     "P",
     "ParamDef",
     "Program",
@@ -63,6 +99,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_name",
     "custom_vjp",
+    "data",
     "debug",
     "eval_shape",
     "fsdp",
@@ -70,6 +107,7 @@ __all__ = [
     "generate",
     "gpt",
     "grad",
+    "gradients",
     "hub",
     "init_params",
     "init_state",
@@ -77,28 +115,81 @@ __all__ = [
     "lax",
     "llava",
     "lora",
-    "make_pipelined_step",
     "make_step",
     "mamba",
+    "models",
     "named_scope",
     "nn",
     "num_params",
+    "ops",
     "optim",
     "param_specs",
     "params",
     "pipeline",
+    "pipelined_gradients",
     "policies",
     "random",
     "remat",
     "scan",
     "shard",
     "shard_map",
+    "spmd",
     "state_specs",
     "sync_gradients",
     "t5",
     "trace",
+    "training",
+    "transforms",
     "tree",
     "value_and_grad",
     "vit",
     "vjp",
 ]
+
+_MODULES: Mapping[str, str] = MappingProxyType({
+    name: f"functron{package}.{name}"
+    for package, names in {
+        "": "checkpoint data hub models nn ops optim params pipeline spmd training transforms",
+        ".core": "random tree",
+        ".models": "bert gpt llava lora mamba t5 vit",
+        ".program": "debug",
+        ".transforms": "policies",
+    }.items()
+    for name in names.split()
+} | {"lax": "functron.spmd.collectives"})  # fmt: skip
+"""Public names of modules, and the modules."""
+
+_MEMBERS: Mapping[str, str] = MappingProxyType({
+    name: f"functron.{module}"
+    for module, names in {
+        "compiler.jit": "jit",
+        "core.scopes": "named_scope",
+        "models.generation": "generate",
+        "models.options": "Hook ModelOptions",
+        "params": "ParamDef abstract_params init_params num_params param_specs",
+        "program.program": "Program",
+        "program.trace": "eval_shape trace",
+        "spmd": "CONTEXT_AXES DATA_AXES BoundMesh Mesh P Rules gather shard shard_map",
+        "training.step": "Norms State gradients init_state make_step pipelined_gradients "
+        "state_specs",
+        "transforms": "Gather accumulate assume_shares checkpoint_name custom_vjp fsdp grad remat "
+        "scan sync_gradients value_and_grad vjp",
+    }.items()
+    for name in names.split()
+})  # fmt: skip
+"""Public names of what is in modules, and the modules."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        value = importlib.import_module(_MODULES[name])
+    elif name in _MEMBERS:
+        value = getattr(importlib.import_module(_MEMBERS[name]), name)
+    else:
+        raise AttributeError(f"module 'functron' has no attribute {name!r}")
+    globals()[name] = value  # it is not asked for again
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,6 +2,6 @@
 
 import sys
 
-from functron.cli import main
+from functron.cli.main import main
 
 sys.exit(main())

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from functron import random, tree
-from functron.errors import Problem, public, raise_problems
+from functron.core import random, tree
+from functron.core.errors import Problem, public, raise_problems
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P, Rules, is_spec, local_shape, offsets, validate
 

@@ -7,7 +7,7 @@
 // build: ITEMS = 1, 2, 4, 8, 16
 #include "numeric.cuh"
 
-constexpr int WARPS = 4;                   // of a block, as in functron/ops/moe_router.py
+constexpr int WARPS = 4;                   // of a block, as in functron/ops/moe.py
 constexpr unsigned ALL = 0xffffffffu;      // lanes
 constexpr unsigned NONE = 0;               // the order of what cannot be chosen, below that of all numbers
 constexpr float RENORMALISE_EPS = 1e-20f;  // as in functron/nn/moe/router.py

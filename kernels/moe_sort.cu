@@ -8,7 +8,7 @@
 
 constexpr int WARPS = 8;      // of a block of `count_chunks` and `place_rows`
 constexpr int ROUNDS = 4;     // assignments of a lane
-constexpr int CHUNK = 32 * WARPS * ROUNDS;  // as in functron/ops/moe_sort.py
+constexpr int CHUNK = 32 * WARPS * ROUNDS;  // as in functron/ops/moe.py
 constexpr int SCAN_WARPS = 32;
 constexpr unsigned ALL = 0xffffffffu;
 

@@ -132,7 +132,7 @@ def _pairs(case: pytest.Item) -> frozenset:
 @pytest.fixture(autouse=True, scope="session")
 def _full_tracebacks() -> Iterator[None]:
     """Failing tests show functron's own frames."""
-    from functron.errors import full_tracebacks  # the import hook comes first
+    from functron.core.errors import full_tracebacks  # the import hook comes first
 
     with full_tracebacks():
         yield
@@ -190,7 +190,7 @@ def torchrun(tmp_path: Path, _ranks: Callable[[], Ranks]) -> Run:
     return run
 
 
-COMMAND = "import sys; from functron.cli import main; sys.exit(main(sys.argv[1:]))"
+COMMAND = "import sys; from functron.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 @pytest.fixture

@@ -24,11 +24,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, NamedTuple
 
-from functron.commands.train import parse_train
-from functron.config import TrainConfig
+from functron.cli.train import parse_train
 from functron.spmd import Mesh
-from functron.train import prepare, train
-from functron.validation import validate
+from functron.training.checks import validate
+from functron.training.config import TrainConfig
+from functron.training.train import prepare, train
 
 STEPS = 3
 CLOCK = {"step_seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}

@@ -186,7 +186,9 @@ def _import() -> None:
     import torch.testing
 
     import functron as ft
-    import functron.cli
+    import functron.cli.evaluate
+    import functron.cli.sample
+    import functron.cli.train
 
     with tempfile.TemporaryDirectory() as kernels:
         ft.jit(lambda x: x + 1, cache=kernels)(torch.ones(2))

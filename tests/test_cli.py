@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
 import sys
 import time
+import tomllib
 import xml.etree.ElementTree as ET
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from functron import checkpoint, staging, tree
-from functron.cli import COMMANDS, main
-from functron.commands import parsing
-from functron.commands.train import parse_train
-from functron.config import TrainConfig, load
+from functron import checkpoint, tree
+from functron.cli import options as parsing
+from functron.cli.main import COMMANDS, main
+from functron.cli.train import parse_train
 from functron.data import IndexedWriter
-from functron.lora import trainable
 from functron.models import gpt
+from functron.models.family import FAMILIES
+from functron.models.lora import trainable
 from functron.params import abstract_params, num_params
-from functron.recipe import step_program
 from functron.spmd import Mesh
-from functron.train import prepare
+from functron.training.config import BOXES, COMMON, TrainConfig, load, with_model
+from functron.training.plan import plan
+from functron.training.train import prepare
 
 SMALL = ["--model", "llama3-tiny", "--seq", "32"]
 
@@ -221,7 +224,7 @@ def test_a_name_on_the_hub_is_told_that_nothing_is_downloaded(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("run.yaml", "steps: 10\ngpt:\n  num_layers: 2\n", "this is YAML: write it as TOML"),
+        ("run.toml", "steps: 10\ngpt:\n  num_layers: 2\n", "this is YAML"),
         ("run.conf", "model: gpt2\n", "this is YAML"),
         ("run.json", '{"steps": 10}', "this is JSON: write it as TOML"),
         ("config.json", '{"model_type": "llama"}', "functron convert hf:"),
@@ -233,7 +236,7 @@ def test_a_config_of_another_format_is_named(name, text, said, tmp_path, capsys)
     assert run("train", "--config", tmp_path / name) == 2
     shown = capsys.readouterr().err
     assert said in shown
-    assert ("; fix: " in shown) == (name != "run.toml")
+    assert ("; fix: " in shown) == (text != "steps = = 3\n")
 
 
 @pytest.mark.parametrize(
@@ -266,9 +269,9 @@ def test_unknown_options_suggest_what_was_meant(command, given, meant, capsys):
 def test_what_options_are_called_elsewhere_leads_to_options():
     """Every alias, and every name that is suggested, is an option of some command."""
     every = {
-        name: parsing.options_of(kind)
-        for name, command in COMMANDS.items()
-        for kind in vars(sys.modules[command.__module__]).values()
+        name: {option.name for option in parsing.options_of(kind) if not option.positional}
+        for name, (command, _) in COMMANDS.items()
+        for kind in vars(importlib.import_module(f"functron.cli.{command.split('.')[0]}")).values()
         if isinstance(kind, type) and kind.__name__.lower() == f"{name}options"
     }
     assert every.keys() == COMMANDS.keys()
@@ -379,12 +382,12 @@ def test_a_run_is_shown_before_any_step(packed, tmp_path, capsys):
         "tiny with changes, one of 1 ranks (no mesh), 4 samples of 32 tokens per step\n"
     )
     config = load(run_folder_ / "config.toml")
-    program = step_program(config, Mesh())
+    program = plan(config, Mesh()).program()
     assert str(program.cost()) in first
     held = program.memory()
     assert bytes_table(held) in first
     # the whole of the parameters, and two moments of the adapters alone
-    defs = staging.defs_of(config)
+    defs = plan(config, Mesh()).whole_defs
     adapters = tree.partition(defs, trainable(defs))[0]
     assert held.at_rest["parameters"] == 4 * num_params(defs)
     assert 8 * num_params(adapters) <= held.at_rest["optimizer"] < 8 * num_params(adapters) + 32
@@ -397,7 +400,7 @@ def test_a_run_is_shown_before_any_step(packed, tmp_path, capsys):
     there = said("trace", run_folder_, *mesh)
     assert "one of 4 ranks (dp=2,tp=2), 4 samples of 16 tokens per step" in there
     divided = replace(config, mesh="dp=2,tp=2", microbatches=2, seq=16)
-    assert bytes_table(step_program(divided, Mesh(dp=2, tp=2)).memory()) in there
+    assert bytes_table(plan(divided, Mesh(dp=2, tp=2)).program().memory()) in there
     stages = said("trace", run_folder_, "--mesh", "pp=2", "--microbatches", 2)
     assert "1f1b: 2 microbatches, bubble" in stages
     table = said("params", run_folder_, "--mesh", "tp=2")
@@ -424,3 +427,48 @@ def test_trace_teaches(capsys):
     assert "a multiple of tp=3" in capsys.readouterr().err
     assert main(["trace", "--mesh", "dp=2", "--global-batch", "3"]) == 2
     assert "argument 1/" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    declared = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"functron {declared['project']['version']}\n"
+
+
+def test_every_option_of_training_is_in_one_box_of_the_help(capsys):
+    for model in ("tiny", "mamba2-130m", "bert-base", "t5-small"):
+        config = with_model(TrainConfig(), model)
+        options = list(parsing.options_of(config))
+        boxes = [parsing.box_of(option.field, BOXES) for option in options]
+        assert None not in boxes
+        assert {*boxes} == {*BOXES}
+    listed = [name for names in BOXES.values() for name in names]
+    assert len({*listed}) == len(listed)
+    top = {name for name in listed if "." not in name}
+    assert top == {field.name for field in fields(TrainConfig)}
+    known = {option.field for option in parsing.options_of(TrainConfig())}
+    assert {name for name in COMMON if name.split(".")[0] not in FAMILIES} <= known
+
+
+def test_help_is_short_unless_all_of_it_is_asked_for(capsys):
+    def shown(*arguments: str) -> tuple[str, set[str]]:
+        assert run("train", *arguments) == 0
+        text = capsys.readouterr().out
+        return text, {*re.findall(r"^│ --([a-z0-9.-]+)", text, re.MULTILINE)}
+
+    brief, few = shown("--help")
+    whole, every = shown("--help-all", "--model", "tiny")
+    names = {option.name for option in parsing.options_of(TrainConfig())}
+    assert every == names | {"help-all", "config", "dry-run"}
+    assert few < every
+    assert 25 <= len(few) <= 35
+    titles = re.findall(r"^╭─ (.*?) ─", whole, re.MULTILINE)
+    assert titles == ["options", *BOXES]
+    assert titles == re.findall(r"^╭─ (.*?) ─", brief, re.MULTILINE)
+    assert {len(line) for line in whole.splitlines() if line.startswith(("╭", "│", "╰"))} == {80}
+    # the whole description of one, and the beginning of it
+    text = " ".join(re.sub("[│]", " ", whole).split())
+    assert "a prefix of .bin and .idx, or shards; mock: random tokens, without any file" in text
+    assert "a prefix of .bin and .idx" not in brief
+    assert "how data is read (default: auto)" in brief
+    assert "--mamba.pattern" in shown("--help-all", "--model", "mamba2-130m")[0]

@@ -10,7 +10,7 @@ import torch
 from torch.func import grad, vmap
 
 import functron as ft
-from functron.closure import hoist
+from functron.core.closure import hoist
 
 
 def leaf(value: float) -> torch.Tensor:

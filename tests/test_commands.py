@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from functron import checkpoint, run_folder, tree
-from functron.cli import main
+from functron import checkpoint, tree
+from functron.cli.main import main
+from functron.training import run_folder
 
 SMALL = [
     "--data", argparse.__file__, "--seq", "16", "--global-batch", "4", "--gpt.num-layers", "2",

@@ -7,13 +7,14 @@ import importlib.util
 import tomllib
 
 import pytest
+import yaml
 
-from functron.config import TrainConfig, dump, load, with_model
 from functron.models import gpt
 from functron.models.gpt import GPTConfig
 from functron.nn import RopeScaling
 from functron.optim import OptimizerConfig, ScheduleConfig
-from functron.validation import validate
+from functron.training.checks import validate
+from functron.training.config import TrainConfig, dump, load, with_model
 
 
 def problems(config, **kwargs) -> str:
@@ -58,6 +59,84 @@ def test_a_file_overrides_its_preset_and_that_the_defaults(tmp_path):
     assert isinstance(config.gpt.norm_eps, float)
     assert load(path, model="llama3-8b").gpt == gpt.PRESETS["llama3-8b"]
     assert load(path, model="llama3-8b").steps == 7
+
+
+@pytest.mark.parametrize("model", ["tiny", "llama3-8b", "mixtral-tiny", "t5-small"])
+def test_yaml_there_and_back(tmp_path, model):
+    config = with_model(TrainConfig(data="x: 1", mesh="dp=2", seed=7, split="969,30,1"), model)
+    rate = ScheduleConfig(peak=1e-05, end_fraction=0.0)
+    config = dataclasses.replace(config, learning_rate=rate, resume="auto", schedule="off")
+    path = tmp_path / "run.yml"
+    path.write_text(yaml.safe_dump(tomllib.loads(dump(config)), sort_keys=False))
+    assert load(path) == config
+
+
+def test_yaml_reads_as_people_mean_it(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: llama3-8b\nsteps: 1_000\nschedule: off\nout: 12:30\ndata: 2026-11-23\n"
+        "compile: true\nlearning_rate:\n  peak: 1e-3\n  end: .5\n"
+        "gpt: {rope_scaling: null, norm_eps: 1}\n"
+    )
+    config = load(path)
+    gpt8 = dataclasses.replace(gpt.PRESETS["llama3-8b"], rope_scaling=None, norm_eps=1.0)
+    rate = dataclasses.replace(TrainConfig().learning_rate, peak=1e-3, end=0.5)
+    assert config == TrainConfig(
+        model="llama3-8b", gpt=gpt8, steps=1000, schedule="off", out="12:30", data="2026-11-23",
+        compile=True, learning_rate=rate,
+    )  # fmt: skip
+    path.write_text("base: &b {peak: 2}\nlearning_rate: {<<: *b, end: 1}\n")
+    with pytest.raises(ValueError, match="cannot use the configuration") as caught:
+        load(path)
+    assert str(caught.value).count("  - ") == 1  # base, and nothing in learning_rate
+    path.write_text("# nothing yet\n")
+    assert load(path) == TrainConfig()
+
+
+def test_mistakes_in_yaml_are_those_of_toml(tmp_path):
+    texts = {
+        ".toml": 'stepz = 3\nseq = "long"\ncompile = "yes"\n[gpt]\nnum_layer = 2\nembed_dim = true\n',
+        ".yaml": "stepz: 3\nseq: long\ncompile: yes\ngpt:\n  num_layer: 2\n  embed_dim: true\n",
+    }
+    messages = []
+    for suffix, text in texts.items():
+        path = (tmp_path / "run").with_suffix(suffix)
+        path.write_text(text)
+        with pytest.raises(ValueError, match="cannot use the configuration") as caught:
+            load(path)
+        messages.append(str(caught.value).replace(str(path), "PATH"))
+    assert messages[0] == messages[1]
+    assert messages[0].count("  - ") == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        ("steps: 3\nsteps: 4\n", "got steps twice in the mapping of line 1"),
+        ("gpt:\n  bias: true\n  bias: false\n", "got bias twice in the mapping of line 2"),
+        ("- steps\n", "got a list, where keys and values should be"),
+        ("steps: [1\n", "got while parsing a flow sequence"),
+        ("mesh: !!python/name:os.system x\n", "could not determine a constructor"),
+    ],
+)
+def test_what_is_no_configuration_in_yaml_is_named(tmp_path, text, got):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="wanted a readable YAML file") as caught:
+        load(path)
+    assert got in str(caught.value)
+
+
+def test_yaml_without_its_package_says_what_to_install(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "yaml" else find(name)
+    )
+    (tmp_path / "run.yaml").write_text("steps: 3\n")
+    with pytest.raises(ValueError, match=r"pip install 'functron\[yaml\]', or write it as TOML"):
+        load(tmp_path / "run.yaml")
+    with pytest.raises(ValueError, match="got No such file"):
+        load(tmp_path / "none.yaml")
 
 
 def test_nested_optional_tables(tmp_path):

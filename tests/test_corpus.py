@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from functron import checkpoint, cli
-from functron.config import TrainConfig
-from functron.corpus import check, is_on_disk, open_samples, problems_of
+from functron import checkpoint
+from functron.cli import main
 from functron.data import IndexedWriter, TokenWindows, open_tokens, split
 from functron.data.blend import parse_blend
+from functron.training.config import TrainConfig
+from functron.training.data import check, is_on_disk, open_samples, problems_of
 
 SEQ = 16
 
@@ -86,7 +87,7 @@ def test_filled_middles(prefixes):
 
 def losses(out, *options) -> list[float]:
     run = ["train", "--steps", "2", "--seq", str(SEQ), "--global-batch", "4", "--out", str(out)]
-    assert cli.main([*run, *options]) == 0
+    assert main.main([*run, *options]) == 0
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
 

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 import functron
-from functron.cli import main
-from functron.commands import doctor
-from functron.ops import cubins, launch, nvrtc, sources
+from functron.cli import doctor
+from functron.cli.main import main
+from functron.ops import launch, nvrtc
+from functron.ops import nvrtc as cubins
+from functron.ops import nvrtc as sources
 
 
 def looked_for() -> dict[str, doctor.Finding]:

@@ -1,4 +1,4 @@
-"""functron.errors: what a message says, word for word."""
+"""functron.core.errors: what a message says, word for word."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import torch
 
 import functron as ft
 from functron import P, bert, gpt, lax, llava, mamba, optim, t5, vit
-from functron.cli import main
-from functron.errors import Problem, in_library, made_public, nearest, raise_problems
+from functron.cli.main import main
+from functron.core.errors import Problem, in_library, made_public, nearest, raise_problems
 from functron.models.sequence import require
 
 
@@ -106,7 +106,7 @@ def trained():
         return gpt.loss(config, params, batch) + odd(X)[0, 0]
 
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    step = ft.make_step(loss, gpt.num_targets, optimizer, MESH, specs)
+    step = ft.make_step(ft.gradients(loss, gpt.num_targets), optimizer, MESH, specs)
     step(state, {"tokens": tokens, "targets": tokens})
 
 
@@ -220,7 +220,7 @@ KEY = ft.random.key(0)
 
 
 def made(**others):
-    given = {"loss": mine, "num_targets": mine, "optimizer": optim.sgd(1.0), "mesh": MESH}
+    given = {"gradients": ft.gradients(mine, mine), "optimizer": optim.sgd(1.0), "mesh": MESH}
     return ft.make_step(**given | {"specs": {"w": P()}} | others)
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, evaluate, gpt, random
+from functron import Mesh, gpt, random
+from functron.models import scoring
 
 CONFIG = gpt.GPTConfig(
     vocab_size=60,
@@ -49,7 +50,7 @@ def one_by_one(context, continuation):
 def test_log_likelihoods(mesh):
     greedy = ft.generate(WEIGHTS, CONFIG, torch.tensor([[1, 2]]), 3, temperature=0)[0].tolist()
     requests = [*REQUESTS, (greedy[:2], greedy[2:])]
-    found = evaluate.log_likelihoods(WEIGHTS, CONFIG, requests, batch_size=4, mesh=Mesh.parse(mesh))
+    found = scoring.log_likelihoods(WEIGHTS, CONFIG, requests, batch_size=4, mesh=Mesh.parse(mesh))
     for request, score in zip(requests, found, strict=True):
         wanted = one_by_one(*request)
         assert score.log_likelihood == pytest.approx(wanted[0], rel=1e-10, abs=1e-10)
@@ -68,7 +69,7 @@ def test_rolling_scores_every_token_once():
         seen = [0, *text[:at]] if window == 0 else text[first:at]
         logits = gpt.forward(CONFIG, WEIGHTS, torch.tensor([seen]))[0, -1, :60]
         wanted += logits.log_softmax(0)[text[at]].item()
-    found = evaluate.rolling_log_likelihoods(WEIGHTS, CONFIG, [text, []], 0, batch_size=2)
+    found = scoring.rolling_log_likelihoods(WEIGHTS, CONFIG, [text, []], 0, batch_size=2)
     assert found[0] == pytest.approx(wanted, rel=1e-10)
     assert found[1] == 0
 
@@ -86,7 +87,7 @@ class Letters:
 
 
 def test_methods_of_the_harness():
-    model = evaluate.LanguageModel(WEIGHTS, CONFIG, Letters(), batch_size=2)
+    model = scoring.LanguageModel(WEIGHTS, CONFIG, Letters(), batch_size=2)
     requests = [Request(("ABC", "DE")), Request(("", "G"))]
     wanted = [one_by_one([1, 2, 3], [4, 5]), one_by_one([0], [7])]
     for got, want in zip(model.loglikelihood(requests), wanted, strict=True):
@@ -113,4 +114,4 @@ def test_methods_of_the_harness():
 )
 def test_errors(request_, message):
     with pytest.raises(ValueError, match=message):
-        evaluate.log_likelihoods(WEIGHTS, CONFIG, [request_])
+        scoring.log_likelihoods(WEIGHTS, CONFIG, [request_])

@@ -14,21 +14,22 @@ import pytest
 import torch
 
 import functron as ft
-from functron import bert, checkpoint, corpus, mamba, random, run_folder, t5, tree
-from functron.cli import main
-from functron.config import TrainConfig, dump, load, with_model
+from functron import bert, checkpoint, mamba, random, t5, tree
+from functron.cli.main import main
 from functron.data import Blend, IndexedWriter, Tokenizer
-from functron.data.changed import Changed
-from functron.data.spans import spans_of
+from functron.data.denoising import Transformed, spans_of
 from functron.data.text_tokenizer import ByteTokenizer
 from functron.models.bert import BertConfig
-from functron.models.family import FAMILIES, PRESETS, family_of
-from functron.recipe import step_program
-from functron.restore import Sentinels, respond
-from functron.sample import Draw
+from functron.models.family import PRESETS, TRAINED, family_of
+from functron.models.generation import Draw
+from functron.models.infilling import Sentinels, respond
 from functron.spmd import Mesh
-from functron.train import prepare
-from functron.validation import validate
+from functron.training import data as corpus
+from functron.training import run_folder
+from functron.training.checks import validate
+from functron.training.config import TrainConfig, dump, load, with_model
+from functron.training.plan import plan
+from functron.training.train import prepare
 from tests.data.chats import corpus as chats
 from tests.data.chats import make_tokenizer, write_lines
 
@@ -103,7 +104,7 @@ def test_a_config_without_a_preset_comes_back(tmp_path):
 
 
 def test_names_of_presets_are_unique():
-    assert len(PRESETS) == sum(len(family.presets) for family in FAMILIES.values())
+    assert len(PRESETS) == sum(len(family.presets) for family in TRAINED.values())
     for name, config in PRESETS.items():
         assert name in family_of(config).presets
     with pytest.raises(TypeError, match="family_of: got int"):
@@ -212,7 +213,7 @@ def test_learns_from_conversations(tmp_path):
 
 def test_programs_of_presets_need_no_memory():
     config = with_model(TrainConfig(seq=2048, mesh="dp=2,tp=2"), "mamba2-2.7b")
-    assert step_program(config, Mesh.parse(config.mesh)).cost().hardware_flops > 1e12
+    assert plan(config, Mesh.parse(config.mesh)).program().cost().hardware_flops > 1e12
 
 
 # masks
@@ -246,7 +247,7 @@ def test_masked_samples_are_the_text(tmp_path):
     config = dataclasses.replace(with_model(TrainConfig(data=TEXT, seq=64), "bert-tiny"), seed=3)
     plain = corpus.open_samples(TrainConfig(data=TEXT, seq=64, seed=3))
     samples = corpus.open_samples(config)
-    assert isinstance(samples, Changed)
+    assert isinstance(samples, Transformed)
     whole, text = samples.batch(5, 64), plain.batch(5, 64)
     chosen = whole["targets"] != ft.nn.IGNORE_INDEX
     assert abs(float(chosen.double().mean()) - 0.15) < 4 * (0.15 * 0.85 / 4096) ** 0.5
@@ -464,8 +465,8 @@ import torch
 import torch.distributed as dist
 import functron as ft
 from functron import Mesh, gpt, random, t5
-from functron.restore import respond
-from functron.sample import Draw
+from functron.models.infilling import respond
+from functron.models.generation import Draw
 
 dist.init_process_group("gloo")
 small = {"embed_dim": 16, "num_heads": 2, "mlp_dim": 24, "num_layers": 1, "vocab_size": 11}

@@ -21,9 +21,11 @@ def train(device: str, mesh: Mesh, stream, remat: gpt.Remat):
     state = ft.init_state(random.key(0, device=device), defs, specs, optimizer, mesh)
 
     def loss(params, data, key):
-        return gpt.loss(CONFIG, params, data, key=key, stream=stream, remat=remat)
+        return gpt.loss(CONFIG, params, data, ft.ModelOptions(stream=stream, remat=remat), key=key)
 
-    step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=2)
+    step = ft.make_step(
+        ft.gradients(loss, gpt.num_targets, num_microbatches=2), optimizer, mesh, specs
+    )
     tokens = torch.randint(0, 40, (8, 17), generator=torch.Generator().manual_seed(0))
     data = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(8)}
     data = tree.map(lambda leaf: leaf.to(device), data)

@@ -15,10 +15,10 @@ import torch
 
 import functron as ft
 from functron import Mesh, gpt, ops, optim, random, tree
+from functron.compiler.jit import jit
 from functron.ops.glu import GLU
 from functron.ops.launch import cuda
-from functron.ops.rms_norm import RMS_NORM
-from functron.program.jit import jit
+from functron.ops.norms import RMS_NORM
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from kernel_case import ODD, TINY, Given, Sizes, difference
@@ -153,9 +153,13 @@ def trained(device, dtype, kernels, *, compiled=False, chunk=0, steps=20):
     state = ft.init_state(random.key(0, device=device), defs, specs, optimizer, mesh)
 
     def loss(params, data, key):
-        return gpt.loss(config, params, data, kernels=kernels, loss_chunk_tokens=chunk)
+        return gpt.loss(
+            config, params, data, ft.ModelOptions(kernels=kernels, loss_chunk_tokens=chunk)
+        )
 
-    step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=2)
+    step = ft.make_step(
+        ft.gradients(loss, gpt.num_targets, num_microbatches=2), optimizer, mesh, specs
+    )
     step = jit(step, donate=0) if compiled else step
     tokens = torch.randint(0, 250, (8, 33), generator=torch.Generator().manual_seed(0))
     data = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(8)}

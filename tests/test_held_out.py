@@ -16,20 +16,20 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from functron import checkpoint, run_folder, tree
-from functron.cli import main
-from functron.commands import evaluate as evaluate_command
-from functron.config import TrainConfig, dump, load
-from functron.corpus import open_samples
+from functron import checkpoint, tree
+from functron.cli import evaluate as evaluate_command
+from functron.cli.main import main
 from functron.data import Chat, IndexedWriter
-from functron.held_out import open_sets
-from functron.held_out_loss import loss_memory_bytes
-from functron.loop import loop
 from functron.models import gpt
 from functron.nn import IGNORE_INDEX
 from functron.spmd import Mesh
-from functron.train import prepare
-from functron.validation import validate
+from functron.training import run_folder
+from functron.training.checks import validate
+from functron.training.config import TrainConfig, dump, load
+from functron.training.data import open_samples
+from functron.training.evaluation import loss_memory_bytes, open_sets
+from functron.training.loop import loop
+from functron.training.train import prepare
 from tests.data.chats import corpus, make_tokenizer, write_lines
 from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL
 
@@ -435,8 +435,8 @@ def test_windows_become_shorter_where_memory_is_scarce(whole, capsys, monkeypatc
     """And say so: the longest text has 208 targets, and 104 of them fit."""
     needed = {}
 
-    def measured(config, mesh, rows, seq):
-        needed[seq] = loss_memory_bytes(config, mesh, rows, seq)
+    def measured(plan, rows, seq):
+        needed[seq] = loss_memory_bytes(plan, rows, seq)
         return needed[seq]
 
     monkeypatch.setattr(evaluate_command, "loss_memory_bytes", measured)

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from functron import checkpoint, cli, launch, train, tree
-from functron.config import TrainConfig, with_model
+from functron import checkpoint, tree
+from functron.cli import launch, main, process
 from functron.data import IndexedWriter
 from functron.spmd import Mesh
-from functron.train import prepare
+from functron.training.config import TrainConfig, with_model
+from functron.training.train import Run, prepare
 
 pytestmark = pytest.mark.distributed
 
@@ -29,14 +30,15 @@ TRAIN = ["train", "--model", "llama3-tiny", "--seq", "16", "--mesh", "dp=3", "--
 # The command line, but rank 1 comes to grief making the third step's batch, ahead of its steps.
 FAILING = """
 import os, sys, torch.distributed as dist
-from functron import cli, train
-real = train.Run.host_batch
+from functron.cli.main import main
+from functron.training.train import Run
+real = Run.host_batch
 def host_batch(run, step):
     if step == 2 and dist.get_rank() == 1:
         {fault}
     return real(run, step)
-train.Run.host_batch = host_batch
-sys.exit(cli.main({arguments}))
+Run.host_batch = host_batch
+sys.exit(main({arguments}))
 """
 
 ENV = {
@@ -47,7 +49,9 @@ ENV = {
     ),
 }
 
-START = "import sys; from functron import launch; sys.exit(launch.launch({nproc}, sys.argv[1:]))"
+START = (
+    "import sys; from functron.cli import launch; sys.exit(launch.launch({nproc}, sys.argv[1:]))"
+)
 
 
 def start(script: Path, nproc: int) -> subprocess.CompletedProcess[str]:
@@ -103,7 +107,7 @@ def test_a_killed_rank_takes_the_job_down(tmp_path):
 
 DYING = """
 import os, sys, time
-from functron import cli
+from functron.cli.main import main
 from functron.checkpoint import writer
 real = writer.write
 def write(folder, division, source, **settings):
@@ -112,7 +116,7 @@ def write(folder, division, source, **settings):
         os.kill(os.getpid(), 9)
     return real(folder, division, source, **settings)
 writer.write = write
-sys.exit(cli.main({arguments}))
+sys.exit(main({arguments}))
 """
 
 
@@ -148,21 +152,21 @@ def at_step(monkeypatch):
     """`at_step(2, fn)` has `fn()` called before the batch of step 2 is made."""
 
     def arrange(step, fn):
-        real = train.Run.host_batch
+        real = Run.host_batch
 
         def host_batch(run, index):
             if index == step:
                 fn()
             return real(run, index)
 
-        monkeypatch.setattr(train.Run, "host_batch", host_batch)
+        monkeypatch.setattr(Run, "host_batch", host_batch)
 
     return arrange
 
 
 def told(capsys, code, arguments):
     """The output of a run that fails so: a message, and no traceback."""
-    assert cli.main([*map(str, arguments)]) == code
+    assert main.main([*map(str, arguments)]) == code
     errors = capsys.readouterr().err
     assert "Traceback" not in errors
     return errors[errors.index("functron: ") :]
@@ -197,7 +201,7 @@ def test_a_run_folder_that_is_lost_is_a_message(tmp_path, capsys, at_step):
 
 def test_what_the_system_says_of_a_file_is_a_message(tmp_path):
     wanted = f"{tmp_path}/no/file: got No such file or directory; wanted to read or write it; fix:"
-    with pytest.raises(launch.OutsideError, match=wanted), launch.outside():
+    with pytest.raises(process.OutsideError, match=wanted), process.outside():
         (tmp_path / "no" / "file").write_text("")
 
 
@@ -257,14 +261,15 @@ def test_a_signal_to_the_launcher_saves_on_the_way_out(tmp_path):
 
 JOIN = """
 import sys
-from functron import gather, launch, tree
-from functron.config import TrainConfig, with_model
+from functron import gather, tree
+from functron.cli import launch, process
+from functron.training.config import TrainConfig, with_model
 from functron.spmd import Mesh
-from functron.train import prepare
+from functron.training.train import prepare
 config = with_model(TrainConfig(mesh="dp=2,tp=2", seq=16, seed=5), "llama3-tiny")
-mesh, device = launch.join(Mesh.parse(config.mesh), launch.process(), "cpu")
+mesh, device = launch.join(Mesh.parse(config.mesh), process.current(), "cpu")
 run = prepare(config, mesh, device)
-whole = gather(run.state, run.specs, mesh)
+whole = gather(run.state, run.plan.state_specs, mesh)
 import torch
 torch.save((dict(mesh.coordinate), tree.leaves(whole), run.batch(3)), f"{sys.argv[1]}/{mesh.rank}.pt")
 launch.leave()
@@ -289,7 +294,7 @@ def test_processes_start_from_the_same_bits_and_share_the_batch(torchrun, tmp_pa
 
 
 def test_torchrun_and_its_wrong_process_count(torchrun, tmp_path):
-    program = "import sys; from functron.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from functron.cli.main import main; sys.exit(main(sys.argv[1:]))"
     done = torchrun(program, 2, *TRAIN[:5], "--mesh", "tp=2", "--steps", 2, "--out", tmp_path / "r")
     assert done.stdout.count("2 processes") == 1
     assert checkpoint.steps(tmp_path / "r" / "checkpoints") == [2]
@@ -302,6 +307,6 @@ def test_torchrun_and_its_wrong_process_count(torchrun, tmp_path):
 def test_no_process_without_a_launcher(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    assert launch.process() is None
+    assert process.current() is None
     monkeypatch.setenv("WORLD_SIZE", "4")  # set by other launchers as well
-    assert launch.process() is None
+    assert process.current() is None

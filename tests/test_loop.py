@@ -10,9 +10,10 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 
-from functron import metrics, plot, report
-from functron.interrupt import stop_requests
-from functron.loop import Meter, exit_code, loop
+from functron.core import plot
+from functron.training import loop as metrics
+from functron.training import records
+from functron.training.loop import Meter, exit_code, loop, stop_requests
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "mfu",
@@ -69,7 +70,7 @@ def test_the_meter_multiplies_out():
 
 def test_files(tmp_path):
     saved = []
-    files = [report.jsonl(tmp_path / "m.jsonl"), report.loss_picture(tmp_path / "loss.svg")]
+    files = [records.jsonl(tmp_path / "m.jsonl"), records.loss_picture(tmp_path / "loss.svg")]
     _, history, _ = loop(
         halve,
         torch.tensor(8.0),
@@ -93,7 +94,7 @@ def test_records_are_on_disk_while_the_run_goes_on(tmp_path):
         seen.append(len(path.read_text().splitlines()))
         return state, {"loss": torch.tensor(1.0)}
 
-    loop(step, None, batch, steps=3, reporters=[report.jsonl(tmp_path / "m.jsonl")])
+    loop(step, None, batch, steps=3, reporters=[records.jsonl(tmp_path / "m.jsonl")])
     assert seen == [0, 1, 2]
 
 
@@ -109,7 +110,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, value):
         return batch(index)
 
     state = [0]
-    files = [report.jsonl(tmp_path / "m.jsonl"), report.loss_picture(tmp_path / "loss.svg")]
+    files = [records.jsonl(tmp_path / "m.jsonl"), records.loss_picture(tmp_path / "loss.svg")]
     with pytest.raises(FloatingPointError, match=r"step 3: got loss (nan|inf); wanted a finite"):
         loop(step, state, count, steps=9, reporters=files, save=lambda *a: saved.append(a))
     assert saved == []

@@ -10,15 +10,14 @@ import torch
 
 import functron as ft
 from functron import Mesh, checkpoint, gpt, hub, lora, optim, random, tree
-from functron.commands import sample
-from functron.config import TrainConfig, dump
-from functron.hub.convert import convert
-from functron.lora import LoRA
+from functron.cli import sample
+from functron.models.lora import LoRA
 from functron.optim import OptimizerConfig
 from functron.params import abstract_params
-from functron.recipe import assemble, placement, step_program
-from functron.staging import defs_of
-from functron.train import prepare, train
+from functron.training.config import TrainConfig, dump
+from functron.training.convert import convert
+from functron.training.plan import plan
+from functron.training.train import prepare, train
 
 CONFIG = gpt.GPTConfig(
     vocab_size=256, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24,
@@ -29,7 +28,7 @@ RUN = TrainConfig(
     gpt=CONFIG, seq=12, global_batch=4, lora_rank=RANK, lora_alpha=ALPHA,
     optimizer=OptimizerConfig(clip_norm=0.5, weight_decay=0.1),
 )  # fmt: skip
-DEFS = defs_of(RUN)
+DEFS = plan(RUN, Mesh()).whole_defs
 # the subscripts of x W for each matrix of a layer, with r for the rank
 PRODUCTS = {
     ("attention", "q"): "lir,lrhd->lihd",
@@ -129,11 +128,11 @@ STEPS = 2
 
 def taken(config: TrainConfig):
     mesh = Mesh.parse(config.mesh)
-    recipe = assemble(config, mesh)
-    state = recipe.init(random.key(1), mesh, begun())
+    made = plan(config, mesh)
+    state = made.init(random.key(1), begun())
     history = []
     for index in range(STEPS):
-        state, metrics = recipe.step(state, batch(index))
+        state, metrics = made.step(state, batch(index))
         history.append(torch.stack([metrics["loss"], metrics["grad_norm"]]))
     return state, torch.stack(history)
 
@@ -225,25 +224,25 @@ def test_frozen_parameters_cost_no_gradients():
     """Read in the traced programs: reductions, FLOPs and the optimizer's state."""
     chosen = tree.partition(DEFS, lora.trainable(DEFS))[0]
     trained = ft.num_params(chosen)
-    frozen = step_program(replace(RUN, mesh="dp=2"), Mesh(dp=2))
+    frozen = plan(replace(RUN, mesh="dp=2"), Mesh(dp=2)).program()
     # the adapters' gradients once, and two numbers: the loss's cotangent and a count
     assert trained * 8 <= traffic(frozen, "psum") <= trained * 8 + 16
 
     split = sum(math.prod(d.shape) for d in tree.leaves(chosen) if "embed" in d.axes)
-    program = step_program(replace(RUN, mesh="fsdp=2", microbatches=2), Mesh(fsdp=2))
+    program = plan(replace(RUN, mesh="fsdp=2", microbatches=2), Mesh(fsdp=2)).program()
     assert traffic(program, "psum_scatter") == 2 * 8 * split
-    whole = step_program(replace(RUN, mesh="fsdp=2", microbatches=2, lora_rank=0), Mesh(fsdp=2))
+    whole = plan(replace(RUN, mesh="fsdp=2", microbatches=2, lora_rank=0), Mesh(fsdp=2)).program()
     assert traffic(whole, "psum_scatter") > 3 * traffic(program, "psum_scatter")
 
     # of 6 FLOPs per frozen weight and token, the 2 of its gradient are not computed
-    full = step_program(replace(RUN, lora_rank=0), Mesh()).cost().hardware_flops
+    full = plan(replace(RUN, lora_rank=0), Mesh()).program().cost().hardware_flops
     tokens = RUN.global_batch * RUN.seq
     matrices = sum(math.prod(d.shape) for d in tree.leaves(lora.plain(DEFS)) if len(d.shape) > 1)
     saved = 2 * tokens * (matrices - 256 * 16 - 2 * 2 * 16)  # no product: look-up, scales of norms
     added = 6 * tokens * trained
-    assert step_program(RUN, Mesh()).cost().hardware_flops <= full - saved + added
+    assert plan(RUN, Mesh()).program().cost().hardware_flops <= full - saved + added
 
-    state = assemble(RUN, Mesh()).init(random.key(0), Mesh(), begun())
+    state = plan(RUN, Mesh()).init(random.key(0), begun())
     counters = 2
     assert tree.size(state.opt_state) <= 2 * trained + counters
 
@@ -256,7 +255,9 @@ def finished(tmp_path):
     base = ft.init_params(random.key(3), gpt.defs(model))
     checkpoint.save(tmp_path / "base" / "0", {"params": base}, {"step": 0})
     run = prepare(config, Mesh(), begin_from=tmp_path / "base" / "0")
-    drawn = ft.init_params(random.split(random.key(config.seed))[0], defs_of(config))
+    drawn = ft.init_params(
+        random.split(random.key(config.seed))[0], plan(config, Mesh()).whole_defs
+    )
     for got, want in zip(tree.leaves(lora.plain(run.state.params)), tree.leaves(base), strict=True):
         assert torch.equal(got, want)
     fresh = (tree.leaves(lora.split(value)[1]) for value in (run.state.params, drawn))
@@ -269,7 +270,7 @@ def finished(tmp_path):
 def test_a_run_from_a_plain_checkpoint_and_its_export(finished, tmp_path, capsys):
     config, base, folder = finished
     path = checkpoint.latest(folder / "checkpoints")
-    like = {"params": abstract_params(defs_of(config))}
+    like = {"params": abstract_params(plan(config, Mesh()).whole_defs)}
     params = checkpoint.restore(path, like)["params"]
     for got, want in zip(tree.leaves(lora.plain(params)), tree.leaves(base), strict=True):
         assert torch.equal(got, want)
@@ -301,7 +302,7 @@ def test_a_run_from_a_plain_checkpoint_and_its_export(finished, tmp_path, capsys
 def test_placement_knows_adapters():
     """What ranks of a pipeline hold is theirs: rows of their layers, optimizer state included."""
     config = replace(RUN, mesh="pp=2", microbatches=2)
-    where = placement(config, Mesh(pp=2), assemble(config, Mesh(pp=2)).partition)
+    where = plan(config, Mesh(pp=2)).pipeline_placement
     shapes = {leaf.path: where.local_shape(leaf, 1) for leaf in where.leaves}
     assert shapes["params/blocks/mlp/up/lora/a"] == (1, 16, RANK)
     moments = [path for path in shapes if path.startswith("opt_state/") and path.endswith("/a")]
@@ -357,4 +358,4 @@ def test_a_checkpoint_of_adapters_without_their_rank_is_refused(finished):
 def test_frozen_parameters_cannot_be_spread_over_a_pipeline():
     config = replace(RUN, mesh="pp=2", microbatches=2, vocab_over_pp=True)
     with pytest.raises(ValueError, match="spread over the pipeline"):
-        assemble(config, Mesh(pp=2))
+        _ = plan(config, Mesh(pp=2)).step

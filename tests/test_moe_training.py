@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from functron import Mesh, cli, gpt, random, tree
-from functron.config import TrainConfig
+from functron import Mesh, gpt, random, tree
+from functron.cli import main
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
-from functron.recipe import assemble
+from functron.training.config import TrainConfig
+from functron.training.plan import plan
 from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL, VOCAB
 
 STEPS, SEQ, BATCH = 3, 16, 8
@@ -33,13 +34,13 @@ CONFIG = TrainConfig(
 def trained(model: gpt.GPTConfig, mesh: str, **fields) -> tuple[list[dict], dict]:
     """The metrics of some steps, and the parameters after them."""
     config = replace(CONFIG, gpt=model, mesh=mesh, **fields)
-    recipe = assemble(config, Mesh.parse(mesh))
-    state, history = recipe.init(random.key(0), Mesh.parse(mesh)), []
+    made = plan(config, Mesh.parse(mesh))
+    state, history = made.init(random.key(0)), []
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(BATCH)}
-        state, metrics = recipe.step(state, batch)
+        state, metrics = made.step(state, batch)
         history.append({k: tree.map(lambda x: x.clone(), v) for k, v in metrics.items()})
     return history, state.params
 
@@ -109,11 +110,11 @@ def test_the_balance_rests_where_loads_are_equal():
     for seed, mesh, parts, size in rows:
         model = replace(TIED, num_layers=2) if "pp" in mesh else TIED
         config = replace(CONFIG, gpt=model, mesh=mesh, seq=3, global_batch=size, microbatches=parts)
-        recipe = assemble(config, Mesh.parse(mesh))
-        state = recipe.init(random.key(seed), Mesh.parse(mesh))
+        made = plan(config, Mesh.parse(mesh))
+        state = made.init(random.key(seed))
         tokens = torch.randint(0, VOCAB, (size, 4), generator=torch.Generator().manual_seed(seed))
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(size)}
-        state, metrics = recipe.step(state, batch)
+        state, metrics = made.step(state, batch)
         load = metrics["aux"]["routers"].load
         want = -rate * (load * 4 - load.sum(-1, keepdim=True)).sign().float()
         assert torch.equal(state.params["blocks"]["moe"]["router"]["balance"], want), (seed, mesh)
@@ -128,7 +129,7 @@ def test_a_run_goes_on_where_experts_lie_on_other_ranks(tmp_path, capsys):
             given = ["train", "--model", "deepseek-v3-tiny", "--seq", "32", "--global-batch", "8"]
             given += ["--microbatches", "2", "--learning-rate.name", "constant", "--resume", "auto"]
             given += ["--steps", str(steps), "--out", str(out), "--mesh", mesh]
-            assert cli.main(given) == 0, capsys.readouterr().err
+            assert main.main(given) == 0, capsys.readouterr().err
         rows = (out / "metrics.jsonl").read_text().splitlines()
         return [json.loads(row)["loss"] for row in rows]
 
@@ -148,10 +149,10 @@ def test_a_run_goes_on_where_experts_lie_on_other_ranks(tmp_path, capsys):
     ],
 )
 def test_processes_train_as_their_simulation_does(tmp_path, torchrun, model, mesh, options):
-    program = "import sys; from functron.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from functron.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = ["train", "--model", model, "--mesh", mesh, "--steps", "3", "--seq", "64"]
     command += ["--global-batch", "4", *options, "--out"]
-    assert cli.main([*command, str(tmp_path / "simulated")]) == 0
+    assert main.main([*command, str(tmp_path / "simulated")]) == 0
     torchrun(program, 4, *command, tmp_path / "bound", timeout=240)
     losses = []
     for name in ("simulated", "bound"):

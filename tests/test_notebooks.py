@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import nbformat
@@ -11,6 +12,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+EXAMPLES = [*NOTEBOOKS, *sorted((ROOT / "examples").glob("*.py"))]
 MAX_BYTES = 400 * 1024
 
 
@@ -43,3 +45,16 @@ def test_is_kept_executed_and_small(path):
     assert not [output for output in outputs if output.output_type == "error"]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert path.stat().st_size < MAX_BYTES
+
+
+def test_own_parts_are_of_forty_lines_at_most():
+    notebook = nbformat.read(ROOT / "notebooks/08_your_own_parts.ipynb", as_version=4)
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    assert max(len(list(filter(str.strip, source.splitlines()))) for source in code) <= 40
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_imports_public_names(path):
+    """No reader needs more than the package and its rooms: ``from functron import tree``."""
+    deep = re.findall(r"(?:from|import) functron\.\w+\.\S+", path.read_text())
+    assert deep == []

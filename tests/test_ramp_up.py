@@ -15,15 +15,16 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, checkpoint, gpt, optim, random, run_folder, tree
-from functron import train as training
-from functron.cli import main
-from functron.config import TrainConfig, load
+from functron import Mesh, checkpoint, gpt, optim, random, tree
+from functron.checkpoint.restore import read_params
+from functron.cli.main import main
 from functron.data import ByteText, IndexedWriter
 from functron.optim import OptimizerConfig
-from functron.read_out import read_params
-from functron.staging import defs_of
-from functron.validation import validate
+from functron.training import run_folder
+from functron.training.checks import validate
+from functron.training.config import TrainConfig, load
+from functron.training.plan import plan
+from functron.training.train import prepare, train
 
 RUN = TrainConfig(
     gpt=gpt.GPTConfig(
@@ -42,7 +43,7 @@ def close(got, want, tolerance=1e-10):
 
 
 def taken(config: TrainConfig) -> list[dict]:
-    return training.train(training.prepare(config, Mesh.parse(config.mesh)), None).history
+    return train(prepare(config, Mesh.parse(config.mesh)), None).history
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def alone():
 
 
 def test_losses_are_those_of_a_loop_by_hand(alone):
-    params = ft.init_params(random.split(random.key(RUN.seed), 2)[0], defs_of(RUN))
+    params = ft.init_params(random.split(random.key(RUN.seed), 2)[0], plan(RUN, Mesh()).whole_defs)
     leaves, structure = tree.flatten(params)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     decays = ["norm" not in path for path in tree.paths(params)]
@@ -110,7 +111,7 @@ def test_a_program_per_size(alone, monkeypatch):
         seen.append(settings)
         return ft.jit(*args, **settings, backend="eager")
 
-    monkeypatch.setattr(training, "jit", jit)
+    monkeypatch.setattr(sys.modules["functron.training.train"], "jit", jit)
     config = replace(RUN, ramp_up="4 8 4", steps=2)
     found = taken(replace(config, compile=True))
     assert found[1]["tokens"] == (4 + 12) * 12

@@ -10,20 +10,21 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, checkpoint, gpt, hub, lora, optim, random, run_folder, tree
+from functron import Mesh, checkpoint, gpt, hub, lora, optim, random, tree
 from functron.checkpoint import Checkpoint
-from functron.cli import main
-from functron.config import TrainConfig
-from functron.hub.convert import convert
+from functron.checkpoint.restore import read_params, stored_params
+from functron.cli.main import main
 from functron.nn import Adapter
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig
 from functron.params import weight_mask
-from functron.read_out import read_params, stored_params
-from functron.staging import defs_of
-from functron.train import prepare, train
-from functron.upcycle import upcycle, upcycle_run
-from functron.validation import validate
+from functron.training import run_folder
+from functron.training.checks import validate
+from functron.training.config import TrainConfig
+from functron.training.convert import convert
+from functron.training.plan import plan
+from functron.training.train import prepare, train
+from functron.training.upcycle import upcycle, upcycle_run
 
 DECAY, STEPS = 0.7, 4
 RUN = TrainConfig(
@@ -148,7 +149,7 @@ def test_parts_of_averages_are_not_taken_for_averages(alone):
 def test_adapters_are_averaged_and_merged(tmp_path):
     config = replace(RUN, lora_rank=3, lora_alpha=7.0, mesh="dp=2", zero=1)
     run_of(config, tmp_path / "run")
-    found = read_params(last(tmp_path / "run"), defs_of(config), averaged=True)
+    found = read_params(last(tmp_path / "run"), plan(config, Mesh()).whole_defs, averaged=True)
     wanted = by_hand(tmp_path / "run")  # frozen ones are their own mean
     flat = dict(zip(tree.paths(found), tree.leaves(found), strict=True))
     named = dict(zip(tree.paths(wanted), tree.leaves(wanted), strict=True))

@@ -32,6 +32,10 @@ def test_tour_without_its_psum_is_refused():
         exec(compile(forgot, "README.md", "exec"), {})
 
 
+def test_is_short():
+    assert len(README.splitlines()) < 150
+
+
 def test_commands_are_one_line_each():
     commands = blocks("bash")
     assert [len(command.splitlines()) for command in commands] == [1, 1]

@@ -11,10 +11,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from functron import corpus, report, run_folder
-from functron.cli import main
-from functron.config import load
+from functron.cli.main import main
 from functron.data import Blend, ByteText, IndexedWriter, Mixture
+from functron.training import data, run_folder
+from functron.training import records as report
+from functron.training.config import load
 
 SEQ, BATCH = 16, 4
 SMALL = [
@@ -127,7 +128,7 @@ def test_a_blend_of_a_blend_and_sources_of_one_name():
 
 
 def test_positions_cost_little(whole):
-    text = corpus.open_samples(load(whole / run_folder.CONFIG))
+    text = data.open_samples(load(whole / run_folder.CONFIG))
     assert isinstance(text, Blend)
     began = time.perf_counter()
     for step in range(100):

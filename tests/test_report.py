@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from functron import report
+from functron.training import records
 
 RECORDS = [
     {"step": 1, "loss": 3.5, "grad_norm": 1.25, "mfu": None},
@@ -16,7 +16,7 @@ RECORDS = [
 
 def test_tensorboard_reads_what_was_written(tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with report.tensorboard(tmp_path) as write:
+    with records.tensorboard(tmp_path) as write:
         for record in RECORDS:
             write(record)
     events = accumulators.EventAccumulator(str(tmp_path))
@@ -33,21 +33,21 @@ NESTED = {
 
 
 def test_dicts_in_records_are_named_by_their_paths(tmp_path, capsys):
-    assert report.flat(NESTED)["layers/blocks/3/grad_norm"] == 0.5
-    assert report.flat({"a": {"b": {"c": 1}}, "d": None}) == {"a/b/c": 1, "d": None}
-    with report.jsonl(tmp_path / "m.jsonl") as write:
+    assert records.flat(NESTED)["layers/blocks/3/grad_norm"] == 0.5
+    assert records.flat({"a": {"b": {"c": 1}}, "d": None}) == {"a/b/c": 1, "d": None}
+    with records.jsonl(tmp_path / "m.jsonl") as write:
         write(NESTED)
     assert json.loads((tmp_path / "m.jsonl").read_text()) == NESTED | {
         "layers": {"blocks/3": {"grad_norm": 0.5, "param_norm": None}, "norm": {}}
     }
-    with report.progress(1) as write:
+    with records.progress(1) as write:
         write(NESTED)
     assert "blocks" not in capsys.readouterr().err
 
 
 def test_tensorboard_has_layers(tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with report.tensorboard(tmp_path) as write:
+    with records.tensorboard(tmp_path) as write:
         write(NESTED)
     events = accumulators.EventAccumulator(str(tmp_path))
     events.Reload()
@@ -58,9 +58,9 @@ def test_wandb_is_given_layers(tmp_path, monkeypatch):
     logged = []
     run = SimpleNamespace(log=lambda row, step: logged.append((row, step)), finish=lambda: None)
     wandb = SimpleNamespace(init=lambda **settings: run)
-    monkeypatch.setattr(report, "require", lambda package: None)
+    monkeypatch.setattr(records, "require", lambda package: None)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with report.wandb(tmp_path, {}) as write:
+    with records.wandb(tmp_path, {}) as write:
         write(NESTED)
     row, step = logged[0]
     assert step == 1

@@ -8,9 +8,10 @@ import shutil
 import pytest
 import torch
 
-from functron import checkpoint, run_folder, tree
-from functron.cli import main
-from functron.config import load
+from functron import checkpoint, tree
+from functron.cli.main import main
+from functron.training import run_folder
+from functron.training.config import load
 
 SMALL = [
     "--data", argparse.__file__, "--seq", "16", "--global-batch", "8", "--gpt.num-layers", "2", "--gpt.embed-dim", "32",

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from functron import cli, run_folder
-from functron.config import TrainConfig, load
-from functron.corpus import open_tokenizer, with_tokenizer
-from functron.data.provenance import provenance
-from functron.data.rank_file import RankFile
-from functron.data.sentence_piece import SentencePiece
-from functron.data.text_tokenizer import ByteTokenizer
+from functron.cli import main
+from functron.data.shards import provenance
+from functron.data.text_tokenizer import ByteTokenizer, RankFile, SentencePiece
+from functron.training import run_folder
+from functron.training.config import TrainConfig, load
+from functron.training.data import open_tokenizer, with_tokenizer
 from tests.data.chats import WORDS, make_tokenizer
 from tests.data.test_text_tokenizer import model, write_ranks  # noqa: F401  (a fixture)
 
@@ -30,14 +29,14 @@ def text(tmp_path):
 
 def preprocess(text, tokenizer, out, *options):
     options = ["--tokenizer", str(tokenizer), "--out", str(out), "--workers", "1", *options]
-    assert cli.main(["preprocess", str(text), *options]) == 0
+    assert main.main(["preprocess", str(text), *options]) == 0
     return str(out)
 
 
 def sampled(run, capsys, *options) -> str:
     capsys.readouterr()
     options = ("--prompt", "the quick", "--tokens", "3", *options)
-    assert cli.main(["sample", str(run), *options]) == 0
+    assert main.main(["sample", str(run), *options]) == 0
     return capsys.readouterr().out
 
 
@@ -45,11 +44,11 @@ def test_sentence_piece_from_text_to_sample(model, text, tmp_path, capsys):  # n
     source, run = tmp_path / "spm.model", tmp_path / "run"
     source.write_bytes(model.read_bytes())
     options = ["--data", str(text), "--tokenizer", str(source), "--out", str(run)]
-    assert cli.main([*TRAIN, *options]) == 0
+    assert main.main([*TRAIN, *options]) == 0
     assert (run / "hub" / "spm.model").read_bytes() == model.read_bytes()
     source.unlink()  # the run has its own
     assert sampled(run, capsys).startswith("the quick")
-    assert cli.main(["train", "--resume", "--out", str(run), "--steps", "3"]) == 0
+    assert main.main(["train", "--resume", "--out", str(run), "--steps", "3"]) == 0
 
 
 def test_tokens_on_disk_say_what_made_them(text, tmp_path, capsys):
@@ -62,7 +61,7 @@ def test_tokens_on_disk_say_what_made_them(text, tmp_path, capsys):
     assert with_tokenizer(replace(config, data=f"1 {data}")).tokenizer == str(file)
     assert with_tokenizer(replace(config, tokenizer="bytes")).tokenizer == "bytes"
 
-    assert cli.main([*TRAIN, "--data", data, "--out", str(run)]) == 0
+    assert main.main([*TRAIN, "--data", data, "--out", str(run)]) == 0
     assert f"tokens {file}" in capsys.readouterr().out
     file.unlink()
     kept = replace(load(run / run_folder.CONFIG), out=str(run))
@@ -70,13 +69,13 @@ def test_tokens_on_disk_say_what_made_them(text, tmp_path, capsys):
     assert isinstance(reader, RankFile)
     assert reader.decode(reader.encode("the quick 12")) == "the quick 12"
     assert sampled(run, capsys).startswith("the quick")
-    assert cli.main(["train", "--resume", "--out", str(run), "--steps", "3"]) == 0
+    assert main.main(["train", "--resume", "--out", str(run), "--steps", "3"]) == 0
 
     # a new run cannot find it, and says so when text is asked for
     other = tmp_path / "other"
     assert with_tokenizer(config) == config
-    assert cli.main([*TRAIN, "--data", data, "--out", str(other)]) == 0
-    assert cli.main(["sample", str(other), "--prompt", "a"]) == 2
+    assert main.main([*TRAIN, "--data", data, "--out", str(other)]) == 0
+    assert main.main(["sample", str(other), "--prompt", "a"]) == 2
     assert "does not say what made them; wanted their tokenizer" in capsys.readouterr().err
     assert sampled(other, capsys, "--tokenizer", "bytes").startswith("the quick")
 
@@ -84,7 +83,7 @@ def test_tokens_on_disk_say_what_made_them(text, tmp_path, capsys):
 def test_bytes_made_them(text, tmp_path, capsys):
     data, run = preprocess(text, "bytes", tmp_path / "tokens", "--format", "npy"), tmp_path / "run"
     assert provenance([f"{data}.npy", f"{data}.documents.npy"]) == provenance([data])
-    assert cli.main([*TRAIN, "--data", f"{data}.npy", "--out", str(run)]) == 0
+    assert main.main([*TRAIN, "--data", f"{data}.npy", "--out", str(run)]) == 0
     found = load(run / run_folder.CONFIG)
     assert found.tokenizer == "bytes"
     assert isinstance(open_tokenizer(found), ByteTokenizer)
@@ -97,7 +96,7 @@ def test_tokens_of_two_tokenizers_do_not_blend(text, tmp_path, capsys):
     blend = f"1 {one} 1 {two}"
     with pytest.raises(ValueError, match=r"two: got tokens of .*bpe.*; wanted bytes, as in .*one"):
         with_tokenizer(TrainConfig(data=blend))
-    assert cli.main([*TRAIN, "--data", blend, "--out", str(tmp_path / "run")]) == 2
+    assert main.main([*TRAIN, "--data", blend, "--out", str(tmp_path / "run")]) == 2
     # where one does not say it, nothing is known of both
     (tmp_path / "two.json").write_text(json.dumps({"tokenizer": 3}))
     assert with_tokenizer(TrainConfig(data=blend)).tokenizer == ""
@@ -121,4 +120,4 @@ def test_conversations_need_a_template(model, tmp_path):  # noqa: F811
     data = tmp_path / "talk.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     options = ["--data", str(data), "--tokenizer", str(model), "--out", str(tmp_path / "run")]
-    assert cli.main([*TRAIN, *options]) == 2
+    assert main.main([*TRAIN, *options]) == 2

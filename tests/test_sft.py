@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from functron import checkpoint, run_folder, tree
-from functron.cli import main
-from functron.config import TrainConfig
-from functron.corpus import open_samples
+from functron import checkpoint, tree
+from functron.cli.main import main
 from functron.data import Chat, TokenText
 from functron.models import gpt
 from functron.nn import IGNORE_INDEX
 from functron.spmd import Mesh
-from functron.train import prepare
-from functron.validation import validate
+from functron.training import run_folder
+from functron.training.checks import validate
+from functron.training.config import TrainConfig
+from functron.training.data import open_samples
+from functron.training.train import prepare
 from tests.data.chats import WORDS, corpus, make_tokenizer, messages, write_lines
 
 ANSWER = "I am here to help"

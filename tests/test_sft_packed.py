@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from functron import random, run_folder, tree
-from functron.cli import main
-from functron.config import TrainConfig
-from functron.corpus import open_samples
+from functron import random, tree
+from functron.cli.main import main
 from functron.data import Chat, PackedChat, Tokenizer
 from functron.data.order import shuffled
 from functron.models import gpt
@@ -22,7 +20,10 @@ from functron.nn import IGNORE_INDEX
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.params import init_params
 from functron.spmd import Mesh
-from functron.train import prepare
+from functron.training import run_folder
+from functron.training.config import TrainConfig
+from functron.training.data import open_samples
+from functron.training.train import prepare
 from tests.data.chats import corpus, make_tokenizer, messages, write_lines
 
 TOLERANCE = 1e-10

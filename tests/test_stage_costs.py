@@ -7,15 +7,14 @@ from dataclasses import replace
 import pytest
 
 from functron import random, tree
-from functron.cli import main
-from functron.config import TrainConfig, with_model
+from functron.cli.main import main
 from functron.models import gpt
 from functron.pipeline.layout import Part
-from functron.recipe import assemble, step_program
 from functron.spmd import Mesh
-from functron.stage_costs import pipeline_cost
-from functron.staging import bubble_note, stage_flops
-from functron.validation import validate
+from functron.training.checks import validate
+from functron.training.config import TrainConfig, with_model
+from functron.training.costs import bubble_note, pipeline_cost
+from functron.training.plan import plan
 
 CONFIG = TrainConfig(
     gpt=replace(gpt.PRESETS["tiny"], num_layers=8), global_batch=16, microbatches=8, seq=64
@@ -26,15 +25,15 @@ CONFIG = TrainConfig(
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_stages_compute_what_the_step_without_a_pipeline_does(schedule, remat):
     config = replace(CONFIG, schedule=schedule, remat=remat)
-    found = pipeline_cost(config, Mesh(pp=4, dp=2))
+    found = pipeline_cost(plan(config, Mesh(pp=4, dp=2)))
     total = 8 * sum(sum(stage.flops) for stage in found.stages)
-    assert total == step_program(config, Mesh(dp=2)).cost().hardware_flops
+    assert total == plan(config, Mesh(dp=2)).program().cost().hardware_flops
 
 
 def test_ranks_hold_the_whole_state_between_them():
-    found = pipeline_cost(CONFIG, Mesh(pp=4, tp=2))
-    recipe = assemble(CONFIG, Mesh())
-    state = recipe.init(random.key(0).to("meta"), Mesh())
+    found = pipeline_cost(plan(CONFIG, Mesh(pp=4, tp=2)))
+    made = plan(CONFIG, Mesh())
+    state = made.init(random.key(0).to("meta"))
     norms = [leaf for path, leaf in _leaves(state.params) if "norm" in path]
     split = tree.nbytes(state.params) - sum(leaf.nbytes for leaf in norms)
     # parameters, their sums of gradients, and Adam's two moments
@@ -48,7 +47,7 @@ def _leaves(params):
 
 
 def test_activations_are_held_as_the_table_says():
-    found = pipeline_cost(replace(CONFIG, schedule="1f1b"), Mesh(pp=4))
+    found = pipeline_cost(plan(replace(CONFIG, schedule="1f1b"), Mesh(pp=4)))
     for number, rank in enumerate(found.ranks):
         live = min(8, 4 - number)
         assert rank.activation_bytes == live * found.stages[number].held_bytes[0]
@@ -75,9 +74,9 @@ def test_layouts_by_cost_count_all_that_stages_compute(model, gather):
     validate(config)
     ends = (Part(range(0), embed=True), Part(range(0), loss=True))
     layers = [Part(range(i, i + 1)) for i in range(config.gpt.num_layers)]
-    total = 2 * sum(stage_flops(config, mesh, part) for part in (*ends, *layers))
-    assert total == step_program(config, Mesh(fsdp=2)).cost().hardware_flops
-    assert total == 2 * sum(sum(stage.flops) for stage in pipeline_cost(config, mesh).stages)
+    total = 2 * sum(plan(config, mesh).stage_flops(part) for part in (*ends, *layers))
+    assert total == plan(config, Mesh(fsdp=2)).program().cost().hardware_flops
+    assert total == 2 * sum(sum(stage.flops) for stage in pipeline_cost(plan(config, mesh)).stages)
 
 
 def test_a_run_says_how_long_its_pipeline_waits(tmp_path, capsys):
@@ -97,10 +96,10 @@ def test_a_run_says_how_long_its_pipeline_waits(tmp_path, capsys):
 
 def test_what_makes_a_bubble_smaller():
     few = replace(CONFIG, mesh="pp=4,dp=2", microbatches=2)
-    note = bubble_note(few, Mesh.parse(few.mesh))
+    note = bubble_note(plan(few, Mesh.parse(few.mesh)))
     assert note is not None
     assert "idle 60%" in note  # 3 / 5
     assert "--microbatches 8: 27%" in note  # 3 / 11: a data rank has no more samples
     assert "dualpipe" not in note  # which holds parameters twice
     for good in (replace(few, global_batch=64, microbatches=16), replace(few, mesh="dp=2")):
-        assert bubble_note(good, Mesh.parse(good.mesh)) is None
+        assert bubble_note(plan(good, Mesh.parse(good.mesh))) is None

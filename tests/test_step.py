@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, P, checkpoint, gpt, lax, optim, random, recipe, tree
-from functron.config import TrainConfig
+from functron import Mesh, P, checkpoint, gpt, lax, optim, random, tree
 from functron.spmd.donation import Donated
 from functron.spmd.shards import unpad
-from functron.step import state_specs
-from functron.train import prepare
+from functron.training.config import TrainConfig
+from functron.training.plan import plan
+from functron.training.train import prepare
 
 CONFIG = gpt.GPTConfig(
     vocab_size=40, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, max_seq=12,
@@ -34,10 +34,13 @@ def run(mesh, *, stream=gpt.STREAM, num_microbatches=1):
     first = tree.map(lambda leaf: leaf.data_ptr(), state)
 
     def loss(params, data, key):
-        return gpt.loss(CONFIG, params, data, key=key, stream=stream)
+        return gpt.loss(CONFIG, params, data, ft.ModelOptions(stream=stream), key=key)
 
     step = ft.make_step(
-        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=num_microbatches
+        ft.gradients(loss, gpt.num_targets, num_microbatches=num_microbatches),
+        optimizer,
+        mesh,
+        specs,
     )
     history = []
     for index in range(STEPS):
@@ -120,7 +123,7 @@ def small_step(mesh, **how):
     optimizer = optim.sgd(0.125)
     state = ft.init_state(random.key(0), defs, specs, optimizer, mesh)
     count = lambda data: lax.psum(data.shape[0], "dp")
-    step = ft.make_step(loss, count, optimizer, mesh, specs, **how)
+    step = ft.make_step(ft.gradients(loss, count), optimizer, mesh, specs, **how)
     return step, state, torch.ones(4, 3)
 
 
@@ -176,19 +179,24 @@ def test_a_batch_that_does_not_divide_is_refused():
     optimizer = optim.adamw(1e-3)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     step = ft.make_step(
-        lambda p, b, k: gpt.loss(CONFIG, p, b), gpt.num_targets, optimizer, mesh, specs
+        ft.gradients(lambda p, b, k: gpt.loss(CONFIG, p, b), gpt.num_targets),
+        optimizer,
+        mesh,
+        specs,
     )
     with pytest.raises(ValueError, match=r"tokens: got dim 0 .*wanted a multiple of 3"):
         step(state, batch(0))
     step = ft.make_step(
-        lambda p, b, k: gpt.loss(CONFIG, p, b), gpt.num_targets, optimizer, Mesh(), specs,
-        num_microbatches=3,
-    )  # fmt: skip
+        ft.gradients(lambda p, b, k: gpt.loss(CONFIG, p, b), gpt.num_targets, num_microbatches=3),
+        optimizer,
+        Mesh(),
+        specs,
+    )
     with pytest.raises(ValueError, match="multiple of 3"):
         step(state, batch(0))
 
 
-def norms_in(optimizer, specs, **how):
+def norms_in(optimizer, specs, norms=ft.Norms(), trainable=True):  # noqa: B008
     """The metrics of a traced step, and the all-reductions of norms' single float64 numbers."""
     mesh = Mesh(dp=2, tp=2)
     params = {"w": torch.ones(4, 6), "v": torch.ones(6), "frozen": torch.ones(2)}
@@ -200,7 +208,8 @@ def norms_in(optimizer, specs, **how):
     data = {"x": torch.ones(8, 4)}
     state = ft.init_state(random.key(0), params, specs, optimizer, mesh, params)
     count = lambda batch: 8
-    step = ft.make_step(loss, count, optimizer, mesh, specs, batch_specs=P("dp"), **how)
+    made = ft.gradients(loss, count, trainable=trainable)
+    step = ft.make_step(made, optimizer, mesh, specs, batch_specs=P("dp"), norms=norms)
     program = ft.trace(step)(state, data)
     found = [
         equation.args[1]
@@ -219,16 +228,14 @@ def test_the_norm_of_gradients_is_computed_once_or_not_at_all():
     clipped = optim.chain(clip, optim.zero(optim.adamw(0.1), specs, specs))
     both = {"loss", "grad_norm"}
     assert norms_in(clipped, specs) == (both, ["tp"])
-    assert norms_in(clipped, specs, normed=False) == ({"loss"}, ["tp"])
-    assert norms_in(sgd, specs, normed=False) == ({"loss"}, [])
+    assert norms_in(clipped, specs, None) == ({"loss"}, ["tp"])
+    assert norms_in(sgd, specs, None) == ({"loss"}, [])
     wrapped = optim.where(mask, optim.apply_if_finite(clipped, 3, specs=specs), sgd)
-    assert norms_in(wrapped, specs, normed=mask) == (both, ["tp"])
-    masked = optim.masked(clipped, mask)
-    assert norms_in(masked, specs, normed=mask, trainable=mask) == (both, ["tp"])
+    assert norms_in(wrapped, specs, ft.Norms(mask)) == (both, ["tp"])
+    masked = optim.only(clipped, mask)
+    assert norms_in(masked, specs, ft.Norms(mask), mask) == (both, ["tp"])
     # other gradients than those that are clipped have another norm
-    assert norms_in(clipped, specs, normed=mask) == (both, ["tp", "tp"])
-    with pytest.raises(ValueError, match=r"normed=False; wanted None"):
-        norms_in(sgd, specs, normed=False, layers=optim.Layers((), frozenset()))
+    assert norms_in(clipped, specs, ft.Norms(mask)) == (both, ["tp", "tp"])
 
 
 def summed(params, batch, key):
@@ -243,13 +250,14 @@ def one(batch):
     return torch.ones(())
 
 
-def take(loss, mesh, jit=False, count=gpt.num_targets, **options):
+def take(loss, mesh, jit=False, count=gpt.num_targets, check=True, **options):
     """Two steps on this loss."""
     defs = gpt.defs(CONFIG)
     specs = ft.param_specs(defs, gpt.rules(CONFIG, mesh))
     optimizer = optim.adamw(1e-3)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
-    step = ft.make_step(loss, count, optimizer, mesh, specs, **options)
+    made = ft.gradients(loss, count, **options)
+    step = ft.make_step(made, optimizer, mesh, specs, check=check)
     step = ft.jit(step, donate=0, backend="eager") if jit else step
     for index in range(2):
         state, _ = step(state, batch(index))
@@ -327,7 +335,9 @@ def test_local_steps(mesh, replica):
     together = (*samples, "tp")
 
     def mean_loss(params, data):
-        return gpt.loss(CONFIG, params, data, axes=samples) / gpt.num_targets(data, samples)
+        return gpt.loss(CONFIG, params, data, ft.ModelOptions(axes=samples)) / gpt.num_targets(
+            data, samples
+        )
 
     def meet(params, state, batches):
         own, local = params, inner.init(params)
@@ -368,7 +378,7 @@ def test_axes_of_local_steps_that_do_not_fit():
         ft.shard_map(grads, mesh, (P(), P("dp", "cp")), P("dp"))(params, data)
 
     def own(params, data):
-        return gpt.loss(CONFIG, params, data, axes=("cp",))
+        return gpt.loss(CONFIG, params, data, ft.ModelOptions(axes=("cp",)))
 
     take(own, ("cp",))
     with pytest.raises(ValueError, match=r"the same along 'dp'(.|\n)*do not reduce the loss over"):
@@ -376,7 +386,10 @@ def test_axes_of_local_steps_that_do_not_fit():
     with pytest.raises(ValueError, match="a loss that varies over 'dp'"):
         take(own, None)
     with pytest.raises(ValueError, match=r"axes: got \('dp',\); wanted 'cp' among them"):
-        take(lambda params, data: gpt.loss(CONFIG, params, data, axes=("dp",)), ("dp",))
+        take(
+            lambda params, data: gpt.loss(CONFIG, params, data, ft.ModelOptions(axes=("dp",))),
+            ("dp",),
+        )
     with pytest.raises(ValueError, match=r"into/embed: got .* scatters over 'dp'"):
         take(own, ("cp",), into=P("dp"))
 
@@ -392,7 +405,7 @@ LOW = gpt.GPTConfig(
 def low_recipe(mesh, zero=0, **settings):
     chosen = optim.OptimizerConfig("sgd", momentum=0.9, clip_norm=0, fp32_masters=True, **settings)
     config = TrainConfig(gpt=LOW, mesh=mesh, zero=zero, seq=8, global_batch=4, optimizer=chosen)
-    return config, recipe.assemble(config, Mesh.parse(mesh))
+    return config, plan(config, Mesh.parse(mesh))
 
 
 def masters_of(state, specs, mesh):
@@ -415,10 +428,10 @@ def test_masters_begin_before_rounding(mesh, zero):
     """Random parameters are float32 numbers rounded: the masters are these, on every mesh."""
     _, made = low_recipe(mesh, zero, ema_decay=0.5)
     ranks = Mesh.parse(mesh)
-    state = made.init(random.key(1), ranks)
+    state = made.init(random.key(1))
     wide = tree.map(lambda d: dataclasses.replace(d, dtype=torch.float32), gpt.defs(LOW))
     exact = tree.leaves(ft.init_params(random.split(random.key(1))[0], wide))
-    specs = state_specs(made.specs, made.optimizer)
+    specs = made.state_specs
     for p, master, x in zip(
         tree.leaves(state.params), masters_of(state, specs, ranks), exact, strict=True
     ):
@@ -448,7 +461,7 @@ def test_masters_of_a_pretrained_model_in_float32(tmp_path):
     state = prepare(
         dataclasses.replace(config, format="mock"), mesh, begin_from=tmp_path / "0"
     ).state
-    specs = state_specs(made.specs, made.optimizer)
+    specs = made.state_specs
     for p, master, x in zip(
         tree.leaves(state.params), masters_of(state, specs, mesh), tree.leaves(params), strict=True
     ):

@@ -1,4 +1,4 @@
-"""The annotations of functron.typing: checked by the import hook, free without jaxtyping."""
+"""The annotations of functron.core.typing: checked by the import hook, free without jaxtyping."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError, install_import_hook
 
-import functron.typing
+import functron.core.typing
 
 MODULE = """
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from functron import random
-from functron.typing import Bool, Float, Int, Key, Scalar, Tensor
+from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
 
 
 def project(x: Float[Tensor, "*batch d"], w: Float[Tensor, "d f"]) -> Float[Tensor, "*batch f"]:
@@ -152,7 +152,7 @@ def test_without_jaxtyping(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "jaxtyping"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jaxtyping", None)
-    path = functron.typing.__file__
+    path = functron.core.typing.__file__
     spec = importlib.util.spec_from_file_location("plain_typing", path)
     plain = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plain)
@@ -169,7 +169,7 @@ def test_without_jaxtyping(monkeypatch):
 def test_annotations_alone_check_nothing(tmp_path):
     (tmp_path / "annotated_sample.py").write_text(MODULE)
     code = "import torch, annotated_sample as m; assert m.wrong(torch.ones(2, 3)).shape == (2, 3)"
-    root = Path(functron.typing.__file__).parent.parent
+    root = Path(functron.core.typing.__file__).parent.parent
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": f"{root}:{tmp_path}", "PATH": ""},

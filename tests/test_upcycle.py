@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import functron as ft
-from functron import cli, gpt, random, tree
-from functron.config import load
+from functron import gpt, random, tree
+from functron.cli import main
 from functron.nn.moe import MoEConfig
-from functron.upcycle import upcycle, upcycled_config
+from functron.training.config import load
+from functron.training.upcycle import upcycle, upcycled_config
 
 LLAMA = gpt.GPTConfig(
     vocab_size=48, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, max_seq=12,
@@ -64,14 +65,14 @@ def test_settings_that_would_change_the_model_are_refused(moe, words):
 def test_a_run_is_made_of_a_run_and_trains(tmp_path, capsys):
     dense, made = str(tmp_path / "dense"), str(tmp_path / "made")
     small = ["--model", "llama3-tiny", "--seq", "32", "--global-batch", "4"]
-    assert cli.main(["train", *small, "--steps", "2", "--out", dense]) == 0
-    assert cli.main(["upcycle", dense, made, "--experts", "4", "--expert-dim", "96"]) == 0
+    assert main.main(["train", *small, "--steps", "2", "--out", dense]) == 0
+    assert main.main(["upcycle", dense, made, "--experts", "4", "--expert-dim", "96"]) == 0
     assert "4 experts" in capsys.readouterr().out
-    assert cli.main(["upcycle", dense, made]) == 2  # it is there already
+    assert main.main(["upcycle", dense, made]) == 2  # it is there already
     # its recipe is that of the dense run
     first, then = (load(f"{run}/config.toml") for run in (dense, made))
     assert (then.seq, then.global_batch) == (32, 4)
     assert (then.optimizer, then.learning_rate) == (first.optimizer, first.learning_rate)
     assert then.title == f"llama3-tiny-experts of run:{dense}"
     more = ["--steps", "2", "--mesh", "ep=2"]
-    assert cli.main(["train", "--resume", "--out", made, *more]) == 0
+    assert main.main(["train", "--resume", "--out", made, *more]) == 0

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from functron import Mesh, P, gpt, mamba, optim, random, tree
-from functron.config import TrainConfig
+from functron.compiler.jit import jit
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.params import init_params
 from functron.pipeline.layout import Part
-from functron.program.jit import jit
 from functron.program.trace import trace
-from functron.recipe import assemble
-from functron.staging import defs_of
-from functron.validation import validate
-from functron.watch import Watch
+from functron.training.checks import validate
+from functron.training.config import TrainConfig
+from functron.training.loop import Watch
+from functron.training.plan import plan
 from tests.models.test_moe_composition import DEEPSEEK
 
 BATCH, SEQ, VOCAB = 8, 16, 24
@@ -48,17 +47,17 @@ def batch_of() -> dict:
 def watched(model: gpt.GPTConfig, mesh: str, **fields) -> tuple[dict, dict, tuple]:
     """The sizes of all layers in the first step; its metrics; and state and usual step."""
     config = replace(CONFIG, gpt=model, mesh=mesh, **fields)
-    recipe = assemble(config, Mesh.parse(mesh))
-    state = recipe.init(random.key(0), Mesh.parse(mesh))
-    assert recipe.watch is not None
-    state, metrics = recipe.watch.step(state, batch_of())
-    return recipe.watch.layers(metrics), metrics, (state, recipe)
+    made = plan(config, Mesh.parse(mesh))
+    state = made.init(random.key(0))
+    assert made.watch is not None
+    state, metrics = made.watch.step(state, batch_of())
+    return made.watch.layers(metrics), metrics, (state, made)
 
 
 def by_hand(model: gpt.GPTConfig, **fields) -> dict:
     """The same with autograd, a layer after another."""
     config = replace(CONFIG, gpt=model, **fields)
-    weights = init_params(random.split(random.key(0))[0], defs_of(config))
+    weights = init_params(random.split(random.key(0))[0], plan(config, Mesh()).whole_defs)
     flat = [leaf.requires_grad_() for leaf in tree.leaves(weights)]
     batch = batch_of()
     loss = gpt.loss(model, weights, batch) / batch["targets"].numel()
@@ -175,10 +174,10 @@ MAMBA = mamba.MambaConfig(
 
 def test_other_families_have_norms():
     config = replace(CONFIG, model="mamba2-tiny", mamba=MAMBA, mesh="dp=2,tp=2")
-    recipe = assemble(config, Mesh(dp=2, tp=2))
-    assert recipe.watch is not None
-    _, metrics = recipe.watch.step(recipe.init(random.key(0), Mesh(dp=2, tp=2)), batch_of())
-    got = recipe.watch.layers(metrics)
+    made = plan(config, Mesh(dp=2, tp=2))
+    assert made.watch is not None
+    _, metrics = made.watch.step(made.init(random.key(0)), batch_of())
+    got = made.watch.layers(metrics)
     weights = init_params(random.split(random.key(0))[0], mamba.defs(MAMBA))
     flat = [leaf.requires_grad_() for leaf in tree.leaves(weights)]
     loss = mamba.loss(MAMBA, weights, batch_of()) / (BATCH * SEQ)
@@ -194,8 +193,8 @@ def test_other_families_have_norms():
 
 @pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
 def test_the_step_is_a_twin(mesh):
-    _, metrics, (state, recipe) = watched(DENSE, mesh)
-    usual, plain = recipe.step(recipe.init(random.key(0), Mesh.parse(mesh)), batch_of())
+    _, metrics, (state, made) = watched(DENSE, mesh)
+    usual, plain = made.step(made.init(random.key(0)), batch_of())
     assert set(metrics) - set(plain) == {"layers", "aux"}
     for path in ("loss", "grad_norm"):
         assert torch.equal(metrics[path], plain[path])
@@ -206,12 +205,12 @@ def test_the_step_is_a_twin(mesh):
 def test_other_steps_cost_nothing_and_these_an_all_reduce_per_axis():
     mesh = Mesh(dp=2, tp=2)
     config = replace(CONFIG, gpt=DENSE, mesh="dp=2,tp=2", zero=1, microbatches=1)
-    recipe, plain = (assemble(replace(config, log_layers_every=n), mesh) for n in (1, 0))
-    assert recipe.watch is not None
+    made, plain = (plan(replace(config, log_layers_every=n), mesh) for n in (1, 0))
+    assert made.watch is not None
     assert plain.watch is None
-    state = recipe.init(random.key(0).to("meta"), mesh)
+    state = made.init(random.key(0).to("meta"))
     batch = tree.map(lambda x: x.to("meta"), batch_of())
-    steps = (recipe.step, plain.step, recipe.watch.step)
+    steps = (made.step, plain.step, made.watch.step)
     usual, without, watch = (str(trace(step, donate=0)(state, batch)) for step in steps)
     assert usual == without
     sums = [line.split("#")[0] for line in watch.splitlines() if " = psum(" in line]
@@ -224,13 +223,13 @@ def test_other_steps_cost_nothing_and_these_an_all_reduce_per_axis():
 
 def test_compiled_steps_say_the_same(hand):
     config = replace(CONFIG, gpt=DENSE, microbatches=1)
-    recipe = assemble(config, Mesh(dp=2))
-    state = recipe.init(random.key(0), Mesh(dp=2))
-    assert recipe.watch is not None
+    made = plan(config, Mesh(dp=2))
+    state = made.init(random.key(0))
+    assert made.watch is not None
     # Inductor's part in it is slow, and tested elsewhere
-    step = jit(recipe.watch.step, donate=0, backend="eager")
+    step = jit(made.watch.step, donate=0, backend="eager")
     _, metrics = step(state, batch_of())
-    assert_same(recipe.watch.layers(metrics), hand["dense"])
+    assert_same(made.watch.layers(metrics), hand["dense"])
 
 
 def test_norms_of_leaves_in_low_precision_are_added_up_in_float32():

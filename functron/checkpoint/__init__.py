@@ -1,23 +1,22 @@
 """Checkpoints: trees of sharded tensors as Orbax PyTrees, saved on any mesh, restored on any other.
 
-| name                          | what it is                                                      |
+| name                          |                                                                 |
 |-------------------------------|-----------------------------------------------------------------|
 | `save`, `restore`, `restore_` | one checkpoint: written; read into new tensors; into given ones |
 | `Saver`, `Keep`               | saves in the background; which of its checkpoints stay          |
-| `Placement`, `place`          | which boxes of which leaves each process of a mesh holds        |
+| `Placement`                   | which boxes of which leaves each process of a mesh holds        |
+| `read_params`, `stored_params`| a run's parameters or their averages, as tensors or on disk     |
 | `Checkpoint`                  | one opened for reading: leaves, slices, metadata                |
-| `steps`, `latest`, `metadata` | what a folder holds; what was stored with one                   |
+| `steps`, `latest`, `metadata` | the complete ones of a folder; the metadata of one              |
 | `verify`                      | reads all of one and compares the checksums                     |
 | `list_text`, `show_text`, `verify_text` | the same for people                                   |
 """
 
-from functron.checkpoint.folder import Keep, latest, steps
-from functron.checkpoint.listing import list_text, show_text, verify_text
-from functron.checkpoint.placement import Placement, place
-from functron.checkpoint.restore import metadata, restore, restore_
+from functron.checkpoint.folder import Keep, latest, list_text, show_text, steps, verify_text
+from functron.checkpoint.placement import Placement
+from functron.checkpoint.restore import metadata, read_params, restore, restore_, stored_params
 from functron.checkpoint.saver import Saver, save
-from functron.checkpoint.stored import Checkpoint
-from functron.checkpoint.verify import verify
+from functron.checkpoint.stored import Checkpoint, verify
 
 __all__ = [
     "Checkpoint",
@@ -27,12 +26,13 @@ __all__ = [
     "latest",
     "list_text",
     "metadata",
-    "place",
+    "read_params",
     "restore",
     "restore_",
     "save",
     "show_text",
     "steps",
+    "stored_params",
     "verify",
     "verify_text",
 ]

@@ -1,29 +1,23 @@
-"""Which checkpoints a folder holds, one per folder named after its step, and which to keep."""
+"""Folders of checkpoints, one per folder named after its step: listed, shown, kept and removed."""
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
+import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from functron.checkpoint import manifest
-from functron.errors import Problem, raise_problems
+from functron.checkpoint.manifest import UNFINISHED, is_complete
+from functron.checkpoint.stored import Checkpoint, verify
+from functron.core.errors import Problem, raise_problems, refuse
 
-COMMITTED = "_CHECKPOINT_METADATA"
-UNFINISHED = "orbax-checkpoint-tmp"
 _REMOVED = f"{UNFINISHED}-removed"
-
-
-def is_complete(path: Path) -> bool:
-    """Whether `path` is a checkpoint that was written to its end.
-
-    It is written under a temporary name, and renamed when all is there.
-    """
-    named = UNFINISHED not in path.name
-    return named and ((path / manifest.NAME).is_file() or (path / COMMITTED).is_file())
 
 
 def steps(folder: str | Path) -> list[int]:
@@ -42,10 +36,8 @@ def latest(folder: str | Path) -> Path:
     found = steps(folder)
     if not found:
         got = "no complete checkpoint" if Path(folder).is_dir() else "no such folder"
-        problem = Problem(
-            str(folder), got, "a folder such as RUN/checkpoints", "train first, or check the path"
-        )
-        raise_problems("no checkpoint to read", [problem])
+        wanted, fix = "a folder such as RUN/checkpoints", "train first, or check the path"
+        refuse("no checkpoint to read", str(folder), got, wanted, fix)
     return Path(folder) / str(found[-1])
 
 
@@ -124,3 +116,117 @@ def _metadata(path: Path, keep: Keep) -> Mapping[str, Any]:
         return {}
     content, _ = manifest.read(path)
     return {} if content is None else content["metadata"]
+
+
+# --- as text
+
+
+def list_text(folder: str | Path) -> str:
+    """The checkpoints of a folder, a line each: step, size, leaves, mesh, when it was made.
+
+    Raises:
+        ValueError: it is no folder.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        wanted = "a folder such as RUN/checkpoints"
+        refuse("no checkpoints to list", str(folder), "no such folder", wanted, "check the path")
+    rows = [("step", "bytes", "leaves", "mesh", "made", "metadata")]
+    rows += [_row(root / str(step)) for step in steps(root)]
+    unfinished = sorted(path.name for path in root.iterdir() if UNFINISHED in path.name)
+    lines = _table(rows) if len(rows) > 1 else ["no complete checkpoint"]
+    return "\n".join([*lines, *(f"unfinished: {name}" for name in unfinished)])
+
+
+def show_text(path: str | Path) -> str:
+    """A checkpoint as text: where it was made, its metadata, and every leaf.
+
+    Raises:
+        ValueError: nothing is there, it is incomplete or damaged.
+    """
+    stored = Checkpoint(path)
+    stored.open()
+    lines = [f"checkpoint {path}"]
+    origin = stored.origin
+    if origin:
+        mesh = origin["mesh"] or "no mesh"
+        lines.append(f"made {_when(origin['time'])} on {mesh}, processes: {origin['processes']}")
+        lines.append(f"with torch {origin['torch']}, Python {origin['python']}")
+    else:
+        lines.append("without a manifest: written by Orbax alone")
+    values = sum(leaf.nbytes for leaf in stored.values())
+    lines.append(
+        f"{len(stored)} leaves, {_size(values)} of values in {_size(stored.nbytes)} of files"
+    )
+    if stored.metadata:
+        lines += ["metadata", *_indented(json.dumps(stored.metadata, indent=2))]
+    rows = [("leaf", "dtype", "shape", "bytes", "chunks of")]
+    rows += [
+        (leaf.path, leaf.dtype_name, str(leaf.shape), _size(leaf.nbytes), str(leaf.chunk))
+        for leaf in stored.values()
+    ]
+    return "\n".join([*lines, "leaves", *_indented("\n".join(_table(rows)))])
+
+
+def verify_text(path: str | Path) -> str:
+    """A line that a checkpoint is undamaged, after reading all of it.
+
+    Where some checks were not possible, a second line names them.
+
+    Raises:
+        ValueError: it is not; every leaf and file at fault is listed.
+    """
+    begun = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the second line has it
+        nbytes = verify(path)
+    took = f"{_size(nbytes)} of values in {time.perf_counter() - begun:.1f} s"
+    if left := Checkpoint(path).unbound:
+        return f"{path}: no damage found; {took}\nnot checked: {left}"
+    return f"{path}: all files and checksums are right; {took}"
+
+
+def _row(path: Path) -> tuple[str, ...]:
+    try:
+        stored = Checkpoint(path)
+    except ValueError as error:
+        return (path.name, "", "", "", "", f"damaged: {str(error).splitlines()[-1].strip(' -')}")
+    origin = stored.origin
+    made = _when(origin["time"]) if origin else ""
+    mesh = str(origin.get("mesh") or "none")
+    return (
+        path.name,
+        _size(stored.nbytes),
+        str(len(stored)),
+        mesh,
+        made,
+        _short(json.dumps(stored.metadata)),
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" for line in text.splitlines()]
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _short(text: str, width: int = 60) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

@@ -15,16 +15,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from functron.checkpoint.dtypes import name_of
+from functron.checkpoint.database import name_of
 from functron.checkpoint.placement import Leaf
-from functron.errors import Problem
+from functron.core.errors import Problem
 
 NAME = "functron.json"
 FORMAT = 1
-LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
-"""What Orbax writes after the manifest, and nothing here reads."""
+COMMITTED = "_CHECKPOINT_METADATA"
+UNFINISHED = "orbax-checkpoint-tmp"
+"""In the names of folders that are not complete."""
+LATER = (COMMITTED, "commit_success.txt")
+"""Written by Orbax after the manifest, and read by nothing here."""
 
 _SMALL = 1 << 20  # values and index have checksums: large files are not read twice for another
+
+
+def is_complete(path: Path) -> bool:
+    """Whether `path` is a checkpoint that was written to its end.
+
+    It is written under a temporary name, and renamed when all is there.
+    """
+    named = UNFINISHED not in path.name
+    return named and ((path / NAME).is_file() or (path / COMMITTED).is_file())
 
 
 def make(
@@ -92,7 +104,7 @@ def read(folder: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
 
 
 def check(folder: Path, content: Mapping[str, Any]) -> Iterator[Problem]:
-    """The files that are missing, or differ in length or checksum from what the manifest says."""
+    """The files that are missing, or differ in length or checksum from the manifest."""
     fix = "restore an older checkpoint, or copy this one again"
     for name, entry in content["files"].items():
         path = folder / name
@@ -152,7 +164,7 @@ def sync_all(folder: Path, progress: Callable[[], None] | None = None) -> None:
 
 
 def _expects_manifest(folder: Path) -> bool:
-    """Whether what Orbax says of a checkpoint shows that it had a manifest once."""
+    """Whether Orbax's own metadata shows that a checkpoint had a manifest once."""
     try:
         return b'"functron"' in (folder / "_METADATA").read_bytes()
     except OSError:

@@ -1,26 +1,35 @@
-"""Placements: which boxes of every global leaf each process holds, and where in its own tensor.
+"""Placements: the boxes of every leaf that each process holds; and their division into chunks.
 
 Pure arithmetic over specs, meshes, pipeline partitions and padding: nothing is communicated, and
 every process can compute the placement of every other one. A checkpoint holds the canonical form
-of a state, every leaf whole and unpadded; a placement says how that form and the tensors of one
-particular run correspond.
+of a state, every leaf whole and unpadded; a placement is the correspondence between that form and
+the tensors of one particular run.
+
+On disk leaves are cut into chunks that are aligned with every process's boxes, so that each chunk
+lies wholly inside or outside of a box and is written by one process alone. What several processes
+hold is divided among them, so that replicas share the work.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, nearest, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, nearest, raise_problems
 from functron.pipeline.partition import Partition, Use
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P, dim_axes, is_spec, num_shards, problems
+
+CHUNK_BYTES = 8 << 20
+_SMALL_CHUNK = 1 << 20  # chunks are not made smaller than this only to give every replica some
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Which boxes of every leaf each process holds; made by `place`.
+    """Which boxes of every leaf each process holds; made by `Placement.of`.
 
     Attributes:
         leaves: those of the canonical state, in tree order.
@@ -85,9 +94,59 @@ class Placement:
     partition: Partition | None = None
     axis: str = "pp"
 
+    @classmethod
+    def of(
+        cls,
+        like: tree.Tree,
+        specs: tree.Tree = None,
+        mesh: Mesh | BoundMesh | None = None,
+        partition: Partition | None = None,
+        *,
+        axis: str = "pp",
+    ) -> Placement:
+        """The placement of a state on a mesh.
+
+        On a bound mesh every rank is a process that holds its shards. On a simulated one, and
+        without any, this process holds everything.
+
+        Dims that do not divide are padded as ZeRO pads its shards: of the axes that split a dim,
+        the longest leading part that divides its size splits evenly; the others together cut what
+        is left into parts of ``ceil(size / parts)``, the last ones short or empty, and padded to
+        that length.
+
+        Args:
+            like: the canonical state: tensors (meta ones, best) in their global, unpadded shapes.
+                In a pipeline it is the whole model's.
+            specs: how its leaves are split between steps; a prefix tree of `P`. None: not at all.
+            mesh: where it lives.
+            partition: which ranks of a pipeline hold what; the top-level entries it names are found
+                anywhere in a leaf's path, so that it holds for an optimizer's state too.
+            axis: the mesh axis of the pipeline's ranks.
+
+        Raises:
+            ValueError: a leaf is no tensor or the specs do not fit; all offenders are listed.
+        """
+        abstract = mesh.mesh if isinstance(mesh, BoundMesh) else mesh or Mesh()
+        flat = tree.broadcast_prefix(specs, like, is_leaf=is_spec, what="specs", wanted="a P")
+        found: list[Problem] = []
+        leaves = []
+        for path, leaf, spec in zip(tree.paths(like), tree.leaves(like), flat, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                found.append(Problem(path, type(leaf).__name__, "a tensor", "use torch.tensor"))
+                continue
+            spec = P() if spec is None else spec
+            found += problems(path, None, spec, abstract)
+            if len(spec) > leaf.dim():
+                got = f"{spec} for shape {tuple(leaf.shape)}"
+                found.append(Problem(path, got, f"at most {leaf.dim()} entries"))
+            leaves.append(Leaf(path, tuple(leaf.shape), leaf.dtype, spec))
+        raise_problems("cannot place the state on the mesh", found)
+        rank = mesh.rank if isinstance(mesh, BoundMesh) else None
+        return cls(tuple(leaves), abstract, rank, partition, axis)
+
     @property
     def num_ranks(self) -> int:
-        """How many processes hold the state."""
+        """The number of processes that hold the state."""
         return 1 if self.rank is None else self.mesh.size
 
     @property
@@ -96,7 +155,7 @@ class Placement:
         return self.rank or 0
 
     def boxes(self, leaf: Leaf, rank: int) -> tuple[Box, ...]:
-        """What process `rank` holds of a leaf, padding left out; nothing where all is padding."""
+        """The boxes of process `rank` in a leaf, padding left out; nothing where all is padding."""
         found = self._runs(leaf, rank)
         if found is None:
             return ()
@@ -122,9 +181,9 @@ class Placement:
             return None
         out = []
         for dim, (size, names) in enumerate(zip(leaf.shape, axes, strict=True)):
-            held = rows if dim == 0 and rows else range(size)
-            begin, end, length = _span(len(held), names, self.mesh, coordinate)
-            out.append((_consecutive(held[begin:end]), length))
+            mine = rows if dim == 0 and rows else range(size)
+            begin, end, length = _span(len(mine), names, self.mesh, coordinate)
+            out.append((_consecutive(mine[begin:end]), length))
         return out
 
     def _rows(self, leaf: Leaf, stage_rank: int) -> Sequence[int] | None:
@@ -178,54 +237,6 @@ class Placement:
         return given
 
 
-def place(
-    like: tree.Tree,
-    specs: tree.Tree = None,
-    mesh: Mesh | BoundMesh | None = None,
-    partition: Partition | None = None,
-    *,
-    axis: str = "pp",
-) -> Placement:
-    """The placement of a state on a mesh.
-
-    On a bound mesh every rank is a process that holds its shards. On a simulated one, and without
-    any, this process holds everything.
-
-    Dims that do not divide are padded as ZeRO pads its shards: of the axes that split a dim, the
-    longest leading part that divides its size splits evenly; the others together cut what is left
-    into parts of ``ceil(size / parts)``, the last ones short or empty, and padded to that length.
-
-    Args:
-        like: the canonical state: tensors (meta ones, best) in their global, unpadded shapes. In a
-            pipeline it is the whole model's.
-        specs: how its leaves are split between steps; a prefix tree of `P`. None: not at all.
-        mesh: where it lives.
-        partition: which ranks of a pipeline hold what; the top-level entries it names are found
-            anywhere in a leaf's path, so that it holds for an optimizer's state too.
-        axis: the mesh axis of the pipeline's ranks.
-
-    Raises:
-        ValueError: a leaf is no tensor or the specs do not fit; all offenders are listed.
-    """
-    abstract = mesh.mesh if isinstance(mesh, BoundMesh) else mesh or Mesh()
-    flat = tree.broadcast_prefix(specs, like, is_leaf=is_spec, what="specs", wanted="a P")
-    found: list[Problem] = []
-    leaves = []
-    for path, leaf, spec in zip(tree.paths(like), tree.leaves(like), flat, strict=True):
-        if not isinstance(leaf, torch.Tensor):
-            found.append(Problem(path, type(leaf).__name__, "a tensor", "use torch.tensor"))
-            continue
-        spec = P() if spec is None else spec
-        found += problems(path, None, spec, abstract)
-        if len(spec) > leaf.dim():
-            got = f"{spec} for shape {tuple(leaf.shape)}"
-            found.append(Problem(path, got, f"at most {leaf.dim()} entries"))
-        leaves.append(Leaf(path, tuple(leaf.shape), leaf.dtype, spec))
-    raise_problems("cannot place the state on the mesh", found)
-    rank = mesh.rank if isinstance(mesh, BoundMesh) else None
-    return Placement(tuple(leaves), abstract, rank, partition, axis)
-
-
 def _entry(path: str, uses: Mapping[str, Use]) -> str | None:
     """The top-level entry of the parameters that a leaf of a state belongs to."""
     return next((part for part in path.split("/") if part in uses), None)
@@ -268,14 +279,195 @@ def _coordinates(axes: Sequence[str], mesh: Mesh) -> Iterator[dict[str, int]]:
         yield dict(zip(axes, indices, strict=True))
 
 
-def _consecutive(held: Sequence[int]) -> list[_Run]:
+def _consecutive(indices: Sequence[int]) -> list[_Run]:
     """Increasing stretches of indices as runs: [4, 5, 9] is 4 and 5 at 0, and 9 at 2."""
-    if isinstance(held, range):
-        return [_Run(held.start, len(held), 0)]
+    if isinstance(indices, range):
+        return [_Run(indices.start, len(indices), 0)]
     runs: list[_Run] = []
-    for local, index in enumerate(held):
+    for local, index in enumerate(indices):
         if runs and index == runs[-1].start + runs[-1].size:
             runs[-1] = _Run(runs[-1].start, runs[-1].size + 1, runs[-1].local)
         else:
             runs.append(_Run(index, 1, local))
     return runs
+
+
+# --- chunks
+
+Cell = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A chunk that a process writes.
+
+    Attributes:
+        cell: its position on the leaf's grid of chunks.
+        start: its first index in the global leaf, per dim.
+        size: its extent, cut at the leaf's end.
+        local: its first index in the process's tensor.
+    """
+
+    cell: Cell
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    local: tuple[int, ...]
+
+    def slices(self) -> tuple[slice, ...]:
+        """Where it lies in the process's tensor."""
+        return tuple(slice(a, a + n) for a, n in zip(self.local, self.size, strict=True))
+
+    def region(self) -> tuple[slice, ...]:
+        """Where it lies in the global leaf."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who writes which chunks of a placement's leaves.
+
+    Attributes:
+        placement: of the leaves.
+        chunk_bytes: how large chunks may be.
+    """
+
+    placement: Placement
+    chunk_bytes: int = CHUNK_BYTES
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each leaf's chunks."""
+        return tuple(
+            chunk_shape(leaf, list(groups), max(map(len, groups.values()), default=1), limit)
+            for leaf, groups, limit in self._grouped
+        )
+
+    @cached_property
+    def _grouped(self) -> list[tuple[Leaf, dict[tuple[Box, ...], list[int]], int]]:
+        """The processes with the same boxes of each leaf, together."""
+        out = []
+        for leaf in self.placement.leaves:
+            groups: dict[tuple[Box, ...], list[int]] = {}
+            for rank in range(self.placement.num_ranks):
+                groups.setdefault(self.placement.boxes(leaf, rank), []).append(rank)
+            groups.pop((), None)
+            out.append((leaf, groups, self.chunk_bytes))
+        return out
+
+    @cached_property
+    def writers(self) -> tuple[dict[Cell, int], ...]:
+        """The process that writes each chunk of each leaf: of its holders, the least busy so far.
+
+        Raises:
+            ValueError: no process holds some part of a leaf.
+        """
+        load = [0] * self.placement.num_ranks
+        found: list[Problem] = []
+        out = []
+        for (leaf, groups, _), chunk in zip(self._grouped, self.chunks, strict=True):
+            holders: dict[Cell, list[int]] = {}
+            for boxes, ranks in groups.items():
+                for cell in itertools.chain.from_iterable(cells(box, chunk) for box in boxes):
+                    holders[cell] = [*holders.get(cell, ()), *ranks]
+            nbytes = math.prod(chunk) * leaf.dtype.itemsize
+            writer: dict[Cell, int] = {}
+            for cell in sorted(holders):
+                writer[cell] = min(holders[cell], key=lambda rank: (load[rank], rank))
+                load[writer[cell]] += nbytes
+            missing = [cell for cell in grid(leaf.shape, chunk) if cell not in writer]
+            if missing:
+                got = f"no process that holds the chunk at {missing[0]} of {chunk}"
+                found.append(Problem(leaf.path, got, "every part on some process"))
+            out.append(writer)
+        raise_problems("cannot divide the state among the processes", found)
+        return tuple(out)
+
+    @cached_property
+    def pieces(self) -> tuple[list[Piece], ...]:
+        """The pieces of each leaf that this process writes."""
+        rank = self.placement.here
+        out = []
+        for leaf, chunk, writer in zip(
+            self.placement.leaves, self.chunks, self.writers, strict=True
+        ):
+            mine = []
+            for box in self.placement.boxes(leaf, rank):
+                for cell in cells(box, chunk):
+                    if writer[cell] == rank:
+                        mine.append(_piece(cell, chunk, leaf.shape, box))
+            out.append(mine)
+        return tuple(out)
+
+    @cached_property
+    def digest(self) -> str:
+        """A short text that differs where processes disagree on what they write."""
+        rows = [
+            (leaf.path, leaf.shape, str(leaf.dtype), str(leaf.spec), chunk)
+            for leaf, chunk in zip(self.placement.leaves, self.chunks, strict=True)
+        ]
+        return f"{zlib.crc32(repr((rows, str(self.placement.mesh))).encode()):08x}"
+
+
+def chunk_shape(
+    leaf: Leaf, boxes: Sequence[tuple[Box, ...]], copies: int = 1, limit: int = CHUNK_BYTES
+) -> tuple[int, ...]:
+    """The largest shape up to about `limit` bytes whose grid has a line at every edge of a box.
+
+    Args:
+        leaf: what is cut.
+        boxes: what processes hold of it, each kind once.
+        copies: the most processes that hold the same; large boxes get a chunk for each.
+        limit: bytes of a chunk at most, unless the lines of a box force nothing and one row of
+            the leaf is larger; a dim is then cut as far as need be.
+    """
+    shape = [max(1, size) for size in leaf.shape]
+    free = [True] * len(shape)
+    flat = [box for several in boxes for box in several]
+    for dim, size in enumerate(leaf.shape):
+        edges = {edge for box in flat for edge in (box.start[dim], box.start[dim] + box.size[dim])}
+        edges -= {0, size}
+        if edges:
+            shape[dim], free[dim] = math.gcd(*edges), False
+    if copies > 1 and flat:
+        largest = max(math.prod(box.size) for box in flat) * leaf.dtype.itemsize
+        limit = min(limit, max(_SMALL_CHUNK, largest // copies))
+    return _cut(shape, free, max(1, limit // leaf.dtype.itemsize))
+
+
+def _cut(shape: list[int], free: list[bool], limit: int) -> tuple[int, ...]:
+    """A shape of at most `limit` elements: slow dims cut first, those not free into equal parts."""
+    for patience in (8, math.inf):  # first without many more parts than needed
+        for dim, size in enumerate(shape):
+            parts = -(-math.prod(shape) // limit)
+            if parts <= 1:
+                return tuple(shape)
+            if free[dim] or size <= parts:
+                shape[dim] = -(-size // parts)
+                continue
+            several = range(parts, int(min(size, parts * patience)) + 1)
+            divisor = next((k for k in several if size % k == 0), None)
+            shape[dim] = size if divisor is None else size // divisor
+    return tuple(shape)
+
+
+def grid(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Cell]:
+    """Every chunk's position."""
+    return itertools.product(*(range(-(-n // c)) for n, c in zip(shape, chunk, strict=True)))
+
+
+def cells(box: Box, chunk: Sequence[int]) -> Iterator[Cell]:
+    """The positions of the chunks that a box touches."""
+    return itertools.product(
+        *(
+            range(start // c, -(-(start + size) // c) if size else start // c)
+            for start, size, c in zip(box.start, box.size, chunk, strict=True)
+        )
+    )
+
+
+def _piece(cell: Cell, chunk: Sequence[int], shape: Sequence[int], box: Box) -> Piece:
+    """The part of a chunk that a box holds: all of it, by the choice of chunks."""
+    start = tuple(i * c for i, c in zip(cell, chunk, strict=True))
+    size = tuple(min(c, n - a) for a, c, n in zip(start, chunk, shape, strict=True))
+    local = tuple(a - b + at for a, b, at in zip(start, box.start, box.local, strict=True))
+    return Piece(cell, start, size, local)

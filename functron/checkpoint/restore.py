@@ -1,19 +1,28 @@
-"""Restoring: a checkpoint's values into the tensors of any mesh, each process its own boxes."""
+"""Restoring: a checkpoint's values into the tensors of any mesh, each process its own boxes.
+
+Also its parameters alone, or the averages of them that an optimizer keeps: to sample, to export
+and to upcycle.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from functron import tree
 from functron.checkpoint import database
-from functron.checkpoint.dtypes import from_name, name_of
-from functron.checkpoint.placement import Leaf, Placement, place
+from functron.checkpoint.database import from_name, name_of
+from functron.checkpoint.placement import Leaf, Placement
 from functron.checkpoint.stored import Checkpoint, StoredLeaf
-from functron.errors import Problem, nearest, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.params import abstract_params, param_specs
+from functron.spmd import BoundMesh, Mesh, P, Rules
+from functron.spmd.spec import local_shape, offsets
 
 
 def restore(
@@ -46,10 +55,11 @@ def restore(
     if like is None:
         stored.open()
         like = _nested(stored)
-    place_of = _placement(stored, like, placement)
-    fitting = _matched(stored, like, place_of, cast)
-    made = tree.map(lambda leaf: _empty(leaf, device), like)
-    _fill(fitting, dict(zip(tree.paths(made), tree.leaves(made), strict=True)), place_of)
+    target = _placement(stored, like, placement)
+    fitting = _matched(stored, like, target, cast)
+    empty = partial(torch.empty, device=device)
+    made = tree.map(lambda leaf: empty(leaf.shape, dtype=leaf.dtype), like)
+    _fill(fitting, dict(zip(tree.paths(made), tree.leaves(made), strict=True)), target)
     return made
 
 
@@ -70,27 +80,25 @@ def restore_(
     Args:
         path: a complete checkpoint.
         state: what this process holds; leaves of the checkpoint that it lacks are not read.
-        placement: which part of the whole state that is, on any mesh; None: it is the whole.
-        cast: convert floating-point values to the tensors' dtypes.
+        placement, cast: as in `restore`.
         in_flight: bytes that are read at the same time.
 
     Raises:
-        ValueError: nothing is there, it is incomplete or damaged, or leaves are missing or have
-            another shape or dtype; all offenders are listed.
+        ValueError: as in `restore`, or some tensors are meta ones; all offenders are listed.
     """
     stored = Checkpoint(path)
-    place_of = _placement(stored, state, placement)
-    fitting = _matched(stored, state, place_of, cast)
+    target = _placement(stored, state, placement)
+    fitting = _matched(stored, state, target, cast)
     tensors = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
     abstract = [name for name, tensor in tensors.items() if tensor.is_meta]
     found = [Problem(name, "a meta tensor", "a tensor to read into") for name in abstract]
     raise_problems(f"cannot restore the checkpoint {path}", found)
-    _fill(fitting, tensors, place_of, in_flight)
+    _fill(fitting, tensors, target, in_flight)
     return state
 
 
 def metadata(path: str | Path) -> dict[str, Any]:
-    """What was passed to `save` as metadata.
+    """The metadata that was passed to `save`.
 
     Raises:
         ValueError: nothing is there, or it is incomplete or damaged.
@@ -101,7 +109,7 @@ def metadata(path: str | Path) -> dict[str, Any]:
 def _placement(stored: Checkpoint, like: tree.Tree, placement: Placement | None) -> Placement:
     """The placement that was given, checked; or that of a process which wants all of `like`."""
     if placement is None:
-        return place(like)
+        return Placement.of(like)
     title = f"cannot restore the checkpoint {stored.path}"
     placement.check(like, what=title, some=True)
     return placement
@@ -119,13 +127,13 @@ def _matched(
         if leaf.path not in stored:
             found.append(Problem(leaf.path, "nothing", "a leaf", nearest(leaf.path, stored)))
             continue
-        held = stored[leaf.path]
+        there = stored[leaf.path]
         castable = cast and leaf.dtype.is_floating_point
-        castable = castable and held.dtype is not None and held.dtype.is_floating_point
-        if held.shape != leaf.shape or not (held.dtype == leaf.dtype or castable):
-            got = f"{held.dtype_name} {held.shape}"
+        castable = castable and there.dtype is not None and there.dtype.is_floating_point
+        if there.shape != leaf.shape or not (there.dtype == leaf.dtype or castable):
+            got = f"{there.dtype_name} {there.shape}"
             fix = ""
-            if held.shape == leaf.shape and leaf.dtype.is_floating_point and not cast:
+            if there.shape == leaf.shape and leaf.dtype.is_floating_point and not cast:
                 fix = "cast=True converts floating-point values"
             wanted_text = f"{name_of(leaf.dtype)} {leaf.shape}"
             found.append(Problem(leaf.path, got, wanted_text, fix))
@@ -142,34 +150,162 @@ def _fill(
     window = database.Window(in_flight)
     with torch.no_grad():
         try:
-            for leaf, held in fitting:
+            for leaf, there in fitting:
                 boxes = placement.boxes(leaf, placement.here)
                 tensor = tensors[leaf.path]
                 if tensor.numel() != sum(database.nbytes_of(box.size, 1) for box in boxes):
                     tensor.zero_()  # the rest is padding
-                held.read(boxes, tensor, window)
+                there.read(boxes, tensor, window)
             window.drain()
         finally:
             window.abandon()
-
-
-def _empty(leaf: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
 
 
 def _nested(stored: Checkpoint) -> dict[str, Any]:
     """Meta tensors for all leaves of a checkpoint, in dicts by the parts of their paths."""
     out: dict[str, Any] = {}
     found = []
-    for path, held in stored.items():
-        dtype = from_name(held.dtype_name)
+    for path, leaf in stored.items():
+        dtype = from_name(leaf.dtype_name)
         if dtype is None:
-            found.append(Problem(path, held.dtype_name, "a dtype that torch has"))
+            found.append(Problem(path, leaf.dtype_name, "a dtype that torch has"))
             continue
         *above, name = path.split("/")
         node = out
         for key in above:
             node = node.setdefault(key, {})
-        node[name] = torch.empty(held.shape, dtype=dtype, device="meta")
+        node[name] = torch.empty(leaf.shape, dtype=dtype, device="meta")
     raise_problems(f"cannot restore the checkpoint {stored.path}", found)
     return out
+
+
+# --- parameters alone
+
+
+def stored_params(stored: Checkpoint, defs: tree.Tree, *, averaged: bool = False) -> tree.Tree:
+    """A checkpoint's parameters as leaves that are read where they are indexed.
+
+    With `averaged` they are the means that `optim.with_average` keeps (``optimizer.ema_decay``),
+    ``sum_t w_t params_t / sum_t w_t`` as `optim.averaged` reads them, in the parameters' dtypes:
+    of a checkpoint made on any mesh, pipeline or ZeRO stage, without the optimizer. Parameters
+    that no mean is kept of, such as those that LoRA leaves alone, are as they are; all are before
+    the first update. Adapters are averaged by themselves, before they are merged.
+
+    Args:
+        stored: a checkpoint of a run.
+        defs: of the parameters that it holds; see `functron.lora.defs_in`.
+        averaged: read the means.
+
+    Returns:
+        Leaves with shape and dtype whose slices are tensors, in the structure of `defs`.
+
+    Raises:
+        ValueError: parameters are missing, or have other shapes than the defs (all are listed); or
+            it keeps no average, or several.
+    """
+    _check_params(stored, defs)
+    found = tree.map_with_path(lambda path, _: stored[f"params/{path}"], defs)
+    if not averaged:
+        return found
+    at = _place_of_average(stored)
+    weight = stored[f"{at}weight"][...]
+    if not weight > 0:  # of no parameters yet
+        return found
+
+    def one(path: str, now: Any) -> Any:
+        name = f"{at}average/{path}"
+        return AveragedRows(stored[name], weight, now.dtype) if name in stored else now
+
+    return tree.map_with_path(one, found)
+
+
+def read_params(
+    stored: Checkpoint,
+    defs: tree.Tree,
+    *,
+    averaged: bool = False,
+    rules: Rules | None = None,
+    mesh: Mesh | BoundMesh | None = None,
+) -> tree.Tree:
+    """`stored_params` as tensors in host memory.
+
+    Args:
+        stored, defs, averaged: as in `stored_params`.
+        rules: how a mesh splits the parameters; None: not at all.
+        mesh: on a bound one this rank's shards are read, and nothing else; otherwise whole leaves.
+
+    Raises:
+        ValueError: what `stored_params` raises, or values are damaged.
+    """
+    found = stored_params(stored, defs, averaged=averaged)
+    if rules is not None and isinstance(mesh, BoundMesh):
+        specs = param_specs(defs, rules)
+        return tree.map(lambda leaf, spec: leaf[_own(leaf.shape, spec, mesh)], found, specs)
+    if averaged:
+        return tree.map(lambda leaf: leaf[...], found)
+    return restore(stored.path, {"params": abstract_params(defs)})["params"]
+
+
+def _own(shape: tuple[int, ...], spec: P, mesh: BoundMesh) -> tuple[slice, ...]:
+    """Where this rank's shard of a leaf is."""
+    starts = offsets(shape, spec, mesh, mesh.coordinate)
+    sizes = local_shape(shape, spec, mesh)
+    return tuple(slice(at, at + size) for at, size in zip(starts, sizes, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class AveragedRows:
+    """A mean of parameters on disk: each part of it computed when it is asked for.
+
+    Attributes:
+        total: the weighted sum; something whose slices are tensors.
+        weight: what the weights sum to; float64, 0-dim.
+        dtype: of the parameter, which the mean is rounded to.
+    """
+
+    total: Any
+    weight: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the parameter."""
+        return tuple(self.total.shape)
+
+    def __getitem__(self, where: Any) -> torch.Tensor:
+        total = self.total[where]
+        return (total / self.weight.to(total.dtype)).to(self.dtype)
+
+
+def _check_params(stored: Checkpoint, defs: tree.Tree) -> None:
+    """Raise where the parameters are not those of `defs`."""
+    wanted = {
+        f"params/{path}": list(d.shape)
+        for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)
+    }
+    stored.open([path for path in wanted if path in stored])
+    problems = [
+        Problem(path, "no such leaf", "a parameter, as config.toml says")
+        if path not in stored
+        else Problem(path, str(list(stored[path].shape)), f"{shape}, as the config says")
+        for path, shape in wanted.items()
+        if path not in stored or list(stored[path].shape) != shape
+    ]
+    raise_problems(f"{stored.path} is no checkpoint of this run's model", problems)
+
+
+def _place_of_average(stored: Checkpoint) -> str:
+    """Where in the optimizer's state its `AverageState` is: a prefix of paths."""
+    states = [path for path in stored if path.startswith("opt_state/")]
+    heads = [path.removesuffix("weight") for path in states if path.endswith("/weight")]
+    kept = [
+        head
+        for head in heads
+        if f"{head}count" in stored and any(path.startswith(f"{head}average/") for path in states)
+    ]
+    if len(kept) != 1:
+        fix = "leave --averaged out, or train with --optimizer.ema-decay 0.999"
+        got = f"a checkpoint with {len(kept) or 'no'} averages"
+        title = f"cannot read averages from {stored.path}"
+        refuse(title, "averaged", got, "the averages that a run keeps", fix)
+    return kept[0]

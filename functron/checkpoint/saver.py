@@ -11,15 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from functron import compat, tree
 from functron.checkpoint import database, together
-from functron.checkpoint.chunks import CHUNK_BYTES, Division
-from functron.checkpoint.dtypes import name_of, storable
+from functron.checkpoint.database import name_of, storable
 from functron.checkpoint.folder import Keep, clean, prune
-from functron.checkpoint.placement import Placement, place
-from functron.checkpoint.ranks import Ranks, own_store
+from functron.checkpoint.placement import CHUNK_BYTES, Division, Placement
+from functron.checkpoint.together import Ranks, own_store
 from functron.checkpoint.writer import Snapshot, live
-from functron.errors import Problem, raise_problems
+from functron.core import compat, tree
+from functron.core.errors import Problem, raise_problems, refuse
 
 TIMEOUT = 600.0
 """Seconds after which a process that shows no sign of life is given up."""
@@ -64,7 +63,7 @@ def save(
         tensors = _tensors(placement, value)
         order = together.Order(Path(path).absolute(), division, _as_json(metadata))
     except BaseException as error:
-        together.refuse(ranks, error)
+        together.give_up(ranks, error)
         raise
     together.save_together(order, live(tensors), ranks)
     ranks.leave()
@@ -79,7 +78,7 @@ class Saver:
 
     On a bound mesh every rank makes one of these, at the same point, and calls the same methods.
 
-    >>> with Saver("run/checkpoints", place(state), keep=Keep(last=3)) as saver:
+    >>> with Saver("run/checkpoints", Placement.of(state), keep=Keep(last=3)) as saver:
     ...     saver.save(100, state, {"loss": 2.5})
 
     Args:
@@ -148,7 +147,7 @@ class Saver:
             target = self._folder / str(int(step))
             order = together.Order(target, self._division, _as_json(metadata), self._in_flight)
         except BaseException as error:
-            together.refuse(self._ranks, error)
+            together.give_up(self._ranks, error)
             raise
         # a daemon: a program that fails elsewhere ends, and leaves an unfinished checkpoint
         self._thread = threading.Thread(
@@ -217,7 +216,7 @@ def _whole(value: tree.Tree) -> Placement:
         elif leaf.is_meta:
             found.append(Problem(path, "a meta tensor", "a tensor with values"))
     raise_problems("cannot save the checkpoint", found)
-    return place(value)
+    return Placement.of(value)
 
 
 def _divide(placement: Placement, chunk_bytes: int) -> Division:
@@ -274,6 +273,5 @@ def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     try:
         return json.loads(json.dumps(dict(metadata or {})))
     except (TypeError, ValueError) as error:
-        problem = Problem("metadata", str(error), "what JSON can hold", "convert it to text")
-        raise_problems("cannot save the checkpoint", [problem])
-        raise AssertionError("unreachable") from error
+        title, fix = "cannot save the checkpoint", "convert it to text"
+        refuse(title, "metadata", error, "what JSON can hold", fix)

@@ -1,4 +1,4 @@
-"""Checkpoints opened for reading: what they hold, and any slice of it, read when asked for."""
+"""Checkpoints opened for reading: their leaves, and any slice of them, read when asked for."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from functron.checkpoint import database, failures, index, manifest
-from functron.checkpoint.chunks import cells
-from functron.checkpoint.dtypes import as_array, as_tensor, from_name
-from functron.checkpoint.folder import is_complete
-from functron.checkpoint.placement import Box
-from functron.errors import Problem, nearest, raise_problems
+from functron.checkpoint import database, manifest
+from functron.checkpoint.database import as_array, as_tensor, from_name
+from functron.checkpoint.placement import Box, cells, grid
+from functron.core.errors import Problem, nearest, raise_problems, refuse
 
 
 class Checkpoint(Mapping[str, "StoredLeaf"]):
@@ -34,7 +32,7 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
 
     Plain Orbax checkpoints open too, if they are PyTrees in OCDBT databases; what has no manifest,
     or one of before functron recorded the checksum of each chunk, is checked less. A UserWarning
-    says so when values are read; see `unbound`.
+    is given when values are read; see `unbound`.
 
     Args:
         path: a complete checkpoint.
@@ -56,7 +54,7 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What was passed to `save` as metadata."""
+        """The metadata that was passed to `save`."""
         if self._content is not None:
             return self._content["metadata"]
         try:
@@ -133,7 +131,7 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
             try:
                 leaf = StoredLeaf(self, path, future.result())
             except Exception as error:
-                found.append(failures.of_reading(error, path, "its description"))
+                found.append(database.of_reading(error, path, "its description"))
                 continue
             found += leaf.differences(self._content)
             self._opened[path] = leaf
@@ -141,7 +139,7 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
 
     def file_of(self, path: str, cell: Sequence[int]) -> str:
         """The file that a chunk lies in."""
-        return index.file_of(self.path, database.chunk_key(path, cell))
+        return database.file_of(self.path, database.chunk_key(path, cell))
 
     def checksum_read(self, path: str, cell: Sequence[int]) -> Callable[[], int]:
         """Begin to read the CRC-32C that a chunk ends with; what is returned waits for it."""
@@ -230,7 +228,7 @@ class StoredLeaf:
         position = _position(where, self.shape)
         folder = self._checkpoint.path
         checks = [self._check(cell) for cell in cells(_bounds(position), self.chunk)]
-        with failures.reading(self.path, lambda: f"a file of {folder}", folder):
+        with database.naming_file(self.path, lambda: f"a file of {folder}", folder):
             found = as_tensor(np.asarray(self._array[position].read().result()))
             for check in checks:
                 check()
@@ -261,12 +259,12 @@ class StoredLeaf:
                 future.result()
                 check()
             except Exception as error:
-                found.append(failures.of_reading(error, self.path, self._file(cell)))
+                found.append(database.of_reading(error, self.path, self._file(cell)))
 
         return wait
 
     def differences(self, content: Mapping[str, Any] | None) -> list[Problem]:
-        """Where its description on disk is not what the manifest says."""
+        """Where its description on disk is not that of the manifest."""
         if content is None:
             return []
         entry = content["leaves"][self.path]
@@ -296,7 +294,7 @@ class StoredLeaf:
         check = self._check(cell)
 
         def wait() -> Any:
-            with failures.reading(self.path, lambda: self._file(cell), self._checkpoint.path):
+            with database.naming_file(self.path, lambda: self._file(cell), self._checkpoint.path):
                 found = future.result()
                 check()
                 return found
@@ -370,10 +368,31 @@ def _bounds(position: Sequence[int | slice]) -> Box:
 
 def _existing(path: str | Path) -> Path:
     source = Path(path).absolute()
-    if not is_complete(source):
+    if not manifest.is_complete(source):
         got = "an incomplete checkpoint" if source.is_dir() else "nothing there"
-        problem = Problem(
-            str(path), got, "a complete checkpoint", "see which there are: ls RUN/checkpoints"
-        )
-        raise_problems("cannot read the checkpoint", [problem])
+        wanted, fix = "a complete checkpoint", "see which there are: ls RUN/checkpoints"
+        refuse("cannot read the checkpoint", str(path), got, wanted, fix)
     return source
+
+
+def verify(path: str | Path, *, in_flight: int = database.IN_FLIGHT) -> int:
+    """Read all of a checkpoint and compare all checksums; returns the bytes of its values.
+
+    Only bytes that nothing refers to may differ unnoticed, in files too large for the manifest to
+    have a checksum of: replaced parts of a process's index. Where the checkpoint does not record
+    the checksum of each chunk, chunks may have changed places too, of which a UserWarning warns.
+
+    Raises:
+        ValueError: something is missing or damaged; every leaf at fault is listed, with its file.
+    """
+    stored = Checkpoint(path)
+    stored.open()
+    found: list[Problem] = []
+    window = database.Window(in_flight)
+    for leaf in stored.values():
+        size = database.nbytes_of(leaf.chunk, leaf.itemsize)
+        for cell in grid(leaf.shape, leaf.chunk):
+            window.add(size, lambda leaf=leaf, cell=cell: leaf.checking(cell, found))
+    window.drain()
+    raise_problems(f"the checkpoint {path} is damaged", found)
+    return sum(leaf.nbytes for leaf in stored.values())

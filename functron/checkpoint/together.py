@@ -1,27 +1,242 @@
-"""One save, by all processes: the first leads it, the others write and report."""
+"""One save by all processes: the first leads it with Orbax, the others write and report.
+
+Processes talk through a store of their own, never through the process groups of the program that
+is being trained: a save runs in a thread of its own, and collectives of two threads could meet in
+another order on every rank.
+
+Orbax's part, on the first process, is folders, tree metadata, merging and renaming. It runs as if
+that process were alone; what it takes for arrays are descriptions of leaves, whose values all
+processes write themselves. Every stock Orbax reader opens the result. Only here, and only inside
+functions, are Orbax and JAX imported: that takes longer than importing torch.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import platform
 import shutil
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from functron.checkpoint import database, failures, manifest, orbax, writer
-from functron.checkpoint.chunks import Division, grid
+from functron.checkpoint import database, manifest, writer
 from functron.checkpoint.database import chunk_key
-from functron.checkpoint.ranks import Ranks
-from functron.errors import Problem, raise_problems
+from functron.checkpoint.placement import Division, Leaf, grid
+from functron.core.errors import raise_problems, refuse
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds between looks at the store
+_BEAT = 1.0  # seconds between signs of life
+
+
+class Ranks:
+    """The processes that save together, as one of them.
+
+    Every process must make as many of these, in the same order, and begin as many saves with each.
+
+    Args:
+        rank: which process this is.
+        size: how many there are.
+        store: that all of them reach, and no other thread uses; None for one process.
+        timeout: gives the seconds after which a process without a sign of life is given up; asked
+            anew as long as one is waited for.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store | None,
+        timeout: Callable[[], float],
+    ):
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self._store: Any = store
+        self._save = 0
+        self._told: list[tuple[int, str]] = []
+        self._beaten = 0.0
+        if size > 1:
+            assert store is not None
+            # the store outlives us: each rank counts there how many of these it has made
+            number = store.add(f"functron/checkpoint/count/{rank}", 1)
+            self._prefix = f"functron/checkpoint/{number}"
+
+    def begin(self) -> None:
+        """Begin a save: messages from now on belong to it."""
+        self._save += 1
+        # a rank that begins this save has read all messages from before the last one
+        for save, key in self._told:
+            if save < self._save - 1:
+                self._store.delete_key(key)
+        self._told = [(save, key) for save, key in self._told if save >= self._save - 1]
+
+    def tell(self, what: str, message: dict[str, Any]) -> None:
+        """Leave a message of this save under the name `what`."""
+        if self.size > 1:
+            key = self._key(what, self._save)
+            self._store.set(key, json.dumps(message))
+            self._told.append((self._save, key))
+
+    def hear(self, what: str, sender: int) -> dict[str, Any]:
+        """The message of this save under `what`, from rank `sender`, as soon as it is there.
+
+        Raises:
+            TimeoutError: the sender has shown no sign of life for too long.
+            OSError: the store is gone, and with it the process that had it.
+        """
+        key = self._key(what, self._save)
+        try:
+            return json.loads(self._wait(key, sender))
+        except TimeoutError:
+            raise
+        except Exception as error:
+            raise OSError(
+                f"cannot save the checkpoint: rank {self.rank} lost the store that the ranks share "
+                f"({error}); fix: see why the process that has it (rank 0, or torchrun) ended"
+            ) from error
+
+    def leave(self) -> None:
+        """Report that this process needs the store no more; rank 0 waits for all reports."""
+        self.begin()
+        if self.rank:
+            self.tell(f"left/{self.rank}", {})
+        for rank in range(1, self.size) if self.rank == 0 else ():
+            self.hear(f"left/{rank}", rank)
+
+    def beat(self) -> None:
+        """Show a sign of life, at most once a second."""
+        now = time.monotonic()
+        if self.size > 1 and now - self._beaten > _BEAT:
+            self._beaten = now
+            self._store.add(f"{self._prefix}/beat/{self.rank}", 1)
+
+    def _wait(self, key: str, sender: int) -> bytes:
+        pause, seen = _FIRST_PAUSE, None
+        heard = time.monotonic()
+        while not self._store.check([key]):
+            self.beat()
+            beats = self._store.add(f"{self._prefix}/beat/{sender}", 0)
+            if beats != seen:
+                seen, heard = beats, time.monotonic()
+            if time.monotonic() - heard > (limit := self.timeout()):
+                raise TimeoutError(
+                    f"cannot save the checkpoint: got no sign of life from rank {sender} for "
+                    f"{limit:g} s; wanted its part of the save; fix: see why it died or "
+                    "hangs, or give a longer timeout"
+                )
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+        return self._store.get(key)
+
+    def _key(self, what: str, save: int) -> str:
+        return f"{self._prefix}/{save}/{what}" if self.size > 1 else what
+
+
+def own_store(store: dist.Store, timeout: float) -> dist.Store:
+    """Another connection to `store`, for another thread."""
+    there: Any = store  # torch's declarations lack the method
+    mine = there.clone()
+    mine.set_timeout(timedelta(seconds=timeout))
+    return mine
+
+
+def commit(
+    target: Path,
+    leaves: Sequence[Leaf],
+    metadata: Mapping[str, Any],
+    write: Callable[[Path], None],
+    finish: Callable[[Path], None],
+) -> None:
+    """Make the checkpoint `target` of these leaves, which appears under its name when complete.
+
+    Args:
+        target: an absolute path where nothing is; its parents exist.
+        leaves: in tree order.
+        metadata: for Orbax's own readers.
+        write: has all processes write their databases into the unfinished folder that it is given.
+        finish: called with that folder when all but the renaming is done.
+    """
+    ocp = _import_orbax()
+    import jax
+
+    nested: dict[str, Any] = {}
+    for leaf in leaves:
+        *above, name = leaf.path.split("/")
+        node = nested
+        for key in above:
+            node = node.setdefault(key, {})
+        node[name] = leaf
+    here = jax.process_index()  # not 0 where the program uses jax.distributed for its own purposes
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"functron{here}"
+    )
+    settings = {
+        "use_ocdbt": True,
+        "use_zarr3": True,
+        "multiprocessing_options": alone,
+        "type_handler_registry": ocp.type_handlers.create_type_handler_registry(
+            (Leaf, _type_handler(ocp, write))
+        ),
+    }
+    handler = ocp.PyTreeCheckpointHandler(handler_impl=_tree_handler(ocp, finish, settings))
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+        arguments = ocp.args.PyTreeSave(nested, custom_metadata={"functron": 1})
+        checkpointer.save(target, args=arguments, custom_metadata=dict(metadata))
+
+
+def _type_handler(ocp: Any, write: Callable[[Path], None]) -> Any:
+    """The handler that Orbax saves all leaves with: the processes write, and it waits for them."""
+
+    class LeafHandler(ocp.type_handlers.TypeHandler):
+        def typestr(self) -> str:
+            return "np.ndarray"  # so that every reader knows what to do
+
+        async def serialize(self, values, infos, args=None):
+            write(Path(infos[0].parent_dir))
+            return []
+
+        async def metadata(self, infos):
+            raise AssertionError("leaves are only saved through this handler")
+
+        async def deserialize(self, infos, args=None):
+            raise AssertionError("leaves are only saved through this handler")
+
+    return LeafHandler()
+
+
+def _tree_handler(ocp: Any, finish: Callable[[Path], None], settings: dict[str, Any]) -> Any:
+    """Orbax's handler of trees, with a last word before the checkpoint gets its name."""
+
+    class TreeHandler(ocp.BasePyTreeCheckpointHandler):
+        def finalize(self, directory):
+            super().finalize(directory)
+            finish(Path(directory))
+
+    return TreeHandler(enable_pinned_host_transfer=False, **settings)
+
+
+def _import_orbax() -> Any:
+    if "jax" not in sys.modules:
+        import jax
+
+        # no GPU memory and no search for accelerators: arrays never become JAX arrays here
+        jax.config.update("jax_platforms", "cpu")
+    # what goes wrong is raised, once; Orbax's threads would log their tracebacks before
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    import orbax.checkpoint as ocp
+
+    return ocp
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be saved, and where.
+    """One save: of what, where and by whom.
 
     Attributes:
         target: the checkpoint's folder.
@@ -50,7 +265,7 @@ def save_together(order: Order, source: writer.Source, ranks: Ranks) -> None:
         _follow(order, source, ranks)
 
 
-def refuse(ranks: Ranks, error: BaseException) -> None:
+def give_up(ranks: Ranks, error: BaseException) -> None:
     """Tell the others, who are about to save, that this process cannot."""
     if ranks.rank == 0:
         ranks.tell("begin", _failure(error))
@@ -83,7 +298,7 @@ def _lead(order: Order, source: writer.Source, ranks: Ranks) -> None:
             manifest.make(folder, leaves, order.metadata, _origin(order), ranks.beat)
 
         leaves = order.division.placement.leaves
-        orbax.commit(order.target, leaves, order.metadata, write, finish)
+        commit(order.target, leaves, order.metadata, write, finish)
         for name in manifest.LATER:
             if (order.target / name).exists():
                 manifest.sync(order.target / name)
@@ -91,7 +306,7 @@ def _lead(order: Order, source: writer.Source, ranks: Ranks) -> None:
     except BaseException as error:
         for folder in unfinished:
             shutil.rmtree(folder, ignore_errors=True)
-        refuse(ranks, error)
+        give_up(ranks, error)
         _raise_plainly(error, order)
     ranks.tell("end", {})
 
@@ -102,7 +317,7 @@ def _follow(order: Order, source: writer.Source, ranks: Ranks) -> None:
     try:
         checksums = _write(order, Path(begin["folder"]), source, ranks)
     except BaseException as error:
-        refuse(ranks, error)
+        give_up(ranks, error)
         _raise_plainly(error, order)
     ranks.tell(f"done/{ranks.rank}", {"digest": order.division.digest, "crc32c": checksums})
     _raise_failure(ranks.hear("end", 0), 0, order)
@@ -117,11 +332,11 @@ def _check_target(target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problem = failures.of_writing(error, str(target.parent), target.parent)
+        problem = database.of_writing(error, str(target.parent), target.parent)
         raise_problems("cannot save the checkpoint", [problem], OSError)
     if target.exists():
-        problem = Problem(str(target), "an existing path", "a new one", "choose another")
-        raise_problems("cannot save the checkpoint", [problem])
+        title, got = "cannot save the checkpoint", "an existing path"
+        refuse(title, str(target), got, "a new one", "choose another")
 
 
 def _origin(order: Order) -> dict[str, Any]:
@@ -138,13 +353,9 @@ def _origin(order: Order) -> dict[str, Any]:
 def _check_answer(answer: Mapping[str, Any], rank: int, order: Order) -> None:
     _raise_failure(answer, rank, order)
     if answer["digest"] != order.division.digest:
-        problem = Problem(
-            f"rank {rank}",
-            "another state, mesh or specs than rank 0",
-            "the same on all ranks",
-            "build the placement from the same configuration everywhere",
-        )
-        raise_problems(f"cannot save the checkpoint {order.target}", [problem])
+        title, got = f"cannot save the checkpoint {order.target}", "another state, mesh or specs"
+        fix = "build the placement from the same configuration everywhere"
+        refuse(title, f"rank {rank}", f"{got} than rank 0", "the same on all ranks", fix)
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
@@ -160,10 +371,10 @@ def _raise_failure(message: Mapping[str, Any], rank: int, order: Order) -> None:
 
 
 def _raise_plainly(error: BaseException, order: Order) -> None:
-    """Raise `error`, or an OSError that says what it means where only the system knows."""
+    """Raise `error`, or an OSError in our words where the system's alone would be seen."""
     if isinstance(error, OSError) and error.errno is not None:
         what = str(error.filename or order.target)
-        problem = failures.of_writing(error, what, order.target.parent)
+        problem = database.of_writing(error, what, order.target.parent)
         raise OSError(
             error.errno, f"cannot save the checkpoint {order.target}\n  - {problem}"
         ) from error

@@ -1,4 +1,4 @@
-"""What one process writes of a checkpoint: its pieces, into a database of its own."""
+"""One process's part of a save: its pieces, copied and written into a database of its own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from functron.checkpoint import database, failures, manifest
-from functron.checkpoint.chunks import Division, Piece, grid
-from functron.checkpoint.dtypes import as_array
-from functron.checkpoint.placement import Leaf
-from functron.errors import Problem, raise_problems
+from functron.checkpoint import database, manifest
+from functron.checkpoint.database import as_array
+from functron.checkpoint.placement import Division, Leaf, Piece, grid
+from functron.core.errors import Problem, raise_problems
 
 Source = Callable[[int, Piece], np.ndarray]
 """``source(leaf index, piece)``: the values of a piece on the host, which stay as they are."""
@@ -23,7 +22,7 @@ class Snapshot:
     """Copies of a process's pieces in host memory, which later snapshots use again.
 
     From a GPU the copies are asynchronous, into page-locked memory: the GPU goes on with what comes
-    after them, and whoever reads the snapshot waits for them first.
+    after them, and a reader of the snapshot waits for them first.
     """
 
     def __init__(self, division: Division):
@@ -118,10 +117,10 @@ def write(
     placement = division.placement
     mine = folder / f"{database.PROCESS}{placement.here}"
     first = placement.here == 0
-    how: dict[str, Any] = {"create": True} if first else {"assume_metadata": True}
+    mode: dict[str, Any] = {"create": True} if first else {"assume_metadata": True}
     shared = database.context()
     opening = {
-        index: ts.open(database.writing(mine, leaf, chunk), open=True, context=shared, **how)
+        index: ts.open(database.writing(mine, leaf, chunk), open=True, context=shared, **mode)
         for index, (leaf, chunk) in enumerate(zip(placement.leaves, division.chunks, strict=True))
         if first or division.pieces[index]
     }
@@ -166,7 +165,7 @@ def _named(leaf: Leaf, folder: Path, wait: Callable[[], Any]) -> Callable[[], An
         try:
             return wait()
         except Exception as error:
-            problem = failures.of_writing(error, leaf.path, folder)
+            problem = database.of_writing(error, leaf.path, folder)
             raise_problems(f"cannot write the checkpoint {folder}", [problem], OSError)
 
     return waiting

@@ -1,32 +1,38 @@
-"""Data: batches of tokens as a pure function of the step."""
+"""Data: batches of tokens as a pure function of the step.
 
-from functron.data.blend import Blend, Exhaustive, Mixture
+A source of `Samples` gives the batch of any step and part of a mesh by arithmetic: there is no
+iterator state to save, and the same samples come on every mesh and after resuming. ::
+
+    samples = ft.data.TokenWindows(ft.data.open_tokens("corpus"), seq=1024, seed=0)
+    batch = samples.batch(step=7, global_batch=32, part=(0, 4))  # the first quarter's rows
+
+- Text: `ByteText`, `TokenText`; tokens on disk (`open_tokens`, `IndexedFile`, `split`):
+  `TokenWindows`, `PackedTokens`, `MockTokens`; conversations: `Chat`, `PackedChat`.
+- Several sources: `Blend`. Objectives: `mask_tokens`, `take_out`, `FillInTheMiddle`, `Transformed`.
+- Documents shared by the ranks of cp: `pack`, `balance`; `schedule`, `arrange`.
+- Tokenizers: `open_tokenizer`, `Tokenizer`. Tokens of text: `functron.data.preprocess`.
+"""
+
+from functron.data.blend import Blend, Exhaustive, Mixture, split, split_documents
 from functron.data.chat import Chat
-from functron.data.context_plan import Costs, Placement, Plan, arrange
-from functron.data.context_schedule import schedule
-from functron.data.indexed import IndexedFile
-from functron.data.indexed_verify import verify
-from functron.data.indexed_writer import IndexedWriter, merge
-from functron.data.middle import FillInTheMiddle
-from functron.data.mock import MockTokens
-from functron.data.order import Samples
-from functron.data.packed_chat import PackedChat
-from functron.data.packed_tokens import PackedTokens
+from functron.data.context_schedule import ContextCosts, ContextPlan, Placement, arrange, schedule
+from functron.data.denoising import FillInTheMiddle, Transformed, mask_tokens, spans_of, take_out
+from functron.data.documents import python_text
+from functron.data.indexed import IndexedFile, IndexedWriter, merge, verify
+from functron.data.order import Samples, permute, shuffled
+from functron.data.packed import PackedChat, PackedTokens
 from functron.data.packing import balance, pack
-from functron.data.permutation import permute
 from functron.data.shards import open_tokens
-from functron.data.splits import split, split_documents
-from functron.data.text import ByteText, check_tokens
 from functron.data.text_tokenizer import open_tokenizer
-from functron.data.token_text import TokenText
-from functron.data.token_windows import TokenWindows
 from functron.data.tokenizer import Tokenizer
+from functron.data.windows import ByteText, MockTokens, TokenText, TokenWindows, check_tokens
 
 __all__ = [
     "Blend",
     "ByteText",
     "Chat",
-    "Costs",
+    "ContextCosts",
+    "ContextPlan",
     "Exhaustive",
     "FillInTheMiddle",
     "IndexedFile",
@@ -36,21 +42,26 @@ __all__ = [
     "PackedChat",
     "PackedTokens",
     "Placement",
-    "Plan",
     "Samples",
     "TokenText",
     "TokenWindows",
     "Tokenizer",
+    "Transformed",
     "arrange",
     "balance",
     "check_tokens",
+    "mask_tokens",
     "merge",
     "open_tokenizer",
     "open_tokens",
     "pack",
     "permute",
+    "python_text",
     "schedule",
+    "shuffled",
+    "spans_of",
     "split",
     "split_documents",
+    "take_out",
     "verify",
 ]

@@ -1,42 +1,78 @@
-"""Several sources of samples as one, in proportions: which source has which sample, in O(1)."""
+"""Blends: several sources of samples as one, in proportions; and the parts of a corpus.
+
+Which source has which sample is known in O(1), exactly (`Mixture`, `Exhaustive`). `split` makes the
+training, validation and test parts of a file of tokens: contiguous runs of its documents.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from functron.data.order import drawn
-from functron.data.weights import proportions
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.data.order import Samples
+from functron.data.token_file import TokenFile, check_range, checked_offsets
+
+TOLERANCE = Fraction(1, 1000)
+"""By how much fractions may miss 1: as much as rounding them to some digits does."""
+
+
+def proportions(
+    values: Sequence[float | int | str | Fraction], what: str, *, zero: bool = False
+) -> tuple[Fraction, ...]:
+    """``value / sum(values)``, exactly.
+
+    Whole numbers are shares of their sum, whatever that is: 969, 30 and 1 say the same as 0.969,
+    0.03 and 0.001. Where one of them is no whole number, all are fractions of one whole, and
+    make it: a sum other than 1 means that one is missing or mistyped.
+
+    Args:
+        values: numbers, or how they are written.
+        what: the name of `values` in errors.
+        zero: allow zeros, though not zeros alone.
+
+    Raises:
+        ValueError: no numbers, NaN or infinite, negative, zero, or fractions that do not sum to 1;
+            all of them are listed.
+    """
+    raise_problems(f"these {what} make no sense", _mistakes(values, what, zero))
+    exact = [Fraction(str(value)) for value in values]
+    total = sum(exact)
+    whole = all(value.denominator == 1 for value in exact)
+    if not total or (not whole and abs(total - 1) > TOLERANCE):
+        got = f"{', '.join(map(str, values)) or 'nothing'}, a sum of {float(total):g}"
+        fix = "add what is missing, or give whole numbers, which are shares of their sum"
+        if total:
+            written = ", ".join(f"{float(value / total):.4g}" for value in exact)
+            fix += f"; for the same proportions: {written}"
+        refuse(f"these {what} make no sense", what, got, "fractions that sum to 1", fix)
+    return tuple(value / total for value in exact)
+
+
+def _mistakes(values: Sequence, what: str, zero: bool) -> Iterator[Problem]:
+    wanted = "a finite number, at least 0" if zero else "a finite number above 0"
+    for index, value in enumerate(values):
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
+            fix = "" if zero or number != 0 else "leave out what is not to be used"
+            yield Problem(f"{what}[{index}]", str(value), wanted, fix)
+
 
 BLOCK = 1 << 16
 ALL = "all"
 MOST = 1 << 30
 _LARGEST = 1 << 58
-
-
-class Source(Protocol):
-    """What a blend draws from: `TokenWindows` and all other `Windows`.
-
-    Attributes:
-        vocab_size: a model of these samples needs at least as many token ids.
-    """
-
-    vocab_size: int
-
-    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that a run sees as numbers `numbers` of this source, all but ``rows``."""
-        ...
-
-    def summary(self) -> str:
-        """What there is, in a few words for the user."""
-        ...
 
 
 def parse_blend(text: str) -> list[tuple[str, str]] | None:
@@ -167,10 +203,7 @@ class Exhaustive:
         self.weights = tuple(Fraction(int(size), total) for size in sizes)
 
     def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The sources of samples `numbers` (from 0), and how many earlier ones each has given.
-
-        Both int64, the shape of `numbers`.
-        """
+        """As `Mixture.at`."""
         left = int(self.counts.sum())
         epochs, within = np.divmod(np.asarray(numbers, np.int64), left)
         sources = np.full(within.shape, len(self.counts) - 1)
@@ -185,7 +218,7 @@ class Exhaustive:
         return sources, epochs * self.counts[sources] + own
 
     def positions(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples came from each source: int64 ``[k]``."""
+        """As `Mixture.positions`."""
         left = int(self.counts.sum())
         epochs, within = divmod(samples, left)
         found = epochs * self.counts
@@ -201,18 +234,18 @@ def _share(count: Any, size: int, total: int) -> Any:
     return (2 * count * size + total) // (2 * total) if total else count * 0
 
 
-class Blend:
-    """Samples of several sources in proportion to their weights: `functron.data.Samples`.
+class Blend(Samples):
+    """Samples of several sources in proportion to their weights.
 
-    There is no iterator state and no index: sample n of the run is sample m of source i by
-    `Mixture`, and the source knows by itself which one that is in its own shuffled epochs. A small
-    source comes round more often than a large one.
+    There is no index: sample n of the run is sample m of source i by `Mixture`, and the source
+    knows by itself which one that is in its own shuffled epochs. A small source comes round more
+    often than a large one.
 
     Args:
         sources: what to draw from; their samples have the same leaves and as many tokens.
         weights: of each, as `Mixture` takes them; None: every sample of all sources comes once an
             epoch, as `Exhaustive` orders them.
-        names: what the user calls them; None: their numbers.
+        names: the user's, for them; None: their numbers.
 
     Attributes:
         mixture: who has which sample.
@@ -225,7 +258,7 @@ class Blend:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[Samples],
         weights: Sequence[float | int | str | Fraction] | None,
         names: Sequence[str] | None = None,
     ):
@@ -239,25 +272,6 @@ class Blend:
         self._sources = tuple(sources)
         self.mixture = Mixture(weights) if weights is not None else Exhaustive(_sizes(sources))
         self.vocab_size = max(source.vocab_size for source in sources)
-
-    def batch(
-        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
-    ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`: the same samples however many parts there are.
-
-        Args:
-            step: from 0.
-            global_batch: rows of all parts together.
-            part: ``(index, count)``: which of how many contiguous parts.
-
-        Returns:
-            What the sources draw, and ``rows`` int64 ``[rows]``, the rows' indices in the global
-            batch.
-
-        Raises:
-            ValueError: `count` does not divide `global_batch`, or no such part.
-        """
-        return drawn(self, step * global_batch, global_batch, part)
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """Samples `numbers` of the run, all but ``rows``; so a blend can be a source of another."""
@@ -299,12 +313,12 @@ class Blend:
         return found
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """The samples, in a few words for the user."""
         parts = zip(self.mixture.weights, self.names, self._sources, strict=True)
         return "; ".join(f"{float(w):.4g} {name}: {x.summary()}" for w, name, x in parts)
 
 
-def _sizes(sources: Sequence[Source]) -> list[int]:
+def _sizes(sources: Sequence[Samples]) -> list[int]:
     sizes = [getattr(source, "num_samples", None) for source in sources]
     raise_problems("cannot blend all samples", [
         Problem(f"sources[{i}]", "no num_samples", "a source of so many samples", "give weights")
@@ -328,3 +342,105 @@ def _greedy(weights: Sequence[Fraction]) -> np.ndarray:
         deficits[chosen] -= total
         order[sample] = chosen
     return order
+
+
+PARTS = ("train", "validation", "test")
+
+
+def split_documents(num_documents: int, weights: str | Sequence[float | str]) -> dict[str, range]:
+    """Which documents each part has: ``round(N * cumulative weight)`` bounds the parts.
+
+    Every document is in exactly one part, and documents of a part lie side by side. Rounding goes
+    to the nearest, halves to the even one, as Megatron-LM's does; but the weights are exact, so
+    that no document depends on how floats add up.
+
+    Args:
+        num_documents: N.
+        weights: of `PARTS`, one to three of them, as numbers or as ``"969,30,1"``: shares of their
+            sum if they are whole, or else fractions that sum to 1. Those left out are 0.
+
+    Returns:
+        The documents of each of `PARTS` whose weight is not 0.
+
+    Raises:
+        ValueError: what `functron.data.blend.proportions` raises, more than three weights, or too
+            few documents for each part of nonzero weight to have one.
+    """
+    written = weights.split(",") if isinstance(weights, str) else list(weights)
+    if len(written) > len(PARTS):
+        got, wanted = f"{len(written)} weights", f"at most {len(PARTS)}: {', '.join(PARTS)}"
+        refuse("cannot split", "split", got, wanted, "leave the others out")
+    stripped = [x.strip() if isinstance(x, str) else x for x in written]
+    shares = proportions(stripped, "split", zero=True)
+    shares += (Fraction(0),) * (len(PARTS) - len(shares))
+    bounds = [round(num_documents * x) for x in itertools.accumulate(shares, initial=Fraction(0))]
+    found, problems = {}, []
+    for name, share, (begin, end) in zip(PARTS, shares, itertools.pairwise(bounds), strict=True):
+        if not share:
+            continue
+        found[name] = range(begin, end)
+        if begin == end:
+            got = f"{float(share):.3g} of {num_documents} documents, which is none of them"
+            fix = f"raise its weight to {1 / max(num_documents, 1):.2g} of all, or set it to 0"
+            problems.append(Problem(f"split, {name}", got, "at least 1 document", fix))
+    raise_problems("cannot split", problems)
+    return found
+
+
+def split(file: TokenFile, weights: str | Sequence[float | str]) -> dict[str, DocumentRange]:
+    """The parts of a file by the rule of `split_documents`; nothing is read or copied.
+
+    Raises:
+        ValueError: what `split_documents` raises.
+    """
+    found = split_documents(file.num_documents, weights)
+    return {name: DocumentRange(file, documents, name) for name, documents in found.items()}
+
+
+class DocumentRange:
+    """Some documents of a file that lie side by side, as a `TokenFile` of their own.
+
+    Args:
+        file: what has them.
+        documents: which.
+        name: their name in errors, beside the path of the file.
+
+    Attributes:
+        documents: as given.
+        path: the file's, and the name in brackets.
+        dtype, num_tokens, num_documents: as of any `TokenFile`.
+    """
+
+    def __init__(self, file: TokenFile, documents: range, name: str):
+        self.documents, self._file, self._name = documents, file, name
+        self.path = Path(f"{file.path} ({name})")
+        edges = np.array([documents.start, documents.stop])
+        self._start, stop = file.starts(edges).tolist()
+        self.dtype, self.num_tokens = file.dtype, stop - self._start
+        self.num_documents = len(documents)
+
+    def __reduce__(self):
+        return DocumentRange, (self._file, self.documents, self._name)
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """The tokens from `start` on, ``[length]``, counted from the first document's.
+
+        Raises:
+            IndexError: there are not as many.
+        """
+        check_range(self.path, start, length, self.num_tokens)
+        return self._file.read(self._start + start, length)
+
+    def starts(self, documents: np.ndarray) -> np.ndarray:
+        """Where documents begin, both counted from the first one: int64."""
+        numbers = np.asarray(documents, np.int64) + self.documents.start
+        return self._file.starts(numbers) - self._start
+
+    def document_of(self, offset: int) -> int:
+        """As `documents_of`, of one token."""
+        return int(self.documents_of(np.array(offset)))
+
+    def documents_of(self, offsets: np.ndarray) -> np.ndarray:
+        """As of any `TokenFile`; IndexError where there are no such tokens."""
+        wanted = checked_offsets(self.path, offsets, self.num_tokens)
+        return self._file.documents_of(wanted + self._start) - self.documents.start

@@ -1,37 +1,201 @@
-"""Conversations to fine-tune on: batches of tokens whose targets are what the assistant says."""
+"""Conversations to fine-tune on: batches of tokens whose targets are the assistant's turns.
+
+They are read from JSONL files, one JSON object a line, in the shapes that are in use.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from functron.data.conversations import Line, chat_files, read_conversations
-from functron.data.order import IGNORED, drawn, shuffled
-from functron.data.token_text import MAX_LISTED, check_vocabulary, token_dtype
+from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.data.documents import find, raise_listed
+from functron.data.order import IGNORED, Samples, check_index, shuffled
+from functron.data.sources import json_kind
 from functron.data.tokenizer import Conversation, Tokenizer
-from functron.errors import Problem, raise_problems
+from functron.data.windows import check_vocabulary, token_dtype
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""The names of the roles in ShareGPT's files."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a file, read.
+
+    Attributes:
+        where: the file and the line's number, from 1.
+        messages: in order; empty where there are problems.
+        tools: those offered to the assistant, for templates that describe them; None: none.
+        problems: mistakes in it.
+    """
+
+    where: str
+    messages: tuple[Mapping[str, Any], ...]
+    tools: Any = None
+    problems: tuple[Problem, ...] = ()
+
+
+def chat_files(path: str | Path) -> list[Path]:
+    """The file `path`, or the ``.jsonl`` files of the folder, at any depth and in order.
+
+    Raises:
+        ValueError: nothing is there, it cannot be read, or it is empty.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        return find(path)[0]
+    inside = sorted(file for file in root.rglob("*.jsonl") if file.is_file())
+    files = [f for f in inside if not any(p[0] == "." for p in f.relative_to(root).parts)]
+    if not files:
+        refuse(
+            "cannot read conversations",
+            f"data {path}",
+            "a folder with no .jsonl file",
+            "at least one",
+        )
+    return files
+
+
+def read_conversations(files: Sequence[Path]) -> Iterator[Line]:
+    """The conversations of files, line after line, right or wrong; blank lines are passed over.
+
+    A line is an object with
+
+    - ``messages``: a list of ``{"role": ..., "content": ...}``, roles being `ROLES`;
+    - ``conversations``: a list of ``{"from": ..., "value": ...}``, as ShareGPT has them; or
+    - ``prompt`` and ``completion``: text of the user and of the assistant, or lists of messages,
+
+    and, if it likes, ``tools``. Other keys are not read.
+    """
+    for file in files:
+        with file.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    yield _read(f"{file}:{number}", line)
+
+
+def _read(where: str, line: bytes) -> Line:
+    try:
+        found = json.loads(line.rstrip().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        got = f"byte {line[error.start]:#04x} at offset {error.start} of the line"
+        return Line(where, (), problems=(Problem(where, got, "UTF-8"),))
+    except json.JSONDecodeError as error:
+        got = f"{error.msg} at column {error.colno}"
+        return Line(where, (), problems=(Problem(where, got, "one JSON object a line"),))
+    except RecursionError:
+        return Line(where, (), problems=(Problem(where, "JSON too deep to read", "an object"),))
+    problems: list[Problem] = []
+    messages = _messages(where, found, problems)
+    if problems:
+        return Line(where, (), problems=tuple(problems))
+    return Line(where, tuple(messages), found.get("tools"))
+
+
+def _messages(where: str, found: Any, problems: list[Problem]) -> list[dict[str, Any]]:
+    """The messages of a line's object, in one shape; mistakes go to `problems`."""
+    shapes = '"messages", "conversations", or "prompt" and "completion"'
+    if not isinstance(found, dict):
+        problems.append(Problem(where, json_kind(found), f"an object with {shapes}"))
+        return []
+    if "messages" in found:
+        return _turns(where, "messages", found["messages"], problems)
+    if "conversations" in found:
+        return _sharegpt(where, found["conversations"], problems)
+    if "prompt" in found and "completion" in found:
+        both = []
+        for name, role in (("prompt", "user"), ("completion", "assistant")):
+            value = found[name]
+            turns = [{"role": role, "content": value}] if isinstance(value, str) else value
+            both += _turns(where, name, turns, problems)
+        return both
+    keys = ", ".join(map(repr, found)) or "no keys"
+    fix = "to train on the file as it is: --format text" if "text" in found else ""
+    problems.append(Problem(where, f"an object with {keys}", shapes, fix))
+    return []
+
+
+def _sharegpt(where: str, turns: Any, problems: list[Problem]) -> list[dict[str, Any]]:
+    """ShareGPT's turns as messages; those that are none are left for `_turns` to refuse."""
+    if not isinstance(turns, list):
+        return _turns(where, "conversations", turns, problems)
+    found = []
+    for turn in turns:
+        if isinstance(turn, dict) and {"from", "value"} & turn.keys():
+            role = turn.get("from")
+            known = SHAREGPT.get(role, role) if isinstance(role, str) else role
+            turn = {"role": known, "content": turn.get("value")}
+        found.append(turn)
+    return _turns(where, "conversations", found, problems)
+
+
+def _turns(where: str, name: str, turns: Any, problems: list[Problem]) -> list[dict[str, Any]]:
+    """`turns`, if each is a message; mistakes go to `problems`."""
+    if not isinstance(turns, list) or not turns:
+        got = "an empty list" if turns == [] else json_kind(turns)
+        problems.append(Problem(f"{where}: {name}", got, "at least one message"))
+        return []
+    before = len(problems)
+    for index, turn in enumerate(turns):
+        place = f"{where}: {name}[{index}]"
+        if not isinstance(turn, dict):
+            problems.append(Problem(place, json_kind(turn), "an object with role and content"))
+            continue
+        role, content = turn.get("role"), turn.get("content")
+        if not isinstance(role, str) or role not in ROLES:
+            got = repr(role) if "role" in turn else "no role"
+            fix = nearest(role, ROLES) if isinstance(role, str) else ""
+            problems.append(Problem(f"{place}.role", got, f"one of {', '.join(ROLES)}", fix))
+        calls = role == "assistant" and turn.get("tool_calls") and content is None
+        if not calls and not (isinstance(content, str) and _is_unicode(content)):
+            got = "no content" if content is None else json_kind(content)
+            got = "half of a surrogate pair" if isinstance(content, str) else got
+            problems.append(Problem(f"{place}.content", got, "text"))
+    return turns if len(problems) == before else []
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text has no lone surrogates, which JSON can write and no encoding can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
 
 Overlong = Literal["refuse", "cut", "drop"]
 
 
-class Chat:
+class Chat(Samples):
     """Conversations as a tokenizer's template writes them, one a sample, shuffled in every epoch.
 
-    Targets are the tokens that the assistant says, to the end of each of its turns (see
+    Targets are the tokens of the assistant, to the end of each of its turns (see
     `Tokenizer.conversation`); all others are `IGNORED`. Shorter conversations are padded at the
     end to `seq` tokens, which causal attention does not see. Conversations in which the assistant
-    says nothing are left out, so that no batch is without targets.
+    has no tokens are left out, so that no batch is without targets.
 
     All conversations are tokenised when this is made, and stay in memory, 3 or 5 bytes a token: at
     some 200,000 tokens a second, which is for up to some tens of thousands of them.
 
     Args:
-        path: a JSONL file or a folder of them (see `functron.data.conversations`).
+        path: a JSONL file or a folder of them (see `functron.data.chat`).
         tokenizer: a model's, with its template.
         seq: tokens per sample.
         seed: selects the order of the samples.
@@ -42,8 +206,8 @@ class Chat:
     Attributes:
         seq: tokens per sample.
         num_samples: samples in an epoch.
-        num_skipped: conversations left out because they are too long, or the assistant says
-            nothing in the part that fits.
+        num_skipped: conversations left out because they are too long, or the assistant has
+            no token in the part that fits.
         num_cut: conversations whose end was cut off.
         num_tokens: in all samples, without padding.
         num_targets: how many of them are targets.
@@ -52,7 +216,7 @@ class Chat:
 
     Raises:
         ValueError: the file cannot be read, lines are no conversations or the template refuses
-            them, they are too long, or the assistant says nothing in any. The first 20 lines at
+            them, they are too long, or the assistant has no token in any. The first 20 lines at
             fault are listed. Or the tokenizer has no template, or an id is not among the model's.
     """
 
@@ -74,21 +238,23 @@ class Chat:
         # any id does where there is none: no target is predicted from it
         self.pad = 0 if pad is None or pad >= (vocab_size or pad + 1) else pad
         kind = token_dtype(tokenizer)
-        tokens, said = [np.zeros(0, kind)], [np.zeros(0, bool)]
+        tokens, assistant = [np.zeros(0, kind)], [np.zeros(0, bool)]
         for conversation in self._kept(path, tokenizer, overlong):
             tokens.append(conversation.tokens[: seq + 1].numpy().astype(kind))
-            said.append(conversation.assistant[: seq + 1].numpy())
+            assistant.append(conversation.assistant[: seq + 1].numpy())
         self._ends = np.cumsum([len(piece) for piece in tokens])
-        self._tokens, self._said = np.concatenate(tokens), np.concatenate(said)
+        self._tokens, self._assistant = np.concatenate(tokens), np.concatenate(assistant)
         self.num_samples = len(tokens) - 1
         self.num_tokens = len(self._tokens)
-        self.num_targets = int(self._said.sum()) - sum(bool(piece[0]) for piece in said[1:])
+        self.num_targets = int(self._assistant.sum()) - sum(
+            bool(piece[0]) for piece in assistant[1:]
+        )
         if not self.num_samples:
             got = f"{self.num_skipped} conversations, none with a word of the assistant"
             got += f" in what fits into {seq + 1} tokens"
             fix = "check its roles and the template, or raise seq"
             wanted = "something to learn from"
-            raise_problems("cannot fine-tune", [Problem(f"data {path}", got, wanted, fix)])
+            refuse("cannot fine-tune", f"data {path}", got, wanted, fix)
         self.vocab_size = int(self._tokens.max()) + 1
         check_vocabulary(self.vocab_size, vocab_size)
 
@@ -114,9 +280,7 @@ class Chat:
                 continue
             self.num_cut += size > fits
             yield found
-        more = f": the first {MAX_LISTED} of {len(problems)} mistakes"
-        title = f"cannot use {path}" + (more if len(problems) > MAX_LISTED else "")
-        raise_problems(title, problems[:MAX_LISTED])
+        raise_listed(f"cannot use {path}", problems)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -129,11 +293,10 @@ class Chat:
         Raises:
             IndexError: there is no such conversation.
         """
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"sample {index}: wanted 0 to {self.num_samples - 1}")
+        check_index(index, self.num_samples)
         part = slice(int(self._ends[index]), int(self._ends[index + 1]))
         ids = self._tokens[part].astype(np.int64)
-        return ids[:-1], np.where(self._said[part][1:], ids[1:], IGNORED)
+        return ids[:-1], np.where(self._assistant[part][1:], ids[1:], IGNORED)
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and targets of conversation `index`, int64 ``[seq]`` each.
@@ -147,37 +310,8 @@ class Chat:
         tokens[: len(ids)], targets[: len(ids)] = ids, wanted
         return tokens, targets
 
-    def batch(
-        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
-    ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`: the same samples however many parts there are.
-
-        Row r of step s is sample number ``s * global_batch + r``; an epoch is `num_samples` of
-        them, in an order of its own.
-
-        Args:
-            step: from 0.
-            global_batch: rows of all parts together.
-            part: ``(index, count)``: which of how many contiguous parts.
-
-        Returns:
-            ``tokens`` and ``targets`` int64 ``[rows, seq]`` and ``rows`` int64 ``[rows]``, the
-            rows' indices in the global batch.
-
-        Raises:
-            ValueError: `count` does not divide `global_batch`, or no such part.
-        """
-        return drawn(self, step * global_batch, global_batch, part)
-
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, counted from the beginning of a run.
-
-        Args:
-            numbers: int64 ``[rows]``, from 0; number n is in epoch ``n // num_samples``.
-
-        Returns:
-            ``tokens`` and ``targets`` int64 ``[rows, seq]``.
-        """
+        """The samples that come as `numbers`: ``tokens``, ``targets`` int64 ``[rows, seq]``."""
         order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
         tokens, targets = zip(*(self.sample(index) for index in order.tolist()), strict=True)
         return {
@@ -186,7 +320,7 @@ class Chat:
         }
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """The samples, in a few words for the user."""
         cut = f", {self.num_cut} cut off" if self.num_cut else ""
         skipped = f", {self.num_skipped} left out" if self.num_skipped else ""
         counts = f"{self.num_tokens:,} tokens, {self.num_targets:,} of them targets"
@@ -201,7 +335,7 @@ def _argument_problems(seq: int, overlong: str) -> Iterator[Problem]:
 
 
 def _rendered(line: Line, tokenizer: Tokenizer, problems: list[Problem]) -> Conversation | None:
-    """The conversation of a line; None, and what is wrong in `problems`, where there is none."""
+    """The conversation of a line; None, and the mistakes in `problems`, where there is none."""
     if line.problems:
         problems.extend(line.problems)
         return None
@@ -209,8 +343,8 @@ def _rendered(line: Line, tokenizer: Tokenizer, problems: list[Problem]) -> Conv
         return tokenizer.conversation(line.messages, tools=line.tools)
     except ValueError as error:
         form = r"^  - (.*?): got (.*?); wanted ([^\n]*?)(?:; fix: ([^\n]*))?$"
-        said = re.findall(form, str(error), re.M | re.S)
-        problems += [Problem(f"{line.where}: {where}", *rest) for where, *rest in said]
-        if not said:  # such as text that is no Unicode
+        found = re.findall(form, str(error), re.M | re.S)
+        problems += [Problem(f"{line.where}: {where}", *rest) for where, *rest in found]
+        if not found:  # such as text that is no Unicode
             problems.append(Problem(line.where, str(error), "a conversation"))
         return None

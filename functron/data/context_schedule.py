@@ -3,12 +3,12 @@
 Split over all ranks, a short document makes chunks of a few tokens, padding, and a journey of keys
 and values around the whole ring that nobody needs. Here long documents are split over as many
 ranks as it takes to balance them, and short ones stay whole on one rank (ByteScale, Ge et al. 2025;
-Megatron-LM's hybrid context parallelism). The plan follows from the lengths alone: every host that
-knows them makes the same one.
+Megatron-LM's hybrid context parallelism). The plan, which ranks have which documents and at which
+cost, follows from the lengths alone: every host that knows them makes the same one.
 
-What it saves, by the cost model with its default coefficients, for 96 documents of a heavy-tailed
+Savings by the cost model with its default coefficients, for 96 documents of a heavy-tailed
 distribution (lognormal, median 900 tokens, sigma 1.6, at most 65,536) on 2 rows of cp=8; means of
-20 draws. Time is that of the slowest rank, in terms of the last line's:
+20 draws. Time is that of the slowest rank, in units of the last line's:
 
 | documents                                              | time | imbalance | padding |
 |--------------------------------------------------------|------|-----------|---------|
@@ -25,13 +25,225 @@ times are 1.28, 1.15, 1.04 and 1. Of 500 short documents (median 40) on cp=8 the
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from functron.data.context_plan import Costs, Placement, Plan, room, visible_pairs
-from functron.data.packing import refuse_listed, rounded_up
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.typing import Tensor
+from functron.data.documents import raise_listed
+from functron.data.packing import (
+    as_batch,
+    check_documents,
+    entries,
+    rounded_up,
+    zigzag,
+)
+
+
+@dataclass(frozen=True)
+class ContextCosts:
+    """The time that documents take on a rank: linear in tokens, quadratic in a document's length.
+
+    The unit is a token's matmuls. The defaults are those of a layer of Llama 3 8B: a token takes
+    436 MFLOP forward, a visible pair 16,384 FLOP (0.000038), and the key and value of a token, 4
+    KiB, take 82 ns over a link of 50 GB/s, in which 400 TFLOP/s compute 0.075 tokens; backward
+    has about the same ratios. Exchanges that hide behind computation count for less.
+
+    Attributes:
+        linear: of a token.
+        quadratic: of a query and a key that it sees.
+        exchange: of a token's key and value, for every step that they travel around the ring.
+
+    Raises:
+        ValueError: one is negative, or the first two are 0.
+    """
+
+    linear: float = 1.0
+    quadratic: float = 3.8e-5
+    exchange: float = 0.075
+
+    def __post_init__(self):
+        given = vars(self).items()
+        problems = [Problem(k, str(v), "a number, at least 0") for k, v in given if not v >= 0]
+        if not problems and not self.linear + self.quadratic:
+            problems.append(Problem("linear, quadratic", "0", "one more than 0"))
+        raise_problems("these are no costs", problems)
+
+    def of(self, pairs: np.ndarray, tokens: np.ndarray, ring_size: int) -> np.ndarray:
+        """The cost of so many visible pairs and tokens, elementwise."""
+        return self.quadratic * pairs + self.per_token(ring_size) * tokens
+
+    def per_token(self, ring_size: int) -> float:
+        """The cost of every token of a rank besides its pairs; keys of all of them travel."""
+        return self.linear + self.exchange * (ring_size - 1)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a document lies.
+
+    Attributes:
+        length: its tokens.
+        row: the sample of the batch that it is in.
+        first: the first of its ranks of cp.
+        size: how many ranks it is split over; a divisor of `first`.
+    """
+
+    length: int
+    row: int
+    first: int
+    size: int
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """The ranks that have each document, and the cost of it.
+
+    Attributes:
+        cp: ranks that share a sample.
+        rows: samples: as many as ranks split the batch, or a multiple.
+        placements: of every document, in the order of their lengths.
+        tokens_per_rank: the places of every rank, padding included.
+        pairs: of every rank, the pairs of query and key that are visible; ``rows * cp``, row major.
+        tokens: of every rank, the places that documents take, with their own padding.
+        model: what these cost.
+    """
+
+    cp: int
+    rows: int
+    placements: tuple[Placement, ...]
+    tokens_per_rank: int
+    pairs: tuple[int, ...]
+    tokens: tuple[int, ...]
+    model: ContextCosts
+
+    @property
+    def ring_size(self) -> int:
+        """The most ranks that a document is split over: for ``Context(order="balanced")``."""
+        return max(x.size for x in self.placements)
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """The cost of each rank's documents, without the padding of the rank."""
+        of = self.model.of(np.array(self.pairs), np.array(self.tokens), self.ring_size)
+        return tuple(of.tolist())
+
+    @property
+    def time(self) -> float:
+        """The time of the slowest rank: all compute `tokens_per_rank` tokens."""
+        places = np.array([self.tokens_per_rank])
+        return float(self.model.of(np.array([max(self.pairs)]), places, self.ring_size)[0])
+
+    @property
+    def imbalance(self) -> float:
+        """`time`, over what it would be if all ranks had equal shares and no padding."""
+        total = np.array([sum(self.pairs)]), np.array([sum(x.length for x in self.placements)])
+        return self.time * len(self.pairs) / float(self.model.of(*total, self.ring_size)[0])
+
+    @property
+    def padding(self) -> float:
+        """Which part of all places is padding."""
+        return 1 - sum(x.length for x in self.placements) / (self.tokens_per_rank * len(self.pairs))
+
+    def __str__(self) -> str:
+        lengths = [x.length for x in self.placements]
+        lines = [
+            f"{len(lengths)} documents, {sum(lengths):,} tokens, on {self.rows} x cp={self.cp}: "
+            f"{self.tokens_per_rank:,} tokens a rank, {self.padding:.1%} of them padding; "
+            f"imbalance {self.imbalance:.3f}, ring_size={self.ring_size}"
+        ]
+        for size, count in sorted(Counter(x.size for x in self.placements).items()):
+            some = [x.length for x in self.placements if x.size == size]
+            ranks = "1 rank" if size == 1 else f"{size} ranks"
+            lines.append(f"  on {ranks}: {count} of {min(some):,} to {max(some):,} tokens")
+        for row in range(self.rows):
+            part = self.costs[row * self.cp : (row + 1) * self.cp]
+            lines.append(f"  row {row}: costs " + ", ".join(f"{cost:,.0f}" for cost in part))
+        return "\n".join(lines)
+
+
+def arrange(
+    documents: Sequence[np.ndarray],
+    plan: ContextPlan,
+    *,
+    tokens_per_rank: int | None = None,
+    pad: int = 0,
+) -> dict[str, Tensor]:
+    """The batch of a plan, for ``Context(order="balanced", ring_size=plan.ring_size)``.
+
+    A larger ring, such as the static one of other plans or 0, all ranks, gives the same numbers;
+    ``kind="gather"`` takes 0 only, or 1.
+
+    Every rank has, in this order: the early chunks of documents that it shares, its own documents,
+    padding, and the late chunks. Shared documents are padded to 2 chunks a rank, which continues
+    them; the rank's padding is a document by itself, with a number after all others. So a token
+    comes after all those of its document that it sees, on every rank and in both halves; a
+    document that lies on one rank may stand anywhere, across the halves as well.
+
+    Args:
+        documents: token ids, integers ``[n]`` each, of the lengths that were scheduled.
+        plan: what `schedule` made of these.
+        tokens_per_rank: to pad ranks to, so that shapes stay the same whatever the plan; None:
+            the plan's own.
+        pad: the token id of padding.
+
+    Returns:
+        int64 ``[plan.rows, cp * tokens_per_rank]`` ``tokens``, ``targets``, ``positions`` and
+        ``segments`` as of `functron.data.pack`, and ``rows``.
+
+    Raises:
+        ValueError: documents are not those of the plan, or `tokens_per_rank` is odd or too small.
+    """
+    check_documents(documents)
+    places = plan.placements
+    problems = []
+    if len(documents) != len(places):
+        problems.append(Problem("documents", f"{len(documents)}", f"the plan's {len(places)}"))
+    for i, (x, place) in enumerate(zip(documents, places, strict=False)):
+        if len(x) != place.length:
+            got = f"{len(x)} tokens"
+            problems.append(Problem(f"documents[{i}]", got, f"the {place.length} of the plan"))
+    seq = plan.tokens_per_rank if tokens_per_rank is None else tokens_per_rank
+    if seq < plan.tokens_per_rank or seq % 2:
+        wanted = f"an even number, at least the plan's {plan.tokens_per_rank}"
+        problems.append(Problem("tokens_per_rank", str(seq), wanted))
+    raise_listed("cannot arrange", problems)
+    count = plan.rows * plan.cp
+    early, own, late = ([[] for _ in range(count)] for _ in range(3))
+    for i, (x, place) in enumerate(zip(documents, places, strict=True)):
+        at = place.row * plan.cp + place.first
+        piece = entries(x, i, room(place.length, place.size), pad)
+        if place.size == 1:
+            own[at].append(piece)
+            continue
+        for rank, (first, second) in enumerate(zigzag(piece, place.size), at):
+            early[rank].append(first)
+            late[rank].append(second)
+    parts = []
+    for rank in range(count):
+        rest = seq - plan.tokens[rank]
+        own[rank].append(entries(np.zeros(0, np.int64), len(documents) + rank, rest, pad))
+        parts.append(np.concatenate(early[rank] + own[rank] + late[rank], 1))
+    return as_batch([np.concatenate(parts[i : i + plan.cp], 1) for i in range(0, count, plan.cp)])
+
+
+def room(length: int, size: int) -> int:
+    """The places that a document takes, on all of its ranks together."""
+    return length if size == 1 else rounded_up(length, 2 * size)
+
+
+def visible_pairs(length: int, size: int) -> np.ndarray:
+    """Pairs of a query and a key that it sees, of each of a document's ranks: int64 ``[size]``."""
+    if size == 1:
+        return np.array([length * (length + 1) // 2])
+    ends = np.arange(2 * size + 1) * (room(length, size) // (2 * size))
+    before = np.minimum(ends, length)  # padding has no queries that count
+    chunks = np.diff(before * (before + 1) // 2)
+    return chunks[:size] + chunks[: size - 1 : -1]
+
 
 _FRACTIONS = (1.0, 0.5, 0.25, 0.125, 0.0)
 """How much of a rank's mean cost one document may take, tried in turn; 0: all over the ring."""
@@ -44,9 +256,9 @@ def schedule(
     rows: int = 1,
     limit: int | None = None,
     multiple: int = 1,
-    costs: Costs | None = None,
+    costs: ContextCosts | None = None,
     sizes: Sequence[int] | None = None,
-) -> Plan:
+) -> ContextPlan:
     """Choose for every document how many ranks it is split over, and which.
 
     For every largest ring, and for several bounds on what part of a rank's mean cost one document
@@ -56,7 +268,7 @@ def schedule(
     on all ranks is one of them, so that no plan is worse than the zig-zag over all.
 
     The cost model counts visible pairs, as kernels that skip other documents compute them.
-    `functron.ops.chunked` computes all pairs of a ring, half of ``tokens_per_rank ** 2 *
+    `functron.ops.attention` computes all pairs of a ring, half of ``tokens_per_rank ** 2 *
     ring_size`` on every rank alike, and masks: small rings and little padding save time there too,
     balanced pairs do not.
 
@@ -66,18 +278,18 @@ def schedule(
         rows: samples to fill.
         limit: the most tokens of a rank, padding included: what memory allows; None for any.
         multiple: a rank's tokens are padded to this: ulysses times tp under sequence parallelism.
-        costs: coefficients of the cost model; None: `Costs()`.
+        costs: coefficients of the cost model; None: `ContextCosts()`.
         sizes: how many ranks documents may be split over, of cp, its half, and so on while even,
             and 1; None: all of these. ``(cp,)`` is the zig-zag over all ranks.
 
     Returns:
-        A `Plan` for `arrange`.
+        A `ContextPlan` for `arrange`.
 
     Raises:
         ValueError: documents are empty, or do not fit within the limit; or an argument is out of
             range.
     """
-    model = Costs() if costs is None else costs
+    model = ContextCosts() if costs is None else costs
     _check_arguments(cp, rows, limit, multiple, sizes)
     even = math.lcm(2, multiple)  # two halves
     most = None if limit is None else limit // even * even
@@ -98,7 +310,7 @@ def schedule(
     if best is None:
         got = f"{sum(lengths):,} tokens on {cp * rows} ranks of at most {most:,}"
         fix = "raise limit, or schedule fewer documents"
-        raise_problems("no plan found", [Problem("limit", got, "more room", fix)])
+        refuse("no plan found", "limit", got, "more room", fix)
     assert best is not None
     return best[1]
 
@@ -112,7 +324,7 @@ def _nested(cp: int) -> list[int]:
 
 
 def _candidates(
-    lengths: Sequence[int], allowed: Sequence[int], ranks: int, model: Costs
+    lengths: Sequence[int], allowed: Sequence[int], ranks: int, model: ContextCosts
 ) -> Iterator[tuple[int, list[int]]]:
     """Largest rings, and how many ranks each document might be split over then."""
     n = np.array(lengths, np.int64)
@@ -134,8 +346,8 @@ Score = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
 """How badly a document suits ranks: their pairs and tokens, and what it adds to each."""
 
 
-def _scores(lengths: Sequence[int], ranks: int, model: Costs, ring: int) -> Iterator[Score]:
-    """Two opinions, as pairs and tokens are to be balanced both: neither is always the best.
+def _scores(lengths: Sequence[int], ranks: int, model: ContextCosts, ring: int) -> Iterator[Score]:
+    """Two scores, as pairs and tokens are to be balanced both: neither is always the best.
 
     The first is how much the squares of both loads grow, but for a constant: a long document looks
     for a rank with few pairs, a short one for a rank with few tokens (Panigrahy et al. 2011, dot
@@ -187,13 +399,13 @@ def _plan(
     cp: int,
     rows: int,
     even: int,
-    model: Costs,
-) -> Plan:
+    model: ContextCosts,
+) -> ContextPlan:
     pairs, tokens = np.zeros(cp * rows, np.int64), np.zeros(cp * rows, np.int64)
     for length, (first, size) in zip(lengths, places, strict=True):
         pairs[first : first + size] += visible_pairs(length, size)
         tokens[first : first + size] += room(length, size) // size
-    return Plan(
+    return ContextPlan(
         cp=cp,
         rows=rows,
         placements=tuple(
@@ -248,4 +460,4 @@ def _check_lengths(lengths: Sequence[int], widest: int, ranks: int, limit: int |
             wanted = f"at most {ranks * limit}, {limit} on each of {ranks} ranks"
             fix = "raise limit, or schedule fewer documents"
             problems.append(Problem("lengths", got, wanted, fix))
-    refuse_listed("cannot schedule", problems)
+    raise_listed("cannot schedule", problems)

@@ -1,10 +1,10 @@
-"""Megatron-LM's indexed files of tokens: PREFIX.bin has them, PREFIX.idx says what is where.
+"""Megatron-LM's indexed files of tokens: PREFIX.bin has them, PREFIX.idx their lengths and places.
 
 All of .idx is little-endian, without padding; N sequences make D documents:
 
-| offset        | bytes       | what it is                                                    |
+| offset        | bytes       | content                                                       |
 |---------------|-------------|---------------------------------------------------------------|
-| 0             | 9           | ``MMIDIDX\\0\\0``                                               |
+| 0             | 9           | ``MMIDIDX\0\0``                                               |
 | 9             | 8           | 1, the version                                                |
 | 17            | 1           | the code of the tokens' dtype (`DTYPES`)                      |
 | 18            | 8           | N                                                             |
@@ -14,23 +14,37 @@ All of .idx is little-endian, without padding; N sequences make D documents:
 | 34 + 12 N     | 8 (D + 1)   | int64: the first sequence of every document, and N at the end |
 | the end       | N, or none  | int8: modes of sequences, in files of several modalities      |
 
+`IndexedFile` reads them where they are needed, `verify` all of a file to be sure of it, and
+`IndexedWriter` and `merge` write them without holding them in memory.
+
 Source: ``megatron/core/datasets/indexed_dataset.py`` of Megatron-LM.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 import struct
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
+from typing import IO
 
 import numpy as np
 
-from functron.data.mapped import Mapped
-from functron.data.token_file import check_dtype, check_range, checked_offsets, last_not_after
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.data.documents import MAX_LISTED, Mapped
+from functron.data.token_file import (
+    check_dtype,
+    check_range,
+    checked_offsets,
+    dtype_problem,
+    last_not_after,
+)
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -41,7 +55,10 @@ _NAMES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uin
 DTYPES = MappingProxyType({code: np.dtype(name) for code, name in enumerate(_NAMES, 1)})
 """The dtypes by their codes."""
 
+BLOCK = 1 << 20
+COPY_BYTES = 1 << 24
 _CANNOT = "cannot open an indexed file"
+_CANNOT_WRITE = "cannot write an indexed file"
 
 
 def code_of(dtype: np.dtype) -> int | None:
@@ -58,7 +75,7 @@ def files_of(prefix: str | Path) -> tuple[Path, Path]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where what is in an .idx.
+    """The places of the parts of an .idx.
 
     Attributes:
         dtype: of the tokens.
@@ -144,7 +161,7 @@ class IndexedFile:
         return functools.partial(IndexedFile, vocab_size=self._vocab_size), (self.path,)
 
     def _edge_problems(self) -> Iterator[Problem]:
-        """What is wrong with the first and last entries, and with how long .bin is."""
+        """Mistakes in the first and last entries, and in how long .bin is."""
         count, layout = self.num_sequences, self.layout
         ends = {0: 0, self.num_documents: count}
         for index, wanted in ends.items():
@@ -248,11 +265,7 @@ class IndexedFile:
         return self.read(start, int(self.lengths[index]))
 
     def document_of(self, offset: int) -> int:
-        """The document that token `offset` of the row is in.
-
-        Raises:
-            IndexError: there is no such token.
-        """
+        """As `documents_of`, of one token."""
         return int(self.documents_of(np.array(offset)))
 
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:
@@ -287,20 +300,18 @@ class IndexedFile:
 
 def _refuse_damage(where: str, got: str, wanted: str) -> None:
     fix = "copy it or write it again; functron.data.verify says all that is wrong with it"
-    raise_problems("a damaged index", [Problem(where, got, wanted, fix)])
+    refuse("a damaged index", where, got, wanted, fix)
 
 
 def _read_layout(idx: Path) -> Layout:
-    """The layout that an .idx says it has, if it is as long as that."""
+    """The layout in the header of an .idx, if it is as long as that."""
     try:
         size = idx.stat().st_size
         with idx.open("rb") as stream:
             head = stream.read(HEADER.size)
     except OSError as error:
         fix = "give the path without .bin and .idx, of which there must be both"
-        problem = Problem(str(idx), error.strerror or str(error), "the index of a .bin", fix)
-        raise_problems(_CANNOT, [problem])
-        raise AssertionError("unreachable") from error
+        refuse(_CANNOT, str(idx), error.strerror or str(error), "the index of a .bin", fix)
     raise_problems(_CANNOT, _header_problems(idx, head))
     _, _, code, sequences, entries = HEADER.unpack(head)
     plain = Layout(DTYPES[code], sequences, entries - 1)
@@ -343,3 +354,350 @@ def _size_problem(idx: Path, size: int, layout: Layout) -> Problem:
     part = [name for name, begin in begins.items() if begin <= size][-1]
     fix = f"copy or write it again: it is cut off at offset {size}, in its {part}"
     return Problem(str(idx), f"{size} bytes", wanted, fix)
+
+
+def verify(
+    file: IndexedFile | str | Path, *, vocab_size: int | None = None, allow_empty: bool = False
+) -> None:
+    """Check every length, pointer, document index and token of an indexed file.
+
+    Sequences must stand in .bin one after another without gaps, documents must be in order, ids at
+    least 0 and below `vocab_size`. Reads everything once, a few MB at a time.
+
+    Args:
+        file: opened; or its path, as `IndexedFile` and `merge` take it.
+        vocab_size: of the tokenizer; None: any ids that are not negative.
+        allow_empty: let documents have no tokens. Megatron-LM writes such for texts that have none;
+            nothing is ever drawn from them.
+
+    Raises:
+        ValueError: the first 20 places that are wrong, each with file, offset and what it is; or
+            what `IndexedFile` raises.
+    """
+    file = file if isinstance(file, IndexedFile) else IndexedFile(file)
+    problems = list(islice(_problems(file, vocab_size, allow_empty), MAX_LISTED + 1))
+    more = f": the first {MAX_LISTED} mistakes" if len(problems) > MAX_LISTED else ""
+    raise_problems(f"{file.path} is damaged{more}", problems[:MAX_LISTED])
+
+
+def _problems(file: IndexedFile, vocab_size: int | None, allow_empty: bool) -> Iterator[Problem]:
+    problem = None
+    if vocab_size is not None:
+        problem = dtype_problem(f"{file.idx_path}, offset 17", file.dtype, vocab_size)
+    if problem:
+        yield problem
+    yield from _sequence_problems(file)
+    yield from _document_problems(file, allow_empty)
+    yield from _token_problems(file, vocab_size)
+
+
+def _sequence_problems(file: IndexedFile) -> Iterator[Problem]:
+    expected, item = 0, file.dtype.itemsize
+    for begin in range(0, file.num_sequences, BLOCK):
+        lengths = file.lengths[begin : begin + BLOCK].astype(np.int64)
+        pointers = file.pointers[begin : begin + BLOCK].astype(np.int64)
+        for index in np.flatnonzero(lengths < 0):
+            where = f"{file.idx_path}, offset {HEADER.size + 4 * (begin + int(index))}"
+            got = f"length {lengths[index]} of sequence {begin + index}"
+            yield Problem(where, got, "at least 0")
+        # each is compared with its neighbour, so that one wrong pointer is not all wrong pointers
+        wanted = np.concatenate([[expected], (pointers + lengths * item)[:-1]])
+        for index in np.flatnonzero(pointers != wanted):
+            where = f"{file.idx_path}, offset {file.layout.pointers + 8 * (begin + int(index))}"
+            got = f"pointer {pointers[index]} of sequence {begin + index}"
+            yield Problem(where, got, f"{wanted[index]}, where the sequence before it ends")
+        expected = int(pointers[-1] + lengths[-1] * item)
+
+
+def _document_problems(file: IndexedFile, allow_empty: bool) -> Iterator[Problem]:
+    for begin in range(0, file.num_documents, BLOCK):
+        entries = file.documents[begin : begin + BLOCK + 1].astype(np.int64)
+        steps = np.diff(entries)
+        outside = (steps < 0) | (entries[1:] > file.num_sequences)
+        tokens = np.zeros_like(steps)
+        if not outside.any() and not allow_empty:
+            count = min(BLOCK, file.num_documents - begin)
+            tokens = np.diff(file.claimed_starts(np.arange(begin, begin + count + 1)))
+        for index in np.flatnonzero(outside | ((tokens == 0) & (not allow_empty))):
+            where = f"{file.idx_path}, offset {file.layout.documents + 8 * (begin + int(index))}"
+            document = begin + int(index)
+            if outside[index]:
+                got = f"document {document} from sequence {entries[index]} to {entries[index + 1]}"
+                yield Problem(where, got, f"sequences in order, at most {file.num_sequences}")
+            elif not outside.any():
+                got = f"document {document} without tokens"
+                fix = "leave it out when writing, or verify with allow_empty=True"
+                yield Problem(where, got, "at least 1", fix)
+
+
+def _token_problems(file: IndexedFile, vocab_size: int | None) -> Iterator[Problem]:
+    if file.dtype.kind not in "iu":
+        return
+    limit = vocab_size if vocab_size is not None else int(np.iinfo(file.dtype).max) + 1
+    for begin in range(0, file.num_tokens, BLOCK):
+        tokens = file.read(begin, min(BLOCK, file.num_tokens - begin))
+        if int(tokens.min()) >= 0 and int(tokens.max()) < limit:
+            continue
+        wide = tokens.astype(np.int64)
+        for index in np.flatnonzero((wide < 0) | (wide >= limit)):
+            offset = begin + int(index)
+            where = f"{file.bin_path}, offset {offset * file.dtype.itemsize}"
+            got = f"token id {wide[index]} in document {file.document_of(offset)}"
+            yield Problem(where, got, f"0 to {limit - 1}", "use the tokenizer that wrote it")
+
+
+class IndexedWriter:
+    """A context manager that writes PREFIX.bin and PREFIX.idx as Megatron-LM does, byte for byte.
+
+    Memory does not grow with what is written. Until the context ends, all of it stands in hidden
+    files beside, which an exception removes; then .bin gets its name, and .idx, without which .bin
+    is nothing, gets it last.
+
+    Args:
+        prefix: where to.
+        dtype: of the tokens, one of `functron.data.indexed.DTYPES`.
+        vocab_size: ids must be below it; None: any that `dtype` holds.
+        modes: whether sequences have modes.
+        allow_empty: let documents have no tokens, as Megatron-LM does.
+        overwrite: replace what is there.
+
+    Attributes:
+        num_tokens: written so far.
+        num_documents: likewise.
+
+    Raises:
+        ValueError: the format has no such dtype, it is too small for the vocabulary, or there is
+            something at `prefix` already.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: np.dtype | type,
+        *,
+        vocab_size: int | None = None,
+        modes: bool = False,
+        allow_empty: bool = False,
+        overwrite: bool = False,
+    ):
+        self.bin_path, self.idx_path = files_of(prefix)
+        self.dtype, self._limit = np.dtype(dtype), vocab_size
+        self._has_modes, self._allow_empty = modes, allow_empty
+        self.num_tokens = self.num_documents = self.num_sequences = 0
+        problems = []
+        if code_of(self.dtype) is None:
+            known = ", ".join(x.name for x in DTYPES.values())
+            problems.append(Problem("dtype", self.dtype.name, f"one of {known}"))
+        taken = [path for path in (self.bin_path, self.idx_path) if path.exists()]
+        if not overwrite:
+            problems += [Problem(str(x), "an existing file", "a new one") for x in taken]
+        raise_problems(_CANNOT_WRITE, problems)
+        check_dtype("dtype", self.dtype, vocab_size)
+        mark = uuid.uuid4().hex[:8]
+        self._names = [
+            self.bin_path.with_name(f".{self.bin_path.name}.{mark}.{part}")
+            for part in ("bin", "idx", "lengths", "documents", "modes")
+        ]
+
+    def __enter__(self) -> IndexedWriter:
+        self._files: list[IO[bytes]] = []
+        try:
+            self.bin_path.parent.mkdir(parents=True, exist_ok=True)
+            for name in self._names:
+                self._files.append(name.open("w+b"))
+        except OSError as error:
+            self._clean()
+            refuse(_CANNOT_WRITE, str(error.filename), error.strerror or str(error), "a new file")
+        self._bin, self._idx, self._lengths, self._documents, self._modes = self._files
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._clean()
+
+    def add(
+        self,
+        tokens: np.ndarray | Sequence[int],
+        lengths: Sequence[int] | None = None,
+        modes: Sequence[int] | None = None,
+    ) -> None:
+        """Write a document.
+
+        Args:
+            tokens: its ids ``[n]``.
+            lengths: of its sequences; None: it is one sequence (none, where it has no tokens).
+            modes: of its sequences; None: 0.
+
+        Raises:
+            ValueError: no tokens, an id that does not fit, or lengths that are not those of `n`.
+        """
+        ids = np.asarray(tokens)
+        if lengths is None:
+            lengths = [len(ids)] if len(ids) else []
+        self._write(ids, np.asarray(lengths, np.int64), np.array([len(lengths)]), modes)
+
+    def extend(self, tokens: np.ndarray | Sequence[int], lengths: Sequence[int]) -> None:
+        """Write documents of one sequence each, whose tokens stand one after another.
+
+        Raises:
+            ValueError: as `add`.
+        """
+        sizes = np.asarray(lengths, np.int64)
+        present = sizes > 0  # documents without tokens have no sequence either
+        self._write(np.asarray(tokens), sizes[present], present.astype(np.int64), None)
+
+    def append(self, file: IndexedFile) -> None:
+        """Write all documents of another file after those that are there.
+
+        Raises:
+            ValueError: it has another dtype, or modes where this one has none, or the other way.
+        """
+        problems = []
+        if file.dtype != self.dtype:
+            got, fix = file.dtype.name, "merge files of one dtype"
+            problems.append(Problem(f"{file.idx_path}, offset 17", got, self.dtype.name, fix))
+        if (file.modes is not None) != self._has_modes:
+            have = ["without modes", "with modes"]
+            got = have[file.modes is not None]
+            problems.append(Problem(str(file.idx_path), got, have[self._has_modes]))
+        raise_problems("cannot merge", problems)
+        total = 0
+        for begin in range(0, file.num_sequences, BLOCK):
+            lengths = file.lengths[begin : begin + BLOCK]
+            total += int(lengths.sum(dtype=np.int64))
+            self._lengths.write(lengths.tobytes())
+            if file.modes is not None:
+                self._modes.write(file.modes[begin : begin + BLOCK].tobytes())
+        for begin in range(1, file.num_documents + 1, BLOCK):
+            entries = file.documents[begin : begin + BLOCK] + self.num_sequences
+            self._documents.write(entries.astype("<i8").tobytes())
+        if total != file.num_tokens:
+            got, wanted = f"lengths of {total} tokens in all", f"{file.num_tokens}, as .bin has"
+            refuse("cannot merge", f"{file.idx_path}, offset {HEADER.size}", got, wanted)
+        with file.bin_path.open("rb") as stream:
+            shutil.copyfileobj(stream, self._bin, COPY_BYTES)
+        self._count(total, file.num_sequences, file.num_documents)
+
+    def _write(
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        counts: np.ndarray,
+        modes: Sequence[int] | None,
+    ) -> None:
+        """Write ``len(counts)`` documents, of so many sequences each."""
+        raise_problems(_CANNOT_WRITE, self._problems(tokens, lengths, counts, modes))
+        self._bin.write(tokens.astype(self.dtype.newbyteorder("<"), copy=False).tobytes())
+        self._lengths.write(lengths.astype("<i4").tobytes())
+        ends = self.num_sequences + np.cumsum(counts)
+        self._documents.write(ends.astype("<i8").tobytes())
+        if self._has_modes:
+            given = np.zeros(len(lengths), np.int8) if modes is None else np.asarray(modes, np.int8)
+            self._modes.write(given.tobytes())
+        self._count(len(tokens), len(lengths), len(counts))
+
+    def _count(self, tokens: int, sequences: int, documents: int) -> None:
+        self.num_tokens += tokens
+        self.num_sequences += sequences
+        self.num_documents += documents
+
+    def _problems(
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        counts: np.ndarray,
+        modes: Sequence[int] | None,
+    ) -> list[Problem]:
+        found, where = [], f"{self.bin_path}: document"
+        here, kinds = f"{where} {self.num_documents}", "iu" if self.dtype.kind in "iu" else "iuf"
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in kinds):
+            got = f"{tokens.dtype} {list(tokens.shape)}"
+            return [Problem(here, got, f"{self.dtype.name} [n]")]
+        if int(lengths.sum()) != len(tokens) or (lengths < 0).any():
+            got = f"sequences of {int(lengths.sum())} tokens"
+            return [Problem(here, got, f"{len(tokens)} tokens")]
+        if modes is not None and (not self._has_modes or len(modes) != len(lengths)):
+            wanted = f"{len(lengths)}" if self._has_modes else "none: this file has no modes"
+            return [Problem(here, f"{len(modes)} modes", wanted)]
+        if len(lengths) and int(lengths.max()) >= 1 << 31:
+            got = f"a sequence of {int(lengths.max())} tokens"
+            found.append(Problem(here, got, "less than 2^31", "cut it"))
+        sizes = np.add.reduceat(np.append(lengths, 0), np.cumsum(counts) - counts) * (counts > 0)
+        if not self._allow_empty:
+            for index in np.flatnonzero(sizes == 0)[:MAX_LISTED]:
+                offset = (self.num_tokens + int(sizes[:index].sum())) * self.dtype.itemsize
+                at = f"{where} {self.num_documents + index}, offset {offset}"
+                found.append(Problem(at, "no tokens", "at least 1", "leave it out"))
+        if self.dtype.kind in "iu" and len(tokens):
+            found += self._id_problems(tokens, sizes, where)
+        return found
+
+    def _id_problems(self, tokens: np.ndarray, sizes: np.ndarray, where: str) -> list[Problem]:
+        kept = np.iinfo(self.dtype)
+        low = 0 if self._limit is not None else int(kept.min)
+        high = int(kept.max) if self._limit is None else self._limit - 1
+        if low <= int(tokens.min()) and int(tokens.max()) <= high:
+            return []
+        found = []
+        for index in np.flatnonzero((tokens < low) | (tokens > high))[:MAX_LISTED]:
+            number = int(np.searchsorted(np.cumsum(sizes), index, side="right"))
+            offset = (self.num_tokens + int(index)) * self.dtype.itemsize
+            at = f"{where} {self.num_documents + number}, offset {offset}"
+            fix = "" if self._limit is not None else "choose a wider dtype"
+            found.append(Problem(at, f"token id {tokens[index]}", f"{low} to {high}", fix))
+        return found
+
+    def _finish(self) -> None:
+        layout = Layout(self.dtype, self.num_sequences, self.num_documents, self._has_modes)
+        self._idx.write(layout.header())
+        _copy(self._lengths, self._idx)
+        pointer = 0
+        self._lengths.seek(0)
+        while block := self._lengths.read(4 * BLOCK):
+            sizes = np.frombuffer(block, "<i4").astype(np.int64) * self.dtype.itemsize
+            ends = pointer + np.cumsum(sizes)
+            self._idx.write((ends - sizes).astype("<i8").tobytes())
+            pointer = int(ends[-1])
+        self._idx.write(np.zeros(1, "<i8").tobytes())  # the first document's first sequence
+        _copy(self._documents, self._idx)
+        _copy(self._modes, self._idx)
+        for stream in (self._bin, self._idx):
+            stream.flush()
+            os.fsync(stream.fileno())
+        self.idx_path.unlink(missing_ok=True)  # an old index with a new .bin would be wrong
+        self._names[0].replace(self.bin_path)
+        self._names[1].replace(self.idx_path)
+
+    def _clean(self) -> None:
+        for stream in self._files:
+            stream.close()
+        for name in self._names:
+            name.unlink(missing_ok=True)
+
+
+def _copy(source: IO[bytes], target: IO[bytes]) -> None:
+    source.seek(0)
+    shutil.copyfileobj(source, target, COPY_BYTES)
+
+
+def merge(
+    prefix: str | Path, sources: Sequence[str | Path], *, overwrite: bool = False
+) -> IndexedFile:
+    """Write one indexed file with the documents of several, in order, and open it.
+
+    The bytes are those that Megatron-LM's ``tools/merge_datasets.py`` writes of the same order.
+
+    Raises:
+        ValueError: there are none, one cannot be opened, or they are not of one dtype.
+    """
+    if not sources:
+        refuse("cannot merge", "sources", "none", "at least one file")
+    first = IndexedFile(sources[0])
+    options = {"modes": first.modes is not None, "overwrite": overwrite}
+    with IndexedWriter(prefix, first.dtype, **options) as writer:
+        for source in sources:
+            writer.append(IndexedFile(source))
+    return IndexedFile(prefix)

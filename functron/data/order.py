@@ -1,21 +1,82 @@
-"""Which samples a step trains on: rows of a batch, and shuffled epochs, by arithmetic alone."""
+"""The order of samples: shuffled epochs, and the rows of batches, by arithmetic alone.
+
+Shuffles are keyed pseudorandom permutations of 0 ... size-1 in O(1) memory: they need no table.
+"""
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from functron.data.permutation import mix, permute
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems
+
+ROUNDS = 8
+
+
+def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
+    """Where the permutation of ``range(size)`` that `key` selects sends each of `indices`.
+
+    A Feistel network on pairs (a, b) of digits in base ``ceil(sqrt(size))``: every round maps
+    ``(a, b)`` to ``(b, a + f(b))``, which can be undone whatever f is, so the network is a
+    permutation of the square. What lands outside ``range(size)`` is sent through again until it
+    does not (cycle walking), which keeps it a permutation; less than two passes on average.
+    Statistically good, not cryptographic.
+
+    Args:
+        indices: integers in ``range(size)``, any shape.
+        size: at least 1, at most 2^62.
+        key: any integer; its low 64 bits select the permutation.
+
+    Returns:
+        int64, the shape of `indices`.
+
+    Raises:
+        ValueError: an index outside ``range(size)``.
+    """
+    values = np.asarray(indices, dtype=np.int64)
+    if values.size and not (values.min() >= 0 and values.max() < size <= 2**62):
+        raise ValueError(
+            f"permute: got indices from {values.min()} to {values.max()}; wanted 0 to {size - 1}"
+        )
+    base = math.isqrt(max(size - 1, 0)) + 1
+    flat = _pass(values.reshape(-1), base, key)
+    outside = np.flatnonzero(flat >= size)
+    while outside.size:
+        flat[outside] = _pass(flat[outside], base, key)
+        outside = outside[flat[outside] >= size]
+    return flat.reshape(values.shape)
+
+
+def _pass(values: np.ndarray, base: int, key: int) -> np.ndarray:
+    a, b = np.divmod(values.astype(np.uint64), np.uint64(base))
+    for index in range(ROUNDS):
+        a, b = b, (a + mix(b, key, index) % np.uint64(base)) % np.uint64(base)
+    return (a * np.uint64(base) + b).astype(np.int64)
+
+
+def mix(values: np.ndarray, key: int, index: int) -> np.ndarray:
+    """SplitMix64's finaliser of (value, key, round), twice. Steele, Lea and Flood 2014."""
+    for salt in (key, index + 1):
+        values = values + np.uint64((salt * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**64)
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        values = values ^ (values >> np.uint64(31))
+    return values
+
 
 IGNORED = -100
 """The target that stands for none; `functron.nn.IGNORE_INDEX`."""
 
 
 class Samples(Protocol):
-    """What a training run draws its batches from: `ByteText`, `TokenText` or `Chat`.
+    """A source of a run's batches, such as `TokenWindows`, `Chat`, or a `Blend` of others.
+
+    There is no iterator state: a batch is a function of its step. A class needs `draw`, `summary`
+    and `vocab_size`, and may take `batch` from here.
 
     Attributes:
         vocab_size: a model of these samples needs at least as many token ids.
@@ -26,50 +87,63 @@ class Samples(Protocol):
     def batch(
         self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
     ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`, where all have one size: `drawn` of that."""
-        ...
+        """This part's rows of the batch of `step`, where all batches have one size.
 
+        Row r of step s is sample number ``s * global_batch + r``, however many parts there are: the
+        parts' batches, concatenated in order, are the batch of part ``(0, 1)``.
+
+        Args:
+            step: from 0.
+            global_batch: rows of all parts together.
+            part: ``(index, count)``: which of how many contiguous parts.
+
+        Returns:
+            What `draw` returns, and ``rows`` int64 ``[rows]``, the rows' indices in the global
+            batch.
+
+        Raises:
+            ValueError: `count` does not divide `global_batch`, or no such part.
+        """
+        return drawn(self, step * global_batch, global_batch, part)
+
+    @abstractmethod
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that a run sees as numbers `numbers`, from 0: all but ``rows``."""
+        """The samples that come as `numbers` in a run: all leaves of a batch but ``rows``.
+
+        Args:
+            numbers: int64 ``[rows]``, from 0; of n samples, number i is in epoch ``i // n``, which
+                has an order of its own.
+        """
         ...
 
+    @abstractmethod
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
-        ...
-
-
-class Draws(Protocol):
-    """What has samples by their numbers, as all `Samples` do."""
-
-    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that a run sees as numbers `numbers`, from 0: all but ``rows``."""
+        """The samples, in a few words for the user."""
         ...
 
 
 def drawn(
-    samples: Draws, first: int, count: int, part: tuple[int, int] = (0, 1)
+    samples: Samples, first: int, count: int, part: tuple[int, int] = (0, 1)
 ) -> dict[str, torch.Tensor]:
     """This part's rows of a batch of samples `first` to ``first + count - 1`` of a run.
 
-    The same samples however many parts there are, and whatever sizes the batches before had: row r
-    of the batch is sample number ``first + r``. The parts' batches, concatenated in order, are the
-    batch of part ``(0, 1)``.
+    As `Samples.batch`, whatever sizes the batches before had.
 
     Args:
-        samples: what to draw from.
+        samples: their source.
         first: the number of the batch's first sample, from 0: ``step * count`` where all batches
             have one size, or `functron.data.ramp.RampUp.first_sample`.
         count: rows of all parts together.
         part: ``(index, count)``: which of how many contiguous parts.
-
-    Returns:
-        What `samples` draws, and ``rows`` int64 ``[rows]``, the rows' indices in the batch.
-
-    Raises:
-        ValueError: what `rows_of` raises.
     """
     rows = rows_of(first, count, part)
     return {**samples.draw(first + rows), "rows": torch.from_numpy(rows)}
+
+
+def check_index(index: int, count: int) -> None:
+    """Raise IndexError unless there is a sample `index` among `count`."""
+    if not 0 <= index < count:
+        raise IndexError(f"sample {index}: wanted 0 to {count - 1}")
 
 
 def rows_of(first: int, global_batch: int, part: tuple[int, int] = (0, 1)) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class RampUp:
         return sizes[bisect.bisect_right(steps, step) - 1]
 
     def batch_size_after(self, samples: int) -> int:
-        """How many samples a step has that begins after so many, as Megatron's calculator says.
+        """How many samples a step has that begins after so many, as Megatron's calculator has it.
 
         ``batch_size_after(first_sample(step)) == batch_size(step)``; after any other number of
         samples, as where a run goes on that had other sizes before, it is what comes next.
@@ -110,8 +110,7 @@ def parse_ramp_up(text: str, final: int) -> RampUp:
         part = max(final // 4, 1)
         fix = f'write --ramp-up "{part} {part} 1000", or leave it out'
         wanted = "three whole numbers: START INCREMENT SAMPLES"
-        problem = Problem("ramp_up", repr(text), wanted, fix)
-        raise_problems("batch sizes cannot grow like this", [problem])
+        refuse("batch sizes cannot grow like this", "ramp_up", repr(text), wanted, fix)
     start, increment, samples = map(int, words)
     if text.strip():
         names = [f"ramp_up={text!r}: {name}" for name in ("START", "INCREMENT", "SAMPLES")]
@@ -127,7 +126,7 @@ def _problems(
     final: int,
     names: Sequence[str] = ("start", "increment", "samples", "final"),
 ) -> Iterator[Problem]:
-    """What is wrong with a ramp whose four numbers have these names."""
+    """The mistakes of a ramp whose four numbers have these names."""
     values = (start, increment, samples, final)
     small = [
         Problem(name, repr(value), "a whole number of at least 1")

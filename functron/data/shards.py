@@ -1,20 +1,27 @@
-"""Token shards: .npy files, raw files, and those of llm.c, read as one row of tokens."""
+"""Token shards: .npy files, raw files, and those of llm.c, read as one row of tokens.
+
+`open_tokens` opens tokens on disk whatever wrote them, and `provenance` is the tokenizer that made
+them, as `functron preprocess` wrote it down beside them.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.data.documents import Concatenated, Mapped, Part, raise_listed
 from functron.data.indexed import IndexedFile, files_of
-from functron.data.mapped import Mapped
-from functron.data.token_file import TokenFile, check_dtype, check_range, checked_offsets, listed
-from functron.errors import Problem, raise_problems
+from functron.data.text_tokenizer import BYTES
+from functron.data.token_file import TokenFile, check_dtype, check_range, checked_offsets
 
 SUFFIXES = MappingProxyType(
     {".u8": "uint8", ".u16": "uint16", ".u32": "uint32", ".i32": "int32", ".i64": "int64"}
@@ -30,33 +37,15 @@ number of tokens that follow it.
 
 LLM_C_HEADER = 1024
 DOCUMENTS_SUFFIX = ".documents.npy"
-MAX_OPEN_FILES = 128
 SCANNED = 1 << 22
 _CANNOT = "cannot open token shards"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file of tokens.
-
-    Attributes:
-        path: the file.
-        dtype: of its tokens.
-        offset: where they begin, in bytes.
-        num_tokens: how many there are.
-    """
-
-    path: Path
-    dtype: np.dtype
-    offset: int
-    num_tokens: int
 
 
 class Shards:
     """Token shards, read as if concatenated: a `functron.data.token_file.TokenFile`.
 
     Opening reads the headers of the files, so it takes as long for large files as for small ones.
-    Files are mapped when first read; at most `MAX_OPEN_FILES` stay so.
+    Files are mapped as `functron.data.documents.Concatenated` maps them.
 
     Documents are, in this order of preference, those of the table that stands beside an .npy file
     (``tokens.documents.npy`` of ``tokens.npy``: int64, where each document begins, and the number
@@ -90,13 +79,14 @@ class Shards:
         vocab_size: int | None = None,
     ):
         self.files, problems = _shards_of(paths, None if dtype is None else np.dtype(dtype))
-        listed(_CANNOT, problems)
+        raise_listed(_CANNOT, problems)
         self.path, self.dtype = self.files[0].path, self.files[0].dtype
         check_dtype(str(self.path), self.dtype, vocab_size)
         self._end = end_of_text
-        self._ends = np.cumsum([file.num_tokens for file in self.files])
-        self.num_tokens = int(self._ends[-1])
-        self._open: OrderedDict[int, Mapped] = OrderedDict()
+        self._tokens = Concatenated(
+            [f._replace(dtype=f.dtype.newbyteorder("<")) for f in self.files]
+        )
+        self.num_tokens = len(self._tokens)
 
     def read(self, start: int, length: int) -> np.ndarray:
         """The tokens from `start` on, ``[length]``; a view where they lie in one file.
@@ -105,27 +95,7 @@ class Shards:
             IndexError: there are not as many.
         """
         check_range(self.path, start, length, self.num_tokens)
-        index = int(np.searchsorted(self._ends, start, side="right"))
-        pieces = []
-        while length > 0:
-            begin = start - (int(self._ends[index - 1]) if index else 0)
-            piece = self._mapped(index)[begin : begin + length]
-            pieces.append(piece)
-            start, length, index = start + len(piece), length - len(piece), index + 1
-        if len(pieces) == 1:
-            return pieces[0]
-        return np.concatenate(pieces) if pieces else np.zeros(0, self.dtype)
-
-    def _mapped(self, index: int) -> np.ndarray:
-        if index in self._open:
-            self._open.move_to_end(index)
-            return self._open[index].values
-        file = self.files[index]
-        little = file.dtype.newbyteorder("<")
-        self._open[index] = Mapped(file.path, little, file.offset, file.num_tokens)
-        if len(self._open) > MAX_OPEN_FILES:
-            self._open.popitem(last=False)
-        return self._open[index].values
+        return self._tokens.read(start, length)
 
     @property
     def _documents(self) -> np.ndarray:
@@ -137,14 +107,14 @@ class Shards:
     def _found(self) -> np.ndarray | Mapped:
         tables = [_table_of(file.path) for file in self.files]
         if all(table is not None for table in tables):
-            begins = [0, *self._ends.tolist()]
+            begins = [0, *self._tokens.ends.tolist()]
             whole = [_read_table(t, f) for t, f in zip(tables, self.files, strict=True) if t]
             if len(whole) == 1:
                 return whole[0]
             parts = [x.values[:-1] + begin for x, begin in zip(whole, begins, strict=False)]
             return np.concatenate([*parts, [self.num_tokens]])
         if self._end is None:
-            return np.concatenate([[0], self._ends])
+            return np.concatenate([[0], self._tokens.ends])
         found = [np.zeros(1, np.int64)]
         for begin in range(0, self.num_tokens, SCANNED):
             tokens = self.read(begin, min(SCANNED, self.num_tokens - begin))
@@ -162,19 +132,11 @@ class Shards:
         return self._documents[np.asarray(documents, np.int64)]
 
     def document_of(self, offset: int) -> int:
-        """The document that token `offset` of the row is in.
-
-        Raises:
-            IndexError: there is no such token.
-        """
+        """As `documents_of`, of one token."""
         return int(self.documents_of(np.array(offset)))
 
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:
-        """The documents that tokens are in: int64, the shape of `offsets`.
-
-        Raises:
-            IndexError: there are no such tokens.
-        """
+        """As of any `TokenFile`; IndexError where there are no such tokens."""
         wanted = checked_offsets(self.path, offsets, self.num_tokens)
         return np.searchsorted(self._documents, wanted, side="right") - 1
 
@@ -210,11 +172,10 @@ def open_tokens(
         return IndexedFile(path, vocab_size=vocab_size)
     if found.is_dir():
         return shards(_shards_in(found))
-    if found.is_file():
-        return shards([found])
-    wanted = f"{path}.idx and .bin, a shard of tokens, or a folder of shards"
-    raise_problems(_CANNOT, [Problem(str(path), "nothing there", wanted, "check the spelling")])
-    raise AssertionError("unreachable")
+    if not found.is_file():
+        wanted = f"{path}.idx and .bin, a shard of tokens, or a folder of shards"
+        refuse(_CANNOT, str(path), "nothing there", wanted, "check the spelling")
+    return shards([found])
 
 
 def is_tokens(path: str | Path) -> bool:
@@ -251,7 +212,7 @@ def _shards_in(folder: Path) -> list[Path]:
 
 def _shards_of(
     paths: Sequence[str | Path], dtype: np.dtype | None
-) -> tuple[list[Shard], list[Problem]]:
+) -> tuple[list[Part], list[Problem]]:
     """The files, and what is wrong with them."""
     found, problems = [], []
     for path in map(Path, paths):
@@ -261,7 +222,7 @@ def _shards_of(
             shard = Problem(str(path), error.strerror or str(error), "a file of tokens")
         if isinstance(shard, Problem):
             problems.append(shard)
-        elif not shard.num_tokens:
+        elif not shard.count:
             problems.append(Problem(str(path), "no tokens", "at least 1", "leave it out"))
         elif found and shard.dtype != found[0].dtype:
             got, wanted = shard.dtype.name, f"{found[0].dtype.name}, as {found[0].path} has"
@@ -273,7 +234,7 @@ def _shards_of(
     return found, problems
 
 
-def _numpy_shard(path: Path) -> Shard | Problem:
+def _numpy_shard(path: Path) -> Part | Problem:
     wanted = "a row of integers, as numpy.save writes it"
     size = path.stat().st_size
     with path.open("rb") as stream:
@@ -291,10 +252,10 @@ def _numpy_shard(path: Path) -> Shard | Problem:
         got = f"{size} bytes"
         fix = f"copy or write it again: it ends at offset {size}"
         return Problem(str(path), got, f"{needed}, for the {shape[0]} tokens of its header", fix)
-    return Shard(path, dtype.newbyteorder("="), offset, shape[0])
+    return Part(path, dtype.newbyteorder("="), offset, shape[0])
 
 
-def _raw_shard(path: Path, dtype: np.dtype | None) -> Shard | Problem:
+def _raw_shard(path: Path, dtype: np.dtype | None) -> Part | Problem:
     size = path.stat().st_size
     with path.open("rb") as stream:
         header = np.frombuffer(stream.read(LLM_C_HEADER), np.uint8)
@@ -304,7 +265,7 @@ def _raw_shard(path: Path, dtype: np.dtype | None) -> Shard | Problem:
         if kind is not None and (dtype is None or dtype == kind):
             needed = LLM_C_HEADER + count * np.dtype(kind).itemsize
             if size == needed:
-                return Shard(path, np.dtype(kind), LLM_C_HEADER, count)
+                return Part(path, np.dtype(kind), LLM_C_HEADER, count)
             wanted = f"{needed}, for the {count} tokens of its header (llm.c's, at offset 8)"
             fix = f"copy or write it again: it ends at offset {size}"
             return Problem(str(path), f"{size} bytes", wanted, fix)
@@ -322,7 +283,7 @@ def _raw_shard(path: Path, dtype: np.dtype | None) -> Shard | Problem:
         wanted = f"a multiple of {kind.itemsize}, for {kind.name}"
         fix = f"copy it again, or give its dtype: there is half a token at offset {whole}"
         return Problem(str(path), f"{size} bytes", wanted, fix)
-    return Shard(path, kind, 0, size // kind.itemsize)
+    return Part(path, kind, 0, size // kind.itemsize)
 
 
 def _table_of(tokens: Path) -> Path | None:
@@ -330,18 +291,83 @@ def _table_of(tokens: Path) -> Path | None:
     return table if tokens.suffix == ".npy" and table.is_file() else None
 
 
-def _read_table(path: Path, shard: Shard) -> Mapped:
+def _read_table(path: Path, shard: Part) -> Mapped:
     """Where the documents of a shard begin: int64 ``[documents + 1]``."""
     try:
         table = np.load(path, mmap_mode="r")
     except (ValueError, OSError, EOFError) as error:
-        problem = Problem(str(path), f"no .npy file ({error})", "where documents begin: int64")
-        raise_problems(_CANNOT, [problem])
-        raise AssertionError("unreachable") from error
+        refuse(_CANNOT, str(path), f"no .npy file ({error})", "where documents begin: int64")
     whole = table.ndim == 1 and table.dtype == np.int64 and len(table) > 1
-    if not whole or table[0] != 0 or table[-1] != shard.num_tokens:
+    if not whole or table[0] != 0 or table[-1] != shard.count:
         got = f"{table.dtype} {list(table.shape)}"
         got += f", from {table[0]} to {table[-1]}" if whole else ""
-        wanted = f"int64, from 0 to the {shard.num_tokens} tokens of {shard.path}"
-        raise_problems(_CANNOT, [Problem(str(path), got, wanted, "copy or write both again")])
+        wanted = f"int64, from 0 to the {shard.count} tokens of {shard.path}"
+        refuse(_CANNOT, str(path), got, wanted, "copy or write both again")
     return Mapped(path, table.dtype, table.offset, len(table))
+
+
+_ENDINGS = (DOCUMENTS_SUFFIX, ".npy", ".bin", ".idx")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The tokenizer that made tokens.
+
+    Attributes:
+        tokenizer: the path of its file when it did, or ``bytes``.
+        pattern: how it split text; empty: by the file, or its name.
+        sha256: of the file.
+    """
+
+    tokenizer: str
+    pattern: str
+    sha256: str
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file is still where it was, and the same."""
+        if self.tokenizer == BYTES:
+            return True
+        try:
+            return hashlib.sha256(Path(self.tokenizer).read_bytes()).hexdigest() == self.sha256
+        except OSError:
+            return False
+
+
+def provenance(paths: Sequence[str | Path]) -> Provenance | None:
+    """The tokenizer of all these tokens; None where one of them has no record of it.
+
+    Args:
+        paths: as `functron.data.open_tokens` takes them.
+
+    Raises:
+        ValueError: different tokenizers made them, so that no model can learn from both.
+    """
+    found = {str(path): _recorded(str(path)) for path in paths}
+    known = {path: made for path, made in found.items() if made is not None}
+    first = next(iter(known), None)
+    if first is None:
+        return None
+    fix = "preprocess all with one tokenizer, or leave one out"
+    problems = [
+        Problem(f"data {path}", f"tokens of {made.tokenizer}", _wanted(first, known[first]), fix)
+        for path, made in known.items()
+        if (made.sha256, made.pattern) != (known[first].sha256, known[first].pattern)
+    ]
+    raise_problems("tokens of different tokenizers", problems)
+    return known[first] if len(known) == len(found) else None
+
+
+def _wanted(path: str, made: Provenance) -> str:
+    return f"{made.tokenizer}, as in {path}"
+
+
+def _recorded(path: str) -> Provenance | None:
+    stem = path
+    for ending in _ENDINGS:
+        stem = stem.removesuffix(ending)
+    try:
+        record: Any = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
+        return Provenance(record["tokenizer"], record["pattern"], record["tokenizer_sha256"])
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or another program's
+        return None

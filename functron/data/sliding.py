@@ -9,13 +9,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from functron.core.errors import refuse
 from functron.data.chat import IGNORED, Chat
 from functron.data.documents import find
 from functron.data.order import rows_of, shuffled
 from functron.data.text_tokenizer import TextTokenizer
 from functron.data.token_file import TokenFile, check_ids
-from functron.data.token_text import check_vocabulary, texts_of, token_dtype
-from functron.errors import Problem, raise_problems
+from functron.data.windows import check_vocabulary, texts_of, token_dtype
 
 
 class Texts(Protocol):
@@ -66,7 +66,6 @@ class Documents:
         self.lengths = np.array([len(tokens) - 1 for tokens in self._tokens], np.int64)
 
     def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets of a part of a text."""
         found = self._tokens[text][start : start + length + 1]
         return found[:-1], found[1:]
 
@@ -92,9 +91,9 @@ def _tokenised(
 
 def _first_bytes(text: str, token: int, tokenizer: TextTokenizer) -> int:
     """Bytes of a text that its first token stands for, which nothing predicts."""
-    said = tokenizer.decode([token])  # of what stands around texts: nothing
-    if text.startswith(said):
-        return len(said.encode())
+    first = tokenizer.decode([token])  # nothing, of tokens that stand around texts
+    if text.startswith(first):
+        return len(first.encode())
     return 1  # a part of a character
 
 
@@ -116,11 +115,7 @@ class StoredTokens:
         self._starts, self.lengths = edges[:-1], np.maximum(np.diff(edges) - 1, 0)
 
     def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets of a part of a text.
-
-        Raises:
-            ValueError: one of them is no id of the model.
-        """
+        """As `Texts.piece`; ValueError where a token is no id of the model."""
         first = int(self._starts[text]) + start
         found = self._file.read(first, length + 1)
         check_ids(self._file.path, found, first, self._most)
@@ -133,7 +128,7 @@ class StoredTokens:
 
 
 class Conversations:
-    """Conversations, of which what the assistant says counts.
+    """Conversations, whose targets are the assistant's tokens.
 
     Args:
         chat: of which `Chat.conversation` is read.
@@ -145,7 +140,6 @@ class Conversations:
         self._chat, self.lengths = chat, chat.lengths
 
     def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets of a part of a conversation."""
         tokens, targets = self._chat.conversation(text)
         return tokens[start : start + length], targets[start : start + length]
 
@@ -174,7 +168,7 @@ class Sliding:
         global_batch: rows of a batch.
         multiple: lengths of batches are multiples of it, as a mesh splits them.
         exact: batches have windows of one length, so that none of them is padded but by
-            `multiple`: for models of which padding changes what they say of what stands before.
+            `multiple`: for models of which padding changes the outputs of tokens before it.
 
     Attributes:
         num_samples: rows of all batches, with those that no window is left for.
@@ -196,15 +190,17 @@ class Sliding:
         exact: bool = False,
     ):
         if not 1 <= stride <= seq:
-            problem = Problem("stride", str(stride), f"from 1 to seq={seq}", "leave it out")
-            raise_problems("cannot slide over texts", [problem])
+            refuse(
+                "cannot slide over texts", "stride", stride, f"from 1 to seq={seq}", "leave it out"
+            )
         self._texts, self._seq, self._stride = texts, seq, stride
         self._multiple = multiple
         lengths = texts.lengths
         if not (lengths > 0).any():
             got = f"{len(lengths)} texts, none with two tokens"
-            problem = Problem("data", got, "a token to predict from another", "take more text")
-            raise_problems("nothing to score", [problem])
+            refuse(
+                "nothing to score", "data", got, "a token to predict from another", "take more text"
+            )
         full = np.where(lengths >= seq, (lengths - seq) // stride + 1, 0)
         self._full_ends = np.cumsum(full)
         # what is left of a text after its full windows: its last window
@@ -231,19 +227,11 @@ class Sliding:
     def batch(
         self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
     ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`: the same windows however many parts there are.
-
-        Args:
-            step: from 0.
-            global_batch: rows of all parts together, as given to `Sliding`.
-            part: ``(index, count)``: which of how many contiguous parts.
+        """As `Samples.batch`, of as many rows as `Sliding` was given.
 
         Returns:
             ``tokens`` and ``targets`` int64 ``[rows, length]`` and ``rows`` int64 ``[rows]``, the
             rows' indices in the global batch. Rows that no window is left for have no targets.
-
-        Raises:
-            ValueError: `count` does not divide `global_batch`, or no such part.
         """
         rows = rows_of(step * global_batch, global_batch, part)
         batches = self.num_samples // global_batch

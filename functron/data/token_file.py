@@ -1,4 +1,4 @@
-"""Tokens on disk: what all kinds of files of them have in common."""
+"""Tokens on disk: the protocol of all kinds of files of them, and their checks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NoReturn, Protocol
 
 import numpy as np
 
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 
 
 class TokenFile(Protocol):
     """Documents of tokens, one after another in a row, mapped into memory.
 
     Attributes:
-        path: what the user called it.
+        path: as the user wrote it.
         dtype: of the tokens.
         num_tokens: in all documents together.
         num_documents: how many there are.
@@ -75,9 +75,13 @@ def refuse_order(path: Path, start: int, stop: int) -> NoReturn:
     """Raise ValueError for documents that do not follow one another between two tokens."""
     got = f"documents that do not begin one after another, between tokens {start} and {stop}"
     fix = "copy it or make it again; functron.data.verify says what is wrong with an index"
-    problem = Problem(f"data {path}", got, "documents in the order of their tokens", fix)
-    raise_problems("a damaged index of documents", [problem])
-    raise AssertionError("unreachable")
+    refuse(
+        "a damaged index of documents",
+        f"data {path}",
+        got,
+        "documents in the order of their tokens",
+        fix,
+    )
 
 
 def check_ids(path: Path, tokens: np.ndarray, start: int, vocab_size: int | None) -> None:
@@ -92,8 +96,7 @@ def check_ids(path: Path, tokens: np.ndarray, start: int, vocab_size: int | None
     got = f"id {int(tokens[at])} at token {start + at}"
     fix = f"choose a model with gpt.vocab_size > {int(tokens.max())}, or preprocess again"
     wanted = f"ids from 0 to {vocab_size - 1}"
-    problem = Problem(f"data {path}", got, wanted, fix)
-    raise_problems("tokens outside the vocabulary", [problem])
+    refuse("tokens outside the vocabulary", f"data {path}", got, wanted, fix)
 
 
 def last_not_after(
@@ -127,7 +130,7 @@ def fitting_dtype(vocab_size: int) -> np.dtype:
 
 
 def dtype_problem(where: str, dtype: np.dtype, vocab_size: int) -> Problem | None:
-    """What is wrong with `dtype` for ids below `vocab_size`; None where it holds them all."""
+    """The problem of `dtype` for ids below `vocab_size`; None where it holds them all."""
     wanted = f"a dtype that holds ids up to {vocab_size - 1}"
     fix = f"write the tokens as {fitting_dtype(vocab_size).name}"
     if dtype.kind not in "iu":
@@ -146,9 +149,3 @@ def check_dtype(where: str, dtype: np.dtype, vocab_size: int | None) -> None:
     """
     problem = None if vocab_size is None else dtype_problem(where, dtype, vocab_size)
     raise_problems("dtype too small for the vocabulary", [problem] if problem else [])
-
-
-def listed(title: str, problems: list[Problem], limit: int = 20) -> None:
-    """Raise a ValueError that lists the first `limit` problems, if there are any."""
-    more = f": the first {limit} mistakes of {len(problems)}" if len(problems) > limit else ""
-    raise_problems(title + more, problems[:limit])

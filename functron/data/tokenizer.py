@@ -15,11 +15,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from functron.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, raise_problems, refuse
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
+CANNOT = "cannot read a tokenizer"
 
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "..."}``, and what else the template reads."""
@@ -35,7 +36,7 @@ class Conversation:
     Attributes:
         text: what the template made of the messages.
         tokens: int64 ``[seq]``.
-        assistant: bool ``[seq]``: the tokens that the assistant says, for the mask of a loss.
+        assistant: bool ``[seq]``: the tokens of the assistant, for the mask of a loss.
         spans: from where to where in `text` the assistant speaks.
     """
 
@@ -46,7 +47,7 @@ class Conversation:
 
 
 class Tokenizer:
-    """Text to token ids and back, as tokenizer.json says.
+    """Text to token ids and back, by a tokenizer.json.
 
     Args:
         path: a folder with tokenizer.json and, for special tokens and conversations,
@@ -133,9 +134,9 @@ class Tokenizer:
             last = self.conversation(messages)
         except ValueError:  # no template, or none that takes such messages
             return frozenset(found)
-        said = last.tokens[last.assistant]
-        if len(said) > 1 and not self.decode(said[-1:]):  # a special token, not a part of "b"
-            found.add(int(said[-1]))
+        turn = last.tokens[last.assistant]
+        if len(turn) > 1 and not self.decode(turn[-1:]):  # a special token, not a part of "b"
+            found.add(int(turn[-1]))
         return frozenset(found)
 
     def render(
@@ -156,11 +157,11 @@ class Tokenizer:
         return self._render(messages, add_generation_prompt, more)[0]
 
     def conversation(self, messages: Sequence[Message], **more: Any) -> Conversation:
-        """A conversation as tokens, and which of them the assistant says.
+        """A conversation as tokens, and which of them are the assistant's.
 
-        These are what ``{% generation %}`` marks in the template; where it marks nothing, what each
-        assistant message adds after the prompt for it, to the end of its turn, without whitespace
-        after that.
+        These are those that ``{% generation %}`` marks in the template; where it marks nothing, the
+        text that each assistant message adds after the prompt for it, to the end of its turn,
+        without whitespace after that.
 
         Args:
             messages: in order.
@@ -218,9 +219,12 @@ class Tokenizer:
         try:
             marked = self._compiled.render(**variables)
         except (TemplateError, TypeError, KeyError, ValueError) as error:
-            problem = Problem("messages", str(error), "messages that the model's template takes")
-            raise_problems("the template refuses this conversation", [problem])
-            raise AssertionError("unreachable") from error
+            refuse(
+                "the template refuses this conversation",
+                "messages",
+                error,
+                "messages that the model's template takes",
+            )
         return _unmark(marked, self._mark)
 
     @functools.cached_property
@@ -236,7 +240,7 @@ class Tokenizer:
         if self.template is None:
             got = f"no chat_template in {SETTINGS} and no {TEMPLATE}"
             fix = f"write one: {self.path / TEMPLATE}"
-            raise_problems("no template", [Problem(str(self.path), got, "a template", fix)])
+            refuse("no template", str(self.path), got, "a template", fix)
         _require("jinja2", "cannot write conversations")
 
 
@@ -260,7 +264,7 @@ def _environment(mark: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %} ... {% endgeneration %}`` around what the assistant says."""
+        """``{% generation %} ... {% endgeneration %}`` around the assistant's text."""
 
         tags = frozenset({"generation"})  # pyright: ignore[reportAssignmentType]
 
@@ -288,21 +292,24 @@ def _environment(mark: str) -> Any:
 def _require(package: str, title: str) -> None:
     if find_spec(package) is None:
         fix = f"pip install {package}, or functron[hub]"
-        problem = Problem(package, "no such package", "the package installed", fix)
-        raise_problems(title, [problem])
+        refuse(title, package, "no such package", "the package installed", fix)
 
 
 def _read_tokenizer(file: Path) -> Any:
-    _require("tokenizers", "cannot read a tokenizer")
+    _require("tokenizers", CANNOT)
     import tokenizers
 
     text = _read(file, "a model with a fast tokenizer; transformers' save_pretrained writes one")
     try:
         return tokenizers.Tokenizer.from_str(text or "")
     except Exception as error:  # the package raises no other class
-        problem = Problem(str(file), str(error), "a tokenizer.json", "copy or download it again")
-        raise_problems("cannot read a tokenizer", [problem])
-        raise AssertionError("unreachable") from error
+        refuse(
+            CANNOT,
+            str(file),
+            error,
+            "a tokenizer.json",
+            "copy or download it again",
+        )
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
@@ -311,9 +318,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(_read(file, "check the path"))
     except json.JSONDecodeError as error:
-        problem = Problem(str(file), str(error), "JSON", "copy or download it again")
-        raise_problems("cannot read a tokenizer", [problem])
-        raise AssertionError("unreachable") from error
+        refuse(CANNOT, str(file), error, "JSON", "copy or download it again")
     return found if isinstance(found, dict) else {}
 
 
@@ -322,8 +327,7 @@ def _read(file: Path, fix: str) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise_problems("cannot read a tokenizer", [Problem(str(file), reason, "a file", fix)])
-        raise AssertionError("unreachable") from error
+        refuse(CANNOT, str(file), reason, "a file", fix)
 
 
 def _content(token: Any) -> str | None:
@@ -340,6 +344,11 @@ def _find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     templates = {entry["name"]: entry["template"] for entry in found}
     if "default" not in templates:
         fix = nearest("default", templates)
-        problem = Problem("chat_template", "several, none the default", "one named default", fix)
-        raise_problems(f"cannot use {folder / SETTINGS}", [problem])
+        refuse(
+            f"cannot use {folder / SETTINGS}",
+            "chat_template",
+            "several, none the default",
+            "one named default",
+            fix,
+        )
     return templates["default"]

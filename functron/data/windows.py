@@ -1,28 +1,36 @@
-"""A long row of tokens, cut into samples: what text as bytes and text as tokens have in common."""
+"""A long row of tokens, cut into windows: text as bytes, text through a tokenizer, tokens on disk.
+
+`MockTokens` are random tokens without a file, of which any part can be made by itself.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from functron.data.order import IGNORED, drawn, shuffled
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.data.denoising import FillInTheMiddle
+from functron.data.documents import Concatenated, byte_parts, find, python_text, raise_listed
+from functron.data.order import IGNORED, Samples, check_index, mix, shuffled
+from functron.data.text_tokenizer import TextTokenizer
+from functron.data.token_file import TokenFile, check_ids, check_range, fitting_dtype, refuse_order
 
 
-class Windows(ABC):
+class Windows(Samples):
     """Tokens in a row, cut into windows of `seq` tokens that every epoch shuffles anew.
 
-    There is no iterator state: what a batch holds follows from its step. Windows do not overlap
-    but for the one token that is the last target of one and the first token of the next.
+    Windows do not overlap but for the one token that is the last target of one and the first token
+    of the next.
 
     Args:
         num_tokens: how many there are.
         seq: tokens per sample.
         seed: selects the order of the samples.
-        what: what the user calls the text.
-        unit: what the user calls a token of it.
+        what, unit: the user's words for the text, and for its tokens.
         extra_token: read one token more than `seq`, the last target. False: samples are `seq`
             tokens that no other has, and the last predicts nothing (Megatron-LM's
             ``add_extra_token_to_sequence=False``).
@@ -77,44 +85,13 @@ class Windows(ABC):
         Raises:
             IndexError: there is no such window.
         """
-        if not 0 <= index < self.num_windows:
-            raise IndexError(f"sample {index}: wanted 0 to {self.num_windows - 1}")
+        check_index(index, self.num_windows)
         if self.extra_token:
             return self.read(index * self.seq, self.seq + 1)
         return np.append(self.read(index * self.seq, self.seq).astype(np.int64), IGNORED)
 
-    def batch(
-        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
-    ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`: the same samples however many parts there are.
-
-        Row r of step s is sample number ``s * global_batch + r``; an epoch is `num_windows` of
-        them, in an order of its own. The parts' batches, concatenated in order, are the batch of
-        part ``(0, 1)``.
-
-        Args:
-            step: from 0.
-            global_batch: rows of all parts together.
-            part: ``(index, count)``: which of how many contiguous parts.
-
-        Returns:
-            ``tokens`` and ``targets`` int64 ``[rows, seq]`` and ``rows`` int64 ``[rows]``, the
-            rows' indices in the global batch.
-
-        Raises:
-            ValueError: `count` does not divide `global_batch`, or no such part.
-        """
-        return drawn(self, step * global_batch, global_batch, part)
-
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, counted from the beginning of a run.
-
-        Args:
-            numbers: int64 ``[rows]``, from 0; number n is in epoch ``n // num_windows``.
-
-        Returns:
-            ``tokens`` and ``targets`` int64 ``[rows, seq]``.
-        """
+        """The samples that come as `numbers`: ``tokens``, ``targets`` int64 ``[rows, seq]``."""
         tokens = np.empty((len(numbers), self.seq), np.int64)
         targets = np.empty_like(tokens)
         order = shuffled(np.asarray(numbers, np.int64), self.num_windows, self.seed)
@@ -122,3 +99,363 @@ class Windows(ABC):
             sample = self.sample(index)
             tokens[row], targets[row] = sample[:-1], sample[1:]
         return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+
+
+class ByteText(Windows):
+    """Text as byte tokens, cut into windows of `seq` tokens and shuffled anew in every epoch.
+
+    Args:
+        path: a file or a folder of text files (see `functron.data.documents.find`); None is the
+            text that every Python installation carries.
+        seq: tokens per sample.
+        seed: selects the order of the samples.
+
+    Attributes:
+        num_tokens: bytes in the whole text.
+        num_documents: files it is made of.
+        num_skipped: files of the folder that were left out.
+        vocab_size: 256; a model of this text needs at least as many token ids.
+
+    Raises:
+        ValueError: nothing is there, it cannot be read, it is empty, or it is shorter than one
+            sample and its last target.
+    """
+
+    vocab_size = 256
+
+    def __init__(self, path: str | Path | None, seq: int, *, seed: int = 0):
+        files, self.num_skipped = (python_text(), 0) if path is None else find(path)
+        self._bytes, self.num_documents = Concatenated(byte_parts(files)), len(files)
+        what = f"data {path}" if path is not None else "data"
+        super().__init__(len(self._bytes), seq, seed, what=what, unit="bytes")
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """The bytes from `start` on, as uint8 ``[length]``."""
+        return self._bytes.read(start, length)
+
+    def summary(self) -> str:
+        """The samples, in a few words for the user."""
+        skipped = f", {self.num_skipped} files skipped (not text)" if self.num_skipped else ""
+        return f"{self.num_tokens:,} bytes in {self.num_documents} documents{skipped}"
+
+
+def check_tokens(batch: dict[str, torch.Tensor], vocab_size: int, ignore_index: int = -100) -> None:
+    """Check that a batch's tokens and targets are ids of the vocabulary.
+
+    Args:
+        batch: ``tokens`` and ``targets``, integers.
+        vocab_size: ids are 0 to ``vocab_size - 1``.
+        ignore_index: a target that stands for none.
+
+    Raises:
+        ValueError: ids outside the vocabulary; both leaves are reported, with their range.
+    """
+    problems = []
+    for name in ("tokens", "targets"):
+        ids = batch[name]
+        outside = (ids < 0) | (ids >= vocab_size)
+        if name == "targets":
+            outside &= ids != ignore_index
+        if bool(outside.any()):
+            bad = ids[outside]
+            got = f"{bad.numel()} ids outside, from {int(bad.min())} to {int(bad.max())}"
+            fix = f"use a model with vocab_size > {int(bad.max())}, or another tokenizer"
+            problems.append(Problem(f"batch/{name}", got, f"0 to {vocab_size - 1}", fix))
+    raise_problems("tokens outside the vocabulary", problems)
+
+
+class TokenWindows(Windows):
+    """A file of tokens, cut into windows of `seq` tokens and shuffled anew in every epoch.
+
+    Nothing is read but the windows of each batch, whatever the size of the file, and no index of
+    samples is made: the order is arithmetic (`functron.data.permute`). Documents follow one another
+    as they lie in the file.
+
+    Args:
+        file: of `functron.data.open_tokens`.
+        seq: tokens per sample.
+        seed: selects the order of the samples.
+        vocab_size: how many ids the model has; None: any.
+        mask_documents: say where documents begin, so that attention sees a token's own alone:
+            batches are packed ones (`functron.data.packing`), whose positions count from 0 in every
+            document, or from where the window begins in it. The last token of a document predicts
+            nothing.
+        middle: rearranges documents to fill in their middles.
+        extra_token: whether the last token of a sample has a target, which is read beyond it; see
+            `Windows`.
+
+    Attributes:
+        mask_documents: as given.
+        num_tokens: tokens in the whole file.
+        num_documents: documents that it is made of.
+        vocab_size: of the model, or 0: what ids there are is not known without reading all.
+
+    Raises:
+        ValueError: there are fewer tokens than one sample and its last target, or `middle` has ids
+            that the model has not.
+    """
+
+    def __init__(
+        self,
+        file: TokenFile,
+        seq: int,
+        *,
+        seed: int = 0,
+        vocab_size: int | None = None,
+        mask_documents: bool = False,
+        middle: FillInTheMiddle | None = None,
+        extra_token: bool = True,
+    ):
+        self._file, self._most = file, vocab_size
+        self.mask_documents, self._middle = mask_documents, middle
+        if middle is not None and vocab_size is not None and max(middle.ids) >= vocab_size:
+            got, wanted = f"id {max(middle.ids)}", f"ids from 0 to {vocab_size - 1}"
+            refuse("tokens outside the vocabulary", "middle", got, wanted)
+        if middle is not None and not extra_token:
+            refuse(
+                "cannot fill in the middle",
+                "extra_token",
+                "False with middle",
+                "True",
+                "leave one of them out",
+            )
+        self.vocab_size = vocab_size or 0
+        self.num_documents = file.num_documents
+        what = f"data {file.path}"
+        given = {"what": what, "unit": "tokens", "extra_token": extra_token}
+        super().__init__(file.num_tokens, seq, seed, **given)
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """The tokens from `start` on, ``[length]``.
+
+        Raises:
+            ValueError: one of them is no id of the model.
+        """
+        tokens = self._file.read(start, length)
+        check_ids(self._file.path, tokens, start, self._most)
+        return tokens
+
+    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
+        """The samples that come as `numbers`, as `Samples.draw`.
+
+        Returns:
+            ``tokens`` and ``targets`` int64 ``[rows, seq]``, and with `mask_documents` so are
+            ``positions`` and ``segments``, the numbers of documents in the sample.
+        """
+        if self._middle is None and not self.mask_documents:
+            return super().draw(numbers)
+        names = ("tokens", "targets", *(("positions", "segments") if self.mask_documents else ()))
+        leaves = {name: np.empty((len(numbers), self.seq), np.int64) for name in names}
+        order = shuffled(np.asarray(numbers, np.int64), self.num_windows, self.seed)
+        rows = zip(numbers.tolist(), order.tolist(), self._begins(order), strict=True)
+        for row, (number, index, begins) in enumerate(rows):
+            sample = self.sample(index)
+            if self._middle is not None:
+                sample, begins = self._middle.rearranged(sample, begins, number)
+            leaves["tokens"][row], leaves["targets"][row] = sample[:-1], sample[1:]
+            if self.mask_documents:
+                leaves["targets"][row, begins[1:] - 1] = IGNORED
+                lengths = np.diff(begins, append=self.seq + 1)
+                segments = np.repeat(np.arange(len(begins)), lengths)[: self.seq]
+                leaves["segments"][row] = segments
+                leaves["positions"][row] = np.arange(self.seq) - begins[segments]
+        return {name: torch.from_numpy(leaf) for name, leaf in leaves.items()}
+
+    def _begins(self, windows: np.ndarray) -> list[np.ndarray]:
+        """Where documents begin in each window and its last target: 0, and increasing."""
+        starts = windows * self.seq
+        # all windows at once, as a look-up costs more than its bisection's arithmetic
+        ends = starts + self.seq - (not self.extra_token)  # of the last token that is read
+        first, last = self._file.documents_of(np.stack([starts, ends]))
+        runs = [np.arange(a + 1, b + 1) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+        places = self._file.starts(np.concatenate([np.zeros(0, np.int64), *runs]))
+        counts = last - first
+        self._check_order(starts, counts, places)
+        inside = np.split(places, np.cumsum(counts)[:-1])
+        found = (np.append(0, x - start) for x, start in zip(inside, starts.tolist(), strict=True))
+        # of documents that begin at the same token, only the last is not empty
+        return [x[np.diff(x, append=self.seq + 1) > 0] for x in found]
+
+    def _check_order(self, starts: np.ndarray, counts: np.ndarray, places: np.ndarray) -> None:
+        """Check that so many documents begin in each window, one after another, at `places`.
+
+        Raises:
+            ValueError: the index is damaged.
+        """
+        window = np.repeat(np.arange(len(starts)), np.maximum(counts, 0))
+        within = places - starts[window]
+        falls = (np.diff(within) < 0) & (window[1:] == window[:-1])
+        wrong = np.unique(window[(within <= 0) | (within > self.seq) | np.append(falls, False)])
+        wrong = np.concatenate([np.flatnonzero(counts < 0), wrong])
+        if wrong.size:
+            start = int(starts[wrong[0]])
+            refuse_order(self._file.path, start, start + self.seq)
+
+    def summary(self) -> str:
+        """The samples, in a few words for the user."""
+        return f"{self.num_tokens:,} tokens in {self.num_documents:,} documents, on disk"
+
+
+class TokenText(Windows):
+    """Text as a tokenizer's tokens, cut into windows of `seq` and shuffled anew in every epoch.
+
+    Documents stand one after another, each with the end-of-text token after it.
+
+    All of the text is tokenised when this is made, and its tokens stay in memory, 2 or 4 bytes
+    each: some seconds and as many bytes as the text has for 10 MB of it. That is for corpora of up
+    to some hundred MB; larger ones should be tokenised once, to disk.
+
+    Args:
+        path: a file or a folder of text files in UTF-8; None is the text that every Python
+            installation carries.
+        tokenizer: what makes tokens of it.
+        seq: tokens per sample.
+        seed: selects the order of the samples.
+        vocab_size: how many ids the model has; None: as many as there are.
+
+    Attributes:
+        num_tokens: tokens in the whole text.
+        num_documents: files it is made of.
+        num_skipped: files of the folder that were left out.
+        vocab_size: one more than the largest id in the text.
+
+    Raises:
+        ValueError: what `ByteText` raises; a file is not UTF-8, the tokenizer has no end-of-text
+            token, or an id is not among the model's.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        tokenizer: TextTokenizer,
+        seq: int,
+        *,
+        seed: int = 0,
+        vocab_size: int | None = None,
+    ):
+        files, self.num_skipped = (python_text(), 0) if path is None else find(path)
+        end, kind = _end_of(tokenizer), token_dtype(tokenizer)
+        pieces: list[np.ndarray] = []
+        self.vocab_size = 0
+        for text in texts_of(files):
+            piece = np.array([*tokenizer.encode(text, special=False), end], kind)
+            self.vocab_size = max(self.vocab_size, int(piece.max()) + 1)
+            check_vocabulary(self.vocab_size, vocab_size)
+            pieces.append(piece)
+        self._tokens = np.concatenate(pieces)
+        self.num_documents = len(pieces)
+        what = f"data {path}" if path is not None else "data"
+        super().__init__(len(self._tokens), seq, seed, what=what, unit="tokens")
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """The tokens from `start` on, uint16 or uint32 ``[length]``."""
+        return self._tokens[start : start + length]
+
+    def summary(self) -> str:
+        """The samples, in a few words for the user."""
+        skipped = f", {self.num_skipped} files skipped (not text)" if self.num_skipped else ""
+        return f"{self.num_tokens:,} tokens in {self.num_documents} documents{skipped}"
+
+
+def token_dtype(tokenizer: TextTokenizer) -> type:
+    """The smallest of numpy's dtypes that holds the tokenizer's ids: uint16 or uint32."""
+    return np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+
+
+def check_vocabulary(needed: int, vocab_size: int | None) -> None:
+    """Check that a model with `vocab_size` ids (None: any) has the `needed` ones.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if vocab_size is not None and needed > vocab_size:
+        got = f"token ids up to {needed - 1}"
+        fix = f"set gpt.vocab_size to {needed} or more, or use the model's own tokenizer"
+        refuse(
+            "tokens outside the vocabulary",
+            "tokenizer",
+            got,
+            f"ids below gpt.vocab_size={vocab_size}",
+            fix,
+        )
+
+
+def _end_of(tokenizer: TextTokenizer) -> int:
+    end = tokenizer.end_of_text
+    if end is None:
+        fix = "name it in tokenizer_config.json (eos_token), or take a tokenizer that has one"
+        refuse(
+            "cannot separate documents",
+            str(tokenizer.file),
+            "no eos_token",
+            "a token that ends a text",
+            fix,
+        )
+    return end
+
+
+def texts_of(files: Iterable[Path | bytes]) -> Iterator[str]:
+    """The texts of files, one at a time; those that are not UTF-8 are all refused at the end."""
+    problems = []
+    for file in files:
+        try:
+            yield (file if isinstance(file, bytes) else file.read_bytes()).decode("utf-8")
+        except UnicodeDecodeError as error:
+            got = f"byte {error.object[error.start]:#04x} at offset {error.start}"
+            fix = "convert it, leave it out, or train on bytes: --tokenizer bytes"
+            problems.append(Problem(f"data {file}", got, "UTF-8", fix))
+        except OSError as error:
+            got = error.strerror or str(error)
+            problems.append(Problem(f"data {file}", got, "a readable file"))
+    raise_listed("cannot read the training text", problems)
+
+
+class MockTokens:
+    """Random tokens in documents of equal length, as a `functron.data.token_file.TokenFile`.
+
+    Token i is a hash of (seed, i) modulo the vocabulary: nothing is kept, so there can be 10^15 of
+    them, to measure loaders and steps with, or to try out a mesh before the data is there.
+
+    Args:
+        num_tokens: how many.
+        vocab_size: ids are below it.
+        document: tokens of each document; the last may have fewer.
+        seed: selects the tokens.
+
+    Attributes:
+        path, dtype, num_tokens, num_documents: as of any `TokenFile`.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    def __init__(self, num_tokens: int, vocab_size: int, *, document: int = 1024, seed: int = 0):
+        sizes = (("num_tokens", num_tokens), ("vocab_size", vocab_size), ("document", document))
+        raise_problems("cannot make mock data", [
+            Problem(name, str(size), "at least 1") for name, size in sizes if size < 1
+        ])  # fmt: skip
+        self.path, self.dtype = Path("mock"), fitting_dtype(vocab_size)
+        self.num_tokens, self.num_documents = num_tokens, -(-num_tokens // document)
+        self._vocab_size, self._document, self._seed = vocab_size, document, seed
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """The tokens from `start` on, ``[length]``.
+
+        Raises:
+            IndexError: there are not as many.
+        """
+        check_range(self.path, start, length, self.num_tokens)
+        places = np.arange(start, start + length, dtype=np.int64).astype(np.uint64)
+        return (mix(places, self._seed, 0) % np.uint64(self._vocab_size)).astype(self.dtype)
+
+    def starts(self, documents: np.ndarray) -> np.ndarray:
+        """Where documents begin: int64; the one after the last begins at the end."""
+        return np.minimum(np.asarray(documents, np.int64) * self._document, self.num_tokens)
+
+    def document_of(self, offset: int) -> int:
+        """As `documents_of`, of one token."""
+        return int(self.documents_of(np.array(offset)))
+
+    def documents_of(self, offsets: np.ndarray) -> np.ndarray:
+        """As of any `TokenFile`; IndexError where there are no such tokens."""
+        return np.asarray(offsets, np.int64) // self._document

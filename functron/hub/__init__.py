@@ -1,25 +1,19 @@
 """Hugging Face models in and out: safetensors streamed straight into our layout, and back."""
 
-from functron.hub.config import family_for, read_config, write_config
-from functron.hub.families import FAMILIES
-from functron.hub.family import Family
-from functron.hub.kinds import KINDS, Config, Kind, kind_of
-from functron.hub.others import ALL
+from functron.hub.config import FORMATS, format_for, read_config, write_config
+from functron.hub.format import Format, Rule
 from functron.hub.reader import from_tensors, load, load_model
-from functron.hub.rules import Rule
 from functron.hub.writer import save, to_tensors
+from functron.models.family import Config, family_of
 
 __all__ = [
-    "ALL",
-    "FAMILIES",
-    "KINDS",
+    "FORMATS",
     "Config",
-    "Family",
-    "Kind",
+    "Format",
     "Rule",
-    "family_for",
+    "family_of",
+    "format_for",
     "from_tensors",
-    "kind_of",
     "load",
     "load_model",
     "read_config",

@@ -1,22 +1,29 @@
-"""The config.json of a model as a `GPTConfig`, and back."""
+"""config.json of a model as a config of ours, and back."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
-from functron.errors import Problem, nearest, public, raise_problems
+from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.hub import files
-from functron.hub.entries import values_of
-from functron.hub.families import LACKING
-from functron.hub.family import Family, config_problems
-from functron.hub.kinds import Config, dtype_of, kind_of
-from functron.hub.others import ALL
-from functron.hub.settings import LONGEST
+from functron.hub.decoders import LACKING
+from functron.hub.encoders import BERT, T5
+from functron.hub.entries import LONGEST, read_entries, write_entries
+from functron.hub.format import Format, config_problems
+from functron.hub.mixtures import DECODERS
+from functron.hub.state_spaces import MAMBA2, NEMOTRON_H
+from functron.hub.vision import LLAVA, VIT
 from functron.models.config import Dtype, GPTConfig
+from functron.models.family import Config, dtype_of, family_of
+
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {**DECODERS, **{form.model_type: form for form in (MAMBA2, NEMOTRON_H, BERT, T5, VIT, LLAVA)}}
+)
+"""By transformers' name in config.json. Of those that fit a model, the first is chosen."""
 
 CONFIG = "config.json"
 
@@ -33,8 +40,9 @@ def read_config(
 ) -> Config:
     """The architecture that a folder's config.json describes, and its weights.
 
-    The weights say how many modules predict tokens further ahead (DeepSeek-V3): config.json counts
-    them even where transformers has stored the model without. Without weights it is believed.
+    How many modules predict tokens further ahead (DeepSeek-V3) is counted in the weights:
+    config.json has them even where transformers has stored the model without. Without weights it
+    is believed.
 
     Args:
         path: the folder.
@@ -45,11 +53,10 @@ def read_config(
             some that are not known here.
 
     Returns:
-        The config of its kind: `GPTConfig`, `MambaConfig`, `BertConfig`, `T5Config`, `ViTConfig` or
-        `LlavaConfig`.
+        A `GPTConfig`, `MambaConfig`, `BertConfig`, `T5Config`, `ViTConfig` or `LlavaConfig`.
 
     Raises:
-        ValueError: the family is unknown, or the file asks for something that our model does not
+        ValueError: the format is unknown, or the file asks for something that our model does not
             have or that is not known; all offenders are listed.
     """
     table = read_table(path)
@@ -58,20 +65,11 @@ def read_config(
     if not isinstance(config, GPTConfig):
         return config
     if config.mtp_depth and any(files.exists(Path(path) / name) for name in files.ENTRANCES):
-        return dataclasses.replace(config, mtp_depth=modules_ahead(config, files.open_folder(path)))
+        names, first = files.open_folder(path).shapes(), config.num_layers
+        layers = range(first, first + config.mtp_depth)
+        absent = (i for i in layers if f"model.layers.{i}.eh_proj.weight" not in names)
+        return dataclasses.replace(config, mtp_depth=next(absent, layers.stop) - first)
     return config
-
-
-def modules_ahead(config: GPTConfig, source: files.Tensors) -> int:
-    """How many modules of multi-token prediction there are, at most as many as config.json says."""
-    names = source.shapes()
-    found = 0
-    while (
-        found < config.mtp_depth
-        and f"model.layers.{config.num_layers + found}.eh_proj.weight" in names
-    ):
-        found += 1
-    return found
 
 
 def read_table(path: str | Path) -> dict[str, Any]:
@@ -83,26 +81,24 @@ def read_table(path: str | Path) -> dict[str, Any]:
     file = Path(path) / CONFIG
     table = files.read_json(file)
     if not isinstance(table, dict):
-        problem = Problem(str(file), type(table).__name__, "a JSON object", "copy it again")
-        raise_problems("cannot read the model's configuration", [problem])
+        title, got = "cannot read the model's configuration", type(table).__name__
+        refuse(title, str(file), got, "a JSON object", "copy it again")
     return table
 
 
-def family_of(table: Mapping[str, Any], where: str = CONFIG) -> Family:
-    """The family of models that config.json names.
+def format_of(table: Mapping[str, Any], where: str = CONFIG) -> Format:
+    """The format that config.json names.
 
     Raises:
         ValueError: it names none, or one that our models cannot be.
     """
     name = str(table.get("model_type"))
-    if name in ALL:
-        return ALL[name]
-    fix = nearest(name, ALL)
-    if name in LACKING:
-        fix = f"this decoder has no {LACKING[name]} yet; {fix}"
-    problem = Problem("model_type", repr(name), "a family that functron has", fix)
-    raise_problems(f"cannot use {where}", [problem])
-    raise AssertionError("unreachable")
+    if name not in FORMATS:
+        fix = nearest(name, FORMATS)
+        if name in LACKING:
+            fix = f"this decoder has no {LACKING[name]} yet; {fix}"
+        refuse(f"cannot use {where}", "model_type", repr(name), "a family that functron has", fix)
+    return FORMATS[name]
 
 
 def parse(
@@ -118,52 +114,51 @@ def parse(
     Raises:
         ValueError: as `read_config`.
     """
-    family = family_of(table, where)
+    form = format_of(table, where)
     problems: list[Problem] = []
     if max_seq is not None:
-        problems += _shorten_problems(family, table, max_seq)
-        longest = {LONGEST: table[family.max_seq]} if family.max_seq in table else {}
-        table = {**table, family.max_seq: max_seq, **longest}
-    values = values_of(family.aspects, family.ignored, table, problems, ignore)
+        problems += _shorten_problems(form, table, max_seq)
+        longest = {LONGEST: table[form.max_seq]} if form.max_seq in table else {}
+        table = {**table, form.max_seq: max_seq, **longest}
+    values = read_entries(form.entries, form.ignored, table, problems, ignore)
     raise_problems(f"cannot use {where}", problems)
-    return family.kind.make(values, dtype or stored_dtype(table))
+    make, constructor = form.family.make, cast(Callable[..., Config], form.family.config)
+    dtype = dtype or _stored_dtype(table)
+    return make(values, dtype) if make else constructor(**values, dtype=dtype)
 
 
-def _shorten_problems(family: Family, table: Mapping[str, Any], max_seq: int) -> list[Problem]:
-    if not family.max_seq:
+def _shorten_problems(form: Format, table: Mapping[str, Any], max_seq: int) -> list[Problem]:
+    if not form.max_seq:
         wanted = "nothing: config.json of this family has no longest sequence"
         return [Problem("max_seq", str(max_seq), wanted, "leave it out")]
-    learned = any("positions" in rule.paths for rule in family.rules)
-    stored = table.get(family.max_seq)
+    learned = any("positions" in rule.paths for rule in form.rules)
+    stored = table.get(form.max_seq)
     if not isinstance(stored, int) or (max_seq == stored if learned else 1 <= max_seq <= stored):
         return []
-    wanted, fix = f"at most {stored}, as config.json says", "leave it out"
+    wanted, fix = f"at most {stored}, as in config.json", "leave it out"
     if learned:
         wanted = f"{stored}: as many as there are learned positions"
         fix = "leave it out; samples may be shorter"
     return [Problem("max_seq", str(max_seq), wanted, fix)]
 
 
-def stored_dtype(table: Mapping[str, Any]) -> Dtype:
-    """The dtype of the weights as config.json says; float32 where we do not compute in it."""
+def _stored_dtype(table: Mapping[str, Any]) -> Dtype:
+    """The dtype of the weights by config.json; float32 where we do not compute in it."""
     name = str(table.get("dtype") or table.get("torch_dtype") or "").removeprefix("torch.")
     return next((known for known in get_args(Dtype) if known == name), "float32")
 
 
 def differences(config: Config, other: Config) -> list[str]:
-    """The fields in which two configs of a kind describe different models."""
-    kind = kind_of(config)
-    one, two = (kind.canonical(c) for c in (config, other))
-    return [
-        f.name
-        for f in dataclasses.fields(kind.config)
-        if f.name not in kind.free and getattr(one, f.name) != getattr(two, f.name)
-    ]
+    """The fields in which two configs of a family describe different models."""
+    family = family_of(config)
+    one, two = family.canonical(config), family.canonical(other)
+    names = (f.name for f in dataclasses.fields(config) if f.name not in family.free)
+    return [name for name in names if getattr(one, name) != getattr(two, name)]
 
 
 def write_config(
     config: Config,
-    family: Family,
+    form: Format,
     *,
     kept: Mapping[str, Any] | None = None,
     dtype: str | None = None,
@@ -172,59 +167,57 @@ def write_config(
 
     Args:
         config: the architecture.
-        family: what it is to be stored as.
+        form: the format that it is to be stored in.
         kept: the config.json that the model came with. It is written again as it is if it still
             describes the model, sequences that are now shorter aside; else what changed is.
         dtype: of the stored weights; None: of the config.
 
     Raises:
-        ValueError: models of this family are not like that; all offenders are listed.
+        ValueError: models of this format are not like that; all offenders are listed.
     """
-    problems = config_problems(config, family)
-    raise_problems(f"this model cannot be stored as {family.model_type}", problems)
-    name = dtype or dtype_of(config)
-    if kept is not None and still_describes(kept, config, family):
+    title = f"this model cannot be stored as {form.model_type}"
+    raise_problems(title, config_problems(config, form))
+    if kept is not None and still_describes(kept, config, form):
         out = dict(kept)
     else:
-        # without these, readers take the special tokens of the family's first model
+        # without these, readers take the special tokens of the format's first model
         out = dict(_NO_TOKENS) if kept is None else dict(kept)
         out.pop("rope_parameters", None)
-        out |= {"architectures": [family.architecture], "model_type": family.model_type}
-        for aspect in family.aspects:
-            out |= aspect.write(config, [])
+        out |= {"architectures": [form.architecture], "model_type": form.model_type}
+        out |= write_entries(form.entries, config, [])
     entry = "dtype" if "dtype" in out else "torch_dtype"
-    return {**out, entry: name}
+    return {**out, entry: dtype or dtype_of(config)}
 
 
-def still_describes(kept: Mapping[str, Any], config: Config, family: Family) -> bool:
+def still_describes(kept: Mapping[str, Any], config: Config, form: Format) -> bool:
     """Whether the config.json that a model came with is that of `config`, if of a longer one."""
     try:
-        before = parse(kept, ignore=tuple(kept), max_seq=shorter(kept, config, family))
-    except ValueError:  # another family's, or positions that were cut off
+        before = parse(kept, ignore=tuple(kept), max_seq=shorter(kept, config, form))
+    except ValueError:  # another format's, or positions that were cut off
         return False
-    return kept.get("model_type") == family.model_type and not differences(before, config)
+    return kept.get("model_type") == form.model_type and not differences(before, config)
 
 
-def shorter(table: Mapping[str, Any], config: Config, family: Family) -> int | None:
+def shorter(table: Mapping[str, Any], config: Config, form: Format) -> int | None:
     """The longest sequence of `config` where config.json has a longer one; else None."""
-    longest = table.get(family.max_seq)
+    longest = table.get(form.max_seq)
     wanted = getattr(config, "max_seq", None)
     return wanted if wanted is not None and longest is not None and wanted < longest else None
 
 
-def family_for(config: Config) -> Family:
-    """The first family whose models are like `config`.
+def format_for(config: Config) -> Format:
+    """The first format whose models are like `config`.
 
     Raises:
         ValueError: there is none; what each would need is listed.
     """
-    reasons = []
-    for family in ALL.values():
-        if family.kind is not kind_of(config):
+    reasons: list[Problem] = []
+    for form in FORMATS.values():
+        if form.family is not family_of(config):
             continue
-        problems = config_problems(config, family)
+        problems = config_problems(config, form)
         if not problems:
-            return family
-        reasons += [dataclasses.replace(p, path=f"{family.model_type}: {p.path}") for p in problems]
+            return form
+        reasons += [dataclasses.replace(p, path=f"{form.model_type}: {p.path}") for p in problems]
     raise_problems("no Hugging Face family has models like this", reasons)
-    raise AssertionError("unreachable")
+    raise AssertionError("every family has a format")

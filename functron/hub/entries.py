@@ -1,13 +1,74 @@
-"""Reading a whole config.json, and entries that architectures beside the decoder have."""
+"""Entries of config.json and the fields of our configs that mean the same, in both directions.
+
+An `Entry` is one such correspondence: reading it gives fields of ours, writing it gives entries of
+theirs. What one of the two cannot express raises `EntryError`, of which `read_entries` and
+`write_entries` collect the problems: nothing that changes what a model computes is passed over.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from functron.errors import Problem, nearest
-from functron.hub.settings import GENERAL, Aspect, Table, is_a
+from functron import nn
+from functron.core.errors import Problem, nearest
+from functron.models.config import GPTConfig
+
+Table = Mapping[str, Any]
+"""config.json."""
+
+LONGEST = "_longest"
+"""An entry that is added where sequences are cut shorter than in the file: the file's length."""
+
+
+class EntryError(Exception):
+    """An entry or a field that the other side cannot express."""
+
+    def __init__(self, *problems: Problem):
+        super().__init__(*problems)
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Some entries of config.json and the fields of a config that correspond to them.
+
+    Attributes:
+        theirs: the entries that it reads.
+        ours: the fields that it gives.
+        read: ``(config.json, fields so far)`` to fields; raises `EntryError`.
+        write: ``(config)`` to entries; raises `EntryError`.
+    """
+
+    theirs: tuple[str, ...] = ()
+    ours: tuple[str, ...] = ()
+    read: Callable[[Table, Mapping[str, Any]], dict[str, Any]] = lambda table, values: {}
+    write: Callable[[Any], dict[str, Any]] = lambda config: {}
+
+
+GENERAL: Sequence[str] = (
+    # names and versions
+    *("architectures", "model_type", "transformers_version", "tokenizer_class", "dtype"),
+    *("torch_dtype", "transformers.js_config", "is_llama_config", "task_specific_params"),
+    *("finetuning_task", "problem_type", "id2label", "label2id", "num_labels"),
+    # initial values, training, and how the same numbers are computed
+    *("initializer_range", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    *("use_cache", "pretraining_tp", "reorder_and_upcast_attn", "chunk_size_feed_forward"),
+    *("torchscript", "use_bfloat16", "tf_legacy_loss", "return_dict", "return_dict_in_generate"),
+    *("output_hidden_states", "output_attentions", "output_scores", "attn_implementation"),
+    # generation
+    *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
+    *("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty"),
+    *("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
+    *("num_return_sequences", "suppress_tokens"),
+    *("begin_suppress_tokens", "remove_invalid_values", "exponential_decay_length_penalty"),
+    *("prefix", "is_decoder", "tie_encoder_decoder"),
+)
+"""Entries of config.json that do not change what a model computes, in every format.
+
+Nor do names that end in ``_token_id``."""
 
 _UNQUANTISED = (
     "quantised weights are not read: use the model's files in bfloat16, or make them: "
@@ -15,8 +76,8 @@ _UNQUANTISED = (
 )
 
 
-def values_of(
-    aspects: Sequence[Aspect],
+def read_entries(
+    entries: Sequence[Entry],
     ignored: Sequence[str],
     table: Table,
     problems: list[Problem],
@@ -25,13 +86,13 @@ def values_of(
     """The fields of ours that a config.json gives.
 
     Args:
-        aspects: what the family's config.json says.
-        ignored: its entries that change nothing, beside `GENERAL`.
+        entries: those that mean something.
+        ignored: those that change nothing, beside `GENERAL`.
         table: the config.json.
         problems: what is wrong or unknown is added to them.
         ignore: further entries that are passed over.
     """
-    known = {*GENERAL, *ignored, *ignore, *(name for aspect in aspects for name in aspect.theirs)}
+    known = {*GENERAL, *ignored, *ignore, *(name for entry in entries for name in entry.theirs)}
     fix = "if it does not change what the model computes, pass ignore=[{name!r}]"
     problems += [
         Problem(name, repr(value), "no such entry", _UNQUANTISED)
@@ -44,111 +105,396 @@ def values_of(
         and value not in (None, {}, [], "")
     ]
     values: dict[str, Any] = {}
-    for aspect in aspects:
-        values |= aspect.read(table, values, problems)
+    for entry in entries:
+        try:
+            values |= entry.read(table, values)
+        except EntryError as error:
+            problems += error.problems
     return values
 
 
-def only(theirs: str, *allowed: Any, why: str) -> Aspect:
-    """An entry that may be missing, or have one of these values: our models have no others."""
-
-    def read(table: Table, _: Mapping, problems: list[Problem]) -> dict:
-        value = table.get(theirs, allowed[0])
-        if value not in allowed:
-            wanted = " or ".join(map(repr, allowed))
-            problems.append(Problem(theirs, repr(value), wanted, f"our model has no {why}"))
-        return {}
-
-    return Aspect((theirs,), (), read, lambda *_: {})
+def write_entries(entries: Sequence[Entry], config: Any, problems: list[Problem]) -> dict[str, Any]:
+    """The entries of config.json of a config; what they cannot express is added to `problems`."""
+    out: dict[str, Any] = {}
+    for entry in entries:
+        try:
+            out |= entry.write(config)
+        except EntryError as error:
+            problems += error.problems
+    return out
 
 
-def architecture(name: str, *others: str) -> Aspect:
-    """The class of model that was stored: `name`, or one of which it is a part."""
-
-    def read(table: Table, _: Mapping, problems: list[Problem]) -> dict:
-        found = table.get("architectures") or [name]
-        if not set(found) & {name, *others}:
-            fix = f"store it as one: transformers' {name}.from_pretrained, then save_pretrained"
-            problems.append(Problem("architectures", repr(found), f"[{name!r}]", fix))
-        return {}
-
-    return Aspect(("architectures",), (), read, lambda *_: {})
+# --- values
 
 
-def choice(theirs: str, ours: str, default: str, names: Mapping[str, str]) -> Aspect:
-    """An entry that chooses one of several things, by the names of both sides.
+_WORDS = MappingProxyType({int: "a whole number", float: "a number", bool: "true or false"})
+
+
+def is_a(value: Any, kind: type) -> bool:
+    """Whether a JSON value is of this kind; whole numbers are numbers, true and false are not."""
+    fits = (int, float) if kind is float else kind
+    return isinstance(value, fits) and (kind is bool or not isinstance(value, bool))
+
+
+def get(table: Table, name: str, default: Any) -> Any:
+    """The entry `name` of the default's type, or the default where it is missing."""
+    value, kind = table.get(name, default), type(default)
+    if not is_a(value, kind):
+        raise EntryError(Problem(name, repr(value), _WORDS[kind]))
+    return kind(value)
+
+
+def get_whole(table: Table, name: str, default: int | None) -> int | None:
+    """The entry `name`, a whole number or null."""
+    value = table.get(name, default)
+    if value is not None and not is_a(value, int):
+        raise EntryError(Problem(name, repr(value), "a whole number or null"))
+    return value
+
+
+def positive(name: str, value: Any) -> float:
+    """`value`, which is a positive number."""
+    if not is_a(value, float) or value <= 0:
+        raise EntryError(Problem(name, repr(value), "a positive number"))
+    return float(value)
+
+
+# --- entries of all architectures
+
+
+def same(theirs: str, ours: str, default: Any) -> Entry:
+    """An entry that is a field of ours under another name.
 
     Args:
         theirs: the entry.
         ours: the field.
-        default: what transformers takes where the entry is missing.
-        names: ours by theirs; of several with one meaning the first is written.
+        default: what transformers takes where the entry is missing; its type is the entry's.
     """
+    return Entry(
+        (theirs,),
+        (ours,),
+        lambda table, _: {ours: get(table, theirs, default)},
+        lambda config: {theirs: getattr(config, ours)},
+    )
 
-    def read(table: Table, _: Mapping, problems: list[Problem]) -> dict:
-        value = table.get(theirs, default)
-        if isinstance(value, str) and value in names:
-            return {ours: names[value]}
-        wanted = "one that our model has"
-        problems.append(Problem(theirs, repr(value), wanted, nearest(str(value), names)))
+
+def derived(theirs: str, ours: str, default: int | None, used: Callable[[Any], int]) -> Entry:
+    """A whole number whose null is our 0; written is ``used(config)``, or null where that is 0."""
+    return Entry(
+        (theirs,),
+        (ours,),
+        lambda table, _: {ours: get_whole(table, theirs, default) or 0},
+        lambda config: {theirs: used(config) or None},
+    )
+
+
+def fixed(**values: Any) -> Entry:
+    """Fields that every model of the format has the same, other than by default."""
+
+    def write(config: Any) -> dict:
+        found = [
+            Problem(name, repr(getattr(config, name)), f"{value!r} in this family")
+            for name, value in values.items()
+            if getattr(config, name) != value
+        ]
+        if found:
+            raise EntryError(*found)
         return {}
 
-    def write(config: Any, problems: list[Problem]) -> dict:
-        value = getattr(config, ours)
-        found = [name for name, meaning in names.items() if meaning == value]
-        if not found:
-            wanted = f"one of {', '.join(sorted(set(names.values())))} in this family"
-            problems.append(Problem(ours, repr(value), wanted))
-            return {}
-        return {theirs: default if default in found else found[0]}
+    return Entry((), tuple(values), lambda *_: values, write)
 
-    return Aspect((theirs,), (ours,), read, write)
+
+def only(theirs: str, *allowed: Any, why: str) -> Entry:
+    """An entry that may be missing, or have one of these values: our models have no others."""
+
+    def read(table: Table, _: Mapping) -> dict:
+        value = table.get(theirs, allowed[0])
+        if value not in allowed:
+            wanted = " or ".join(map(repr, allowed))
+            raise EntryError(Problem(theirs, repr(value), wanted, f"our model has no {why}"))
+        return {}
+
+    return Entry((theirs,), (), read)
+
+
+def architecture(name: str, *others: str) -> Entry:
+    """The class of model that was stored: `name`, or one of which it is a part."""
+
+    def read(table: Table, _: Mapping) -> dict:
+        found = table.get("architectures") or [name]
+        if not set(found) & {name, *others}:
+            fix = f"store it as one: transformers' {name}.from_pretrained, then save_pretrained"
+            raise EntryError(Problem("architectures", repr(found), f"[{name!r}]", fix))
+        return {}
+
+    return Entry(("architectures",), (), read)
 
 
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
-        "gelu": "gelu",
+        "silu": "silu",
+        "swish": "silu",
         "gelu_new": "gelu_tanh",
         "gelu_pytorch_tanh": "gelu_tanh",
         "gelu_fast": "gelu_tanh",
+        "gelu": "gelu",
         "relu": "relu",
-        "silu": "silu",
-        "swish": "silu",
         "relu2": "relu2",
     }
 )
-"""Our activations by transformers' names."""
+"""Our activations by transformers' names; of several with one meaning the first is written."""
 
 
-def size(
-    theirs: str, ours: str, default: int | None, used: Callable[[Any], int] | None = None
-) -> Aspect:
-    """A whole number, whose null is our 0 where there is `used`: what is written of a config."""
+def activation(theirs: str, default: str, names: Mapping[str, str] = ACTIVATIONS) -> Entry:
+    """The activation, by the names of both sides.
 
-    def read(table: Table, _: Mapping, problems: list[Problem]) -> dict:
-        value = table.get(theirs, default)
-        if not (is_a(value, int) or (value is None and used is not None)):
-            wanted = "a whole number" + (" or null" if used else "")
-            problems.append(Problem(theirs, repr(value), wanted))
-            return {}
-        return {ours: value or 0}
+    Args:
+        theirs: the entry.
+        default: what transformers takes where it is missing.
+        names: ours by theirs.
+    """
 
-    def write(config: Any, _: list[Problem]) -> dict:
-        return {theirs: used(config) if used else getattr(config, ours)}
+    def read(table: Table, _: Mapping) -> dict:
+        name = table.get(theirs, default)
+        if not isinstance(name, str) or name not in names:
+            fix = nearest(str(name), names)
+            raise EntryError(Problem(theirs, repr(name), "an activation that our model has", fix))
+        return {"activation": names[name]}
 
-    return Aspect((theirs,), (ours,), read, write)
+    def write(config: Any) -> dict:
+        value = config.activation
+        found = [name for name, meaning in names.items() if meaning == value]
+        if not found:
+            wanted = f"one of {', '.join(sorted(set(names.values())))} in this family"
+            raise EntryError(Problem("activation", repr(value), wanted))
+        return {theirs: default if default in found else found[0]}
+
+    return Entry((theirs,), ("activation",), read, write)
 
 
-def square(theirs: str, ours: str, default: int) -> Aspect:
+def square(theirs: str, ours: str, default: int) -> Entry:
     """A side of a square: one number, or two that are equal."""
 
-    def read(table: Table, _: Mapping, problems: list[Problem]) -> dict:
+    def read(table: Table, _: Mapping) -> dict:
         value = table.get(theirs, default)
         sides = value if isinstance(value, list) and value else [value]
         if not all(is_a(side, int) and side == sides[0] for side in sides) or len(sides) > 2:
             wanted, fix = "one number, or two that are equal", "our images are squares"
-            problems.append(Problem(theirs, repr(value), wanted, fix))
-            return {}
+            raise EntryError(Problem(theirs, repr(value), wanted, fix))
         return {ours: sides[0]}
 
-    return Aspect((theirs,), (ours,), read, lambda config, _: {theirs: getattr(config, ours)})
+    return Entry((theirs,), (ours,), read, lambda config: {theirs: getattr(config, ours)})
+
+
+# --- entries of decoders
+
+
+def biases(always: str = "") -> Entry:
+    """Biases of linear layers: ``attention_bias`` and ``mlp_bias``, or those that are always there.
+
+    Args:
+        always: the field of ours (``"qkv_bias"``) that is on in every model; empty: the entries
+            give it.
+    """
+
+    def read(table: Table, _: Mapping) -> dict:
+        attention, mlp = bool(table.get("attention_bias")), bool(table.get("mlp_bias"))
+        if attention != mlp:
+            got = f"{attention} and {mlp}"
+            wanted = "the same: this decoder has biases on all linear layers or none"
+            fix = "where they are zeros, remove them and set both to false"
+            raise EntryError(Problem("attention_bias and mlp_bias", got, wanted, fix))
+        return {"bias": attention, "qkv_bias": always == "qkv_bias"}
+
+    def write(config: GPTConfig) -> dict:
+        if config.qkv_bias != (always == "qkv_bias") or (always and config.bias):
+            got = f"bias={config.bias}, qkv_bias={config.qkv_bias}"
+            raise EntryError(Problem("biases", got, f"only {always or 'bias'} in this family"))
+        return {} if always else {"attention_bias": config.bias, "mlp_bias": config.bias}
+
+    return Entry(("attention_bias", "mlp_bias"), ("bias", "qkv_bias"), read, write)
+
+
+def window(
+    default: int | None,
+    *,
+    switched: bool = False,
+    layered: bool = False,
+    every: str = "",
+    default_every: int = 2,
+) -> Entry:
+    """Sliding windows: in both worlds a query sees so many keys at most, its own among them.
+
+    Args:
+        default: the window that transformers takes where ``sliding_window`` is missing.
+        switched: whether ``use_sliding_window`` decides if it is used.
+        layered: whether ``layer_types`` or ``max_window_layers`` decide in which layers.
+        every: the entry that does where ``layer_types`` does not: all but every n-th.
+        default_every: that number where it is missing.
+    """
+    theirs = ["sliding_window"]
+    theirs += ["use_sliding_window", "max_window_layers"] if switched else []
+    theirs += ["layer_types"] if layered else []
+    theirs += [every] if every else []
+
+    def read(table: Table, values: Mapping) -> dict:
+        size = get_whole(table, "sliding_window", default)
+        wide = table.get(every, default_every) if every else default_every
+        windowed = _windowed_layers(table, values.get("num_layers", 0), switched, wide)
+        pattern = _global_every(windowed) if layered else 0
+        used = not switched or bool(table.get("use_sliding_window"))
+        if not used or not size or (layered and True not in windowed):
+            return {}
+        if pattern is not None:
+            return {"window": size, "global_every": pattern}
+        longest = values.get("max_seq", 0)
+        if size < longest:
+            got = f"{size} in layers {', '.join(str(i) for i, yes in enumerate(windowed) if yes)}"
+            wanted = f"every layer, or all but every n-th, or at least max_seq={longest}"
+            fix = f"load it for sequences that a window covers: max_seq={size}"
+            raise EntryError(Problem("sliding_window", got, wanted, fix))
+        return {}
+
+    def write(config: GPTConfig) -> dict:
+        if config.global_every and not layered:
+            wanted = "0 in this family: all layers have the window"
+            raise EntryError(Problem("global_every", str(config.global_every), wanted))
+        entries: dict[str, Any] = {"sliding_window": config.window or None}
+        if switched:
+            entries["use_sliding_window"] = bool(config.window)
+        if layered:
+            names = ("full_attention", "sliding_attention")
+            types = [names[bool(size)] for size in config.windows]
+            entries["layer_types"] = types if config.window or not switched else None
+        return entries
+
+    return Entry(tuple(theirs), ("window", "global_every"), read, write)
+
+
+def _windowed_layers(table: Table, num_layers: int, switched: bool, wide: int) -> list[bool]:
+    """Which layers have a window, by ``layer_types`` or as transformers would fill it in."""
+    types = table.get("layer_types")
+    if types:
+        known = ("full_attention", "sliding_attention")
+        others = sorted({str(kind) for kind in types} - set(known))
+        if others or len(types) != num_layers:
+            got = ", ".join(others) or f"{len(types)} of them"
+            wanted = f"{num_layers} of {' and '.join(known)}: this decoder has no others"
+            raise EntryError(Problem("layer_types", got, wanted))
+        return [kind == known[1] for kind in types]
+    if switched:
+        return [layer >= table.get("max_window_layers", 28) for layer in range(num_layers)]
+    return [(layer + 1) % wide != 0 for layer in range(num_layers)]
+
+
+def _global_every(windowed: Sequence[bool]) -> int | None:
+    """Our `global_every` of layers that have a window or not; None if they come otherwise."""
+    every = windowed.index(False) + 1 if False in windowed else 0
+    fits = all(yes == bool(not every or (i + 1) % every) for i, yes in enumerate(windowed))
+    return every if fits else None
+
+
+# --- rotary positions
+
+_ORIGINAL = "original_max_position_embeddings"
+_SCALING_FIELDS = MappingProxyType({_ORIGINAL: "original_max_seq"})
+"""Fields of `nn.RopeScaling` by transformers' names of them, where these differ."""
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
+_NEEDED = MappingProxyType(
+    {"default": (), "linear": ("factor",), "llama3": _LLAMA3, "yarn": ("factor", _ORIGINAL)}
+)
+_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
+"""Settings of yarn; null means the default of `nn.RopeScaling`."""
+
+
+def rope(
+    theta: float = 10000.0,
+    default: Mapping[str, Any] = MappingProxyType({}),
+    partial: float | None = None,
+) -> Entry:
+    """Rotary positions: transformers 5's ``rope_parameters``, or what it replaced.
+
+    Written are the entries of transformers 4, which 5 and other readers understand too.
+
+    Args:
+        theta: what transformers takes where ``rope_theta`` is missing.
+        default: the settings that it takes where there are none.
+        partial: the fraction of a head's dims that it rotates where the file gives none; None:
+            it rotates all, whatever the file has.
+    """
+    theirs = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+
+    def read(table: Table, values: Mapping) -> dict:
+        name = "rope_scaling" if table.get("rope_scaling") else "rope_parameters"
+        inner = table.get(name) or default
+        if not isinstance(inner, Mapping):
+            raise EntryError(Problem(name, repr(inner), "an object or null"))
+        sizes = ("rope_theta", "partial_rotary_factor")
+        settings = {key: table[key] for key in sizes if table.get(key) is not None} | dict(inner)
+        kind = settings.pop("rope_type", settings.pop("type", "default"))
+        settings.pop("type", None)
+        fraction = settings.pop("partial_rotary_factor", partial or 1.0)
+        if not is_a(fraction, float) or not (0 < fraction <= 1 if partial else fraction == 1):
+            wanted = "a number up to 1" if partial else "1: this family rotates all dims of a head"
+            raise EntryError(Problem("partial_rotary_factor", repr(fraction), wanted))
+        base = positive("rope_theta", settings.pop("rope_theta", theta))
+        if kind not in _NEEDED:
+            fix = nearest(str(kind), _NEEDED)
+            if kind in ("dynamic", "longrope", "su"):
+                fix = (
+                    f"set {name} to null in config.json and use sequences as long as in pretraining"
+                )
+            raise EntryError(Problem(f"{name}.rope_type", repr(kind), " or ".join(_NEEDED), fix))
+        if kind == "yarn" and settings.get(_ORIGINAL) is None and "max_seq" in values:
+            settings[_ORIGINAL] = table.get(LONGEST, values["max_seq"])
+        scaling = _scaling(kind, settings, name)
+        return {"rope_theta": base, "rope_fraction": float(fraction), "rope_scaling": scaling}
+
+    def write(config: GPTConfig) -> dict:
+        if partial is None and config.rope_fraction != 1:
+            got = str(config.rope_fraction)
+            raise EntryError(Problem("rope_fraction", got, "1.0 in this family"))
+        scaling, written = config.rope_scaling, None
+        if scaling is not None:
+            keys = [*_NEEDED[scaling.kind]]
+            if scaling.kind == "yarn":
+                zero = ("mscale", "mscale_all_dim", "attention_factor")  # in ours: not given
+                keys += [key for key in _OPTIONAL if key not in zero or getattr(scaling, key)]
+            values = {key: getattr(scaling, _SCALING_FIELDS.get(key, key)) for key in keys}
+            written = {"rope_type": scaling.kind, "type": scaling.kind, **values}
+        elif default:  # null would mean that
+            written = {"rope_type": "default", "type": "default"}
+        entries = {"rope_theta": config.rope_theta, "rope_scaling": written}
+        return entries | (
+            {} if partial is None else {"partial_rotary_factor": config.rope_fraction}
+        )
+
+    return Entry(theirs, ("rope_theta", "rope_scaling", "rope_fraction"), read, write)
+
+
+def _scaling(kind: str, settings: Mapping[str, Any], name: str) -> nn.RopeScaling | None:
+    optional = _OPTIONAL if kind == "yarn" else ()
+    given = [key for key in optional if settings.get(key) is not None]
+    needed = _NEEDED[kind]
+    bad = [key for key in needed if not is_a(settings.get(key), float) or settings[key] <= 0]
+    bad += [key for key in given if not is_a(settings[key], bool if key == "truncate" else float)]
+    problems = [
+        Problem(f"{name}.{key}", repr(settings.get(key)), f"a positive number for {kind!r}")
+        for key in bad
+    ]
+    # a default rope has the sequence length of pretraining written down, and makes no use of it
+    problems += [
+        Problem(f"{name}.{key}", repr(settings[key]), f"no such setting for {kind!r}")
+        for key in sorted(settings.keys() - set(_LLAMA3) - set(optional))
+        if settings[key] is not None
+    ]
+    if problems:
+        raise EntryError(*problems)
+    if kind == "default":
+        return None
+    kinds = {_ORIGINAL: int, "truncate": bool}
+    values: dict[str, Any] = {
+        _SCALING_FIELDS.get(key, key): kinds.get(key, float)(settings[key])
+        for key in (*needed, *given)
+    }
+    return nn.RopeScaling(kind=kind, **values)  # type: ignore[arg-type]  # a key of _NEEDED

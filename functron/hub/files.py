@@ -20,7 +20,7 @@ from typing import IO, Any, NoReturn
 import numpy as np
 import torch
 
-from functron.errors import Problem, on_hub, raise_problems
+from functron.core.errors import Problem, on_hub, raise_problems, refuse
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -29,19 +29,11 @@ ENTRANCES = (INDEX, SINGLE)
 MAX_HEADER_BYTES = 100_000_000
 
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
@@ -143,7 +135,7 @@ def exists(path: Path) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """What the JSON file `path` holds.
+    """The contents of the JSON file `path`.
 
     Raises:
         ValueError: it cannot be read, or is no JSON.
@@ -153,14 +145,13 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         _unreadable(path, error)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        problem = Problem(str(path), str(error), "JSON", "copy or download the file again")
-        raise_problems("cannot read a file", [problem])
-        raise AssertionError("unreachable") from error
+        fix = "copy or download the file again"
+        refuse("cannot read a file", str(path), error, "JSON", fix)
 
 
 def _unreadable(path: Path, error: OSError) -> NoReturn:
-    raise_problems("cannot read a file", [_os_problem(path, error)])
-    raise AssertionError("unreachable")
+    found = _os_problem(path, error)
+    refuse("cannot read a file", found.path, found.got, found.wanted, found.fix)
 
 
 def _os_problem(path: Path, error: OSError) -> Problem:
@@ -197,17 +188,17 @@ def _weight_map(index: Path, table: Any) -> dict[str, str]:
     names = found.values() if isinstance(found, dict) else [None]
     if not all(isinstance(name, str) and Path(name).name == name for name in names):
         wanted = 'a "weight_map" of tensor names to names of files beside it'
-        problem = Problem(str(index), "something else", wanted, "copy or download it again")
-        raise_problems("cannot read the index of the weights", [problem])
+        title, fix = "cannot read the index of the weights", "copy or download it again"
+        refuse(title, str(index), "something else", wanted, fix)
     return dict(found or {})
 
 
 def _misfits(weight_map: Mapping[str, str], stored: Mapping[str, Stored]) -> Iterator[Problem]:
     fix = f"copy or download {INDEX} and the files again"
     for name, file in weight_map.items():
-        held = stored[name].file.name if name in stored else "no file"
-        if held != file:
-            yield Problem(name, f"in {held}", f"in {file}, as the index says", fix)
+        found = stored[name].file.name if name in stored else "no file"
+        if found != file:
+            yield Problem(name, f"in {found}", f"in {file}, as the index says", fix)
 
 
 def _open_file(file: Path, problems: list[Problem]) -> dict[str, Stored]:
@@ -281,7 +272,7 @@ class Planned:
         return sum(_nbytes(dtype, shape) for _, dtype, shape in self.tensors)
 
     def header(self) -> bytes:
-        """What stands before the data."""
+        """The bytes before the data."""
         table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, dtype, shape in self.tensors:
@@ -323,7 +314,7 @@ def plan(
 
 
 def index_of(files: Sequence[Planned]) -> dict[str, Any]:
-    """What ``model.safetensors.index.json`` holds for these files."""
+    """The contents of ``model.safetensors.index.json`` for these files."""
     weight_map = {name: file.name for file in files for name, *_ in file.tensors}
     return {
         "metadata": {"total_size": sum(file.nbytes for file in files)},
@@ -362,8 +353,8 @@ class Writer:
         data = tensor.detach().to("cpu", dtype).contiguous()
         if dtype == torch.float16 and bool((data.isinf() & tensor.isfinite().cpu()).any()):
             got = f"values up to {float(tensor.abs().max()):.3g}"
-            problem = Problem(name, got, "at most 65504 for float16", "export it as bfloat16")
-            raise_problems("the weights do not fit the dtype", [problem])
+            title, fix = "the weights do not fit the dtype", "export it as bfloat16"
+            refuse(title, name, got, "at most 65504 for float16", fix)
         self._stream.write(data.flatten().view(torch.uint8).numpy().data)
         if position == len(file.tensors) - 1:
             self.close()

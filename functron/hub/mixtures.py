@@ -1,51 +1,81 @@
-"""Families with layers of experts: Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS.
+"""Formats of decoders with layers of experts: Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS.
 
-| family      | files have                               | transformers 5 has in memory        |
+| format      | files have                               | transformers 5 has in memory        |
 |-------------|------------------------------------------|-------------------------------------|
 | Mixtral     | ``block_sparse_moe.experts.E.w1, w2, w3``| ``mlp.experts.gate_up_proj``, ...   |
 | Qwen3-MoE   | ``mlp.experts.E.gate_proj``, ...         | ``mlp.experts.gate_up_proj``, ...   |
 | DeepSeek-V3 | ``mlp.experts.E.gate_proj``, ...         | ``mlp.experts.gate_up_proj``, ...   |
 | GPT-OSS     | ``mlp.experts.gate_up_proj``, which is one tensor of all experts in both    |
 
-Both are read; the former are written, as transformers writes them. See `functron.hub.experts` for
-what transformers computes otherwise.
+Both are read; the former are written, as transformers writes them.
 
 DeepSeek-V3's modules of multi-token prediction are the layers after the last. They are read where
 the files have them (`read_config` looks), and written as such layers, without the copies of the
 embedding and unembedding that DeepSeek's own files have there. transformers passes them over as it
-reads models, or says that it has not expected them.
+reads models, or warns that it has not expected them.
+
+What the layers compute is the same; what training adds to the loss is not, and is therefore not
+read: as with dropout, the run's configuration has it.
+
+* `MoEConfig.aux_loss`: transformers adds ``router_aux_loss_coef`` times a loss that counts all of a
+  token's experts, so it is `top_k` at even routing; ours is 1 in each layer. It takes means over
+  all layers before it multiplies them, ours is a sum over layers. With one layer, aux "batch" and
+  ``aux_loss = router_aux_loss_coef * top_k`` they are equal (every token having a target).
+  transformers leaves it out unless ``output_router_logits`` is set, which config.json as published
+  does not.
+* Jitter: transformers' Mixtral also gives experts what the noise makes of the stream.
+* Precision: transformers takes softmax of routers in float32 (Mixtral, Qwen3-MoE) after a matrix
+  product in the model's dtype; DeepSeek-V3's is float32 throughout, and GPT-OSS's in the model's
+  dtype throughout. Ours is float32, or float64 in a float64 model.
+* Equal scores: ours takes the expert of the lowest number; transformers whatever topk returns.
 """
 
 from __future__ import annotations
 
-from functron.hub import experts, settings
-from functron.hub.family import (
-    AROUND,
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from functron.core.errors import Problem
+from functron.hub.decoders import (
     ATTENTION,
-    DOWN,
+    DENSE,
     END,
+    GATED,
     LAYER,
     MLP,
-    NO_BIASES,
-    NO_QK_NORM,
-    NO_WINDOW,
-    PLAIN,
+    NO_ATTENTION_BIAS,
+    NORMS,
     START,
-    UNSCALED,
-    UP,
-    Family,
-    linear,
-    llama_like,
-    mlp,
-    norm,
-    within,
+    llama,
 )
-from functron.hub.rope import rope
-from functron.hub.rules import Rule
+from functron.hub.entries import (
+    Entry,
+    EntryError,
+    Table,
+    derived,
+    fixed,
+    get,
+    get_whole,
+    is_a,
+    only,
+    rope,
+    same,
+    window,
+)
+from functron.hub.format import DOWN, HEADS, UP, Format, Rule, linear, mlp, norm
+from functron.models.config import GPTConfig
+from functron.models.family import canonical_moe
+from functron.nn.moe import MoEConfig
+
+# --- names of tensors
 
 _MOE = "blocks/moe"
-_GATE, _GATE_UP_DOWN = f"{LAYER}.mlp.gate", ("gate_proj", "up_proj", "down_proj")
-_ROUTER = "expert embed -> embed expert"
+_MIXER, _EXPERTS = f"{LAYER}.self_attn", f"{LAYER}.mlp.experts"
+_ROUTER = ("expert embed -> embed expert", "expert -> expert")
+_PLAIN_ROUTER = Rule(f"{LAYER}.mlp.gate.weight", _ROUTER[0], (f"{_MOE}/router/w",))
+_BLOCK = (*NORMS, *ATTENTION)
 
 
 def _each(name: str, names: tuple[str, str, str]) -> tuple[Rule, ...]:
@@ -59,61 +89,45 @@ def _each(name: str, names: tuple[str, str, str]) -> tuple[Rule, ...]:
 
 _FUSED = (
     Rule(
-        f"{LAYER}.mlp.experts.gate_up_proj",
+        f"{_EXPERTS}.gate_up_proj",
         "expert mlp embed -> expert embed mlp",
         (f"{_MOE}/experts/gate/w", f"{_MOE}/experts/up/w"),
         fused=1,
     ),
     Rule(
-        f"{LAYER}.mlp.experts.down_proj",
+        f"{_EXPERTS}.down_proj",
         "expert embed mlp -> expert mlp embed",
         (f"{_MOE}/experts/down/w",),
     ),
 )
-_SPARSE = f"{LAYER}.block_sparse_moe"
-_PLAIN_ROUTER = Rule(f"{_GATE}.weight", _ROUTER, (f"{_MOE}/router/w",))
 
 
-def _mixtral(*layers: Rule) -> tuple[Rule, ...]:
-    return (*START, *ATTENTION, *layers, *END)
+def _stacked(stack: str, rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """The rules of blocks for another stack of layers of that kind."""
+    return tuple(
+        dataclasses.replace(
+            rule, paths=tuple(path.replace("blocks", stack, 1) for path in rule.paths)
+        )
+        for rule in rules
+    )
 
 
 def _qwen3(*layers: Rule) -> tuple[Rule, ...]:
-    dense = within("dense", (*ATTENTION, *MLP))
-    return (*START, *dense, *ATTENTION, _PLAIN_ROUTER, *layers, *END)
+    return (*START, *_stacked("dense", (*_BLOCK, *MLP)), *_BLOCK, _PLAIN_ROUTER, *layers, *END)
 
 
-_LATENT = (
-    *AROUND,
-    *linear(
-        f"{LAYER}.self_attn.q_a_proj",
-        "blocks/attention/q_down",
-        "latent embed -> embed latent",
-        "latent -> latent",
-    ),
-    *norm(f"{LAYER}.self_attn.q_a_layernorm", "blocks/attention/q_norm", "latent"),
-    Rule(
-        f"{LAYER}.self_attn.q_b_proj.weight",
-        "(heads head) latent -> latent heads head",
-        ("blocks/attention/q_up/w",),
-    ),
-    Rule(
-        f"{LAYER}.self_attn.q_proj.weight",
-        "(heads head) embed -> embed heads head",
-        ("blocks/attention/q/w",),
-    ),
-    *linear(
-        f"{LAYER}.self_attn.kv_a_proj_with_mqa",
-        "blocks/attention/kv_down",
-        "latent embed -> embed latent",
-        "latent -> latent",
-    ),
-    *norm(f"{LAYER}.self_attn.kv_a_layernorm", "blocks/attention/kv_norm", "latent"),
-    Rule(
-        f"{LAYER}.self_attn.kv_b_proj.weight",
-        "(heads head) latent -> latent heads head",
-        ("blocks/attention/kv_up/w",),
-    ),
+_LATENT = ("latent embed -> embed latent", "latent -> latent")
+_HEADS_OF_LATENT = "(heads head) latent -> latent heads head"
+_LATENT_BLOCK = (
+    *NORMS,
+    *ATTENTION[6:8],
+    *linear(f"{_MIXER}.q_a_proj", "blocks/attention/q_down", *_LATENT),
+    *norm(f"{_MIXER}.q_a_layernorm", "blocks/attention/q_norm", "latent"),
+    Rule(f"{_MIXER}.q_b_proj.weight", _HEADS_OF_LATENT, ("blocks/attention/q_up/w",)),
+    Rule(f"{_MIXER}.q_proj.weight", HEADS[0], ("blocks/attention/q/w",)),
+    *linear(f"{_MIXER}.kv_a_proj_with_mqa", "blocks/attention/kv_down", *_LATENT),
+    *norm(f"{_MIXER}.kv_a_layernorm", "blocks/attention/kv_norm", "latent"),
+    Rule(f"{_MIXER}.kv_b_proj.weight", _HEADS_OF_LATENT, ("blocks/attention/kv_up/w",)),
 )
 _AHEAD = (
     *norm(f"{LAYER}.enorm", "mtp/embed_norm"),
@@ -125,43 +139,29 @@ _AHEAD = (
 
 def _deepseek(*layers: Rule) -> tuple[Rule, ...]:
     sparse = (
-        *_LATENT,
+        *_LATENT_BLOCK,
         _PLAIN_ROUTER,
-        Rule(f"{_GATE}.e_score_correction_bias", "expert -> expert", (f"{_MOE}/router/balance",)),
+        Rule(f"{LAYER}.mlp.gate.e_score_correction_bias", _ROUTER[1], (f"{_MOE}/router/balance",)),
         *layers,
-        *mlp(f"{LAYER}.mlp.shared_experts", f"{_MOE}/shared"),
+        *mlp(f"{_MOE}/shared", *(f"{LAYER}.mlp.shared_experts.{name}" for name in GATED)),
     )
-    return (
-        *START,
-        *within("dense", (*_LATENT, *MLP)),
-        *sparse,
-        *_AHEAD,
-        *within("mtp/block", sparse),
-        *END,
-    )
+    dense = _stacked("dense", (*_LATENT_BLOCK, *MLP))
+    return (*START, *dense, *sparse, *_AHEAD, *_stacked("mtp/block", sparse), *END)
 
 
-_EXPERTS = f"{LAYER}.mlp.experts"
+def _turns(name: str, dims: str, kind: str, fused: int) -> Rule:
+    """A tensor of all experts in which gates and ups take turns."""
+    paths = (f"{_MOE}/experts/gate/{kind}", f"{_MOE}/experts/up/{kind}")
+    return Rule(f"{_EXPERTS}.{name}", dims, paths, fused=fused, interleaved=True)
+
 
 GPT_OSS_RULES = (
     *START,
-    *ATTENTION,
-    Rule(f"{LAYER}.self_attn.sinks", "heads -> heads", ("blocks/attention/sinks",)),
-    *linear(f"{LAYER}.mlp.router", f"{_MOE}/router", _ROUTER, "expert -> expert"),
-    Rule(
-        f"{_EXPERTS}.gate_up_proj",
-        "expert embed mlp -> expert embed mlp",
-        (f"{_MOE}/experts/gate/w", f"{_MOE}/experts/up/w"),
-        fused=2,
-        interleaved=True,
-    ),
-    Rule(
-        f"{_EXPERTS}.gate_up_proj_bias",
-        "expert mlp -> expert mlp",
-        (f"{_MOE}/experts/gate/b", f"{_MOE}/experts/up/b"),
-        fused=1,
-        interleaved=True,
-    ),
+    *_BLOCK,
+    Rule(f"{_MIXER}.sinks", "heads -> heads", ("blocks/attention/sinks",)),
+    *linear(f"{LAYER}.mlp.router", f"{_MOE}/router", *_ROUTER),
+    _turns("gate_up_proj", "expert embed mlp -> expert embed mlp", "w", 2),
+    _turns("gate_up_proj_bias", "expert mlp -> expert mlp", "b", 1),
     Rule(
         f"{_EXPERTS}.down_proj",
         "expert mlp embed -> expert mlp embed",
@@ -170,70 +170,181 @@ GPT_OSS_RULES = (
     Rule(f"{_EXPERTS}.down_proj_bias", "expert embed -> expert embed", (f"{_MOE}/experts/down/b",)),
     *END,
 )
-"""Llama's, sinks, and tensors of all experts in which gates and ups take turns."""
 
-_TRAINING = ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")
-_NO_SINKS = settings.absent("sinks")
-_ALL_SPARSE = settings.absent("dense_layers", "mtp_depth")
+# --- entries of config.json
 
-MIXTRAL = Family(
+Setting = tuple[Sequence[str], str, Any]
+"""Names of an entry (written under all of them, read from the first that is there), the field of
+`MoEConfig` that it is, and what transformers takes where it is missing."""
+
+
+def experts(*settings: Setting, shared: str = "", **constants: Any) -> Entry:
+    """Layers of experts.
+
+    Args:
+        settings: their entries.
+        shared: the entry that counts shared experts, each as wide as a routed one; empty: none.
+        constants: fields of `MoEConfig` that every model of the format has the same.
+    """
+
+    def read(table: Table, _: Mapping) -> dict:
+        values, problems = dict(constants), []
+        for names, field, default in settings:
+            name = next((name for name in names if name in table), names[0])
+            try:
+                values[field] = get(table, name, default)
+            except EntryError as error:
+                problems += error.problems
+        if shared:
+            count = table.get(shared, 1)
+            if not is_a(count, int) or count < 1:
+                problems.append(Problem(shared, repr(count), "at least 1 in this family"))
+            else:
+                values["shared_dim"] = count * values.get("expert_dim", 1)
+        if problems:
+            raise EntryError(*problems)
+        return {"moe": MoEConfig(**values)}
+
+    def write(config: GPTConfig) -> dict:
+        moe = config.moe
+        if moe is None:
+            raise EntryError(Problem("moe", "None", "layers of experts in this family", "set it"))
+        stored = {field for _, field, _ in settings} | ({"shared_dim"} if shared else set())
+        problems = _differences(moe, stored, constants)
+        if shared and (not moe.shared_dim or moe.shared_dim % moe.expert_dim):
+            wanted = f"a multiple of expert_dim={moe.expert_dim}"
+            problems.append(Problem("moe.shared_dim", str(moe.shared_dim), wanted))
+        if problems:
+            raise EntryError(*problems)
+        out = {name: getattr(moe, field) for names, field, _ in settings for name in names}
+        return {**out, shared: moe.shared_dim // moe.expert_dim} if shared else out
+
+    names = [name for setting in settings for name in setting[0]]
+    return Entry((*names, *([shared] if shared else [])), ("moe",), read, write)
+
+
+def _differences(moe: MoEConfig, stored: set[str], constants: Mapping[str, Any]) -> list[Problem]:
+    """Where `moe` is not as in models of a format, which store some fields and fix others."""
+    own = {name: getattr(moe, name) for name in stored}
+    wanted = canonical_moe(dataclasses.replace(MoEConfig(), **{**constants, **own}))
+    got = canonical_moe(moe)
+    found = []
+    for field in dataclasses.fields(MoEConfig):
+        value, want = getattr(moe, field.name), getattr(wanted, field.name)
+        if getattr(got, field.name) != want:
+            want = constants.get(field.name, want)
+            found.append(Problem(f"moe.{field.name}", repr(value), f"{want!r} in this family"))
+        elif field.name == "capacity_factor" and value:
+            fix = "set it to 0 to export the model without it"
+            wanted_words = "0: models of this family drop no tokens"
+            found.append(Problem("moe.capacity_factor", str(value), wanted_words, fix))
+    return found
+
+
+_DENSE_LAYERS = Entry(
+    ("first_k_dense_replace",),
+    ("dense_layers",),
+    lambda table, values: {
+        "dense_layers": min(
+            get(table, "first_k_dense_replace", 3), values.get("num_layers", 1 << 30)
+        )
+    },
+    lambda config: {"first_k_dense_replace": config.dense_layers},
+)
+"""The number of first layers that are dense (DeepSeek)."""
+
+_SPARSE = ("decoder_sparse_step", "mlp_only_layers")
+
+
+def _read_sparse(table: Table, values: Mapping) -> dict:
+    step, dense_ones = table.get(_SPARSE[0], 1), table.get(_SPARSE[1]) or []
+    if not is_a(step, int) or step < 1 or not isinstance(dense_ones, list):
+        got = f"{step!r} and {dense_ones!r}"
+        raise EntryError(Problem(" and ".join(_SPARSE), got, "a whole number and a list"))
+    layers = range(values.get("num_layers", 0))
+    dense = [layer for layer in layers if layer in dense_ones or (layer + 1) % step]
+    if dense != list(range(len(dense))):
+        named = ", ".join(map(str, dense[:8])) + (", ..." if len(dense) > 8 else "")
+        got = f"{step} and {dense_ones}: dense layers {named}"
+        wanted = "the first ones dense, and experts in all after them"
+        fix = "this decoder has two stacks of layers: it cannot alternate between them"
+        raise EntryError(Problem(" and ".join(_SPARSE), got, wanted, fix))
+    return {"dense_layers": len(dense)}
+
+
+_SPARSE_LAYERS = Entry(
+    _SPARSE,
+    ("dense_layers",),
+    _read_sparse,
+    lambda config: {_SPARSE[0]: 1, _SPARSE[1]: list(range(config.dense_layers))},
+)
+"""Qwen's ``decoder_sparse_step`` and ``mlp_only_layers``: which layers are dense."""
+
+_MTP = ("num_nextn_predict_layers", "num_mtp_layers")
+
+
+def _read_tokens_ahead(table: Table, _: Mapping) -> dict:
+    name = next((name for name in _MTP if name in table), _MTP[0])
+    return {"mtp_depth": get_whole(table, name, 1) or 0}
+
+
+_TOKENS_AHEAD = Entry(
+    _MTP, ("mtp_depth",), _read_tokens_ahead, lambda config: {_MTP[0]: config.mtp_depth}
+)
+"""Modules of multi-token prediction, which files need not have although config.json has them."""
+
+
+def _check_eps(eps: float | None) -> dict:
+    if eps not in (None, 1e-6):
+        wanted = "1e-06: that of the norms of latents, which no entry has"
+        raise EntryError(Problem("norm_eps", repr(eps), wanted))
+    return {}
+
+
+_EPS = Entry(
+    read=lambda table, values: _check_eps(values.get("norm_eps")),
+    write=lambda config: _check_eps(config.norm_eps),
+)
+_OF_TRAINING = ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")
+
+# --- formats
+
+MIXTRAL = Format(
     "mixtral",
     "MixtralForCausalLM",
-    _mixtral(
-        Rule(f"{_SPARSE}.gate.weight", _ROUTER, (f"{_MOE}/router/w",)),
-        *_each(f"{_SPARSE}.experts", ("w1", "w3", "w2")),
+    (
+        *START,
+        *_BLOCK,
+        Rule(f"{LAYER}.block_sparse_moe.gate.weight", _ROUTER[0], (f"{_MOE}/router/w",)),
+        *_each(f"{LAYER}.block_sparse_moe.experts", ("w1", "w3", "w2")),
+        *END,
     ),
     (
-        *llama_like(
-            vocab_size=32000,
-            embed_dim=4096,
-            mlp_dim=14336,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
-            max_seq=131072,
-            norm_eps=1e-5,
-            rope_aspect=rope(1e6),
-        ),
-        *PLAIN,
-        NO_QK_NORM,
-        _NO_SINKS,
-        _ALL_SPARSE,
-        settings.window(None),
-        *NO_BIASES,
-        experts.experts(
+        *llama(vocab_size=32000, embed_dim=4096, mlp_dim=14336, num_layers=32, num_heads=32,
+               num_kv_heads=8, max_seq=131072, norm_eps=1e-5, positions=rope(1e6)),
+        window(None),
+        experts(
             (("num_local_experts",), "num_experts", 8),
             (("num_experts_per_tok",), "top_k", 2),
             (("intermediate_size",), "expert_dim", 14336),
             renormalise=True,
         ),
     ),
-    in_memory=_mixtral(_PLAIN_ROUTER, *_FUSED),
-    ignored=_TRAINING,
-)
-QWEN3_MOE = Family(
+    in_memory=(*START, *_BLOCK, _PLAIN_ROUTER, *_FUSED, *END),
+    ignored=_OF_TRAINING,
+)  # fmt: skip
+QWEN3_MOE = Format(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    _qwen3(*_each(f"{LAYER}.mlp.experts", _GATE_UP_DOWN)),
+    _qwen3(*_each(_EXPERTS, GATED)),
     (
-        *llama_like(
-            vocab_size=151936,
-            embed_dim=2048,
-            mlp_dim=6144,
-            num_layers=24,
-            num_heads=32,
-            num_kv_heads=4,
-            max_seq=32768,
-        ),
-        *PLAIN,
-        settings.fixed("qk_norm", True),
-        _NO_SINKS,
-        settings.absent("mtp_depth"),
-        settings.window(4096, switched=True),
-        settings.only("attention_bias", False, why="biases on attention alone"),
-        *NO_BIASES,
-        experts.sparse_layers(),
-        experts.experts(
+        *llama(vocab_size=151936, embed_dim=2048, mlp_dim=6144, num_layers=24, num_heads=32,
+               num_kv_heads=4, max_seq=32768),
+        fixed(qk_norm=True),
+        window(4096, switched=True),
+        NO_ATTENTION_BIAS,
+        _SPARSE_LAYERS,
+        experts(
             (("num_experts", "num_local_experts"), "num_experts", 128),
             (("num_experts_per_tok",), "top_k", 8),
             (("moe_intermediate_size",), "expert_dim", 768),
@@ -241,43 +352,33 @@ QWEN3_MOE = Family(
         ),
     ),
     in_memory=_qwen3(*_FUSED),
-    ignored=_TRAINING,
-)
-DEEPSEEK_V3 = Family(
+    ignored=_OF_TRAINING,
+)  # fmt: skip
+DEEPSEEK_V3 = Format(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    _deepseek(*_each(f"{LAYER}.mlp.experts", _GATE_UP_DOWN)),
+    _deepseek(*_each(_EXPERTS, GATED)),
     (
-        *llama_like(
-            vocab_size=129280,
-            embed_dim=7168,
-            mlp_dim=18432,
-            num_layers=61,
-            num_heads=128,
-            num_kv_heads=128,
-            max_seq=4096,
-            head_aspects=(
-                settings.derived("qk_nope_head_dim", "head_dim", 128, "head_size"),
-                settings.same("qk_rope_head_dim", "rope_head_dim", 64),
-                settings.same("v_head_dim", "v_head_dim", 128),
-                settings.same("kv_lora_rank", "kv_rank", 512),
-                settings.same("rope_interleave", "rope_interleaved", True),
-                settings.derived("q_lora_rank", "q_rank", 1536, "q_rank"),
+        *llama(
+            vocab_size=129280, embed_dim=7168, mlp_dim=18432, num_layers=61, num_heads=128,
+            num_kv_heads=128, max_seq=4096,
+            heads=(
+                derived("qk_nope_head_dim", "head_dim", 128, lambda config: config.head_size),
+                same("qk_rope_head_dim", "rope_head_dim", 64),
+                same("v_head_dim", "v_head_dim", 128),
+                same("kv_lora_rank", "kv_rank", 512),
+                same("rope_interleave", "rope_interleaved", True),
+                derived("q_lora_rank", "q_rank", 1536, lambda config: config.q_rank),
             ),
         ),
-        *PLAIN,
-        experts.exactly("norm_eps", 1e-6, "that of the norms of latents, which no entry says"),
-        NO_QK_NORM,
-        _NO_SINKS,
-        NO_WINDOW,
-        settings.only("attention_bias", False, why="biases on attention alone"),
-        *NO_BIASES,
-        settings.only("topk_method", "noaux_tc", why="other choice of experts in this family"),
-        settings.only("scoring_func", "sigmoid", why="other scores in this family"),
-        settings.only("moe_layer_freq", 1, why="dense layers among those of experts"),
-        experts.dense_layers("first_k_dense_replace", 3),
-        experts.tokens_ahead(),
-        experts.experts(
+        _EPS,
+        NO_ATTENTION_BIAS,
+        only("topk_method", "noaux_tc", why="other choice of experts in this family"),
+        only("scoring_func", "sigmoid", why="other scores in this family"),
+        only("moe_layer_freq", 1, why="dense layers among those of experts"),
+        _DENSE_LAYERS,
+        _TOKENS_AHEAD,
+        experts(
             (("n_routed_experts",), "num_experts", 256),
             (("num_experts_per_tok",), "top_k", 8),
             (("moe_intermediate_size",), "expert_dim", 2048),
@@ -285,7 +386,7 @@ DEEPSEEK_V3 = Family(
             (("routed_scaling_factor",), "scale", 2.5),
             (("n_group",), "num_groups", 8),
             (("topk_group",), "top_groups", 4),
-            shared=("n_shared_experts",),
+            shared="n_shared_experts",
             score="sigmoid",
             balance_bias=True,
         ),
@@ -295,24 +396,17 @@ DEEPSEEK_V3 = Family(
         (r"model\.layers\.(\d+)\.embed_tokens\.weight", "embed"),
         (r"model\.layers\.(\d+)\.shared_head\.head\.weight", "unembed"),
     ),
-    ignored=(*_TRAINING, "head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha"),
-)
-GPT_OSS = Family(
+    ignored=(*_OF_TRAINING, "head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha"),
+)  # fmt: skip
+GPT_OSS = Format(
     "gpt_oss",
     "GptOssForCausalLM",
     GPT_OSS_RULES,
     (
-        *llama_like(
-            vocab_size=201088,
-            embed_dim=2880,
-            mlp_dim=2880,
-            num_layers=36,
-            num_heads=64,
-            num_kv_heads=8,
-            max_seq=131072,
-            head_dim=64,
-            norm_eps=1e-5,
-            rope_aspect=rope(
+        *llama(
+            vocab_size=201088, embed_dim=2880, mlp_dim=2880, num_layers=36, num_heads=64,
+            num_kv_heads=8, max_seq=131072, head_dim=64, norm_eps=1e-5, act=None,
+            positions=rope(
                 150000.0,
                 {
                     "rope_type": "yarn",
@@ -324,19 +418,13 @@ GPT_OSS = Family(
                 },
             ),
         ),
-        *UNSCALED,
-        settings.only("hidden_act", "silu", why="other activation in this family"),
-        settings.only("swiglu_alpha", 1.702, why="other slope of the clamped SwiGLU"),
-        settings.only("swiglu_limit", 7.0, why="other limit of the clamped SwiGLU"),
-        settings.fixed("activation", "clamped_swiglu"),
-        NO_QK_NORM,
-        settings.fixed("sinks", True),
-        _ALL_SPARSE,
-        settings.window(128, layered=True),
-        settings.only("attention_bias", True, why="models of this family without biases"),
-        settings.fixed("bias", True),
-        settings.fixed("qkv_bias", False),
-        experts.experts(
+        only("hidden_act", "silu", why="other activation in this family"),
+        only("swiglu_alpha", 1.702, why="other slope of the clamped SwiGLU"),
+        only("swiglu_limit", 7.0, why="other limit of the clamped SwiGLU"),
+        fixed(activation="clamped_swiglu", sinks=True, bias=True),
+        window(128, layered=True),
+        only("attention_bias", True, why="models of this family without biases"),
+        experts(
             (("num_local_experts",), "num_experts", 128),
             (("num_experts_per_tok",), "top_k", 4),
             (("intermediate_size",), "expert_dim", 2880),
@@ -346,9 +434,12 @@ GPT_OSS = Family(
         ),
     ),
     ignored=(
-        *_TRAINING,
+        *_OF_TRAINING,
         *("experts_per_token", "initial_context_length", "rope_ntk_alpha", "rope_ntk_beta"),
     ),
-)
+)  # fmt: skip
 
-MIXTURES = (MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)
+DECODERS: Mapping[str, Format] = MappingProxyType(
+    {**DENSE, **{form.model_type: form for form in (MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)}}
+)
+"""All decoders, by transformers' name in config.json."""

@@ -6,31 +6,112 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from functron import tree
-from functron.checkpoint import Placement
-from functron.errors import Problem, nearest, public, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.hub.config import (
     CONFIG,
     differences,
-    family_of,
+    format_of,
     parse,
     read_config,
     read_table,
     shorter,
 )
-from functron.hub.family import Family, config_problems, layouts_of
 from functron.hub.files import open_folder
-from functron.hub.held import Held, held_by_placement, held_on_mesh
-from functron.hub.kinds import Config, kind_of
-from functron.hub.rules import Box, Layout, Part, tensors
+from functron.hub.format import (
+    Box,
+    Format,
+    Layout,
+    Part,
+    config_problems,
+    layouts_of,
+    tensors,
+)
 from functron.models.config import Dtype, GPTConfig
-from functron.params import param_specs
-from functron.spmd import BoundMesh, Mesh
+from functron.models.family import Config, family_of
+from functron.params import abstract_params, param_specs
+from functron.spmd import BoundMesh, Mesh, P
+from functron.spmd.spec import is_spec, local_shape, offsets, validate
+
+
+@dataclass(frozen=True)
+class Local:
+    """The part of a leaf that this process keeps.
+
+    Attributes:
+        shape: of its tensor.
+        boxes: start in the whole leaf, size, and start in the tensor, of each piece of it.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
+
+
+def local_on_mesh(
+    config: Config, specs: tree.Tree | None, mesh: Mesh | BoundMesh | None
+) -> dict[str, Local]:
+    """This process's part of parameters with these specs: all, or one box of each leaf."""
+    like = abstract_params(family_of(config).defs(config))
+    shapes = {p: tuple(x.shape) for p, x in zip(tree.paths(like), tree.leaves(like), strict=True)}
+    if mesh is not None and specs is not None:
+        validate(like, specs, mesh, what="params")
+    if not isinstance(mesh, BoundMesh):
+        return {path: _one_box((0,) * len(shape), shape) for path, shape in shapes.items()}
+    if specs is None:
+        title, fix = "cannot load onto a bound mesh", "pass param_specs(defs, rules)"
+        refuse(title, "specs", None, "the parameters' specs", fix)
+    flat = tree.broadcast_prefix(specs, like, is_leaf=is_spec, what="specs")
+    found = {}
+    for (path, shape), spec in zip(shapes.items(), flat, strict=True):
+        spec = spec if spec is not None else P()
+        start = offsets(shape, spec, mesh, mesh.coordinate)
+        found[path] = _one_box(start, local_shape(shape, spec, mesh))
+    return found
+
+
+def _one_box(start: tuple[int, ...], size: tuple[int, ...]) -> Local:
+    return Local(size, ((start, size, (0,) * len(size)),))
+
+
+@runtime_checkable
+class Placement(Protocol):
+    """The members of a `functron.checkpoint.Placement` that reading needs."""
+
+    @property
+    def leaves(self) -> Sequence[Any]:
+        """Those of the state, with their paths."""
+        ...
+
+    @property
+    def here(self) -> int:
+        """This process's number."""
+        ...
+
+    def local_shape(self, leaf: Any, rank: int) -> tuple[int, ...] | None:
+        """The shape of the tensor of process `rank`; None: it has none."""
+        ...
+
+    def boxes(self, leaf: Any, rank: int) -> tuple[Any, ...]:
+        """The boxes of process `rank`, as in `Local`."""
+        ...
+
+
+def _local_by_placement(placement: Placement, at: str) -> dict[str, Local]:
+    """This process's part of the leaves of a state that stand under `at`."""
+    found = {}
+    for leaf in placement.leaves:
+        shape = placement.local_shape(leaf, placement.here)
+        path = leaf.path.removeprefix(f"{at}/") if at else leaf.path
+        if shape is not None and (not at or path != leaf.path):
+            found[path] = Local(shape, placement.boxes(leaf, placement.here))
+    return found
+
 
 COMPARED_ROWS = 1 << 10
 
@@ -58,7 +139,7 @@ def load(
     at: str = "params",
     device: torch.device | str = "cpu",
 ) -> dict:
-    """The parameters of a Hugging Face model, as its kind's ``defs(config)`` lays them out.
+    """The parameters of a Hugging Face model, as its family's ``defs(config)`` lays them out.
 
     Reads safetensors files, one slice at a time: beyond what it returns it needs memory for one
     slice of one tensor. Rows of padding in the vocabulary are zeros. No collectives.
@@ -67,11 +148,11 @@ def load(
         path: a folder with config.json and model.safetensors, or an index and its files.
         config: what `read_config` gave, with changes that leave the model what it is (dtype,
             dropout, vocab_multiple, a smaller max_seq, what training adds to layers of experts,
-            no modules for tokens further ahead), of whatever kind; None: as it is.
+            no modules for tokens further ahead), of any family; None: as it is.
         specs: the parameters' specs, a prefix tree; needed on a bound mesh.
         mesh: on a bound mesh this rank's shards are read, else everything.
-        placement: in place of specs and mesh, what this process holds of a state of which the
-            parameters are a part: layers of a pipeline's rank too.
+        placement: a `checkpoint.Placement`, in place of specs and mesh: of a state of which the
+            parameters are a part; layers of a pipeline's rank too.
         at: where in that state the parameters are; empty: they are all of it.
         device: where they are put.
 
@@ -85,18 +166,18 @@ def load(
     """
     table = read_table(path)
     where = str(Path(path) / CONFIG)
-    family = family_of(table, where)
+    form = format_of(table, where)
     if config is None:
         config = read_config(path)
     else:
         _check_config(config, table, where)
     source = open_folder(path)
-    held = (
-        held_by_placement(placement, at)
+    local = (
+        _local_by_placement(placement, at)
         if placement is not None
-        else held_on_mesh(config, specs, mesh)
+        else local_on_mesh(config, specs, mesh)
     )
-    return read_params(family, config, source, held, device=device)
+    return read_params(form, config, source, local, device=device)
 
 
 @public
@@ -109,40 +190,40 @@ def load_model(
     ignore: Sequence[str] = (),
     device: torch.device | str = "cpu",
 ) -> tuple[Config, dict]:
-    """A Hugging Face model of any kind that we have, `read_config` and `load` in one.
+    """A Hugging Face model of any family, `read_config` and `load` in one.
 
     Args:
         path: a folder with config.json and weights.
         mesh: where the model will live: on a bound mesh each rank reads its shards, as
-            ``rules(config, mesh)`` of its kind divides them; else everything is read.
+            ``rules(config, mesh)`` of its family divides them; else everything is read.
         max_seq, dtype, ignore: as in `read_config`.
         device: where the parameters are put.
 
     Returns:
-        The config, whose type says what kind it is (`GPTConfig`, `MambaConfig`, `BertConfig`,
-        `T5Config`, `ViTConfig` or `LlavaConfig`), and the parameters. The specs of shards are
+        The config (`GPTConfig`, `MambaConfig`, `BertConfig`, `T5Config`, `ViTConfig` or
+        `LlavaConfig`), and the parameters. The specs of shards are
         ``param_specs(defs(config), rules(config, mesh))``.
 
     Raises:
         ValueError: as `read_config` and `load`, or the mesh does not divide the model.
     """
     config = read_config(path, max_seq=max_seq, dtype=dtype, ignore=ignore)
-    kind, specs = kind_of(config), None
+    family, specs = family_of(config), None
     if mesh is not None:
-        specs = param_specs(kind.defs(config), kind.rules(config, mesh))
+        specs = param_specs(family.defs(config), family.rules(config, mesh))
     return config, load(path, config, specs=specs, mesh=mesh, device=device)
 
 
 def _check_config(config: Config, table: Mapping, where: str) -> None:
-    family = family_of(table)
-    if kind_of(config) is not family.kind:
-        wanted = f"{family.kind.config.__name__}: {where} is of a {family.kind.name}"
-        problem = Problem("config", type(config).__name__, wanted, "pass hub.read_config(path)")
-        raise_problems("the config is of another kind of models", [problem])
-    longest = shorter(table, config, family)
+    form = format_of(table)
+    if family_of(config) is not form.family:
+        wanted = f"{form.family.config.__name__}: {where} is of {form.family.title}"
+        title, fix = "the config is of another family of models", "pass hub.read_config(path)"
+        refuse(title, "config", type(config).__name__, wanted, fix)
+    longest = shorter(table, config, form)
     stored = parse(table, max_seq=longest, ignore=tuple(table), where=where)
-    if family.looks_ahead and isinstance(config, GPTConfig):
-        # the tensors say whether there are modules for it
+    if form.looks_ahead and isinstance(config, GPTConfig):
+        # the tensors tell whether there are modules for it
         stored = dataclasses.replace(stored, mtp_depth=config.mtp_depth)
     fix = "start from hub.read_config and change only what leaves the model what it is"
     problems = [
@@ -156,7 +237,7 @@ def from_tensors(model_type: str, config: Config, named: Mapping[str, torch.Tens
     """Our tree from tensors by their Hugging Face names: parameters, or gradients of them.
 
     Args:
-        model_type: the family, such as ``"llama"``.
+        model_type: the format, such as ``"llama"``.
         config: the architecture.
         named: a state dict, by the names of files or of transformers' models in memory; tied
             tensors may be there or not.
@@ -164,9 +245,9 @@ def from_tensors(model_type: str, config: Config, named: Mapping[str, torch.Tens
     Raises:
         ValueError: tensors are missing, too many, or of another shape; all offenders are listed.
     """
-    family = family_of({"model_type": model_type})
-    raise_problems(f"no {model_type} model is like that", config_problems(config, family))
-    return read_params(family, config, _InMemory(named), held_on_mesh(config, None, None))
+    form = format_of({"model_type": model_type})
+    raise_problems(f"no {model_type} model is like that", config_problems(config, form))
+    return read_params(form, config, _InMemory(named), local_on_mesh(config, None, None))
 
 
 class _InMemory:
@@ -181,36 +262,32 @@ class _InMemory:
 
 
 def read_params(
-    family: Family,
+    form: Format,
     config: Config,
     source: Source,
-    held: Mapping[str, Held],
+    local: Mapping[str, Local],
     *,
     device: torch.device | str = "cpu",
 ) -> dict:
-    """`load` of tensors that come from anywhere, of the leaves that are held.
-
-    Raises:
-        ValueError: as `load`.
-    """
-    found = _found(family, config, source)
-    stored = match(family, config, found, source)
-    defs = kind_of(config).defs(config)
+    """`load` of tensors that come from anywhere."""
+    found = _found(form, config, source)
+    stored = match(form, config, found, source)
+    defs = family_of(config).defs(config)
     dtypes = {p: d.dtype for p, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)}
-    parts = {part.path: (layout, part) for layout in found for part in layout.parts}
     params: dict = {}
-    for path, (layout, part) in parts.items():
-        if path not in held:
+    for layout, part in [(each, part) for each in found for part in each.parts]:
+        if part.path not in local:
             continue
+        mine = local[part.path]
         # padding, of the vocabulary or of shards, is never read, and must not be garbage
-        leaf = torch.zeros(held[path].shape, dtype=dtypes[path], device=device)
-        for start, size, local in held[path].boxes:
+        leaf = torch.zeros(mine.shape, dtype=dtypes[part.path], device=device)
+        for start, size, at in mine.boxes:
             view = leaf
-            for dim, (first, count) in enumerate(zip(local, size, strict=True)):
+            for dim, (first, count) in enumerate(zip(at, size, strict=True)):
                 view = view.narrow(dim, first, count)
             box = tuple((a, a + n) for a, n in zip(start, size, strict=True))
             _fill_(view, layout, part, box, stored, source)
-        *above, name = path.split("/")
+        *above, name = part.path.split("/")
         node = params
         for key in above:
             node = node.setdefault(key, {})
@@ -218,18 +295,16 @@ def read_params(
     return params
 
 
-def _found(family: Family, config: Config, source: Source) -> list[Layout]:
+def _found(form: Format, config: Config, source: Source) -> list[Layout]:
     """The layouts of files, or those of another naming where the source has more of its names."""
-    ways = [layouts_of(family, config, rules) for rules in family.ways(config)]
-    names = {name.removeprefix(family.prefix) for name in source.shapes()}
+    names = {name.removeprefix(form.prefix) for name in source.shapes()}
 
     def count(found: list[Layout]) -> float:
-        wanted = [
-            layout.name(index).removeprefix(family.prefix) for layout, index in tensors(found)
-        ]
+        wanted = [layout.name(index).removeprefix(form.prefix) for layout, index in tensors(found)]
         return sum(name in names for name in wanted) / len(wanted)
 
-    return max(ways, key=count)
+    namings = form.namings(config)
+    return max((layouts_of(form, config, rules) for rules in namings), key=count)
 
 
 def _fill_(
@@ -256,22 +331,20 @@ def _fill_(
         row.copy_(piece)
 
 
-def match(
-    family: Family, config: Config, found: Sequence[Layout], source: Source
-) -> dict[str, str]:
+def match(form: Format, config: Config, found: Sequence[Layout], source: Source) -> dict[str, str]:
     """By what name the source has each tensor of `found`: all of them, and nothing else.
 
     Raises:
         ValueError: tensors are missing, too many, or have another shape; all offenders are listed.
     """
     shapes = source.shapes()
-    bare = not any(name.startswith(family.prefix) for name in shapes)
+    bare = not any(name.startswith(form.prefix) for name in shapes)
     wanted = {layout.name(index): layout for layout, index in tensors(found)}
-    stored = {name: name.removeprefix(family.prefix) if bare else name for name in wanted}
+    stored = {name: name.removeprefix(form.prefix) if bare else name for name in wanted}
     problems = list(_missing(found, stored, shapes))
-    extra = [name for name in shapes.keys() - set(stored.values()) if not _unused(family, name)]
-    extra = [name for name in extra if not _left_out(family, config, name)]
-    repeated = _repeated(family, config, extra)
+    unknown = shapes.keys() - set(stored.values())
+    extra = [name for name in unknown if not _is_passed_over(form, config, name)]
+    repeated = _repeated(form, config, extra)
     problems += _extra([name for name in extra if name not in repeated], stored.values())
     for name, layout in wanted.items():
         shape, dtype = shapes.get(stored[name], (layout.shape, torch.float32))
@@ -282,35 +355,33 @@ def match(
             fix = "quantised weights cannot be read: use the unquantised model"
             problems.append(Problem(name, str(dtype), "a floating dtype of 16 bits or more", fix))
     if not problems:
-        by_path = {path: name for name, held in wanted.items() for path in held.rule.paths}
+        by_path = {path: name for name, layout in wanted.items() for path in layout.rule.paths}
         for name, path in repeated.items():
             path = path if path in by_path else "embed"
             problems += _differing(source, name, stored[by_path[path]], path, shapes)
-    raise_problems(f"these are not the weights of this {family.model_type} model", problems)
+    raise_problems(f"these are not the weights of this {form.model_type} model", problems)
     return stored
 
 
-def _unused(family: Family, name: str) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in family.unused)
-
-
-def _left_out(family: Family, config: Config, name: str) -> bool:
-    """Whether the tensor is of a part that config.json has and our model does not want."""
-    if family.surplus is not None and family.surplus.holds(config, name):
+def _is_passed_over(form: Format, config: Config, name: str) -> bool:
+    """Whether the model has no use for a tensor, such as those of a part that is left out of it."""
+    if any(re.fullmatch(pattern, name) for pattern in form.unused):
         return True
-    if not family.looks_ahead or not isinstance(config, GPTConfig):
+    if form.surplus is not None and form.surplus.holds(config, name):
+        return True
+    if not form.looks_ahead or not isinstance(config, GPTConfig):
         return False
-    ahead = [r.pattern() for r in family.rules if r.paths[0].startswith("mtp/")]
-    found = [p.match(name) for p in [*ahead, *(re.compile(copy) for copy, _ in family.copies)]]
+    ahead = [r.pattern() for r in form.rules if r.paths[0].startswith("mtp/")]
+    found = [p.match(name) for p in [*ahead, *(re.compile(copy) for copy, _ in form.copies)]]
     return any(m and int(m[1]) >= config.num_layers + config.mtp_depth for m in found)
 
 
-def _repeated(family: Family, config: Config, extra: Sequence[str]) -> dict[str, str]:
+def _repeated(form: Format, config: Config, extra: Sequence[str]) -> dict[str, str]:
     """Tensors that were stored although another has the same numbers: which leaf they repeat."""
-    heads = [rule.name for rule in family.rules if rule.paths == ("unembed",)]
+    heads = [rule.name for rule in form.rules if rule.paths == ("unembed",)]
     tied = getattr(config, "tied", False)
     found = {name: "embed" for name in heads if tied and name in extra}
-    for pattern, path in family.copies:
+    for pattern, path in form.copies:
         found |= {name: path for name in extra if re.fullmatch(pattern, name)}
     return found
 

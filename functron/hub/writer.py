@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,17 +14,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from functron import lora, tree
-from functron.errors import Problem, nearest, public, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.hub.config import (
     CONFIG,
-    family_for,
-    family_of,
+    format_for,
+    format_of,
     read_table,
     still_describes,
     write_config,
 )
-from functron.hub.family import Family, layouts_of
 from functron.hub.files import (
     INDEX,
     SINGLE,
@@ -36,10 +35,10 @@ from functron.hub.files import (
     open_folder,
     plan,
 )
-from functron.hub.kinds import Config, kind_of
-from functron.hub.rules import Layout, tensors
-from functron.models import mup
+from functron.hub.format import Format, Layout, layouts_of, tensors
+from functron.models import lora, mup
 from functron.models.config import GPTConfig
+from functron.models.family import Config, family_of
 from functron.spmd import BoundMesh, Mesh, P, gather
 from functron.spmd.spec import dim_axes, global_shape, is_spec, num_shards
 
@@ -91,21 +90,21 @@ def save(
     Args:
         path: a folder that does not exist; its parents are made.
         config: the architecture.
-        params: the parameters, as its kind's ``defs(config)``: global values, or this rank's
+        params: the parameters, as its family's ``defs(config)``: global values, or this rank's
             shards. Low-rank additions (`functron.lora`) are merged, factors of muP folded
             (`mup.folded`).
         specs: their specs, a prefix tree; needed on a bound mesh.
         mesh: where they live.
         like: the folder that the model was loaded from: its tokenizer, config.json and generation
             settings go with the weights.
-        model_type: the family; None: that of `like`, or the first that has such models.
+        model_type: the format; None: that of `like`, or the first that has such models.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``; None: the parameters'.
             What balances routers is float32 always: it moves by small steps. So are decays and
             steps of state spaces, unless a dtype is given.
         max_shard_bytes: the most data in one file; a tensor that is larger has its own.
 
     Raises:
-        ValueError: no family has such models, the parameters are not those of the config, or
+        ValueError: no format has such models, the parameters are not those of the config, or
             something lies at `path` or cannot be written; all offenders are listed.
     """
     params, specs = lora.merge(params), lora.plain(specs)
@@ -113,18 +112,18 @@ def save(
         config, params = mup.folded(config, params)
     kept = read_table(like) if like is not None else None
     table = {"model_type": model_type} if model_type else kept
-    family = family_of(table) if table is not None else family_for(config)
+    form = format_of(table) if table is not None else format_for(config)
     _check_arguments(dtype, max_shard_bytes)
     flat = _check_params(config, params, specs, mesh)
     kind = DTYPES[dtype] if dtype else tree.leaves(params)[0].dtype
     name = str(kind).removeprefix("torch.")
-    entries = write_config(config, family, kept=kept, dtype=name)
-    found = layouts_of(family, config)
+    entries = write_config(config, form, kept=kept, dtype=name)
+    found = layouts_of(form, config)
     listed = _listed(config, found, kind, all_of_it=dtype is not None)
     source = None
-    if kept is not None and like is not None and family.surplus is not None:
-        source = open_folder(like) if still_describes(kept, config, family) else None
-    surplus = _surplus(family, config, source, kind)
+    if kept is not None and like is not None and form.surplus is not None:
+        source = open_folder(like) if still_describes(kept, config, form) else None
+    surplus = _surplus(form, config, source, kind)
     listed += [(name, value.dtype, value.shape) for name, value in surplus.items()]
     export = _Export(Path(path), plan(listed, max_shard_bytes), entries, like, mesh)
     try:
@@ -144,7 +143,7 @@ def _listed(
     config: Config, found: Sequence[Layout], kind: torch.dtype, *, all_of_it: bool
 ) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     """Name, dtype and shape of every tensor of a file."""
-    defs = kind_of(config).defs(config)
+    defs = family_of(config).defs(config)
     leaves = dict(zip(tree.paths(defs), tree.leaves(defs), strict=True))
     usual = min((d.dtype for d in leaves.values()), key=lambda dtype: dtype.itemsize)
     kinds = {
@@ -167,22 +166,22 @@ class _Surplus:
 
 
 def _surplus(
-    family: Family, config: Config, source: Tensors | None, kind: torch.dtype
+    form: Format, config: Config, source: Tensors | None, kind: torch.dtype
 ) -> dict[str, _Surplus]:
     """By name, those that a model is stored with; see `Surplus`."""
-    if family.surplus is None:
+    if form.surplus is None:
         return {}
     found = {
         name: _Surplus(shape, kind, partial(torch.full, shape, value, dtype=kind))
-        for name, (shape, value) in family.surplus.constants(config).items()
+        for name, (shape, value) in form.surplus.constants(config).items()
     }
     if source is None:
         return found
     for name, (shape, _) in source.shapes().items():
-        if family.surplus.holds(config, name):
+        if form.surplus.holds(config, name):
             whole = tuple(slice(0, size) for size in shape)
             read = partial(source.read, name, whole)
-            found[family.surplus.name(name)] = _Surplus(shape, kind, read)
+            found[form.surplus.name(name)] = _Surplus(shape, kind, read)
     return found
 
 
@@ -194,24 +193,18 @@ def to_tensors(
     Args:
         config: the architecture.
         params: parameters, or gradients of them.
-        model_type: the family; None: the first that has such models.
+        model_type: the format; None: the first that has such models.
 
     Raises:
-        ValueError: models of this family are not like that; all offenders are listed.
+        ValueError: models of this format are not like that; all offenders are listed.
     """
-    family = family_of({"model_type": model_type}) if model_type else family_for(config)
-    write_config(config, family)  # for its refusals
-    return dict(named_tensors(family, config, params))
-
-
-def named_tensors(
-    family: Family, config: Config, params: tree.Tree
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and values of every tensor of the family, in the order of the files."""
+    form = format_of({"model_type": model_type}) if model_type else format_for(config)
+    write_config(config, form)  # for its refusals
     flat = _check_params(config, params, None, None)
-    found = layouts_of(family, config)
-    for layout, index in tensors(found):
-        yield layout.name(index), _whole(layout, index, params, flat, None)
+    return {
+        layout.name(index): _whole(layout, index, params, flat, None)
+        for layout, index in tensors(layouts_of(form, config))
+    }
 
 
 def _whole(
@@ -222,8 +215,8 @@ def _whole(
     mesh: Mesh | BoundMesh | None,
 ) -> torch.Tensor:
     """One Hugging Face tensor, on every rank."""
-    held = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
-    rows = [_row(held[part.path], flat[part.path], index, mesh) for part in layout.parts]
+    leaves = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
+    rows = [_row(leaves[part.path], flat[part.path], index, mesh) for part in layout.parts]
     return layout.to_theirs(rows)
 
 
@@ -260,12 +253,11 @@ def _check_params(
     config: Config, params: tree.Tree, specs: tree.Tree | None, mesh: Mesh | BoundMesh | None
 ) -> dict[str, P]:
     """The spec of every leaf by its path; refuses parameters that are not those of the config."""
-    defs = kind_of(config).defs(config)
+    defs = family_of(config).defs(config)
     leaves = tree.same_structure(defs, params, names=("the config's model", "the parameters"))
-    bound = isinstance(mesh, BoundMesh)
-    if bound and specs is None:
-        problem = Problem("specs", "None", "the parameters' specs", "pass those of the parameters")
-        raise_problems("cannot export from a bound mesh", [problem])
+    if isinstance(mesh, BoundMesh) and specs is None:
+        title, fix = "cannot export from a bound mesh", "pass those of the parameters"
+        refuse(title, "specs", None, "the parameters' specs", fix)
     flat: Sequence[P | None] = (
         tree.broadcast_prefix(specs, defs, is_leaf=is_spec, what="specs")
         if isinstance(mesh, BoundMesh)
@@ -344,19 +336,21 @@ class _Export:
             failed = bool(flag)
         if not failed:
             return
-        problem = Problem(str(self._target), "a failure on rank 0", "no failure", "see its message")
-        if isinstance(self._failure, OSError):
-            got = self._failure.strerror or str(self._failure)
-            fix = "choose a place with room that this user may write to"
-            problem = Problem(str(self._failure.filename or self._target), got, "a new file", fix)
-        elif self._failure is not None:
+        title = f"cannot export the model to {self._target}"
+        if self._failure is None:
+            refuse(title, str(self._target), "a failure on rank 0", "no failure", "see its message")
+        if not isinstance(self._failure, OSError):
             raise self._failure
-        raise_problems(f"cannot export the model to {self._target}", [problem])
+        got = self._failure.strerror or str(self._failure)
+        fix = "choose a place with room that this user may write to"
+        refuse(title, str(self._failure.filename or self._target), got, "a new file", fix)
 
     def _prepare(self) -> None:
         if os.path.lexists(self._target):
-            problem = Problem(str(self._target), "an existing path", "a new one", "choose another")
-            raise_problems("cannot export the model", [problem])
+            fix = "choose another"
+            refuse(
+                "cannot export the model", str(self._target), "an existing path", "a new one", fix
+            )
         self._folder.mkdir(parents=True)
         self._writer = Writer(self._folder, self._planned)
 

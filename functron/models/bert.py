@@ -3,7 +3,7 @@
 Tokens, places and segments are embedded and normed; blocks add attention to all tokens that are no
 padding, and a feed-forward layer, and norm after each. A transformed stream times the embedding
 gives the logits of the tokens at masked places. There is no next-sentence loss, which later work
-found no use for (Liu et al. 2019, section 4.2). `functron.data.masking` makes masked batches.
+found no use for (Liu et al. 2019, section 4.2). `functron.data.denoising` makes masked batches.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ import torch
 from torch.nn import functional as F
 
 from functron import nn, params
-from functron.errors import Problem, public, raise_problems
-from functron.models.block import STREAM, WHOLE, Remat
-from functron.models.config import Dtype
-from functron.models.sequence import SAMPLE_AXES, check_length, require
+from functron.core.errors import public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.typing import Float, Int, Key, Scalar, Tensor
+from functron.models.config import Dtype, TextConfig
+from functron.models.options import DEFAULTS, ModelOptions
+from functron.models.sequence import check_length, num_targets, require
 from functron.models.stack import (
     Named,
-    Run,
-    check_gathered,
+    Stack,
     choice_problems,
     head_problems,
     keys_of,
-    padded,
+    rate_problems,
     size_problems,
+    summed_loss,
     tensor_rules,
     whole_heads,
 )
 from functron.nn.linear import linear_defs, sequence_axes
 from functron.nn.masked import masked_attention
 from functron.params import Normal, ParamDef, zeros
-from functron.scopes import named_scope
-from functron.spmd import P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import Rules
-from functron.transforms import Gather
-from functron.typing import Float, Int, Key, Scalar, Tensor
 
 __all__ = [
     "PRESETS",
@@ -58,7 +56,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class BertConfig:
+class BertConfig(TextConfig):
     """Architecture of a BERT.
 
     Attributes:
@@ -97,19 +95,8 @@ class BertConfig:
         found = size_problems(self, *sizes, "num_types", "vocab_multiple")
         found += [] if found else head_problems("num_heads", self.embed_dim, self.num_heads)
         found += choice_problems(self, {"activation": nn.Activation, "dtype": Dtype})
-        if not 0 <= self.dropout < 1:
-            found.append(Problem("dropout", str(self.dropout), "at least 0 and below 1"))
+        found += rate_problems(self)
         raise_problems("BertConfig describes no model", found)
-
-    @property
-    def random(self) -> bool:
-        """Whether training draws random numbers."""
-        return self.dropout > 0
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding."""
-        return padded(self.vocab_size, self.vocab_multiple)
 
     @property
     def attention(self) -> nn.AttentionConfig:
@@ -117,11 +104,6 @@ class BertConfig:
         heads = self.num_heads
         size = self.embed_dim // heads
         return nn.AttentionConfig(self.embed_dim, heads, heads, size, bias=True, out_bias=True)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch's."""
-        return getattr(torch, self.dtype)
 
 
 _WORDS: dict[str, Any] = {"vocab_size": 30522, "dropout": 0.1}
@@ -212,14 +194,12 @@ def encode(
     config: BertConfig,
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
+    options: ModelOptions = DEFAULTS,
     *,
     types: Int[Tensor, "batch seq"] | None = None,
     mask: Tensor | None = None,
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Float[Tensor, "batch own_seq embed"]:
     """The stream after all blocks: a vector per token.
 
@@ -230,37 +210,38 @@ def encode(
         types: int64 ``[batch, seq]``, the kind of each token's segment; None: 0.
         mask: ``[batch, seq]``, 0 or False where a token is padding, which none attends to; None: no
             token is.
-        rows, key, stream, remat, gather: as in `gpt.forward`.
+        options: stream, remat, gather and axes; others are refused.
+        rows, key: as in `gpt.forward`.
 
     Returns:
-        ``[batch, seq, embed]`` with spec `stream`. Collectives: see `nn.self_attention`, `nn.mlp`.
+        ``[batch, seq, embed]`` with spec ``options.stream``. Collectives: see `nn.self_attention`
+        and `nn.mlp`.
 
     Raises:
         ValueError: the sequence is longer than `max_seq`, or does not divide over the ranks that
             split it.
     """
-    run = Run(key, stream, remat, gather, config.dropout, rows)
+    stack = Stack("bert", options, key, config.dropout, rows)
+    stream, gather = options.stream, options.gather
     check_length(tokens.shape[1], config.max_seq, lax.axis_size(sequence_axes(stream)))
     with named_scope("embed"):
-        table = gather.at("embed")(weights["embed"])
-        check_gathered("embed_dim", table.shape[1], config.embed_dim)
-        x = nn.embed_tokens(table, tokens, stream=stream, vocab_size=config.vocab_size)
+        x = stack.embed(weights, tokens, config)
         x = nn.add_positions(x, gather.at("positions")(weights["positions"]), stream=stream)
         types = torch.zeros_like(tokens) if types is None else types
         own = nn.stream_positions(x, stream, types)
         x = x + F.embedding(own, gather.at("types")(weights["types"]))
         x = nn.norm(gather.at("embed_norm")(weights["embed_norm"]), x, eps=config.norm_eps)
-    run = run.at("blocks")
-    keys = run.keys(config.num_layers + 1)
-    x = run.drop(x, None if keys is None else keys[-1])
-    block = _block(config, run, None if mask is None else mask != 0)
-    return run.over(block, x, weights["blocks"], None if keys is None else keys[:-1])
+    stack = stack.at("blocks")
+    keys = stack.keys(config.num_layers + 1)
+    x = stack.drop(x, None if keys is None else keys[-1])
+    block = _block(config, stack, None if mask is None else mask != 0)
+    return stack.over(block, x, weights["blocks"], None if keys is None else keys[:-1])
 
 
-def _block(config: BertConfig, run: Run, seen: Tensor | None) -> Callable:
+def _block(config: BertConfig, stack: Stack, seen: Tensor | None) -> Callable:
     """``(parameters, x, key) -> x``: one block, normed after each sublayer."""
-    core = run.core(partial(masked_attention, seen=seen))
-    stream, eps = run.stream, config.norm_eps
+    core = stack.core(partial(masked_attention, seen=seen))
+    stream, eps = stack.stream, config.norm_eps
 
     def block(weights: dict, x: Tensor, key: Tensor | None) -> Tensor:
         first, second = keys_of(key, 2)
@@ -269,10 +250,10 @@ def _block(config: BertConfig, run: Run, seen: Tensor | None) -> Callable:
             y = nn.self_attention(
                 attention, x, config.attention, rope=None, stream=stream, core=core
             )
-            x = nn.norm(weights["attention_norm"], x + run.drop(y, first), eps=eps)
+            x = nn.norm(weights["attention_norm"], x + stack.drop(y, first), eps=eps)
         with named_scope("mlp"):
             y = nn.mlp(weights["mlp"], x, activation=config.activation, stream=stream)
-            return nn.norm(weights["mlp_norm"], x + run.drop(y, second), eps=eps)
+            return nn.norm(weights["mlp_norm"], x + stack.drop(y, second), eps=eps)
 
     return block
 
@@ -282,14 +263,12 @@ def forward(
     config: BertConfig,
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
+    options: ModelOptions = DEFAULTS,
     *,
     types: Int[Tensor, "batch seq"] | None = None,
     mask: Tensor | None = None,
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Float[Tensor, "batch seq columns"]:
     """The logits of the token at every place; the arguments are those of `encode`.
 
@@ -297,15 +276,13 @@ def forward(
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
         padding. Collectives: those of `encode`, and `nn.gather_sequence`.
     """
-    x = encode(
-        config, weights, tokens, types=types, mask=mask, rows=rows, key=key, stream=stream,
-        remat=remat, gather=gather,
-    )  # fmt: skip
+    x = encode(config, weights, tokens, options, types=types, mask=mask, rows=rows, key=key)
+    gather = options.gather
     with named_scope("head"):
         head = gather.at("head")(weights["head"])
         x = nn.column_parallel(x, head["dense"]["w"], head["dense"]["b"])
         x = nn.ACTIVATIONS[config.activation](x)
-        x = nn.gather_sequence(nn.norm(head["norm"], x, eps=config.norm_eps), stream)
+        x = nn.gather_sequence(nn.norm(head["norm"], x, eps=config.norm_eps), options.stream)
         matrix = gather.at("embed")(weights["embed"]).mT
         return nn.column_parallel(x, matrix, head["bias"])
 
@@ -315,11 +292,9 @@ def loss(
     config: BertConfig,
     weights: dict,
     batch: Mapping[str, Tensor],
+    options: ModelOptions = DEFAULTS,
     *,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Scalar:
     """The sum of the losses at masked places over the batch of all ranks; replicated.
 
@@ -336,18 +311,8 @@ def loss(
     """
     require(batch, "tokens", "targets")
     given = {name: batch.get(name) for name in ("types", "mask", "rows")}
-    how = {"key": key, "stream": stream, "remat": remat, "gather": gather}
-    logits = forward(config, weights, batch["tokens"], **given, **how)
-    with named_scope("loss"):
-        losses = nn.cross_entropy(logits, batch["targets"], vocab_size=config.vocab_size)
-        return lax.psum(losses.sum(), SAMPLE_AXES)
-
-
-@public
-def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
-    """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
-    require(batch, "targets")
-    return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
+    logits = forward(config, weights, batch["tokens"], options, key=key, **given)
+    return summed_loss(logits, batch["targets"], config.vocab_size, options)
 
 
 def flops_per_token(config: BertConfig, seq: int, *, whole: bool = False) -> int:

@@ -10,9 +10,7 @@ from typing import Literal, get_args
 import torch
 
 from functron import nn
-from functron.errors import Problem, nearest, raise_problems
-from functron.models import mup
-from functron.models.rotary import rope_problems
+from functron.core.errors import Problem, nearest, raise_problems
 from functron.nn.moe import ExpertActivation, MoEConfig
 
 Positions = Literal["rope", "learned", "none"]
@@ -29,8 +27,10 @@ _CHOICES = MappingProxyType(
         "dtype": Dtype,
     }
 )
-
-
+_ROPE_DEFAULTS = (
+    *(("local_rope_theta", 0), ("rope_fraction", 1), ("nope_every", 0)),
+    *(("rope_pairs", "halves"), ("rope_sections", ())),
+)
 _NOT_NEGATIVE = (
     *("window", "global_every", "nope_every", "dense_layers", "mtp_depth", "mtp_weight"),
     *("local_rope_theta", "attention_scale", "score_cap", "logit_cap", "qkv_clip"),
@@ -38,8 +38,32 @@ _NOT_NEGATIVE = (
 )
 
 
+class TextConfig:
+    """Properties that the configs of text models derive from their fields."""
+
+    vocab_size: int
+    vocab_multiple: int
+    dropout: float
+    dtype: Dtype
+
+    @property
+    def random(self) -> bool:
+        """Whether training draws random numbers."""
+        return self.dropout > 0
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch's."""
+        return getattr(torch, self.dtype)
+
+
 @dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(TextConfig):
     """Architecture of a decoder.
 
     Attributes:
@@ -234,8 +258,8 @@ class GPTConfig:
             fix = "use silu, or make all layers ones of experts"
             got = f"{self.activation!r} on layers without experts"
             found.append(Problem("activation", got, "one of feed-forward layers", fix))
-        found += self._latent_misfits() + rope_problems(self)
-        found += [] if found else mup.problems(self)
+        found += self._latent_misfits() + self._rope_misfits()
+        found += [] if found else self._mup_misfits()
         if self.qk_norm_across and not self.qk_norm:
             got = "True without qk_norm"
             found.append(Problem("qk_norm_across", got, "False", "set qk_norm, or leave it out"))
@@ -244,8 +268,82 @@ class GPTConfig:
             found.append(Problem("zero_centered_norm", got, "False", "leave it out"))
         return found
 
+    def _rope_misfits(self) -> list[Problem]:
+        """Rotary options that fit neither each other nor the heads."""
+        found, turns = [], self.positions == "rope" and not self.kv_rank
+        found += [
+            Problem(name, str(getattr(self, name)), f"{default} without rope over a head's dims")
+            for name, default in _ROPE_DEFAULTS
+            if not turns and getattr(self, name) != default
+        ]
+        if not turns:
+            return found
+        if self.local_rope_theta and not self.window:
+            got = f"{self.local_rope_theta} without a window"
+            found.append(Problem("local_rope_theta", got, "0", "set window, or leave it out"))
+        if not 0 < self.rope_fraction <= 1 or self.rotated_dims < 2:
+            got, wanted = str(self.rope_fraction), "above 0, for 2 dims at least, and at most 1"
+            found.append(Problem("rope_fraction", got, wanted))
+        elif self.rotated_dims % 2:
+            got = f"{self.rotated_dims} rotated dims"
+            found.append(Problem("head_dim", got, "an even number, for rope"))
+        elif sections := self.rope_sections:
+            pairs = self.rotated_dims // 2
+            if min(sections) < 1 or sum(sections) != pairs or len(sections) < 2:
+                wanted = (
+                    f"two numbers or more, each at least 1, that sum to the {pairs} rotated pairs"
+                )
+                found.append(Problem("rope_sections", str(tuple(sections)), wanted))
+        return found
+
+    def _mup_misfits(self) -> list[Problem]:
+        """Options that do not fit a base width, in a config that is fine without."""
+        base, head = self.mup_base_dim, self.mup_base_head_dim
+        if not base:
+            wanted, fix = "0 without mup_base_dim", "set mup_base_dim, or leave it out"
+            return [Problem("mup_base_head_dim", str(head), wanted, fix)] if head else []
+        found = []
+        for name in ("kv_rank", "attention_scale"):
+            value = getattr(self, name)
+            if head and value:
+                wanted = f"0 with {name}={value}"
+                fix = "leave it out: let heads grow in number" + (
+                    ", or give attention_scale as sqrt(base) / head_dim"
+                    if name != "kv_rank"
+                    else ""
+                )
+                found.append(Problem("mup_base_head_dim", str(head), wanted, fix))
+        found += self._mup_head_misfits()
+        grown = math.sqrt(self.embed_dim)
+        if self.mup_width != 1 and math.isclose(self.embed_scale, grown, rel_tol=1e-6):
+            got, wanted = f"{self.embed_scale:g}, sqrt(embed_dim)", "the same at every width"
+            fix = f"set it to {math.sqrt(base):g}, that of the base"
+            found.append(Problem("embed_scale", got, wanted, fix))
+        return found
+
+    def _mup_head_misfits(self) -> list[Problem]:
+        """Why it cannot be told which heads the base has."""
+        base, head = self.mup_base_dim, self.mup_base_head_dim
+        told = head or self.head_dim or self.attention_scale  # or scores do not ask
+        if self.mup_width != 1 and not told:
+            # the number or the width of heads may have been left, and all would differ
+            got = f"0 with head_dim = embed_dim / num_heads = {self.head_size}"
+            narrow = f", or to {base // self.num_heads} if they were narrower"
+            fix = f"set it to {self.head_size} if there were fewer heads" + narrow
+            if self.kv_rank:
+                fix = "set head_dim, the same at every width"
+            return [Problem("mup_base_head_dim", got, "the width of heads at mup_base_dim", fix)]
+        heads = self.num_heads * self.head_size * base
+        each = self.embed_dim * (head or self.head_size)
+        if heads % each and not self.kv_rank:
+            got = f"{base}: {heads / each:g} heads of {head or self.head_size} dims at that width"
+            wanted = "a whole number of heads, as all of them together grow as embed_dim does"
+            fix = "set mup_base_head_dim to the width of heads there, or change num_heads"
+            return [Problem("mup_base_dim", got, wanted, fix)]
+        return []
+
     def _latent_misfits(self) -> list[Problem]:
-        """What does not fit latent attention, or is nothing without it."""
+        """Options that do not fit latent attention, or are nothing without it."""
         sizes = {name: getattr(self, name) for name in ("q_rank", "rope_head_dim", "v_head_dim")}
         if not self.kv_rank:
             return [
@@ -344,9 +442,15 @@ class GPTConfig:
         return tuple(bool(every) and (i + 1) % every == 0 for i in range(self.num_layers))
 
     @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+    def mup_width(self) -> float:
+        """m = embed_dim / mup_base_dim; 1 in the standard parametrization."""
+        return self.embed_dim / self.mup_base_dim if self.mup_base_dim else 1.0
+
+    @property
+    def mup_score_scale(self) -> float:
+        """sqrt(base head_dim) / head_dim, what scores are multiplied by; 0: as without muP."""
+        base, size = self.mup_base_head_dim, self.head_size
+        return math.sqrt(base) / size if base not in (0, size) else 0.0
 
     @property
     def attention(self) -> nn.AttentionConfig:
@@ -363,13 +467,8 @@ class GPTConfig:
             norm_eps=self.norm_eps,
             sinks=self.sinks,
             qk_norm_across=self.qk_norm_across,
-            scale=self.attention_scale or mup.score_scale(self),
+            scale=self.attention_scale or self.mup_score_scale,
             gate=self.attention_gate,
             clip=self.qkv_clip,
             interleaved=self.rope_pairs == "neighbours",
         )
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch's."""
-        return getattr(torch, self.dtype)

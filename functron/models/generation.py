@@ -1,34 +1,39 @@
-"""The next token's logits, with keys and values that are kept: per-rank programs for generation.
+"""Generation: tokens drawn one after another from a model's next-token distribution.
 
-`prefill` reads prompts, `extend` one token more of each. Both are pure: a cache goes in, and
-another one comes out.
+`generate` draws. `prefill` and `extend` are its per-rank programs: they read prompts, and one token
+more of each, into a cache of keys and values. Both are pure: a cache goes in, and another one
+comes out.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Collection, Generator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, raise_problems
-from functron.models import decoder
-from functron.models.block import STREAM, How, block, patterns
+from functron.core import random, tree
+from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.core.typing import Float, Int, Tensor
+from functron.models import decoder, gpt, mamba
+from functron.models.block import attention_keywords, block, own_attention, patterns
 from functron.models.config import GPTConfig
+from functron.models.options import DEFAULTS, STREAM, WHOLE, ModelOptions
 from functron.models.sequence import Context, Sequence, check_positions
 from functron.nn.context import context_attention
-from functron.nn.kv_cache import KVCache, cached_attention, empty_cache, written
-from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh, P
+from functron.nn.masked import KVCache, cached_attention, empty_cache, written
+from functron.params import param_specs
+from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd import collectives as lax
-from functron.spmd.mesh import BoundMesh
-from functron.typing import Float, Int, Tensor
+from functron.transforms import Gather
 
 _IN_ORDER = Context("ring", "contiguous")
 
 
 class Cache(NamedTuple):
-    """What is kept of the tokens read: by stack, the keys and values of its layers.
+    """Keys and values of the tokens read, by stack of layers.
 
     Attributes:
         layers: ``{"blocks": KVCache, "dense"?: KVCache}``, each with a leading dim of layers.
@@ -47,11 +52,16 @@ def cache_specs(config: GPTConfig) -> Cache:
     return Cache({name: KVCache(row, row) for name in config.stacks})
 
 
-def check(config: GPTConfig, mesh: Mesh | BoundMesh | None = None) -> None:
+def check(
+    config: GPTConfig,
+    mesh: Mesh | BoundMesh | None = None,
+    options: ModelOptions | None = None,
+) -> None:
     """Refuse what cannot be generated with a cache.
 
     Raises:
-        ValueError: experts for which tokens compete, or axes that split sequences or layers.
+        ValueError: experts for which tokens compete, an attention without a form for caches, or
+            axes that split sequences or layers.
     """
     problems = []
     moe, fix = config.moe, "generate without a cache: one rank, prompts of one length"
@@ -61,11 +71,26 @@ def check(config: GPTConfig, mesh: Mesh | BoundMesh | None = None) -> None:
     if moe is not None and moe.routing == "sinkhorn":
         got = "routing of whole sequences"
         problems.append(Problem("gpt.moe.routing", got, "routing of each token by itself", fix))
-    for axis in ("pp", *CONTEXT_AXES):
-        if mesh is not None and mesh[axis] > 1:
-            wanted = "data, expert and tensor-parallel axes"
-            problems.append(Problem("mesh", f"{axis}={mesh[axis]}", wanted, "leave it out"))
-    raise_problems("cannot generate with a cache", problems)
+    if _uncached(options):
+        fix = "pass ft.Hook(apply, cached=...), or prompts of one length"
+        got = "a function of whole sequences"
+        problems.append(Problem("options.attention", got, "one for kept keys too", fix))
+    raise_problems("cannot generate with a cache", [*problems, *_axis_problems(mesh)])
+
+
+def _uncached(options: ModelOptions | None) -> bool:
+    """Whether an attention of the user's has no form for kept keys."""
+    hook = None if options is None else options.hook("attention")
+    return hook is not None and hook.cached is None
+
+
+def _axis_problems(mesh: Mesh | BoundMesh | None) -> list[Problem]:
+    wanted = "data, expert and tensor-parallel axes"
+    return [
+        Problem("mesh", f"{axis}={mesh[axis]}", wanted, "leave it out")
+        for axis in ("pp", *CONTEXT_AXES)
+        if mesh is not None and mesh[axis] > 1
+    ]
 
 
 def prefill(
@@ -73,10 +98,10 @@ def prefill(
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
     lengths: Int[Tensor, " batch"],
+    options: ModelOptions = DEFAULTS,
     *,
     room: int,
     positions: Int[Tensor, "batch seq *several"] | None = None,
-    how: How | None = None,
 ) -> tuple[Float[Tensor, "batch vocab"], Cache]:
     """The logits of the token after each prompt, and a cache of the prompts.
 
@@ -85,9 +110,9 @@ def prefill(
         weights: this rank's part of the parameters.
         tokens: int64 ``[batch, seq]``, prompts, each followed by anything where it is shorter.
         lengths: int64 ``[batch]``, their tokens, at least one.
+        options: as in `gpt.forward`: gather, experts, kernels and hooks; others do not matter here.
         room: for how many tokens, prompts and what follows them, the cache has room.
         positions: as in `gpt.forward`.
-        how: see `gpt.forward`: gather, experts and kernels.
 
     Returns:
         ``[batch, vocab_size]`` in float32 at least, the same on all ranks of tp, and the cache.
@@ -95,7 +120,7 @@ def prefill(
     """
     places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     sequence = _sequence(tokens, places, positions)
-    return _advance(config, weights, None, sequence, places, lengths - 1, room, how)
+    return _advance(config, weights, None, sequence, places, lengths - 1, room, options)
 
 
 def extend(
@@ -104,26 +129,26 @@ def extend(
     cache: Cache,
     tokens: Int[Tensor, " batch"],
     places: Int[Tensor, " batch"],
+    options: ModelOptions = DEFAULTS,
     *,
     positions: Int[Tensor, "batch *several"] | None = None,
-    how: How | None = None,
 ) -> tuple[Float[Tensor, "batch vocab"], Cache]:
     """The logits of the token after these ones, and the cache with these ones in it.
 
     Args:
-        config, weights, how: as in `prefill`.
+        config, weights, options: as in `prefill`.
         cache: of the tokens before.
         tokens: int64 ``[batch]``.
         places: int64 ``[batch]``, how many tokens came before each.
         positions: int64 ``[batch]`` or ``[batch, sections]``, where they are not the places.
 
     Returns:
-        What `prefill` returns.
+        As `prefill`.
     """
     last = torch.zeros_like(places)
     positions = None if positions is None else positions[:, None]
     sequence = _sequence(tokens[:, None], places[:, None], positions)
-    return _advance(config, weights, cache, sequence, places[:, None], last, 0, how)
+    return _advance(config, weights, cache, sequence, places[:, None], last, 0, options)
 
 
 def _advance(
@@ -134,28 +159,31 @@ def _advance(
     places: Tensor,
     last: Tensor,
     room: int,
-    how: How | None,
+    options: ModelOptions,
 ) -> tuple[Tensor, Cache]:
-    how = replace(how or How(), key=None, stream=STREAM, remat="none", context=_IN_ORDER)
-    check_positions(whole, config.rope_sections, how.context)
-    x = decoder.embedded(config, weights, whole, how)
+    options = replace(options, stream=STREAM, remat="none", context=_IN_ORDER)
+    check_positions(whole, config.rope_sections, options.context)
+    x = decoder.embedded(config, weights, whole, options)
     differing = patterns(config, x.device)
     kept: dict[str, KVCache] = {}
     for name, layers in config.stacks.items():
-        gather = how.gather.at(name).rows()
+        gather = options.gather.at(name).rows()
         rows = []
         for row in range(len(layers)):
             before = None if cache is None else tree.map(lambda c, r=row: c[r], cache.layers[name])
-            attend = _Attend(before, places, room)
+            attend = _Attend(before, places, room, config, options, whole.positions)
             sequence = whole._replace(attend=attend)
             which = {what: of[layers.start + row] for what, of in differing.items()}
             own = tree.map(lambda w, r=row: w[r], weights[name])
-            x, _ = block(config, sequence, how, gather)(x, (own, None, which))
-            assert attend.after is not None
+            x, _ = block(config, sequence, options, gather)(x, (own, None, which))
+            if attend.after is None:
+                got, wanted = "a block without layer.attention", "one whose keys can be kept"
+                fix = "generate(..., logits=) with gpt.forward and these options"
+                refuse("cannot generate with a cache", "options.block", got, wanted, fix)
             rows.append(attend.after)
         kept[name] = tree.map(lambda *each: torch.stack(each), *rows)
     at = last[:, None, None].expand(-1, 1, x.shape[-1])
-    logits = decoder.logits(config, weights, x.gather(1, at), how).squeeze(1)
+    logits = decoder.logits(config, weights, x.gather(1, at), options).squeeze(1)
     logits = lax.all_gather(logits, "tp", axis=-1, tiled=True)[:, : config.vocab_size]
     return logits if logits.dtype == torch.float64 else logits.float(), Cache(kept)
 
@@ -173,15 +201,395 @@ class _Attend:
         after: the cache with the new tokens in it, once it has been called.
     """
 
-    def __init__(self, cache: KVCache | None, places: Tensor, room: int):
-        self._cache, self._places, self._room = cache, places, room
+    def __init__(
+        self,
+        cache: KVCache | None,
+        places: Tensor,
+        room: int,
+        config: GPTConfig,
+        options: ModelOptions,
+        positions: Tensor,
+    ):
+        self._cache, self._places, self._room, self._options = cache, places, room, options
+        self._config = config
+        self._given = {"positions": positions, "segments": None, "kernels": options.kernels}
         self.after: KVCache | None = None
 
-    def __call__(self, q, k, v, *, window=0, sinks=None, cap=0.0) -> Tensor:
+    def __call__(self, *operands, window=0, sinks=None, cap=0.0) -> Tensor:
+        *params, q, k, v = operands
+        hook, given = self._options.hook("attention"), {"window": window, "cap": cap}
         if self._cache is not None:
             self.after = written(self._cache, k, v, self._places)
-            settings = {"window": window, "sinks": sinks, "cap": cap}
-            return cached_attention(q, self.after, self._places, **settings)
+            given |= {"sinks": sinks}
+            if hook is None:
+                return cached_attention(q, self.after, self._places, **given)
+            assert hook.cached is not None
+            given = attention_keywords(hook.cached, self._given | given)
+            return hook.cached(*params, q, self.after, self._places, **given)
         # prompts begin with nothing kept, so they see themselves alone
         self.after = written(empty_cache(k, v, self._room), k, v, self._places)
-        return context_attention(q, k, v, window=window, sinks=sinks, cap=cap)
+        if hook is None:
+            return context_attention(q, k, v, sinks=sinks, **given)
+        given = self._given | given
+        return own_attention(
+            self._config, hook, self._options, tuple(params), given, q, k, v, sinks
+        )
+
+
+Logits = Callable[[tree.Tree, Tensor], Tensor]
+Steps = Generator[Tensor, Tensor, None]
+"""Gives the logits of the next token, is sent what was drawn, and goes on."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a token is drawn from logits: the filters of transformers, in their order.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: draw among so many likeliest tokens (Fan et al. 2018); 0: all.
+        top_p: draw among the fewest tokens that together have this probability (Holtzman et al.
+            2020); 1: all.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    temperature: int | float = 1.0
+    top_k: int = 0
+    top_p: int | float = 1.0
+
+    def __post_init__(self):
+        checks = {
+            "temperature": (self.temperature >= 0, "at least 0"),
+            "top_k": (self.top_k >= 0, "at least 0 (0: all)"),
+            "top_p": (0 < self.top_p <= 1, "above 0, and at most 1 (all)"),
+        }
+        problems = [
+            Problem(name, str(getattr(self, name)), wanted)
+            for name, (good, wanted) in checks.items()
+            if not good
+        ]
+        raise_problems("cannot sample", problems)
+
+    def __call__(self, logits: Tensor, key: Tensor | None, rows: Tensor) -> Tensor:
+        """A token for each row of ``[batch, vocab]`` logits: int64 ``[batch]``.
+
+        Args:
+            logits: of the next token.
+            key: of the draws; None where the temperature is 0.
+            rows: int64 ``[batch]``, the rows' indices in the whole batch: draws are the same
+                however it is split.
+        """
+        if self.temperature == 0 or key is None:
+            return logits.argmax(-1)
+        logits = self.filtered(logits / self.temperature)
+        # the argmax of logits plus Gumbel noise is a draw from their softmax
+        noise = random.uniform(key, logits.shape, minval=1e-20, index=(rows, None))
+        return (logits - (-noise.log()).log()).argmax(-1)
+
+    def filtered(self, logits: Tensor) -> Tensor:
+        """The logits, with -inf for tokens that are not drawn."""
+        if 0 < self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, -1).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.top_p < 1:
+            ordered, order = torch.sort(logits, stable=True, dim=-1, descending=True)
+            p = ordered.softmax(-1)
+            before = p.cumsum(-1) - p  # of likelier ones; so that the likeliest always stays
+            hidden = torch.zeros_like(before, dtype=torch.bool).scatter(
+                -1, order, before >= self.top_p
+            )
+            logits = logits.masked_fill(hidden, -torch.inf)
+        return logits
+
+
+@public
+@torch.no_grad()
+def generate(
+    params: tree.Tree,
+    config: gpt.GPTConfig | mamba.MambaConfig,
+    tokens: Tensor,
+    num_tokens: int,
+    *,
+    lengths: Tensor | None = None,
+    temperature: int | float = 1.0,
+    top_k: int = 0,
+    top_p: int | float = 1.0,
+    key: Tensor | None = None,
+    stop: Collection[int] = (),
+    mesh: Mesh | BoundMesh | None = None,
+    options: ModelOptions | None = None,
+    logits: Logits | None = None,
+) -> Tensor:
+    """Continue each row of `tokens` by `num_tokens` draws from softmax(logits / temperature).
+
+    Keys and values of what was read are kept (`functron.models.generation`), so that each new
+    token is read once. Where that cannot be, as the text becomes longer than `max_seq`, or on one
+    rank tokens of a sequence compete for experts, or `logits` or an attention without a form for
+    kept keys is given, the last `max_seq` tokens are read again for every new one. A Mamba-2 model
+    reads token by token, however many, and takes as long for each.
+
+    Args:
+        params: the parameters of `gpt.defs(config)` or `mamba.defs(config)`, as `mesh` splits them;
+            or what `logits` takes.
+        config: the architecture.
+        tokens: int64 ``[batch, seq]``, at least one token each; on a bound mesh, those of this
+            rank's data-parallel part.
+        num_tokens: how many to add.
+        lengths: int64 ``[batch]``, of prompts of different lengths, which are padded at the end;
+            None: all have `seq` tokens.
+        temperature, top_k, top_p: see `Draw`.
+        key: the key of the draws; temperature 0 needs none.
+        stop: tokens after which a row has ended: it repeats that token while others go on, and
+            when all rows have ended no more are drawn.
+        mesh: data, expert and tensor-parallel ranks that do it together, simulated or bound; None:
+            one. Parameters lie on it as ``gpt.rules(config, mesh)`` has it.
+        options: gather, experts, kernels and hooks of `gpt.forward`; others do not matter here.
+            Parameters that data axes split are gathered without being asked for.
+        logits: ``(params, tokens)`` to the logits of every next token, ``[batch, seq, vocab]``; the
+            same on all ranks. One through a `pipeline.Pipeline` runs on the ranks of a pipeline.
+
+    Returns:
+        int64 ``[batch, seq + num_tokens]``, or shorter where all rows have ended. Each row's new
+        tokens follow its prompt directly; where prompts are shorter, the end is padded with the
+        last token.
+
+    Raises:
+        ValueError: an empty prompt, a token outside the vocabulary, values out of range, a missing
+            key, a mesh that cannot generate, lengths with what has no cache, or either with a
+            Mamba-2 model.
+    """
+    draw = Draw(temperature, top_k, top_p)
+    check_prompt(config, tokens, num_tokens, draw, key, lengths)
+    if isinstance(config, mamba.MambaConfig):
+        others = {"lengths": lengths, "mesh": mesh, "options": options, "logits": logits}
+        _require_alone(others)
+        steps = _recurrent(params, config, tokens, num_tokens)
+        return drawn(steps, draw, tokens, num_tokens, key, stop)
+    total = tokens.shape[1] + num_tokens
+    with_cache = logits is None and total <= config.max_seq
+    on_mesh = mesh is not None or options is not None
+    if lengths is None and logits is None and _uncached(options):
+        raise_problems("cannot generate", _axis_problems(mesh))
+        with_cache = False
+    elif on_mesh or lengths is not None:
+        longest = total if lengths is not None else 0
+        _require_cache(config, mesh, options, logits is None, longest)
+    elif with_cache:
+        with_cache = _cacheable(config)
+    if with_cache:
+        steps = _cached(params, config, tokens, lengths, num_tokens, mesh, options)
+    else:
+        read = logits or (_reader(config, mesh, options) if on_mesh else partial(_dense, config))
+        steps = _reread(params, config, tokens, num_tokens, read)
+    return drawn(steps, draw, tokens, num_tokens, key, stop, lengths=lengths, mesh=mesh)
+
+
+def _cacheable(config: gpt.GPTConfig) -> bool:
+    try:
+        check(config)
+    except ValueError:
+        return False
+    return True
+
+
+def _require_cache(config, mesh, options, by_model: bool, total: int) -> None:
+    """Refuse what needs a cache, of `total` tokens, where there is none."""
+    check(config, mesh, options)
+    found = []
+    if not by_model:
+        wanted, fix = "None with mesh, lengths or options", "leave it out, or those"
+        found.append(Problem("logits", "a function", wanted, fix))
+    if total > config.max_seq:
+        wanted = f"at most max_seq={config.max_seq} with lengths"
+        fix = "generate fewer, or give prompts of one length"
+        found.append(Problem("num_tokens", f"{total} tokens in all", wanted, fix))
+    raise_problems("cannot generate with a cache", found)
+
+
+def _require_alone(others: dict) -> None:
+    """Refuse what a recurrence does not do."""
+    wanted, fix = (
+        "None with a Mamba-2 model",
+        "one rank, prompts of one length; or step by mamba.step",
+    )
+    given = [Problem(name, "a value", wanted, fix) for name, x in others.items() if x is not None]
+    raise_problems("cannot sample", given)
+
+
+def drawn(
+    steps: Steps,
+    draw: Draw,
+    tokens: Tensor,
+    num_tokens: int,
+    key: Tensor | None,
+    stop: Collection[int],
+    *,
+    lengths: Tensor | None = None,
+    mesh: Mesh | BoundMesh | None = None,
+) -> Tensor:
+    """The prompts and what is drawn from the logits of `steps`, which is sent every draw.
+
+    The arguments and the result are those of `generate`.
+    """
+    stops = torch.tensor(sorted(stop), dtype=tokens.dtype, device=tokens.device)
+    ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
+    rows = torch.arange(tokens.shape[0], device=tokens.device) + _first_row(tokens, mesh)
+    ends = torch.full_like(tokens[:, 0], tokens.shape[1]) if lengths is None else lengths
+    last = tokens.gather(1, (ends - 1).unsqueeze(1)).squeeze(1)
+    found = []
+    for index in range(num_tokens):
+        logits = next(steps) if index == 0 else steps.send(last)
+        chosen = draw(logits, None if key is None else random.fold_in(key, index), rows)
+        last = torch.where(ended, last, chosen)
+        found.append(last)
+        if stop:
+            ended = torch.isin(last, stops)
+            if _everywhere(ended, mesh):
+                break
+    if lengths is None or not found:
+        return torch.cat([tokens, *(x.unsqueeze(1) for x in found)], dim=1)
+    new = torch.stack(found, 1)
+    out = torch.cat([tokens, new[:, -1:].expand_as(new)], dim=1)
+    places = torch.arange(out.shape[1], device=out.device)
+    out = torch.where(places < ends.unsqueeze(1), out, new[:, -1:])
+    at = ends.unsqueeze(1) + torch.arange(new.shape[1], device=out.device)
+    return out.scatter(1, at, new)
+
+
+def _first_row(tokens: Tensor, mesh: Mesh | BoundMesh | None) -> int:
+    if not isinstance(mesh, BoundMesh):
+        return 0
+    index = 0
+    for axis in DATA_AXES:
+        index = index * mesh[axis] + mesh.coordinate.get(axis, 0)
+    return index * tokens.shape[0]
+
+
+def _everywhere(ended: Tensor, mesh: Mesh | BoundMesh | None) -> bool:
+    """Whether all rows have ended, those of other data ranks too, which go on together."""
+    if isinstance(mesh, BoundMesh):
+        least = shard_map(lambda x: lax.pmin(x, DATA_AXES), mesh, P(DATA_AXES), P())
+        ended = least(ended.all()[None].to(torch.int64))
+    return bool(ended.all())
+
+
+def _dense(config: gpt.GPTConfig, params, tokens: Tensor) -> Tensor:
+    return gpt.forward(config, params, tokens)
+
+
+def _reader(
+    config: gpt.GPTConfig, mesh: Mesh | BoundMesh | None, options: ModelOptions | None
+) -> Logits:
+    """`gpt.forward` over a mesh, with the logits whole on every rank of tp."""
+    mesh, specs, options = placed(config, mesh, options)
+    options = replace(options, stream=STREAM, remat="none", context=_IN_ORDER)
+
+    def read(params, tokens):
+        found = gpt.forward(config, params, tokens, options)
+        return lax.all_gather(found, "tp", axis=-1, tiled=True)
+
+    return shard_map(read, mesh, (specs, P(DATA_AXES)), P(DATA_AXES))
+
+
+def placed(
+    config: gpt.GPTConfig, mesh: Mesh | BoundMesh | None, options: ModelOptions | None
+) -> tuple[Mesh | BoundMesh, tree.Tree, ModelOptions]:
+    """The mesh, how parameters are split on it, and the options, by which they are gathered."""
+    mesh, options = Mesh() if mesh is None else mesh, options or DEFAULTS
+    specs = param_specs(gpt.defs(config, options), gpt.rules(config, mesh))
+    gather = Gather(specs) if options.gather is WHOLE else options.gather
+    return mesh, specs, replace(options, gather=gather)
+
+
+def _reread(params, config, tokens: Tensor, num_tokens: int, read: Logits) -> Steps:
+    for _ in range(num_tokens):
+        found = read(params, tokens[:, -config.max_seq :])
+        last = yield found[:, -1, : config.vocab_size].float()
+        tokens = torch.cat([tokens, last.unsqueeze(1)], dim=1)
+
+
+def _cached(params, config, tokens: Tensor, lengths, num_tokens: int, mesh, options) -> Steps:
+    start, step = cached(config, mesh, tokens.shape[1] + num_tokens, options)
+    places = torch.full_like(tokens[:, 0], tokens.shape[1]) if lengths is None else lengths
+    found, cache = start(params, tokens, places)
+    for index in range(num_tokens):
+        last = yield found.float()
+        if index + 1 < num_tokens:
+            found, cache = step(params, cache, last, places + index)
+
+
+def _recurrent(params, config: mamba.MambaConfig, tokens: Tensor, num_tokens: int) -> Steps:
+    cache = mamba.empty_cache(config, params, tokens.shape[0])
+    for index in range(tokens.shape[1] - 1):
+        _, cache = mamba.step(config, params, tokens[:, index], cache)
+    last = tokens[:, -1]
+    for _ in range(num_tokens):
+        found, cache = mamba.step(config, params, last, cache)
+        last = yield found[:, : config.vocab_size].float()
+
+
+def cached(
+    config: gpt.GPTConfig,
+    mesh: Mesh | BoundMesh | None,
+    room: int,
+    options: ModelOptions | None = None,
+) -> tuple[Callable, Callable]:
+    """`generation.prefill` and `generation.extend` over a mesh: ``(start, step)``.
+
+    ``start(params, tokens, lengths)`` and ``step(params, cache, tokens, places)`` return logits
+    ``[batch, vocab_size]`` and the cache, which has room for `room` tokens.
+
+    Raises:
+        ValueError: what `generation.check` raises.
+    """
+    check(config, mesh, options)
+    mesh, specs, given = placed(config, mesh, options)
+    rows, kept = P(DATA_AXES), cache_specs(config)
+
+    def start(params, tokens, lengths):
+        return prefill(config, params, tokens, lengths, given, room=room)
+
+    def step(params, cache, tokens, places):
+        return extend(config, params, cache, tokens, places, given)
+
+    both = (rows, kept)
+    return (
+        shard_map(start, mesh, (specs, rows, rows), both),
+        shard_map(step, mesh, (specs, kept, rows, rows), both),
+    )
+
+
+def check_prompt(
+    config: Any,
+    tokens: Tensor,
+    num_tokens: int,
+    draw: Draw,
+    key: Tensor | None,
+    lengths: Tensor | None = None,
+) -> None:
+    """Refuse what no model with the vocabulary of `config` continues; see `generate`.
+
+    Raises:
+        ValueError: listing everything that is wrong.
+    """
+    found = []
+    if tokens.dim() != 2 or not tokens.numel():
+        got = f"shape {tuple(tokens.shape)}"
+        found.append(Problem("tokens", got, "[batch, seq] with seq >= 1", "give a prompt"))
+    elif int(tokens.min()) < 0 or int(tokens.max()) >= config.vocab_size:
+        got = f"ids from {int(tokens.min())} to {int(tokens.max())}"
+        found.append(Problem("tokens", got, f"ids from 0 to {config.vocab_size - 1}"))
+    elif lengths is not None and (
+        lengths.shape != tokens.shape[:1]
+        or int(lengths.min()) < 1
+        or int(lengths.max()) > tokens.shape[1]
+    ):
+        got = f"{lengths.tolist()}"
+        found.append(Problem("lengths", got, f"one per row, from 1 to {tokens.shape[1]}"))
+    if num_tokens < 0:
+        found.append(Problem("num_tokens", str(num_tokens), "at least 0"))
+    if draw.temperature > 0 and key is None:
+        found.append(Problem("key", "None", "a key", "pass random.key(seed), or temperature=0"))
+    raise_problems("cannot sample", found)

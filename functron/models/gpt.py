@@ -1,44 +1,44 @@
 """One decoder, driven by its config: GPT-2, GPT-3 and Llama 3 are presets of it.
 
-`defs` says what the parameters are, `rules` how a mesh splits them, and `forward` and `loss` are
-per-rank programs: pure functions of this rank's parameters and batch.
+`defs` makes the parameters, `rules` splits them over a mesh, and `forward` and `loss` are per-rank
+programs: pure functions of this rank's parameters and batch, run as `ModelOptions` has it.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
-from functron import nn, params
-from functron.errors import Problem, public, raise_problems
+from functron import params
+from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models import decoder, mup
-from functron.models.activations import watched_names
-from functron.models.ahead import ahead_defs
-from functron.models.block import (
-    RING,
+from functron.models.block import block_defs, norm_defs
+from functron.models.config import GPTConfig
+from functron.models.decoder import Details, StageOutput, ahead_defs, watched_names
+from functron.models.mup import folded
+from functron.models.options import (
+    DEFAULTS,
     SEQUENCE_PARALLEL_STREAM,
     STREAM,
     WHOLE,
-    Details,
-    How,
-    Passed,
+    Hook,
+    ModelOptions,
     Remat,
-    block_defs,
-    norm_defs,
+    keywords_of,
 )
-from functron.models.config import GPTConfig
-from functron.models.mup import folded
 from functron.models.presets import PRESETS
-from functron.models.rules import rules
-from functron.models.sequence import SAMPLE_AXES, Batch, Context, arranged, require
+from functron.models.sequence import SAMPLE_AXES, Batch, Context, arranged, num_targets, require
 from functron.nn import moe
-from functron.ops import AUTO, Kernels
 from functron.params import Normal, ParamDef
 from functron.pipeline.layout import Part, whole
 from functron.program.cost import attended
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd import collectives as lax
-from functron.transforms import Gather
-from functron.typing import Float, Int, Key, Scalar, Tensor
+from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
+from functron.spmd.shards import as_entry
+from functron.spmd.spec import Rules
 
 __all__ = [
     "PRESETS",
@@ -49,6 +49,8 @@ __all__ = [
     "Context",
     "Details",
     "GPTConfig",
+    "Hook",
+    "ModelOptions",
     "Remat",
     "batch_specs",
     "defs",
@@ -67,32 +69,161 @@ __all__ = [
 ]
 
 
+_TOKENS = ("ep", *CONTEXT_AXES, "tp")
+
+
 @public
-def defs(config: GPTConfig) -> dict:
+def rules(
+    config: GPTConfig,
+    mesh: Mesh | BoundMesh,
+    *,
+    fsdp: tuple[str, ...] = ("fsdp",),
+    experts: tuple[str, ...] = ("ep",),
+) -> Rules:
+    """Megatron's tensor parallelism, and fully sharded data parallelism, for this model and mesh.
+
+    Heads, feed-forward features and vocabulary split over ``tp``. With fewer key/value heads than
+    tensor-parallel ranks these heads are replicated and each rank uses those of its queries. What
+    has an "embed" dim, all matrices among it, splits that dim over the axes `fsdp`; biases of heads
+    and features, and scales of single heads, are whole there. Experts split over the axes
+    `experts`, and the hidden features of each over ``tp`` where that is none of these.
+
+    Args:
+        config: the architecture.
+        mesh: the ranks.
+        fsdp: the data axes that parameters are split over, to be gathered where they are used
+            (`functron.Gather`): ``("fsdp",)``, beside which dp replicates; ``("dp", "fsdp")``
+            for ZeRO-3 over all data ranks; ``()`` where fsdp splits nothing but the batch.
+        experts: the axes that experts are divided over, all of which split tokens: ``("ep",)``;
+            ``("ep", "tp")`` under sequence parallelism, which is Megatron's folding with
+            expert-tensor-parallel size 1; with ``"cp"`` and ``"ulysses"`` where these exist. Pass
+            the same in `ModelOptions`.
+
+    Raises:
+        ValueError: tp, fsdp or experts does not divide what it splits, or the mesh has an axis this
+            model does not use; all offenders are listed.
+    """
+    tp, moe = mesh["tp"], config.moe
+    replicate_kv = config.kv_heads < tp and tp % config.kv_heads == 0
+    wanted = {"num_heads": config.num_heads}
+    if not replicate_kv:
+        wanted["num_kv_heads"] = config.kv_heads
+    if "dense" in config.stacks or moe is None:
+        wanted["mlp_dim"] = config.mlp_dim
+    if moe is not None:
+        wanted["moe.shared_dim"] = moe.shared_dim
+        wanted |= {} if "tp" in experts else {"moe.expert_dim": moe.expert_dim}
+    found = [
+        Problem(name, str(size), f"a multiple of tp={tp}", "choose a tp that divides it")
+        for name, size in wanted.items()
+        if size % tp
+    ]
+    if config.num_heads % (tp * mesh["ulysses"]) and not config.num_heads % tp:
+        fix = "use fewer, and cp for the others"
+        each = f"a multiple of tp={tp} x ulysses={mesh['ulysses']}"
+        found.append(Problem("num_heads", str(config.num_heads), each, fix))
+    if config.padded_vocab % tp:
+        found.append(
+            Problem(
+                "vocab_multiple",
+                str(config.vocab_multiple),
+                f"a multiple of tp={tp}",
+                f"set vocab_multiple={math.lcm(config.vocab_multiple, tp)}",
+            )
+        )
+    found += _expert_problems(config, mesh, experts)
+    found += _fsdp_problems(config, mesh, fsdp)
+    raise_problems("this model cannot run on this mesh", found)
+    split = tuple(axis for axis in fsdp if mesh[axis] > 1)
+    embed = {"embed": split[0] if len(split) == 1 else split} if split else {}
+    return Rules(
+        {
+            "vocab": "tp",
+            "heads": "tp",
+            "kv_heads": None if replicate_kv else "tp",
+            "mlp": "tp",
+            "expert": as_entry([axis for axis in experts if mesh[axis] > 1]),
+            "expert_mlp": None if "tp" in experts else "tp",
+            **embed,
+        }
+    )
+
+
+def _expert_problems(
+    config: GPTConfig, mesh: Mesh | BoundMesh, experts: tuple[str, ...]
+) -> list[Problem]:
+    if config.moe is None:
+        wanted, fix = "ep=1: this decoder has no experts", "put those ranks on dp, fsdp or tp"
+        return [Problem("mesh", f"ep={mesh['ep']}", wanted, fix)] if mesh["ep"] > 1 else []
+    if set(experts) - set(_TOKENS) or len(set(experts)) < len(experts):
+        fix = "for more ranks of data, use ep: it splits the batch as dp does"
+        return [Problem("experts", repr(experts), f"some of {_TOKENS}, each once", fix)]
+    found, count = [], config.moe.num_experts
+    ranks = math.prod(mesh[axis] for axis in experts)
+    if count % ranks:
+        each = " x ".join(f"{axis}={mesh[axis]}" for axis in experts if mesh[axis] > 1)
+        fix = f"divide them among {math.gcd(count, ranks)} ranks"
+        found.append(Problem("moe.num_experts", str(count), f"a multiple of {each}", fix))
+    if "ep" not in experts and mesh["ep"] > 1:
+        wanted, fix = "ep among the axes of experts, or ep=1", "use dp for those ranks"
+        found.append(Problem("experts", f"{experts} on ep={mesh['ep']}", wanted, fix))
+    return found
+
+
+def _fsdp_problems(
+    config: GPTConfig, mesh: Mesh | BoundMesh, fsdp: tuple[str, ...]
+) -> list[Problem]:
+    unknown = [axis for axis in fsdp if axis not in FSDP_AXES]
+    found = [
+        Problem("fsdp", repr(axis), "data axes: 'dp', 'fsdp' or both", "leave it out")
+        for axis in unknown
+    ]
+    ranks = math.prod(mesh[axis] for axis in fsdp)
+    sizes = {"embed_dim": config.embed_dim}
+    if config.moe is not None and config.moe.latent_dim:
+        sizes["moe.latent_dim"] = config.moe.latent_dim
+    for name, size in sizes.items():
+        if not unknown and size % ranks:
+            named = " * ".join(f"{axis}={mesh[axis]}" for axis in fsdp if mesh[axis] > 1)
+            below, above = math.gcd(size, ranks), -(-size // ranks) * ranks
+            fix = f"split over {below} ranks, or set {name}={above}"
+            found.append(Problem(name, str(size), f"a multiple of {named}", fix))
+    return found
+
+
+@public
+def defs(config: GPTConfig, options: ModelOptions = DEFAULTS) -> dict:
     """The parameters: ``{"embed", "positions"?, "dense"?, "blocks", "norm"?, "unembed"?, "mtp"?}``.
 
     Those of all blocks are stacked on a leading "layers" dim; where the first blocks are dense and
     the others have experts, these are "dense" and those "blocks". Where `config` has a base width
-    they begin as `mup` says.
+    they begin as `mup` has it.
+
+    Args:
+        config: the architecture.
+        options: of its hooks, those with parameters of their own; the others change nothing here.
     """
-    model, m = _standard(config), mup.width(config)
-    return model if m == 1 else mup.parametrized(model, _standard(mup.wider(config)), m)
+    _check_hooks(config, options)
+    model, m = _standard(config, options), config.mup_width
+    if m == 1:
+        return model
+    return mup.parametrized(model, _standard(mup.wider(config), options), m)
 
 
-def _standard(config: GPTConfig) -> dict:
-    """The parameters, whatever their width is beside others."""
+def _standard(config: GPTConfig, options: ModelOptions) -> dict:
+    """The parameters in the standard parametrization."""
     c, dtype = config, config.torch_dtype
     normal = Normal(c.init_stddev)
     model: dict = {
         "embed": ParamDef((c.padded_vocab, c.embed_dim), ("vocab", "embed"), normal, dtype)
     }
-    if norm := norm_defs(c):
+    if norm := norm_defs(c, options):
         model["norm"] = norm
     for name, layers in c.stacks.items():
-        layer = block_defs(c, experts=c.moe is not None and name == "blocks")
-        model[name] = params.stack(layer, len(layers))
+        experts = c.moe is not None and name == "blocks"
+        model[name] = params.stack(block_defs(c, experts=experts, options=options), len(layers))
     if c.mtp_depth:
-        model["mtp"] = ahead_defs(c)
+        model["mtp"] = ahead_defs(c, options)
     if c.positions == "learned":
         model["positions"] = ParamDef((c.max_seq, c.embed_dim), (None, "embed"), normal, dtype)
     if not c.tied:
@@ -102,21 +233,44 @@ def _standard(config: GPTConfig) -> dict:
     return model
 
 
+def _check_hooks(config: GPTConfig, options: ModelOptions) -> None:
+    """Refuse hooks that this architecture has no place for."""
+    found = []
+    if options.router is not None and config.moe is None:
+        wanted, fix = "None without experts", "set moe in the config, or leave it out"
+        found.append(Problem("options.router", "a function", wanted, fix))
+    if options.mlp is not None and config.moe is not None and "dense" not in config.stacks:
+        wanted, fix = "None where every layer has experts", "use router or block instead"
+        found.append(Problem("options.mlp", "a function", wanted, fix))
+    if options.norm is not None and config.mtp_depth:
+        wanted, fix = "None with mtp_depth, whose modules have norms of their own", "leave one out"
+        found.append(Problem("options.norm", "a function", wanted, fix))
+    raise_problems("the hooks of these options have no place", found)
+
+
+def ready(config: GPTConfig, options: ModelOptions) -> ModelOptions:
+    """The options, checked, with sequences in order for an attention that sees whole ones."""
+    _check_hooks(config, options)
+    hook = options.hook("attention")
+    if hook is None or keywords_of(hook.apply, {"context": None}):
+        return options
+    if options.context.order == "balanced":
+        fix = "let attention take context, or use another order"
+        wanted = "attention with a parameter context"
+        refuse("the options do not fit", "options.context", 'order="balanced"', wanted, fix)
+    return replace(options, context=Context("ring", "contiguous"))
+
+
 @public
 def forward(
     config: GPTConfig,
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
+    options: ModelOptions = DEFAULTS,
     *,
     rows: Int[Tensor, " batch"] | None = None,
     positions: Int[Tensor, "batch seq *several"] | None = None,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
-    context: Context = RING,
-    experts: tuple[str, ...] = ("ep",),
-    kernels: Kernels = AUTO,
 ) -> Float[Tensor, "batch seq columns"]:
     """The logits of every next token.
 
@@ -125,19 +279,12 @@ def forward(
         weights: this rank's part of the parameters.
         tokens: int64 ``[batch, seq]``, this rank's samples; where axes of the mesh split sequences
             (`CONTEXT_AXES`), its part of each, in order.
+        options: how the model is run.
         rows: int64 ``[batch]``, the samples' indices in the global batch, for dropout; None where
             each data rank's tokens are its whole part of that batch, in order.
         positions: int64 ``[batch, seq]`` or, for `GPTConfig.rope_sections`, ``[batch, seq,
             sections]``; None: the places of the tokens in their samples.
         key: the key of dropout's masks; None switches dropout off.
-        stream: `STREAM` or `SEQUENCE_PARALLEL_STREAM`.
-        remat: what backward computes again; see `Remat`.
-        gather: how parameters that data axes split are gathered where they are used: the specs of
-            all of the model's, ``param_specs(defs(config), rules(config, mesh))``, and more; what
-            each block needs by itself, and again in backward.
-        context: how attention reaches across the ranks that split sequences.
-        experts: the axes that experts are divided over, as the rules have it; see `rules`.
-        kernels: which operations CUDA kernels of functron compute; see `functron.ops.use`.
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
@@ -146,14 +293,14 @@ def forward(
 
     Raises:
         ValueError: the sequence is longer than `max_seq`, or does not divide over the axes that
-            split it.
+            split it; or options that this model has no place for.
     """
     given = {"tokens": tokens, "rows": rows, "positions": positions}
     batch = {name: value for name, value in given.items() if value is not None}
-    part = whole(config.num_layers)
-    how = How(key, stream, remat, gather, context, experts, kernels)
-    x, _ = decoder.stream(config, part, weights, None, arranged(batch, context), how)
-    return decoder.logits(config, weights, x, how)
+    part, options = whole(config.num_layers), ready(config, options)
+    sequence = arranged(batch, options.context)
+    x, _ = decoder.stream(config, part, weights, None, sequence, options, key)
+    return decoder.logits(config, weights, x, options)
 
 
 @public
@@ -161,39 +308,36 @@ def stage(
     config: GPTConfig,
     part: Part,
     weights: dict,
-    x: Passed | None,
+    x: StageOutput | None,
     batch: Batch,
+    options: ModelOptions = DEFAULTS,
     *,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
-    context: Context = RING,
-    experts: tuple[str, ...] = ("ep",),
-    kernels: Kernels = AUTO,
-) -> Passed:
-    """What one stage of a pipeline makes of the residual stream that the stage before made.
+) -> StageOutput:
+    """One stage of a pipeline: the residual stream after its layers.
 
     Args:
         config: the architecture, of the whole model.
-        part: what the stage computes.
-        weights: this rank's part of the stage's parameters: those that `uses` says, of stacked ones
-            the rows of its layers.
-        x: what the stage before returned; None for the stage with the embedding.
+        part: the layers of the stage, and whether it has the embedding or the loss.
+        weights: this rank's part of the stage's parameters: those that `uses` lists, of stacked
+            ones the rows of its layers.
+        x: the result of the stage before; None for the stage with the embedding.
         batch: ``tokens``, of which the stage with the embedding needs the numbers, and ``rows``,
             without which each data rank's samples are taken to be its whole part of the batch.
-        key, stream, remat, context, experts, kernels: as in `forward`.
-        gather: as in `forward`, with the specs of the whole model's parameters.
+        options: as in `forward`; ``gather`` with the specs of the whole model's parameters.
+        key: as in `forward`.
 
     Returns:
-        The residual stream with spec `stream`, in a pair with what routers have said so far where
-        there are layers of experts up to here; at the stage with the loss, the logits of `forward`.
+        The residual stream with spec ``options.stream``, in a pair with the auxiliary loss and
+        statistics so far where there are layers of experts up to here; at the stage with the loss,
+        the logits of `forward`.
     """
-    how = How(key, stream, remat, gather, context, experts, kernels)
-    x, said = decoder.stream(config, part, weights, x, arranged(batch, context), how)
+    options = ready(config, options)
+    sequence = arranged(batch, options.context)
+    x, beside = decoder.stream(config, part, weights, x, sequence, options, key)
     if part.loss:
-        return decoder.logits(config, weights, x, how)
-    return x if said is None else (x, said)
+        return decoder.logits(config, weights, x, options)
+    return x if beside is None else (x, beside)
 
 
 def batch_specs(*, packed: bool = False, placed: bool = False) -> dict[str, P]:
@@ -209,11 +353,11 @@ def batch_specs(*, packed: bool = False, placed: bool = False) -> dict[str, P]:
     return {**dict.fromkeys(names, P(DATA_AXES, CONTEXT_AXES)), "rows": P(DATA_AXES)}
 
 
-def uses(config: GPTConfig) -> dict[str, str | range]:
+def uses(config: GPTConfig, options: ModelOptions = DEFAULTS) -> dict[str, str | range]:
     """Which stages of a pipeline use each entry of `defs`, as `pipeline.Partition` wants it."""
     embed = "EL" if config.tied or config.mtp_depth else "E"
     table: dict[str, str | range] = {"embed": embed, **config.stacks}
-    if norm_defs(config):
+    if norm_defs(config, options):
         table["norm"] = "L"
     if config.positions == "learned":
         table["positions"] = "E"
@@ -229,16 +373,9 @@ def loss(
     config: GPTConfig,
     weights: dict,
     batch: Batch,
+    options: ModelOptions = DEFAULTS,
     *,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
-    context: Context = RING,
-    experts: tuple[str, ...] = ("ep",),
-    kernels: Kernels = AUTO,
-    loss_chunk_tokens: int = 0,
-    axes: tuple[str, ...] = SAMPLE_AXES,
 ) -> Scalar:
     """The sum of all tokens' losses over the batch of all ranks; replicated over the mesh.
 
@@ -246,26 +383,21 @@ def loss(
     also when these hold different numbers of tokens.
 
     Args:
+        config, weights, options, key: as in `forward`.
         batch: this rank's samples; targets of `nn.IGNORE_INDEX` do not count.
-        loss_chunk_tokens: make logits of so many of a rank's tokens at a time, and again in
-            backward: they take memory for so many tokens alone; 0: of all, once.
-        axes: the axes over which the losses are summed; without one that splits samples, each rank
-            along it has a loss of its own. The same are to be passed to `num_targets`,
-            `value_and_grad` and, with those that split parameters, `sync_gradients`.
 
     Returns:
         A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
         one all-reduce of a scalar.
 
     Raises:
-        ValueError: what `forward` raises, or ranks along an axis that is none of `axes` compute one
-            loss together: they split sequences, or their tokens share experts.
+        ValueError: what `forward` raises, or ranks along an axis that is none of ``options.axes``
+            compute one loss together: they split sequences, or their tokens share experts.
     """
-    require(batch, "tokens", "targets")
-    _check_axes(config, axes)
-    how = How(key, stream, remat, gather, context, experts, kernels, loss_chunk_tokens, axes=axes)
-    part, sequence = whole(config.num_layers), arranged(batch, context)
-    out = decoder.loss(config, part, weights, None, sequence, how)
+    if options.watch:
+        fix = "call gpt.loss_and_details, or leave it out"
+        refuse("gpt.loss returns the loss alone", "options.watch", "True", "False", fix)
+    out = _whole_loss(config, weights, batch, options, key)
     return out[0] if config.has_details else out
 
 
@@ -274,30 +406,26 @@ def loss_and_details(
     config: GPTConfig,
     weights: dict,
     batch: Batch,
+    options: ModelOptions = DEFAULTS,
     *,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
-    context: Context = RING,
-    experts: tuple[str, ...] = ("ep",),
-    kernels: Kernels = AUTO,
-    loss_chunk_tokens: int = 0,
-    watch: bool = False,
 ) -> tuple[Scalar, Details]:
-    """`loss` where it has several terms (`GPTConfig.has_details`), and what they are made of.
+    """`loss` where it has several terms (`GPTConfig.has_details`, ``options.watch``), and these.
 
     For `make_step` with ``has_aux=True``. Collectives: one more all-reduce of a few numbers, per
-    expert and layer if there are experts; and one of a number per layer with `watch`.
-
-    Args:
-        watch: say how large the residual stream is after every layer: ``stream`` of `Details`.
+    expert and layer if there are experts; and one of a number per layer with ``options.watch``.
     """
+    return _whole_loss(config, weights, batch, options, key)
+
+
+def _whole_loss(
+    config: GPTConfig, weights: dict, batch: Batch, options: ModelOptions, key: Key | None
+) -> Any:
     require(batch, "tokens", "targets")
-    chunk = loss_chunk_tokens
-    how = How(key, stream, remat, gather, context, experts, kernels, chunk, watch)
-    part, sequence = whole(config.num_layers), arranged(batch, context)
-    return decoder.loss(config, part, weights, None, sequence, how)
+    _check_axes(config, options.axes)
+    options = ready(config, options)
+    part, sequence = whole(config.num_layers), arranged(batch, options.context)
+    return decoder.loss(config, part, weights, None, sequence, options, key)
 
 
 @public
@@ -305,32 +433,26 @@ def stage_loss(
     config: GPTConfig,
     part: Part,
     weights: dict,
-    x: Passed | None,
+    x: StageOutput | None,
     batch: Batch,
+    options: ModelOptions = DEFAULTS,
     *,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
-    context: Context = RING,
-    experts: tuple[str, ...] = ("ep",),
-    kernels: Kernels = AUTO,
-    loss_chunk_tokens: int = 0,
-    watch: bool = False,
 ) -> Any:
-    """`stage`, but the stage with the loss returns that: what `loss` does, for one stage.
+    """`stage`, but the stage with the loss returns that: as `loss`, for one stage.
 
-    With terms beside the loss of the next token, or `watch`, it returns what `loss_and_details`
-    does; with `watch` stages also hand on how large the stream was. Of the batch, the stage with
-    the loss needs ``targets`` too, and so do those with layers of experts.
+    With terms beside the loss of the next token, or ``options.watch``, it returns what
+    `loss_and_details` does; with ``watch`` stages also send on how large the stream was. Of the
+    batch, the stage with the loss needs ``targets`` too, and so do those with layers of experts.
     """
-    chunk = loss_chunk_tokens
-    how = How(key, stream, remat, gather, context, experts, kernels, chunk, watch)
-    return decoder.loss(config, part, weights, x, arranged(batch, context), how)
+    _check_axes(config, options.axes)
+    options = ready(config, options)
+    sequence = arranged(batch, options.context)
+    return decoder.loss(config, part, weights, x, sequence, options, key)
 
 
 def summary(details: Details) -> dict[str, float]:
-    """What `Details` say, in a few numbers on the host.
+    """`Details` as a few numbers on the host.
 
     Returns:
         ``next_token_loss``; ``ahead_loss_1``, ...; and ``router_load_ratio`` and so on, of
@@ -342,21 +464,9 @@ def summary(details: Details) -> dict[str, float]:
         losses = (details["ahead"] / count).tolist()
         out |= {f"ahead_loss_{depth}": loss for depth, loss in enumerate(losses, 1)}
     if "routers" in details:
-        said = moe.summary(moe.RouterSums(*details["routers"]))
-        out |= {f"router_{name}": value for name, value in said.items()}
+        routers = moe.summary(moe.RouterSums(*details["routers"]))
+        out |= {f"router_{name}": value for name, value in routers.items()}
     return out
-
-
-@public
-def num_targets(batch: Batch, axes: tuple[str, ...] = SAMPLE_AXES) -> Int[Tensor, ""]:
-    """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce.
-
-    Args:
-        batch: this rank's samples.
-        axes: as in `loss`.
-    """
-    require(batch, "targets")
-    return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), axes)
 
 
 def _check_axes(config: GPTConfig, axes: tuple[str, ...]) -> None:

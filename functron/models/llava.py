@@ -8,27 +8,27 @@ stream that the decoder, `functron.models.gpt`, begins with. Image tokens are ne
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from functron import nn, random
-from functron.errors import Problem, public, raise_problems
+from functron import nn
+from functron.core import random
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models import decoder, gpt, vit
-from functron.models.block import RING, STREAM, WHOLE, How, Remat, check_whole
 from functron.models.config import GPTConfig
+from functron.models.options import DEFAULTS, ModelOptions
 from functron.models.sequence import SAMPLE_AXES, Sequence, arranged, require
 from functron.models.stack import Named
 from functron.models.vit import ViTConfig
 from functron.nn.linear import linear_defs
 from functron.pipeline.layout import Part
-from functron.scopes import named_scope
 from functron.spmd import P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import Rules
-from functron.transforms import Gather
-from functron.typing import Float, Int, Key, Scalar, Tensor
 
 __all__ = [
     "PRESETS",
@@ -47,7 +47,7 @@ class LlavaConfig:
     """Architecture of a LLaVA.
 
     Attributes:
-        vision: what makes features of images.
+        vision: the transformer that makes features of images.
         text: the decoder.
         image_token: the token at whose places patches are put, in order.
         activation: between the connector's layers.
@@ -105,8 +105,11 @@ PRESETS: Mapping[str, LlavaConfig] = Named(
 
 
 @public
-def defs(config: LlavaConfig) -> dict:
-    """The parameters: ``{"vision": vit.defs, "connector": {"up", "down"}, "text": gpt.defs}``."""
+def defs(config: LlavaConfig, options: ModelOptions = DEFAULTS) -> dict:
+    """The parameters: ``{"vision": vit.defs, "connector": {"up", "down"}, "text": gpt.defs}``.
+
+    The options are those of `gpt.defs`.
+    """
     c, dtype = config, config.text.torch_dtype
 
     def layer(rows: int, axes: tuple[str, str]) -> dict:
@@ -123,7 +126,7 @@ def defs(config: LlavaConfig) -> dict:
         "up": layer(c.vision.embed_dim, ("embed", "mlp")),
         "down": layer(c.text.embed_dim, ("mlp", "embed")),
     }
-    return {"vision": vit.defs(c.vision), "connector": connector, "text": gpt.defs(c.text)}
+    return {"vision": vit.defs(c.vision), "connector": connector, "text": gpt.defs(c.text, options)}
 
 
 @public
@@ -156,12 +159,10 @@ def forward(
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
     images: Float[Tensor, "batch images channels height width"],
+    options: ModelOptions = DEFAULTS,
     *,
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Float[Tensor, "batch seq columns"]:
     """The logits of every next token.
 
@@ -172,7 +173,9 @@ def forward(
             see `check_batch`.
         images: ``[batch, images, channels, image_size, image_size]``; a sample with fewer image
             tokens does not use the last ones.
-        rows, key, stream, remat, gather: as in `gpt.forward`.
+        options: as in `gpt.forward`, but for context, experts, router and watch, which are refused;
+            hooks are of the text's decoder.
+        rows, key: as in `gpt.forward`.
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``, as `gpt.forward`. Collectives: those of `vit.features`,
@@ -182,11 +185,10 @@ def forward(
         ValueError: as `vit.features` and `gpt.forward` do.
     """
     batch = {"tokens": tokens} if rows is None else {"tokens": tokens, "rows": rows}
-    how = How(key, stream, remat, gather.at("text"))
-    x, sequence = _stream(config, weights, batch, images, how, gather)
+    text, x, sequence = _stream(config, weights, batch, images, options, key)
     part = Part(range(config.text.num_layers), loss=True)
-    x, _ = decoder.stream(config.text, part, weights["text"], x, sequence, how)
-    return decoder.logits(config.text, weights["text"], x, how)
+    x, _ = decoder.stream(config.text, part, weights["text"], x, sequence, text, key)
+    return decoder.logits(config.text, weights["text"], x, text)
 
 
 @public
@@ -194,11 +196,9 @@ def loss(
     config: LlavaConfig,
     weights: dict,
     batch: Mapping[str, Tensor],
+    options: ModelOptions = DEFAULTS,
     *,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Scalar:
     """The sum of all tokens' losses over the batch of all ranks; replicated over the mesh.
 
@@ -214,10 +214,13 @@ def loss(
     """
     require(batch, "tokens", "targets", "images")
     batch = {**batch, "targets": _targets(config, batch)}
-    how = How(key, stream, remat, gather.at("text"))
-    x, sequence = _stream(config, weights, batch, batch["images"], how, gather)
+    text, x, sequence = _stream(config, weights, batch, batch["images"], options, key)
     part = Part(range(config.text.num_layers), loss=True)
-    return decoder.loss(config.text, part, weights["text"], x, sequence, how)
+    return decoder.loss(config.text, part, weights["text"], x, sequence, text, key)
+
+
+_OPTIONS = ("stream", "remat", "gather", "kernels", "loss_chunk_tokens", "axes", "attention", "mlp",
+            "norm", "block")  # fmt: skip
 
 
 def _stream(
@@ -225,38 +228,36 @@ def _stream(
     weights: dict,
     batch: Mapping[str, Tensor],
     images: Tensor,
-    how: How,
-    gather: Gather,
-) -> tuple[Tensor, Sequence]:
-    """What the decoder's blocks begin with: embeddings of tokens, and patches in their places."""
-    text, sequence = config.text, arranged(batch, RING)
+    options: ModelOptions,
+    key: Key | None,
+) -> tuple[ModelOptions, Tensor, Sequence]:
+    """The decoder's options, and the stream that its blocks begin with.
+
+    That has embeddings of tokens, and patches in the places of image tokens.
+    """
+    options.require_only("llava", *_OPTIONS)
+    vision = ModelOptions(options.stream, options.remat, options.gather.at("vision"))
+    text = gpt.ready(config.text, replace(options, gather=options.gather.at("text")))
+    sequence = arranged(batch, text.context)
     with named_scope("vision"):
-        given = {"stream": how.stream, "remat": how.remat, "gather": gather.at("vision")}
-        seen = vit.features(config.vision, weights["vision"], images.flatten(0, 1), **given)
+        seen = vit.features(config.vision, weights["vision"], images.flatten(0, 1), vision)
     with named_scope("connector"):
-        connector = gather.at("connector")(weights["connector"])
+        connector = options.gather.at("connector")(weights["connector"])
         patches = nn.mlp(connector, seen[:, 1:], activation=config.activation, stream=P())
         patches = patches.unflatten(0, images.shape[:2]).flatten(1, 2)
     with named_scope("embed"):
-        table = how.gather.at("embed")(weights["text"]["embed"])
-        check_whole(text, table.shape[1])
-        x = nn.embed_tokens(
-            table,
-            sequence.tokens,
-            stream=how.stream,
-            scale=text.embed_scale,
-            vocab_size=text.vocab_size,
-        )
+        x = decoder.embedded_tokens(config.text, weights["text"], sequence.tokens, text)
         here = sequence.tokens == config.image_token
         which = (here.long().cumsum(1) - 1).clamp(0, patches.shape[1] - 1)
-        which, here = (nn.stream_positions(x, how.stream, y) for y in (which, here.long()))
+        which, here = (nn.stream_positions(x, text.stream, y) for y in (which, here.long()))
         placed = patches.gather(1, which.unsqueeze(-1).expand(-1, -1, patches.shape[2]))
         x = torch.where(here.unsqueeze(-1) != 0, placed.to(x.dtype), x)
-        if text.positions == "learned":
-            places = how.gather.at("positions")(weights["text"]["positions"])
-            x = nn.add_positions(x, places, stream=how.stream, positions=sequence.positions)
-        last = None if how.key is None else random.split(how.key, text.num_layers + 1)[-1]
-        return how.drop(text, sequence, x, last), sequence
+        last = None if key is None else random.split(key, config.text.num_layers + 1)[-1]
+        return (
+            text,
+            decoder.positioned(config.text, weights["text"], sequence, text, x, last),
+            sequence,
+        )
 
 
 def _targets(config: LlavaConfig, batch: Mapping[str, Tensor]) -> Tensor:

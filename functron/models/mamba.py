@@ -12,28 +12,38 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from functron import nn, params, tree
-from functron.errors import public
-from functron.models.block import STREAM, WHOLE, Remat
-from functron.models.mamba_config import KINDS, PRESETS, MambaConfig
-from functron.models.sequence import SAMPLE_AXES, check_length, require
-from functron.models.stack import Run, check_gathered, tensor_rules
+from functron import nn, params
+from functron.core import tree
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.typing import Float, Int, Key, Scalar, Tensor
+from functron.models.config import Dtype, TextConfig
+from functron.models.options import DEFAULTS, ModelOptions
+from functron.models.sequence import check_length, num_targets, require
+from functron.models.stack import (
+    Named,
+    Stack,
+    choice_problems,
+    rate_problems,
+    size_problems,
+    summed_loss,
+    tensor_rules,
+)
 from functron.nn.linear import sequence_axes
-from functron.nn.mamba import MambaCache, mamba, mamba_cache, mamba_defs, mamba_step
+from functron.nn.mamba import Mamba2Config, MambaCache, mamba, mamba_cache, mamba_defs, mamba_step
 from functron.ops.attention import attention
 from functron.params import Normal, ParamDef
 from functron.program.cost import attended
-from functron.scopes import named_scope
 from functron.spmd import P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import Rules
-from functron.transforms import Gather
-from functron.typing import Float, Int, Key, Scalar, Tensor
 
 __all__ = [
     "PRESETS",
@@ -47,6 +57,175 @@ __all__ = [
     "rules",
     "step",
 ]
+
+
+KINDS: Mapping[str, str] = MappingProxyType({"M": "mamba", "*": "attention", "-": "mlp"})
+"""The kinds of layers by the letters of a pattern, as in Megatron."""
+
+
+@dataclass(frozen=True)
+class MambaConfig(TextConfig):
+    """Architecture of a Mamba-2 model, or a hybrid.
+
+    Attributes:
+        pattern: a letter per layer: ``M`` a state space, ``*`` attention, ``-`` a feed-forward
+            layer.
+        vocab_size: token ids are 0 to ``vocab_size - 1``.
+        embed_dim: width of the residual stream.
+        num_heads: heads of the state space, of `head_dim` each; twice `embed_dim` together in
+            Mamba-2.
+        head_dim: width of a head of the state space.
+        num_groups: groups of B and C; see `nn.Mamba2Config`.
+        state_dim: numbers of state per feature.
+        conv_width: tokens that the short convolution sees.
+        chunk: tokens per chunk of the state space; the numbers do not depend on it.
+        conv_bias: biases on the convolution.
+        dt_min: step sizes are at least this (0.001 in Nemotron-H).
+        attention_heads: query heads of attention layers.
+        attention_kv_heads: their key/value heads; 0: as many.
+        attention_head_dim: width of these; 0: ``embed_dim // attention_heads``.
+        mlp_dim: width of feed-forward layers.
+        activation: of feed-forward layers.
+        gated: multiply it by a second projection.
+        bias: biases on all linear layers.
+        norm_eps: epsilon of all norms.
+        tied: one matrix for embedding and unembedding.
+        dropout: rate on the embedding and on what each layer adds.
+        init_stddev: of all matrices; those that write to the stream are divided by
+            sqrt(2 layers).
+        vocab_multiple: the vocabulary is padded to a multiple of it.
+        dtype: of parameters and activations; decays and steps are float32 at least.
+    """
+
+    pattern: str = "MMMM"
+    vocab_size: int = 256
+    embed_dim: int = 256
+    num_heads: int = 8
+    head_dim: int = 64
+    num_groups: int = 1
+    state_dim: int = 64
+    conv_width: int = 4
+    chunk: int = 64
+    conv_bias: bool = True
+    dt_min: float = 0.0
+    attention_heads: int = 8
+    attention_kv_heads: int = 0
+    attention_head_dim: int = 0
+    mlp_dim: int = 1024
+    activation: nn.Activation = "relu2"
+    gated: bool = False
+    bias: bool = False
+    norm_eps: float = 1e-5
+    tied: bool = True
+    dropout: float = 0.0
+    init_stddev: float = 0.02
+    vocab_multiple: int = 384
+    dtype: Dtype = "float32"
+
+    def __post_init__(self):
+        raise_problems("MambaConfig describes no model", self._problems())
+
+    def _problems(self) -> list[Problem]:
+        sizes = ("vocab_size", "embed_dim", "num_heads", "head_dim", "num_groups", "state_dim")
+        sizes = (*sizes, "conv_width", "chunk", "attention_heads", "mlp_dim", "vocab_multiple")
+        found = size_problems(self, *sizes)
+        others = sorted(set(self.pattern) - set(KINDS))
+        if others or not self.pattern:
+            known = ", ".join(f"{letter} ({kind})" for letter, kind in KINDS.items())
+            found.append(Problem("pattern", repr(self.pattern), f"a letter per layer: {known}"))
+        if not found and self.num_heads % self.num_groups:
+            got = f"{self.num_groups} for num_heads={self.num_heads}"
+            found.append(Problem("num_groups", got, "a divisor of num_heads"))
+        if self.attention_heads > 0 and self.attention_heads % max(self.kv_heads, 1):
+            got = f"{self.kv_heads} for attention_heads={self.attention_heads}"
+            found.append(Problem("attention_kv_heads", got, "a divisor of attention_heads"))
+        found += choice_problems(self, {"activation": nn.Activation, "dtype": Dtype})
+        if self.dt_min < 0:
+            found.append(Problem("dt_min", str(self.dt_min), "at least 0"))
+        found += rate_problems(self)
+        return found
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many layers there are of each kind, by its name in the parameters."""
+        each = {name: self.pattern.count(letter) for letter, name in KINDS.items()}
+        return {name: count for name, count in each.items() if count}
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads of attention layers."""
+        return self.attention_kv_heads or self.attention_heads
+
+    @property
+    def mixer(self) -> Mamba2Config:
+        """The shapes of the state-space layers."""
+        return Mamba2Config(
+            self.embed_dim,
+            self.num_heads,
+            self.head_dim,
+            self.num_groups,
+            self.state_dim,
+            self.conv_width,
+            self.chunk,
+            bias=self.bias,
+            conv_bias=self.conv_bias,
+            norm_eps=self.norm_eps,
+            dt_limit=(self.dt_min, math.inf),
+        )
+
+    @property
+    def attention(self) -> nn.AttentionConfig:
+        """The shapes of the attention layers."""
+        return nn.AttentionConfig(
+            self.embed_dim,
+            self.attention_heads,
+            self.kv_heads,
+            self.attention_head_dim or self.embed_dim // self.attention_heads,
+            bias=self.bias,
+            out_bias=self.bias,
+        )
+
+
+def _mamba2(num_layers: int, embed_dim: int) -> MambaConfig:
+    return MambaConfig(
+        pattern="M" * num_layers,
+        vocab_size=50277,
+        embed_dim=embed_dim,
+        num_heads=2 * embed_dim // 64,
+        state_dim=128,
+        chunk=256,
+        vocab_multiple=16,
+    )
+
+
+_SMALL: dict[str, Any] = {
+    "embed_dim": 64,
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_dim": 16,
+    "chunk": 16,
+}
+PRESETS: Mapping[str, MambaConfig] = Named(
+    {
+        "mamba2-tiny": MambaConfig(pattern="MM", **_SMALL),
+        "mamba2-hybrid-tiny": MambaConfig(
+            pattern="M-M*-", num_groups=4, mlp_dim=192, attention_kv_heads=4, **_SMALL
+        ),
+        "mamba2-130m": _mamba2(24, 768),
+        "mamba2-370m": _mamba2(48, 1024),
+        "mamba2-780m": _mamba2(48, 1536),
+        "mamba2-1.3b": _mamba2(48, 2048),
+        "mamba2-2.7b": _mamba2(64, 2560),
+        "nemotron-h-8b": MambaConfig(
+            pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+            vocab_size=131072, embed_dim=4096, num_heads=128, num_groups=8, state_dim=128,
+            chunk=128, dt_min=1e-3, attention_heads=32, attention_kv_heads=8,
+            attention_head_dim=128, mlp_dim=21504, tied=False, vocab_multiple=128,
+        ),
+    }
+)  # fmt: skip
+"""Named architectures: the tiny ones train on a laptop; the others have their papers' sizes."""
+
 
 Cache = tuple[Any, ...]
 """Per layer: a `MambaCache`; keys and values so far; or () of a feed-forward layer."""
@@ -122,12 +301,10 @@ def forward(
     config: MambaConfig,
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
+    options: ModelOptions = DEFAULTS,
     *,
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Float[Tensor, "batch seq columns"]:
     """The logits of every next token.
 
@@ -135,7 +312,8 @@ def forward(
         config: the architecture.
         weights: this rank's part of the parameters.
         tokens: int64 ``[batch, seq]``, this rank's samples.
-        rows, key, stream, remat, gather: as in `gpt.forward`.
+        options: stream, remat, gather and axes; others are refused.
+        rows, key: as in `gpt.forward`.
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
@@ -144,30 +322,28 @@ def forward(
     Raises:
         ValueError: the sequence does not divide over the ranks that split it.
     """
-    run = Run(key, stream, remat, gather, config.dropout, rows)
-    check_length(tokens.shape[1], None, lax.axis_size(sequence_axes(stream)))
-    keys = run.keys(len(config.pattern) + 1)
+    stack = Stack("mamba", options, key, config.dropout, rows)
+    check_length(tokens.shape[1], None, lax.axis_size(sequence_axes(options.stream)))
+    keys = stack.keys(len(config.pattern) + 1)
     with named_scope("embed"):
-        table = gather.at("embed")(weights["embed"])
-        check_gathered("embed_dim", table.shape[1], config.embed_dim)
-        x = nn.embed_tokens(table, tokens, stream=stream, vocab_size=config.vocab_size)
-        x = run.drop(x, None if keys is None else keys[-1])
+        x = stack.embed(weights, tokens, config)
+        x = stack.drop(x, None if keys is None else keys[-1])
     first, done = dict.fromkeys(KINDS, 0), 0
     for kind, group in itertools.groupby(config.pattern):
         name, count = KINDS[kind], len(list(group))
         start, stop = first[kind], first[kind] + count
-        stack = weights[name]
+        layers = weights[name]
         if count < config.counts[name]:
-            stack = tree.map(lambda w, rows=slice(start, stop): w[rows], stack)
+            layers = tree.map(lambda w, rows=slice(start, stop): w[rows], layers)
         own = None if keys is None else keys[done : done + count]
-        x = run.at(name).over(_layer(config, name, run), x, stack, own)
+        x = stack.at(name).over(_layer(config, name, stack), x, layers, own)
         first[kind], done = stop, done + count
-    return _logits(config, weights, x, stream, gather)
+    return _logits(config, weights, x, options)
 
 
-def _layer(config: MambaConfig, name: str, run: Run):
+def _layer(config: MambaConfig, name: str, stack: Stack):
     """``(parameters, x, key) -> x`` of one layer of this kind."""
-    stream = run.stream
+    stream = stack.stream
 
     def layer(weights: dict, x: Tensor, key: Tensor | None) -> Tensor:
         mixer = weights["mixer"]
@@ -176,18 +352,19 @@ def _layer(config: MambaConfig, name: str, run: Run):
             if name == "mamba":
                 y = mamba(mixer, y, config.mixer, stream=stream)
             elif name == "attention":
-                core = run.core(nn.causal_attention)
+                core = stack.core(nn.causal_attention)
                 y = nn.self_attention(
                     mixer, y, config.attention, rope=None, core=core, stream=stream
                 )
             else:
                 y = nn.mlp(mixer, y, activation=config.activation, stream=stream)
-            return x + run.drop(y, key)
+            return x + stack.drop(y, key)
 
     return layer
 
 
-def _logits(config: MambaConfig, weights: dict, x: Tensor, stream: P, gather: Gather) -> Tensor:
+def _logits(config: MambaConfig, weights: dict, x: Tensor, options: ModelOptions) -> Tensor:
+    gather = options.gather
     with named_scope("norm"):
         scale = gather.at("norm")(weights["norm"])["scale"]
         x = nn.rms_norm(x, scale, eps=config.norm_eps)
@@ -195,7 +372,7 @@ def _logits(config: MambaConfig, weights: dict, x: Tensor, stream: P, gather: Ga
         name = "embed" if config.tied else "unembed"
         matrix = gather.at(name)(weights[name])
         matrix = matrix.mT if config.tied else matrix
-        return nn.column_parallel(nn.gather_sequence(x, stream), matrix)
+        return nn.column_parallel(nn.gather_sequence(x, options.stream), matrix)
 
 
 @public
@@ -203,11 +380,9 @@ def loss(
     config: MambaConfig,
     weights: dict,
     batch: Mapping[str, Tensor],
+    options: ModelOptions = DEFAULTS,
     *,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Scalar:
     """The sum of all tokens' losses over the batch of all ranks; replicated over the mesh.
 
@@ -229,19 +404,9 @@ def loss(
             "mamba.loss: got packed documents (segments); wanted samples of one document each: the "
             "state is not reset between documents; fix: do not pack"
         )
-    settings = {"key": key, "stream": stream, "remat": remat, "gather": gather}
     require(batch, "tokens", "targets")
-    logits = forward(config, weights, batch["tokens"], rows=batch.get("rows"), **settings)
-    with named_scope("loss"):
-        losses = nn.cross_entropy(logits, batch["targets"], vocab_size=config.vocab_size)
-        return lax.psum(losses.sum(), SAMPLE_AXES)
-
-
-@public
-def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
-    """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
-    require(batch, "targets")
-    return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
+    logits = forward(config, weights, batch["tokens"], options, rows=batch.get("rows"), key=key)
+    return summed_loss(logits, batch["targets"], config.vocab_size, options)
 
 
 def flops_per_token(config: MambaConfig, seq: int, *, whole: bool = False) -> int:
@@ -266,7 +431,7 @@ def flops_per_token(config: MambaConfig, seq: int, *, whole: bool = False) -> in
 
 
 def empty_cache(config: MambaConfig, weights: dict, batch: int) -> Cache:
-    """What `step` knows before the first token.
+    """The cache of `step` before the first token.
 
     Args:
         weights: this rank's part of the parameters, whole over data axes.
@@ -313,7 +478,7 @@ def step(
             y = nn.mlp(mixer, y, activation=config.activation, stream=P())
         x = x + y
         out.append(kept)
-    return _logits(config, weights, x, P(), WHOLE)[:, 0], tuple(out)
+    return _logits(config, weights, x, ModelOptions(stream=P()))[:, 0], tuple(out)
 
 
 def _attention_step(config: MambaConfig, mixer: dict, x: Tensor, kept: tuple) -> tuple:

@@ -46,7 +46,7 @@ In two commands:
 Also tuned once, at the base: stddevs, `embed_scale`, schedules, batch size. Adam's eps must be
 small beside the gradients of hidden matrices, which fall as 1/m.
 
-What is taken for granted: `mlp_dim`, the ranks of latents and the widths of experts grow as
+It is taken for granted that `mlp_dim`, the ranks of latents and the widths of experts grow as
 `embed_dim` does, and so do heads, by their number (with those of keys) or their width; how many
 layers and experts there are, and the vocabulary, stay. These are limits of width, not of depth.
 """
@@ -56,79 +56,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, raise_problems
+from functron.models.config import GPTConfig
 from functron.optim.whole import num_stacked
 from functron.params import Normal, ParamDef, Width
-
-if TYPE_CHECKING:
-    from functron.models.config import GPTConfig
-
-
-def width(config: GPTConfig) -> float:
-    """m = embed_dim / mup_base_dim; 1 in the standard parametrization."""
-    return config.embed_dim / config.mup_base_dim if config.mup_base_dim else 1.0
-
-
-def logit_scale(config: GPTConfig) -> float:
-    """1 / m: what logits are multiplied by, before they are capped."""
-    return 1.0 / width(config)
-
-
-def score_scale(config: GPTConfig) -> float:
-    """sqrt(base head_dim) / head_dim, what scores are multiplied by; 0: as without muP."""
-    base, size = config.mup_base_head_dim, config.head_size
-    return math.sqrt(base) / size if base not in (0, size) else 0.0
-
-
-def problems(config: GPTConfig) -> list[Problem]:
-    """What does not fit a base width, in a config that is fine without."""
-    base, head = config.mup_base_dim, config.mup_base_head_dim
-    if not base:
-        wanted, fix = "0 without mup_base_dim", "set mup_base_dim, or leave it out"
-        return [Problem("mup_base_head_dim", str(head), wanted, fix)] if head else []
-    found = []
-    for name in ("kv_rank", "attention_scale"):
-        value = getattr(config, name)
-        if head and value:
-            wanted = f"0 with {name}={value}"
-            fix = "leave it out: let heads grow in number" + (
-                ", or give attention_scale as sqrt(base) / head_dim" if name != "kv_rank" else ""
-            )
-            found.append(Problem("mup_base_head_dim", str(head), wanted, fix))
-    found += _head_problems(config)
-    grown = math.sqrt(config.embed_dim)
-    if width(config) != 1 and math.isclose(config.embed_scale, grown, rel_tol=1e-6):
-        got, wanted = f"{config.embed_scale:g}, sqrt(embed_dim)", "the same at every width"
-        fix = f"set it to {math.sqrt(base):g}, that of the base"
-        found.append(Problem("embed_scale", got, wanted, fix))
-    return found
-
-
-def _head_problems(config: GPTConfig) -> list[Problem]:
-    """Why it cannot be told which heads the base has."""
-    base, head = config.mup_base_dim, config.mup_base_head_dim
-    told = head or config.head_dim or config.attention_scale  # or scores do not ask
-    if width(config) != 1 and not told:
-        # either the number or the width of heads may have been left as it was, and all would differ
-        got = f"0 with head_dim = embed_dim / num_heads = {config.head_size}"
-        narrow = f", or to {base // config.num_heads} if they were narrower"
-        fix = f"set it to {config.head_size} if there were fewer heads" + narrow
-        if config.kv_rank:
-            fix = "set head_dim, the same at every width"
-        return [Problem("mup_base_head_dim", got, "the width of heads at mup_base_dim", fix)]
-    heads = config.num_heads * config.head_size * base
-    each = config.embed_dim * (head or config.head_size)
-    if heads % each and not config.kv_rank:
-        got = f"{base}: {heads / each:g} heads of {head or config.head_size} dims at that width"
-        wanted = "a whole number of heads, as all of them together grow as embed_dim does"
-        fix = "set mup_base_head_dim to the width of heads there, or change num_heads"
-        return [Problem("mup_base_dim", got, wanted, fix)]
-    return []
 
 
 def wider(config: GPTConfig) -> GPTConfig:
@@ -149,7 +85,7 @@ def parametrized(defs: tree.Tree, of_wider: tree.Tree, m: float) -> tree.Tree:
     Args:
         defs: of a model.
         of_wider: of the model that is `wider`.
-        m: see `width`.
+        m: see `GPTConfig.mup_width`.
     """
     return tree.map_with_path(
         lambda path, d, other: _parametrized(path, d, other, m), defs, of_wider
@@ -188,7 +124,7 @@ def folded(config: GPTConfig, params: tree.Tree) -> tuple[GPTConfig, tree.Tree]:
     """
     if not config.mup_base_dim:
         return config, params
-    logits, scores = logit_scale(config), score_scale(config) * math.sqrt(config.head_size)
+    logits, scores = 1.0 / config.mup_width, config.mup_score_scale * math.sqrt(config.head_size)
     raise_problems("cannot fold muP into the parameters", _unfoldable(config, logits, scores))
     made = dict(params)
     if logits != 1 and config.tied:

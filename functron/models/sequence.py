@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
-from functron.errors import Problem, nearest, raise_problems
+from functron import nn
+from functron.core.errors import Problem, nearest, public, raise_problems, refuse
+from functron.core.typing import Int, Tensor
 from functron.nn import zigzag
 from functron.nn.context import context_attention
 from functron.ops import AUTO, Kernels
 from functron.spmd import CONTEXT_AXES, DATA_AXES
 from functron.spmd import collectives as lax
-from functron.typing import Int, Tensor
 
 Batch = Mapping[str, Tensor]
 """``tokens`` and ``targets`` int64 [B, T], and ``rows`` int64 [B], indices in the global batch; of
@@ -99,7 +100,7 @@ class Sequence(NamedTuple):
         kernels: Kernels = AUTO,
         cap: float = 0.0,
     ) -> Callable:
-        """What `nn.self_attention` calls to attend to what these tokens may see."""
+        """The core of `nn.self_attention`: attention to all that these tokens may see."""
         if self.attend is not None:
             return functools.partial(self.attend, window=window, cap=cap)
         return functools.partial(
@@ -134,8 +135,8 @@ def require(batch: Batch, *names: str) -> None:
     """
     if not isinstance(batch, Mapping):
         wanted = f"a dict with {' and '.join(map(repr, names))}"
-        problem = Problem("batch", type(batch).__name__, wanted)
-        raise_problems("the batch cannot be used", [problem], TypeError)
+        got = type(batch).__name__
+        refuse("the batch cannot be used", "batch", got, wanted, error=TypeError)
     found = []
     for name in names:
         if name not in batch:
@@ -150,6 +151,18 @@ def require(batch: Batch, *names: str) -> None:
             has = ", ".join(map(str, batch)) or "nothing"
             found.append(Problem(name, f"a batch with {has}", wanted, fix))
     raise_problems("the batch cannot be used", found)
+
+
+@public
+def num_targets(batch: Batch, axes: tuple[str, ...] = SAMPLE_AXES) -> Int[Tensor, ""]:
+    """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce.
+
+    Args:
+        batch: this rank's samples; targets of `nn.IGNORE_INDEX` do not count.
+        axes: those of the loss's `ModelOptions`.
+    """
+    require(batch, "targets")
+    return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), axes)
 
 
 def arranged(batch: Batch, context: Context) -> Sequence:
@@ -206,7 +219,7 @@ def check_positions(sequence: Sequence, sections: tuple[int, ...], context: Cont
         return
     else:
         fix = "transformers' [sections, batch, seq] is positions.permute(1, 2, 0) here"
-    raise_problems("the batch cannot be used", [Problem("positions", str(shape), wanted, fix)])
+    refuse("the batch cannot be used", "positions", shape, wanted, fix)
 
 
 def check_length(seq: int, max_seq: int | None, split: int) -> None:

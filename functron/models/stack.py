@@ -1,7 +1,7 @@
-"""What models other than the decoder share: how their layers are run, and which ranks split them.
+"""Parts that models other than the decoder share: how layers are run, and which ranks split them.
 
 Each such model is a module with ``defs(config)``, ``rules(config, mesh)``, ``forward`` and
-``loss``, and runs stacks of layers under the settings of a `Run`.
+``loss``, and runs its layers as a `Stack`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
-from functron import nn, random, tree
-from functron.errors import Problem, nearest, on_hub, raise_problems
-from functron.models.block import STREAM, WHOLE, Remat
+from functron import nn
+from functron.core import random, tree
+from functron.core.errors import Problem, nearest, on_hub, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.tree import Tree
+from functron.core.typing import Key, Scalar, Tensor
+from functron.models.options import ModelOptions, check_gathered
 from functron.params import ParamDef
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd import collectives as lax
@@ -22,8 +26,6 @@ from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
 from functron.spmd.spec import Rules
 from functron.transforms import Gather, policies, scan
 from functron.transforms import remat as rematerialise
-from functron.tree import Tree
-from functron.typing import Key, Tensor
 
 Config = TypeVar("Config")
 
@@ -53,41 +55,53 @@ class Named(Mapping[str, Config]):
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
-    """How stacks of layers are run.
+class Stack:
+    """Stacks of layers as they are run; options that the family has no place for are refused.
 
     Attributes:
+        family: the module of the model, for messages.
+        options: of the model: stream, remat, gather and axes.
         key: of dropout's masks; None: no dropout.
-        stream: `gpt.STREAM` or `gpt.SEQUENCE_PARALLEL_STREAM`.
-        remat: what backward computes again; see `gpt.Remat`.
-        gather: how parameters that data axes split are gathered.
         rate: of dropout.
         rows: int64 ``[batch]``, the samples' indices in the global batch.
 
     Raises:
-        ValueError: the name of `remat` is none.
+        ValueError: other options than these; all are listed.
     """
 
+    family: str
+    options: ModelOptions
     key: Key | None = None
-    stream: P = STREAM
-    remat: Remat = "none"
-    gather: Gather = WHOLE
     rate: float = 0.0
     rows: Tensor | None = None
 
     def __post_init__(self):
-        if self.remat not in get_args(Remat):
-            known = nearest(str(self.remat), get_args(Remat))
-            raise ValueError(f"forward: got remat={self.remat!r}; {known}")
+        self.options.require_only(self.family, "stream", "remat", "gather", "axes")
 
-    def at(self, name: str) -> Run:
+    @property
+    def stream(self) -> P:
+        """The spec of the stream."""
+        return self.options.stream
+
+    @property
+    def gather(self) -> Gather:
+        """How parameters that data axes split are gathered."""
+        return self.options.gather
+
+    def at(self, name: str) -> Stack:
         """The same for that entry of the parameters, with a key of its own."""
         key = None if self.key is None else random.fold_in(self.key, zlib.crc32(name.encode()))
-        return Run(key, self.stream, self.remat, self.gather.at(name), self.rate, self.rows)
+        return replace(self, options=replace(self.options, gather=self.gather.at(name)), key=key)
 
     def core(self, core: Callable) -> Callable:
         """The core of attention, which backward computes again under remat="selective"."""
-        return rematerialise(core) if self.remat == "selective" else core
+        return rematerialise(core) if self.options.remat == "selective" else core
+
+    def embed(self, weights: Tree, tokens: Tensor, config: Any) -> Tensor:
+        """The stream of embedded tokens, by the table "embed" of the parameters."""
+        table = self.gather.at("embed")(weights["embed"])
+        check_gathered("embed_dim", table.shape[1], config.embed_dim)
+        return nn.embed_tokens(table, tokens, stream=self.stream, vocab_size=config.vocab_size)
 
     def drop(self, x: Tensor, key: Tensor | None) -> Tensor:
         """Dropout on the stream or on what is added to it."""
@@ -113,13 +127,20 @@ class Run:
         """
         policy = {"full": policies.nothing, "dots": policies.dots}
         # what is recomputed is inside what is gathered: so gathering depends on parameters alone
-        once = rematerialise(layer, policy=policy.get(self.remat, policies.everything))
+        once = rematerialise(layer, policy=policy.get(self.options.remat, policies.everything))
         gathered = self.gather.rows().around(once)
 
         def body(x: Tensor, row: tuple) -> tuple[Tensor, None]:
             return gathered(row[0], x, row[1]), None
 
         return scan(body, x, (weights, keys))[0]
+
+
+def summed_loss(logits: Tensor, targets: Tensor, vocab_size: int, options: ModelOptions) -> Scalar:
+    """The sum of the cross-entropies over the batch of all ranks of ``options.axes``."""
+    with named_scope("loss"):
+        losses = nn.cross_entropy(logits, targets, vocab_size=vocab_size)
+        return lax.psum(losses.sum(), options.axes)
 
 
 def keys_of(key: Tensor | None, num: int) -> tuple[Tensor | None, ...]:
@@ -135,16 +156,6 @@ def whole_heads(defs: Tree) -> Tree:
         return replace(d, axes=axes)
 
     return tree.map(one, defs)
-
-
-def check_gathered(name: str, size: int, wanted: int) -> None:
-    """Raise ValueError where a parameter's dim of `size` has not been gathered to `wanted`."""
-    if size != wanted:
-        raise ValueError(
-            f"forward: got parameters with {size} of {name}={wanted} on this rank; wanted all of "
-            "them where they are used; fix: pass gather=ft.Gather(specs), with the specs "
-            "by which they are split"
-        )
 
 
 def size_problems(config: object, *names: str) -> list[Problem]:
@@ -163,6 +174,12 @@ def choice_problems(config: object, choices: Mapping[str, object]) -> list[Probl
         for name, kind in choices.items()
         if (value := getattr(config, name)) not in get_args(kind)
     ]
+
+
+def rate_problems(config: Any) -> list[Problem]:
+    """A problem where the rate of dropout is out of range."""
+    good = 0 <= config.dropout < 1
+    return [] if good else [Problem("dropout", str(config.dropout), "at least 0 and below 1")]
 
 
 def head_problems(heads: str, width: int, count: int) -> list[Problem]:

@@ -9,36 +9,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from functron import nn, params
-from functron.errors import public
-from functron.models.block import STREAM, WHOLE, Remat
-from functron.models.sequence import SAMPLE_AXES, check_length, require
-from functron.models.stack import Run, check_gathered, keys_of, tensor_rules, whole_heads
-from functron.models.t5_config import PRESETS, T5Config
-from functron.nn.kv_cache import KVCache, empty_cache, written
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.typing import Float, Int, Key, Scalar, Tensor
+from functron.models.config import Dtype, TextConfig
+from functron.models.options import DEFAULTS, ModelOptions
+from functron.models.sequence import check_length, num_targets, require
+from functron.models.stack import (
+    Named,
+    Stack,
+    choice_problems,
+    head_problems,
+    keys_of,
+    rate_problems,
+    size_problems,
+    summed_loss,
+    tensor_rules,
+    whole_heads,
+)
 from functron.nn.linear import sequence_axes
 from functron.nn.masked import (
+    KVCache,
     cross_attention,
     cross_keys,
+    empty_cache,
     masked_attention,
     relative_bias,
     relative_buckets,
+    written,
 )
 from functron.params import Normal, ParamDef
 from functron.program.cost import attended
-from functron.scopes import named_scope
 from functron.spmd import DATA_AXES, P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import Rules
-from functron.transforms import Gather, scan
-from functron.typing import Float, Int, Key, Scalar, Tensor
+from functron.transforms import scan
 
 __all__ = [
     "PRESETS",
@@ -57,6 +70,116 @@ __all__ = [
     "rules",
     "shift_right",
 ]
+
+
+@dataclass(frozen=True)
+class T5Config(TextConfig):
+    """Architecture of a T5 (Raffel et al. 2020), version 1.0 or 1.1.
+
+    Attributes:
+        vocab_size: token ids are 0 to ``vocab_size - 1``.
+        num_layers: blocks of the encoder.
+        decoder_layers: of the decoder; 0: as many.
+        embed_dim: width of the streams.
+        num_heads: heads of attention.
+        head_dim: width of a head; 0: ``embed_dim // num_heads``.
+        mlp_dim: width of feed-forward hidden layers.
+        num_buckets: of relative positions, of which each stack has a bias per bucket and head.
+        max_distance: from which on all are one bucket.
+        activation: of feed-forward layers: relu in 1.0, gelu_tanh in 1.1.
+        gated: multiply it by a second projection (1.1).
+        tied: one matrix for embedding and unembedding, the decoder's result being divided by
+            sqrt(embed_dim) before (1.0); else two, and nothing is divided (1.1).
+        start_id: the token that the decoder begins with; that of padding in published models.
+        norm_eps: epsilon of the norms.
+        dropout: rate on the embeddings, on what sublayers add, and on the stacks' results;
+            attention probabilities and hidden features are not dropped.
+        init_factor: multiplies the deviations of initial matrices, which are those of the paper's
+            code.
+        vocab_multiple: the vocabulary is padded to a multiple of it.
+        dtype: of parameters and activations.
+    """
+
+    vocab_size: int = 256
+    num_layers: int = 2
+    decoder_layers: int = 0
+    embed_dim: int = 256
+    num_heads: int = 8
+    head_dim: int = 0
+    mlp_dim: int = 1024
+    num_buckets: int = 32
+    max_distance: int = 128
+    activation: nn.Activation = "gelu_tanh"
+    gated: bool = True
+    tied: bool = False
+    start_id: int = 0
+    norm_eps: float = 1e-6
+    dropout: float = 0.0
+    init_factor: float = 1.0
+    vocab_multiple: int = 384
+    dtype: Dtype = "float32"
+
+    def __post_init__(self):
+        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "mlp_dim")
+        found = size_problems(self, *sizes, "vocab_multiple")
+        if not self.head_dim and not found:
+            found += head_problems("num_heads", self.embed_dim, self.num_heads)
+        if self.num_buckets < 4 or self.num_buckets % 4:
+            got, fix = str(self.num_buckets), "32 in published models"
+            found.append(Problem("num_buckets", got, "a multiple of 4", fix))
+        if self.max_distance <= self.num_buckets // 2:
+            got = f"{self.max_distance} for num_buckets={self.num_buckets}"
+            found.append(Problem("max_distance", got, "more than half the buckets", "raise it"))
+        if not 0 <= self.start_id < max(self.vocab_size, 1):
+            found.append(Problem("start_id", str(self.start_id), "a token of the vocabulary"))
+        found += choice_problems(self, {"activation": nn.Activation, "dtype": Dtype})
+        found += rate_problems(self)
+        raise_problems("T5Config describes no model", found)
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """The blocks of each stack."""
+        return {"encoder": self.num_layers, "decoder": self.decoder_layers or self.num_layers}
+
+    @property
+    def attention(self) -> nn.AttentionConfig:
+        """The shapes of all attention layers."""
+        heads = self.num_heads
+        return nn.AttentionConfig(
+            self.embed_dim, heads, heads, self.head_dim or self.embed_dim // heads
+        )
+
+
+def _t5(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, head_dim: int = 64):
+    return T5Config(
+        vocab_size=32128, num_layers=num_layers, embed_dim=embed_dim, num_heads=num_heads,
+        mlp_dim=mlp_dim, head_dim=head_dim, activation="relu", gated=False, tied=True, dropout=0.1,
+    )  # fmt: skip
+
+
+def _t5_1_1(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int):
+    return T5Config(
+        vocab_size=32128, num_layers=num_layers, embed_dim=embed_dim, num_heads=num_heads,
+        mlp_dim=mlp_dim, head_dim=64,
+    )  # fmt: skip
+
+
+PRESETS: Mapping[str, T5Config] = Named(
+    {
+        # of bytes, with one token that ends a text and 127 sentinels
+        "t5-tiny": T5Config(vocab_size=384, embed_dim=64, num_heads=4, mlp_dim=128),
+        "t5-small": _t5(6, 512, 8, 2048),
+        "t5-base": _t5(12, 768, 12, 3072),
+        "t5-large": _t5(24, 1024, 16, 4096),
+        "t5-3b": _t5(24, 1024, 32, 16384, head_dim=128),
+        "t5-11b": _t5(24, 1024, 128, 65536, head_dim=128),
+        "t5-1.1-base": _t5_1_1(12, 768, 12, 2048),
+        "t5-1.1-large": _t5_1_1(24, 1024, 16, 2816),
+        "t5-1.1-xl": _t5_1_1(24, 2048, 32, 5120),
+        "t5-1.1-xxl": _t5_1_1(24, 4096, 64, 10240),
+    }
+)
+"""Named architectures: "t5-tiny" trains on a laptop; the others have the published sizes."""
 
 
 @public
@@ -133,15 +256,13 @@ def encode(
     config: T5Config,
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
+    options: ModelOptions = DEFAULTS,
     *,
     mask: Tensor | None = None,
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Float[Tensor, "batch own_seq embed"]:
-    """What the encoder makes of the tokens that the decoder is to read.
+    """The encoder's result: a vector per token, for the decoder to attend to.
 
     Args:
         config: the architecture.
@@ -149,17 +270,19 @@ def encode(
         tokens: int64 ``[batch, seq]``, this rank's samples.
         mask: ``[batch, seq]``, 0 or False where a token is padding, which none attends to; None: no
             token is.
-        rows, key, stream, remat, gather: as in `gpt.forward`.
+        options: stream, remat, gather and axes; others are refused.
+        rows, key: as in `gpt.forward`.
 
     Returns:
-        ``[batch, seq, embed]`` with spec `stream`. Collectives: see `nn.self_attention`, `nn.mlp`.
+        ``[batch, seq, embed]`` with spec ``options.stream``. Collectives: see `nn.self_attention`
+        and `nn.mlp`.
 
     Raises:
         ValueError: the sequence does not divide over the ranks that split it.
     """
-    run = Run(key, stream, remat, gather, config.dropout, rows)
+    stack = Stack("t5", options, key, config.dropout, rows)
     seen = None if mask is None else mask != 0
-    return _stack(config, "encoder", weights, tokens, run, None, seen)
+    return _stack(config, "encoder", weights, tokens, stack, None, seen)
 
 
 @public
@@ -168,13 +291,11 @@ def decode(
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
     memory: Float[Tensor, "batch own_keys embed"],
+    options: ModelOptions = DEFAULTS,
     *,
     mask: Tensor | None = None,
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Float[Tensor, "batch seq columns"]:
     """The logits of every next token of the decoder.
 
@@ -182,20 +303,21 @@ def decode(
         config: the architecture.
         weights: this rank's part of the parameters.
         tokens: int64 ``[batch, seq]``, what the decoder has seen; see `shift_right`.
-        memory: the result of `encode`, with spec `stream`.
+        memory: the result of `encode`, with spec ``options.stream``.
         mask: of the encoder's tokens, as in `encode`.
-        rows, key, stream, remat, gather: as in `gpt.forward`.
+        options: stream, remat, gather and axes; others are refused.
+        rows, key: as in `gpt.forward`.
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
         padding. Collectives: `nn.gather_sequence` of the memory once; of each block those of
         `nn.self_attention`, `nn.masked.cross_attention` and `nn.mlp`.
     """
-    run = Run(key, stream, remat, gather, config.dropout, rows)
+    stack = Stack("t5", options, key, config.dropout, rows)
     seen = None if mask is None else mask != 0
-    whole = nn.gather_sequence(memory, stream)
-    x = _stack(config, "decoder", weights, tokens, run, whole, seen)
-    return _unembedded(config, weights, x, run)
+    whole = nn.gather_sequence(memory, options.stream)
+    x = _stack(config, "decoder", weights, tokens, stack, whole, seen)
+    return _unembedded(config, weights, x, stack)
 
 
 def _stack(
@@ -203,46 +325,44 @@ def _stack(
     name: str,
     weights: dict,
     tokens: Tensor,
-    run: Run,
+    stack: Stack,
     memory: Tensor | None,
     seen: Tensor | None,
 ) -> Tensor:
     """The normed result of the encoder, or of the decoder if there is a memory."""
     seq, count = tokens.shape[1], config.layers[name]
-    x = _embedded(config, weights, tokens, run)
-    run, weights = run.at(name), weights[name]
-    keys = run.keys(count + 2)
-    x = run.drop(x, None if keys is None else keys[-1])
-    bias = _bias(config, weights, run, seq, seq, bidirectional=memory is None)
+    x = _embedded(config, weights, tokens, stack)
+    stack, weights = stack.at(name), weights[name]
+    keys = stack.keys(count + 2)
+    x = stack.drop(x, None if keys is None else keys[-1])
+    bias = _bias(config, weights, stack, seq, seq, bidirectional=memory is None)
     # the encoder's own tokens may be padding; what the decoder sees of itself is what came before
     reads = {"seen": seen} if memory is None else {"causal": True}
-    core = run.core(partial(masked_attention, bias=bias, scale=1.0, **reads))
-    block = _block(config, run, core, memory, seen)
-    x = run.at("blocks").over(block, x, weights["blocks"], None if keys is None else keys[:count])
-    return run.drop(_normed(config, weights, x, run), None if keys is None else keys[-2])
+    core = stack.core(partial(masked_attention, bias=bias, scale=1.0, **reads))
+    block = _block(config, stack, core, memory, seen)
+    x = stack.at("blocks").over(block, x, weights["blocks"], None if keys is None else keys[:count])
+    return stack.drop(_normed(config, weights, x, stack), None if keys is None else keys[-2])
 
 
-def _embedded(config: T5Config, weights: dict, tokens: Tensor, run: Run) -> Tensor:
-    check_length(tokens.shape[1], None, lax.axis_size(sequence_axes(run.stream)))
-    table = run.gather.at("embed")(weights["embed"])
-    check_gathered("embed_dim", table.shape[1], config.embed_dim)
+def _embedded(config: T5Config, weights: dict, tokens: Tensor, stack: Stack) -> Tensor:
+    check_length(tokens.shape[1], None, lax.axis_size(sequence_axes(stack.stream)))
     with named_scope("embed"):
-        return nn.embed_tokens(table, tokens, stream=run.stream, vocab_size=config.vocab_size)
+        return stack.embed(weights, tokens, config)
 
 
 def _bias(
     config: T5Config,
     weights: dict,
-    run: Run,
+    stack: Stack,
     queries: int,
     keys: int,
     *,
     bidirectional: bool = False,
     first: int | Tensor = 0,
 ) -> Tensor:
-    """``[heads, queries, keys]``: what a stack adds to the scores of its self-attention."""
+    """``[heads, queries, keys]``: added to the scores of a stack's self-attention."""
     with named_scope("relative"):
-        table = run.gather.at("relative")(weights["relative"])
+        table = stack.gather.at("relative")(weights["relative"])
         buckets = relative_buckets(
             queries,
             keys,
@@ -255,25 +375,25 @@ def _bias(
         return relative_bias(table, buckets)
 
 
-def _normed(config: T5Config, weights: dict, x: Tensor, run: Run) -> Tensor:
+def _normed(config: T5Config, weights: dict, x: Tensor, stack: Stack) -> Tensor:
     with named_scope("norm"):
-        scale = run.gather.at("norm")(weights["norm"])["scale"]
+        scale = stack.gather.at("norm")(weights["norm"])["scale"]
         return nn.rms_norm(x, scale, eps=config.norm_eps)
 
 
-def _unembedded(config: T5Config, weights: dict, x: Tensor, run: Run) -> Tensor:
+def _unembedded(config: T5Config, weights: dict, x: Tensor, stack: Stack) -> Tensor:
     """``[batch, seq, padded_vocab / tp]`` logits of the decoder's normed result."""
     with named_scope("unembed"):
         name = "embed" if config.tied else "unembed"
-        matrix = run.gather.at(name)(weights[name])
+        matrix = stack.gather.at(name)(weights[name])
         if config.tied:
             x, matrix = x / math.sqrt(config.embed_dim), matrix.mT
-        return nn.column_parallel(nn.gather_sequence(x, run.stream), matrix)
+        return nn.column_parallel(nn.gather_sequence(x, stack.stream), matrix)
 
 
 def _block(
     config: T5Config,
-    run: Run,
+    stack: Stack,
     core: Callable,
     memory: Tensor | KVCache | None = None,
     seen: Tensor | None = None,
@@ -282,13 +402,13 @@ def _block(
 
     Args:
         config: the architecture.
-        run: how it is run.
+        stack: how it is run.
         core: of self-attention.
         memory: what the decoder looks at, or the keys and values of this block made of it.
         seen: which of its tokens are no padding.
     """
-    look = run.core(partial(masked_attention, seen=seen, scale=1.0))
-    stream, shape = run.stream, config.attention
+    look = stack.core(partial(masked_attention, seen=seen, scale=1.0))
+    stream, shape = stack.stream, config.attention
 
     def norm(scale: dict, x: Tensor) -> Tensor:
         return nn.rms_norm(x, scale["scale"], eps=config.norm_eps)
@@ -299,16 +419,16 @@ def _block(
             y = norm(weights["attention_norm"], x)
             layer = weights["attention"]
             y = nn.self_attention(layer, y, shape, rope=None, stream=stream, core=core)
-            x = x + run.drop(y, first)
+            x = x + stack.drop(y, first)
         if memory is not None:
             with named_scope("cross"):
                 y = norm(weights["cross_norm"], x)
                 y = cross_attention(weights["cross"], y, memory, shape, stream=stream, core=look)
-                x = x + run.drop(y, second)
+                x = x + stack.drop(y, second)
         with named_scope("mlp"):
             y = norm(weights["mlp_norm"], x)
             y = nn.mlp(weights["mlp"], y, activation=config.activation, stream=stream)
-            return x + run.drop(y, third)
+            return x + stack.drop(y, third)
 
     return block
 
@@ -339,22 +459,22 @@ def prefill(
     config: T5Config,
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
+    options: ModelOptions = DEFAULTS,
     *,
     room: int,
     mask: Tensor | None = None,
-    gather: Gather = WHOLE,
 ) -> Cache:
-    """A cache of a text that has been read, and to which nothing has been said yet.
+    """The cache of a text that the encoder has read, before the decoder's first token.
 
     Args:
-        config, weights, tokens, mask, gather: as in `encode`.
+        config, weights, tokens, options, mask: as in `encode`; of the options ``gather`` alone.
         room: for how many tokens of the decoder the cache has room.
 
     Returns:
         The cache. Collectives: those of `encode`, and of `gather` for each block of the decoder.
     """
-    memory = encode(config, weights, tokens, mask=mask, gather=gather)
-    once = gather.at("decoder").at("blocks").at("cross").rows().around(cross_keys)
+    memory = encode(config, weights, tokens, options, mask=mask)
+    once = options.gather.at("decoder").at("blocks").at("cross").rows().around(cross_keys)
 
     def layer(memory: Tensor, params: dict) -> tuple[Tensor, Cache]:
         kept = once(params, memory)
@@ -369,30 +489,31 @@ def extend(
     cache: Cache,
     tokens: Int[Tensor, " batch"],
     place: Int[Tensor, ""],
+    options: ModelOptions = DEFAULTS,
     *,
     mask: Tensor | None = None,
-    gather: Gather = WHOLE,
 ) -> tuple[Float[Tensor, "batch vocab"], Cache]:
     """The logits of the decoder's token after these ones, and the cache with these ones in it.
 
-    What `decode` says of all tokens so far, at the last one; each token is read once.
+    The result of `decode` for all tokens so far, at the last one; each token is read once.
 
     Args:
-        config, weights, gather: as in `decode`.
+        config, weights: as in `decode`.
         cache: of the text and of the decoder's tokens before.
         tokens: int64 ``[batch]``, at first ``config.start_id``.
         place: int64 scalar, how many tokens of the decoder came before.
+        options: as in `prefill`.
         mask: of the encoder's tokens, as `prefill` was given it.
 
     Returns:
         ``[batch, vocab_size]`` in float32 at least, the same on all ranks of tp, and the cache.
         Collectives: those of `decode` but for the memory, and one all-gather of the logits over tp.
     """
-    whole = Run(gather=gather)
+    whole = Stack("t5", options)
     x = _embedded(config, weights, tokens[:, None], whole)
-    run, params = whole.at("decoder"), weights["decoder"]
+    stack, params = whole.at("decoder"), weights["decoder"]
     room = cache.own.k.shape[2]
-    bias = _bias(config, params, run, 1, room, first=place)
+    bias = _bias(config, params, stack, 1, room, first=place)
     before = (torch.arange(room, device=tokens.device) <= place)[None]
     places = place.expand(len(tokens), 1)
     seen = None if mask is None else mask != 0
@@ -405,18 +526,18 @@ def extend(
             after.append(own)
             return masked_attention(q, *own, seen=before, bias=bias, scale=1.0)
 
-        return _block(config, run, core, kept.memory, seen)(weights, x, None), after[0]
+        return _block(config, stack, core, kept.memory, seen)(weights, x, None), after[0]
 
-    once = run.gather.at("blocks").rows().around(layer)
+    once = stack.gather.at("blocks").rows().around(layer)
     x, own = scan(lambda x, row: once(row[0], x, row[1]), x, (params["blocks"], cache))
-    logits = _unembedded(config, weights, _normed(config, params, x, run), whole).squeeze(1)
+    logits = _unembedded(config, weights, _normed(config, params, x, stack), whole).squeeze(1)
     logits = lax.all_gather(logits, "tp", axis=-1, tiled=True)[:, : config.vocab_size]
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits, cache._replace(own=own)
 
 
 def shift_right(targets: Int[Tensor, "batch seq"], start: int) -> Int[Tensor, "batch seq"]:
-    """What the decoder is given to predict these: `start`, and each target but the last.
+    """The decoder's input that predicts these targets: `start`, and each target but the last.
 
     Targets of `nn.IGNORE_INDEX` become `start`, too.
     """
@@ -430,18 +551,16 @@ def forward(
     weights: dict,
     tokens: Int[Tensor, "batch seq"],
     given: Int[Tensor, "batch decoded"],
+    options: ModelOptions = DEFAULTS,
     *,
     mask: Tensor | None = None,
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Float[Tensor, "batch decoded columns"]:
     """The logits of the decoder's next token after each `given`: `decode` of `encode`."""
-    how = {"mask": mask, "rows": rows, "key": key, "stream": stream, "remat": remat}
-    memory = encode(config, weights, tokens, **how, gather=gather)
-    return decode(config, weights, given, memory, **how, gather=gather)
+    given_too: dict[str, Any] = {"mask": mask, "rows": rows, "key": key}
+    memory = encode(config, weights, tokens, options, **given_too)
+    return decode(config, weights, given, memory, options, **given_too)
 
 
 @public
@@ -449,11 +568,9 @@ def loss(
     config: T5Config,
     weights: dict,
     batch: Mapping[str, Tensor],
+    options: ModelOptions = DEFAULTS,
     *,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Scalar:
     """The sum of all targets' losses over the batch of all ranks; replicated over the mesh.
 
@@ -473,19 +590,9 @@ def loss(
     """
     require(batch, "tokens", "targets")
     others = {name: batch.get(name) for name in ("mask", "rows")}
-    how = {"key": key, "stream": stream, "remat": remat, "gather": gather}
     given = shift_right(batch["targets"], config.start_id)
-    logits = forward(config, weights, batch["tokens"], given, **others, **how)
-    with named_scope("loss"):
-        losses = nn.cross_entropy(logits, batch["targets"], vocab_size=config.vocab_size)
-        return lax.psum(losses.sum(), SAMPLE_AXES)
-
-
-@public
-def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
-    """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce."""
-    require(batch, "targets")
-    return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
+    logits = forward(config, weights, batch["tokens"], given, options, key=key, **others)
+    return summed_loss(logits, batch["targets"], config.vocab_size, options)
 
 
 def flops_per_token(config: T5Config, seq: int, said: int, *, whole: bool = False) -> int:

@@ -16,32 +16,32 @@ import torch
 from torch.nn import functional as F
 
 from functron import nn, params
-from functron.errors import Problem, public, raise_problems
-from functron.models.block import STREAM, WHOLE, Remat
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.tree import Tree
+from functron.core.typing import Float, Key, Scalar, Tensor
 from functron.models.config import Dtype
-from functron.models.sequence import SAMPLE_AXES, require
+from functron.models.options import DEFAULTS, ModelOptions, check_gathered
+from functron.models.sequence import num_targets, require
 from functron.models.stack import (
     Named,
-    Run,
-    check_gathered,
+    Stack,
     choice_problems,
     head_problems,
     padded,
     size_problems,
+    summed_loss,
     tensor_rules,
     whole_heads,
 )
 from functron.nn.linear import linear_defs, sequence_axes, weights
 from functron.nn.masked import masked_attention
 from functron.params import Normal, ParamDef
-from functron.scopes import named_scope
 from functron.spmd import P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import Rules
 from functron.transforms import Gather
-from functron.tree import Tree
-from functron.typing import Float, Int, Key, Scalar, Tensor
 
 __all__ = ["PRESETS", "ViTConfig", "defs", "features", "forward", "loss", "num_targets", "rules"]
 
@@ -218,10 +218,7 @@ def features(
     config: ViTConfig,
     weights: dict,
     images: Float[Tensor, "batch channels height width"],
-    *,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
+    options: ModelOptions = DEFAULTS,
 ) -> Float[Tensor, "batch places embed"]:
     """A vector for the class token and for every patch, row by row.
 
@@ -229,8 +226,8 @@ def features(
         config: the architecture.
         weights: this rank's part of the parameters.
         images: ``[batch, channels, image_size, image_size]``, this rank's.
-        stream, remat, gather: as in `gpt.forward`. Where the stream splits the sequence it is
-            filled up with places that are not seen.
+        options: stream, remat, gather and axes; others are refused. Where the stream splits the
+            sequence it is filled up with places that are not seen.
 
     Returns:
         ``[batch, 1 + num_patches, embed]``, the same on all ranks of tp. Collectives per block: see
@@ -239,7 +236,7 @@ def features(
     Raises:
         ValueError: the images have another size.
     """
-    run = Run(None, stream, remat, gather)
+    stack, stream, gather = Stack("vit", options), options.stream, options.gather
     axes = sequence_axes(stream)
     count, ranks = config.num_patches + 1, lax.axis_size(axes)
     total = padded(count, ranks)
@@ -249,7 +246,7 @@ def features(
     seen = None if total == count else (torch.arange(total, device=x.device) < count)[None]
     if config.pre_norm:
         x = nn.norm(gather.at("pre_norm")(weights["pre_norm"]), x, eps=config.norm_eps)
-    x = run.at("blocks").over(_block(config, run, seen), x, weights["blocks"], None)
+    x = stack.at("blocks").over(_block(config, stack, seen), x, weights["blocks"], None)
     if config.final_norm:
         with named_scope("norm"):
             x = nn.norm(gather.at("norm")(weights["norm"]), x, eps=config.norm_eps)
@@ -287,11 +284,11 @@ def _embedded(
 
 
 def _block(
-    config: ViTConfig, run: Run, seen: Tensor | None
+    config: ViTConfig, stack: Stack, seen: Tensor | None
 ) -> Callable[[Tree, Tensor, None], Tensor]:
     """``(parameters, x, None) -> x``: one pre-norm block."""
-    core = run.core(partial(masked_attention, seen=seen))
-    stream, eps = run.stream, config.norm_eps
+    core = stack.core(partial(masked_attention, seen=seen))
+    stream, eps = stack.stream, config.norm_eps
 
     def block(weights: dict, x: Tensor, key: None) -> Tensor:
         with named_scope("attention"):
@@ -319,10 +316,7 @@ def forward(
     config: ViTConfig,
     weights: dict,
     images: Float[Tensor, "batch channels height width"],
-    *,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
+    options: ModelOptions = DEFAULTS,
 ) -> Float[Tensor, "batch columns"]:
     """The logits of every image's class, from what the class token has become.
 
@@ -337,9 +331,9 @@ def forward(
     """
     if not config.num_classes:
         raise ValueError("vit: got num_classes=0; wanted classes; set it, or use vit.features")
-    x = features(config, weights, images, stream=stream, remat=remat, gather=gather)
+    x = features(config, weights, images, options)
     with named_scope("head"):
-        head = gather.at("head")(weights["head"])
+        head = options.gather.at("head")(weights["head"])
         return nn.column_parallel(x[:, 0], head["w"], head["b"])
 
 
@@ -348,11 +342,9 @@ def loss(
     config: ViTConfig,
     weights: dict,
     batch: Mapping[str, Tensor],
+    options: ModelOptions = DEFAULTS,
     *,
     key: Key | None = None,
-    stream: P = STREAM,
-    remat: Remat = "none",
-    gather: Gather = WHOLE,
 ) -> Scalar:
     """The sum of all images' cross-entropies over the batch of all ranks; replicated.
 
@@ -367,14 +359,5 @@ def loss(
     """
     del key
     require(batch, "images", "targets")
-    logits = forward(config, weights, batch["images"], stream=stream, remat=remat, gather=gather)
-    with named_scope("loss"):
-        losses = nn.cross_entropy(logits, batch["targets"], vocab_size=config.num_classes)
-        return lax.psum(losses.sum(), SAMPLE_AXES)
-
-
-@public
-def num_targets(batch: Mapping[str, Tensor]) -> Int[Tensor, ""]:
-    """How many images count, over the batch of all ranks: an int64 scalar; one all-reduce."""
-    require(batch, "targets")
-    return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), SAMPLE_AXES)
+    logits = forward(config, weights, batch["images"], options)
+    return summed_loss(logits, batch["targets"], config.num_classes, options)

@@ -12,7 +12,7 @@ from functron.nn.linear import (
     reduce_partial,
     row_parallel,
 )
-from functron.nn.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy
+from functron.nn.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy, log_softmax
 from functron.nn.mla import Latents, MLAConfig, mla, mla_absorbed, mla_cache, mla_defs
 from functron.nn.mlp import ACTIVATIONS, Activation, mlp, mlp_defs
 from functron.nn.multi_token import Predictions, ahead, multi_token, multi_token_defs, shifted
@@ -45,6 +45,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "linear_defs",
+    "log_softmax",
     "mla",
     "mla_absorbed",
     "mla_cache",

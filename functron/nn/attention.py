@@ -7,23 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
-from functron.nn.linear import (
-    column_parallel,
-    gather_sequence,
-    linear_defs,
-    row_parallel,
-    weights,
-)
+from functron.core.typing import Float, Tensor
+from functron.nn.linear import column_parallel, gather_sequence, linear_defs, row_parallel, weights
 from functron.nn.norm import norm, norm_defs
 from functron.nn.rope import apply_rope
 from functron.ops.attention import attention
-from functron.ops.kernels import AUTO, Kernels
+from functron.ops.define import AUTO, Kernels
 from functron.ops.qk_norm_rope import QK_NORM_ROPE
 from functron.params import Normal, ParamDef, ones, zeros
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
-from functron.typing import Float, Tensor
 
 
 @dataclass(frozen=True)
@@ -123,22 +118,38 @@ def _qk_norm_defs(config: AttentionConfig, dtype: torch.dtype) -> dict:
 def causal_attention(
     q: Float[Tensor, "batch seq heads head_dim"],
     k: Float[Tensor, "batch seq kv_heads head_dim"],
-    v: Float[Tensor, "batch seq kv_heads head_dim"],
-) -> Float[Tensor, "batch seq heads head_dim"]:
+    v: Float[Tensor, "batch seq kv_heads value_dim"],
+    *,
+    scale: float | None = None,
+) -> Float[Tensor, "batch seq heads value_dim"]:
     """`functron.ops.attention.attention` of whole sequences, each query seeing keys up to its own.
+
+    Kernels want one width: the narrower of keys and values end in zeros, which add nothing to
+    scores and come out as zeros, but are multiplied.
 
     Args:
         q: ``[batch, seq, heads, head_dim]``.
         k: ``[batch, seq, kv_heads, head_dim]``; each head serves ``heads / kv_heads`` of q's.
-        v: as `k`.
+        v: as `k`; its width may be another.
+        scale: of the scores; None for 1 / sqrt(head_dim).
     """
+    width, value_dim = q.shape[-1], v.shape[-1]
+    wide = max(width, value_dim)
+    # `attention` divides by the root of the width that it is given
+    by = math.sqrt(wide / width) if scale is None else scale / (1 / math.sqrt(wide))
+    q = q if by == 1 else q * by
+    if wide > width:
+        q, k = (F.pad(x, (0, wide - width)) for x in (q, k))
+    elif wide > value_dim:
+        v = F.pad(v, (0, wide - value_dim))
     group = q.shape[-2] // k.shape[-2]
     if group > 1:
         k, v = (
             x.unsqueeze(-2).expand(*x.shape[:-1], group, x.shape[-1]).flatten(-3, -2)
             for x in (k, v)
         )
-    return attention(q, k, v, causal=True)
+    y = attention(q, k, v, causal=True)
+    return y if value_dim == wide else y[..., :value_dim]
 
 
 def self_attention(

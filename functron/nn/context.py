@@ -5,24 +5,380 @@ ring (Liu et al. 2023) or gathered (Dubey et al. 2024, Llama 3). Along `ulysses`
 for sequence, so that each rank has whole sequences of some heads (Jacobs et al. 2023). Both
 together are a ring of groups (Fang & Zhao 2024). Positions of tokens, packed documents, windows and
 sinks are the same as on one device, and so are the numbers.
+
+Whether keys and values travel or are gathered, step i is about those of the rank i before mine: the
+blocks of that step are computed, and joined to the others by their logsumexps. Only q, k, v, the
+result and its logsumexp are kept: backward goes around a second time, in which the cotangents of
+keys and values travel along.
+
+Where every rank holds an early and a late half of the sequence (`functron.nn.zigzag`), each step
+but the first is two blocks of half a rank's queries and half a rank's keys, on all ranks alike:
+
+* its late queries see the early keys of every rank;
+* its early queries see the early keys of ranks before it, and its late queries the late keys of
+  ranks after it: one of the two, chosen by `torch.where`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
-from torch.nn import functional as F
 
-from functron.errors import Problem, nearest, raise_problems
-from functron.nn.ring import Kind, Ring, Tests, needed_steps, ring_attention
+from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.typing import Float, Int, Tensor
+from functron.nn.attention import causal_attention
 from functron.nn.zigzag import own_part
-from functron.ops.attention import attention
-from functron.ops.kernels import AUTO, Kernels
+from functron.ops.attention import Visible, block, block_backward, merge, upcast
+from functron.ops.define import AUTO, Kernels
 from functron.spmd import collectives as lax
-from functron.typing import Float, Int, Tensor
+from functron.transforms.custom_vjp import custom_vjp
 
 _SEQ, _HEADS = 1, 2
+
+Kind = Literal["ring", "gather"]
+Flag = bool | Tensor
+"""Known to the program, or a bool scalar that differs between ranks."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The static description of an exchange.
+
+    Attributes:
+        axis: the mesh axis.
+        size: how many consecutive ranks of it exchange.
+        kind: keys travel, or have been gathered.
+        balanced: every rank's tokens are an early half and a late half.
+        seq: tokens of a rank.
+        steps: how far the ranks are, around the ring, whose keys somebody needs; 0 is not among
+            them.
+        window: how many keys a query sees, where chunks at a distance are out of its reach; else 0.
+        scale: of the scores.
+        kernels: of ``"softmax"`` and ``"lse_merge"``.
+        cap: of the scores; see `functron.ops.attention.block`.
+    """
+
+    axis: str
+    size: int
+    kind: Kind
+    balanced: bool
+    seq: int
+    steps: tuple[int, ...]
+    window: int
+    scale: float
+    kernels: Kernels = AUTO
+    cap: float = 0.0
+
+    def rank(self) -> int | Tensor:
+        """This rank's place in its ring."""
+        return lax.axis_index(self.axis) % self.size
+
+    def shift(self, x: Tensor, distance: int) -> Tensor:
+        """x of the rank `distance` before this one."""
+        count, size = lax.axis_size(self.axis), self.size
+        pairs = [(r, r - r % size + (r % size + distance) % size) for r in range(count)]
+        return lax.ppermute(x, self.axis, pairs)
+
+
+def distances(size: int, step: int, balanced: bool) -> tuple[int, ...]:
+    """How many chunks lie at least between the queries and the keys of each part of a step."""
+    if not balanced:
+        return (step,)
+    late_early = min(2 * size - 1 - rank - (rank - step) % size for rank in range(size))
+    return late_early, min(step, size - step)
+
+
+def in_reach(window: int, chunk: int, distance: int) -> bool:
+    """Whether a window reaches from one chunk into another; 0 is no window."""
+    return not window or (distance - 1) * chunk + 1 < window
+
+
+def needed_steps(size: int, seq: int, window: int, balanced: bool) -> tuple[int, ...]:
+    """The distances around the ring at which some rank sees keys; all, unless there is a window."""
+    chunk = seq // 2 if balanced else seq
+    return tuple(
+        step
+        for step in range(1, size)
+        if any(in_reach(window, chunk, d) for d in distances(size, step, balanced))
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One block of a step.
+
+    Attributes:
+        queries: which half of its rows: False the early, True the late one; None for all.
+        keys: which half.
+        valid: whether there is anything to see.
+        apart: as in `functron.ops.attention.Visible`.
+    """
+
+    queries: Flag | None = None
+    keys: Flag | None = None
+    valid: Flag = True
+    apart: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Tests:
+    """The integers of `Visible`, this rank's and those of every step's source.
+
+    Attributes:
+        segments: ``[batch, seq]``, own first; empty where samples are not packed.
+        positions: ``[batch or 1, seq]``, own first; empty where no window needs them.
+        window: as in `Visible`.
+    """
+
+    segments: list[Int[Tensor, "_ seq"]] = field(default_factory=list)
+    positions: list[Int[Tensor, "_ seq"]] = field(default_factory=list)
+    window: int | Tensor = 0
+
+    def visible(self, at: int, part: Part) -> Any:
+        """The test of a part of the step number `at`; None where there is nothing to test."""
+        if not self.segments and not self.positions:
+            return None
+        none: Any = (None, None)
+        segments = (self.segments[0], self.segments[at]) if self.segments else none
+        positions = (self.positions[0], self.positions[at]) if self.positions else none
+        return Visible(
+            take(segments[0], part.queries, 1),
+            take(segments[1], part.keys, 1),
+            take(positions[0], part.queries, 1),
+            take(positions[1], part.keys, 1),
+            self.window,
+            part.apart,
+        )
+
+
+def take(x: Any, half: Flag | None, dim: int) -> Any:
+    """The early (False) or late (True) half of x along `dim`; all of it for None."""
+    if x is None or half is None:
+        return x
+    early, late = x.chunk(2, dim)
+    if isinstance(half, bool):
+        return late if half else early
+    return torch.where(half, late, early)
+
+
+def parts(ring: Ring, step: int) -> list[Part]:
+    """The blocks of a step that some rank needs."""
+    if step == 0:
+        return [Part(apart=0 if ring.window else None)]
+    from_before = ring.rank() >= step  # or else the ring has closed, and it is a rank after mine
+    if ring.balanced:
+        after = _not(from_before)
+        halves = [(True, False, True), (after, after, True)]
+    else:
+        # a tensor on every mesh: a rank that left a block out would differ from the others in
+        # which collectives the derivatives of this have
+        halves = [(None, None, torch.as_tensor(from_before))]
+    chunk = ring.seq // 2 if ring.balanced else ring.seq
+    return [
+        Part(*which, distance * chunk if ring.window else None)
+        for which, distance in zip(halves, distances(ring.size, step, ring.balanced), strict=True)
+        if in_reach(ring.window, chunk, distance)
+    ]
+
+
+def _not(flag: Flag) -> Flag:
+    return (not flag) if isinstance(flag, bool) else ~flag
+
+
+def _where(flag: Flag, x: Tensor, otherwise: float) -> Tensor:
+    return x if isinstance(flag, bool) else torch.where(flag, x, otherwise)
+
+
+class _Rows:
+    """A sum of parts, each of some rows of dim 2; kept by halves where balanced."""
+
+    def __init__(self, whole: Tensor, balanced: bool):
+        self.pieces = list(whole.chunk(2, 2)) if balanced else [whole]
+
+    def concerned(self, half: Flag | None, valid: Flag = True) -> list[tuple[int, Flag]]:
+        """The pieces that a part is about, and whether it is."""
+        if half is None:
+            return [(0, valid)]
+        return [(i, flag) for i, flag in enumerate((_not(half), half)) if flag is not False]
+
+    def add(self, part: Tensor, half: Flag | None) -> None:
+        """Add to the rows of that half."""
+        for i, flag in self.concerned(half):
+            self.pieces[i] = self.pieces[i] + _where(flag, part, 0.0)
+
+    def whole(self) -> Tensor:
+        """All rows."""
+        return torch.cat(self.pieces, 2) if len(self.pieces) > 1 else self.pieces[0]
+
+
+def _merge(
+    out: _Rows, lse: _Rows, made: tuple[Tensor, Tensor], part: Part, kernels: Kernels
+) -> None:
+    for i, flag in out.concerned(part.queries, part.valid):
+        more = _where(flag, made[1], float("-inf"))
+        sofar = out.pieces[i], lse.pieces[i]
+        out.pieces[i], lse.pieces[i] = merge(*sofar, made[0], more, kernels=kernels)
+
+
+class _Keys:
+    """Keys and values of every step's source, and in backward the way home of their cotangents."""
+
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor):
+        self.ring, self.k, self.v = ring, k, v
+        self.at = 0
+        self.travelling: tuple[Tensor, Tensor] | None = None
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        """This rank's."""
+        return self.k, self.v
+
+    def arrivals(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Step, keys and values, for every step; then `give` their cotangents."""
+        for step in self.ring.steps:
+            self.k, self.v = (self.ring.shift(x, step - self.at) for x in (self.k, self.v))
+            if self.travelling is not None:
+                dk, dv = (self.ring.shift(x, step - self.at) for x in self.travelling)
+                self.travelling = dk, dv
+            self.at = step
+            yield step, self.k, self.v
+
+    def give(self, dk: Tensor, dv: Tensor) -> None:
+        """Add cotangents of the keys and values that are here; float32 at least."""
+        if self.travelling is not None:
+            dk, dv = self.travelling[0] + dk, self.travelling[1] + dv
+        self.travelling = dk, dv
+
+    def home(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """The cotangents of this rank's own; `dk` and `dv` are its own part."""
+        if self.travelling is None:
+            return dk, dv
+        other_k, other_v = (self.ring.shift(x, -self.at) for x in self.travelling)
+        return dk + other_k, dv + other_v
+
+
+class _Gathered(_Keys):
+    """The same where every rank has all keys, ``[size, ...]``: nothing travels."""
+
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor):
+        super().__init__(ring, k, v)
+        self.given: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _of(self, x: Tensor, step: int) -> Tensor:
+        source = torch.as_tensor((self.ring.rank() - step) % self.ring.size, device=x.device)
+        return torch.index_select(x, 0, source.reshape(1)).squeeze(0)
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        return self._of(self.k, 0), self._of(self.v, 0)
+
+    def arrivals(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        for step in self.ring.steps:
+            self.at = step
+            yield step, self._of(self.k, step), self._of(self.v, step)
+
+    def give(self, dk: Tensor, dv: Tensor) -> None:
+        self.given[self.at] = dk, dv
+
+    def home(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        nothing = torch.zeros_like(dk), torch.zeros_like(dv)
+        self.given[0] = dk, dv
+        rows = [self.given.get(step, nothing) for step in range(self.ring.size)]
+        source = torch.arange(self.ring.size, device=dk.device)
+        steps = (self.ring.rank() - source) % self.ring.size
+        dks, dvs = (torch.stack(x) for x in zip(*rows, strict=True))
+        return torch.index_select(dks, 0, steps), torch.index_select(dvs, 0, steps)
+
+
+def _start(ring: Ring, k: Tensor, v: Tensor) -> tuple[_Keys, Part, dict[str, Any]]:
+    """The keys of all steps, the block of the first, and the options of all blocks."""
+    gathered = ring.kind == "gather" and ring.size > 1
+    keys = _Gathered(ring, k, v) if gathered else _Keys(ring, k, v)
+    (whole,) = parts(ring, 0)
+    return keys, whole, {"scale": ring.scale, "cap": ring.cap, "kernels": ring.kernels}
+
+
+def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: Tensor | None):
+    keys, whole, options = _start(ring, k, v)
+    first = block(q, *keys.own(), tests.visible(0, whole), causal=True, **options)
+    out, lse = (_Rows(upcast(x), ring.balanced) for x in first)
+    for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
+        for part in parts(ring, step):
+            there = take(k_there, part.keys, 2), take(v_there, part.keys, 2)
+            visible = tests.visible(number, part)
+            mine = take(q, part.queries, 2)
+            made = block(mine, *there, visible, causal=False, **options)
+            _merge(out, lse, made, part, ring.kernels)
+    total, log_sum = out.whole(), lse.whole()
+    if sinks is not None:
+        joined = torch.logaddexp(log_sum, upcast(sinks)[:, None])
+        total, log_sum = total * (log_sum - joined).exp().unsqueeze(-1), joined
+    return total.to(q.dtype), log_sum
+
+
+def _backward(ring: Ring, residuals: tuple, cotangent: Tensor):
+    q, k, v, tests, sinks, out, lse = residuals
+    keys, whole, options = _start(ring, k, v)
+    rows = (cotangent, q, out, lse)
+    dq_first, *own = block_backward(
+        cotangent, q, *keys.own(), out, lse, tests.visible(0, whole), causal=True, **options
+    )
+    dq, own = _Rows(upcast(dq_first), ring.balanced), [upcast(x) for x in own]
+    for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
+        given = [_Rows(torch.zeros_like(upcast(x)), ring.balanced) for x in (k_there, v_there)]
+        for part in parts(ring, step):
+            there = take(k_there, part.keys, 2), take(v_there, part.keys, 2)
+            visible = tests.visible(number, part)
+            d_mine, q_mine, out_mine, lse_mine = (take(x, part.queries, 2) for x in rows)
+            # exp(score - lse) is 0 then, whatever the keys that are not to be seen
+            lse_mine = _where(part.valid, lse_mine, torch.finfo(lse.dtype).max / 4)
+            moved = block_backward(
+                d_mine, q_mine, *there, out_mine, lse_mine, visible, causal=False, **options
+            )
+            dq.add(upcast(moved[0]), part.queries)
+            for total, more in zip(given, moved[1:], strict=True):
+                total.add(upcast(more), part.keys)
+        keys.give(*(total.whole() for total in given))
+    dk, dv = keys.home(*own)
+    d_sinks = None
+    if sinks is not None:
+        delta = (upcast(cotangent) * upcast(out)).sum(-1)
+        weight = (upcast(sinks)[:, None] - lse).exp()
+        d_sinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
+    return dq.whole().to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks
+
+
+def ring_attention(
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: Tensor | None
+) -> Tensor:
+    """softmax(scale q k^T) v over the keys of all ranks of a ring.
+
+    Args:
+        ring: who exchanges what.
+        q: ``[batch, heads, seq, head_dim]``.
+        k: ``[batch, kv_heads, seq, head_dim]``; where gathered ``[size, batch, ...]``.
+        v: as `k`, maybe of another width.
+        tests: documents and windows.
+        sinks: ``[heads]`` or None.
+
+    Returns:
+        ``[batch, heads, seq, value_dim]`` in q's dtype. Collectives: see
+        `functron.nn.context_attention`.
+    """
+
+    def forward(q, k, v, sinks, values):
+        out, lse = _forward(ring, q, k, v, Tests(**values), sinks)
+        return out, (q, k, v, sinks, values, out, lse)
+
+    def backward(residuals, cotangent):
+        q, k, v, sinks, values, out, lse = residuals
+        kept = (q, k, v, Tests(**values), sinks, out, lse)
+        return *_backward(ring, kept, cotangent), None
+
+    attend = custom_vjp(lambda *args: forward(*args)[0], forward, backward)
+    return attend(q, k, v, sinks, dict(vars(tests)))
 
 
 def context_attention(
@@ -96,21 +452,25 @@ def context_attention(
     """
     size = lax.axis_size(axis) if ring_size is None else ring_size
     _check(q, k, window, kind, balanced, axis, ulysses, ring_size)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     static_window = window if isinstance(window, int) else 0
     q, k, v = _exchange_heads(q, k, v, ulysses)
     plain = isinstance(window, int) and window == 0 and segments is None and sinks is None
     if size == 1 and plain and not cap:
-        out = _whole(q, k, v, scale)
+        out = causal_attention(q, k, v, scale=scale)
     else:
         seq = q.shape[_SEQ]
         if balanced and positions is not None and positions.dim() == 2:
             static_window = 0  # parts of short documents are short: near in another sense
         steps = needed_steps(size, seq, static_window, balanced)
         balanced = balanced and size > 1
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         ring = Ring(axis, size, kind, balanced, seq, steps, static_window, scale, kernels, cap)
         tests = _tests(ring, q, positions, segments, window, ulysses)
-        out = _ring(ring, q, k, v, tests, _own_sinks(sinks, q.shape[_HEADS], ulysses))
+        own = None if sinks is None else own_part(sinks, q.shape[_HEADS], 0, ulysses)
+        q, k, v = (x.transpose(_SEQ, _HEADS) for x in (q, k, v))
+        if kind == "gather" and size > 1:
+            k, v = lax.all_gather((k, v), axis)
+        out = ring_attention(ring, q, k, v, tests, own).transpose(_SEQ, _HEADS)
     return lax.all_to_all(out, ulysses, _SEQ, _HEADS, tiled=True)
 
 
@@ -119,35 +479,29 @@ def _check(q, k, window, kind, balanced, axis, ulysses, ring_size) -> None:
     size, group = lax.axis_size(axis), lax.axis_size(ulysses)
     heads, kv_heads = q.shape[_HEADS], k.shape[_HEADS]
     ring = size if ring_size is None else ring_size
-    problems = []
+    found = []
+
+    def wrong(path: str, got: str, wanted: str, fix: str = "") -> None:
+        found.append(Problem(path, got, wanted, fix))
+
     if heads % kv_heads:
-        problems.append(Problem("k", f"{kv_heads} heads", f"a divisor of q's {heads}"))
+        wrong("k", f"{kv_heads} heads", f"a divisor of q's {heads}")
     if heads % group:
-        problems.append(
-            Problem("q", f"{heads} heads", f"a multiple of the {group} ranks of {ulysses!r}",
-                    f"split the sequence over {axis!r} instead")
-        )  # fmt: skip
+        fix = f"split the sequence over {axis!r} instead"
+        wrong("q", f"{heads} heads", f"a multiple of the {group} ranks of {ulysses!r}", fix)
     if kind not in ("ring", "gather"):
-        problems.append(
-            Problem("kind", repr(kind), "ring or gather", nearest(kind, ("ring", "gather")))
-        )
+        wrong("kind", repr(kind), "ring or gather", nearest(kind, ("ring", "gather")))
     if ring < 1 or size % ring:
-        problems.append(
-            Problem("ring_size", str(ring), f"a divisor of the {size} ranks of {axis!r}")
-        )
+        wrong("ring_size", str(ring), f"a divisor of the {size} ranks of {axis!r}")
     elif kind == "gather" and ring not in (1, size):
-        problems.append(
-            Problem("ring_size", f'{ring} with kind="gather"', f"1 or {size}", 'use kind="ring"')
-        )
+        wrong("ring_size", f'{ring} with kind="gather"', f"1 or {size}", 'use kind="ring"')
     per_rank = q.shape[_SEQ] * group
     if balanced and ring > 1 and per_rank % 2:
-        problems.append(
-            Problem("balanced", f"{per_rank} tokens on each rank of {axis!r}", "two halves",
-                    "pad the sequence, or use the contiguous order")
-        )  # fmt: skip
+        fix = "pad the sequence, or use the contiguous order"
+        wrong("balanced", f"{per_rank} tokens on each rank of {axis!r}", "two halves", fix)
     if isinstance(window, int) and window < 0:
-        problems.append(Problem("window", str(window), "0 for no window, or a number of keys"))
-    raise_problems("context_attention", problems)
+        wrong("window", str(window), "0 for no window, or a number of keys")
+    raise_problems("context_attention", found)
 
 
 def _exchange_heads(q: Tensor, k: Tensor, v: Tensor, ulysses: str) -> tuple[Tensor, ...]:
@@ -157,32 +511,6 @@ def _exchange_heads(q: Tensor, k: Tensor, v: Tensor, ulysses: str) -> tuple[Tens
     if repeats > 1:  # just enough for every rank to have one
         k, v = (x.repeat_interleave(repeats, _HEADS) for x in (k, v))
     return tuple(lax.all_to_all(x, ulysses, _HEADS, _SEQ, tiled=True) for x in (q, k, v))
-
-
-def _own_sinks(sinks: Tensor | None, heads: int, ulysses: str) -> Tensor | None:
-    return None if sinks is None else own_part(sinks, heads, 0, ulysses)
-
-
-def _whole(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Plain causal attention of whole sequences, at the speed of the device's best kernel."""
-    width, value_width = q.shape[-1], v.shape[-1]
-    if value_width < width:
-        v = F.pad(v, (0, width - value_width))
-    elif value_width > width:
-        q, k = (F.pad(x, (0, value_width - width)) for x in (q, k))
-    kernel_scale = 1 / math.sqrt(q.shape[-1])
-    q = q if scale == kernel_scale else q * (scale / kernel_scale)
-    group = q.shape[_HEADS] // k.shape[_HEADS]
-    if group > 1:
-        k, v = (x.repeat_interleave(group, _HEADS) for x in (k, v))
-    return attention(q, k, v, causal=True)[..., :value_width]
-
-
-def _ring(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: Tensor | None):
-    q, k, v = (x.transpose(_SEQ, _HEADS) for x in (q, k, v))
-    if ring.kind == "gather" and ring.size > 1:
-        k, v = lax.all_gather((k, v), ring.axis)
-    return ring_attention(ring, q, k, v, tests, sinks).transpose(_SEQ, _HEADS)
 
 
 def _tests(

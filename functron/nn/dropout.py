@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from functron import random
+from functron.core import random
+from functron.core.typing import Float, Int, Key, Tensor
 from functron.nn.embedding import stream_positions
 from functron.nn.linear import SEQ_DIM, sequence_axes
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
-from functron.typing import Float, Int, Key, Tensor
 
 
 def dropout(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from functron.core.typing import Float, Int, Tensor
 from functron.nn.linear import SEQ_DIM, reduce_partial, sequence_axes
 from functron.ops.ids import check_ids
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
-from functron.typing import Float, Int, Tensor
 
 
 def embed_tokens(

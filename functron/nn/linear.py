@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from functron.core.typing import Float, Tensor
 from functron.params import Normal, ParamDef, zeros
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P, entry_axes
-from functron.typing import Float, Tensor
 
 SEQ_DIM = 1
 
@@ -86,7 +86,7 @@ def column_parallel(
     w: Float[Tensor, "embed *features"],
     bias: Float[Tensor, "*features"] | None = None,
     lora: Adapter | None = None,
-) -> Float[Tensor, "*batch *features"]:
+) -> Float[Tensor, "*outputs"]:
     """y = x w + b, with the columns of w split.
 
     Args:

@@ -1,15 +1,14 @@
-"""Vocabulary-parallel cross-entropy, of logits or of what a last matrix makes them of."""
+"""Vocabulary-parallel log-softmax, and cross-entropy of logits or of a last matrix's inputs."""
 
 from __future__ import annotations
 
 import torch
 
-from functron.ops.cross_entropy import log_sum_exp_and_target
+from functron.core.typing import Float, Int, Tensor
+from functron.ops.cross_entropy import linear_log_sum_exp_and_target, log_sum_exp_and_target
+from functron.ops.define import AUTO, Kernels
 from functron.ops.ids import check_ids
-from functron.ops.kernels import AUTO, Kernels
-from functron.ops.linear_cross_entropy import linear_log_sum_exp_and_target
 from functron.spmd import collectives as lax
-from functron.typing import Float, Int, Tensor
 
 IGNORE_INDEX = -100
 CHUNK_TOKENS = 1024
@@ -53,6 +52,33 @@ def cross_entropy(
     return _losses(*statistics, targets, z_loss, ignore_index, axis)
 
 
+def log_softmax(
+    logits: Float[Tensor, "*batch columns"], *, vocab_size: int, axis: str = "tp"
+) -> Float[Tensor, "*batch columns"]:
+    """y_tj = x_tj - log sum_i exp(x_ti), the log-probabilities of a vocabulary split over `axis`.
+
+    For losses that need more of the distribution than `cross_entropy` does, such as distillation or
+    the entropy: a sum over this rank's columns, then ``lax.psum(..., axis)``.
+
+    Args:
+        logits: ``[..., padded_vocab / n]``, this rank's columns.
+        vocab_size: the number of real columns over all ranks; those from it on are padding.
+
+    Returns:
+        ``[..., padded_vocab / n]``, this rank's columns, in float32 at least. Padding columns are
+        the lowest finite number, of which exp is 0 and which times 0 is 0, and have no gradient.
+        Collectives: one max and one sum all-reduce of one number per token; backward one.
+    """
+    _, valid = _own_columns(logits.shape[-1], vocab_size, axis)
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if valid is None:
+        return x - _over_ranks(x.logsumexp(-1, keepdim=True), axis)
+    real = torch.arange(x.shape[-1], device=x.device) < valid
+    lowest = torch.finfo(x.dtype).min
+    lse = _over_ranks(torch.where(real, x, lowest).logsumexp(-1, keepdim=True), axis)
+    return torch.where(real, x - lse, lowest)
+
+
 def linear_cross_entropy(
     x: Float[Tensor, "*batch embed"],
     w: Float[Tensor, "embed columns"],
@@ -68,7 +94,7 @@ def linear_cross_entropy(
     """``cross_entropy(column_parallel(x, w), targets)`` without ever having all of the logits.
 
     The logits of `chunk_tokens` tokens exist at a time, and are computed a second time in backward
-    (see `functron.ops.linear_cross_entropy`): work of the unembedding grows by a third, while the
+    (see `functron.ops.cross_entropy`): work of the unembedding grows by a third, while the
     largest activation of a model with a large vocabulary goes. What ranks exchange is the same.
 
     Args:
@@ -107,6 +133,12 @@ def _own_columns(
     return first, vocab_size - first if padded else None
 
 
+def _over_ranks(local_lse: Tensor, axis: str) -> Tensor:
+    """The log-sum-exp of all ranks' columns from that of this rank's."""
+    top = lax.pmax(lax.stop_gradient(local_lse), axis)
+    return lax.psum((local_lse - top).exp(), axis).log() + top
+
+
 def _losses(
     local_lse: Tensor,
     local_target: Tensor,
@@ -116,8 +148,7 @@ def _losses(
     axis: str,
 ) -> Tensor:
     """The losses of all columns from the statistics of this rank's."""
-    top = lax.pmax(lax.stop_gradient(local_lse), axis)
-    lse = lax.psum((local_lse - top).exp(), axis).log() + top
+    lse = _over_ranks(local_lse, axis)
     loss = lse - lax.psum(local_target, axis)
     if z_loss:
         loss = loss + z_loss * lse.square()

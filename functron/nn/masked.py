@@ -1,22 +1,104 @@
-"""Attention with padding masks, with learned biases on scores, and of one sequence to another."""
+"""Attention that is not causal over whole sequences: cached, masked, biased, and across sequences.
+
+`cached_attention` reads keys and values of earlier tokens, which makes generation linear in its
+length. `masked_attention` has padding masks and learned biases on scores, and `cross_attention` is
+of one sequence to another.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+from functron.core.typing import Bool, Float, Int, Tensor
 from functron.nn.attention import AttentionConfig
-from functron.nn.kv_cache import KVCache
 from functron.nn.linear import column_parallel, gather_sequence, row_parallel, weights
-from functron.ops.attention import attention
-from functron.ops.flash import Visible, block, block_backward
+from functron.ops.attention import Visible, attend, attention, block, block_backward, upcast
 from functron.spmd.spec import P
 from functron.transforms.custom_vjp import custom_vjp
-from functron.typing import Bool, Float, Int, Tensor
+
+_SEQ, _HEADS = 1, 2
+
+
+class KVCache(NamedTuple):
+    """The keys and values of one layer, this rank's heads.
+
+    Attributes:
+        k: ``[batch, length, kv_heads, head_dim]``, rotated; row p is that of the token at place p.
+        v: ``[batch, length, kv_heads, value_dim]``.
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+def empty_cache(
+    k: Float[Tensor, "batch seq kv_heads head_dim"],
+    v: Float[Tensor, "batch seq kv_heads value_dim"],
+    length: int,
+) -> KVCache:
+    """A cache with room for `length` tokens, like these keys and values; it holds zeros."""
+
+    def zeros(x: Tensor) -> Tensor:
+        return torch.zeros_like(x[:, :1]).expand(-1, length, -1, -1)
+
+    return KVCache(zeros(k), zeros(v))
+
+
+def written(
+    cache: KVCache,
+    k: Float[Tensor, "batch seq kv_heads head_dim"],
+    v: Float[Tensor, "batch seq kv_heads value_dim"],
+    places: Int[Tensor, "batch seq"],
+) -> KVCache:
+    """The cache with new keys and values at their places, distinct within a row; others stay."""
+
+    def put(kept: Tensor, new: Tensor) -> Tensor:
+        at = places[..., None, None].expand(new.shape)
+        return kept.scatter(_SEQ, at, new.to(kept.dtype))
+
+    return KVCache(put(cache.k, k), put(cache.v, v))
+
+
+def cached_attention(
+    q: Float[Tensor, "batch seq heads head_dim"],
+    cache: KVCache,
+    places: Int[Tensor, "batch seq"],
+    *,
+    window: int | Int[Tensor, ""] = 0,
+    sinks: Float[Tensor, " heads"] | None = None,
+    cap: float = 0.0,
+) -> Float[Tensor, "batch seq heads value_dim"]:
+    """softmax(q k^T / sqrt(head_dim)) v over the kept keys, each query seeing those up to its own.
+
+    Args:
+        q: ``[batch, seq, heads, head_dim]``, few of them: scores of all are in memory at once.
+        cache: with the keys of these tokens in it already.
+        places: int64 ``[batch, seq]``, those of the queries.
+        window: how many keys a query sees at most, itself included; 0 for all.
+        sinks: ``[heads]`` logits that join the softmax's denominator only.
+        cap: scores s are cap tanh(s / cap); 0: as they are.
+
+    Returns:
+        ``[batch, seq, heads, value_dim]`` in q's dtype. No collectives.
+    """
+    keys = torch.arange(cache.k.shape[_SEQ], device=q.device)
+    distance = places.unsqueeze(-1) - keys
+    seen = distance >= 0
+    if isinstance(window, Tensor):
+        seen = seen & ((distance < window) | (window == 0))
+    elif window:
+        seen = seen & (distance < window)
+    q, k, v = (x.transpose(_SEQ, _HEADS) for x in (q, cache.k, cache.v))
+    out, lse = attend(q, k, v, ~seen.unsqueeze(1), 1 / math.sqrt(q.shape[-1]), cap=cap)
+    if sinks is not None:
+        share = torch.sigmoid(lse - upcast(sinks).unsqueeze(-1))
+        out = out * share.unsqueeze(-1)
+    return out.to(q.dtype).transpose(_SEQ, _HEADS)
 
 
 def masked_attention(
@@ -32,7 +114,7 @@ def masked_attention(
     """softmax(scale q k^T + bias) v over the keys that are seen.
 
     A `core` for `nn.self_attention` and `cross_attention`. Without a bias, torch's flash kernels
-    compute it where `functron.ops.flash` has them; with one, whole matrices of scores exist.
+    compute it where `functron.ops.attention` has them; with one, whole matrices of scores exist.
 
     Args:
         q: ``[batch, seq, heads, head_dim]``.
@@ -47,28 +129,30 @@ def masked_attention(
     Returns:
         ``[batch, seq, heads, head_dim]`` in q's dtype. No collectives.
     """
-    if bias is not None:
-        return _biased(q, k, v, seen, bias, causal, scale)
-    if seen is None and scale is None:
+    if bias is None and seen is None and scale is None:
         return attention(q, k, v, causal=causal)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.transpose(_SEQ, _HEADS) for x in (q, k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return _block(q, k, v, seen, causal, scale).transpose(1, 2)
+    if bias is None:
+        y = _block(q, k, v, seen, causal, scale)
+    else:
+        y = _biased(q, k, v, seen, bias, causal, scale)
+    return y.transpose(_SEQ, _HEADS)
 
 
 def _block(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
     """By kernels; with their backward, which knows what to do where a query sees nothing."""
-    how: dict[str, Any] = {"causal": causal, "scale": scale}
+    options: dict[str, Any] = {"causal": causal, "scale": scale}
 
     def forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None):
-        out, lse = block(q, k, v, _visible(q, seen), **how)
+        out, lse = block(q, k, v, _visible(q, seen), **options)
         return out, (q, k, v, seen, out, lse)
 
     def backward(kept: tuple, cotangent: Tensor):
         q, k, v, seen, out, lse = kept
-        return *block_backward(cotangent, q, k, v, out, lse, _visible(q, seen), **how), None
+        return *block_backward(cotangent, q, k, v, out, lse, _visible(q, seen), **options), None
 
     return custom_vjp(lambda *args: forward(*args)[0], forward, backward)(q, k, v, seen)
 
@@ -87,12 +171,10 @@ def _biased(
     seen: Tensor | None,
     bias: Tensor,
     causal: bool,
-    scale: float | None,
+    scale: float,
 ) -> Tensor:
     """The formula, with scores and softmax in float32 at least."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = (q @ k.mT).to(wide) * scale + bias.to(wide)
     lowest = torch.finfo(wide).min  # not -inf, so that rows that see nothing have derivatives
     hidden = None if seen is None else ~seen[:, None, None, :]
@@ -104,7 +186,7 @@ def _biased(
     p = torch.softmax(scores, -1)
     if hidden is not None:
         p = p.masked_fill(hidden, 0)
-    return (p.to(v.dtype) @ v).transpose(1, 2)
+    return p.to(v.dtype) @ v
 
 
 def cross_keys(params: dict, memory: Float[Tensor, "batch keys embed"]) -> KVCache:
@@ -203,5 +285,5 @@ def _starts(exact: int, ranges: int, max_distance: int) -> list[int]:
 def relative_bias(
     table: Float[Tensor, "buckets heads"], buckets: Int[Tensor, "queries keys"]
 ) -> Float[Tensor, "heads queries keys"]:
-    """What T5 adds to scores: a number per bucket and head, of this rank's heads."""
+    """T5's biases on scores: a number per bucket and head, of this rank's heads."""
     return F.embedding(buckets, table).permute(2, 0, 1).contiguous()

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional as F
 
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems
+from functron.core.typing import Bool, Float, Tensor
 from functron.nn.attention import causal_attention
 from functron.nn.linear import (
     column_parallel,
@@ -43,9 +43,8 @@ from functron.nn.linear import (
 )
 from functron.nn.norm import norm, norm_defs
 from functron.nn.rope import apply_rope
-from functron.ops.kernels import AUTO, Kernels
+from functron.ops.define import AUTO, Kernels
 from functron.spmd.spec import P
-from functron.typing import Bool, Float, Tensor
 
 _SIZES = ("embed_dim", "num_heads", "kv_rank", "nope_head_dim", "rope_head_dim", "v_head_dim")
 
@@ -111,7 +110,7 @@ class MLAConfig:
 
 
 class Latents(NamedTuple):
-    """What generation remembers of tokens; the same on all ranks of tp.
+    """The cache of tokens for generation; the same on all ranks of tp.
 
     Attributes:
         c: ``[batch, seq, kv_rank]``, normed: keys and values of all heads are linear in it.
@@ -174,7 +173,7 @@ def mla(
     rope: tuple[Tensor, Tensor],
     stream: P,
     axis: str = "tp",
-    core: Callable | None = None,
+    core: Callable = causal_attention,
     kernels: Kernels = AUTO,
 ) -> Float[Tensor, "batch seq embed"]:
     """Multi-head latent attention over the stream, with the heads split over `axis`.
@@ -188,7 +187,7 @@ def mla(
         stream: the spec of x and of the result.
         axis: the mesh axis that splits the heads.
         core: computes softmax(q k^T / sqrt(q's dims)) v of this rank's heads, ``(q, k, v) -> out``,
-            v being of `v_head_dim`; None: `causal_attention`. For example `context_attention`.
+            v being of `v_head_dim`; for example `context_attention`.
         kernels: of norms and of rotation.
 
     Returns:
@@ -207,8 +206,7 @@ def mla(
     shared = apply_rope(k_rope.unsqueeze(-2), rope, **settings)
     # one key for all heads: expanding it is what sums its gradient over them
     k = torch.cat([k_nope, shared.expand(*k_nope.shape[:-1], -1)], -1)
-    y = padded_attention(q, k, v) if core is None else core(q, k, v)
-    return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
+    return row_parallel(core(q, k, v), *weights(params["out"]), stream=stream, axis=axis)
 
 
 def mla_cache(
@@ -220,7 +218,7 @@ def mla_cache(
     stream: P,
     axis: str = "tp",
 ) -> Latents:
-    """What `mla_absorbed` needs of tokens that it attends to; arguments are those of `mla`.
+    """The latents of tokens that `mla_absorbed` attends to; arguments are those of `mla`.
 
     Collectives: with a split sequence one all-gather of the result.
     """
@@ -272,21 +270,6 @@ def mla_absorbed(
     return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
 
 
-def padded_attention(
-    q: Float[Tensor, "batch seq heads head_dim"],
-    k: Float[Tensor, "batch seq heads head_dim"],
-    v: Float[Tensor, "batch seq heads v_dim"],
-) -> Float[Tensor, "batch seq heads v_dim"]:
-    """`causal_attention` of values of another width: the narrower ones end in zeros.
-
-    Kernels want one width. Zeros add nothing to scores and come out as zeros, but are multiplied.
-    """
-    width, v_dim = q.shape[-1], v.shape[-1]
-    if v_dim > width:
-        q, k = (F.pad(y, (0, v_dim - width)) for y in (q * math.sqrt(v_dim / width), k))
-    return causal_attention(q, k, F.pad(v, (0, max(width - v_dim, 0))))[..., :v_dim]
-
-
 def _whole(parts: tuple[Tensor, ...], stream: P, axis: str) -> tuple[Tensor, ...]:
     """Tensors of the stream's tokens with these whole over `axis`: one all-gather for all."""
     if axis not in sequence_axes(stream):
@@ -296,7 +279,7 @@ def _whole(parts: tuple[Tensor, ...], stream: P, axis: str) -> tuple[Tensor, ...
 
 
 def _before_queries(params: dict, x: Tensor, config: MLAConfig, kernels: Kernels = AUTO) -> Tensor:
-    """What queries are linear in: their latent, or the stream."""
+    """The input that queries are linear in: their latent, or the stream."""
     if not config.q_rank:
         return x
     down = column_parallel(x, *weights(params["q_down"]))

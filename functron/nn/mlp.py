@@ -9,17 +9,11 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from functron.nn.linear import (
-    column_parallel,
-    gather_sequence,
-    linear_defs,
-    row_parallel,
-    weights,
-)
+from functron.core.typing import Float, Tensor
+from functron.nn.linear import column_parallel, gather_sequence, linear_defs, row_parallel, weights
+from functron.ops.define import AUTO, Kernels
 from functron.ops.glu import GLU
-from functron.ops.kernels import AUTO, Kernels
 from functron.spmd.spec import P
-from functron.typing import Float, Tensor
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
 

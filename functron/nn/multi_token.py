@@ -21,14 +21,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from functron.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.typing import Float, Int, Tensor
 from functron.nn import zigzag
 from functron.nn.linear import column_parallel, linear_defs, weights
 from functron.nn.loss import IGNORE_INDEX
 from functron.nn.norm import NormKind, norm, norm_defs
-from functron.ops.kernels import AUTO, Kernels
+from functron.ops.define import AUTO, Kernels
 from functron.spmd import collectives as lax
-from functron.typing import Float, Int, Tensor
 
 Order = Literal["contiguous", "zigzag", "balanced"]
 
@@ -36,7 +36,7 @@ _ORDERS = ("contiguous", "zigzag", "balanced")
 
 
 class Predictions(NamedTuple):
-    """What modules of multi-token prediction computed.
+    """The results of modules of multi-token prediction.
 
     Attributes:
         losses: float32 at least ``[depths]``, each the sum over this rank's counted targets; the
@@ -121,10 +121,10 @@ def multi_token(
             tokens, targets, depth + 1, order=order, segments=segments, positions=positions
         )
         merged = merge(module, embed(given), x, **settings)
-        x, said = block(depth, merged, given, wanted)
+        x, extra = block(depth, merged, given, wanted)
         y = norm(module["norm"], x, **settings)
         losses.append(head(y, wanted).sum())
-        aux.append(said)
+        aux.append(extra)
     return Predictions(torch.stack(losses), aux)
 
 
@@ -161,7 +161,7 @@ def ahead(
     segments: Int[Tensor, "batch seq"] | None = None,
     positions: Int[Tensor, "*rows seq"] | None = None,
 ) -> tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]:
-    """What a module is given and predicts: the tokens `by` places on, and the ones after these.
+    """The inputs and targets of a module: the tokens `by` places on, and the ones after these.
 
     Args:
         tokens: this rank's part of the sequence.
@@ -252,12 +252,12 @@ def _check(by: int, order: str, positions: Tensor | None) -> None:
 
 
 def _in_order(whole: Tensor, order: str, axis: str) -> Tensor:
-    """What all ranks hold, one after the other, in the order of the sequence."""
+    """The parts of all ranks, one after the other, in the order of the sequence."""
     size = lax.axis_size(axis)
     if order == "contiguous" or size == 1:
         return whole
-    held = whole.chunk(2 * size, 1)  # rank r: chunks r and 2 size - 1 - r
-    return torch.cat([*held[0::2], *reversed(held[1::2])], 1)
+    chunks = whole.chunk(2 * size, 1)  # rank r: chunks r and 2 size - 1 - r
+    return torch.cat([*chunks[0::2], *reversed(chunks[1::2])], 1)
 
 
 def _moved(x: Tensor, by: int, fill: int) -> Tensor:

@@ -7,11 +7,10 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from functron.ops.kernels import AUTO, Kernels
-from functron.ops.layer_norm import ADD_LAYER_NORM, LAYER_NORM
-from functron.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
+from functron.core.typing import Float, Tensor
+from functron.ops.define import AUTO, Kernels
+from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from functron.params import ParamDef, ones, zeros
-from functron.typing import Float, Tensor
 
 NormKind = Literal["rms", "layer", "bare_layer"]
 

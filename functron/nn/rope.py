@@ -13,9 +13,9 @@ from typing import Literal
 
 import torch
 
-from functron.ops.kernels import AUTO, Kernels
+from functron.core.typing import Float, Int, Tensor
+from functron.ops.define import AUTO, Kernels
 from functron.ops.qk_norm_rope import QK_NORM_ROPE
-from functron.typing import Float, Int, Tensor
 
 _SEVERAL = 3  # dims of positions, where a token has several
 
@@ -57,7 +57,7 @@ class RopeScaling:
 
     @property
     def table_factor(self) -> float:
-        """What cos and sin are multiplied by: scores of rotated dims by its square."""
+        """The factor of cos and sin: scores of rotated dims by its square."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor:
@@ -68,7 +68,7 @@ class RopeScaling:
 
     @property
     def softmax_factor(self) -> float:
-        """What DeepSeek multiplies the scores of all dims by: m(mscale_all_dim)^2; see `mscale`."""
+        """DeepSeek's factor of the scores of all dims: m(mscale_all_dim)^2; see `mscale`."""
         return self._sharper(self.mscale_all_dim) ** 2 if self.kind == "yarn" else 1.0
 
     def _sharper(self, mscale: float) -> float:

@@ -19,9 +19,9 @@ from typing import Literal
 
 import torch
 
-from functron.errors import Problem, raise_problems
+from functron.core.errors import refuse
+from functron.core.typing import Int, Tensor
 from functron.spmd import collectives as lax
-from functron.typing import Int, Tensor
 
 Order = Literal["contiguous", "zigzag"]
 
@@ -46,7 +46,7 @@ def positions(
     if order == "contiguous":
         return contiguous
     if order != "zigzag":
-        raise_problems("positions", [Problem("order", repr(order), "contiguous or zigzag")])
+        refuse("positions", "order", repr(order), "contiguous or zigzag")
     size, chunk = lax.axis_size(axis), _chunk(local_seq, axis, ulysses)
     rank = lax.axis_index(axis)
     place = contiguous - rank * 2 * chunk  # in what the whole cp rank holds
@@ -99,17 +99,10 @@ def _chunk(local_seq: int, axis: str, ulysses: str) -> int:
     """The length of one of the 2n chunks."""
     size, per_rank = lax.axis_size(axis), local_seq * lax.axis_size(ulysses)
     if per_rank % 2 and size > 1:
-        raise_problems(
-            "the zigzag order cannot split the sequence",
-            [
-                Problem(
-                    "sequence length",
-                    f"{per_rank * size} on {size} ranks of {axis!r}",
-                    f"a multiple of {2 * size}: two chunks for each",
-                    'pad it, or use the "contiguous" order',
-                )
-            ],
-        )
+        got = f"{per_rank * size} on {size} ranks of {axis!r}"
+        wanted = f"a multiple of {2 * size}: two chunks for each"
+        fix = 'pad it, or use the "contiguous" order'
+        refuse("the zigzag order cannot split the sequence", "sequence length", got, wanted, fix)
     return per_rank // 2 if size > 1 else per_rank
 
 

@@ -1,5 +1,12 @@
-"""Operations that models and optimizers are made of, and the choice of what computes them."""
+"""Operations that models and optimizers are made of, and the choice of what computes them.
 
-from functron.ops.kernels import AUTO, Kernels, use
+`define` registers an op from its reference, shapes, vmap rule, gradient and CUDA kernel; `use`
+makes the `Kernels` that choose reference or kernel, op by op. Each op has a module: `attention`,
+`softmax`, `norms`, `glu`, `qk_norm_rope`, `cross_entropy`, `moe`, `grouped_matmul`, `quantise_fp8`,
+`adamw`, `global_norm`, `ids`, `foreach`; `nvrtc` compiles the files of ``kernels/`` and `launch`
+runs them.
+"""
 
-__all__ = ["AUTO", "Kernels", "use"]
+from functron.ops.define import AUTO, Gradient, Kernels, Op, define, use
+
+__all__ = ["AUTO", "Gradient", "Kernels", "Op", "define", "use"]

@@ -1,4 +1,4 @@
-"""Operations of functron's own: registered with torch once, differentiable and mappable everywhere.
+"""Operations of functron's own: registered once, differentiable, mappable, and computed by choice.
 
 An op is an entry of ``torch.ops.functron``: on the CPU it computes its reference, on CUDA its
 kernel, on fake tensors shapes. What makes it differentiable is an autograd Function around that
@@ -9,21 +9,28 @@ programs and in compiled ones.
 Rejected: ``torch.library.register_autograd``, whose Function refuses torch.func.grad (2.11 to
 2.13); and a Function alone over an entry without derivatives, which gives zero gradients, silently,
 in torch.compile(torch.func.grad).
+
+`define` registers an op, with one of the vmap rules `one_by_one` and `of_rows` or its own. `use`
+and `Kernels` choose what computes it: a CUDA kernel of functron, or torch's operations. Below are
+what host code of kernels asks about its operands (`rows_of`, `packable`, `type_name`), and how rows
+are given to the threads of kernels (`layout`): the host's side of ``kernels/rows.cuh``.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch.autograd import Function
 
-from functron import compat
-from functron.ops.launch import cuda
+from functron.core import compat
+from functron.core.errors import nearest
+from functron.core.typing import Tensor
+from functron.ops.launch import cuda, usable
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _NO_DEFINES: Mapping[str, str] = MappingProxyType({})
@@ -68,15 +75,16 @@ class Gradient:
     """How an op is differentiated in reverse.
 
     Attributes:
-        save: ``(args, outputs)``, tuples both, to what backward needs: tensors, numbers, None.
+        save: ``(args, outputs)``, tuples both, to what backward needs: tensors, numbers, None; the
+            arguments unless given.
         backward: ``(saved, cotangents)``, one per output, zeros where there is none, to one
             cotangent per argument, None for those without. It may call ops, and must be linear.
         auxiliary: the outputs, by position, that have no derivative (statistics that only backward
             reads); integer ones never have.
     """
 
-    save: Callable[[tuple, tuple], Sequence[Any]]
     backward: Callable[[Sequence[Any], tuple[torch.Tensor, ...]], Sequence[torch.Tensor | None]]
+    save: Callable[[tuple, tuple], Sequence[Any]] = lambda args, outputs: args
     auxiliary: tuple[int, ...] = ()
 
 
@@ -266,4 +274,290 @@ def _of_formula(formula: Any) -> Gradient:
             grads[i] = grad
         return grads
 
-    return Gradient(save=lambda args, outputs: args, backward=backward)
+    return Gradient(backward)
+
+
+def one_by_one(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:
+    """The op called once for each element of the mapped dim, results stacked: always right."""
+    calls = [
+        op(*[x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)])
+        for i in range(size)
+    ]
+    if isinstance(calls[0], torch.Tensor):
+        return torch.stack(calls), 0
+    return tuple(torch.stack(column) for column in zip(*calls, strict=True)), (0,) * len(calls[0])
+
+
+def of_rows(whole: Sequence[int]) -> Callable:
+    """The rule of an op whose operands are rows, except those at the positions `whole`.
+
+    Rows are independent of each other, and have any number of dims in front: the mapped dim becomes
+    the first of these, unless an operand that all rows share is mapped.
+    """
+
+    def rule(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:
+        if any(in_dims[i] is not None for i in whole):
+            return one_by_one(size, in_dims, args, op)
+        folded = [
+            x if i in whole or not isinstance(x, torch.Tensor) else leading(x, dim, size)
+            for i, (x, dim) in enumerate(zip(args, in_dims, strict=True))
+        ]
+        out = op(*folded)
+        return out, (0,) * len(out) if isinstance(out, tuple) else 0
+
+    return rule
+
+
+def leading(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
+    """`x` with its mapped dim first; expanded where it is not mapped."""
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+TYPES: Mapping[torch.dtype, str] = MappingProxyType(
+    {
+        torch.float32: "float",
+        torch.float16: "__half",
+        torch.bfloat16: "__nv_bfloat16",
+    }
+)
+"""The C++ names of the floating-point types that kernels are compiled for."""
+
+PACK_BYTES = 16
+
+
+def type_name(x: torch.Tensor, op: str) -> str:
+    """The C++ name of `x`'s dtype, for a macro of a kernel.
+
+    Raises:
+        TypeError: kernels have no such type.
+    """
+    if x.dtype not in TYPES:
+        known = ", ".join(str(dtype) for dtype in TYPES)
+        raise TypeError(
+            f"{op}: got {x.dtype}; wanted one of {known}; fix: convert it, or pass "
+            f'kernels=functron.ops.use("reference")'
+        )
+    return TYPES[x.dtype]
+
+
+def check_shapes(op: str, **operands: tuple[torch.Tensor | None, Sequence[int]]) -> None:
+    """Refuse operands that are not of the shapes given beside them: kernels would read elsewhere.
+
+    Raises:
+        ValueError: one has another shape. None has any.
+    """
+    for name, (x, wanted) in operands.items():
+        if x is not None and tuple(x.shape) != tuple(wanted):
+            raise ValueError(
+                f"{op}: got {name} of shape {tuple(x.shape)}; wanted {tuple(wanted)}; "
+                "fix: expand it, or correct the operand"
+            )
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """`x` as ``[rows, dim]`` with a contiguous last dim; a view where the layout allows it."""
+    dim = x.shape[-1]
+    rows = x.reshape(-1, dim) if x.numel() else x.reshape(x.shape[:-1].numel(), dim)
+    return rows if dim <= 1 or rows.stride(-1) == 1 else rows.contiguous()
+
+
+def packable(dim: int, *tensors: torch.Tensor | None) -> bool:
+    """Whether rows of `dim` elements can be read and written 16 bytes at a time.
+
+    All tensors are as `rows_of` returns them: their bases, their row strides and `dim` must be
+    multiples of 16 bytes.
+    """
+    for x in tensors:
+        if x is None:
+            continue
+        size = x.element_size()
+        strides = [x.stride(i) for i in range(x.dim() - 1) if x.shape[i] > 1]
+        if x.data_ptr() % PACK_BYTES or any(s * size % PACK_BYTES for s in (dim, *strides)):
+            return False
+    return True
+
+
+Choice = Literal["auto", "reference", "kernel"]
+"""``"auto"``: the kernel for CUDA tensors of a dtype that it has, on a GPU and an installation that
+can run it; otherwise torch's operations. ``"reference"``: torch's operations. ``"kernel"``: the
+registered operation, which on the CPU computes its reference, and on CUDA raises where there is no
+kernel."""
+
+_HALF_AND_SINGLE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A choice of implementations, passed to what computes with them; `use` makes it.
+
+    Attributes:
+        choice: for operations that `by_op` does not name.
+        by_op: exceptions, by the name of the operation.
+    """
+
+    choice: Choice = "auto"
+    by_op: Mapping[str, Choice] = field(default_factory=lambda: MappingProxyType({}))
+
+    def takes(self, op: str, *operands: torch.Tensor | None) -> bool:
+        """Whether the operation `op` is to be computed by its registered op on these operands.
+
+        Args:
+            op: its name.
+            operands: those whose device and dtype decide; None and integers do not.
+        """
+        choice = self.by_op.get(op, self.choice)
+        if choice != "auto":
+            return choice == "kernel"
+        tensors = [x for x in operands if x is not None]
+        floats = [x.dtype for x in tensors if x.is_floating_point()]
+        return (
+            bool(tensors)
+            and all(x.device.type == "cuda" for x in tensors)
+            and all(dtype in _HALF_AND_SINGLE for dtype in floats)
+            and usable(tensors[0].device) is None
+        )
+
+
+AUTO = Kernels()
+"""Kernels where there are, torch's operations elsewhere."""
+
+
+def use(choice: Choice = "auto", **by_op: Choice) -> Kernels:
+    """The choice to pass as ``kernels=``; ``use("auto", rms_norm="reference")`` makes exceptions.
+
+    Raises:
+        ValueError: an unknown choice or operation.
+    """
+    for name, value in {"choice": choice, **by_op}.items():
+        if value not in get_args(Choice):
+            raise ValueError(f"use: got {name}={value!r}; {nearest(value, get_args(Choice))}")
+    unknown = sorted(set(by_op) - OPERATIONS)
+    if unknown:
+        raise ValueError(f"use: got operation {unknown[0]!r}; {nearest(unknown[0], OPERATIONS)}")
+    return Kernels(choice, MappingProxyType(dict(by_op)))
+
+
+OPERATIONS = frozenset(
+    {
+        "adamw",
+        "cross_entropy",
+        "global_norm",
+        "glu",
+        "layer_norm",
+        "lse_merge",
+        "moe_permute",
+        "moe_router",
+        "moe_sort",
+        "qk_norm_rope",
+        "quantise",
+        "rms_norm",
+        "softmax",
+    }
+)
+"""The names of operations that have kernels: those of the files of ``kernels/``."""
+
+
+FORWARD_THREADS = 1024
+"""Of a multiprocessor, and the most of a block: 64 registers for each."""
+
+BACKWARD_THREADS = 512
+"""The same, with 128 registers."""
+
+SHARED_BYTES = 96 * 1024
+"""Of a block: what small GPUs have; others have as much for two blocks."""
+
+_KEPT = 2  # packs of a row that a thread keeps
+_MOST_COLUMNS = 2**30
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How rows are given to threads; see ``kernels/rows.cuh``.
+
+    Attributes:
+        lanes: threads of a row.
+        block: threads of a block, one row or, with a warp for each, several.
+        columns: of a row of sums: the row's, and what is missing to a whole turn of all lanes.
+    """
+
+    lanes: int
+    block: int
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return self.block // self.lanes
+
+    def grid(self, launch: Launch, x: Tensor, resident: int) -> int:
+        """As many blocks as run at a time, where multiprocessors hold `resident` threads each."""
+        at_a_time = launch.processors(x.device) * max(1, resident // self.block)
+        return min(-(-x.shape[0] // self.rows), at_a_time)
+
+
+def check_columns(dim: int, op: str) -> None:
+    """Raise ValueError where rows are longer than 32-bit columns reach."""
+    if dim > _MOST_COLUMNS:
+        raise ValueError(
+            f"{op}: got rows of {dim} elements; wanted at most {_MOST_COLUMNS}; "
+            'fix: pass kernels=functron.ops.use("reference")'
+        )
+
+
+def layout(dim: int, element_size: int, most: int) -> Layout:
+    """The layout of rows of `dim` elements, for blocks of `most` threads or less.
+
+    Raises:
+        ValueError: see `check_columns`.
+    """
+    check_columns(dim, "norm")
+    size = PACK_BYTES // element_size
+    lanes = min(most, 32 * -(-dim // (size * _KEPT * 32)))
+    width = lanes * size
+    # blocks of backward each end with a row of sums: fewer, larger ones
+    block = lanes if lanes > 32 else 256 if most > BACKWARD_THREADS else BACKWARD_THREADS
+    return Layout(lanes, block, -(-dim // width) * width)
+
+
+def vector(x: Tensor, weights: Tensor) -> tuple[Tensor, int]:
+    """Weights as kernels take them, and whether they are float32 where the rows are narrower."""
+    if weights.dtype != x.dtype:
+        weights = weights.float()
+    return weights.contiguous(), int(weights.dtype != x.dtype)
+
+
+def upcast(x: Tensor) -> Tensor:
+    """`x` in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def multiplier(scale: Tensor, like: Tensor, zero_centered: bool) -> Tensor:
+    """The scale, or 1 + scale, in the dtype of `like`."""
+    scale = scale.to(like.dtype)
+    return 1 + scale if zero_centered else scale
+
+
+def as_rows(*tensors: Tensor | None) -> list[Any]:
+    """Each as `rows_of` makes it."""
+    return [None if x is None else rows_of(x) for x in tensors]
+
+
+def row_stride(x: Tensor | None) -> int:
+    """Elements from a row to the next."""
+    return 0 if x is None else x.stride(0)
+
+
+def dense(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each contiguous, as results of ops are."""
+    return tuple(x.contiguous() for x in tensors)
+
+
+def summed_rows(rows: Tensor) -> Tensor:
+    """The sum over all dims but the last."""
+    return rows.sum(list(range(rows.dim() - 1))) if rows.dim() > 1 else rows.clone()
+
+
+def statistics(x: Tensor) -> Tensor:
+    """An empty number for every row, in the dtype of `upcast`."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(x.shape[:-1], dtype=wide)

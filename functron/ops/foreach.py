@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from functron import compat
-from functron.errors import Problem, raise_problems
+from functron.core import compat
+from functron.core.errors import Problem, raise_problems
 from functron.spmd.axes import SimulatedAxis, scope
 from functron.spmd.replication import no_share
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from functron.ops.define import Gradient, Launch, define
-from functron.ops.operands import packable, type_name
+from functron.ops.define import Gradient, Launch, define, packable, type_name
 
 CHUNK = 32768
 """Elements that one block adds up; part of the definition of the result, as it sets the order."""
@@ -124,6 +123,6 @@ SUM_OF_SQUARES = define(
     reference=_reference,
     fake=_fake,
     batch=_batch,
-    gradient=Gradient(save=lambda args, outputs: args, backward=_backward, auxiliary=(1,)),
+    gradient=Gradient(backward=_backward, auxiliary=(1,)),
 )
 """Of every row of x, [rows, dim]: the sum of squares and 1.0 where an element is not finite."""

@@ -12,12 +12,20 @@ from collections.abc import Sequence
 
 import torch
 
-from functron.errors import nearest
-from functron.ops.define import Gradient, Launch, define
-from functron.ops.mapping import of_rows
-from functron.ops.operands import PACK_BYTES, packable, rows_of, type_name
-from functron.ops.rows import check_columns, upcast
-from functron.typing import Tensor
+from functron.core.errors import nearest
+from functron.core.typing import Tensor
+from functron.ops.define import (
+    PACK_BYTES,
+    Gradient,
+    Launch,
+    check_columns,
+    define,
+    of_rows,
+    packable,
+    rows_of,
+    type_name,
+    upcast,
+)
 
 GLU_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
 """In the order by which kernels number them. The last is (u + 1) g sigmoid(1.702 g) of g =
@@ -124,7 +132,7 @@ def _swish(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def _lift(up: Tensor, activation: str) -> tuple[Tensor, Tensor | float]:
-    """What multiplies act(gate), and its derivative."""
+    """The factor of act(gate), and its derivative."""
     if activation != "clamped_swiglu":
         return up, 1.0
     return up.clamp(-_LIMIT, _LIMIT) + 1, (up.abs() <= _LIMIT).to(up.dtype)
@@ -164,7 +172,6 @@ GLU = define(
     fake=lambda gate, *rest: gate.new_empty(gate.shape),
     batch=of_rows(whole=()),
     gradient=Gradient(
-        save=lambda args, outputs: args,
         backward=lambda saved, given: (*GLU_BACKWARD(given[0], *saved), None),
     ),
 )
@@ -187,7 +194,6 @@ GLU_PACKED = define(
     fake=lambda x, activation: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
     batch=of_rows(whole=()),
     gradient=Gradient(
-        save=lambda args, outputs: args,
         backward=lambda saved, given: (GLU_PACKED_BACKWARD(given[0], *saved), None),
     ),
 )

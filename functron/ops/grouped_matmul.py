@@ -20,9 +20,9 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from functron import compat
-from functron.errors import Problem, raise_problems
-from functron.typing import Float, Int, Tensor
+from functron.core import compat
+from functron.core.errors import Problem, raise_problems
+from functron.core.typing import Float, Int, Tensor
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _LIBRARY.define("grouped_matmul(Tensor x, Tensor w, Tensor sizes) -> Tensor")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from functron import compat
-from functron.errors import Problem, raise_problems
+from functron.core import compat
+from functron.core.errors import refuse
+from functron.core.scopes import phase
 from functron.program.recorder import active
-from functron.scopes import phase
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _LIBRARY.define("check_ids(Tensor ids, str name, int size, int? ignored) -> ()")
@@ -77,9 +77,7 @@ def _check(ids: torch.Tensor, name: str, size: int, ignored: int | None) -> None
         fix = "give no ids below 0"
         if ignored is not None:
             fix += f"; targets that shall not count are {ignored}"
-    raise_problems(
-        f"{name} outside of the vocabulary", [Problem(name, got, _wanted(size, ignored), fix)]
-    )
+    refuse(f"{name} outside of the vocabulary", name, got, _wanted(size, ignored), fix)
 
 
 def _run(ids: torch.Tensor, name: str, size: int, ignored: int | None) -> None:

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron import compat
-from functron.ops import cubins, nvrtc, sources
+from functron.core import compat
+from functron.ops import nvrtc
+from functron.ops import nvrtc as cubins
+from functron.ops import nvrtc as sources
 
 Argument = torch.Tensor | int | float | None
 Dims = int | Sequence[int]

@@ -1,22 +1,169 @@
 """Compiling kernels with NVRTC, CUDA's compiler as a library: it needs no GPU, driver or nvcc.
 
-``cuda.bindings`` is imported in functions only: an installation for CPUs has none.
+``cuda.bindings`` is imported in functions only: an installation for CPUs has none. A `Source` knows
+where a kernel's file is, which variants it has and what it includes.
+
+Compiled kernels are kept on disk, so that each is compiled once. A file is a hash of the rest, a
+line of JSON, then the cubin; its name has a hash of everything that the cubin depends on. Files
+appear whole (they are renamed into place) and are verified when they are read, so ranks, jobs and
+machines may share a folder, and what is damaged is compiled again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
+import hashlib
 import importlib
 import importlib.util
+import itertools
+import json
 import re
+import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from functron.ops import sources
-from functron.ops.sources import Defines, Source
+from functron.core.errors import nearest
+
+FOLDER = Path(__file__).resolve().parent / "kernels"
+"""Where functron's own sources are."""
+
+Defines = Mapping[str, str]
+"""Macros and their values."""
+
+_BUILD = re.compile(r"^//\s*build:\s*(\w+)\s*=\s*(.+?)\s*$", re.MULTILINE)
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of kernels, with what it includes.
+
+    Attributes:
+        name: the file's, without its suffix.
+        path: the file.
+        text: what is in it.
+        headers: those of functron that it includes, directly or not, by the names that it
+            includes them by.
+        system_headers: the names of others that these files include.
+    """
+
+    name: str
+    path: Path
+    text: str
+    headers: Mapping[str, str]
+    system_headers: tuple[str, ...]
+
+    @property
+    def macros(self) -> Mapping[str, tuple[str, ...]]:
+        """The macros that it is compiled with, each with its values, from its ``// build:`` lines.
+
+        ``// build: T = float, __half`` gives ``{"T": ("float", "__half")}``.
+        """
+        found = {name: tuple(re.split(r"\s*,\s*", values)) for name, values in _lines(self.text)}
+        return MappingProxyType(found)
+
+    @property
+    def variants(self) -> tuple[Defines, ...]:
+        """Everything that it is compiled with: the product of its macros' values."""
+        macros = self.macros
+        rows = itertools.product(*macros.values())
+        return tuple(MappingProxyType(dict(zip(macros, row, strict=True))) for row in rows)
+
+
+def _lines(text: str) -> list[tuple[str, str]]:
+    return [(match[1], match[2]) for match in _BUILD.finditer(text)]
+
+
+def label(defines: Defines) -> str:
+    """Macros in one line: ``"T=float GATE=SILU"``."""
+    return " ".join(f"{name}={value}" for name, value in defines.items())
+
+
+def names(folder: Path = FOLDER) -> tuple[str, ...]:
+    """The names of all sources: those of the files without ``.cu``, in order."""
+    return tuple(sorted(path.stem for path in folder.glob("*.cu")))
+
+
+def read(name: str, folder: Path = FOLDER) -> Source:
+    """The source of this name.
+
+    Raises:
+        ValueError: there is none, or it includes a file of functron's that does not exist.
+    """
+    path = folder / f"{name}.cu"
+    if not path.is_file():
+        known = names(folder)
+        fix = nearest(name, known) if known else "install functron again: its wheel carries them"
+        raise ValueError(f"source: got {name!r}, which is not in {folder}; {fix}")
+    text = path.read_text(encoding="utf-8")
+    headers: dict[str, str] = {}
+    system = dict.fromkeys(_included(path, text, headers))
+    return Source(name, path, text, MappingProxyType(headers), tuple(system))
+
+
+def _included(path: Path, text: str, headers: dict[str, str]) -> Iterable[str]:
+    """Adds the headers that a file includes, and gives the names of those of others."""
+    for own, system in _INCLUDE.findall(text):
+        if system:
+            yield system
+        elif own not in headers:
+            header = path.parent / own
+            if not header.is_file():
+                line = text[: text.index(f'"{own}"')].count("\n") + 1
+                raise ValueError(
+                    f'{path}, line {line}: got #include "{own}", which is not in {path.parent}; '
+                    "wanted a header there; fix: correct the name, or write <...> for CUDA's own"
+                )
+            headers[own] = header.read_text(encoding="utf-8")
+            yield from _included(header, headers[own], headers)
+
+
+@functools.cache
+def digest_of_headers(folder: Path, names: tuple[str, ...]) -> str:
+    """A hash over CUDA's headers of these names in `folder`, and all that they include there.
+
+    Their content is what a cubin depends on: their releases change it without changing a version
+    that a program could read.
+    """
+    found: dict[str, str] = {}
+    wanted = list(names)
+    while wanted:
+        name = wanted.pop()
+        if name not in found and (folder / name).is_file():
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            found[name] = hashlib.sha256(text.encode()).hexdigest()
+            wanted += [own or system for own, system in _INCLUDE.findall(text)]
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+
+
+def check_defines(source: Source, defines: Defines) -> None:
+    """Refuse macros that the source's ``// build:`` lines do not declare.
+
+    Else what is compiled ahead of time, and tested, would not be what runs.
+
+    Raises:
+        ValueError: a macro or a value is missing or unknown.
+    """
+    macros = source.macros
+    if set(defines) != set(macros):
+        raise ValueError(
+            f"defines of {source.name}: got {sorted(defines)}; wanted {sorted(macros)}, as its "
+            f"`// build:` lines say; fix: change the call, or those lines of {source.path}"
+        )
+    for name, value in defines.items():
+        if value not in macros[name]:
+            raise ValueError(
+                f"defines of {source.name}: got {name}={value}; wanted one of "
+                f"{', '.join(macros[name])}; fix: change the call, or the line `// build: {name}` "
+                f"of {source.path}"
+            )
+
 
 INSTALL = "pip install 'functron[kernels]'"
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
@@ -31,7 +178,7 @@ _OLDEST = 80
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes of a multiprocessor.
+    """The resources of a multiprocessor that one kernel takes.
 
     Attributes:
         kernel: its name.
@@ -76,7 +223,7 @@ def compile_source(source: Source, defines: Defines, arch: str) -> Compiled:
         CompileError: what the source is told of.
     """
     check_arch(arch)
-    sources.check_defines(source, defines)
+    check_defines(source, defines)
     text = source.text.encode()
     library = _library()
     headers = [text.encode() for text in source.headers.values()]
@@ -89,7 +236,7 @@ def compile_source(source: Source, defines: Defines, arch: str) -> Compiled:
         (status,) = library.nvrtcCompileProgram(program, len(flags), flags)
         log = _text(library, program)
         if int(status):
-            raise CompileError(f"{source.name} ({sources.label(defines)}) for {arch}:\n{log}")
+            raise CompileError(f"{source.name} ({label(defines)}) for {arch}:\n{log}")
         cubin = bytearray(_checked(library.nvrtcGetCUBINSize(program)))
         _checked(library.nvrtcGetCUBIN(program, cubin))
     finally:
@@ -121,11 +268,11 @@ _NUMBERS = {
 
 
 def resources(log: str) -> tuple[Resources, ...]:
-    """What ``--ptxas-options=-v`` said of each kernel, by name."""
+    """The resources of each kernel, by name, from the output of ``--ptxas-options=-v``."""
     _, *parts = _ENTRY.split(log)
     found = []
-    for name, said in zip(parts[::2], parts[1::2], strict=True):
-        matches = {key: pattern.search(said) for key, pattern in _NUMBERS.items()}
+    for name, report in zip(parts[::2], parts[1::2], strict=True):
+        matches = {key: pattern.search(report) for key, pattern in _NUMBERS.items()}
         n = {key: int(match[1]) if match else 0 for key, match in matches.items()}
         spills = n["stores"] + n["loads"]
         found.append(Resources(name, n["registers"], n["stack"], spills, n["shared"]))
@@ -257,3 +404,90 @@ def _checked(result: tuple) -> Any:
     if int(status):
         raise RuntimeError(f"NVRTC: {status.name}")
     return values[0] if len(values) == 1 else values
+
+
+SUFFIX = ".cubin+json"
+
+
+def default_folder() -> Path | None:
+    """``.cache/functron/cubins`` of the user's home; None for users without one."""
+    try:
+        return Path.home() / ".cache" / "functron" / "cubins"
+    except RuntimeError:
+        return None
+
+
+def cubin(source: Source, defines: Defines, arch: str, folder: Path | None = None) -> Compiled:
+    """The source compiled for `arch`: from `folder`, or compiled now and kept there.
+
+    A folder that cannot be written to (a full disk, a home that is read-only) costs only the time
+    to compile again.
+
+    Args:
+        source: what to compile.
+        defines: the macros to compile it with.
+        arch: such as ``"sm_90a"``.
+        folder: of the files; None: `default_folder`.
+
+    Raises:
+        ValueError, CompileError: as `nvrtc.compile_source`.
+    """
+    check_arch(arch)
+    check_defines(source, defines)
+    folder = folder or default_folder()
+    if folder is None:
+        return compile_source(source, defines, arch)
+    path = folder / f"{source.name}-{arch}-{key(source, defines, arch)}{SUFFIX}"
+    found = _read(path)
+    if found is None:
+        found = compile_source(source, defines, arch)
+        _write(path, found)
+    return found
+
+
+def key(source: Source, defines: Defines, arch: str) -> str:
+    """A hash over all that decides a cubin: sources, headers, macros, options, NVRTC."""
+    headers = digest_of_headers(include_folder(), source.system_headers)
+    parts = (
+        source.text,
+        sorted(source.headers.items()),
+        headers,
+        sorted(defines.items()),
+        arch,
+        OPTIONS,
+        release(),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> Compiled | None:
+    """The content that `_write` wrote; None where there is nothing, or something else."""
+    try:
+        digest, _, content = path.read_bytes().partition(b"\n")
+        if digest != _digest(content):
+            return None
+        line, _, cubin = content.partition(b"\n")
+        about = json.loads(line)
+        used = tuple(Resources(**one) for one in about["resources"])
+        return Compiled(cubin, used, tuple(about["warnings"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, compiled: Compiled) -> None:
+    about = dataclasses.asdict(compiled)
+    cubin = about.pop("cubin")
+    content = json.dumps(about).encode() + b"\n" + cubin
+    # a name of its own for each writer; whose file is the last does not matter
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    with contextlib.suppress(OSError):  # it is a cache
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            unfinished.write_bytes(_digest(content) + b"\n" + content)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()

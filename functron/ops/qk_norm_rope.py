@@ -18,11 +18,21 @@ from typing import Any
 
 import torch
 
-from functron.ops.define import Gradient, Launch, define
-from functron.ops.mapping import leading, one_by_one
-from functron.ops.operands import PACK_BYTES, packable, type_name
-from functron.ops.rows import BACKWARD_THREADS, multiplier, upcast, vector
-from functron.typing import Tensor
+from functron.core.typing import Tensor
+from functron.ops.define import (
+    BACKWARD_THREADS,
+    PACK_BYTES,
+    Gradient,
+    Launch,
+    define,
+    leading,
+    multiplier,
+    one_by_one,
+    packable,
+    type_name,
+    upcast,
+    vector,
+)
 
 _BLOCKS = (256, 128, 64, 32)  # threads that a block may have
 _WARP = 32

@@ -1,14 +1,17 @@
 """Quantisation to 8-bit floating point: by blocks, by tensors with delayed scaling, and back.
 
-What is quantised is ``x * by``, rounded to nearest with ties to even, and what comes with it is
-``1 / by``. Numbers beyond the largest one of the format become that one; by blocks there are none,
-as the largest magnitude of a block becomes it. What is not finite becomes NaN, with all of its
-block, whose scale is NaN too: nothing that overflowed is hidden. Blocks of zeros have scale 1.
+The quantised values are ``x * by``, rounded to nearest with ties to even, and come with ``1 / by``.
+Numbers beyond the largest one of the format become that one; by blocks there are none, as the
+largest magnitude of a block becomes it. What is not finite becomes NaN, with all of its block,
+whose scale is NaN too: nothing that overflowed is hidden. Blocks of zeros have scale 1.
 
 Recipes: blocks of 1x128 for activations and of 128x128 for weights (DeepSeek-V3,
 https://arxiv.org/abs/2412.19437); MX (OCP's Microscaling formats), 1x32 with powers of two, which
 are rounded up, as in NVIDIA's libraries, so that nothing saturates (OCP's conversion rounds down);
-and per tensor, with scales of earlier steps (`functron.ops.scaling_fp8`).
+and per tensor, with delayed scaling, the recipe of NVIDIA's Transformer Engine: to know a tensor's
+largest magnitude before it is cast takes a pass over it; so the scale is that of the steps before,
+and the cast finds the magnitude for those to come in the same pass (`cast_fp8`). All in torch's
+operations on small tensors: keep the states of many tensors in one, and update them together.
 """
 
 from __future__ import annotations
@@ -16,14 +19,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from functron.errors import Problem, nearest, raise_problems
-from functron.ops.define import Launch, define
-from functron.ops.operands import type_name
+from functron.core.errors import Problem, nearest, raise_problems
+from functron.ops.define import Launch, define, type_name
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 FORMATS: Mapping[str, torch.dtype] = MappingProxyType({"e4m3": E4M3, "e5m2": E5M2})
@@ -249,7 +251,7 @@ def _by_blocks(x: torch.Tensor, rows: int, cols: int, dtype: torch.dtype, power:
 
 
 def _scales(amax: torch.Tensor, largest: float, power: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """What blocks are multiplied by, and what undoes it."""
+    """The factor of each block, and its inverse."""
     most = torch.full_like(amax, largest)  # torch divides numbers by their reciprocals
     if power:
         ratio = (amax / most).view(torch.int32)
@@ -340,3 +342,67 @@ DEQUANTISE_FP8 = define(
     batch=_dequantise_batch,
 )
 """Of values [batch, rows, cols], in the dtype of `like`."""
+
+
+Of = Literal["max", "latest"]
+
+
+class DelayedScale(NamedTuple):
+    """The scale of the next cast of each of some tensors, and the history it comes from.
+
+    Attributes:
+        scale: float32, [...], one for each tensor.
+        history: float32, [length, ...], their largest magnitudes in the last steps, the latest
+            last; 0 where nothing is known.
+    """
+
+    scale: torch.Tensor
+    history: torch.Tensor
+
+
+def delayed_scale(
+    length: int, shape: Sequence[int] = (), *, device: torch.device | str | None = None
+) -> DelayedScale:
+    """The state before the first step: scales of 1, and nothing known.
+
+    Args:
+        length: how many steps are remembered.
+        shape: of the tensors that are scaled: () is one.
+
+    Raises:
+        ValueError: length is not positive.
+    """
+    if length < 1:
+        raise ValueError(f"delayed_scale: got length={length}; wanted at least 1 step to remember")
+    history = torch.zeros(length, *shape, dtype=torch.float32, device=device)
+    return DelayedScale(torch.ones_like(history[0]), history)
+
+
+def advance(
+    state: DelayedScale,
+    amax: torch.Tensor,
+    format: str = "e4m3",  # noqa: A002  (what it is called)
+    *,
+    of: Of = "max",
+    margin: int = 0,
+) -> DelayedScale:
+    """The state after a step in which the tensors' largest magnitudes were `amax`. Pure.
+
+    The scale becomes ``most / (2**margin * a)``, with `most` the format's largest number and a the
+    largest, or the latest, magnitude remembered; it stays where that is 0. Magnitudes that are not
+    finite are remembered as 0: one overflow does not stop the scale for as long as it would be
+    remembered. No collectives: take the maximum of `amax` over the ranks that share a tensor first.
+
+    Args:
+        state: before.
+        amax: float32, [...], as `cast_fp8` returns it.
+        format: of the casts, "e4m3" or "e5m2".
+        of: "max", or "latest".
+        margin: binary orders of magnitude to leave free.
+    """
+    latest = torch.where(amax.isfinite(), amax, torch.zeros_like(amax))
+    history = torch.cat([state.history[1:], latest[None]])
+    known = history.amax(0) if of == "max" else latest
+    most = torch.full_like(known, MOST[FORMATS[format]])
+    scale = (most / known / 2.0**margin).clamp(max=torch.finfo(torch.float32).max)
+    return DelayedScale(torch.where(known > 0, scale, state.scale), history)

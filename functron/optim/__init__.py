@@ -1,24 +1,37 @@
 """Optimizers as Optax-style gradient transformations, updating real tensors fused and in place."""
 
-from functron.optim.adafactor import (
+from functron.optim.adam import ScaleByAdamState, adam, adamw, scale_by_adam
+from functron.optim.average import AverageState, EmaState, averaged, ema, with_average
+from functron.optim.config import (
+    AdafactorConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SoapConfig,
+    make_optimizer,
+    make_schedule,
+    optimizer_problems,
+    schedule_problems,
+    torch_dtype,
+    width_multiples,
+    width_problems,
+)
+from functron.optim.contrib.adafactor import (
     FactoredState,
     adafactor,
     clip_by_block_rms,
     scale_by_factored_rms,
     scale_by_param_block_rms,
 )
-from functron.optim.adam import ScaleByAdamState, adam, adamw, scale_by_adam
-from functron.optim.adam_mini import (
+from functron.optim.contrib.adam_mini import (
     Block,
     ScaleByAdamMiniState,
     adam_mini,
     blocks,
     scale_by_adam_mini,
 )
-from functron.optim.average import AverageState, EmaState, averaged, ema, with_average
-from functron.optim.by_layer import Layers, layers_of, norms_by_layer
-from functron.optim.clip import clip, clip_by_global_norm, global_norm, norm_scale
-from functron.optim.config import make_optimizer, make_schedule
+from functron.optim.contrib.lion import ScaleByLionState, lion, scale_by_lion
+from functron.optim.contrib.soap import ScaleBySoapState, scale_by_soap, soap
 from functron.optim.finite import (
     ApplyIfFiniteState,
     all_finite,
@@ -26,11 +39,21 @@ from functron.optim.finite import (
     set_to_zero,
     zero_nans,
 )
-from functron.optim.groups import Group, by_group, group_labels, group_problems, parse_groups
-from functron.optim.inject import InjectHyperparamsState, inject_hyperparams
-from functron.optim.learning_rate import ScaleByScheduleState, scale_by_learning_rate
-from functron.optim.lion import ScaleByLionState, lion, scale_by_lion
-from functron.optim.mask import add_decayed_weights, mask_leaves, masked, not_norm_or_bias
+from functron.optim.mask import (
+    Group,
+    MultiTransformState,
+    WhereState,
+    add_decayed_weights,
+    by_group,
+    group_labels,
+    group_problems,
+    mask_leaves,
+    multi_transform,
+    not_norm_or_bias,
+    only,
+    parse_groups,
+    where,
+)
 from functron.optim.masters import LOW_PRECISION, MastersState, with_fp32_masters
 from functron.optim.muon import (
     Matrix,
@@ -40,32 +63,35 @@ from functron.optim.muon import (
     newton_schulz,
     scale_by_muon,
 )
+from functron.optim.norms import (
+    Layers,
+    clip,
+    clip_by_global_norm,
+    global_norm,
+    layers_of,
+    norm,
+    norm_scale,
+    norms_by_layer,
+)
 from functron.optim.offload import offload
 from functron.optim.quantise import Quantised, check_blocks, dequantise, quantisable, quantise
 from functron.optim.schedules import (
+    InjectHyperparamsState,
+    ScaleByScheduleState,
     constant,
     cosine_decay,
-    exponential_decay,
+    exponential,
+    inject_hyperparams,
     inverse_square_root,
     join,
     linear,
     polynomial_decay,
     relative_step,
+    scale_by_learning_rate,
     weight_decay_increase,
     wsd,
 )
-from functron.optim.settings import (
-    AdafactorConfig,
-    MuonConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    SoapConfig,
-    optimizer_problems,
-    schedule_problems,
-    torch_dtype,
-)
 from functron.optim.sgd import TraceState, sgd, sign_sgd, trace
-from functron.optim.soap import ScaleBySoapState, scale_by_soap, soap
 from functron.optim.stochastic import StochasticState, with_stochastic_rounding
 from functron.optim.transformation import (
     GradientTransformation,
@@ -74,12 +100,9 @@ from functron.optim.transformation import (
     chain,
     identity,
     scale,
-    scale_,
     stateless,
     transformation,
 )
-from functron.optim.where import MultiTransformState, WhereState, multi_transform, where
-from functron.optim.widths import width_multiples, width_problems
 from functron.optim.zero import padded_shapes, shard_specs, zero
 
 __all__ = [
@@ -132,7 +155,7 @@ __all__ = [
     "cosine_decay",
     "dequantise",
     "ema",
-    "exponential_decay",
+    "exponential",
     "global_norm",
     "group_labels",
     "group_problems",
@@ -146,15 +169,16 @@ __all__ = [
     "make_optimizer",
     "make_schedule",
     "mask_leaves",
-    "masked",
     "matrices",
     "multi_transform",
     "muon",
     "newton_schulz",
+    "norm",
     "norm_scale",
     "norms_by_layer",
     "not_norm_or_bias",
     "offload",
+    "only",
     "optimizer_problems",
     "padded_shapes",
     "parse_groups",
@@ -163,7 +187,6 @@ __all__ = [
     "quantise",
     "relative_step",
     "scale",
-    "scale_",
     "scale_by_adam",
     "scale_by_adam_mini",
     "scale_by_factored_rms",

@@ -1,30 +1,34 @@
-"""Adam and AdamW, in Optax's terms; their `step_` is torch's fused kernel over all leaves."""
+"""Adam and AdamW, in Optax's terms; their `step_` runs fused over all leaves.
+
+By torch's kernel; or, on a GPU, by that of `functron.ops.adamw`, in one pass over memory with what
+the transformations around it do (`Fusion`).
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from functron import compat, tree
-from functron.errors import Problem, public, raise_problems
+from functron.core import compat, tree
+from functron.core.errors import Problem, public, raise_problems
+from functron.ops.adamw import adamw_
+from functron.ops.define import AUTO, Kernels
 from functron.ops.foreach import foreach_
-from functron.ops.kernels import AUTO, Kernels
-from functron.optim.adam_leaves import Step, adamw_leaves_
-from functron.optim.learning_rate import (
+from functron.optim.mask import Mask, add_decayed_weights, mask_leaves
+from functron.optim.quantise import BLOCK, Quantised, dequantise, quantisable, quantise
+from functron.optim.schedules import (
     LearningRate,
     increment_,
     new_count,
     rate_and_count,
     scale_by_learning_rate,
 )
-from functron.optim.mask import Mask, add_decayed_weights, mask_leaves
-from functron.optim.quantise import BLOCK, Quantised, dequantise, quantisable, quantise
 from functron.optim.transformation import (
-    Around,
+    Fusion,
     GradientTransformation,
     chain,
     transformation,
@@ -125,9 +129,9 @@ def adamw(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
+    *,
     weight_decay: float = 1e-4,
     mask: Mask = None,
-    *,
     mu_dtype: MomentDtype = None,
     nu_dtype: MomentDtype = None,
     quantised: Mask = None,
@@ -147,7 +151,7 @@ def adamw(
         learning_rate: a number, or a schedule: a function of the count of updates so far.
         b1, b2, eps, mu_dtype, nu_dtype, quantised: see `scale_by_adam`.
         weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
-        kernels: whether the kernel of "adamw" is used; see `functron.ops.kernels.use`.
+        kernels: whether the kernel of "adamw" is used; see `functron.ops.define.use`.
     """
     plain = chain(
         scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype, nu_dtype=nu_dtype, quantised=quantised),
@@ -155,28 +159,27 @@ def adamw(
         scale_by_learning_rate(learning_rate),
     )
 
-    def one_pass(grads, state, params, around):
+    def one_pass(grads, state, params, fusion):
         adam, _, schedule = state
         columns = _columns(grads, adam, params)
         if not _one_pass(kernels, columns):
             return None
         rate, count = rate_and_count(learning_rate, schedule)
-        if _batched(adam.count, rate, around.factor):
+        if _batched(adam.count, rate, fusion.factor):
             return None
-        numbers = {"b1": b1, "b2": b2, "eps": eps}
         counts = [adam.count] if count is None else [adam.count, count]
         decays = [weight_decay if flag else 0.0 for flag in mask_leaves(mask, params)]
 
         def run():
             increment_(counts)
-            step = Step(adam.count, rate, around.factor, numbers)
-            adamw_leaves_(step, params, columns, decays, around.masters, around.rounding)
+            numbers = {"b1": b1, "b2": b2, "eps": eps}
+            _by_kernel_(params, columns, decays, fusion, adam.count, rate, numbers)
             return params, state
 
         return run
 
     def step_(grads, state, params):
-        together = one_pass(grads, state, params, Around())
+        together = one_pass(grads, state, params, Fusion())
         if together is not None:
             return together()
         adam, decay, schedule = state
@@ -312,3 +315,70 @@ def _fused(steps: torch.Tensor, rate: float | torch.Tensor, b1, b2, eps, weight_
         )  # fmt: skip
 
     return kernel
+
+
+def _by_kernel_(
+    params: tree.Tree,
+    columns: Sequence[Sequence[torch.Tensor]],
+    decays: Sequence[float],
+    fusion: Fusion,
+    count: torch.Tensor,
+    rate: float | torch.Tensor,
+    numbers: Mapping[str, float],
+) -> None:
+    """Overwrites parameters, moments and masters, by `functron.ops.adamw`.
+
+    Args:
+        params: the parameters.
+        columns: the leaves of parameters, gradients, first and second moments.
+        decays: the weight decay of each leaf.
+        fusion: the work of other transformations; roundings are of elements in memory's order.
+        count: of updates, this one included; int64, 0-dim.
+        rate: the learning rate.
+        numbers: b1, b2 and eps.
+    """
+    structure, paths = tree.structure(params), tree.paths(params)
+    none = [None] * len(decays)
+    own = none if fusion.masters is None else structure.flatten_up_to(fusion.masters)
+    roundings = none if fusion.rounding is None else structure.flatten_up_to(fusion.rounding)
+    rows = list(zip(*columns, own, strict=True))
+
+    def kind(i: int) -> Any:  # what one call can have
+        return decays[i], own[i] is None, None if roundings[i] is None else i
+
+    def kernel(decay: float, rounding: Any) -> Callable:
+        def fn(ps, mu, nu, *rest):
+            *masters, grads = rest
+            device = ps[0].device
+            real = torch.float64 if ps[0].dtype == torch.float64 else torch.float32
+            clip = None if fusion.factor is None else _scalar(fusion.factor, real, device)
+            scalars = {"count": count.to(device), "rate": _scalar(rate, real, device), "clip": clip}
+            for row in zip(ps, grads, mu, nu, *masters, strict=True):
+                master = row[4] if masters else None
+                adamw_(
+                    *row[:4], **scalars, **numbers, weight_decay=decay, master=master,
+                    rounding=rounding,
+                )  # fmt: skip
+
+        return fn
+
+    for _, group in itertools.groupby(sorted(range(len(decays)), key=lambda i: str(kind(i))), kind):
+        chosen = list(group)
+        ps, gs, mu, nu, ms = map(list, zip(*(rows[i] for i in chosen), strict=True))
+        first = chosen[0]
+        mutated = {"parameters": ps, "first moments": mu, "second moments": nu}
+        if own[first] is not None:
+            mutated["masters"] = ms
+        foreach_(
+            kernel(decays[first], roundings[first]),
+            mutated,
+            {"gradients": gs},
+            paths=lambda chosen=chosen: [paths[i] for i in chosen],
+            dense=True,
+        )
+
+
+def _scalar(value: float | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype)
+    return torch.full((), value, dtype=dtype, device=device)

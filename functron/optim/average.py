@@ -7,11 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, public, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.ops.foreach import foreach_
-from functron.optim.learning_rate import new_count
-from functron.optim.transformation import GradientTransformation, apply_updates, transformation
+from functron.optim.schedules import new_count
+from functron.optim.transformation import (
+    GradientTransformation,
+    apply_updates,
+    bindable,
+    transformation,
+)
 from functron.spmd.shards import cut_tree, join
 from functron.spmd.spec import P
 
@@ -78,6 +83,7 @@ class AverageState(NamedTuple):
 
 
 @public
+@bindable
 def with_average(
     inner: GradientTransformation,
     decay: float | Callable[[torch.Tensor], float | torch.Tensor],
@@ -104,8 +110,7 @@ def with_average(
         ValueError: `decay` is a number that is not in [0, 1); (when called) no parameters given.
     """
     if not callable(decay) and not 0 <= decay < 1:
-        wanted = "at least 0 and less than 1"
-        raise_problems("with_average", [Problem("decay", repr(decay), wanted)])
+        refuse("with_average", "decay", repr(decay), "at least 0 and less than 1")
 
     def init(params):
         count = new_count(params)
@@ -188,15 +193,13 @@ def averaged(
 
     Raises:
         ValueError: the state has no average, or several; or it is of parts of the parameters, and
-            nothing is said about them.
+            their specs are missing.
     """
     is_average = lambda x: isinstance(x, AverageState)  # noqa: E731
     found = [x for x in tree.leaves(state, is_average) if is_average(x)]
     if len(found) != 1:
-        problem = Problem(
-            "state", f"{len(found)} averages", "one", "put one with_average around the optimizer"
-        )
-        raise_problems("averaged", [problem])
+        fix = "put one with_average around the optimizer"
+        refuse("averaged", "state", f"{len(found)} averages", "one", fix)
     weight, average = found[0].weight, found[0].average
     leaves, structure = tree.flatten(params)
     kept = structure.flatten_up_to(average)

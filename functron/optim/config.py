@@ -1,53 +1,437 @@
-"""The optimizers and schedules that configurations stand for."""
+"""Optimizers and schedules as data: their configurations, the problems of these, and the results.
+
+Under muP learning rates are multiplied by numbers that depend on the widths of a matrix, and on the
+optimizer. By `ParamDef.width` a matrix sums over i times as many inputs, and has o times as many
+outputs, as where the learning rate was tuned. A parameter that moves by the same share of itself at
+every width keeps the rate (1); see `functron.models.mup` for why, and for what has no width here.
+
+| optimizer                     | entries of an update            | multiple                       |
+|-------------------------------|---------------------------------|--------------------------------|
+| adam, adamw, lion, adam_mini  | about 1, at any width           | 1 / i                          |
+| muon, matrices of layers      | of spectral norm s(in, out)     | sqrt(o / i) s(base) / s(here)  |
+| muon, all others              | those of AdamW                  | 1 / i                          |
+
+The first is the Adam column of tables 3 and 8 of Yang et al. 2022 (https://arxiv.org/abs/2203.03466);
+the signs of Lion are of size 1 as Adam's updates are, and so are Adam-mini's, whose blocks have one
+second moment. Muon's is the spectral condition (Yang, Simon and Bernstein 2023,
+https://arxiv.org/abs/2310.17813): changes of a matrix whose spectral norm is of order
+sqrt(outputs / inputs) change what it makes by as much at every width. With the scale "spectral" an
+update of a matrix that grows on both sides has that already (1), and is not scaled again; with
+"adamw" it grows as the root of the width (1 / sqrt(i)). SGD, Adafactor and SOAP have no rule here.
+
+Decays, which are times the learning rate, are divided by the same number: lr * decay stays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
-from functron import tree
-from functron.errors import Problem, public, raise_problems
-from functron.ops.kernels import AUTO, Kernels
+import torch
+
+from functron.core import tree
+from functron.core.errors import Problem, nearest, public, raise_problems
+from functron.ops.define import AUTO, Kernels
 from functron.optim import schedules
-from functron.optim.adafactor import adafactor
 from functron.optim.adam import MomentDtype, adam, adamw
-from functron.optim.adam_mini import adam_mini, blocks
 from functron.optim.average import with_average
-from functron.optim.clip import clip_by_global_norm
+from functron.optim.contrib.adafactor import adafactor
+from functron.optim.contrib.adam_mini import adam_mini, blocks
+from functron.optim.contrib.lion import lion
+from functron.optim.contrib.soap import soap
 from functron.optim.finite import apply_if_finite
-from functron.optim.groups import Group, by_group, group_problems, parse_groups
-from functron.optim.inject import inject_hyperparams
-from functron.optim.learning_rate import LearningRate
-from functron.optim.lion import lion
-from functron.optim.mask import Mask, not_norm_or_bias
+from functron.optim.mask import (
+    Group,
+    Mask,
+    by_group,
+    group_problems,
+    not_norm_or_bias,
+    parse_groups,
+)
 from functron.optim.masters import with_fp32_masters
-from functron.optim.muon import matrices, muon
+from functron.optim.muon import SCALES, Scale, matrices, muon
+from functron.optim.norms import clip_by_global_norm
 from functron.optim.offload import offload
 from functron.optim.quantise import check_blocks, quantisable
-from functron.optim.schedules import Schedule
-from functron.optim.settings import (
-    Moment,
-    OptimizerConfig,
-    ScheduleConfig,
-    optimizer_problems,
-    schedule_problems,
-    torch_dtype,
-)
+from functron.optim.schedules import LearningRate, Schedule, inject_hyperparams
 from functron.optim.sgd import sgd
-from functron.optim.soap import soap
 from functron.optim.stochastic import with_stochastic_rounding
 from functron.optim.transformation import GradientTransformation, chain
-from functron.optim.widths import has_widths, width_multiples, width_problems
 from functron.optim.zero import zero
+from functron.params import Width
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """A learning-rate schedule; see `functron.optim.schedules`.
+
+    Attributes:
+        name: "constant", "linear", "cosine", "exponential", "polynomial", "wsd" or
+            "inverse_square_root".
+        peak: the highest learning rate.
+        warmup_steps: updates of linear warm-up from `init`.
+        total_steps: the count at which the last learning rate is reached (all but constant).
+        end: the last learning rate, or the floor of inverse_square_root (Megatron-LM's min_lr); -1:
+            end_fraction of the peak.
+        decay_steps: length of the decay at the end of `total_steps` (wsd only).
+        decay: its shape: "linear", "cosine", "sqrt" or "exponential" (wsd only).
+        end_fraction: the last learning rate as a fraction of the peak (Optax's alpha).
+        init: where the warm-up begins (Megatron-LM's lr_warmup_init).
+        power: the exponent of polynomial.
+        warmup_ratio: the share of `total_steps` that warms up, where warmup_steps is 0: rounded up,
+            and fewer than all.
+    """
+
+    name: str = "cosine"
+    peak: float = 3e-4
+    warmup_steps: int = 0
+    total_steps: int = 1000
+    end: float = -1.0
+    decay_steps: int = 200
+    decay: str = "linear"
+    end_fraction: float = 0.0
+    init: float = 0.0
+    power: float = 2.0
+    warmup_ratio: float = 0.0
+
+    @property
+    def last(self) -> float:
+        """The last learning rate."""
+        return self.end_fraction * self.peak if self.end == -1 else self.end
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """`warmup_steps`, or as many as `warmup_ratio` says."""
+        share = math.ceil(self.warmup_ratio * self.total_steps)
+        return self.warmup_steps or max(min(share, self.total_steps - 1), 0)
+
+
+Moment = Literal["", "float32", "bfloat16", "int8"]
+Dtype = Literal["", "float32", "bfloat16"]
+Increase = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True)
+class MuonConfig:
+    """Options of Muon alone; see `functron.optim.muon`.
+
+    Attributes:
+        momentum: decay of the mean of gradients.
+        nesterov: Nesterov momentum.
+        scale: of orthogonalised matrices: "adamw", to share AdamW's learning rate, or "spectral".
+        steps: Newton-Schulz steps.
+        distributed: compute every matrix that is sharded on one rank, not on all.
+        dtype: in which matrices are multiplied; empty: their own.
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    scale: Scale = "adamw"
+    steps: int = 5
+    distributed: bool = False
+    dtype: Dtype = "bfloat16"
+
+
+@dataclass(frozen=True)
+class AdafactorConfig:
+    """Options of Adafactor alone; see `functron.optim.contrib.adafactor`.
+
+    Attributes:
+        relative_step: the paper's learning rate, min(0.01, 1/sqrt(t)), in place of the schedule.
+        parameter_scale: the learning rate is relative to the size of a parameter.
+        decay_rate: the exponent by which the decay of second moments approaches 1.
+        clip: largest root mean square of an update before the learning rate; 0: any.
+        momentum: decay of a mean of the updates; 0: none, and no memory for it.
+        min_dim: parameters whose second largest dim is smaller are not factored.
+    """
+
+    relative_step: bool = False
+    parameter_scale: bool = True
+    decay_rate: float = 0.8
+    clip: float = 1.0
+    momentum: float = 0.0
+    min_dim: int = 128
+
+
+@dataclass(frozen=True)
+class SoapConfig:
+    """Options of SOAP alone; see `functron.optim.contrib.soap`.
+
+    Attributes:
+        frequency: updates between two of the eigenbases.
+        max_dim: a side of a matrix that is larger is not preconditioned.
+        decay: of the preconditioners, per update.
+        distributed: compute every matrix that is sharded on one rank, which alone keeps its state.
+    """
+
+    frequency: int = 10
+    max_dim: int = 10000
+    decay: float = 0.95
+    distributed: bool = True
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer and what is chained around it.
+
+    Attributes:
+        name: "adamw", "adam", "sgd", "lion", "adafactor", "adam_mini" (AdamW with a second moment
+            per head, row or column); or, for matrices of layers, with AdamW for the rest, "muon" or
+            "soap".
+        b1: decay of Adam's mean of gradients (lion: the momentum's weight in an update).
+        b2: decay of Adam's mean of squared gradients (lion: of the momentum).
+        eps: Adam's epsilon.
+        weight_decay: times the learning rate (all but adam and sgd).
+        start_weight_decay: the first one, where weight_decay_incr_style is not constant.
+        end_weight_decay: the last one, at the end of the schedule of the learning rate.
+        weight_decay_incr_style: constant: `weight_decay` throughout; linear or cosine: from
+            start_weight_decay to end_weight_decay, as Megatron-LM has it.
+        momentum: of sgd; 0 for none.
+        nesterov: Nesterov momentum (sgd only).
+        clip_norm: largest global gradient norm; 0 for no clipping.
+        fp32_masters: keep float32 copies of parameters stored in bfloat16 or float16; the first
+            are what these were rounded from: random numbers, or a converted model in float32.
+        stochastic_rounding: instead of keeping copies, round these parameters stochastically.
+        mu_dtype: how Adam's mean of gradients is stored: float32, bfloat16, int8 (in blocks), or
+            empty: as parameters or their masters are.
+        nu_dtype: the same for the mean of squared gradients.
+        offload: keep the optimizer's state in host memory.
+        grad_dtype: add up gradients of microbatches in float32 or bfloat16; empty: in their own.
+        reduce_dtype: sum gradients over ranks in float32 or bfloat16; empty: in their own.
+        groups: parameters with multiples of the learning rate and weight decay, by patterns of
+            their paths, the first that fits: "embed lr=0.1; blocks/*/router/* lr=0.5 decay=0".
+        ema_decay: keep the exponential moving average of the parameters, with this decay per
+            update; 0: do not.
+        skip_nonfinite: leave out updates whose gradients are not finite, up to so many in a row; 0:
+            none.
+        muon, adafactor, soap: options of these alone.
+    """
+
+    name: str = "adamw"
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    start_weight_decay: float = 0.0
+    end_weight_decay: float = 0.0
+    weight_decay_incr_style: Increase = "constant"
+    momentum: float = 0.9
+    nesterov: bool = False
+    clip_norm: float = 1.0
+    fp32_masters: bool = False
+    stochastic_rounding: bool = False
+    mu_dtype: Moment = ""
+    nu_dtype: Moment = ""
+    offload: bool = False
+    grad_dtype: Dtype = ""
+    reduce_dtype: Dtype = ""
+    groups: str = ""
+    ema_decay: float = 0.0
+    skip_nonfinite: int = 0
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
+    soap: SoapConfig = field(default_factory=SoapConfig)
+
+
+SCHEDULES = (
+    "constant", "linear", "cosine", "exponential", "polynomial", "wsd", "inverse_square_root",
+)  # fmt: skip
+OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adafactor", "adam_mini", "muon", "soap")
+
+
+def torch_dtype(name: str) -> torch.dtype | None:
+    """The dtype that a configuration names; None for the empty name.
+
+    For the arguments `grad_dtype` and `reduce_dtype` of `functron.make_step`.
+    """
+    return getattr(torch, name) if name else None
+
+
+def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Problem]:
+    """Everything wrong with `config`; fields that its schedule does not use are not judged."""
+    if config.name not in SCHEDULES:
+        fix = nearest(config.name, SCHEDULES)
+        return [Problem(f"{path}.name", repr(config.name), "a learning-rate schedule", fix)]
+    ratio = _share_problems(config, ("warmup_ratio",), path)
+    if config.warmup_ratio and config.warmup_steps:
+        got = f"{config.warmup_ratio} with warmup_steps={config.warmup_steps}"
+        ratio.append(Problem(f"{path}.warmup_ratio", got, "one of them", "set the other to 0"))
+    ends, is_wsd = config.name != "constant", config.name == "wsd"
+    shape = config.decay if is_wsd else "linear"
+    found = schedules.problems(
+        config.peak,
+        config.warmup_steps if ratio else config.num_warmup_steps,
+        config.total_steps if ends else None,
+        config.last if ends else 0.0,
+        config.decay_steps if is_wsd else None,
+        "exponential" if config.name == "exponential" else shape,
+        config.init,
+        config.power if config.name == "polynomial" else 1.0,
+    )
+    most = config.peak if config.peak >= 0 else math.inf  # of a negative one is told already
+    if ends and config.end == -1 and config.end_fraction > 1:
+        wanted = "at most 1, the peak"
+        found.append(Problem("end_fraction", repr(config.end_fraction), wanted, "lower it"))
+    elif ends and config.last > most:
+        wanted = f"at most the peak, {config.peak:g}"
+        fix = "lower it, or set end_fraction, such as 0.1, instead"
+        found.append(Problem("end", repr(config.end), wanted, fix))
+    if config.init > most:
+        wanted = f"at most the peak, {config.peak:g}"
+        found.append(Problem("init", repr(config.init), wanted, "lower it"))
+    return [*ratio, *(Problem(f"{path}.{p.path}", p.got, p.wanted, p.fix) for p in found)]
+
+
+def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list[Problem]:
+    """Everything wrong with `config`; what concerns another optimizer alone is not judged."""
+    found = []
+    if config.name not in OPTIMIZERS:
+        fix = nearest(config.name, OPTIMIZERS)
+        found.append(Problem(f"{path}.name", repr(config.name), "an optimizer", fix))
+    found += _share_problems(config, ("b1", "b2", "momentum", "ema_decay"), path)
+    decays = ("weight_decay", "start_weight_decay", "end_weight_decay")
+    for name in ("eps", *decays, "clip_norm", "skip_nonfinite"):
+        value = getattr(config, name)
+        if not 0 <= value < float("inf"):
+            found.append(Problem(f"{path}.{name}", repr(value), "a finite number of at least 0"))
+    if config.name == "sgd" and config.nesterov and not config.momentum:
+        found.append(
+            Problem(f"{path}.nesterov", "true with momentum 0", "a momentum", "set momentum = 0.9")
+        )
+    if config.fp32_masters and config.stochastic_rounding:
+        wanted = "false where fp32_masters are kept: masters lose nothing"
+        found.append(Problem(f"{path}.stochastic_rounding", "true", wanted))
+    found += _increase_problems(config, path)
+    choices = {"mu_dtype": Moment, "nu_dtype": Moment, "grad_dtype": Dtype, "reduce_dtype": Dtype}
+    choices |= {"weight_decay_incr_style": Increase}
+    found += _choice_problems(config, choices, path)
+    found += _moment_problems(config, path)
+    found += parse_groups(config.groups, f"{path}.groups")[1]
+    if config.name in _RANGES:
+        own, where = getattr(config, config.name), f"{path}.{config.name}"
+        choices, shares, least = _RANGES[config.name]
+        found += _choice_problems(own, choices, where) + _share_problems(own, shares, where)
+        found += _least_problems(own, least, where)
+    return found
+
+
+def _increase_problems(config: OptimizerConfig, path: str) -> Iterator[Problem]:
+    """The problems of a weight decay that changes."""
+    if config.weight_decay_incr_style == "constant":
+        for name in ("start_weight_decay", "end_weight_decay"):
+            if value := getattr(config, name):
+                fix = "set weight_decay_incr_style to linear or cosine, or weight_decay alone"
+                yield Problem(f"{path}.{name}", repr(value), "0 where it is constant", fix)
+    elif config.name in ("adam", "sgd"):
+        got, fix = repr(config.weight_decay_incr_style), "use adamw"
+        wanted = f"'constant' for {config.name}, which has no weight decay"
+        yield Problem(f"{path}.weight_decay_incr_style", got, wanted, fix)
+
+
+_MOMENTS = {"sgd": (), "adafactor": (), "lion": ("mu_dtype",), "adam_mini": ("mu_dtype",)}
+"""Which moments have a dtype of choice, not 8 bits; those of the other optimizers may be any."""
+
+
+def _moment_problems(config: OptimizerConfig, path: str) -> Iterator[Problem]:
+    if config.name not in _MOMENTS:
+        return
+    for name in ("mu_dtype", "nu_dtype"):
+        value = getattr(config, name)
+        where = f"{path}.{name}"
+        if value and name not in _MOMENTS[config.name]:
+            yield Problem(where, repr(value), f"nothing for {config.name}: it has none")
+        elif value == "int8":
+            yield Problem(where, repr(value), f"'float32' or 'bfloat16' for {config.name}")
+
+
+def _share_problems(config: object, names: tuple[str, ...], path: str) -> list[Problem]:
+    return [
+        Problem(f"{path}.{name}", repr(value), "at least 0 and less than 1")
+        for name in names
+        if not 0 <= (value := getattr(config, name)) < 1
+    ]
+
+
+def _least_problems(config: object, least: Mapping[str, float], path: str) -> list[Problem]:
+    return [
+        Problem(f"{path}.{name}", repr(value), f"at least {low}")
+        for name, low in least.items()
+        if not (value := getattr(config, name)) >= low
+    ]
+
+
+def _choice_problems(config: object, choices: Mapping[str, object], path: str) -> list[Problem]:
+    """The fields whose values are none of those of their Literal."""
+    return [
+        Problem(f"{path}.{name}", repr(value), f"one of {', '.join(map(repr, known))}")
+        for name, kind in choices.items()
+        if (value := getattr(config, name)) not in (known := get_args(kind))
+    ]
+
+
+_RANGES: Mapping[str, tuple[dict, tuple[str, ...], dict]] = {
+    "muon": ({"scale": Scale, "dtype": Dtype}, ("momentum",), {"steps": 1}),
+    "adafactor": ({}, ("momentum",), {"decay_rate": 0, "clip": 0, "min_dim": 1}),
+    "soap": ({}, ("decay",), {"frequency": 1, "max_dim": 1}),
+}
+"""Of options of one optimizer alone: those of a Literal, the shares, and others' least values."""
+
+
+RULED = ("adamw", "adam", "lion", "adam_mini", "muon")
+"""The optimizers for which there is a rule."""
+
+
+def width_multiples(config: OptimizerConfig, defs: tree.Tree) -> Mapping[str, float]:
+    """By path, what learning rates of parameters are multiplied by, where it is not 1.
+
+    Args:
+        config: the optimizer.
+        defs: the `ParamDef`s of a whole model: sizes are global.
+    """
+    whole = matrices(defs) if config.name == "muon" else tree.map(lambda d: False, defs)
+    rows = zip(tree.paths(defs), tree.leaves(defs), tree.leaves(whole), strict=True)
+    found = {path: _multiple(config, d, matrix) for path, d, matrix in rows}
+    return {path: multiple for path, multiple in found.items() if multiple != 1}
+
+
+def has_widths(defs: tree.Tree) -> bool:
+    """Whether some of these parameters are wider than where learning rates were tuned."""
+    return any(_width(d) != Width() for d in tree.leaves(defs))
+
+
+def _width(d: Any) -> Width:
+    """Of a `ParamDef`; what is none has no width."""
+    return getattr(d, "width", Width())
+
+
+def _multiple(config: OptimizerConfig, d: Any, matrix: Any) -> float:
+    inputs, outputs = _width(d)
+    if matrix is False or inputs == 1:
+        return 1 / inputs
+    scale = SCALES[config.muon.scale]
+    here = scale(matrix.outputs, matrix.inputs)
+    base = scale(matrix.outputs / outputs, matrix.inputs / inputs)
+    return math.sqrt(outputs / inputs) * base / here
+
+
+def width_problems(config: OptimizerConfig, path: str = "optimizer") -> list[Problem]:
+    """Why this optimizer cannot train at another width than it was tuned at; empty where it can."""
+    if config.name in RULED:
+        return []
+    wanted = f"one with a rule for widths, where there is a base width: {', '.join(RULED)}"
+    fix = "choose adamw, or leave gpt.mup_base_dim out"
+    return [Problem(f"{path}.name", repr(config.name), wanted, fix)]
+
 
 _SCHEDULES: Mapping[str, Callable[[ScheduleConfig], Schedule]] = {
     "constant": lambda c: schedules.constant(c.peak, warmup_steps=c.num_warmup_steps, init=c.init),
     "linear": lambda c: schedules.linear(c.peak, c.total_steps, **_ends(c)),
     "cosine": lambda c: schedules.cosine_decay(c.peak, c.total_steps, **_ends(c)),
-    "exponential": lambda c: schedules.exponential_decay(c.peak, c.total_steps, **_ends(c)),
+    "exponential": lambda c: schedules.exponential(c.peak, c.total_steps, **_ends(c)),
     "polynomial": lambda c: schedules.polynomial_decay(
         c.peak, c.total_steps, power=c.power, **_ends(c)
     ),
@@ -66,7 +450,7 @@ def _ends(c: ScheduleConfig) -> dict:
 
 @dataclass(frozen=True)
 class _Given:
-    """What an optimizer needs to know of the parameters."""
+    """The facts about the parameters that optimizers need."""
 
     mask: Mask
     defs: tree.Tree
@@ -82,7 +466,8 @@ _OPTIMIZERS = {
     ),
     "sgd": lambda c, rate, given: sgd(rate, c.momentum or None, c.nesterov),
     "lion": lambda c, rate, given: lion(
-        rate, c.b1, c.b2, c.weight_decay, given.mask, mu_dtype=torch_dtype(c.mu_dtype)
+        rate, c.b1, c.b2, weight_decay=c.weight_decay, mask=given.mask,
+        mu_dtype=torch_dtype(c.mu_dtype),
     ),
     "adafactor": lambda c, rate, given: _adafactor(c, rate, given),
     "adam_mini": lambda c, rate, given: adam_mini(
@@ -106,8 +491,8 @@ _BY_DEFS = ("muon", "soap", "adam_mini")
 
 def _adamw(c: OptimizerConfig, rate: LearningRate, given: _Given) -> GradientTransformation:
     return adamw(
-        rate, c.b1, c.b2, c.eps, c.weight_decay, given.mask, **_moments(c, given),
-        kernels=given.kernels,
+        rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=given.mask,
+        **_moments(c, given), kernels=given.kernels,
     )  # fmt: skip
 
 
@@ -182,8 +567,9 @@ def make_optimizer(
     Args:
         config: what to build.
         learning_rate: a number or a schedule.
-        specs: specs of the parameters, for the gradient norm; None: nothing is sharded.
-        copies: how many ranks of a pipeline hold each parameter, for the gradient norm.
+        specs: the parameters' specs; None: those of `bind`.
+        copies: how many ranks of a pipeline hold each parameter, for the gradient norm; those of
+            `bind`, without `specs`.
         mask: which parameters decay; by default all but norms and biases.
         defs: the parameters' `ParamDef`s; needed by muon, soap, adam_mini, moments in 8 bits and
             groups, and by adafactor where anything is sharded or stacked. Where they have widths
@@ -193,7 +579,7 @@ def make_optimizer(
             ZeRO: `zero` around the optimizer. None: every rank updates what it holds.
         mesh: the ranks; with it, moments in 8 bits are checked against how they are sharded.
         total_steps: the count at which a weight decay that changes is what it is to be.
-        kernels: whether "adamw" and "global_norm" are kernels; see `functron.ops.kernels.use`.
+        kernels: whether "adamw" and "global_norm" are kernels; see `functron.ops.define.use`.
 
     Raises:
         ValueError: listing everything that `optimizer_problems` finds; `defs` is missing; or blocks
@@ -230,7 +616,7 @@ def make_optimizer(
     if config.offload:
         inner = offload(inner)
     if shards is not None:
-        inner = zero(inner, P() if specs is None else specs, shards)
+        inner = zero(inner, specs, shards)
     if config.clip_norm:
         inner = chain(clip_by_global_norm(config.clip_norm, seen, copies, kernels=kernels), inner)
     if config.skip_nonfinite:

@@ -6,20 +6,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, public, raise_problems
-from functron.optim.host import readable
-from functron.optim.learning_rate import new_count
+from functron.core import tree
+from functron.core.errors import public, refuse
+from functron.optim.schedules import new_count
 from functron.optim.transformation import (
     GradientTransformation,
     apply_updates,
+    applying,
+    readable,
     stateless,
     transformation,
 )
-from functron.optim.whole import leaf_specs
-from functron.spmd.collectives import psum
-from functron.spmd.spec import P, spec_axes
-from functron.spmd.stages import psum_stages
+from functron.optim.whole import leaf_specs, total
+from functron.spmd.spec import P
 
 
 class ApplyIfFiniteState(NamedTuple):
@@ -52,15 +51,7 @@ def all_finite(updates: tree.Tree, specs: tree.Tree = None) -> torch.Tensor:
     if not leaves:
         return torch.ones((), dtype=torch.bool)
     flat = leaf_specs(specs, updates, "all_finite (and apply_if_finite)")
-    groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for leaf, spec in zip(leaves, flat, strict=True):
-        bad = leaf.isfinite().logical_not().any().to(leaves[0].device, torch.float32)
-        groups.setdefault(tuple(sorted(spec_axes(spec))), []).append(bad)
-    sums = [
-        psum(torch.stack(bad).sum(), axes) if axes else torch.stack(bad).sum()
-        for axes, bad in groups.items()
-    ]
-    return psum_stages(torch.stack(sums).sum()) == 0
+    return total([leaf.isfinite().logical_not().any().float() for leaf in leaves], flat) == 0
 
 
 @public
@@ -79,14 +70,15 @@ def apply_if_finite(
     Args:
         inner: what is protected.
         max_consecutive_errors: how many updates in a row are left out.
-        specs: of the gradients (what ``inner.grad_specs`` gives); needed where they are sharded.
+        specs: of the gradients (what ``inner.grad_specs`` gives), where they are sharded; None:
+            as `bind` says.
 
     Raises:
         ValueError: a negative number of errors.
     """
     if max_consecutive_errors < 0:
-        problem = Problem("max_consecutive_errors", repr(max_consecutive_errors), "at least 0")
-        raise_problems("apply_if_finite", [problem])
+        got = repr(max_consecutive_errors)
+        refuse("apply_if_finite", "max_consecutive_errors", got, "at least 0")
 
     def init(params):
         count = new_count(params)
@@ -126,18 +118,20 @@ def apply_if_finite(
     def state_specs(param_specs):
         return ApplyIfFiniteState(P(), P(), P(), inner.specs(param_specs))
 
+    def with_specs(param_specs, copies):
+        bound = inner.bind(param_specs, copies)
+        seen = bound.grad_specs(param_specs) if specs is None else specs
+        return apply_if_finite(bound, max_consecutive_errors, specs=seen)
+
+    wrap, unbound = applying(run), specs is None or inner.with_specs is not None
     return transformation(
         init,
-        lambda updates, state, params=None, **norm: run(
-            inner.update, updates, state, params, **norm
-        ),
+        wrap(inner.update),
         state_specs,
-        update_=lambda updates, state, params=None, **norm: run(
-            inner.update_, updates, state, params, **norm
-        ),
+        update_=wrap(inner.update_),
         step_=step_,
         grad_specs=inner.grad_specs,
-    )._replace(norm=inner.norm)
+    )._replace(norm=inner.norm, with_specs=with_specs if unbound else None)
 
 
 def _select(flag: torch.Tensor, chosen: tree.Tree, other: tree.Tree) -> tree.Tree:

@@ -1,22 +1,34 @@
-"""Weight decay, and the masks that say which leaves it is for."""
+"""Leaves apart: transformations for some of the parameters, picked by masks, labels or paths.
+
+Weight decay and its mask (`add_decayed_weights`); an optimizer for some parameters (`only`);
+several side by side, each with its leaves (`where`, `multi_transform`); and learning rates and
+weight decays of their own for groups of parameters, by patterns of their paths (`by_group`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fnmatch
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, public, raise_problems
-from functron.optim.learning_rate import LearningRate, ScaleByScheduleState, new_count
+from functron.core import tree
+from functron.core.errors import Problem, nearest, public, raise_problems
+from functron.optim.schedules import LearningRate, ScaleByScheduleState, new_count
 from functron.optim.transformation import (
     GradientTransformation,
     Params,
+    applying,
+    bindable,
     norm_of_part,
     stateless,
     transformation,
 )
-from functron.spmd.spec import P
+from functron.spmd.spec import P, is_spec
 
 Mask = tree.Tree | Callable[[Params], tree.Tree] | None
 
@@ -71,7 +83,8 @@ def _some(weight_decay: float | torch.Tensor) -> bool:
 
 
 @public
-def masked(inner: GradientTransformation, mask: tree.Tree) -> GradientTransformation:
+@bindable
+def only(inner: GradientTransformation, mask: tree.Tree) -> GradientTransformation:
     """`inner` for the parameters that `mask` picks; the others are left alone, bit for bit.
 
     Nothing is remembered for those that are left alone, and no gradients are needed of them: both
@@ -95,15 +108,12 @@ def masked(inner: GradientTransformation, mask: tree.Tree) -> GradientTransforma
         mine, state = inner.step_(chosen(grads), state, mine, **norm)
         return tree.join(mine, others), state
 
+    wrap = applying(run)
     return GradientTransformation(
         lambda params: inner.init(chosen(params)),
-        lambda updates, state, params=None, **norm: run(
-            inner.update, updates, state, params, **norm
-        ),
+        wrap(inner.update),
         inner.specs,
-        lambda updates, state, params=None, **norm: run(
-            inner.update_, updates, state, params, **norm
-        ),
+        wrap(inner.update_),
         step_,
         inner.grad_specs,
         norm=norm_of_part(inner.norm, chosen),
@@ -143,3 +153,335 @@ def not_norm_or_bias(params: Params) -> tree.Tree:
         return not any("norm" in n or n == "bias" or n.endswith("_bias") for n in names)
 
     return tree.map_with_path(decays, params)
+
+
+class WhereState(NamedTuple):
+    """The states of `where`'s transformations, of parameters that lack each other's leaves.
+
+    Attributes:
+        chosen: of the leaves that the mask picks.
+        others: of the other leaves.
+    """
+
+    chosen: tree.Tree
+    others: tree.Tree
+
+
+@public
+def where(
+    mask: tree.Tree, chosen: GradientTransformation, others: GradientTransformation
+) -> GradientTransformation:
+    """`chosen` for the leaves where `mask` is true and `others` for those where it is not.
+
+    Each sees trees with None in place of the other's leaves, and so remembers nothing for them.
+    Optax's `masked` is ``where(mask, inner, identity())``. Collectives are theirs.
+
+    Args:
+        mask: one bool per parameter.
+        chosen: for those that are true.
+        others: for those that are false.
+
+    Raises:
+        ValueError: (when called) the mask has another structure than the parameters.
+    """
+    structure, flags = tree.structure(mask), [bool(flag) for flag in tree.leaves(mask)]
+    labels = tree.unflatten(structure, flags)
+    return _side_by_side(
+        {True: chosen, False: others},
+        lambda value: labels,
+        lambda states: WhereState(*states),
+        lambda state: list(state),
+        "the mask of where",
+    )
+
+
+class MultiTransformState(NamedTuple):
+    """The states of `multi_transform`.
+
+    Attributes:
+        inner_states: by label, of parameters that lack the leaves with other labels.
+    """
+
+    inner_states: dict[str, tree.Tree]
+
+
+@public
+def multi_transform(
+    transforms: Mapping[str, GradientTransformation],
+    labels: tree.Tree | Callable[[tree.Tree], tree.Tree],
+) -> GradientTransformation:
+    """For every leaf the transformation of its label; Optax's `multi_transform` or `partition`.
+
+    Each sees trees with None in place of others' leaves, and so remembers nothing for them; masks
+    and other trees for all parameters fit them too. Collectives are theirs.
+
+    Args:
+        transforms: by label.
+        labels: one label per parameter, or a function that makes such a tree of one with the
+            parameters' structure, at whose leaves it must not look (`tree.map_with_path`): they may
+            be parameters, gradients or specs.
+
+    Raises:
+        ValueError: labels that no transformation has, each with its path; (when called) labels with
+            another structure than the parameters.
+    """
+
+    def checked(found: tree.Tree) -> tree.Tree:
+        rows = zip(tree.paths(found), tree.leaves(found), strict=True)
+        known = list(map(str, transforms))
+        raise_problems(
+            "multi_transform: some parameters have no transformation",
+            [
+                Problem(path, f"label {x!r}", "that of a transformation", nearest(str(x), known))
+                for path, x in rows
+                if x not in transforms
+            ],
+        )
+        return found
+
+    fixed = None if callable(labels) else checked(labels)
+
+    def labels_of(value: tree.Tree) -> tree.Tree:
+        return checked(labels(value)) if callable(labels) else fixed
+
+    return _side_by_side(
+        transforms,
+        labels_of,
+        lambda states: MultiTransformState(dict(zip(transforms, states, strict=True))),
+        lambda state: [state.inner_states[label] for label in transforms],
+        "the labels of multi_transform",
+    )
+
+
+def _side_by_side(
+    transforms: Mapping[Any, GradientTransformation],
+    labels_of: Callable[[tree.Tree], tree.Tree],
+    pack: Callable[[list], Any],
+    unpack: Callable[[Any], list],
+    what: str,
+) -> GradientTransformation:
+    """A transformation per label, and how their states become one."""
+    several = list(transforms.values())
+    clips = [t for t in several if t.norm is not None]
+    clipping = clips[0] if len(clips) == 1 else None
+
+    def split(value: tree.Tree, labels: tree.Tree, name: str) -> list[tree.Tree]:
+        leaves = tree.same_structure(labels, value, names=(what, name))
+        return [_only(labels, leaves, label) for label in transforms]
+
+    def merge(sides: Iterable[tree.Tree], labels: tree.Tree) -> tree.Tree:
+        columns = [tree.same_structure(labels, side, names=(what, "updates")) for side in sides]
+        by_label = dict(zip(transforms, columns, strict=True))
+        rows = enumerate(tree.leaves(labels))
+        return tree.unflatten(tree.structure(labels), [by_label[label][i] for i, label in rows])
+
+    def run(methods: Iterable[Any], updates, state, params, **norm):
+        labels = labels_of(updates)
+        sides = [None] * len(several) if params is None else split(params, labels, "params")
+        given = [norm if t is clipping else {} for t in several]
+        parts = split(updates, labels, "updates")
+        rows = zip(methods, parts, unpack(state), sides, given, strict=True)
+        results = [method(part, own, side, **norm) for method, part, own, side, norm in rows]
+        updates = merge([updates for updates, _ in results], labels)
+        return updates, pack([state for _, state in results])
+
+    def divided(param_specs) -> tuple[tree.Tree, list[tree.Tree]]:
+        """The labels, and the specs of each one's parameters."""
+        labels = labels_of(tree.map(lambda spec: 0, param_specs, is_leaf=is_spec))
+        flat = tree.broadcast_prefix(param_specs, labels, is_leaf=is_spec, what="specs")
+        return labels, [_only(labels, flat, label) for label in transforms]
+
+    def grad_specs(param_specs):
+        labels, sides = divided(param_specs)
+        rows = [
+            tree.broadcast_prefix(t.grad_specs(side), labels, is_leaf=is_spec, what="specs")
+            for t, side in zip(several, sides, strict=True)
+        ]
+        by_label = dict(zip(transforms, rows, strict=True))
+        pairs = enumerate(tree.leaves(labels))
+        return tree.unflatten(tree.structure(labels), [by_label[label][i] for i, label in pairs])
+
+    def specs(param_specs):
+        _, sides = divided(param_specs)
+        return pack([t.specs(side) for t, side in zip(several, sides, strict=True)])
+
+    def init(params):
+        sides = split(params, labels_of(params), "params")
+        return pack([t.init(side) for t, side in zip(several, sides, strict=True)])
+
+    def own(updates: tree.Tree) -> tree.Tree:
+        """The updates of the one that clips."""
+        parts = split(updates, labels_of(updates), "updates")
+        return next(part for part, t in zip(parts, several, strict=True) if t is clipping)
+
+    def with_specs(param_specs, copies):
+        bound = {label: t.bind(param_specs, copies) for label, t in transforms.items()}
+        return _side_by_side(bound, labels_of, pack, unpack, what)
+
+    def step_(grads, state, params, **norm):
+        _, state = run([t.step_ for t in several], grads, state, params, **norm)
+        return params, state
+
+    wrap = applying(run)
+    return transformation(
+        init,
+        wrap([t.update for t in several]),
+        specs,
+        update_=wrap([t.update_ for t in several]),
+        step_=step_,
+        grad_specs=grad_specs,
+    )._replace(
+        norm=norm_of_part(clipping and clipping.norm, own),
+        with_specs=with_specs if any(t.with_specs is not None for t in several) else None,
+    )
+
+
+def _only(labels: tree.Tree, leaves: list, label: Hashable) -> tree.Tree:
+    rows = zip(tree.leaves(labels), leaves, strict=True)
+    chosen = [leaf if own == label else None for own, leaf in rows]
+    return tree.unflatten(tree.structure(labels), chosen)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters whose learning rate or weight decay is a multiple of that of the others.
+
+    Attributes:
+        pattern: of whole paths, such as ``embed`` or ``blocks/*/norm/*`` (`*`, `?` and `[...]` as
+            in a shell, where `*` is any text, slashes too).
+        learning_rate: the multiple of the learning rate; 0 keeps these parameters as they are.
+        weight_decay: that of the weight decay, which is times the learning rate besides.
+    """
+
+    pattern: str
+    learning_rate: float = 1.0
+    weight_decay: float = 1.0
+
+
+_NAMES = {"lr": "learning_rate", "decay": "weight_decay"}
+
+
+def parse_groups(text: str, path: str = "groups") -> tuple[tuple[Group, ...], list[Problem]]:
+    """The groups that a line describes, and what is wrong with it.
+
+    ``"embed lr=0.1; blocks/*/router/* lr=0.5 decay=0"`` is two groups.
+
+    Args:
+        text: groups separated by semicolons; of each the pattern, then multiples by name.
+        path: where it is written, for messages.
+    """
+    groups, problems = [], []
+    for row in filter(None, (part.strip() for part in text.split(";"))):
+        pattern, *settings = row.split()
+        values = {}
+        for setting in settings:
+            name, _, number = setting.partition("=")
+            value = _number(number)
+            if name not in _NAMES:
+                fix = nearest(name, _NAMES)
+                problems.append(Problem(path, setting, "lr=NUMBER or decay=NUMBER", fix))
+            elif value is None:
+                problems.append(Problem(path, setting, f"{name}= a finite number of at least 0"))
+            else:
+                values[_NAMES[name]] = value
+        if not settings:
+            fix = f"write {pattern} lr=0.1"
+            problems.append(Problem(path, repr(row), "a pattern, then lr= or decay=", fix))
+        groups.append(Group(pattern, **values))
+    return tuple(groups), problems
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and value >= 0 else None
+
+
+def group_problems(
+    params: tree.Tree, groups: Sequence[Group], path: str = "groups"
+) -> list[Problem]:
+    """The groups that have no parameter of a whole model, with the nearest path of one.
+
+    Args:
+        params: the parameters, or their `ParamDef`s.
+        groups: those that there are.
+        path: where they are written, for messages.
+    """
+    paths = tree.paths(params)
+    used = set(tree.leaves(group_labels(params, groups)))
+    return [
+        Problem(
+            path,
+            f"pattern {group.pattern!r}, which is the first to fit no path",
+            "one that fits some",
+            nearest(group.pattern, paths),
+        )
+        for i, group in enumerate(groups)
+        if _name(i) not in used
+    ]
+
+
+def group_labels(params: tree.Tree, groups: Sequence[Group]) -> tree.Tree:
+    """Of every parameter the label of the first group whose pattern fits its path, or "others".
+
+    Labels are "group_0" and so on, as patterns are no names for what is saved.
+
+    Args:
+        params: the parameters, or their `ParamDef`s.
+        groups: those that there are.
+    """
+
+    def label(path: str, _) -> str:
+        fits = (i for i, g in enumerate(groups) if fnmatch.fnmatchcase(path, g.pattern))
+        found = next(fits, None)
+        return _OTHERS if found is None else _name(found)
+
+    return tree.map_with_path(label, params)
+
+
+_OTHERS = "others"
+
+
+def _name(index: int) -> str:
+    return f"group_{index}"
+
+
+def by_group(
+    make: Callable[[Group], GradientTransformation],
+    params: tree.Tree,
+    groups: Sequence[Group],
+    multiples: Mapping[str, float] = MappingProxyType({}),
+) -> GradientTransformation:
+    """`multi_transform` of an optimizer per group, and one for the parameters in none.
+
+    ``by_group(lambda g: adamw(g.learning_rate * 1e-3, weight_decay=g.weight_decay * 0.1), ...)``;
+    of a schedule, give ``lambda count: g.learning_rate * schedule(count)``. Every group has
+    state, so that ranks of a pipeline that hold none of its parameters have the same counts; see
+    `group_problems` for patterns that fit nothing at all.
+
+    Args:
+        make: the optimizer of a group, which sees None in place of others' parameters.
+        params: the parameters, or their `ParamDef`s.
+        groups: the first whose pattern fits a path has the parameter; none: `make` of the others.
+        multiples: by path, what learning rates are multiplied by besides, and decays divided by, as
+            `width_multiples` says of a whole model; of those that are not named nothing is.
+    """
+    if not groups and not multiples:
+        return make(Group("*"))
+    named = {_name(i): group for i, group in enumerate(groups)} | {_OTHERS: Group("*")}
+    values = [1.0, *sorted(set(multiples.values()) - {1.0})]
+
+    def scaled(group: Group, by: float) -> Group:
+        rate, decay = group.learning_rate * by, group.weight_decay / by
+        return replace(group, learning_rate=rate, weight_decay=decay)
+
+    def label(name: str, by: float) -> str:
+        return name if by == 1 else f"{name}_width_{values.index(by)}"
+
+    made = {label(name, by): make(scaled(named[name], by)) for name in named for by in values}
+    labels = tree.map_with_path(
+        lambda path, name: label(name, multiples.get(path, 1.0)), group_labels(params, groups)
+    )
+    return multi_transform(made, labels)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from functron import tree
-from functron.errors import public
+from functron.core import tree
+from functron.core.errors import public
 from functron.ops.foreach import foreach_
-from functron.optim.transformation import Around, GradientTransformation, transformation
+from functron.optim.transformation import Fusion, GradientTransformation, bindable, transformation
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """The dtypes whose parameters have masters."""
@@ -29,6 +29,7 @@ class MastersState(NamedTuple):
 
 
 @public
+@bindable
 def with_fp32_masters(
     inner: GradientTransformation, dtypes: tree.Tree = None
 ) -> GradientTransformation:
@@ -82,11 +83,11 @@ def with_fp32_masters(
         masters = tree.map(lambda p, master: master if is_low(p) else None, params, new)
         return out, MastersState(masters, inner_state)
 
-    def one_pass(grads, state, params, around):
-        if inner.one_pass is None or around.masters is not None:
+    def one_pass(grads, state, params, fusion):
+        if inner.one_pass is None or fusion.masters is not None:
             return None
-        around = around._replace(masters=state.masters)
-        together = inner.one_pass(grads, state.inner, params, around)
+        fusion = fusion._replace(masters=state.masters)
+        together = inner.one_pass(grads, state.inner, params, fusion)
         if together is None:
             return None
 
@@ -97,7 +98,7 @@ def with_fp32_masters(
         return run
 
     def step_(grads, state, params):
-        together = one_pass(grads, state, params, Around())
+        together = one_pass(grads, state, params, Fusion())
         if together is not None:
             return together()
         effective = _effective(params, state.masters)
@@ -133,7 +134,7 @@ def _master(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _effective(params: tree.Tree, masters: tree.Tree) -> tree.Tree:
-    """What `inner` sees: the master where there is one, else the parameter."""
+    """The parameters for `inner`: the master where there is one, else the parameter."""
     return tree.map(lambda param, master: param if master is None else master, params, masters)
 
 

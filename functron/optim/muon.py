@@ -16,14 +16,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from functron import tree
-from functron.errors import Problem, nearest, public, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.ops.global_norm import squares
 from functron.optim.adam import adamw
-from functron.optim.learning_rate import LearningRate, scale_by_learning_rate
-from functron.optim.mask import Mask, add_decayed_weights
-from functron.optim.transformation import GradientTransformation, chain, transformation
-from functron.optim.where import where
+from functron.optim.mask import Mask, add_decayed_weights, where
+from functron.optim.schedules import LearningRate, scale_by_learning_rate
+from functron.optim.transformation import GradientTransformation, bindable, chain, transformation
 from functron.optim.whole import leaf_specs, num_stacked
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all
@@ -34,7 +33,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Jordan's quintic: steepest at 0, and bounded, rather than convergent, near 1."""
 
 Scale = Literal["adamw", "spectral"]
-"""What an orthogonalised matrix of r outputs and c inputs is multiplied by: with "adamw"
+"""The factor of an orthogonalised matrix of r outputs and c inputs: with "adamw"
 0.2 sqrt(max(r, c)), about the size of AdamW's updates, so that both share a learning rate and a
 weight decay (Liu et al. 2025); with "spectral" sqrt(max(1, r / c)), Jordan's own."""
 
@@ -121,6 +120,7 @@ def newton_schulz(
 
 
 @public
+@bindable
 def scale_by_muon(
     matrices: tree.Tree,
     momentum: float = 0.95,
@@ -142,8 +142,7 @@ def scale_by_muon(
         nesterov: look ahead by one more step of it.
         scale: see `Scale`.
         steps, coefficients, eps: see `newton_schulz`.
-        specs: how the leaves are sharded, a prefix tree: the parameters' specs, or under `zero` the
-            shards'. None: not at all.
+        specs: how the leaves are sharded, a prefix tree; None: as `bind` says.
         distributed: where matrices are sharded, compute each on one rank: two all-to-alls of the
             local bytes, and 1/n of the arithmetic on each of n ranks (a stack that they do not
             divide is filled up with zeros). Otherwise every rank computes all: one all-gather of
@@ -236,7 +235,7 @@ def muon(
 
 
 def matrix_cuts(spec: P, num_dims: int, matrix: Matrix) -> Cuts:
-    """What splits the matrices themselves: not the dims along which they are stacked."""
+    """The cuts of the matrices themselves, not of the dims along which they are stacked."""
     rows = list(enumerate(dim_axes(spec, num_dims)))[matrix.num_batch :]
     return tuple(Cut(dim - num_dims, axes) for dim, axes in rows if axis_size(axes) > 1)
 

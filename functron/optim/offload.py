@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from functron import tree
-from functron.errors import public
-from functron.optim.transformation import GradientTransformation
+from functron.core import tree
+from functron.core.errors import public
+from functron.optim.transformation import GradientTransformation, bindable
 from functron.program.recorder import active
 from functron.spmd.spec import P, is_spec
 
@@ -17,6 +17,7 @@ _GROUP_BYTES = 64 << 20
 
 
 @public
+@bindable
 def offload(
     inner: GradientTransformation, *, group_bytes: int = _GROUP_BYTES
 ) -> GradientTransformation:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, raise_problems
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shards import padded_shape
 from functron.spmd.spec import dim_axes, is_spec, num_shards

@@ -1,24 +1,44 @@
-"""Learning-rate schedules: pure functions of the number of updates so far.
+"""Schedules: pure functions of the number of updates so far, and the transformations that use them.
 
 A schedule takes the count as an int or as a 0-dim tensor (under vmap and tracing too) and returns
 a 0-dim float32 tensor. ``schedule(0)`` is the rate of the first update, as in Optax. Warm-up is
 linear from `init` at count 0 to the peak at count `warmup_steps`; after `total_steps` the rate
 stays at `end`.
+
+`scale_by_learning_rate` takes a number or a schedule, of which its state counts the updates.
+`inject_hyperparams` makes any number of an optimizer a schedule, or state that may be changed
+between steps.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from functron.errors import Problem, nearest, public, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, nearest, public, raise_problems, refuse
+from functron.ops.foreach import foreach_
+from functron.optim.transformation import (
+    GradientTransformation,
+    multiply,
+    multiply_,
+    readable,
+    scale,
+    transformation,
+)
+from functron.spmd.spec import P
 
-Schedule = Callable[[int | torch.Tensor], torch.Tensor]
+Schedule = Callable[[int | torch.Tensor], Any]
+"""``schedule(count)``: a 0-dim tensor; of a schedule of one's own, a number will do as well."""
+
+LearningRate = float | Schedule
 
 
 @public
@@ -67,7 +87,7 @@ def cosine_decay(
 
 
 @public
-def exponential_decay(
+def exponential(
     peak: float,
     total_steps: int,
     *,
@@ -77,13 +97,13 @@ def exponential_decay(
 ) -> Schedule:
     """From `peak` at the end of the warm-up to `end` at `total_steps`, by one factor per step.
 
-    Optax's `exponential_decay` with ``decay_rate=end / peak`` over the steps of the decay.
+    Optax's `exponential` with ``decay_rate=end / peak`` over the steps of the decay.
 
     Raises:
         ValueError: negative or non-finite arguments, an end of 0, or no steps after the warm-up;
             all are named.
     """
-    return _decay("exponential_decay", peak, total_steps, warmup_steps, end, init, "exponential")
+    return _decay("exponential", peak, total_steps, warmup_steps, end, init, "exponential")
 
 
 @public
@@ -213,8 +233,7 @@ def relative_step(limit: float = 0.01, *, warm_up: bool = False) -> Schedule:
         ValueError: a limit that is not positive and finite.
     """
     if not (math.isfinite(limit) and limit > 0):
-        wanted = "a positive, finite rate"
-        raise_problems("relative_step schedule", [Problem("limit", repr(limit), wanted)])
+        refuse("relative_step schedule", "limit", repr(limit), "a positive, finite rate")
 
     def schedule(count: int | torch.Tensor) -> torch.Tensor:
         step = _tensor(count) + 1
@@ -326,7 +345,7 @@ def problems(
     init: float = 0.0,
     power: float = 1.0,
 ) -> list[Problem]:
-    """What is wrong with these arguments of a schedule; None for one that it does not take."""
+    """The problems of these arguments of a schedule; None for one that it does not take."""
     found = []
     for name, rate in (("peak", peak), ("end", end), ("init", init)):
         if not (math.isfinite(rate) and rate >= 0):
@@ -364,3 +383,190 @@ def problems(
 
 def _check(name: str, *args, **kwargs) -> None:
     raise_problems(f"{name} schedule", problems(*args, **kwargs))
+
+
+class ScaleByScheduleState(NamedTuple):
+    """The state of a scheduled learning rate.
+
+    Attributes:
+        count: number of updates so far; int64, 0-dim.
+    """
+
+    count: Any
+
+
+@public
+def scale_by_learning_rate(
+    learning_rate: LearningRate, *, flip_sign: bool = True
+) -> GradientTransformation:
+    """Updates times minus the learning rate, as in Optax: what comes out is added to parameters.
+
+    Args:
+        learning_rate: a number (state ``()``), or a schedule, a function of the count of updates
+            so far that returns a number or a 0-dim tensor: the first update uses ``schedule(0)``.
+        flip_sign: False: times the learning rate itself.
+    """
+    sign = -1 if flip_sign else 1
+    if not callable(learning_rate):
+        return scale(sign * learning_rate)
+
+    def init(params):
+        return ScaleByScheduleState(new_count(params))
+
+    def update(updates, state, params=None):
+        rate = learning_rate(state.count)
+        return multiply(updates, sign * rate), ScaleByScheduleState(state.count + 1)
+
+    def update_(updates, state, params=None):
+        updates = multiply_(updates, sign * learning_rate(state.count))
+        increment_([state.count])
+        return updates, state
+
+    return transformation(
+        init,
+        update,
+        specs=lambda param_specs: ScaleByScheduleState(P()),
+        update_=update_,
+    )
+
+
+def rate_and_count(
+    learning_rate: LearningRate, state: ScaleByScheduleState | tuple[()]
+) -> tuple[float | torch.Tensor, torch.Tensor | None]:
+    """The learning rate of the coming update, and the count of the schedule if it is one."""
+    if not callable(learning_rate):
+        return learning_rate, None
+    assert isinstance(state, ScaleByScheduleState)
+    return learning_rate(state.count), state.count
+
+
+def increment_(counts: list[torch.Tensor]) -> None:
+    """Adds 1 to each count, in place."""
+    foreach_(lambda values: torch._foreach_add_(values, 1), {"counts": counts})
+
+
+def new_count(params: tree.Tree) -> torch.Tensor:
+    """A zero count of updates: int64, 0-dim, on the device of the first leaf."""
+    leaves = tree.leaves(params)
+    return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
+
+
+class InjectHyperparamsState(NamedTuple):
+    """The state of `inject_hyperparams`, as Optax's.
+
+    Attributes:
+        count: number of updates so far; int64, 0-dim.
+        hyperparams: the numbers by name, of the last update where they are scheduled; float64,
+            0-dim, in host memory. Others may be replaced between steps, by numbers too.
+        inner_state: of the transformation that has them.
+    """
+
+    count: Any
+    hyperparams: dict[str, Any]
+    inner_state: tree.Tree
+
+
+@public
+def inject_hyperparams(
+    factory: Callable[..., GradientTransformation], static_args: str | Iterable[str] = ()
+) -> Callable[..., GradientTransformation]:
+    """`factory`, whose numbers may be schedules, and are state that can be read and changed.
+
+    Optax's `inject_hyperparams`. ``inject_hyperparams(adamw)(learning_rate=1e-3, b2=schedule)``
+    has ``state.hyperparams["learning_rate"]``, which a checkpoint keeps. Every argument that is a
+    number becomes such state, and every function a schedule of the count of updates. Eager updates
+    are given plain numbers, so that they run as fused as ever; what is traced, compiled, vmapped
+    or differentiated is given 0-dim tensors.
+
+    Args:
+        factory: makes a transformation of arguments that may be 0-dim tensors.
+        static_args: names of arguments that are left alone: functions that are no schedules, such
+            as masks, and numbers that decide what is computed.
+
+    Raises:
+        ValueError: `factory` has no such argument.
+    """
+    fixed = {static_args} if isinstance(static_args, str) else set(static_args)
+    signature = inspect.signature(factory)
+    names = list(signature.parameters)
+    raise_problems(
+        "inject_hyperparams",
+        [
+            Problem(f"static_args/{name}", repr(name), "an argument", nearest(name, names))
+            for name in sorted(fixed)
+            if name not in names
+        ],
+    )
+
+    @functools.wraps(factory)
+    def make(*args, **kwargs) -> GradientTransformation:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        schedules, numbers = {}, {}
+        for name, value in bound.arguments.items():
+            if name in fixed or isinstance(value, bool):
+                continue
+            if callable(value):
+                schedules[name] = value
+            elif isinstance(value, (int, float)) or _is_number(value):
+                numbers[name] = value
+
+        def build(hyperparams: Mapping[str, Any]) -> GradientTransformation:
+            given = inspect.BoundArguments(signature, bound.arguments | dict(hyperparams))
+            return factory(*given.args, **given.kwargs)
+
+        return _injected(build, schedules, numbers)
+
+    return make
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dim()
+
+
+def _injected(build: Callable, schedules: Mapping, numbers: Mapping) -> GradientTransformation:
+    def now(count, others: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The hyperparameters of the update with this count."""
+        found = {name: others[name] for name in numbers}
+        found |= {name: schedule(count) for name, schedule in schedules.items()}
+        return {name: _kept(value) for name, value in found.items()}
+
+    def init(params):
+        count = new_count(params)
+        hyperparams = now(count, numbers)
+        return InjectHyperparamsState(count, hyperparams, build(_given(hyperparams)).init(params))
+
+    def run(name: str, updates, state, params):
+        hyperparams = now(state.count, state.hyperparams)
+        method = getattr(build(_given(hyperparams)), name)
+        out, kept = method(updates, state.inner_state, params)
+        return out, InjectHyperparamsState(state.count + 1, hyperparams, kept)
+
+    def anything() -> GradientTransformation:
+        return build(_given(now(torch.zeros((), dtype=torch.int64), numbers)))
+
+    def with_specs(param_specs, copies):
+        return _injected(lambda h: build(h).bind(param_specs, copies), schedules, numbers)
+
+    def specs(param_specs):
+        hyperparams = {name: P() for name in (*numbers, *schedules)}
+        return InjectHyperparamsState(P(), hyperparams, anything().specs(param_specs))
+
+    return transformation(
+        init,
+        lambda updates, state, params=None: run("update", updates, state, params),
+        specs,
+        update_=lambda updates, state, params=None: run("update_", updates, state, params),
+        step_=lambda grads, state, params: run("step_", grads, state, params),
+        grad_specs=lambda param_specs: anything().grad_specs(param_specs),
+    )._replace(with_specs=with_specs)
+
+
+def _kept(value: Any) -> torch.Tensor:
+    value = torch.as_tensor(value, dtype=torch.float64)
+    return value.cpu() if readable(value) else value
+
+
+def _given(hyperparams: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Arguments of the factory: numbers, where they are known and nobody differentiates them."""
+    return {name: x.item() if readable(x) else x for name, x in hyperparams.items()}

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from functron import compat, tree
-from functron.errors import Problem, public, raise_problems
+from functron.core import compat, tree
+from functron.core.errors import public, refuse
 from functron.ops.foreach import foreach_
-from functron.optim.learning_rate import (
+from functron.optim.schedules import (
     LearningRate,
     increment_,
     rate_and_count,
@@ -73,10 +73,7 @@ def sgd(
         ValueError: `nesterov` without momentum.
     """
     if nesterov and not momentum:
-        raise_problems(
-            "sgd",
-            [Problem("nesterov", "True with momentum=None", "a momentum", "pass momentum=0.9")],
-        )
+        refuse("sgd", "nesterov", "True with momentum=None", "a momentum", "pass momentum=0.9")
     first = identity() if momentum is None else trace(momentum, nesterov)
     plain = chain(first, scale_by_learning_rate(learning_rate))
 

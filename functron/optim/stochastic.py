@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron import compat, random, tree
-from functron.errors import public
-from functron.ops.adamw import Stochastic, place_of
+from functron.core import compat, random, tree
+from functron.core.errors import public
+from functron.ops.adamw import Stochastic, place_of, random_bits, stochastic_round
 from functron.ops.foreach import foreach_
-from functron.ops.rounding import random_bits, stochastic_round
-from functron.optim.learning_rate import increment_, new_count
 from functron.optim.masters import is_low, widen
-from functron.optim.transformation import Around, GradientTransformation, transformation
+from functron.optim.schedules import increment_, new_count
+from functron.optim.transformation import Fusion, GradientTransformation, bindable, transformation
 from functron.optim.whole import leaf_specs
 from functron.spmd.shards import Cut, take
 from functron.spmd.spec import P, dim_axes
@@ -36,6 +35,7 @@ class StochasticState(NamedTuple):
 
 
 @public
+@bindable
 def with_stochastic_rounding(
     inner: GradientTransformation, seed: int = 0, *, defs: tree.Tree = None, specs: tree.Tree = None
 ) -> GradientTransformation:
@@ -61,8 +61,7 @@ def with_stochastic_rounding(
         seed: of the bits; what `init` makes of it is part of the state.
         defs: the parameters' `ParamDef`s, or anything with global shapes; needed where they are
             sharded. None: what is seen is whole.
-        specs: how what this sees is sharded, a prefix tree: the parameters' specs, or under `zero`
-            the shards'. None: not at all.
+        specs: how what this sees is sharded, a prefix tree; None: as `bind` says.
     """
 
     def init(params):
@@ -92,14 +91,14 @@ def with_stochastic_rounding(
         new_state = StochasticState(state.key, count, inner_state)
         return tree.unflatten(tree.structure(params), changes), new_state
 
-    def one_pass(grads, state, params, around):
-        if inner.one_pass is None or around.masters is not None or around.rounding is not None:
+    def one_pass(grads, state, params, fusion):
+        if inner.one_pass is None or fusion.masters is not None or fusion.rounding is not None:
             return None
         rounding = _roundings(state.key, params, defs, specs)
         if rounding is None:
             return None
-        around = around._replace(rounding=rounding)
-        together = inner.one_pass(grads, state.inner, params, around)
+        fusion = fusion._replace(rounding=rounding)
+        together = inner.one_pass(grads, state.inner, params, fusion)
         if together is None:
             return None
 
@@ -111,7 +110,7 @@ def with_stochastic_rounding(
         return run
 
     def step_(grads, state, params):
-        together = one_pass(grads, state, params, Around())
+        together = one_pass(grads, state, params, Fusion())
         if together is not None:
             return together()
         increment_([state.count])
@@ -144,7 +143,7 @@ def _round_(params: list, values: list, bits: list) -> None:
 
 
 def _salt(path: str) -> int:
-    """What tells a leaf from others: as in `functron.init_params`."""
+    """A number of a leaf's path, as in `functron.init_params`."""
     return zlib.crc32(path.encode())
 
 

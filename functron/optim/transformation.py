@@ -7,20 +7,26 @@ arguments: they reuse memory, run fused, and are what a training step calls. The
 everything else: differentiating through an optimizer, vmapping over hyperparameters, and reading
 what `step_` is supposed to compute.
 
+Where a result depends on all shards of a leaf (a norm, a mean of rows, a whole matrix), the
+transformation must know how parameters are sharded. ``optimizer.bind(specs)`` tells it, once, and
+all that it is made of; `functron.init_state` and `functron.make_step` call it.
+
 Two further functions, which few have, let one kernel compute what several transformations do around
-each other in one pass over memory: `factor` and `one_pass`. One that clips by a norm says so, as
+each other in one pass over memory: `factor` and `one_pass`. One that clips by a norm has it as
 `norm`, so that whoever reports that norm too need not compute it again.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, ParamSpec, cast
 
 import torch
 
-from functron import compat, tree
-from functron.errors import public
+from functron.core import compat, tree
+from functron.core.errors import public
 from functron.ops.foreach import foreach_
 from functron.program.recorder import active
 
@@ -29,14 +35,14 @@ State = tree.Tree
 Params = tree.Tree
 
 
-class Around(NamedTuple):
-    """What the transformations around one do, to be done by it in its own pass over memory.
+class Fusion(NamedTuple):
+    """The work of the transformations around one, for it to do in its own pass over memory.
 
     Attributes:
         factor: what gradients are multiplied by first, 0-dim; None: nothing.
         masters: float32 copies that are updated in place of low-precision parameters, which then
             are these rounded; None, as a whole or in places, where there is none.
-        rounding: how parameters are rounded, an `ops.adamw.Stochastic` each; None: to nearest.
+        rounding: of parameters, an `ops.adamw.Stochastic` each; None: to nearest.
     """
 
     factor: torch.Tensor | None = None
@@ -56,7 +62,7 @@ class Norm(NamedTuple):
     value: Callable[[Updates], torch.Tensor]
 
 
-OnePass = Callable[[Updates, State, Params, Around], Callable[[], tuple[Params, State]] | None]
+OnePass = Callable[[Updates, State, Params, Fusion], Callable[[], tuple[Params, State]] | None]
 
 
 class GradientTransformation(NamedTuple):
@@ -77,6 +83,8 @@ class GradientTransformation(NamedTuple):
         norm: of the updates, where `update` clips by one; None: it does not. Where there is one,
             `update`, `update_` and `step_` take its value as the keyword argument `norm`, and
             compute it only if they are not given it.
+        with_specs: ``with_specs(param_specs, copies)``: the same for parameters with these specs;
+            None: it needs none, or has them. Call `bind`.
     """
 
     init: Callable[[Params], State]
@@ -88,6 +96,54 @@ class GradientTransformation(NamedTuple):
     factor: Callable[..., torch.Tensor] | None = None
     one_pass: OnePass | None = None
     norm: Norm | None = None
+    with_specs: Callable[[tree.Tree, tree.Tree], GradientTransformation] | None = None
+
+    def bind(self, specs: tree.Tree, copies: tree.Tree = 1) -> GradientTransformation:
+        """The same transformation, for parameters that are sharded like this.
+
+        What has been given specs of its own keeps them; binding twice changes nothing.
+
+        Args:
+            specs: the parameters' specs, a tree or prefix tree of `P`.
+            copies: how many ranks of a pipeline hold each parameter, as
+                `pipeline.Partition.copies` says; for norms.
+        """
+        return self if self.with_specs is None else self.with_specs(specs, copies)
+
+
+Make = ParamSpec("Make")
+
+
+def bindable(
+    make: Callable[Make, GradientTransformation],
+) -> Callable[Make, GradientTransformation]:
+    """`make`, whose results `bind` makes again, with the specs that they were not given.
+
+    These are its argument `specs`, and `copies` if it has that; a transformation that it is given
+    as `inner` is bound too.
+    """
+    signature = inspect.signature(make)
+    names, again = signature.parameters, cast(Callable[..., GradientTransformation], make)
+
+    @functools.wraps(make)
+    def made(*args: Make.args, **kwargs: Make.kwargs) -> GradientTransformation:
+        given = signature.bind(*args, **kwargs).arguments
+        inner, missing = given.get("inner"), "specs" in names and given.get("specs") is None
+
+        def with_specs(specs: tree.Tree, copies: tree.Tree) -> GradientTransformation:
+            found = dict(given)
+            if missing:
+                found["specs"] = specs
+                if "copies" in names:
+                    found.setdefault("copies", copies)
+            if inner is not None:
+                found["inner"] = inner.bind(specs, copies)
+            return again(**found)
+
+        unbound = missing or (inner is not None and inner.with_specs is not None)
+        return make(*args, **kwargs)._replace(with_specs=with_specs if unbound else None)
+
+    return made
 
 
 @public
@@ -186,6 +242,15 @@ def identity() -> GradientTransformation:
 
 
 @public
+def scale(step_size: float | torch.Tensor) -> GradientTransformation:
+    """Updates times `step_size`, a number or a 0-dim tensor; Optax's `scale`."""
+    return stateless(
+        lambda updates, params: multiply(updates, step_size),
+        lambda updates, params: multiply_(updates, step_size),
+    )
+
+
+@public
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """The transformations one after another; the state is the tuple of their states.
 
@@ -194,7 +259,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     runs AdamW fused; or, where AdamW has a kernel, clips in its pass.
 
     Gradients are wanted as the transformations together want them; before one under `zero` stand
-    only some without state, which see the shards that it wants.
+    only some without state, which see, and are bound to, the shards that it wants.
 
     Raises:
         ValueError: (when called) the state is not the tuple of this chain's length.
@@ -235,9 +300,9 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             before = [t.update_ for t in transformations[:-2]]
             updates, kept = run(before, grads, state[:-2], params, **norm)
             by = factor(updates, **({} if before else norm))
-            together = one_pass(updates, state[-1], params, Around(by))
+            together = one_pass(updates, state[-1], params, Fusion(by))
             if together is None:
-                params, last = last_step_(scale_(updates, by), state[-1], params)
+                params, last = last_step_(multiply_(updates, by), state[-1], params)
             else:
                 params, last = together()
             return params, (*kept, state[-2], last)
@@ -249,6 +314,14 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             param_specs = t.grad_specs(param_specs)
         return param_specs
 
+    def with_specs(param_specs, copies):
+        bound = []
+        for t in reversed(transformations):
+            bound.append(t.bind(param_specs, copies))
+            param_specs = bound[-1].grad_specs(param_specs)
+        return chain(*reversed(bound))
+
+    unbound = any(t.with_specs is not None for t in transformations)
     return transformation(
         init=lambda params: tuple(t.init(params) for t in transformations),
         update=update,
@@ -256,7 +329,25 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         update_=update_,
         step_=step_ if transformations else None,
         grad_specs=grad_specs,
-    )._replace(norm=transformations[0].norm if transformations else None)
+    )._replace(
+        norm=transformations[0].norm if transformations else None,
+        with_specs=with_specs if unbound else None,
+    )
+
+
+def applying(run: Callable) -> Callable[[Any], Callable]:
+    """``run(method, updates, state, params, **norm)`` as a function of a method to its wrapper.
+
+    So that what surrounds `update` of an inner transformation also surrounds its `update_`.
+    """
+
+    def around(method: Any) -> Callable:
+        def wrapper(updates, state, params=None, **norm):
+            return run(method, updates, state, params, **norm)
+
+        return wrapper
+
+    return around
 
 
 def norm_of_part(norm: Norm | None, part: Callable[[Updates], Updates]) -> Norm | None:
@@ -289,19 +380,30 @@ def apply_updates_(params: Params, updates: Updates) -> Params:
     return params
 
 
-def scale(updates: Updates, factor: float | torch.Tensor) -> Updates:
+def multiply(updates: Updates, factor: float | torch.Tensor) -> Updates:
     """``factor * updates`` in the dtypes of `updates`. Pure; `factor` is a number or 0-dim."""
     return tree.map(lambda u: (u * factor).to(u.dtype), updates)
 
 
-def scale_(updates: Updates, factor: float | torch.Tensor) -> Updates:
-    """`scale` in place, multi-tensor, where `factor` is one number for all; returns the result."""
+def multiply_(updates: Updates, factor: float | torch.Tensor) -> Updates:
+    """`multiply` in place, multi-tensor, where one number is for all; returns the result."""
     if isinstance(factor, torch.Tensor) and compat.is_wrapped(factor):
-        return scale(updates, factor)
+        return multiply(updates, factor)
 
-    def multiply_(group):
+    def each_(group):
         local = factor.to(group[0].device) if isinstance(factor, torch.Tensor) else factor
         torch._foreach_mul_(group, local)
 
-    foreach_(multiply_, {"updates": tree.leaves(updates)}, paths=lambda: tree.paths(updates))
+    foreach_(each_, {"updates": tree.leaves(updates)}, paths=lambda: tree.paths(updates))
     return updates
+
+
+def readable(value: torch.Tensor) -> bool:
+    """Whether the number in a 0-dim tensor is known where the program that runs can ask for it.
+
+    Not in a program that is traced, compiled or only checked, nor under torch.func transforms that
+    batch or differentiate it. Reading waits for the tensor's device.
+    """
+    if active() is not None or compat.faking() or value.is_meta:
+        return False
+    return not compat.is_wrapped(value) and not value.requires_grad

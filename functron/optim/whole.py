@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, raise_problems
 from functron.spmd.axes import axis_size, scope
-from functron.spmd.collectives import psum
+from functron.spmd.collectives import psum, psum_stages
 from functron.spmd.replication import varying_axes
 from functron.spmd.shards import Cut, take
 from functron.spmd.spec import P, dim_axes, is_spec, spec_axes
@@ -76,7 +76,8 @@ def leaf_specs(specs: tree.Tree, value: tree.Tree, what: str) -> list[P]:
     """
     leaves, axes = tree.leaves(value), [n for n, axis in scope().axes.items() if axis is not None]
     if specs is None:
-        fix = f"pass the parameters' specs to {what}; P() where nothing is sharded"
+        fix = f"pass the parameters' specs to {what}, or bind them: optimizer.bind(specs), as "
+        fix += "make_step does; P() where nothing is sharded"
         got = f"no specs, on a mesh with {', '.join(map(repr, axes))}"
         found = Problem(what, got, "specs, or every rank computes a number of its own", fix)
         raise_problems("the shards of a leaf are not known", [found] if axes and leaves else [])
@@ -99,6 +100,27 @@ def leaf_specs(specs: tree.Tree, value: tree.Tree, what: str) -> list[P]:
         ],
     )
     return flat
+
+
+def total(numbers: Sequence[torch.Tensor], specs: Sequence[P]) -> torch.Tensor:
+    """The sum of one number for each leaf over all leaves, their shards and a pipeline's ranks.
+
+    One all-reduce of a number for each distinct set of mesh axes that the specs mention, and one
+    over the ranks of a pipeline.
+
+    Args:
+        numbers: 0-dim, of this rank's shard of each leaf; at least one.
+        specs: of these leaves.
+    """
+    groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for number, spec in zip(numbers, specs, strict=True):
+        axes = tuple(sorted(spec_axes(spec)))
+        groups.setdefault(axes, []).append(number.to(numbers[0].device))
+    sums = [
+        psum(torch.stack(each).sum(), axes) if axes else torch.stack(each).sum()
+        for axes, each in groups.items()
+    ]
+    return psum_stages(torch.stack(sums).sum())
 
 
 def wholes(value: tree.Tree, defs: tree.Tree = None, specs: tree.Tree = None) -> list[Whole]:
@@ -130,7 +152,7 @@ def wholes(value: tree.Tree, defs: tree.Tree = None, specs: tree.Tree = None) ->
 
 
 def _unlike(whole: Whole, x: torch.Tensor) -> Problem | None:
-    """What is wrong with taking x for a shard, which may be padded."""
+    """The problem of taking x for a shard, which may be padded; None: there is none."""
     own = list(whole.own)
     sizes = [_split(whole.shape[dim], whole.axes([dim])) for dim in own]
     if x.dim() == len(whole.shape) and [x.shape[dim] for dim in own] == sizes:

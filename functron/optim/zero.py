@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from functron import tree
-from functron.errors import public
+from functron.core import tree
+from functron.core.errors import public, refuse
 from functron.ops.foreach import foreach_
-from functron.optim.transformation import GradientTransformation, apply_updates
+from functron.optim.transformation import GradientTransformation, apply_updates, applying
 from functron.program.recorder import active
 from functron.spmd.mesh import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.spmd.shards import as_entry, cut_tree, cuts_between, join, padded_shape, take
@@ -90,7 +90,7 @@ def padded_shapes(defs: tree.Tree, shards: tree.Tree, mesh: Mesh | BoundMesh) ->
 
 @public
 def zero(
-    inner: GradientTransformation, specs: tree.Tree, shards: tree.Tree
+    inner: GradientTransformation, specs: tree.Tree = None, shards: tree.Tree = None
 ) -> GradientTransformation:
     """`inner` on this rank's part of the parameters only: ZeRO stage 1.
 
@@ -98,20 +98,31 @@ def zero(
     parameters come back whole: one all-gather per leaf and axis, of the parameter's bytes in its
     dtype (of the updates' for `update`). The numbers are those of `inner` alone.
 
-    Inside, `inner` sees shards: give a `clip_by_global_norm` that it contains, or that is chained
-    before this, the specs `shards`. `init` needs the mesh, so it runs inside a mapped program, as
-    `functron.init_state` does.
+    Inside, `inner` sees shards, and is bound to their specs, as is what is chained before this.
+    `init` needs the mesh, so it runs inside a mapped program, as `functron.init_state` does.
 
     Args:
         inner: elementwise, or aware of how its leaves are sharded (`muon`).
-        specs: the parameters' specs.
+        specs: the parameters' specs; None: those of `bind`.
         shards: those of `shard_specs`.
 
     Raises:
-        ValueError: (when called) `shards` does not append axes to `specs`.
+        ValueError: no `shards`; (when called) they do not append axes to `specs`, or there are none
+            of these.
     """
+    if shards is None:
+        fix = "pass optim.shard_specs(defs, specs, mesh)"
+        refuse("zero", "shards", "None", "the specs of every rank's part", fix)
+    given, inner = inner, inner.bind(shards)
+
+    def with_specs(param_specs, copies):
+        known = param_specs if specs is None else specs
+        return zero(given.bind(shards, copies), known, shards)
 
     def cut(params: tree.Tree) -> list:
+        if specs is None:
+            fix = "pass specs to zero, or bind them: optimizer.bind(specs), as make_step does"
+            refuse("zero", "specs", "None", "the parameters' specs", fix)
         return cut_tree(specs, shards, params)
 
     def parts(params: tree.Tree) -> tree.Tree:
@@ -125,7 +136,7 @@ def zero(
         return tree.unflatten(tree.structure(params), joined)
 
     def extended(param_specs: tree.Tree) -> tree.Tree:
-        return _extend(param_specs, specs, shards)
+        return _extend(param_specs, param_specs if specs is None else specs, shards)
 
     def init(params):
         # copies, lest state made like a view has its strides, or is one
@@ -161,11 +172,11 @@ def zero(
                 _overwrite(param, join(part, cuts, param.shape), path)
         return params
 
-    def one_pass(grads, state, params, around):
-        if inner.one_pass is None or around.masters is not None or around.rounding is not None:
-            return None  # what is around this is of whole parameters
+    def one_pass(grads, state, params, fusion):
+        if inner.one_pass is None or fusion.masters is not None or fusion.rounding is not None:
+            return None  # masters and rounding are of whole parameters
         mine = parts(params)
-        together = inner.one_pass(grads, state, mine, around)
+        together = inner.one_pass(grads, state, mine, fusion)
         if together is None:
             return None
 
@@ -175,19 +186,17 @@ def zero(
 
         return run
 
+    wrap = applying(run)
     return GradientTransformation(
         init,
-        lambda updates, state, params=None, **norm: run(
-            inner.update, updates, state, params, **norm
-        ),
+        wrap(inner.update),
         lambda param_specs: inner.specs(extended(param_specs)),
-        lambda updates, state, params=None, **norm: run(
-            inner.update_, updates, state, params, **norm
-        ),
+        wrap(inner.update_),
         step_,
         lambda param_specs: inner.grad_specs(extended(param_specs)),
         one_pass=one_pass,
         norm=inner.norm,
+        with_specs=with_specs if specs is None or given.with_specs is not None else None,
     )
 
 

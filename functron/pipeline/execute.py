@@ -1,31 +1,143 @@
 """The executor: one scan over a schedule's table, simulated in one process or on this rank's own.
 
-Every forward leaves its pullback, which is held until the table says that its backward comes up.
-In one process the ranks of the pipeline run in turn, inside the vmaps of the other axes; on a bound
-mesh each process runs its own column, and values travel between ticks, asynchronously.
+Every forward leaves its residuals, which are kept until the table has its backward. In one process
+the ranks of the pipeline run in turn, inside the vmaps of the other axes; on a bound mesh each
+process runs its own column, and values travel between ticks, asynchronously.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from functron import compat, tree
-from functron.closure import hoist
-from functron.errors import Problem, raise_problems
-from functron.pipeline.boundary import Boundary
+from functron.core import compat, tree
+from functron.core.closure import hoist
+from functron.core.errors import refuse
 from functron.pipeline.partition import Partition
-from functron.pipeline.pieces import Pieces
-from functron.pipeline.run import Observer, Run
 from functron.pipeline.schedule import Schedule
-from functron.pipeline.traffic import Traffic
-from functron.pipeline.work import Pullbacks, StageFunction, Work
+from functron.pipeline.timeline import Action
+from functron.pipeline.traffic import Boundary, Traffic
+from functron.pipeline.work import Call, Pieces, Pullbacks, StageFunction, Work, check_tensors
 from functron.program.recorder import active
 from functron.spmd.axes import StageAxis, scope
 from functron.transforms.accumulate import microbatches
 from functron.transforms.gradient import share
+
+Observer = Callable[[int, Action, float, float], None]
+"""Called after each action with rank, action, and when it began and ended, in seconds."""
+
+Place = tuple[int, int, int]  # pipe, stage, microbatch
+
+
+class _Execution:
+    """One execution of a table: actions in order, residuals kept between them.
+
+    Attributes:
+        total: the sum of the last stage's outputs here; None where it is not here.
+        results: its output for each microbatch, where there is no backward.
+        sums: gradients by stage, summed over microbatches.
+        residuals: for backwards to come, by pipe, stage and microbatch.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        params: tree.Tree,
+        batch: tree.Tree,
+        shared: tuple,
+    ):
+        stages = _stage_axis(schedule)
+        self.stage, self.partition, self.dtype = pipeline.stage, pipeline.partition, pipeline.dtype
+        self.schedule, self.work = schedule, pipeline.work(stages)
+        self.batches = list(microbatches(batch, schedule.num_microbatches))
+        self.traffic = Traffic(schedule, stages, self.batches[0], pipeline.known)
+        self.shared, self.given, partition = shared, params, self.partition
+        rank, params = self.traffic.rank, self.traffic.gathered(params, partition)
+        self.params = {s: partition.stage_params(params, s, rank) for s in partition.stages(rank)}
+        self.memos: dict[int, dict] = {stage: {} for stage in self.params}
+        self.total: Any = None
+        self.results: dict[int, Any] = {}
+        self.sums: dict[int, tree.Tree] = {}
+        self.residuals: dict[Place, Any] = {}
+
+    def all_ticks(self, observe: Observer | None) -> None:
+        """Run the table."""
+        for tick, row in enumerate(self.schedule.table):
+            for rank in self.traffic.here:
+                for action in row[rank]:
+                    self._act(rank, action, observe)
+            self.traffic.exchange(tick)
+        self.traffic.finish()
+
+    def _act(self, rank: int, action: Action, observe: Observer | None) -> None:
+        pipe, stage = self.schedule.stage_of(rank, action.chunk)
+        place = (pipe, stage, action.microbatch)
+        given = self._given(action, place)  # waiting for it is not part of the action
+        began = time.perf_counter()
+        if action.kind == "F":
+            self._forward(action, place, given)
+        elif action.kind == "W":
+            residuals, sums = self.residuals.pop(place), self._sums(stage)
+            self.sums[stage] = self.work.backward_weight(residuals, sums)
+        else:
+            self._backward(action, place, given)
+        if observe is not None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            observe(rank, action, began, time.perf_counter())
+
+    def _given(self, action: Action, place: Place) -> Any:
+        """The value that another stage made for an action."""
+        stage = place[1]
+        if action.kind == "F":
+            return self.traffic.take("F", *place) if stage else None
+        if action.kind == "W" or stage == self.schedule.num_stages - 1:
+            return None
+        return self.traffic.take("B", *place)
+
+    def _forward(self, action: Action, place: Place, x: tree.Tree) -> None:
+        pipe, stage, m = place
+        part, last = self.partition.layout[stage], stage == self.schedule.num_stages - 1
+        memo = self.memos[stage]
+        call = Call(stage, part, last, self.params[stage], x, self.batches[m], self.shared, memo)
+        if self.schedule.has_backward:
+            y, self.residuals[place] = self.work.forward(call)
+        else:
+            y = self.stage(part, call.params, x, call.batch, *self.shared)
+            check_tensors(call, y)
+        if not last:
+            self.traffic.check(*place, y)
+            self.traffic.hand_over("F", action, pipe, stage + 1, y)
+        elif self.schedule.has_backward:
+            y = tree.map(torch.Tensor.detach, y)
+            self.total = y if self.total is None else tree.map(torch.add, self.total, y)
+        else:
+            self.results[m] = y
+
+    def _backward(self, action: Action, place: Place, cotangent: list | None) -> None:
+        pipe, stage, _ = place
+        residuals = self.residuals.pop(place)
+        if action.kind == "B":
+            x, self.sums[stage] = self.work.backward(residuals, cotangent, self._sums(stage))
+        else:
+            x, self.residuals[place] = self.work.backward_input(residuals, cotangent)
+        if stage:
+            self.traffic.hand_over("B", action, pipe, stage - 1, x)
+
+    def _sums(self, stage: int) -> tree.Tree:
+        """The sums of a stage's gradients so far, taken out."""
+        if stage not in self.sums:
+            return tree.map(lambda p: torch.zeros_like(p, dtype=self.dtype), self.params[stage])
+        return self.sums.pop(stage)
+
+    def gradients(self) -> dict:
+        """This process's part of the gradients of what it holds."""
+        sums = {stage: self._sums(stage) for stage in self.params}
+        return self.traffic.add_up(sums, self.partition, self.given, self.dtype)
 
 
 class Pipeline:
@@ -35,10 +147,10 @@ class Pipeline:
         stage: the function of one stage.
         partition: who holds which parameters.
         schedule: who does what when.
-        dtype: what gradients are summed in; None: their own.
-        compile: what `Program.compile` is called with for stages on a bound mesh; None: stages are
-            not compiled.
-        observe: told of every action.
+        dtype: of the sums of gradients; None: their own.
+        compile: settings of `functron.compiler.compile` for stages on a bound mesh; None: stages
+            are not compiled.
+        observe: called after every action.
     """
 
     def __init__(
@@ -62,7 +174,7 @@ class Pipeline:
         """The loss, summed over microbatches, and this rank's share of its gradient.
 
         Args:
-            params: what `partition` says that this process holds.
+            params: those that this process holds by `partition`.
             batch: a tree whose leading dims are dealt into the schedule's microbatches, as
                 `accumulate` does: microbatch m of M has samples m, m + M, ...
             shared: what all microbatches share.
@@ -76,12 +188,13 @@ class Pipeline:
                 f"value_and_grad: got schedule {self.schedule.name!r}, which has no backward; "
                 "wanted one that has; fix: call forward, or choose another schedule"
             )
-        run = self._run(self.schedule, params, batch, shared)
+        run = _Execution(self, self.schedule, params, batch, shared)
+        run.all_ticks(self.observe)
         value = run.traffic.published(run.total)
         return value, tree.map(share, run.gradients())
 
     def work(self, stages: StageAxis | None) -> Work:
-        """How stages are computed where this is called."""
+        """The `Work` that computes stages where this is called."""
         hidden, _ = hoist(self.stage)  # mapped or differentiated tensors that it closes over
         if self.compile is not None and stages is not None and stages.index is not None:
             if hidden:
@@ -97,28 +210,17 @@ class Pipeline:
         return self.evaluated if evaluate else Pullbacks(self.stage)
 
     def forward(self, params: tree.Tree, batch: tree.Tree, *shared: Any) -> list:
-        """What the last stage returns for each microbatch, on every rank; no gradients.
+        """The output of the last stage for each microbatch, on every rank; no gradients.
 
         Arguments are those of `value_and_grad`. Of the schedule the forwards are run, uncompiled.
-        What is made of M microbatches' samples comes in the batch's order by
+        Rows of M microbatches' samples are in the batch's order in
         ``torch.stack(results, 1).flatten(0, 1)``.
         """
         schedule = self.schedule.forward_only() if self.schedule.has_backward else self.schedule
         with torch.no_grad():
-            run = self._run(schedule, params, batch, shared)
+            run = _Execution(self, schedule, params, batch, shared)
+            run.all_ticks(self.observe)
             return run.traffic.collected(run.results)
-
-    def _run(self, schedule: Schedule, params: tree.Tree, batch: tree.Tree, shared: tuple) -> Run:
-        """One execution of a table."""
-        stages = _stage_axis(schedule)
-        batches = list(microbatches(batch, schedule.num_microbatches))
-        traffic = Traffic(schedule, stages, batches[0], self.known)
-        run = Run(
-            self.stage, schedule, self.partition, self.work(stages), traffic,
-            params, batches, shared, self.dtype,
-        )  # fmt: skip
-        run.all_ticks(self.observe)
-        return run
 
 
 def pipelined(
@@ -140,8 +242,9 @@ def pipelined(
         partition: who holds which parameters.
         schedule: who does what when.
         dtype: add gradients of microbatches up in this dtype, such as torch.float32; None: theirs.
-        compile: compile the stages, on a bound mesh; a mapping of settings of `Program.compile`,
-            such as ``{}``. Where one process runs all ranks, `jit` compiles the whole step instead.
+        compile: compile the stages, on a bound mesh; a mapping of settings of
+            `functron.compiler.compile`, such as ``{}``. Where one process runs all ranks, `jit`
+            compiles the whole step instead.
         observe: called with rank, action, and when it began and ended, in seconds: what a
             `Timeline` is made of. Waits for the device after every action.
 
@@ -154,8 +257,12 @@ def pipelined(
     """
     schedule.validate()
     if schedule.pipes != partition.pipes:
-        problem = Problem("partition.pipes", f"{partition.pipes}", f"{schedule.pipes}")
-        raise_problems(f"the partition is not for the schedule {schedule.name!r}", [problem])
+        refuse(
+            f"the partition is not for the schedule {schedule.name!r}",
+            "partition.pipes",
+            f"{partition.pipes}",
+            f"{schedule.pipes}",
+        )
     return Pipeline(stage, partition, schedule, dtype, compile, observe)
 
 
@@ -171,6 +278,6 @@ def _stage_axis(schedule: Schedule) -> StageAxis | None:
     if stages is not None and stages.index is not None and scope().axis_index is not None:
         raise ValueError(
             "pipeline: got a step on a bound mesh to trace or compile as one program; wanted it "
-            "run stage by stage; fix: make_pipelined_step(..., compile=True) compiles the stages"
+            "run stage by stage; fix: pipelined(..., compile={}) compiles the stages"
         )
     return stages

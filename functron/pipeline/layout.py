@@ -8,12 +8,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from functron.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one stage computes of a model.
+    """The part of a model that one stage computes.
 
     Attributes:
         layers: which of the model's layers, from 0.

@@ -1,4 +1,7 @@
-"""Partitions: which stage of a pipeline uses, and which rank holds, which parameters."""
+"""Partitions: which stage of a pipeline uses, and which rank holds, which parameters.
+
+`collect` puts whole values together from what the ranks hold, for checkpoints and samples.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.core import compat, tree
+from functron.core.errors import Problem, raise_problems
 from functron.params import Index, Initializer, ParamDef
 from functron.pipeline.layout import Layout, format_layout
 from functron.pipeline.schedule import Pipe
+from functron.spmd.mesh import BoundMesh
 from functron.spmd.spec import P, entry_axes, is_spec
 
 _LETTERS = "EtL"
@@ -24,7 +29,7 @@ Use = str | range
 
 @dataclass(frozen=True)
 class Partition:
-    """What each stage and each rank of a pipeline has of a model's parameters.
+    """The parameters of a model that each stage and each rank of a pipeline has.
 
     A process that runs all ranks holds the model's own tree. A rank on a bound mesh holds a smaller
     one: the top-level entries that its stages use, and of those stacked by layer the rows of its
@@ -55,8 +60,8 @@ class Partition:
             those that use an entry gather it, and its gradient is divided again.
 
     Raises:
-        ValueError: the layout has not one part per stage, a rank would hold nothing, or `uses` says
-            what is not known.
+        ValueError: the layout has not one part per stage, a rank would hold nothing, or `uses` has
+            a value that is not known.
     """
 
     layout: Layout
@@ -152,7 +157,7 @@ class Partition:
         ]
 
     def kind(self, stage: int) -> tuple:
-        """What a stage computes: the same for stages that have as many rows of every stack."""
+        """The kind of a stage: the same for stages that have as many rows of every stack."""
         part = self.layout[stage]
         stacks = ((name, self.stack(name)) for name in self.names(stage))
         counts = {name: len(_rows_in(s, part.layers)) for name, s in stacks if s is not None}
@@ -179,7 +184,7 @@ class Partition:
         if rank is None:
             return 1
         copies: dict[str, int] = {}
-        met: dict[str, dict[int, int]] = {}  # how many hold each stage, where that differs
+        unequal: dict[str, Problem] = {}  # once for all stacks of the same stages
         for name in self.held(rank):
             if self.stack(name) is None:
                 copies[name] = len(self.sharers(name))
@@ -188,8 +193,16 @@ class Partition:
             counts = {s: len(self.holders(s)) for s in stages}
             copies[name] = max(counts.values())
             if len(set(counts.values())) > 1:
-                met[name] = counts
-        raise_problems("cannot compute the norm of gradients on these pipes", _unequal(met, rank))
+                got = " and ".join(
+                    f"{[s for s in counts if counts[s] == n]} with {n}"
+                    for n in sorted(set(counts.values()))
+                )
+                wanted = "as many copies of each, so that the norm can count them"
+                fix = "let pipes meet on all stages of a rank or on none"
+                path, got = f"pipes, rank {rank}", f"stages {got} copies"
+                unequal[got] = Problem(path, got, wanted, fix)
+        title = "cannot compute the norm of gradients on these pipes"
+        raise_problems(title, unequal.values())
         return copies | dict.fromkeys(self.spread, 1)
 
     def local(self, value: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
@@ -267,7 +280,7 @@ class Partition:
         return out
 
     def join(self, stages: Mapping[int, Mapping[str, Any]], rank: int | None) -> dict[str, Any]:
-        """What `rank` holds, from what its stages have: rows stacked again, copies added."""
+        """The entries of `rank`, of those of its stages: rows stacked again, copies added."""
         held = [stages[stage] for stage in self.stages(rank)]
         out = {}
         for name, use in self.uses.items():
@@ -281,21 +294,14 @@ class Partition:
         return out
 
     def _check_names(self, value: Mapping[str, Any]) -> None:
-        raise_problems(
-            "the partition and the parameters differ",
-            [
-                *(
-                    Problem(name, "a parameter", "an entry in uses, which says who needs it")
-                    for name in value
-                    if name not in self.uses
-                ),
-                *(
-                    Problem(f"uses/{name}", "an entry", "a parameter of that name")
-                    for name in self.uses
-                    if name not in value
-                ),
-            ],
-        )
+        wanted = "an entry in uses, which says who needs it"
+        found = [Problem(name, "a parameter", wanted) for name in value if name not in self.uses]
+        found += [
+            Problem(f"uses/{name}", "an entry", "a parameter of that name")
+            for name in self.uses
+            if name not in value
+        ]
+        raise_problems("the partition and the parameters differ", found)
 
 
 def _stacked(use: Use) -> bool:
@@ -314,20 +320,6 @@ def _use_problems(name: str, use: Use) -> list[Problem]:
         return [Problem(f"uses/{name}", f"{use}", wanted)] if bad else []
     bad = not use or set(use) - set(_LETTERS) or ("t" in use and len(use) > 1)
     return [Problem(f"uses/{name}", repr(use), "t alone, or E, L or both")] if bad else []
-
-
-def _unequal(met: Mapping[str, Mapping[int, int]], rank: int) -> list[Problem]:
-    """That a rank's stages of a stack are held by different numbers of ranks, by stack."""
-    wanted = "as many copies of each, so that the norm can count them"
-    fix = "let pipes meet on all stages of a rank or on none"
-    told = {}
-    for counts in met.values():
-        got = " and ".join(
-            f"{[s for s in counts if counts[s] == n]} with {n}"
-            for n in sorted(set(counts.values()))
-        )
-        told[got] = Problem(f"pipes, rank {rank}", f"stages {got} copies", wanted, fix)
-    return list(told.values())
 
 
 def _rows_of(d: ParamDef, rows: Sequence[int]) -> ParamDef:
@@ -349,3 +341,61 @@ class _Rows:
         rows = torch.tensor(self.rows, device=key.device)
         inner[0] = rows if inner[0] is None else rows[inner[0]]
         return self.init(key, self.shape, dtype, inner)
+
+
+def collect(
+    value: tree.Tree, like: tree.Tree, partition: Partition, mesh: BoundMesh, axis: str = "pp"
+) -> tree.Tree:
+    """The whole of `value`, parameters or an optimizer's state, on the first rank of the pipeline.
+
+    Other axes must have been gathered before (`functron.gather`). Every rank calls it; each sends
+    what it holds to the first. Of parameters that several ranks hold, the first one's are taken.
+
+    Args:
+        value: what this rank holds: a part of `like`, with paths of its own.
+        like: the structure and shapes of the whole, such as meta tensors.
+        partition: who holds what.
+        mesh: where it is held.
+        axis: the axis of the pipeline.
+
+    Returns:
+        The whole on rank 0 of `axis`, on the device of `value`; None on the others.
+    """
+    held = dict(zip(tree.paths(value), tree.leaves(value), strict=True))
+    leaves = {
+        path: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+        for path, leaf in held.items()
+    }
+    group, me = compat.group(mesh.groups[axis]), mesh.coordinate[axis]
+    everyone: list[Any] = [None] * mesh[axis]
+    dist.gather_object(leaves, everyone if me == 0 else None, group=group, group_dst=0)
+    if me != 0:
+        return None
+    device = next(leaf.device for leaf in held.values() if isinstance(leaf, torch.Tensor))
+    rows = {
+        name: [partition.rows(name, rank) for rank in range(mesh[axis])]
+        for name in partition.uses
+        if partition.stack(name) is not None
+    }
+    whole, missing = [], []
+    for path, wanted in zip(tree.paths(like), tree.leaves(like), strict=True):
+        parts = [(rank, ranks[path]) for rank, ranks in enumerate(everyone) if path in ranks]
+        entry = next((name for name in path.split("/") if name in partition.uses), "")
+        found = _assemble(parts, wanted, rows.get(entry))
+        whole.append(found.to(device) if isinstance(found, torch.Tensor) else found)
+        if found is None:
+            missing.append(Problem(path, "no rank that holds it whole or by layer", "one at least"))
+    raise_problems("cannot collect a value from the ranks of a pipeline", missing)
+    return tree.unflatten(tree.structure(like), whole)
+
+
+def _assemble(parts: list[tuple[int, Any]], wanted: Any, rows: list[list[int]] | None) -> Any:
+    """A whole leaf from those of some ranks, which hold these rows of it; None: all of it."""
+    if not parts or rows is None:
+        return parts[0][1] if parts else None
+    whole = parts[0][1].new_empty(wanted.shape)
+    seen = set()
+    for rank, part in parts:
+        whole[rows[rank]] = part
+        seen.update(rows[rank])
+    return whole if seen == set(range(len(whole))) else None

@@ -1,7 +1,7 @@
 """Stages as traced programs, cut into forward, backward for inputs, and backward for weights.
 
-What a stage computes, from parameters, input and cotangent to output and gradients, is traced once
-and cut (`functron.program.cut`), so that nothing is computed twice and weights' gradients can wait.
+A stage, from parameters, input and cotangent to output and gradients, is traced once and cut
+(`functron.compiler.cut`), so that nothing is computed twice and weights' gradients can wait.
 The pieces are evaluated in the scope at hand, or compiled for the processes of a bound mesh.
 """
 
@@ -15,7 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from functron import compat, tree
+from functron.compiler.cut import Piece, cut, held_bytes, sink_sums
+from functron.compiler.executable import Executable
+from functron.compiler.executable import compile as compile_program
+from functron.core import compat, tree
+from functron.pipeline.evaluate import ambient, evaluate
 from functron.pipeline.work import (
     Call,
     StageFunction,
@@ -26,13 +30,9 @@ from functron.pipeline.work import (
     seeds,
     with_floats,
 )
-from functron.program.compile import Executable
-from functron.program.cut import Piece, cut, held_bytes
-from functron.program.equations import Var, contiguous_strides
-from functron.program.evaluate import ambient, evaluate
-from functron.program.program import Input, Program
+from functron.program.equations import Input, Var, contiguous_strides
+from functron.program.program import Program
 from functron.program.recorder import active
-from functron.program.sink import sink_sums
 from functron.program.trace import trace
 from functron.spmd.axes import BoundAxis, Scope, enter, scope
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -131,7 +131,7 @@ class Pieces:
         stage: the function of one stage.
         split: whether backward is cut in two.
         dtype: of the sums of gradients; None: that of the parameters.
-        settings: what `Program.compile` is called with; None evaluates the pieces.
+        settings: of `functron.compiler.compile`; None evaluates the pieces.
     """
 
     def __init__(
@@ -201,7 +201,9 @@ class Pieces:
             return ()
         bound, sums = _bound(mesh), stage.arguments[_SUMS]
         return tuple(
-            piece.program(stage.program, {*sums, *piece.spends}).compile(bound, **self.settings)
+            compile_program(
+                piece.program(stage.program, {*sums, *piece.spends}), bound, **self.settings
+            )
             for piece in stage.pieces
         )
 

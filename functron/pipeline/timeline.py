@@ -1,21 +1,70 @@
-"""When each rank does what, in time: as costs foretell it, or as it was measured."""
+"""Actions of the ranks of a pipeline, and when they run: as costs foretell it, or as measured.
+
+Timelines and the tables of schedules are drawn as Gantt charts, as text and as SVG.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from html import escape
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Protocol, cast
 
-from functron.errors import Problem, raise_problems
-from functron.pipeline import gantt
-from functron.pipeline.action import Action, Cell, Kind, Product
-from functron.pipeline.place import earliest_ticks, outside_needs
+from functron.core.errors import Problem
 
-if TYPE_CHECKING:
-    from functron.pipeline.schedule import Schedule
+Kind = Literal["F", "B", "I", "W"]
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+
+_PATTERN = re.compile(r"([FBIW])(\d+)(?:\.(\d+))?")
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """One computation on one microbatch; prints as ``F3`` (chunk 0) or ``F3.1`` (chunk 1).
+
+    Attributes:
+        kind: "F" forward; "B" whole backward; or its parts, "I" backward for the stage's input and
+            "W" backward for its weights.
+        microbatch: from 0.
+        chunk: which of its rank's chunks of layers, from 0.
+    """
+
+    kind: Kind
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """The action that prints as `text`.
+
+        Raises:
+            ValueError: it is not of the form F3 or F3.1.
+        """
+        found = _PATTERN.fullmatch(text)
+        if found is None:
+            raise ValueError(
+                f"action: got {text!r}; wanted one of F B I W, then the microbatch, then .chunk "
+                "where that is not 0; fix: write F3 or F3.1"
+            )
+        kind = cast(Kind, found[1])
+        return Action(kind, int(found[2]), int(found[3] or 0))
+
+
+Cell = tuple[Action, ...]
+
+
+def cell_text(cell: Cell) -> str:
+    """A cell as text: ``F4+B2``, or a dot for an empty one."""
+    return "+".join(map(str, cell)) or "."
+
 
 Cost = float | Sequence[float]
 
@@ -54,7 +103,7 @@ class Costs:
         return _at(self.transfer, stage)
 
     def problems(self, num_stages: int) -> list[Problem]:
-        """What is wrong with these costs for so many stages."""
+        """Costs that are not one per stage, or not finite and at least 0."""
         found = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -73,6 +122,14 @@ class Costs:
 
 def _at(cost: Cost, stage: int) -> float:
     return float(cost) if isinstance(cost, int | float) else float(cost[stage])
+
+
+class Stages(Protocol):
+    """The stages that ranks hold: of a `functron.pipeline.Schedule`."""
+
+    @property
+    def num_stages(self) -> int: ...
+    def stage_of(self, rank: int, chunk: int) -> tuple[int, int]: ...
 
 
 class Row(NamedTuple):
@@ -133,11 +190,11 @@ class Timeline:
             return 0.0
         return 1 - sum(map(self.busy, range(self.num_ranks))) / (self.num_ranks * self.total)
 
-    def costs(self, schedule: Schedule) -> Costs:
-        """What actions of each kind took at each stage, the median over microbatches.
+    def costs(self, schedule: Stages) -> Costs:
+        """The times that actions of each kind took at each stage, medians over microbatches.
 
         An action that shares its interval with another counts for its part, as if both took equally
-        long. What the timeline does not have takes 0; transfers are not seen, and take 0.
+        long. Kinds that the timeline does not have take 0, and so do transfers.
         """
         seen: dict[tuple[Kind, int], list[float]] = defaultdict(list)
         shared: dict[tuple[int, float, float], int] = defaultdict(int)
@@ -160,7 +217,7 @@ class Timeline:
         Args:
             width: of a line, at most.
         """
-        return gantt.text(self._bars(), self.num_ranks, width=width)
+        return time_text(self._bars(), self.num_ranks, width)
 
     def svg(self, width: float | None = None) -> str:
         """A Gantt chart as an SVG picture, a colour per kind, a shade per chunk.
@@ -168,7 +225,7 @@ class Timeline:
         Args:
             width: in pixels; None: such that most bars have room for their microbatch.
         """
-        return gantt.svg(self._bars(), self.num_ranks, self._title(), width)
+        return svg(self._bars(), self.num_ranks, self._title(), width)
 
     def __str__(self) -> str:
         return f"{self._title()}\n{self.gantt()}"
@@ -181,61 +238,192 @@ class Timeline:
     def _title(self) -> str:
         return f"{self.name}: total {self.total:.4g}, bubble {self.bubble_fraction:.1%}"
 
-    def _bars(self) -> list[gantt.Bar]:
+    def _bars(self) -> list[Bar]:
         cells: dict[tuple[int, float, float], list[Action]] = defaultdict(list)
         for rank, action, start, end in self.rows:
             cells[rank, start, end].append(action)
-        return [gantt.Bar(*at, tuple(actions)) for at, actions in cells.items()]
+        return [Bar(*at, tuple(actions)) for at, actions in cells.items()]
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """The timeline in which every rank does its column in order, each cell as soon as it can.
+# --- Gantt charts
 
-    A cell starts when its rank is free and what it needs has arrived: at the end of the cell that
-    made it, plus the transfer where that is another rank. Actions of a cell of two share its time.
+KIND_NAMES: Mapping[Kind, str] = MappingProxyType(
+    {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
+)
+_FILL: Mapping[Kind, str] = MappingProxyType({"F": "·", "B": "=", "I": "-", "W": "~"})
+_HUE: Mapping[Kind, int] = MappingProxyType({"F": 215, "B": 135, "I": 175, "W": 35})
+_SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
-    Args:
-        schedule: a valid one.
-        costs: how long actions take; by default F, I and W 1, B 2, transfers 0.
 
-    Raises:
-        ValueError: costs that do not fit, or ranks that wait for one another.
+class Bar(NamedTuple):
+    """The interval in which a rank does one action, or some together."""
+
+    rank: int
+    start: float
+    end: float
+    actions: Cell
+
+
+def tick_bars(table: Sequence[Sequence[Cell]]) -> list[Bar]:
+    """The cells of a schedule's table, each a tick long."""
+    return [
+        Bar(rank, tick, tick + 1, cell)
+        for tick, row in enumerate(table)
+        for rank, cell in enumerate(row)
+        if cell
+    ]
+
+
+def tick_text(table: Sequence[Sequence[Cell]], num_ranks: int) -> str:
+    """A line per rank, ticks to the right; F3₁ is the forward of microbatch 3 in chunk 1."""
+    columns = []
+    for row in table:
+        labels = ["+".join(map(_label, cell)) for cell in row]
+        width = max(map(len, labels))
+        columns.append([label.ljust(width) for label in labels])
+    lines = zip(*columns, strict=True) if columns else [()] * num_ranks
+    return _framed(" ".join(line) for line in lines)
+
+
+def time_text(bars: Sequence[Bar], num_ranks: int, width: int) -> str:
+    """A line per rank, time to the right; F3₁ is the forward of microbatch 3 in chunk 1.
+
+    A bar starts with its label, as far as it fits, and goes on with a sign of its kind.
+
+    `width`, of a line, is the most.
     """
-    costs = Costs() if costs is None else costs
-    raise_problems(f"costs of schedule {schedule.name}", costs.problems(schedule.num_stages))
-    columns = [schedule.cells(rank) for rank in range(schedule.num_ranks)]
-    arrivals: dict[Product, tuple[int, float, float]] = {}  # rank, end there, when it is elsewhere
-    waiting: dict[Product, list[int]] = defaultdict(list)
-    done, free = [0] * len(columns), [0.0] * len(columns)
-    rows: list[Row] = []
-    ready = [*range(len(columns))]
-    while ready:
-        rank = ready.pop()
-        if done[rank] == len(columns[rank]):
-            continue
-        cell = columns[rank][done[rank]]
-        needs = outside_needs(schedule, rank, cell)
-        missing = next((need for need in needs if need not in arrivals), None)
-        if missing is not None:
-            waiting[missing].append(rank)
-            continue
-        there = (arrivals[need] for need in needs)
-        start = max([free[rank], *(end if at == rank else later for at, end, later in there)])
-        end = start + _duration(schedule, rank, cell, costs)
-        for action in cell:
-            product = schedule.makes(rank, action)
-            arrivals[product] = rank, end, end + costs.sending(product.stage)
-            ready += waiting.pop(product, [])
-            rows.append(Row(rank, action, start, end))
-        done[rank], free[rank] = done[rank] + 1, end
-        ready.append(rank)
-    if any(waiting.values()):
-        title = f"schedule {schedule.name}: the ranks wait for one another"
-        raise_problems(title, earliest_ticks(schedule, columns)[1])
-    ordered = sorted(rows, key=lambda row: (row.rank, row.start, row.end))
-    return Timeline(schedule.name, tuple(ordered), schedule.num_ranks)
+    shown = [bar for bar in bars if bar.end > bar.start]
+    total = max((bar.end for bar in shown), default=1.0)
+    scale = _scale(shown, total, max(1, width - len(f"rank {num_ranks - 1} ││")))
+    lines = [[" "] * max(1, round(total * scale)) for _ in range(num_ranks)]
+    for bar in sorted(shown, key=lambda bar: bar.start):
+        line = lines[bar.rank]
+        start, end = min(round(bar.start * scale), len(line) - 1), round(bar.end * scale)
+        room = max(end - start - 1, 1)  # a space, so that bars do not run into each other
+        label = next((label for label in _labels(bar) if len(label) <= room), "")
+        line[start : start + room] = label.ljust(room, _FILL[bar.actions[-1].kind])
+    return _framed("".join(line) for line in lines)
 
 
-def _duration(schedule: Schedule, rank: int, cell: Cell, costs: Costs) -> float:
-    spent = sum(costs.of(a.kind, schedule.stage_of(rank, a.chunk)[1]) for a in cell)
-    return spent * costs.combined if len(cell) > 1 else spent
+def _scale(bars: Sequence[Bar], total: float, room: int) -> float:
+    """How many characters a unit of time takes: as labels need, but no more than fit."""
+    shortest = min((bar.end - bar.start for bar in bars), default=total)
+    needs = [(len(_labels(bar)[0]) + 1) / (bar.end - bar.start) for bar in bars]
+    least = math.ceil(max(needs, default=1.0) * shortest - 1e-9)
+    wider = [characters / shortest for characters in range(least, least + 3)]
+    edges = [edge for bar in bars for edge in (bar.start, bar.end)]
+    # a little wider where equal times then look equal
+    even = (s for s in wider if all(abs(e * s - round(e * s)) < 1e-6 for e in edges))
+    scale = next(even, wider[1])
+    if scale * total <= room:
+        return scale
+    characters = room / total * shortest
+    return (int(characters + 1e-9) if characters >= 1 else characters) / shortest
+
+
+def _framed(lines: Iterable[str]) -> str:
+    rows = [*lines]
+    margin = len(f"rank {len(rows) - 1} ")
+    return "\n".join(f"{f'rank {rank}'.ljust(margin)}│{row}│" for rank, row in enumerate(rows))
+
+
+def _label(action: Action) -> str:
+    chunk = str(action.chunk).translate(_SUBSCRIPTS) if action.chunk else ""
+    return f"{action.kind}{action.microbatch}{chunk}"
+
+
+def _labels(bar: Bar) -> list[str]:
+    """The labels that a bar may have, best first."""
+    whole, first = "+".join(map(_label, bar.actions)), bar.actions[0]
+    return [whole, whole.replace("+", ""), _label(first)[1:], str(first.microbatch)]
+
+
+def svg(bars: Sequence[Bar], num_ranks: int, title: str, width: float | None = None) -> str:
+    """A row per rank, a colour per kind, darker for higher chunks; on white, for any page.
+
+    The width is in pixels; None: such that most bars have room for their labels.
+    """
+    total = max((bar.end for bar in bars), default=0.0) or 1.0
+    lengths = sorted(bar.end - bar.start for bar in bars if bar.end > bar.start) or [total]
+    short = lengths[len(lengths) // 4]  # of measured bars the shortest would stretch the picture
+    left, top, high = 62, 48, 28
+    wide = min(max(900.0, 22 * total / short), 12000.0) if width is None else width - left - 8
+    scale, width, height = wide / total, left + wide + 8, top + high * num_ranks + 8
+    chunks = 1 + max((a.chunk for bar in bars for a in bar.actions), default=0)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
+        f'width="{width:.0f}" height="{height}" font-family="sans-serif" font-size="11" '
+        'text-anchor="middle">',
+        f'<rect width="{width:.0f}" height="{height}" fill="white"/>',
+        _text(2, 14, title, "start", size=13),
+        *_legend(bars, chunks),
+    ]
+    for rank in range(num_ranks):
+        y = top + high * rank
+        parts.append(_text(left - 6, y + high / 2 + 4, f"rank {rank}", "end"))
+        parts.append(
+            f'<rect x="{left}" y="{y}" width="{wide:.1f}" height="{high - 3}" fill="#f0f0f0"/>'
+        )
+    for bar in bars:
+        slot = (high - 3) / len(bar.actions)
+        for index, action in enumerate(bar.actions):
+            x, y = left + bar.start * scale, top + high * bar.rank + index * slot
+            parts += _box(x, y, (bar.end - bar.start) * scale, slot, action, chunks)
+    return "\n".join([*parts, "</svg>"])
+
+
+def _box(x: float, y: float, width: float, height: float, action: Action, chunks: int) -> list[str]:
+    """The rectangle of an action, with its microbatch in it where that fits."""
+    rectangle = (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}" '
+        f'fill="{_colour(action.kind, action.chunk, chunks)}" stroke="white" stroke-width="0.7">'
+        f"<title>{action}</title></rect>"
+    )
+    label = str(action.microbatch)
+    if width < 7 * len(label):
+        return [rectangle]
+    ink = "white" if _light(action.chunk, chunks) < 55 else "black"
+    size = min(11, height - 1)
+    at = x + width / 2, y + height / 2 + size / 3
+    return [rectangle, _text(*at, label, ink=ink, size=size)]
+
+
+def _light(chunk: int, chunks: int) -> float:
+    """Lightness in percent: from 76 for the first chunk down to 40 for the last."""
+    return 76 - 36 * chunk / max(chunks - 1, 1)
+
+
+def _colour(kind: Kind, chunk: int, chunks: int) -> str:
+    return f"hsl({_HUE[kind]},60%,{_light(chunk, chunks):.0f}%)"
+
+
+def _legend(bars: Sequence[Bar], chunks: int) -> list[str]:
+    used = {action.kind for bar in bars for action in bar.actions}
+    parts, x = [], 2.0
+    for kind, name in KIND_NAMES.items():
+        if kind not in used:
+            continue
+        for chunk in range(min(chunks, 2)):
+            colour = _colour(kind, (chunks - 1) * chunk, chunks)
+            parts.append(f'<rect x="{x}" y="24" width="11" height="11" fill="{colour}"/>')
+            x += 12
+        parts.append(_text(x + 3, 33, name, "start"))
+        x += 6.2 * len(name) + 22
+    if chunks > 1:
+        parts.append(_text(x, 33, f"(first and last of {chunks} chunks)", "start"))
+    return parts
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    anchor: str = "middle",
+    *,
+    ink: str = "#222",
+    size: float = 11,
+) -> str:
+    at = f'x="{x:.1f}" y="{y:.1f}" fill="{ink}"'
+    at += f' text-anchor="{anchor}"' if anchor != "middle" else ""
+    at += f' font-size="{size:g}"' if size != 11 else ""
+    return f"<text {at}>{escape(text)}</text>"

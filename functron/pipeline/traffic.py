@@ -1,4 +1,4 @@
-"""What travels between the stages of a pipeline in one execution of its table.
+"""Values between the stages of a pipeline, and their transfers from process to process.
 
 Between ranks that this process runs values are handed over as they are. Between processes they are
 sent after the tick that made them, and awaited where they are needed.
@@ -6,17 +6,209 @@ sent after the tick that made them, and awaited where they are needed.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from functron import tree
-from functron.pipeline.action import Action
-from functron.pipeline.boundary import Arriving, Boundary, Post
+from functron.core import compat, tree
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.pipeline.partition import Partition
 from functron.pipeline.schedule import Schedule
+from functron.pipeline.timeline import Action
 from functron.spmd.axes import StageAxis
-from functron.spmd.stages import psum_stages
+from functron.spmd.collectives import psum_stages
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The structure, shapes and dtypes of what a stage hands on: the same for all microbatches.
+
+    Attributes:
+        structure: of the tree.
+        kinds: shape and dtype of its leaves.
+    """
+
+    structure: tree.Structure
+    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    @classmethod
+    def of(cls, value: tree.Tree) -> Boundary:
+        """The boundary that `value`, a tree of tensors, has."""
+        leaves, structure = tree.flatten(value)
+        return cls(structure, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
+
+    @property
+    def floats(self) -> Boundary:
+        """The cotangents of such a value, a list."""
+        kinds = tuple(kind for kind in self.kinds if kind[1].is_floating_point)
+        return Boundary(tree.structure([0] * len(kinds)), kinds)
+
+    def fill(self, make: Callable, device: torch.device) -> tree.Tree:
+        """A value that looks like this, of what `make` (torch.zeros, torch.empty) gives."""
+        leaves = [make(shape, dtype=dtype, device=device) for shape, dtype in self.kinds]
+        return tree.unflatten(self.structure, leaves)
+
+    def check(self, value: tree.Tree, where: str) -> None:
+        """Raise ValueError where `value` does not look like this."""
+        other = Boundary.of(value)
+        if other.structure != self.structure:
+            refuse(
+                "a stage returned another structure",
+                where,
+                f"structure {other.structure}",
+                f"{self.structure}, as before",
+            )
+        raise_problems(
+            "microbatches must have one shape",
+            [
+                Problem(
+                    f"{where}, output {path}" if path else where,
+                    f"{got[0]} {got[1]}",
+                    f"{want[0]} {want[1]}, as of the microbatches before",
+                    "pad the microbatches to one shape",
+                )
+                for path, got, want in zip(tree.paths(value), other.kinds, self.kinds, strict=True)
+                if got != want
+            ],
+        )
+
+
+class Arriving:
+    """A value that is being received; `wait` gives it once it is here."""
+
+    def __init__(self, boundary: Boundary, buffers: list[torch.Tensor]):
+        self.boundary, self.buffers = boundary, buffers
+        self.works: list[dist.Work] = []
+
+    def wait(self) -> tree.Tree:
+        for work in self.works:
+            work.wait()
+        return tree.unflatten(self.boundary.structure, self.buffers)
+
+
+class Post:
+    """Asynchronous transfers between this rank of a pipeline and others.
+
+    Transfers are collected and begun together by `flush`. Every pair of ranks flushes its transfers
+    in the same order, which is how they find one another.
+    """
+
+    def __init__(self, stages: StageAxis, device: torch.device):
+        assert stages.index is not None
+        self.group, self.rank, self.size = compat.group(stages.group), stages.index, stages.size
+        self.device = device
+        self.batched = not compat.runs_gloo(self.group)  # which has no batches
+        self.waiting: list[tuple[torch.Tensor, int, Arriving | None]] = []
+        self.leaving: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def send(self, value: tree.Tree, to: int) -> None:
+        """Send the leaves of `value` with the next flush; they are kept until they have left."""
+        self.waiting += [(leaf.contiguous(), to, None) for leaf in tree.leaves(value)]
+
+    def receive(self, boundary: Boundary, source: int) -> Arriving:
+        """Receive what `boundary` describes with the next flush."""
+        arriving = Arriving(boundary, tree.leaves(boundary.fill(torch.empty, self.device)))
+        self.waiting += [(buffer, source, arriving) for buffer in arriving.buffers]
+        return arriving
+
+    def flush(self) -> None:
+        """Begin what has been collected, in one batch."""
+        if not self.waiting:
+            return
+        rows, self.waiting = self.waiting, []
+        works = self._begin(rows)
+        self.leaving = [row for row in self.leaving if not row[0].is_completed()]
+        for (tensor, _, arriving), work in zip(rows, works, strict=True):
+            if arriving is None:
+                self.leaving.append((work, tensor))
+            else:
+                arriving.works.append(work)
+
+    def _begin(self, rows: list[tuple[torch.Tensor, int, Arriving | None]]) -> list[Any]:
+        calls = [
+            (dist.isend if arriving is None else dist.irecv, tensor, peer)
+            for tensor, peer, arriving in rows
+        ]
+        if not self.batched:
+            return [call(tensor, None, self.group, 0, peer) for call, tensor, peer in calls]
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(call, x, group=self.group, group_peer=peer) for call, x, peer in calls]
+        )
+        return works if len(works) == len(rows) else works * len(rows)  # NCCL has one for all
+
+    def finish(self) -> None:
+        """Wait until everything has left."""
+        self.flush()
+        for work, _ in self.leaving:
+            work.wait()
+        self.leaving = []
+
+    def describe(self, boundary: Boundary, to: int) -> None:
+        """Tell rank `to` what it will receive; blocks."""
+        dist.send_object_list([boundary], group=self.group, group_dst=to, device=self.device)
+
+    def described(self, source: int) -> Boundary:
+        """The boundary of what rank `source` will send, as it describes it; blocks."""
+        found: list[Any] = [None]
+        dist.recv_object_list(found, group=self.group, group_src=source, device=self.device)
+        return found[0]
+
+    def agree(self, boundary: Boundary | None, source: int) -> Boundary:
+        """The boundary that rank `source` has, on every rank."""
+        found: list[Any] = [boundary]
+        dist.broadcast_object_list(found, group=self.group, group_src=source, device=self.device)
+        return found[0]
+
+    def broadcast(self, value: tree.Tree, source: int) -> None:
+        """Fill the leaves of `value` on every rank with those of rank `source`."""
+        for leaf in tree.leaves(value):
+            dist.broadcast(leaf, group=self.group, group_src=source)
+
+    def add_up(self, value: tree.Tree, ranks: Sequence[int]) -> tree.Tree:
+        """The sum of `value` over some ranks, added in their order, on each of them."""
+        boundary = Boundary.of(value)
+        others = [rank for rank in ranks if rank != self.rank]
+        for rank in others:
+            self.send(value, rank)
+        theirs = {rank: self.receive(boundary, rank) for rank in others}
+        self.flush()
+        total = None
+        for rank in ranks:
+            part = value if rank == self.rank else theirs[rank].wait()
+            total = part if total is None else tree.map(torch.add, total, part)
+        return total
+
+    def gather(self, value: tree.Tree, dim: int, ranks: Sequence[int]) -> tree.Tree:
+        """The parts of all ranks joined along `dim`, on some ranks; None on the others."""
+        me, everyone = self.rank, range(self.size)
+        for rank in ranks:
+            if rank != me:
+                self.send(value, rank)
+        if me not in ranks:
+            self.flush()
+            return None
+        boundary = Boundary.of(value)
+        theirs = {rank: self.receive(boundary, rank) for rank in everyone if rank != me}
+        self.flush()
+        parts = [value if rank == me else theirs[rank].wait() for rank in everyone]
+        return tree.map(lambda *leaves: torch.cat(leaves, dim), *parts)
+
+    def scatter(self, whole: tree.Tree, part: Boundary, dim: int, source: int) -> tree.Tree:
+        """This rank's part along `dim` of `whole`, of rank `source`; it looks like `part`."""
+        me, size = self.rank, self.size
+        if me != source:
+            arriving = self.receive(part, source)
+            self.flush()
+            return arriving.wait()
+        parts = [tree.map(lambda x, r=rank: x.chunk(size, dim)[r], whole) for rank in range(size)]
+        for rank in range(size):
+            if rank != me:
+                self.send(parts[rank], rank)
+        self.flush()
+        return tree.map(torch.Tensor.contiguous, parts[me])
 
 
 class Traffic:
@@ -27,9 +219,9 @@ class Traffic:
         rank: of this process in the pipeline; None where it runs all ranks.
         here: the ranks that this process runs.
         post: transfers between processes; None where one runs all ranks.
-        known: what values look like, by where they are made: filled as it becomes known, and kept
-            from one execution to the next.
-        signature: what these looks are for.
+        known: the boundaries of values, by where they are made: filled as they become known, and
+            kept from one execution to the next.
+        signature: of the microbatches that these are for.
     """
 
     def __init__(
@@ -46,7 +238,7 @@ class Traffic:
         self.post = None
         if stages is not None and stages.index is not None:
             self.post = Post(stages, leaves[0].device)
-        # what one set of processes has told each other, another has not
+        # boundaries that one set of processes knows of each other, another does not
         self.signature = (stages.group if stages is not None else "", Boundary.of(batch))
         self.inbox: dict[tuple, Any] = {}
         self.outbox: dict[Action, Any] = {}
@@ -55,7 +247,7 @@ class Traffic:
         """Give a value to a stage of a rank here, or keep it until the tick's transfers.
 
         Args:
-            kind: "F" for what a stage returned, "B" for cotangents of what it was given.
+            kind: "F" of a stage's output, "B" of the cotangents of its input.
             action: that made it.
             pipe, stage: that need it.
             value: a tree of tensors.
@@ -67,7 +259,7 @@ class Traffic:
             self.outbox[action] = value
 
     def take(self, kind: str, pipe: int, stage: int, microbatch: int) -> Any:
-        """What was handed over to a stage; waits for it."""
+        """The value that was handed over to a stage; waits for it."""
         value = self.inbox.pop((kind, pipe, stage, microbatch))
         return value.wait() if isinstance(value, Arriving) else value
 
@@ -90,10 +282,10 @@ class Traffic:
     def _send(self, post: Post, receiver: int, action: Action) -> None:
         assert self.rank is not None
         pipe, stage = self.schedule.stage_of(self.rank, action.chunk)
-        told = ("told", self.signature, pipe, stage)
-        if action.kind == "F" and told not in self.known:
-            self.known[told] = self.known[self.signature, pipe, stage]
-            post.describe(self.known[told], receiver)
+        described = ("described", self.signature, pipe, stage)
+        if action.kind == "F" and described not in self.known:
+            self.known[described] = self.known[self.signature, pipe, stage]
+            post.describe(self.known[described], receiver)
         post.send(self.outbox.pop(action), receiver)
 
     def _receive(self, post: Post, sender: int, action: Action, chunk: int) -> None:
@@ -113,7 +305,7 @@ class Traffic:
             self.post.finish()
 
     def published(self, total: Any) -> Any:
-        """What the last stage of all pipes returned here, summed over ranks, on every rank."""
+        """`total`, of the last stages of all pipes here, summed over ranks, on every rank."""
         if self.post is None:
             return total
         place = ("total", self.signature)
@@ -127,36 +319,30 @@ class Traffic:
         return tree.map(psum_stages, total)
 
     def collected(self, results: dict[int, Any]) -> list:
-        """What the last stage returned for each microbatch, on every rank."""
+        """The output of the last stage for each microbatch, on every rank."""
         if self.post is None:
             return [results[m] for m in range(self.schedule.num_microbatches)]
-        out = []
+        out, place = [], ("result", self.signature)
         for m in range(self.schedule.num_microbatches):
-            pipe = self.schedule.pipe_of(m)
-            source, _ = self.schedule.holder(pipe, self.schedule.num_stages - 1)
-            place = ("result", self.signature)
+            source, _ = self.schedule.holder(self.schedule.pipe_of(m), self.schedule.num_stages - 1)
             if place not in self.known:
                 mine = Boundary.of(results[m]) if m in results else None
                 self.known[place] = self.post.agree(mine, source)
             value = results.get(m)
             if value is None:
                 value = self.known[place].fill(torch.empty, self.post.device)
-            value = tree.map(torch.Tensor.contiguous, value)
-            self.post.broadcast(value, source)
-            out.append(value)
+            out.append(tree.map(torch.Tensor.contiguous, value))
+            self.post.broadcast(out[-1], source)
         return out
 
     def gathered(self, params: dict[str, Any], partition: Partition) -> dict[str, Any]:
         """The parameters with those that are spread whole on the ranks that use them."""
-        if self.post is None or not partition.spread:
+        if self.post is None:
             return params
-        assert self.rank is not None
-        whole = dict(params)
-        for name, dim in partition.spread.items():
-            ranks = partition.sharers(name)
-            size = self.schedule.num_ranks
-            whole[name] = self.post.gather(params[name], dim, ranks, self.rank, size)
-        return whole
+        return dict(params) | {
+            name: self.post.gather(params[name], dim, partition.sharers(name))
+            for name, dim in partition.spread.items()
+        }
 
     def add_up(
         self, sums: dict[int, tree.Tree], partition: Partition, params: dict[str, Any], dtype: Any
@@ -171,22 +357,20 @@ class Traffic:
         """
         if self.post is None:
             return partition.join(sums, None)
-        assert self.rank is not None
         tied = {name for name, letters in partition.uses.items() if set(letters) == {"E", "L"}}
         for stage in range(self.schedule.num_stages):
             ranks = partition.holders(stage)
             if self.rank in ranks and len(ranks) > 1:
                 own = {name: v for name, v in sums[stage].items() if name not in tied}
-                sums[stage] = {**sums[stage], **self.post.add_up(own, ranks, self.rank)}
+                sums[stage] = {**sums[stage], **self.post.add_up(own, ranks)}
         joined = partition.join(sums, self.rank)
         for name in partition.uses:
             ranks = partition.sharers(name) if name in tied else ()
             if self.rank in ranks and len(ranks) > 1:
-                joined[name] = self.post.add_up(joined[name], ranks, self.rank)
+                joined[name] = self.post.add_up(joined[name], ranks)
         for name, dim in partition.spread.items():
-            source, size = partition.sharers(name)[0], self.schedule.num_ranks
             part = Boundary.of(tree.map(lambda p: p.to(dtype or p.dtype), params[name]))
-            whole = joined.get(name)
-            joined[name] = self.post.scatter(whole, part, dim, source, self.rank, size)
+            source = partition.sharers(name)[0]
+            joined[name] = self.post.scatter(joined.get(name), part, dim, source)
         self.post.finish()
         return {name: joined[name] for name in params}

@@ -1,15 +1,37 @@
-"""What a rank does for an action: a stage's forward, and its backward, whole or in two parts."""
+"""The work of an action: a stage's forward, and its backward, whole or in two parts.
+
+`Pullbacks` differentiates a stage by `vjp`. `Pieces` traces it once, from parameters, input and
+cotangent to output and gradients, and cuts the program (`functron.compiler.cut`) into forward,
+backward for inputs and backward for weights, so that nothing is computed twice and the weights'
+gradients can wait. The pieces are evaluated in the scope at hand, or compiled for the processes of
+a bound mesh.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.compiler.cut import Piece, cut, held_bytes, sink_sums
+from functron.compiler.executable import Executable
+from functron.compiler.executable import compile as compile_program
+from functron.core import compat, tree
+from functron.core.errors import Problem, raise_problems
+from functron.pipeline.evaluate import ambient, evaluate
 from functron.pipeline.layout import Part
+from functron.program.equations import Var, contiguous_strides
+from functron.program.program import Input, Program
+from functron.program.recorder import active
+from functron.program.trace import trace
+from functron.spmd.axes import BoundAxis, Scope, enter, scope
+from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.shard_map import shard_map
+from functron.spmd.spec import P
 from functron.transforms.gradient import check_loss, loss_seed, rule_vjp
 
 StageFunction = Callable[..., Any]
@@ -48,14 +70,14 @@ class Call(NamedTuple):
 
 
 class Work(Protocol):
-    """How stages are computed. `held` is opaque: what a backward needs of its forward."""
+    """The computation of stages. `residuals` are opaque: what a backward needs of its forward."""
 
     def forward(self, call: Call) -> tuple[tree.Tree, Any]:
-        """What the stage returns, and what its backward will need."""
+        """The stage's output, and the residuals that its backward will need."""
         ...
 
     def backward(
-        self, held: Any, cotangent: list | None, sums: tree.Tree
+        self, residuals: Any, cotangent: list | None, sums: tree.Tree
     ) -> tuple[list, tree.Tree]:
         """The cotangents of x's floating-point leaves, and `sums` and the weights' gradients.
 
@@ -63,17 +85,17 @@ class Work(Protocol):
         """
         ...
 
-    def backward_input(self, held: Any, cotangent: list | None) -> tuple[list, Any]:
+    def backward_input(self, residuals: Any, cotangent: list | None) -> tuple[list, Any]:
         """The cotangents of x's floating-point leaves, and what is needed for the weights'."""
         ...
 
-    def backward_weight(self, held: Any, sums: tree.Tree) -> tree.Tree:
+    def backward_weight(self, residuals: Any, sums: tree.Tree) -> tree.Tree:
         """`sums` and the weights' gradients."""
         ...
 
 
 class Pullbacks:
-    """Stages differentiated by `vjp`: both gradients at once, those of weights held until asked."""
+    """Stages differentiated by `vjp`: both gradients at once, those of weights kept until asked."""
 
     def __init__(self, stage: StageFunction):
         self.stage = stage
@@ -84,31 +106,293 @@ class Pullbacks:
 
         y, pull = rule_vjp(f, call.params, call.x)
         check_output(call, y)
-        # of what is passed on only the kinds of leaves are kept: the next stage has the numbers
+        # of the output only the kinds of leaves are kept: the next stage has the numbers
         return y, (seeds(y) if call.last else are_floats(y), call.last, pull)
 
     def backward(
-        self, held: Any, cotangent: list | None, sums: tree.Tree
+        self, residuals: Any, cotangent: list | None, sums: tree.Tree
     ) -> tuple[list, tree.Tree]:
-        x, gradients = self.backward_input(held, cotangent)
+        x, gradients = self.backward_input(residuals, cotangent)
         return x, add(sums, gradients)
 
-    def backward_input(self, held: Any, cotangent: list | None) -> tuple[list, Any]:
-        y, last, pull = held
+    def backward_input(self, residuals: Any, cotangent: list | None) -> tuple[list, Any]:
+        y, last, pull = residuals
         params, x = pull(y if last else with_floats(y, cotangent))
         return floats(x), params
 
-    def backward_weight(self, held: Any, sums: tree.Tree) -> tree.Tree:
-        return add(sums, held)
+    def backward_weight(self, residuals: Any, sums: tree.Tree) -> tree.Tree:
+        return add(sums, residuals)
+
+
+# --- pieces of traced programs
+
+_PARAMS, _X, _BATCH, _SHARED, _SUMS, _COTANGENT = range(6)
+
+
+class Residuals(NamedTuple):
+    """The values of a stage and microbatch, between its pieces, that those to come will read."""
+
+    stage: Stage
+    values: dict[Var, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """The pieces of one stage.
+
+    Attributes:
+        program: that was cut.
+        arguments: the program's inputs by position of the argument they belong to.
+        pieces: F, I and W; or F and B.
+        y: the structure of what it returns.
+        sums: that of the weights' gradients.
+        compiled: an executable per piece; none where they are evaluated.
+    """
+
+    program: Program
+    arguments: Mapping[int, list[Var]]
+    pieces: tuple[Piece, ...]
+    y: tree.Structure
+    sums: tree.Structure
+    compiled: tuple[Executable, ...] = ()
+
+    @property
+    def held_bytes(self) -> tuple[int, ...]:
+        """Bytes that a microbatch keeps after each piece, without parameters, batch and input."""
+        return held_bytes(self.pieces)
+
+    @cached_property
+    def reads(self) -> tuple[tuple[Var, ...], ...]:
+        """The values that each piece reads of arguments and of earlier pieces."""
+        hidden = {given.var for given in self.program.inputs if given.role != "argument"}
+        return tuple(tuple(v for v in p.block.inputs if v not in hidden) for p in self.pieces)
+
+    @cached_property
+    def spent(self) -> tuple[tuple[Var, ...], ...]:
+        """The values that each piece is the last to read."""
+        return tuple(
+            tuple(var for var in reads if all(var not in later for later in self.reads[i + 1 :]))
+            for i, reads in enumerate(self.reads)
+        )
+
+    @cached_property
+    def _used(self) -> frozenset[Var]:
+        return frozenset(var for reads in self.reads for var in reads)
+
+    def bind(self, position: int, value: tree.Tree) -> dict[Var, torch.Tensor]:
+        """The tensors of an argument by the program's values, as far as a piece reads them."""
+        tensors = [leaf for leaf in tree.leaves(value) if isinstance(leaf, torch.Tensor)]
+        if self.compiled:
+            tensors = [leaf.contiguous() for leaf in tensors]  # as they were traced
+        rows = zip(self.arguments[position], tensors, strict=True)
+        return {var: tensor for var, tensor in rows if var in self._used}
+
+    def run(self, index: int, values: dict[Var, torch.Tensor]) -> list:
+        """The outputs of a piece; what later pieces read is left in, and put into, `values`."""
+        piece, reads = self.pieces[index], self.reads[index]
+        given = [values[var] for var in reads]
+        for var in self.spent[index]:
+            del values[var]
+        if self.compiled:
+            outputs = self.compiled[index].run_owned(given)
+        else:
+            environment = dict(zip(reads, given, strict=True))
+            given.clear()  # so that the environment alone keeps them
+            read = set(piece.block.inputs)
+            others = (i for i in self.program.inputs if i.role != "argument" and i.var in read)
+            environment.update(ambient(others))
+            outputs = evaluate(piece.block, environment)
+        count = len(piece.outputs)
+        values.update(zip(piece.keeps, outputs[count:], strict=True))
+        return outputs[:count]
+
+
+class Pieces:
+    """`Work` by the pieces of stages' traced programs.
+
+    Attributes:
+        stage: the function of one stage.
+        split: whether backward is cut in two.
+        dtype: of the sums of gradients; None: that of the parameters.
+        settings: of `functron.compiler.compile`; None evaluates the pieces.
+    """
+
+    def __init__(
+        self,
+        stage: StageFunction,
+        split: bool,
+        dtype: torch.dtype | None,
+        settings: Mapping[str, Any] | None,
+    ):
+        self.stage, self.split, self.dtype, self.settings = stage, split, dtype, settings
+        self.stages: dict[Any, Stage] = {}
+
+    def forward(self, call: Call) -> tuple[tree.Tree, Residuals]:
+        if "stage" not in call.memo:  # microbatches are alike, and share all else
+            stage = self._stage(call)
+            fixed = stage.bind(_PARAMS, call.params) | stage.bind(_SHARED, call.shared)
+            call.memo.update(stage=stage, fixed=fixed)
+        stage: Stage = call.memo["stage"]
+        values = dict(call.memo["fixed"])
+        values.update(stage.bind(_X, call.x))
+        values.update(stage.bind(_BATCH, call.batch))
+        y = tree.unflatten(stage.y, stage.run(0, values))
+        return y, Residuals(stage, values)
+
+    def backward(
+        self, residuals: Residuals, cotangent: list | None, sums: tree.Tree
+    ) -> tuple[list, tree.Tree]:
+        if self.split:
+            x, residuals = self.backward_input(residuals, cotangent)
+            return x, self.backward_weight(residuals, sums)
+        stage, values = residuals
+        values.update(stage.bind(_COTANGENT, cotangent))
+        values.update(stage.bind(_SUMS, sums))
+        outputs = stage.run(1, values)
+        count = len(outputs) - stage.sums.num_leaves
+        return outputs[:count], tree.unflatten(stage.sums, outputs[count:])
+
+    def backward_input(
+        self, residuals: Residuals, cotangent: list | None
+    ) -> tuple[list, Residuals]:
+        stage, values = residuals
+        values.update(stage.bind(_COTANGENT, cotangent))
+        return stage.run(1, values), residuals
+
+    def backward_weight(self, residuals: Residuals, sums: tree.Tree) -> tree.Tree:
+        stage, values = residuals
+        values.update(stage.bind(_SUMS, sums))
+        return tree.unflatten(stage.sums, stage.run(2, values))
+
+    def _stage(self, call: Call) -> Stage:
+        axes = tuple(
+            (name, axis.size if axis is not None else 1) for name, axis in scope().axes.items()
+        )
+        inputs = (call.params, call.x, call.batch, call.shared)
+        leaves, structure = tree.flatten(inputs)
+        signature = (call.stage, axes, structure, tuple(_kind(leaf) for leaf in leaves))
+        if signature not in self.stages:
+            mesh = Mesh(**dict(axes))
+            made = trace_stage(self.stage, call, mesh, split=self.split, dtype=self.dtype)
+            self.stages[signature] = replace(made, compiled=self._compiled(made, mesh))
+        return self.stages[signature]
+
+    def _compiled(self, stage: Stage, mesh: Mesh) -> tuple[Executable, ...]:
+        if self.settings is None:
+            return ()
+        bound, sums = _bound(mesh), stage.arguments[_SUMS]
+        return tuple(
+            compile_program(
+                piece.program(stage.program, {*sums, *piece.spends}), bound, **self.settings
+            )
+            for piece in stage.pieces
+        )
+
+
+def trace_stage(
+    function: StageFunction,
+    call: Call,
+    mesh: Mesh,
+    *,
+    split: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Stage:
+    """The pieces of a stage on one rank of `mesh`, which has no axis of stages. Computes nothing.
+
+    Args:
+        function: of one stage.
+        call: of any microbatch; of its tensors only shape, dtype and device count: this rank's.
+        mesh: the ranks of the other axes.
+        split: F, I and W; otherwise F and B.
+        dtype: of the sums of gradients; None: that of the parameters.
+    """
+    part, last = call.part, call.last
+    bare = call._replace(params=None, x=None, batch=None, shared=())  # tensors would be traced
+    made: list[Any] = []
+
+    def joint(params, x, batch, shared, sums):
+        y, pull = rule_vjp(lambda params, x: function(part, params, x, batch, *shared), params, x)
+        check_output(bare, y)
+        cotangent, late = ([], []) if last else _late(y)
+        made[:] = [tree.structure(y), late]
+        dparams, dx = pull(seeds(y) if last else with_floats(are_floats(y), cotangent))
+        return tree.leaves(y), floats(dx), tree.leaves(add(sums, dparams))
+
+    given = [_abstract(value) for value in (call.params, call.x, call.batch, call.shared)]
+    sums = _abstract(call.params, dtype)
+    with compat.no_transforms(), enter(Scope()):
+        program = trace(shard_map(joint, mesh, P(), P(), check=False))(*given, sums)
+    structure, late = made
+    program = replace(
+        program,
+        inputs=(*program.inputs, *(Input(var, f"{_COTANGENT}/{var.name}", P()) for var in late)),
+        block=replace(program.block, inputs=(*program.block.inputs, *late)),
+    )
+    arguments: dict[int, list[Var]] = {position: [] for position in range(6)}
+    for i in program.inputs:
+        if i.role == "argument":
+            arguments[int(i.path.split("/")[0])].append(i.var)
+    program = sink_sums(program, arguments[_SUMS])
+    positions: list[list[int]] = [[], [], []]
+    for index, output in enumerate(program.outputs):
+        positions[int(output.path.split("/")[0])].append(index)
+    y, dx, gradients = positions
+    pieces = cut(program, [y, dx, gradients] if split else [y, dx + gradients])
+    return Stage(program, arguments, pieces, structure, tree.structure(sums))
+
+
+def _late(y: tree.Tree) -> tuple[list[torch.Tensor], list[Var]]:
+    """The cotangents of y, inputs of the program whose shapes were not known before."""
+    recorder = active()
+    assert recorder is not None
+    tensors, inputs = [], []
+    for leaf in floats(y):
+        strides = contiguous_strides(leaf.shape)
+        fake = recorder.empty(leaf.shape, strides, leaf.dtype, leaf.device)
+        inputs.append(recorder.input(fake, "cotangent", root=True))
+        tensors.append(fake)
+    return tensors, inputs
+
+
+def _bound(mesh: Mesh) -> BoundMesh | None:
+    """`mesh` on the process groups of the axes in force."""
+    axes = {name: axis for name, axis in scope().axes.items() if isinstance(axis, BoundAxis)}
+    coordinate = {name: axes[name].index if name in axes else 0 for name in mesh.axis_names}
+    rank = 0
+    for name, size in mesh.axes:
+        rank = rank * size + coordinate[name]
+    groups = {name: axis.group for name, axis in axes.items()}
+    return BoundMesh(mesh, rank, coordinate, groups, "cpu") if axes else None
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device
+    return leaf
+
+
+def _abstract(value: tree.Tree, dtype: torch.dtype | None = None) -> tree.Tree:
+    """`value` with tensors that have its shapes, dtypes and devices, contiguous, and no numbers."""
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        with compat.no_transforms(), FakeTensorMode():
+            return torch.empty(tuple(leaf.shape), dtype=dtype or leaf.dtype, device=leaf.device)
+
+    return tree.map(one, value)
+
+
+# --- outputs and cotangents
 
 
 def loss_of(y: Any) -> Any:
-    """The loss among what a last stage returned."""
+    """The loss in the output of a last stage."""
     return y[0] if isinstance(y, tuple) else y
 
 
 def seeds(y: Any) -> Any:
-    """The cotangent of what a last stage returned: of the loss its share of 1, of the rest 0."""
+    """The cotangent of a last stage's output: of the loss its share of 1, of the rest 0."""
     seed = loss_seed(loss_of(y))
     return (seed, tree.map(torch.zeros_like, y[1])) if isinstance(y, tuple) else seed
 
@@ -129,20 +413,20 @@ def are_floats(value: tree.Tree) -> tree.Tree:
 
 
 def with_floats(flags: tree.Tree, leaves: list | None) -> tree.Tree:
-    """`leaves` in the places that `are_floats` says; None in the others."""
+    """`leaves` in the places where `flags`, of `are_floats`, are True; None in the others."""
     given = iter(leaves or ())
     return tree.map(lambda is_float: next(given) if is_float else None, flags)
 
 
 def check_output(call: Call, y: tree.Tree) -> None:
-    """Raise ValueError or TypeError where a stage returns no loss, or what cannot be passed on."""
+    """Raise ValueError or TypeError where a last stage returns no loss, or a stage no tensors."""
     if call.last:
         check_loss(loss_of(y))
     check_tensors(call, y)
 
 
 def check_tensors(call: Call, y: tree.Tree) -> None:
-    """Raise TypeError where a stage returns what cannot be sent to other ranks."""
+    """Raise TypeError where an output of a stage is no tensor: it could not be sent."""
     raise_problems(
         f"stage {call.stage} ({call.part}) returned what cannot be sent to other ranks",
         [

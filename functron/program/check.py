@@ -12,17 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from functron.errors import Problem, raise_problems
-from functron.program.equations import Block, Equation, Scan, Var
+from functron.core.errors import Problem, raise_problems
+from functron.program.equations import Block, Code, Equation, Input, Output, Scan, Var
 from functron.spmd.replication import LOSS_FIX, share_problem
 from functron.spmd.spec import spec_axes
-
-if TYPE_CHECKING:
-    from functron.program.program import Input, Output, Program
 
 _EQUAL_AFTER = {"psum", "pmax", "pmin", "pbroadcast", "all_gather", "assume_replicated"}
 _SHARE = "a share"  # no axis: the type of what ranks may add up to a gradient
@@ -47,7 +44,7 @@ Variation = Mapping[str, Origin]
 """The axes over which a value may differ between ranks, each with its origin."""
 
 
-def varying(program: Program) -> Mapping[Var, Axes]:
+def varying(program: Code) -> Mapping[Var, Axes]:
     """The axes over which each value may differ between ranks, values inside scans included.
 
     In a scan a value varies over what it does in any of its iterations.
@@ -55,7 +52,7 @@ def varying(program: Program) -> Mapping[Var, Axes]:
     return _Inference(program).seen
 
 
-def check(program: Program) -> None:
+def check(program: Code) -> None:
     """Check which values are equal on which ranks, as `shard_map` does in simulation.
 
     Only what the program still holds is checked: tracing drops equations that nothing needs, so a
@@ -87,7 +84,7 @@ class _Inference:
         problems: reductions and losses that cannot be right.
     """
 
-    def __init__(self, program: Program):
+    def __init__(self, program: Code):
         self.axes = [name for name, size in program.mesh.axes if size > 1]
         self.seen: dict[Var, Axes] = {}
         self.problems: list[Problem] = []
@@ -220,7 +217,7 @@ def _draws(equation: Equation) -> bool:
     return True
 
 
-def _outputs(program: Program, inferred: _Inference) -> list[Problem]:
+def _outputs(program: Code, inferred: _Inference) -> list[Problem]:
     """Outputs that vary over an axis that their spec lacks."""
     return [
         _varying_output(output, axis, inferred)

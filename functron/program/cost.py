@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from html import escape
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -27,13 +27,9 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from functron.program.equations import Equation, Scan, Var
-from functron.program.notation import axis_of, payload_bytes
-from functron.program.text import aligned
-from functron.scopes import Phase
-
-if TYPE_CHECKING:
-    from functron.program.program import Program
+from functron.core.scopes import Phase
+from functron.program.equations import Code, Equation, Scan, Var
+from functron.program.text import aligned, axis_of, payload_bytes
 
 _aten = torch.ops.aten
 
@@ -88,7 +84,7 @@ _LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one kind of collective sends over one axis in one phase.
+    """The traffic of one kind of collective over one axis in one phase.
 
     Attributes:
         axis: the mesh axis.
@@ -112,7 +108,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank does in one run of a program; `cost` makes it.
+    """The work of one rank in one run of a program; `cost` makes it.
 
     Attributes:
         name: of the program.
@@ -186,7 +182,7 @@ class Cost:
         return f"<div><b>cost of {escape(self.name)}, per rank</b>{tables}</div>"
 
 
-def cost(program: Program) -> Cost:
+def cost(program: Code) -> Cost:
     """FLOPs, bytes and communication of one run of `program` on one rank.
 
     Bodies of scans count once per iteration. Operations without a formula (elementwise ones,
@@ -220,14 +216,17 @@ def cost(program: Program) -> Cost:
         accessed,
         MappingProxyType(dict(total.most_common())),
         tuple(
-            Traffic(axis, op, phase, count, payload, round(payload * _sent(op, program, axis)))
+            Traffic(
+                axis,
+                op,
+                phase,
+                count,
+                payload,
+                round(payload * _SENT[op](program.mesh.shape[axis])),
+            )
             for (axis, op, phase), (count, payload) in sorted(traffic.items())
         ),
     )
-
-
-def _sent(op: str, program: Program, axis: str) -> float:
-    return _SENT[op](program.mesh.shape[axis])
 
 
 def equation_flops(equation: Equation) -> int:

@@ -1,7 +1,7 @@
-"""What a program is made of: values, equations and blocks. Data only; all of it immutable.
+"""The data of a program: values, equations, blocks, inputs and outputs; all of it immutable.
 
 A `Block` is a list of equations in the order in which they run, each an ATen operation, a
-collective of `functron.spmd.traced`, or a `Scan` over a smaller block. It is to functron what a
+collective of `functron.spmd.axes`, or a `Scan` over a smaller block. It is to functron what a
 jaxpr is to JAX.
 """
 
@@ -10,12 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
 
-from functron.scopes import Phase
+from functron.core import tree
+from functron.core.errors import Problem, raise_problems
+from functron.core.scopes import Phase
+from functron.spmd.mesh import Mesh
+from functron.spmd.spec import P
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -180,12 +184,109 @@ class Equation:
 
     @property
     def aliases(self) -> bool:
-        """Whether all it does is to give a view of an operand: it moves no bytes."""
-        held = {value.storage for value in self.operands}
+        """Whether it only gives views of operands, and moves no bytes."""
+        storages = {value.storage for value in self.operands}
         results = self.results
-        return bool(results) and all(value.storage in held for value in results)
+        return bool(results) and all(value.storage in storages for value in results)
 
     @property
     def name(self) -> str:
         """The operation's short name: ``mm``, ``psum``, ``scan``."""
         return "scan" if isinstance(self.op, Scan) else self.op.name().split("::")[1].split(".")[0]
+
+
+Role = Literal["argument", "constant", "axis_index"]
+
+
+@dataclass(frozen=True, eq=False)
+class Input:
+    """An input of a program.
+
+    Attributes:
+        var: its value: this rank's shard.
+        path: tree path among the arguments (``"0/params/embed"``: in the first argument); the name
+            of the axis for an axis index; "" for a constant.
+        spec: how the global value is sharded; None where that is not known.
+        donated: the caller gives its memory to the results.
+        role: an argument; a tensor that the function closed over; or this rank's index on an axis,
+            an int64 scalar, which keeps one program the same on every rank.
+        value: the tensor, for a constant.
+    """
+
+    var: Var
+    path: str
+    spec: P | None = None
+    donated: bool = False
+    role: Role = "argument"
+    value: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """An output of a program.
+
+    Attributes:
+        value: a `Var`, or a Python value that does not depend on the arguments.
+        path: tree path in the result.
+        spec: how the global value is sharded; None where that is not known.
+    """
+
+    value: Any
+    path: str
+    spec: P | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """One rank's program as data, from the flat arguments to the flat results.
+
+    `functron.program.program.Program`, which `trace` makes, is this with its analyses as methods.
+
+    Attributes:
+        name: of the function that was traced.
+        mesh: the ranks it is for. The program is the same on every one of them.
+        block: the equations; its inputs are those of `inputs`, its outputs those of `outputs`.
+        inputs: arguments first, in the order of their tree, then axis indices and constants.
+        outputs: in the order of the result's tree.
+        in_structure: the tree of the arguments, as a tuple.
+        out_structure: the tree of the result.
+        static: leaves of the arguments that are no tensors, by their position in `in_structure`;
+            the program holds for these values only.
+        checked: whether shard_map's replication check applies to it.
+        stages: the axis whose ranks have other programs: the stages of a pipeline.
+    """
+
+    name: str
+    mesh: Mesh
+    block: Block
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    in_structure: tree.Structure
+    out_structure: tree.Structure
+    static: Mapping[int, Any] = field(default_factory=dict)
+    checked: bool = True
+    stages: str | None = None
+
+    def flatten(self, args: tuple) -> dict[str, torch.Tensor]:
+        """The tensors among the arguments, by path.
+
+        Raises:
+            ValueError: another structure, or other static leaves, than were traced.
+        """
+        leaves, structure = tree.flatten(args)
+        if structure != self.in_structure:
+            raise ValueError(
+                f"{self.name}: got arguments of structure {structure}; wanted {self.in_structure}, "
+                "as it was traced; fix: trace it again with these arguments"
+            )
+        paths = tree.paths(args)
+        raise_problems(
+            f"{self.name} was traced with other values",
+            [
+                Problem(f"argument {paths[i]}", repr(leaves[i]), repr(value), "trace it again")
+                for i, value in self.static.items()
+                if leaves[i] != value
+            ],
+        )
+        rows = zip(paths, leaves, strict=True)
+        return {path: leaf for path, leaf in rows if isinstance(leaf, torch.Tensor)}

@@ -1,30 +1,210 @@
-"""Text back to programs: the inverse of `functron.program.text.format`."""
+"""Text back to programs: the inverse of `functron.program.text.format`.
+
+A `Line` is read from left to right: names, values, types, comments.
+"""
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from functron import tree
-from functron.program.equations import Block, Equation, Scan, Var
-from functron.program.lines import Line
-from functron.program.notation import (
+from functron.core import tree
+from functron.core.errors import refuse
+from functron.core.scopes import Phase
+from functron.program.equations import (
+    Block,
+    Equation,
+    Input,
+    Output,
+    Scan,
+    Var,
+    Where,
+    contiguous_strides,
+)
+from functron.program.program import Program
+from functron.program.text import (
+    DTYPES,
+    Opaque,
     Type,
     axis_of,
-    contiguous,
+    dtype_text,
     payload_bytes,
     span_bytes,
     type_text,
 )
-from functron.program.program import Input, Output, Program
 from functron.spmd.mesh import Mesh
+from functron.spmd.spec import P
+
+_PHASES: Mapping[str, Phase] = {
+    "forward": "forward",
+    "recompute": "recompute",
+    "backward": "backward",
+}
+_STRING = r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
+_NUMBER = r"(-?(?:inf|nan|\d+(?:\.\d+)?(?:e[+-]?\d+)?))(?![\w.])"
+_WORD = r"[\w./<>+*-]+"
+_VALUE = "a value: %name, a number, a string, [..], (..), P(..), a dtype, a layout or a device"
+
+
+class Line:
+    """A line and how far it has been read.
+
+    Attributes:
+        number: of the line in the text, from 1.
+        text: the line without the spaces around it.
+        at: the position up to which it has been read.
+    """
+
+    def __init__(self, number: int, text: str):
+        self.number, self.text, self.at = number, text.strip(), 0
+
+    def fail(self, wanted: str, got: str = "", fix: str = "") -> NoReturn:
+        """Raise a ValueError: got the rest of the line, wanted something else."""
+        rest = self.text[self.at :].strip()
+        got = got or (repr(rest) if rest else "the end of the line")
+        refuse("cannot parse the program", f"line {self.number}", got, wanted, fix)
+
+    def match(self, pattern: str) -> re.Match | None:
+        """Step over `pattern` and the spaces before it, if it comes next."""
+        found = re.compile(rf"\s*(?:{pattern})").match(self.text, self.at)
+        if found:
+            self.at = found.end()
+        return found
+
+    def take(self, pattern: str, wanted: str) -> re.Match:
+        """Step over `pattern`, which must come next."""
+        return self.match(pattern) or self.fail(wanted)
+
+    def end(self) -> None:
+        """Check that nothing follows."""
+        if self.text[self.at :].strip():
+            self.fail("the end of the line")
+
+    def word(self, wanted: str, pattern: str = _WORD) -> str:
+        """A plain or quoted word."""
+        if quoted := self.match(_STRING):
+            return self._literal(quoted[1])
+        return self.take(f"({pattern})", wanted)[1]
+
+    def _literal(self, text: str) -> Any:
+        try:
+            return ast.literal_eval(text)
+        except (SyntaxError, ValueError):
+            self.fail("a Python literal", got=text)
+
+    # --- values
+
+    def value(self, lookup: Callable[[str], Var]) -> Any:
+        """A variable, which `lookup` finds by its name, or a constant."""
+        if name := self.match(r"%(\w+)"):
+            return lookup(name[1])
+        if text := self.match(_STRING):
+            return self._literal(text[1])
+        if number := self.match(_NUMBER):
+            plain = re.fullmatch(r"-?\d+", number[1])
+            return int(number[1]) if plain else float(number[1])
+        if self.match(r"\["):
+            return self._sequence(lookup, r"\]")
+        if self.match(r"\("):
+            return tuple(self._sequence(lookup, r"\)"))
+        if self.match(r"P\("):
+            return self._spec(self._sequence(lookup, r"\)"))
+        if self.match(r"opaque\("):
+            text = self.take(rf"{_STRING}\)", "opaque('...')")
+            return Opaque(self._literal(text[1]))
+        return self._named()
+
+    def _sequence(self, lookup: Callable[[str], Var], close: str) -> list:
+        values = []
+        while not self.match(close):
+            values.append(self.value(lookup))
+            if not self.match(","):
+                self.take(close, f"',' or {close[-1]!r}")
+                break
+        return values
+
+    def _spec(self, entries: list) -> P:
+        try:
+            return P(*entries)
+        except TypeError as error:
+            self.fail("P of axis names, tuples of them, and None", got=str(error))
+
+    def _named(self) -> Any:
+        start = self.at
+        name = self.take(r"([a-z]\w*(?::\d+)?|True|False|None)", _VALUE)[1]
+        if name in ("True", "False", "None"):
+            return ast.literal_eval(name)
+        found = _dtype(name) or getattr(torch, name, None)
+        if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+            return found
+        try:
+            return torch.device(name)
+        except RuntimeError:
+            self.at = start
+            self.fail(_VALUE)
+
+    def spec(self) -> P | None:
+        """A partition spec; None where none comes next."""
+        return self.value(self.no_variable) if self.match(r"(?=P\()") else None
+
+    def no_variable(self, name: str) -> NoReturn:
+        """The lookup where a constant is wanted."""
+        self.fail("a constant", got=f"%{name}")
+
+    # --- declarations and comments
+
+    def declared(self) -> tuple[str, Type]:
+        """``%name: type``."""
+        name = self.take(r"%(\w+):", "%name: type")[1]
+        return name, self.type()
+
+    def result(self) -> tuple[str, Type] | None:
+        """``%name: type``; None for ``_``."""
+        return None if self.match(r"_(?!\w)") else self.declared()
+
+    def type(self) -> Type:
+        """``dtype[shape]{strides}@device``."""
+        found = self.take(
+            r"(\w+)\[([\d,]*)\](?:\{([\d,]*)\})?(?:@(\w+(?::\d+)?))?", "a type, such as f32[4,8]"
+        )
+        dtype = _dtype(found[1])
+        if dtype is None:
+            self.fail("a type, such as f32[4,8]", got=repr(found[0].strip()))
+        shape = _numbers(found[2])
+        stride = contiguous_strides(shape) if found[3] is None else _numbers(found[3])
+        if len(stride) != len(shape):
+            self.fail(f"{len(shape)} strides", got=repr(found[0].strip()))
+        return Type(shape, stride, dtype, torch.device(found[4] or "cpu"))
+
+    def where(self) -> Where:
+        """The comment of an equation, without its remark on bytes."""
+        if not self.match("#"):
+            return Where()
+        phase = self.take("(forward|recompute|backward)", "forward, recompute or backward")[1]
+        scopes = self._field("named scopes", _WORD)
+        line = self._field("file:line", r"[\w./<>+*:-]+")
+        return Where(_PHASES[phase], tuple(scopes.split("/")) if scopes else (), line)
+
+    def _field(self, wanted: str, pattern: str) -> str:
+        at_end = not self.text[self.at :].strip()
+        return "" if at_end or self.match(r"-(?!\S)") else self.word(wanted, pattern)
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    found = DTYPES.get(name) or getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) and dtype_text(found) == name else None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
 
 
 def parse(text: str) -> Program:
@@ -33,7 +213,7 @@ def parse(text: str) -> Program:
     ``format(parse(text)) == text`` for the text of any program. Operations are run on fake tensors
     to check shapes and dtypes and to find out which values share memory; strides are taken from the
     text. What the text does not hold is missing: constants have no value, `Where.line` is
-    ``file.py:12``, and Python objects without a notation are `notation.Opaque`. `in_structure` and
+    ``file.py:12``, and Python objects without a notation are `Opaque`. `in_structure` and
     `out_structure` are rebuilt from the paths: tuples where the keys count up from 0, ordered dicts
     elsewhere. They have the order and the paths of the traced program's leaves, but named tuples,
     lists and dicts are not told apart.
@@ -216,8 +396,8 @@ class _Parser:
         if owner := line.match(r"shares %(\w+)"):
             whole = scope.tensor(scope.lookup(line)(owner[1]))
         else:
-            held = line.match(r"of (\d+) bytes")
-            whole = self.memory(int(held[1]) if held else span_bytes(kind), kind.device)
+            size = line.match(r"of (\d+) bytes")
+            whole = self.memory(int(size[1]) if size else span_bytes(kind), kind.device)
         line.end()
         return scope.define(line, name, self.on_memory(whole, kind))
 
@@ -233,7 +413,7 @@ class _Parser:
             return tensor.set_(whole.untyped_storage(), 0, kind.shape, kind.stride)
 
     def check_type(self, line: Line, var: Var, kind: Type) -> None:
-        """Check what the text says of a variable against what it is."""
+        """Check the type in the text against that of the variable."""
         same = (var.shape, var.dtype, var.device) == (kind.shape, kind.dtype, kind.device)
         if not same or var.stride != kind.stride:
             line.fail(f"{type_text(var)}, which {var!r} is", type_text(kind))
@@ -267,7 +447,7 @@ class _Parser:
         return equation
 
     def check_payload(self, line: Line, equation: Equation, text: str) -> None:
-        """Check what the comment of a collective says."""
+        """Check the payload and the axis in the comment of a collective."""
         axis = axis_of(equation)
         if axis is None:
             line.fail("nothing: this is no collective", repr(text))
@@ -356,7 +536,7 @@ class _Parser:
         return Equation(scan, tuple(args), {}, tuple(outputs), where)
 
     def scan_results(self, scope: _Scope, inner: _Scope, length: int) -> tuple[list, list]:
-        """What the body returns and the variables that it becomes, up to the ``}``."""
+        """The body's results and the variables that they become, up to the ``}``."""
         values, outputs = [], []
         while (row := self.next("'}'")).text != "}":
             kind = row.take("(carry|y) ", "'carry %inner -> %outer: type', 'y ...' or '}'")[1]
@@ -380,5 +560,5 @@ class _Parser:
             shape = (*stack, *inner.shape)
             if (outer.shape, outer.dtype) != (shape, inner.dtype):
                 line.at = 0
-                wanted = Type(shape, contiguous(shape), inner.dtype, outer.device)
+                wanted = Type(shape, contiguous_strides(shape), inner.dtype, outer.device)
                 line.fail(f"{outer!r} to be {type_text(wanted)} there")

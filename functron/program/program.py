@@ -1,139 +1,62 @@
-"""A program as a value: one rank's whole computation, its inputs and outputs named."""
+"""A program as a value: one rank's whole computation, its inputs and outputs named.
+
+A program is run here equation by equation, on every rank of its mesh at once, in this process.
+That is its meaning, which compiled programs are tested against; it is for small meshes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from functron import tree
-from functron.errors import Problem, public, raise_problems
-from functron.program import compile as compiling
+from functron.core import tree
+from functron.core.errors import Problem, public, raise_problems
 from functron.program import text
 from functron.program.check import check
 from functron.program.cost import Cost, cost
-from functron.program.equations import Block, Var
-from functron.program.html import html
-from functron.program.interpret import interpret
+from functron.program.equations import (
+    Block,
+    Code,
+    Equation,
+    Input,
+    Scan,
+    Var,
+    contiguous_strides,
+)
 from functron.program.memory import Memory, memory
-from functron.spmd.mesh import BoundMesh, Mesh
-from functron.spmd.spec import P
-
-Role = Literal["argument", "constant", "axis_index"]
+from functron.spmd.mesh import Mesh
+from functron.spmd.spec import shard, unshard
 
 
 @dataclass(frozen=True, eq=False)
-class Input:
-    """An input of a program.
+class Program(Code):
+    """One rank's program; made by `trace`, compiled by `functron.compiler.compile`.
 
-    Attributes:
-        var: its value: this rank's shard.
-        path: tree path among the arguments (``"0/params/embed"``: in the first argument); the name
-            of the axis for an axis index; "" for a constant.
-        spec: how the global value is sharded; None where that is not known.
-        donated: the caller gives its memory to the results.
-        role: an argument; a tensor that the function closed over; or this rank's index on an axis,
-            an int64 scalar, which keeps one program the same on every rank.
-        value: the tensor, for a constant.
+    Attributes: as in `Code`.
     """
-
-    var: Var
-    path: str
-    spec: P | None = None
-    donated: bool = False
-    role: Role = "argument"
-    value: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Output:
-    """An output of a program.
-
-    Attributes:
-        value: a `Var`, or a Python value that does not depend on the arguments.
-        path: tree path in the result.
-        spec: how the global value is sharded; None where that is not known.
-    """
-
-    value: Any
-    path: str
-    spec: P | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """One rank's program, from the flat arguments to the flat results; made by `trace`.
-
-    Attributes:
-        name: of the function that was traced.
-        mesh: the ranks it is for. The program is the same on every one of them.
-        block: the equations; its inputs are those of `inputs`, its outputs those of `outputs`.
-        inputs: arguments first, in the order of their tree, then axis indices and constants.
-        outputs: in the order of the result's tree.
-        in_structure: the tree of the arguments, as a tuple.
-        out_structure: the tree of the result.
-        static: leaves of the arguments that are no tensors, by their position in `in_structure`;
-            the program holds for these values only.
-        checked: whether shard_map's replication check applies to it.
-        stages: the axis whose ranks have other programs: the stages of a pipeline.
-    """
-
-    name: str
-    mesh: Mesh
-    block: Block
-    inputs: tuple[Input, ...]
-    outputs: tuple[Output, ...]
-    in_structure: tree.Structure
-    out_structure: tree.Structure
-    static: Mapping[int, Any] = field(default_factory=dict)
-    checked: bool = True
-    stages: str | None = None
-
-    def flatten(self, args: tuple) -> dict[str, torch.Tensor]:
-        """The tensors among the arguments, by path.
-
-        Raises:
-            ValueError: another structure, or other static leaves, than were traced.
-        """
-        leaves, structure = tree.flatten(args)
-        if structure != self.in_structure:
-            raise ValueError(
-                f"{self.name}: got arguments of structure {structure}; wanted {self.in_structure}, "
-                "as it was traced; fix: trace it again with these arguments"
-            )
-        paths = tree.paths(args)
-        raise_problems(
-            f"{self.name} was traced with other values",
-            [
-                Problem(f"argument {paths[i]}", repr(leaves[i]), repr(value), "trace it again")
-                for i, value in self.static.items()
-                if leaves[i] != value
-            ],
-        )
-        rows = zip(paths, leaves, strict=True)
-        return {path: leaf for path, leaf in rows if isinstance(leaf, torch.Tensor)}
 
     @public
     def __call__(self, *args: tree.Tree) -> tree.Tree:
         """The results for global arguments: every rank, in lockstep, in this process.
 
-        Nothing is compiled or donated. For small meshes; see `functron.program.interpret`.
+        Nothing is compiled or donated. For small meshes; see `functron.program.program`.
         """
         return interpret(self, *args)
 
     def __str__(self) -> str:
-        """The program as text, which `Program.parse` reads."""
+        """The program as text, which `functron.program.parse.parse` reads."""
         return text.format(self)
 
     def html(self) -> str:
         """The program as HTML: scans and phases fold, collectives have the colour of their axis."""
-        return html(self)
+        return text.html(self)
 
     def _repr_html_(self) -> str:
-        return html(self)
+        return text.html(self)
 
     def diff(self, other: Program | str) -> str:
         """How another program, or the text of one, differs: a unified diff, "" for no difference.
@@ -162,26 +85,182 @@ class Program:
         """The bytes that one rank holds while the program runs: timeline, peak and categories."""
         return memory(self)
 
-    @public
-    def compile(
-        self,
-        mesh: BoundMesh | None = None,
-        *,
-        cache: Path | str | None = None,
-        options: Mapping[str, Any] | None = None,
-        overlap: bool = True,
-        prefetch: bool = True,
-        unroll: bool = False,
-        backend: compiling.Backend = "inductor",
-    ) -> compiling.Executable:
-        """What runs it, compiled with Inductor; see `functron.program.compile.compile`."""
-        return compiling.compile(
-            self,
-            mesh,
-            cache=cache,
-            options=options,
-            overlap=overlap,
-            prefetch=prefetch,
-            unroll=unroll,
-            backend=backend,
+
+Ranks = list[Any]
+"""One value per rank, in rank order."""
+
+
+def interpret(program: Code, *args: tree.Tree) -> tree.Tree:
+    """The results of `program` on global arguments: all ranks in lockstep, in this process.
+
+    Nothing is donated; the arguments stay as they are.
+
+    Args:
+        args: trees as those that were traced: global values, which are split by their specs.
+
+    Raises:
+        ValueError: the arguments differ from what was traced in structure, shape or dtype.
+    """
+    leaves = program.flatten(args)
+    environment: dict[Var, Ranks] = {}
+    for given in program.inputs:
+        environment[given.var] = _input(program, given, leaves)
+    with torch.no_grad():
+        outputs = _block(program.block, environment, program.mesh)
+    results = [
+        _join(value, output.spec, program.mesh) if isinstance(output.value, Var) else output.value
+        for value, output in zip(outputs, program.outputs, strict=True)
+    ]
+    return tree.unflatten(program.out_structure, results)
+
+
+def _input(program: Code, given: Input, leaves: dict[str, torch.Tensor]) -> Ranks:
+    mesh = program.mesh
+    coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
+    if given.role == "axis_index":
+        return [torch.tensor(at[given.path]) for at in coordinates]
+    if given.role == "constant":
+        assert given.value is not None
+        return [given.value.detach()] * mesh.size
+    value, spec = leaves[given.path], given.spec
+    ranks = [value if spec is None else shard(value, spec, mesh, at) for at in coordinates]
+    raise_problems(
+        f"cannot run {program.name}",
+        [
+            Problem(
+                f"argument {given.path}",
+                f"{tuple(part.shape)} {part.dtype} on each rank",
+                f"{given.var.shape} {given.var.dtype}, as it was traced",
+                "trace again with these arguments",
+            )
+            for part in ranks[:1]
+            if (tuple(part.shape), part.dtype) != (given.var.shape, given.var.dtype)
+        ],
+    )
+    if given.var.stride == contiguous_strides(given.var.shape):
+        ranks = [part.contiguous() for part in ranks]  # as traced: a cut of a minor dim is not
+    return ranks
+
+
+def _join(ranks: Ranks, spec: Any, mesh: Mesh) -> torch.Tensor:
+    return ranks[0] if spec is None else unshard(ranks, spec, mesh)
+
+
+def _block(block: Block, environment: dict[Var, Ranks], mesh: Mesh) -> list[Ranks]:
+    for equation in block.equations:
+        results = _equation(equation, environment, mesh)
+        environment.update(zip(equation.results, results, strict=True))
+    return [
+        environment[value] if isinstance(value, Var) else [value] * mesh.size
+        for value in block.outputs
+    ]
+
+
+def _equation(equation: Equation, environment: dict[Var, Ranks], mesh: Mesh) -> list[Ranks]:
+    if isinstance(equation.op, Scan):
+        operands = [environment[value] for value in equation.operands]
+        return _scan(equation.op, operands, mesh)
+    collective = _COLLECTIVES.get(equation.name)
+    if collective is not None and equation.op.namespace == "functron":
+        ranks = [environment[x] if isinstance(x, Var) else x for x in equation.args]
+        return [collective(ranks[0], mesh, *ranks[1:])]
+    outputs = []
+    for rank in range(mesh.size):
+        args, kwargs = pytree.tree_map_only(
+            Var, lambda value, rank=rank: environment[value][rank], (equation.args, equation.kwargs)
         )
+        leaves = pytree.tree_leaves(equation.op(*args, **kwargs))
+        outputs.append([x for x in leaves if isinstance(x, torch.Tensor)])
+    return [list(ranks) for ranks in zip(*outputs, strict=True)]
+
+
+def _scan(op: Scan, operands: list[Ranks], mesh: Mesh) -> list[Ranks]:
+    consts = operands[: op.num_consts]
+    carry = operands[op.num_consts : op.num_consts + op.num_carry]
+    columns = operands[op.num_consts + op.num_carry :]
+    rows: dict[int, list[Ranks]] = {}
+    order = range(op.length)
+    for index in reversed(order) if op.reverse else order:
+        x = [[value[index] for value in ranks] for ranks in columns]
+        inner = dict(zip(op.body.inputs, [*consts, *carry, *x], strict=True))
+        out = _block(op.body, inner, mesh)
+        carry, rows[index] = out[: op.num_carry], out[op.num_carry :]
+    stacked = [
+        [_stack([rows[i][column][rank] for i in order], value) for rank in range(mesh.size)]
+        for column, value in enumerate(op.body.outputs[op.num_carry :])
+    ]
+    return [*carry, *stacked]
+
+
+def _stack(slices: list[torch.Tensor], like: Var) -> torch.Tensor:
+    shape, stride = like.stacked(len(slices))
+    out = torch.empty_strided(shape, stride, dtype=like.dtype, device=slices[0].device)
+    for row, value in zip(out.unbind(0), slices, strict=True):
+        row.copy_(value)
+    return out
+
+
+def _groups(mesh: Mesh, axis: str) -> list[list[int]]:
+    """The ranks that differ only along `axis`, in order, for every such group."""
+    groups: dict[tuple, list[int]] = {}
+    for rank in range(mesh.size):
+        at = mesh.coordinate(rank)
+        groups.setdefault(tuple(v for k, v in at.items() if k != axis), []).append(rank)
+    return list(groups.values())
+
+
+def _among(fn: Callable[..., Sequence[torch.Tensor]], others: int = 0) -> Callable:
+    """A collective from what it does to the values of one group.
+
+    Args:
+        fn: takes the group's values, the axis' size, for each of `others` the group's values of
+            another operand, and what else the operation takes.
+        others: how many operands there are besides the first.
+    """
+
+    def collective(values: Ranks, mesh: Mesh, axis: str, size: int, *rest: Any) -> Ranks:
+        out: Ranks = [None] * mesh.size
+        for group in _groups(mesh, axis):
+            more = [[ranks[rank] for rank in group] for ranks in rest[:others]]
+            results = fn([values[rank] for rank in group], size, *more, *rest[others:])
+            for rank, result in zip(group, results, strict=True):
+                out[rank] = result
+        return out
+
+    return collective
+
+
+def _reduce(reduction: Callable) -> Callable:
+    return lambda xs, size: [reduction(torch.stack(list(xs)))] * size
+
+
+def _permute(xs, size, sources, destinations):
+    out = [torch.zeros_like(x) for x in xs]
+    for source, destination in zip(sources, destinations, strict=True):
+        out[destination] = xs[source]
+    return out
+
+
+def _ragged(xs, size, sends, receives, capacity):
+    blocks = [x[: sum(sizes)].split(sizes) for x, s in zip(xs, sends, strict=True)
+              for sizes in (s.tolist(),)]  # fmt: skip
+    out = []
+    for rank in range(size):
+        rows = torch.cat([sent[rank] for sent in blocks])
+        out.append(torch.cat([rows, rows.new_zeros(capacity - len(rows), *rows.shape[1:])]))
+    return out
+
+
+_COLLECTIVES = {
+    "psum": _among(_reduce(lambda stacked: stacked.sum(0, dtype=stacked.dtype))),
+    "pmax": _among(_reduce(lambda stacked: stacked.amax(0))),
+    "pmin": _among(_reduce(lambda stacked: stacked.amin(0))),
+    "pbroadcast": _among(lambda xs, size, source: [xs[source]] * size),
+    "all_gather": _among(lambda xs, size: [torch.stack(list(xs))] * size),
+    "psum_scatter": _among(
+        lambda xs, size: list(torch.stack(list(xs)).sum(0, dtype=xs[0].dtype).unbind(0))
+    ),
+    "all_to_all": _among(lambda xs, size: [torch.stack([x[r] for x in xs]) for r in range(size)]),
+    "ppermute": _among(_permute),
+    "ragged_all_to_all": _among(_ragged, others=2),
+}

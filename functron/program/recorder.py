@@ -4,6 +4,8 @@ A `Recorder` is a dispatch mode above a fake-tensor mode. Below every torch.func
 autograd tape it sees plain operations on plain tensors, so it records any program, with its
 backward pass, in the order in which it runs. It keeps frames: the body of a scan is recorded in a
 frame of its own, and what it uses of the frames around it becomes an operand of the scan.
+
+Views, writes and draws of an operation are those that its schema declares.
 """
 
 from __future__ import annotations
@@ -25,12 +27,40 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from functron import compat
+from functron.core import compat
+from functron.core.scopes import phase, scope_names
 from functron.program.equations import Block, Equation, Scan, Var, Where
-from functron.program.schema import draws, functional_form
-from functron.scopes import phase, scope_names
 from functron.spmd.axes import user_line
 from functron.spmd.simulate import depends_on_data, draws_randomly
+
+
+def functional_form(func) -> Any:
+    """``aten.add.Tensor`` for ``aten.add_.Tensor``; None where there is none of the same shape."""
+    namespace, name = func._schema.name.split("::")
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
+    overload = func._overloadname
+    if packet is None or overload not in packet.overloads():
+        return None
+    found = getattr(packet, overload)
+    changed = [argument for argument in func._schema.arguments if _writes(argument)]
+    same = changed == list(func._schema.arguments[:1])
+    return found if same and len(found._schema.returns) == 1 else None
+
+
+def draws(func, args, kwargs) -> bool:
+    """Whether a call of a seeded operation draws: attention kernels do only with dropout."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else argument.default_value
+            return bool(kwargs.get("dropout_p", given))
+    return True
+
+
+def _writes(argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
 
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
@@ -357,7 +387,7 @@ class Recorder(TorchDispatchMode):
     # --- results
 
     def block(self, inputs: Sequence[Var], outputs: Sequence[Any]) -> Block:
-        """What the current frame holds, as a block with dead equations removed."""
+        """The current frame as a block, with dead equations removed."""
         equations = live_equations(self._frame.equations, outputs)
         return Block(tuple(inputs), tuple(equations), tuple(outputs))
 

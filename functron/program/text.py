@@ -20,37 +20,189 @@ and for a collective the payload: the bytes that this rank passes in, or, for an
 Types are ``dtype[shape]``, then ``{strides}`` where these are not contiguous and ``@device`` where
 that is not cpu. ATen operations are written without their namespace and default overload.
 `functron.program.parse` reads all of it.
+
+`html` is the same for notebooks, coloured and foldable.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import Any
 
-from functron import tree
-from functron.program.equations import Block, Equation, Scan, Var, Where
-from functron.program.notation import (
-    axis_of,
-    call_text,
-    declaration,
-    payload_bytes,
-    span_bytes,
-    value_text,
-    word,
+import torch
+
+from functron.core import tree
+from functron.program.equations import (
+    Block,
+    Code,
+    Equation,
+    Input,
+    Output,
+    Scan,
+    Var,
+    Where,
+    contiguous_strides,
 )
 from functron.spmd.spec import P
 
-if TYPE_CHECKING:
-    from functron.program.program import Input, Output, Program
+DTYPES: Mapping[str, torch.dtype] = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i16": torch.int16,
+    "i8": torch.int8,
+    "u64": torch.uint64,
+    "u32": torch.uint32,
+    "u16": torch.uint16,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+    "c64": torch.complex64,
+    "c128": torch.complex128,
+    "f8_e4m3fn": torch.float8_e4m3fn,
+    "f8_e5m2": torch.float8_e5m2,
+}
+"""Short names as JAX writes them; other dtypes go by torch's names."""
+
+_SHORT = {dtype: name for name, dtype in DTYPES.items()}
+
+COLLECTIVES = frozenset(
+    {
+        "psum", "pmax", "pmin", "pbroadcast", "all_gather", "psum_scatter", "all_to_all",
+        "ppermute", "ragged_all_to_all",
+    }
+)  # fmt: skip
+"""The operations of `functron.spmd.axes` and `functron.spmd.ragged` that communicate."""
+
+_WORD = re.compile(r"[\w./<>+*-]+")
+
+
+@dataclass(frozen=True)
+class Type:
+    """The type of a variable in the text: ``bf16[4,8]{1,4}@cuda:0``. Fields as those of `Var`."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A Python object without notation, in a parsed program: its repr."""
+
+    text: str
+
+
+def declaration(var: Var | None) -> str:
+    """``%name: type``; ``_`` for a result that is missing."""
+    return "_" if var is None else f"{var!r}: {type_text(var)}"
+
+
+def type_text(var: Var | Type) -> str:
+    """``bf16[4,8]``, with ``{1,4}`` for strides of 1 and 4 and ``@cuda:0`` off the cpu."""
+    strides = "" if var.stride == contiguous_strides(var.shape) else f"{{{_numbers(var.stride)}}}"
+    device = "" if var.device.type == "cpu" else f"@{var.device}"
+    return f"{dtype_text(var.dtype)}[{_numbers(var.shape)}]{strides}{device}"
+
+
+def span_bytes(var: Var | Type) -> int:
+    """The bytes from the first element to the last."""
+    spans = (stride * (size - 1) for size, stride in zip(var.shape, var.stride, strict=True))
+    return 0 if 0 in var.shape else (1 + sum(spans)) * var.dtype.itemsize
+
+
+def _numbers(values: Iterable[int]) -> str:
+    return ",".join(map(str, values))
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """``f32`` for float32."""
+    return _SHORT.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def word(text: str) -> str:
+    """`text`, quoted unless it is made of letters, digits and ``_./<>+*-``."""
+    return text if _WORD.fullmatch(text) else repr(text)
+
+
+def value_text(value: Any) -> str:
+    """An operand or a constant: ``%x``, ``1e-05``, ``[1, 2]``, ``f32``, ``'tp'``."""
+    if isinstance(value, (list, torch.Size)):
+        return f"[{', '.join(map(value_text, value))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(value_text, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, torch.dtype):
+        return dtype_text(value)
+    if isinstance(value, (torch.layout, torch.memory_format, torch.device)):
+        return str(value).removeprefix("torch.")
+    if value is None or isinstance(value, (Var, P)) or type(value) in (bool, int, float, str):
+        return repr(value)
+    if isinstance(value, Opaque):
+        return f"opaque({value.text!r})"
+    without_address = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return f"opaque({without_address!r})"
+
+
+def op_text(op: torch._ops.OpOverload) -> str:
+    """``mm``, ``add.Tensor``, ``prims::sum``: ATen's and functron's names stand alone."""
+    namespace, name = op.name().split("::")
+    hidden = namespace == "functron" or (
+        namespace == "aten" and not hasattr(torch.ops.functron, name.split(".")[0])
+    )
+    return name if hidden else f"{namespace}::{name}"
+
+
+def call_text(equation: Equation) -> str:
+    """``op(operands, keyword=value)`` without keywords that have their default value."""
+    op = equation.op
+    assert not isinstance(op, Scan)
+    defaults = {
+        argument.name: argument.default_value
+        for argument in op._schema.arguments
+        if argument.has_default_value()
+    }
+    arguments = [value_text(value) for value in equation.args]
+    arguments += [
+        f"{name}={value_text(value)}"
+        for name, value in equation.kwargs.items()
+        if (type(value), value) != (type(defaults.get(name, ...)), defaults.get(name, ...))
+    ]
+    return f"{op_text(op)}({', '.join(arguments)})"
+
+
+def axis_of(equation: Equation) -> str | None:
+    """The mesh axis of a collective; None for other equations."""
+    op = equation.op
+    if isinstance(op, Scan) or op.namespace != "functron" or equation.name not in COLLECTIVES:
+        return None
+    return equation.args[1] if len(equation.args) > 1 else equation.kwargs["axis"]
+
+
+def payload_bytes(equation: Equation) -> int:
+    """The bytes of a collective's operand, or of an all_gather's result, on one rank.
+
+    Of a ragged exchange, the smaller of operand and result: what ranks send on average is what they
+    receive, and each has room for more than that on the side where it cannot know.
+    """
+    if equation.name == "ragged_all_to_all":
+        return min(equation.operands[0].nbytes, equation.results[0].nbytes)
+    gathers = equation.name == "all_gather"
+    return (equation.results if gathers else equation.operands)[0].nbytes
+
 
 _WIDEST = 60  # columns are padded to the widest cell up to this; longer cells stick out
 
 
-def format(program: Program) -> str:  # noqa: A001  (read as text.format)
+def format(program: Code) -> str:  # noqa: A001  (read as text.format)
     """The text of a program: header, inputs, equations, outputs.
 
     The same on every machine for the same program: only the last part of file names is shown.
@@ -63,7 +215,7 @@ def format(program: Program) -> str:  # noqa: A001  (read as text.format)
     return "\n".join([*lines, "outputs:", *_indented(outputs)]) + "\n"
 
 
-def header(program: Program) -> str:
+def header(program: Code) -> str:
     """The first line: name, mesh, and the number of equations, each scan body's counted once."""
     mesh = ", ".join(f"{name}={size}" for name, size in program.mesh.axes)
     count = sum(1 for _ in program.block.walk())
@@ -71,7 +223,7 @@ def header(program: Program) -> str:
     return f"program {word(program.name)} on Mesh({mesh}): {count} equations{unchecked}"
 
 
-def input_rows(program: Program) -> list[list[str]]:
+def input_rows(program: Code) -> list[list[str]]:
     """``%name: type`` or a static value, path, spec and remarks of every input, as cells."""
     positions = range(program.in_structure.num_leaves)
     paths = tree.paths(tree.unflatten(program.in_structure, positions))
@@ -104,7 +256,7 @@ def _spec(spec: P | None) -> str:
 
 
 def storage_notes(var: Var, inputs: Sequence[Var]) -> list[str]:
-    """What the type of a block's input does not say of its memory."""
+    """Remarks on the memory of a block's input that its type does not give."""
     owner = next(other for other in inputs if other.storage == var.storage)
     if owner is not var:
         return [f"shares {owner!r}"]
@@ -123,7 +275,7 @@ def block_lines(block: Block) -> list[str]:
 
 
 def scan_lines(equation: Equation) -> list[str]:
-    """What stands between the braces of a scan: its operands, its body and its results."""
+    """The lines between the braces of a scan: its operands, its body and its results."""
     operands, results = scan_rows(equation)
     assert isinstance(equation.op, Scan)
     return [*aligned(operands), *block_lines(equation.op.body), *aligned(results)]
@@ -210,7 +362,7 @@ def _indented(lines: Iterable[str]) -> list[str]:
 # --- differences
 
 
-def diff(a: Program | str, b: Program | str, context: int = 3) -> str:
+def diff(a: Code | str, b: Code | str, context: int = 3) -> str:
     """The lines to remove from `a` (``-``) and to add (``+``) to have `b`; "" where they agree.
 
     Names of variables, columns and line numbers of the user's source do not count: lines are first
@@ -318,3 +470,115 @@ def _matches(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
     for first, second, size in matcher.get_matching_blocks():
         pairs += [(head + first + k, head + second + k) for k in range(size)]
     return pairs + [(len(a) - tail + k, len(b) - tail + k) for k in range(tail)]
+
+
+_FEW = 12  # so many inputs or outputs are shown unfolded
+_HUES = (210, 30, 140, 330, 265, 55)  # of axes, in the order of the mesh
+_PHASES = {"forward": "128 128 128", "recompute": "205 140 20", "backward": "150 90 220"}
+
+# Text has the page's own colour and backgrounds are translucent, so that light and dark themes both
+# stay readable without asking which one it is.
+_STYLE = """
+.functron-program { font: 12px/1.5 ui-monospace, Menlo, Consolas, monospace; overflow-x: auto; }
+.functron-program .row { white-space: pre; padding: 0 .5em; border-left: 3px solid transparent; }
+.functron-program .scan { border-left: 3px solid transparent; }
+.functron-program details > :not(summary) { margin-left: 1.5em; }
+.functron-program summary { white-space: pre; cursor: pointer; }
+.functron-program .title { font-weight: bold; }
+.functron-program .note { opacity: .7; }
+.functron-program .key { padding: 0 .6em; margin-right: .6em; border-left: 3px solid transparent; }
+"""
+
+
+def html(program: Code) -> str:
+    """A program as HTML that needs nothing but itself: no scripts, nothing from the network.
+
+    Collectives are highlighted by their axis, phases by the colour at the left edge; scans, and
+    long lists of inputs and outputs, fold. Hovering over a line shows the user's source.
+    """
+    axes = {name: k for k, name in enumerate(program.mesh.axis_names)}
+    inputs = _plain(input_rows(program))
+    outputs = _plain([output_cells(entry) for entry in program.outputs])
+    parts = [
+        f'<div class="functron-program"><style>{_STYLE}{_colours(axes)}</style>',
+        f'<div class="title">{escape(header(program))}</div>',
+        _legend(program, axes),
+        _fold(f"inputs: {len(inputs)}", inputs, len(inputs) <= _FEW),
+        _fold("equations", _block(program.block, axes), True),
+        _fold(f"outputs: {len(outputs)}", outputs, len(outputs) <= _FEW),
+        "</div>",
+    ]
+    return "\n".join(parts)
+
+
+def _colours(axes: Mapping[str, int]) -> str:
+    lines = [
+        f".functron-program .{phase} {{ border-left-color: rgb({rgb}); }}"
+        for phase, rgb in _PHASES.items()
+    ]
+    lines += [
+        f".functron-program .axis{k} {{ background: hsl({_HUES[k % len(_HUES)]} 90% 50% / .22); }}"
+        for k in axes.values()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _legend(program: Code, axes: Mapping[str, int]) -> str:
+    keys = [f'<span class="key {phase}">{phase}</span>' for phase in _PHASES]
+    keys += [
+        f'<span class="key axis{k}">{escape(name)}={program.mesh[name]}</span>'
+        for name, k in axes.items()
+    ]
+    return f"<div>{''.join(keys)}</div>"
+
+
+def _fold(summary: str, lines: Iterable[str], is_open: bool) -> str:
+    state = " open" if is_open else ""
+    return "\n".join(
+        [f"<details{state}><summary>{escape(summary)}</summary><div>", *lines, "</div></details>"]
+    )
+
+
+def _plain(rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f'<div class="row">{escape("".join(cells).rstrip())}</div>' for cells in padded(rows)]
+
+
+def _block(block: Block, axes: Mapping[str, int]) -> list[str]:
+    """The lines of a block's equations; a scan is one foldable element."""
+    simple = [equation for equation in block.equations if not isinstance(equation.op, Scan)]
+    lines = iter(padded([equation_cells(equation) for equation in simple]))
+    return [
+        _scan(equation, axes)
+        if isinstance(equation.op, Scan)
+        else _equation(equation, next(lines), axes)
+        for equation in block.equations
+    ]
+
+
+def _equation(equation: Equation, cells: Sequence[str], axes: Mapping[str, int]) -> str:
+    axis = axis_of(equation)
+    mark = f" axis{axes[axis]}" if axis is not None and axis in axes else ""
+    head, tail = escape("".join(cells[:2])), escape("".join(cells[2:]).rstrip())
+    return (
+        f'<div class="row {equation.where.phase}{mark}" title="{_source(equation)}">'
+        f'{head}<span class="note">{tail}</span></div>'
+    )
+
+
+def _source(equation: Equation) -> str:
+    """``file.py:12: `source` ``, without the folder."""
+    path, colon, rest = equation.where.line.partition(".py:")
+    return escape(f"{PurePath(path).name}{colon}{rest}" if colon else path)
+
+
+def _scan(equation: Equation, axes: Mapping[str, int]) -> str:
+    scan = equation.op
+    assert isinstance(scan, Scan)
+    inner = [each for each, _ in scan.body.walk()]
+    found = Counter(f"{each.name} over {axis}" for each in inner if (axis := axis_of(each)))
+    counts = [f"{len(inner)} equations", *(f"{count} {name}" for name, count in found.items())]
+    where = "  ".join(cell.rstrip() for cell in where_cells(equation.where))
+    operands, results = scan_rows(equation)
+    lines = [*_plain(operands), *_block(scan.body, axes), *_plain(results)]
+    folded = _fold(f"{scan_opening(scan)}: {', '.join(counts)}  {where}", lines, True)
+    return f'<div class="scan {equation.where.phase}">{folded}</div>'

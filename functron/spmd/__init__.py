@@ -1,10 +1,17 @@
-"""Meshes, specs, collectives and shard_map: per-rank programs, simulated or distributed."""
+"""Meshes, specs, collectives and shard_map: per-rank programs, simulated or distributed.
+
+`Mesh` names the axes and `P` splits values over them; `shard_map` runs a per-rank program on all
+ranks, which communicate by `collectives` (``functron.lax``). Below these: `axes` (what an axis name
+means where a program runs), `primitives` (collectives with derivatives and vmap rules), `simulate`
+and `distributed` (the two ways to run), `replication` (the check), `ragged` (all-to-all of as many
+rows as there are), `shards` (shards of shards) and `donation`.
+"""
 
 from functron.spmd import collectives
 from functron.spmd.distributed import gather, shard
 from functron.spmd.mesh import CONTEXT_AXES, DATA_AXES, FSDP_AXES, STANDARD_AXES, BoundMesh, Mesh
 from functron.spmd.shard_map import shard_map
-from functron.spmd.spec import P, Rules, spec_axes
+from functron.spmd.spec import P, Rules, local_shape, offsets, spec_axes
 
 __all__ = [
     "CONTEXT_AXES",
@@ -17,6 +24,8 @@ __all__ = [
     "Rules",
     "collectives",
     "gather",
+    "local_shape",
+    "offsets",
     "shard",
     "shard_map",
     "spec_axes",

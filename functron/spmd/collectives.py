@@ -9,6 +9,8 @@ simulation it is arithmetic over vmap's batch dims.
 Every program is differentiated as the linear map it is on the product of all ranks, the convention
 of JAX's ``shard_map(check_vma=False)``: `psum` transposes to `psum`, `all_gather` to `psum_scatter`
 and back, `ppermute` and `all_to_all` to their inverses.
+
+What a program may ask of the axis whose ranks run the stages of a pipeline.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from typing import Any
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, public, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.spmd.axes import (
     Axis,
     AxisNames,
+    BoundAxis,
     SimulatedAxis,
+    TracedAxis,
     axis_index,
     axis_size,
     lookup,
@@ -210,16 +214,12 @@ def _split(leaf: torch.Tensor, dim: int, size: int, tiled: bool, name: str) -> t
     got = leaf.shape[dim]
     if (got % size) if tiled else (got != size):
         wanted = f"a multiple of the axis size {size}" if tiled else f"the axis size {size}"
-        raise_problems(
+        refuse(
             f"{name} cannot split its operand at {user_line()}",
-            [
-                Problem(
-                    f"dim {dim} of shape {tuple(leaf.shape)}",
-                    str(got),
-                    wanted,
-                    "pad that dim, or split another" if tiled else "pass tiled=True",
-                )
-            ],
+            f"dim {dim} of shape {tuple(leaf.shape)}",
+            got,
+            wanted,
+            "pad that dim, or split another" if tiled else "pass tiled=True",
         )
     return (leaf.unflatten(dim, (size, -1)) if tiled else leaf).movedim(dim, 0)
 
@@ -412,3 +412,18 @@ def global_index(size: int, axis_name: AxisNames, *, device: torch.device | str)
     """The global indices, int64 [size], of this rank's rows of a dim split by `axis_name`."""
     rows = torch.arange(size, device=device)
     return rows + axis_index(axis_name) * size
+
+
+def psum_stages(x: torch.Tensor) -> torch.Tensor:
+    """The sum of x over the processes that run other stages of a pipeline; 0-dim or any shape.
+
+    The identity where one process runs all stages, and where there are none. One all-reduce of x's
+    bytes otherwise.
+    """
+    stages = scope().stages
+    if stages is None or stages.index is None:
+        return x
+    make_index = scope().axis_index
+    if make_index is not None:
+        return Psum.call(x, TracedAxis(stages.name, stages.size, make_index))
+    return Psum.call(x, BoundAxis(stages.name, stages.size, stages.index, stages.group))

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from functron import compat, tree
-from functron.closure import hoist
-from functron.errors import Problem, public, raise_problems
-from functron.spmd.axes import BoundAxis, bind, raise_lost, user_line
+from functron.core import compat, tree
+from functron.core.closure import hoist
+from functron.core.errors import Problem, public, raise_problems
+from functron.spmd.axes import BoundAxis, TracedAxis, bind, raise_lost, user_line
 from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.primitives import InputReplicated, OutputReplicated
 from functron.spmd.spec import P, dim_axes, is_spec, spec_axes, validate
 from functron.spmd.spec import shard as shard_one
-from functron.spmd.traced import TracedAxis
 
 
 def bound_axes(mesh: BoundMesh) -> tuple[list[BoundAxis], list[str]]:
@@ -132,7 +131,7 @@ def _count_once(
 
 @public
 def shard(value: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh) -> tree.Tree:
-    """What this process holds of a tree of global values.
+    """This process's shards of a tree of global values.
 
     On a bound mesh, copies of this rank's shards; on a mesh that is simulated, the global values
     themselves.

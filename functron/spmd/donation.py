@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from functron import compat, tree
-from functron.errors import Problem, raise_problems
+from functron.core import compat, tree
+from functron.core.errors import Problem, raise_problems
 
 FIX = "use the result in its place, or donate a clone"
 

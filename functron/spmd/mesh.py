@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from functron import compat
-from functron.errors import Problem, nearest, public, raise_problems
+from functron.core import compat
+from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 
 STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ulysses", "ep", "tp")
 """The axes that layers may name on any mesh; where a mesh lacks one, it has size 1."""
@@ -46,8 +46,8 @@ class Mesh:
         if given:
             text = isinstance(given[0], str)
             fix = f"Mesh.parse({given[0]!r})" if text else f"Mesh(**{given[0]!r})"
-            problem = Problem("Mesh", repr(given[0]), "axes by name, as in Mesh(dp=2)", fix)
-            raise_problems("cannot make a mesh", [problem], TypeError)
+            wanted = "axes by name, as in Mesh(dp=2)"
+            refuse("cannot make a mesh", "Mesh", repr(given[0]), wanted, fix, TypeError)
         raise_problems(
             "a mesh needs a positive whole number of ranks on every axis",
             [

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from functron import compat
+from functron.core import compat
 from functron.spmd.axes import Axis, SimulatedAxis
 
 
@@ -46,7 +46,7 @@ class Dtypes:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a primitive needs besides tensors; opaque to functorch, which flattens containers.
+    """The static operands of a primitive; opaque to functorch, which flattens containers.
 
     Attributes:
         axis: the mesh axis.
@@ -71,7 +71,7 @@ def _transport(value: torch.Tensor) -> torch.Tensor:
 
 
 class _Primitive(Function):
-    """What all primitives share; subclasses give `send`, `across`, `replicated`, `transpose`."""
+    """A primitive; subclasses give `send`, `across`, `replicated`, `transpose`."""
 
     generate_vmap_rule = False
     batch_dim_in = 0  # where another level's batch dim goes: past a leading rank dim, if any
@@ -180,7 +180,7 @@ def _refuse_derivative(name: str, axis: str):
 
 
 class _Extremum(_Primitive):
-    """What pmax and pmin share: no derivative, and the same value if all ranks have the same."""
+    """pmax or pmin: no derivative, and the same value if all ranks have the same."""
 
     name = ""
 

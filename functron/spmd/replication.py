@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from functron import tree
-from functron.errors import Problem, raise_problems
-from functron.spmd.axes import SimulatedAxis, scope, user_line
+from functron.core import tree
+from functron.core.errors import Problem, raise_problems
+from functron.spmd.axes import SimulatedAxis, TracedAxis, scope, user_line
 from functron.spmd.primitives import AssumeShare, RequireShare
 from functron.spmd.spec import P, spec_axes
-from functron.spmd.traced import TracedAxis
 
 LOSS_FIX = (
     "return lax.psum(loss, ...) of the ranks' parts of the loss, or lax.pmean(loss, ...) of their "

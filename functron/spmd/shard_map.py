@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from functron import compat, tree
-from functron.closure import hoist
-from functron.errors import Problem, nearest, public, raise_problems
+from functron.core import compat, tree
+from functron.core.closure import hoist
+from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.spmd import spec as sharding
 from functron.spmd.axes import (
     AxisNames,
     StageAxis,
+    TracedAxis,
     enter,
     raise_lost,
     scope,
@@ -30,7 +31,6 @@ from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
 from functron.spmd.replication import LineRecorder, VaryingOutputError, check_outputs
 from functron.spmd.simulate import run_ranks, taught
 from functron.spmd.spec import P, is_spec, spec_axes
-from functron.spmd.traced import TracedAxis
 
 
 @public
@@ -115,7 +115,7 @@ def _check_spec_trees(
 
 
 class Mapped:
-    """What `shard_map` returns: binds arguments to specs, then simulates or runs.
+    """A function mapped by `shard_map`: binds arguments to specs, then simulates or runs.
 
     Attributes:
         f: the per-rank program.
@@ -487,7 +487,7 @@ def _counts_edits(leaf: Any) -> bool:
 
 
 def _looks(leaf: Any) -> Any:
-    """What the check of an argument against its spec depends on."""
+    """The facts that the check of an argument against its spec depends on."""
     return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf)
 
 

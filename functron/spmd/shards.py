@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from functron import tree
-from functron.errors import Problem, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, raise_problems
 from functron.spmd.axes import Axis, axis_index, axis_size, lookup
 from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import BoundMesh, Mesh

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from functron import compat
-from functron.errors import in_library
+from functron.core import compat
+from functron.core.errors import in_library
 from functron.spmd.axes import SimulatedAxis, bind, scope, source_line
 from functron.spmd.mesh import Mesh
 from functron.spmd.primitives import OutputReplicated
@@ -198,7 +198,7 @@ _RAW: Mapping[str, Callable[[str], str]] = MappingProxyType(
             depends_on_data
         ),
         r"inplace arithmetic|in-?place .*vmap|vmap.* in-?place": _shares,
-        r"(?P<said>output with shape .* doesn't match the broadcast shape.*)": _shares,
+        r"(?P<message>output with shape .* doesn't match the broadcast shape.*)": _shares,
         r"Batching rule not implemented|we do not yet support aten::|isn't supported yet": (
             _has_no_rule
         ),
@@ -216,8 +216,8 @@ def taught(error: RuntimeError) -> str | None:
         return None
     op = re.search(r"aten::\w+|torch\.\w+(?=\()", raw)
     line = _users_line(error.__traceback__)
-    said = found.groupdict().get("said") or (op[0] if op else "")
-    return f"shard_map: {f'at {line} ' if line else ''}the program {words(said)}"
+    message = found.groupdict().get("message") or (op[0] if op else "")
+    return f"shard_map: {f'at {line} ' if line else ''}the program {words(message)}"
 
 
 def _users_line(traceback: TracebackType | None) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from functron import tree
-from functron.errors import Problem, nearest, public, raise_problems
+from functron.core import tree
+from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
 
 Entry = str | tuple[str, ...] | None
@@ -71,7 +71,7 @@ def num_shards(axes: Iterable[str], mesh: Mesh | BoundMesh) -> int:
 def problems(
     path: str, shape: Sequence[int] | None, spec: P, mesh: Mesh | BoundMesh
 ) -> Iterator[Problem]:
-    """What is wrong with splitting a value of this global shape by `spec` over `mesh`.
+    """Problems with splitting a value of this global shape by `spec` over `mesh`.
 
     Reports unknown axes, an axis used twice, a spec longer than the rank, and dims that do not
     divide. A standard axis that the mesh lacks is fine: it has size 1. Without a shape (None) only
@@ -197,7 +197,7 @@ class Rules(Mapping[str, Entry]):
     def __init__(self, rules: Mapping[str, Entry]):
         if not isinstance(rules, Mapping):
             wanted = 'mesh axes by logical axis, as in {"heads": "tp"}'
-            raise_problems("Rules", [Problem("rules", repr(rules), wanted)], TypeError)
+            refuse("Rules", "rules", repr(rules), wanted, error=TypeError)
         self._rules = dict(rules)
 
     def __getitem__(self, logical: str) -> Entry:

@@ -1,4 +1,9 @@
-"""Transforms: functions to functions, on trees, inside or outside a mapped program."""
+"""Transforms: functions to functions, on trees, inside or outside a mapped program.
+
+`grad`, `value_and_grad` and `vjp` differentiate, `sync_gradients` adds ranks' shares; `custom_vjp`
+gives a function a backward of its own; `remat` computes again instead of keeping, by `policies`;
+`scan` runs layers, `accumulate` microbatches; `fsdp` and `Gather` gather sharded parameters at use.
+"""
 
 from functron.transforms import policies
 from functron.transforms.accumulate import accumulate

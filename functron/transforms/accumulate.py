@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from functron import compat, tree
-from functron.errors import Problem, public, raise_problems
+from functron.core import compat, tree
+from functron.core.errors import Problem, public, raise_problems
 from functron.program.recorder import Recorder, active
 from functron.transforms.scan import scan
 

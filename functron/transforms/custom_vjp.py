@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from functron import compat, tree
-from functron.errors import public
-from functron.scopes import in_phase
+from functron.core import compat, tree
+from functron.core.errors import public
+from functron.core.scopes import in_phase
 from functron.spmd.axes import user_line
 from functron.transforms.gradient import rule_vjp
 from functron.transforms.rerun import Site, differentiated, fresh, map_level, partial_of
@@ -297,7 +297,7 @@ class _Pull:
         return cls(run, again, num_operands, num_made)
 
     def without_made(self, values: Sequence) -> list:
-        """What `again` takes, of what `run` takes."""
+        """The operands of `again`, from those of `run`."""
         return [*values[: self.num_operands], *values[self.num_operands + self.num_made :]]
 
     def over(self, size: int, in_dims: Sequence[int | None]) -> tuple[_Pull, list[bool]]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from functron import compat, tree
-from functron.closure import hoist
-from functron.errors import Problem, public, raise_problems
-from functron.scopes import in_phase
-from functron.spmd.axes import SimulatedAxis, scope, user_line
+from functron.core import compat, tree
+from functron.core.closure import hoist
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import in_phase
+from functron.spmd.axes import SimulatedAxis, TracedAxis, scope, user_line
 from functron.spmd.primitives import Psum, Vary
 from functron.spmd.replication import (
     LOSS_FIX,
@@ -29,7 +29,6 @@ from functron.spmd.replication import (
 )
 from functron.spmd.shards import cuts_between, scatter
 from functron.spmd.spec import P, is_spec, spec_axes
-from functron.spmd.traced import TracedAxis
 
 
 @public
@@ -304,7 +303,7 @@ class _Split:
         return found
 
     def tensors_of(self, other: tree.Tree) -> list:
-        """What `other`, of the same structure, has where the first had tensors."""
+        """The leaves of `other`, of the same structure, where the first had tensors."""
         flat = self.structure.flatten_up_to(other)
         return [flat[i] for i in self.positions]
 

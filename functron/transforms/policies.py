@@ -1,4 +1,4 @@
-"""What `remat` keeps between forward and backward, and the names by which values are kept.
+"""Policies of `remat`: the values kept between forward and backward, and the names to keep by.
 
 | policy             | is kept                                         | is computed again      |
 |--------------------|-------------------------------------------------|------------------------|
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from functron import compat
-from functron.errors import Problem, public, raise_problems
-from functron.typing import Tensor
+from functron.core import compat
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.typing import Tensor
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _LIBRARY.define("checkpoint_name(Tensor(a) x, str name) -> Tensor(a)")
@@ -58,7 +58,7 @@ DOTS = frozenset(
 
 @dataclass(frozen=True)
 class Policy:
-    """What `remat` keeps. Made by the other names of this module; ``|`` keeps what either keeps.
+    """The values that `remat` keeps, made by the names of this module; ``|`` is their union.
 
     Attributes:
         keep_all: everything that backward reads; nothing is computed again.

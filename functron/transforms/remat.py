@@ -3,29 +3,361 @@
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". `torch.utils.checkpoint` fails
 under torch.func transforms; this is one autograd Function that re-runs the program with its mesh
 axes as explicit operands, so it composes with vmap, grad, jvp-free higher orders and collectives.
+
 A policy (`functron.transforms.policies`) may keep some intermediates, which are then not computed
-again (`functron.transforms.remember`).
+again. Both runs happen under a dispatch mode, below every transform, where operations act on plain
+tensors. The first remembers the results that the policy chooses, by their place in the sequence of
+operations; the second returns them in that place instead of running the operation. Everything above
+the mode (the tape, torch.func levels) sees an operation as any other, so derivatives of every order
+are those of the function. This is the idea of torch's selective activation checkpointing.
+
+In a traced program the second run of a function is the same equations on the same values as the
+first, which every compiler merges: the intermediates then live until backward after all. A barrier
+makes a value depend, as far as anyone can see, on the cotangent that backward starts from. It costs
+a copy of that value, so only those operands get one that make large intermediates distinct.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd import Function
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from functron import compat, tree
-from functron.errors import public
+from functron.core import compat, tree
+from functron.core.errors import nearest, public
+from functron.core.scopes import in_phase
 from functron.program.recorder import active
-from functron.scopes import in_phase
-from functron.transforms.barrier import Reach, tie
+from functron.spmd.axes import user_line
 from functron.transforms.gradient import rule_vjp
-from functron.transforms.policies import Policy, nothing
-from functron.transforms.remember import Memory
+from functron.transforms.policies import CHECKPOINT_NAME, DOTS, Policy, nothing
 from functron.transforms.rerun import Site, differentiated, fresh, map_level, partial_of
+
+_LIBRARY = torch.library.Library("functron", "FRAGMENT")
+_LIBRARY.define("barrier(Tensor x, Tensor dep) -> Tensor")
+_LIBRARY.impl("barrier", lambda x, dep: x.clone(), "CompositeExplicitAutograd")
+_LIBRARY.impl("barrier", lambda x, dep: torch.empty_like(x), "Meta")
+
+
+def tie(x: torch.Tensor, dep: torch.Tensor) -> torch.Tensor:
+    """`x`, available only after `dep`; works under torch.func transforms."""
+    out: Any = _Barrier.apply(x, dep)
+    return out
+
+
+def tie_plain(x: torch.Tensor, dep: torch.Tensor) -> torch.Tensor:
+    """`tie` for plain tensors, from inside a dispatch mode."""
+    return torch.ops.functron.barrier(x, dep)
+
+
+class _Barrier(Function):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x, dep):
+        return torch.ops.functron.barrier(x, dep)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *cotangents) -> Any:
+        return cotangents[0], None
+
+    @staticmethod
+    def vmap(info, in_dims, x, dep):
+        return _Barrier.apply(x, dep), in_dims[0]
+
+
+class Reach(TorchDispatchMode):
+    """Finds which operands the intermediates of a with block are computed from."""
+
+    def __init__(self, operands: Sequence[torch.Tensor]):
+        super().__init__()
+        self.operands = list(operands)
+        # per storage the set of operands that it depends on, as bits
+        self._from: dict[int, int] = {}
+        for position, operand in enumerate(self.operands):
+            key = storage_key(operand)
+            self._from[key] = self._from.get(key, 0) | 1 << position
+        self._made: list[tuple[int, int]] = []  # dependencies and bytes of every intermediate
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        used = 0
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        for x in given:
+            used |= self._from.get(storage_key(x), 0)
+        known = {storage_key(x) for x in given}
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor) and storage_key(x) not in known:
+                self._from[storage_key(x)] = used
+                self._made.append((used, x.untyped_storage().nbytes()))
+        return out
+
+    def choose(self) -> tuple[int, ...]:
+        """The operands to tie: each makes more bytes distinct than its copy costs."""
+        chosen: list[int] = []
+        left = self._made
+        while True:
+            gains = [
+                sum(size for used, size in left if used >> i & 1) - operand.nbytes
+                for i, operand in enumerate(self.operands)
+            ]
+            best = max(range(len(gains)), key=gains.__getitem__, default=None)
+            if best is None or gains[best] <= 0:
+                return tuple(chosen)
+            chosen.append(best)
+            left = [(used, size) for used, size in left if not used >> best & 1]
+
+
+def storage_key(value: torch.Tensor) -> int:
+    """A number that tensors have in common if they share memory."""
+    return value.untyped_storage()._cdata
+
+
+_aten = torch.ops.aten
+_COPIES = {_aten.clone.default, _aten._to_copy.default}
+
+
+class Memory:
+    """The values that one call of a rematerialised function keeps.
+
+    Attributes:
+        policy: what to keep.
+        state: "fresh" until the forward run, "kept" until the backward run, then "spent". A later
+            backward run (``retain_graph=True``) computes everything again.
+        steps: the operations of the forward run, except views.
+        kept: results, by step.
+        tied: the positions of operands that backward ties to the cotangent, in a traced program.
+        diverged: what to say if the two runs differed and kept results could not be used.
+        depth: in how many scans of a traced program this is. Bodies of scans inside the function
+            are recorded apart from it and cannot use its values, so nothing in them is kept.
+    """
+
+    def __init__(self, policy: Policy, *, needed: bool):
+        self.policy = policy
+        self.needed = needed
+        self.state: Literal["fresh", "kept", "spent"] = (
+            "fresh" if needed and policy.is_partial else "spent"
+        )
+        self.steps: list[tuple] = []
+        self.kept: dict[int, Kept] = {}
+        self.tied: tuple[int, ...] = ()
+        self.depth = _depth()
+        self.diverged = ""
+        self._recall: Recall | None = None
+
+    @contextlib.contextmanager
+    def recalling(self, after: torch.Tensor) -> Iterator[None]:
+        """Use up in this with block what is remembered; kept values are used after `after`."""
+        if self.state == "kept":
+            self._recall = Recall(self, compat.plain(after))
+        try:
+            yield
+        finally:
+            self._recall, self.state = None, "spent"
+            self.steps, self.kept = [], {}
+        if self.diverged:
+            warnings.warn(self.diverged, stacklevel=2)
+
+    def counts(self, func) -> bool:
+        """Whether `func`, about to run, is a step: not a view or a question for a device."""
+        return not func.is_view and func.namespace != "prim" and _depth() == self.depth
+
+    def watch(self) -> contextlib.AbstractContextManager:
+        """The mode under which the function must run now."""
+        if self.state == "fresh":
+            return Remember(self)
+        return self._recall or contextlib.nullcontext()
+
+
+def _depth() -> int:
+    recorder = active()
+    return 0 if recorder is None else recorder.depth
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """The results of one operation.
+
+    Attributes:
+        leaves: its results, flat: tensors and numbers.
+        structure: theirs.
+        versions: how often each tensor had been modified in place.
+        home: the device to bring them back to; None where they never left.
+    """
+
+    leaves: list
+    structure: Any
+    versions: list[int]
+    home: torch.device | None = None
+
+    @classmethod
+    def of(cls, out: Any) -> Kept:
+        """The results `out` of an operation that was just run by a dispatch mode."""
+        leaves, structure = pytree.tree_flatten(out)
+        leaves = [compat.alias(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        return cls(leaves, structure, [_version(x) for x in leaves])
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing was modified in place since."""
+        return [_version(x) for x in self.leaves] == self.versions
+
+    def to_host(self) -> Kept:
+        """A copy in host memory, pinned where it comes from CUDA."""
+        home = next(x.device for x in self.leaves if isinstance(x, torch.Tensor))
+        if home.type == "cpu":
+            return self
+        moved = [_move(x, torch.device("cpu")) for x in self.leaves]
+        return Kept(moved, self.structure, [_version(x) for x in moved], home)
+
+    def results(self, after: torch.Tensor) -> Any:
+        """The operation's results, where it gave them."""
+        leaves = self.leaves
+        if self.home is not None:
+            leaves = [_move(x, self.home) for x in leaves]
+        elif active() is not None:
+            # what is computed from a kept value must not be merged with what forward computed
+            leaves = [tie_plain(x, after) if isinstance(x, torch.Tensor) else x for x in leaves]
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, torch.Tensor) else 0
+
+
+def _move(leaf: Any, device: torch.device) -> Any:
+    return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+
+class Remember(TorchDispatchMode):
+    """The mode of the forward run: keeps the results that the policy chooses."""
+
+    def __init__(self, memory: Memory):
+        super().__init__()
+        self.memory, self.policy = memory, memory.policy
+        self.candidates: dict[int, Kept] = {}
+        self.makers: dict[int, int] = {}  # storage -> the step that made what is in it
+        self.marked: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is CHECKPOINT_NAME:
+            self._mark(*args)
+        if not self.memory.counts(func):
+            return out
+        memory = self.memory
+        step = len(memory.steps)
+        memory.steps.append(signature(func, args, kwargs))
+        if self.policy.keep_dots and func._schema.name in DOTS:
+            memory.kept[step] = Kept.of(out)
+        if self.policy.names and not func._schema.is_mutable:
+            self._candidate(step, func, args, kwargs, out)
+        return out
+
+    def _candidate(self, step: int, func, args, kwargs, out) -> None:
+        """Remember who made `out`, until it is known which values have a name."""
+        given = {storage_key(x) for x in pytree.tree_leaves((args, kwargs)) if _is_tensor(x)}
+        made = [x for x in pytree.tree_leaves(out) if _is_tensor(x) and storage_key(x) not in given]
+        if not made:
+            return  # a view, or collectives' wait
+        if func in _COPIES and _bytes(args[0]) <= _bytes(made[0]):
+            maker = self.makers.get(storage_key(args[0]))
+            if maker is not None:  # keep what was copied: it costs no more, and took longer to make
+                self.makers[storage_key(made[0])] = maker
+                return
+        self.candidates[step] = Kept.of(out)
+        self.makers.update((storage_key(x), step) for x in made)
+
+    def _mark(self, x: torch.Tensor, name: str) -> None:
+        self.marked.add(name)
+        step = self.makers.get(storage_key(x))
+        if name not in self.policy.names or step is None:
+            return  # an argument, which is kept anyway, has no maker
+        kept = self.candidates[step]
+        if kept.intact:
+            on_host = name in self.policy.on_host
+            self.memory.kept.setdefault(step, kept.to_host() if on_host else kept)
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        self.memory.state = "kept"
+        missing = sorted(self.policy.names - self.marked)
+        if missing and exception[0] is None:
+            known = nearest(missing[0], self.marked)
+            raise ValueError(
+                f"remat at {user_line()}: the policy keeps {', '.join(map(repr, missing))}, which "
+                f"the function never marked; wanted names that it gives with checkpoint_name: "
+                f"{known}"
+            )
+
+
+class Recall(TorchDispatchMode):
+    """The mode of the backward run: gives back what was kept, and runs everything else."""
+
+    def __init__(self, memory: Memory, after: torch.Tensor):
+        super().__init__()
+        self.memory, self.after = memory, after
+        self.step = 0
+        self.in_step = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not self.in_step or not self.memory.counts(func):
+            return func(*args, **kwargs)
+        steps, step = self.memory.steps, self.step
+        self.step += 1
+        self.in_step = step < len(steps) and steps[step] == signature(func, args, kwargs)
+        if not self.in_step:
+            self._diverged(func)
+            return func(*args, **kwargs)
+        kept = self.memory.kept.pop(step, None)
+        if kept is None or not kept.intact:
+            return func(*args, **kwargs)
+        return kept.results(self.after)
+
+    def _diverged(self, func) -> None:
+        lost = len(self.memory.kept)
+        self.memory.kept.clear()
+        if lost:  # told later: a warning made an exception must not be raised inside an operation
+            self.memory.diverged = (
+                f"remat at {user_line()}: backward ran {func} where forward ran another operation, "
+                f"so {lost} kept results were computed again. The function must run the same "
+                "operations both times; numbers are not affected"
+            )
+
+
+def signature(func, args: tuple, kwargs: dict) -> tuple:
+    """The facts that two runs of an operation must share: itself, shapes, dtypes and constants."""
+    return (func, *map(_described, args), *map(_described, kwargs.values()))
+
+
+def _described(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.shape, argument.dtype
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_described, argument))
+    return argument
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _bytes(value: torch.Tensor) -> int:
+    return value.untyped_storage().nbytes()
 
 
 @public

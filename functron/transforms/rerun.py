@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from functron import compat, tree
-from functron.closure import hoist
-from functron.scopes import named_scope, scope_names
+from functron.core import compat, tree
+from functron.core.closure import hoist
+from functron.core.scopes import named_scope, scope_names
 from functron.spmd.axes import SimulatedAxis, enter, scope
 
 

@@ -1,16 +1,345 @@
-"""Scan: a function applied along the leading dim of a tree, carrying a value."""
+"""Scan: a function applied along the leading dim of a tree, carrying a value.
+
+In a program that is being traced it is one equation forward and one backward, at any depth: the
+body is traced once, forward and backward together, and cut where backward begins. What the
+backward half needs of the forward half (its residuals) becomes stacked results of the forward scan
+and stacked operands of the reverse one; views are taken again instead of kept, and what is the same
+in every iteration is an operand of both. This is how JAX differentiates a scan.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.autograd import Function
 
-from functron import compat, tree
-from functron.errors import Problem, public, raise_problems
-from functron.program.recorder import active
-from functron.transforms.scattered import by_row
-from functron.transforms.traced_scan import traced_scan
+from functron.core import compat, tree
+from functron.core.closure import hoist
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import in_phase
+from functron.program.equations import Block, Equation, Scan, Var, contiguous_strides
+from functron.program.recorder import Recorder, active, live_equations
+from functron.transforms.fsdp import by_row
+
+
+def traced_scan(
+    recorder: Recorder, f: Callable, init: tree.Tree, xs: tree.Tree, length: int, name: str
+) -> tuple[tree.Tree, tree.Tree]:
+    """`functron.scan` of `f` as equations of `recorder`; differentiable once, by torch's tape.
+
+    Raises:
+        ValueError: the carry changes its structure, shape or dtype, or holds something else than
+            tensors.
+    """
+    # carries are contiguous, so that what an iteration returns fits the next
+    carry, carry_structure = tree.flatten(init)
+    columns, x_structure = tree.flatten(xs)
+    _check_tensors(tree.paths(init), carry)
+    carry = [leaf.contiguous() for leaf in carry]
+    hidden, close = hoist(f)
+    operands = [*hidden, *carry, *columns]
+    taped = torch.is_grad_enabled() and any(value.requires_grad for value in operands)
+    result: dict[str, Any] = {}
+
+    def body(values: list) -> list[torch.Tensor]:
+        consts, rest = values[: len(hidden)], values[len(hidden) :]
+        before = tree.unflatten(carry_structure, rest[: len(carry)])
+        x = tree.unflatten(x_structure, rest[len(carry) :])
+        after, y = close(consts)(before, x)
+        ys, result["structure"] = tree.flatten(y)
+        _check_carry(before, after)
+        _check_tensors([f"y/{path}" for path in tree.paths(y)], ys)
+        outputs = [*(leaf.contiguous() for leaf in tree.leaves(after)), *ys]
+        # each output has a cotangent of its own, also where the same tensor is returned twice
+        seen = {id(value): i for i, value in reversed(list(enumerate(outputs)))}
+        return [x if seen[id(x)] == i else x.view_as(x) for i, x in enumerate(outputs)]
+
+    made = _trace_body(recorder, body, hidden, carry, columns, length, taped)
+    region = _Region(recorder, made, len(hidden), len(carry), len(columns), length, name)
+    outputs: Any = _TracedScan.apply(region, *operands)
+    last, ys = outputs[: len(carry)], outputs[len(carry) :]
+    stacked = tree.unflatten(result["structure"], list(ys))
+    return tree.unflatten(carry_structure, list(last)), stacked
+
+
+def _check_tensors(paths: list[str], leaves: list) -> None:
+    raise_problems(
+        "a traced scan carries and stacks tensors only",
+        [
+            Problem(path or "carry", repr(leaf), "a tensor", "make it one, or close over it")
+            for path, leaf in zip(paths, leaves, strict=True)
+            if not isinstance(leaf, torch.Tensor)
+        ],
+    )
+
+
+def _check_carry(before: tree.Tree, after: tree.Tree) -> None:
+    rows = tree.same_structure(before, after, names=("the carry before", "the carry after"))
+    raise_problems(
+        "scan: the carry must keep its shapes and dtypes",
+        [
+            Problem(
+                f"carry/{path}" if path else "carry",
+                f"{tuple(new.shape)} {new.dtype} after one step",
+                f"{tuple(old.shape)} {old.dtype}, as before it",
+                "cast or reshape it in the scanned function",
+            )
+            for path, old, new in zip(tree.paths(before), tree.leaves(before), rows, strict=True)
+            if (old.shape, old.dtype) != (new.shape, new.dtype)
+        ],
+    )
+
+
+@dataclass
+class _Body:
+    """A body as it was traced; every list holds values of one frame, in which both halves lie."""
+
+    inputs: list[Var]
+    outputs: list[Var]
+    forward: list[Equation]
+    backward: list[Equation] = field(default_factory=list)
+    cotangents: list[Var | None] = field(default_factory=list)  # one per output
+    sums: list[tuple[Var, Var] | None] = field(default_factory=list)  # per hidden: before, after
+    gradients: list[Var | None] = field(default_factory=list)  # one per carry and column
+    captured: dict[Var, Var] = field(default_factory=dict)
+
+
+def _trace_body(recorder, body, hidden, carry, columns, length, taped) -> _Body:
+    def fresh(like: torch.Tensor, name: str, *, sliced: bool = False) -> torch.Tensor:
+        cut = 1 if sliced else 0
+        made = recorder.empty(like.shape[cut:], like.stride()[cut:], like.dtype, like.device)
+        recorder.input(made, name)
+        return made
+
+    with recorder.frame() as frame, torch.set_grad_enabled(taped):
+        values = [
+            *(fresh(leaf, "const") for leaf in hidden),
+            *(fresh(leaf, "carry") for leaf in carry),
+            *(fresh(leaf, "x", sliced=True) for leaf in columns),
+        ]
+        inputs = [recorder.var(value) for value in values]
+        # a carry that starts as a constant may depend on parameters after one iteration
+        moves = [*(True for _ in (*hidden, *carry)), *(leaf.requires_grad for leaf in columns)]
+        wanted = [
+            taped and moving and value.is_floating_point()
+            for value, moving in zip(values, moves, strict=True)
+        ]
+        for value, wants in zip(values, wanted, strict=True):
+            value.requires_grad_(wants)
+        outputs = body(values)
+        made = _Body(inputs, [recorder.var(value) for value in outputs], [])
+        cut = len(frame.equations)
+        if taped:
+            _trace_backward(recorder, made, values, wanted, outputs, hidden, len(carry), fresh)
+        made.forward, made.backward = frame.equations[:cut], frame.equations[cut:]
+        made.captured = frame.captured
+    return made
+
+
+def _trace_backward(
+    recorder, made: _Body, values, wanted, outputs, hidden, num_carry, fresh
+) -> None:
+    """Record the pullback of the body, and the running sums of what flows to `hidden`."""
+    moving = [value for value, wants in zip(values, wanted, strict=True) if wants]
+    taped = [value for value in outputs if value.requires_grad]
+    with in_phase("backward"):
+        seeds = {id(value): fresh(value.detach().contiguous(), "ct") for value in taped}
+        grads = iter(
+            torch.autograd.grad(
+                taped, moving, [seeds[id(value)] for value in taped], allow_unused=True
+            )
+            if taped
+            else [None] * len(moving)
+        )
+        found = [next(grads) if wants else None for wants in wanted]
+        with torch.no_grad():
+            for position, value in enumerate(values):
+                grad = found[position]
+                if grad is not None and position < len(hidden) + num_carry:
+                    grad = grad.contiguous()
+                if position < len(hidden):
+                    made.sums.append(_sum(recorder, grad, value, fresh))
+                else:
+                    made.gradients.append(None if grad is None else recorder.var(grad))
+    made.cotangents = [
+        recorder.var(seeds[id(value)]) if id(value) in seeds else None for value in outputs
+    ]
+
+
+def _sum(recorder, grad, like: torch.Tensor, fresh) -> tuple[Var, Var] | None:
+    if grad is None:
+        return None
+    before = fresh(like.detach(), "sum")
+    after = recorder.var(before + grad)
+    return recorder.var(before), after
+
+
+@dataclass(frozen=True, eq=False)
+class _Region:
+    """A traced body with its place in the program; opaque to autograd."""
+
+    recorder: Recorder
+    body: _Body
+    num_hidden: int
+    num_carry: int
+    num_columns: int
+    length: int
+    name: str
+
+    def kept(self) -> tuple[list[Var], list[Equation]]:
+        """The values that backward reads of the forward half, and the views that it takes again."""
+        body = self.body
+        made_by = {value: e for e in body.forward for value in e.results}
+        own = {value for e in body.backward for value in e.results}
+        again: list[Equation] = []
+        kept: dict[Var, None] = {}
+        skip = own | {value for value in body.cotangents if value is not None}
+        skip |= {pair[0] for pair in body.sums if pair is not None}
+
+        def need(value: Var) -> None:
+            if value in skip:
+                return
+            equation = made_by.get(value)
+            if equation is None or not (equation.aliases or not equation.operands):
+                kept.setdefault(value)
+                return
+            skip.update(equation.results)
+            for operand in equation.operands:
+                need(operand)
+            again.append(equation)
+
+        for value in (v for e in live_equations(body.backward, self._wanted()) for v in e.operands):
+            need(value)
+        for value in self._wanted():
+            need(value)
+        return list(kept), again
+
+    def _wanted(self) -> list[Var]:
+        sums = [pair[1] for pair in self.body.sums if pair is not None]
+        return [*sums, *(value for value in self.body.gradients if value is not None)]
+
+
+def _split(values: Sequence[Var], region: _Region) -> tuple[list[Var], list[Var], list[Var]]:
+    """Values that are inputs which every iteration shares, slices of columns, and all others."""
+    body, start = region.body, region.num_hidden + region.num_carry
+    shared = {*body.inputs[: region.num_hidden], *body.captured}
+    columns = set(body.inputs[start:])
+    return (
+        [v for v in values if v in shared],
+        [v for v in values if v in columns],
+        [v for v in values if v not in shared and v not in columns],
+    )
+
+
+class _TracedScan(Function):
+    @staticmethod
+    def forward(ctx, region: _Region, *operands: torch.Tensor) -> Any:
+        body, recorder = region.body, region.recorder
+        given = [recorder.var(value) for value in operands]
+        kept, ctx.again = region.kept() if any(ctx.needs_input_grad) else ([], [])
+        shared, slices, ctx.residuals = _split(kept, region)
+        outputs = [*body.outputs, *ctx.residuals]
+        consts = [*body.inputs[: region.num_hidden], *body.captured]
+        inputs = [*consts, *body.inputs[region.num_hidden :]]
+        around = [*given[: region.num_hidden], *body.captured.values(), *given[region.num_hidden :]]
+        equations = live_equations(body.forward, outputs)
+        block = Block(tuple(inputs), tuple(equations), tuple(outputs))
+        op = Scan(block, region.length, len(consts), region.num_carry, name=region.name)
+        results = recorder.emit(op, around, _results(outputs, region.num_carry, region.length))
+        outside = dict(zip(inputs, around, strict=True))
+        ctx.region = region
+        ctx.shared = {value: outside[value] for value in shared}
+        ctx.slices = {value: outside[value] for value in slices}
+        ctx.likes = given
+        ctx.save_for_backward(*results[len(body.outputs) :])
+        finished = results[: len(body.outputs)]
+        if body.cotangents:
+            pairs = zip(finished, body.cotangents, strict=True)
+            ctx.mark_non_differentiable(*(value for value, ct in pairs if ct is None))
+        return tuple(finished)
+
+    @staticmethod
+    def backward(ctx, *cotangents) -> Any:
+        region: _Region = ctx.region
+        recorder = region.recorder
+        op, first = _reverse(ctx, [recorder.var(value.contiguous()) for value in cotangents])
+        results = recorder.emit(op, first, _results(op.body.outputs, op.num_carry, op.length))
+        carried, sums = results[: region.num_carry], iter(results[region.num_carry : op.num_carry])
+        stacked = iter(results[op.num_carry :])
+        grads: list[Any] = [None if pair is None else next(sums) for pair in region.body.sums]
+        grads += [value if value.is_floating_point() else None for value in carried]
+        columns = region.body.gradients[region.num_carry :]
+        grads += [None if gradient is None else next(stacked) for gradient in columns]
+        return None, *grads
+
+
+def _reverse(ctx, given: list[Var]) -> tuple[Scan, list[Var]]:
+    """The scan that takes the cotangents of the results to those of the operands, and its operands.
+
+    It carries the cotangents of the carry and the running sums of those of hidden tensors; its xs
+    are slices of columns, residuals and the cotangents of ys, its ys the gradients of columns.
+    """
+    region: _Region = ctx.region
+    body, recorder, num_carry = region.body, region.recorder, region.num_carry
+    zeros: list[Equation] = []
+    carried_in = [
+        ct or _unread(recorder, value)
+        for value, ct in zip(body.outputs[:num_carry], body.cotangents[:num_carry], strict=True)
+    ]
+    carried_out = [
+        _zero_equation(recorder, value, zeros) if gradient is None else gradient
+        for value, gradient in zip(carried_in, body.gradients[:num_carry], strict=True)
+    ]
+    pairs = [pair for pair in body.sums if pair is not None]
+    starts = [
+        _zeros(recorder, like)
+        for like, pair in zip(ctx.likes, body.sums, strict=False)
+        if pair is not None
+    ]
+    rows = list(zip(body.cotangents[num_carry:], given[num_carry:], strict=True))
+    inputs = [
+        *ctx.shared, *carried_in, *(before for before, _ in pairs),
+        *ctx.slices, *ctx.residuals, *(ct for ct, _ in rows if ct is not None),
+    ]  # fmt: skip
+    operands = [
+        *ctx.shared.values(), *given[:num_carry], *starts, *ctx.slices.values(),
+        *(recorder.var(value) for value in ctx.saved_tensors),
+        *(value for ct, value in rows if ct is not None),
+    ]  # fmt: skip
+    gradients = [gradient for gradient in body.gradients[num_carry:] if gradient is not None]
+    outputs = [*carried_out, *(after for _, after in pairs), *gradients]
+    equations = live_equations([*ctx.again, *body.backward, *zeros], outputs)
+    block = Block(tuple(inputs), tuple(equations), tuple(outputs))
+    size = num_carry + len(pairs)
+    op = Scan(block, region.length, len(ctx.shared), size, reverse=True, name=region.name)
+    return op, operands
+
+
+def _results(outputs: Sequence[Var], num_carry: int, length: int) -> list[tuple]:
+    """Shape, stride, dtype and device of what a scan with these body outputs returns."""
+    carry = [(v.shape, v.stride, v.dtype, v.device) for v in outputs[:num_carry]]
+    return carry + [(*v.stacked(length), v.dtype, v.device) for v in outputs[num_carry:]]
+
+
+def _zeros(recorder: Recorder, like: Var) -> Var:
+    return recorder.var(torch.zeros(like.shape, dtype=like.dtype, device=like.device))
+
+
+def _unread(recorder: Recorder, like: Var) -> Var:
+    """A cotangent that the body does not read."""
+    stride = contiguous_strides(like.shape)
+    return recorder.name(recorder.empty(like.shape, stride, like.dtype, like.device), "ct")
+
+
+def _zero_equation(recorder: Recorder, like: Var, equations: list[Equation]) -> Var:
+    """Zeros like `like`, made by a new equation of the body."""
+    with recorder.frame() as frame:
+        zero = _zeros(recorder, like)
+    equations.extend(frame.equations)
+    return zero
 
 
 @public

@@ -34,7 +34,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     mesh = Mesh(tp=dist.get_world_size()).bind()
     Path(f"{log}.{mesh.rank}").write_text(str(os.getpid()))
-    placement = checkpoint.place(state(0), SPECS, mesh)
+    placement = checkpoint.Placement.of(state(0), SPECS, mesh)
     flat = tree.broadcast_prefix(SPECS, state(0), is_leaf=lambda s: isinstance(s, P))
     keep = checkpoint.Keep(last=2)
     with checkpoint.Saver(folder, placement, keep=keep, timeout=20) as saver:

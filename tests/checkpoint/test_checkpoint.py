@@ -146,7 +146,7 @@ def test_a_save_that_fails_leaves_no_checkpoint(tmp_path, monkeypatch):
 
 
 def test_orbax_and_jax_wait_for_the_first_checkpoint():
-    program = "import sys, functron.cli; print({'jax', 'orbax'} & set(sys.modules))"
+    program = "import sys, functron.cli.train; print({'jax', 'orbax'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from functron import Mesh, P, checkpoint, tree
-from functron.checkpoint import database, index, manifest
-from functron.checkpoint.folder import COMMITTED
+from functron.checkpoint import database, manifest
+from functron.checkpoint import database as index
+from functron.checkpoint.manifest import COMMITTED
 from functron.spmd.spec import shard
 
 FLIPS = 200
@@ -48,7 +49,7 @@ def path(tmp_path, on_ranks) -> Path:
         leaves = zip(tree.leaves(whole), flat, strict=True)
         mine = [shard(leaf, spec, mesh, mesh.coordinate) for leaf, spec in leaves]
         value = tree.unflatten(tree.structure(whole), mine)
-        placement = checkpoint.place(whole, SPECS, mesh)
+        placement = checkpoint.Placement.of(whole, SPECS, mesh)
         checkpoint.save(tmp_path / "1", value, {"a": 1}, placement=placement, store=store)
 
     on_ranks(Mesh(tp=2), save)
@@ -297,7 +298,7 @@ def test_a_chunk_that_a_rank_did_not_write_is_noticed(tmp_path, on_ranks, monkey
     whole = {"x": torch.ones(4, 4)}
 
     def save(mesh, store):
-        placement = checkpoint.place(whole, P("tp"), mesh)
+        placement = checkpoint.Placement.of(whole, P("tp"), mesh)
         value = {"x": whole["x"][:2]}
         with pytest.raises(OSError, match=r"x: got 1 of 3 chunks missing; wanted all of them"):
             checkpoint.save(tmp_path / "c" / "1", value, placement=placement, store=store)
@@ -312,7 +313,7 @@ def test_a_rank_that_dies_does_not_hang_the_others(tmp_path, on_ranks):
     def save(mesh, store):
         if mesh.rank == 1:
             return  # dead
-        placement = checkpoint.place(whole, P("tp"), mesh)
+        placement = checkpoint.Placement.of(whole, P("tp"), mesh)
         missing = "rank 1" if mesh.rank == 0 else "rank 0|no sign of life from rank 1"
         with pytest.raises(OSError, match=f"{missing}.*"):
             checkpoint.save(
@@ -330,7 +331,7 @@ def test_a_timeout_is_asked_anew_while_a_rank_is_waited_for(tmp_path, on_ranks):
     def save(mesh, store):
         if mesh.rank == 1:
             return  # dead
-        placement = checkpoint.place(whole, P("tp"), mesh)
+        placement = checkpoint.Placement.of(whole, P("tp"), mesh)
         saver = checkpoint.Saver(
             tmp_path, placement, store=store, timeout=lambda: next(seconds, 0.5)
         )
@@ -344,7 +345,7 @@ def test_a_rank_that_fails_tells_the_others(tmp_path, on_ranks):
     whole = {"x": torch.ones(4, 4)}
 
     def save(mesh, store):
-        placement = checkpoint.place(whole, P("tp"), mesh)
+        placement = checkpoint.Placement.of(whole, P("tp"), mesh)
         shape = (2, 4) if mesh.rank == 0 else (3, 4)
         with pytest.raises(ValueError, match=r"x: got torch.float32 \(3, 4\)") as caught:
             checkpoint.save(
@@ -360,7 +361,7 @@ def test_a_rank_that_fails_tells_the_others(tmp_path, on_ranks):
 def test_ranks_that_disagree_are_noticed(tmp_path, on_ranks):
     def save(mesh, store):
         whole = {"x": torch.ones(4, 4 + 2 * mesh.rank)}
-        placement = checkpoint.place(whole, P("tp"), mesh)
+        placement = checkpoint.Placement.of(whole, P("tp"), mesh)
         with pytest.raises(ValueError, match="rank 1: got another state, mesh or specs"):
             checkpoint.save(tmp_path / "1", {"x": whole["x"][:2]}, placement=placement, store=store)
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functron import Mesh, P, tree
-from functron.checkpoint.chunks import Division, chunk_shape, grid
-from functron.checkpoint.placement import Box, Leaf, place
+from functron.checkpoint.placement import Box, Division, Leaf, Placement, chunk_shape, grid
 from functron.pipeline.layout import layout_of
 from functron.pipeline.partition import Partition
 from functron.spmd import BoundMesh
@@ -29,7 +28,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def boxes(like: torch.Tensor, spec: P, mesh: Mesh, **settings) -> list[tuple[Box, ...]]:
-    placement = place({"x": like}, {"x": spec}, on(mesh, 0), **settings)
+    placement = Placement.of({"x": like}, {"x": spec}, on(mesh, 0), **settings)
     return [placement.boxes(placement.leaves[0], rank) for rank in range(mesh.size)]
 
 
@@ -53,13 +52,13 @@ def test_padding_is_no_part_of_a_box():
         (Box((4,), (1,), (0,)),),
         (),
     ]
-    placement = place({"x": meta(5)}, {"x": P("dp")}, on(Mesh(dp=4), 3))
+    placement = Placement.of({"x": meta(5)}, {"x": P("dp")}, on(Mesh(dp=4), 3))
     assert placement.local_shape(placement.leaves[0], 3) == (2,)
 
 
 def test_a_simulated_mesh_has_the_padding_of_every_part():
     # 6 over tp=2, then 3 over dp=2: parts of 2, 2 | 2, 2 of which 3, 3 are values
-    placement = place({"x": meta(6)}, {"x": P(("tp", "dp"))}, Mesh(dp=2, tp=2))
+    placement = Placement.of({"x": meta(6)}, {"x": P(("tp", "dp"))}, Mesh(dp=2, tp=2))
     (leaf,) = placement.leaves
     assert placement.num_ranks == 1
     assert placement.local_shape(leaf, 0) == (8,)
@@ -73,7 +72,7 @@ def test_rows_of_a_pipeline():
     like = {"e": meta(4), "b": {"w": meta(5, 3)}, "n": meta(3), "step": meta()}
     specs = {"e": P(), "b": P(None, "tp"), "n": P("tp"), "step": P()}
     mesh = Mesh(pp=2, tp=1)
-    placement = place(like, specs, on(mesh, 0), partition)
+    placement = Placement.of(like, specs, on(mesh, 0), partition)
     found = {
         leaf.path: [placement.boxes(leaf, rank) for rank in range(2)] for leaf in placement.leaves
     }
@@ -93,7 +92,9 @@ def test_rows_of_a_pipeline():
 
 def test_every_leaf_that_cannot_be_placed_is_named():
     with pytest.raises(ValueError, match="cannot place") as caught:
-        place({"a": meta(2), "b": meta(2), "c": 3}, {"a": P("up"), "b": P(None, "tp"), "c": P()})
+        Placement.of(
+            {"a": meta(2), "b": meta(2), "c": 3}, {"a": P("up"), "b": P(None, "tp"), "c": P()}
+        )
     text = str(caught.value)
     assert "a: got P('up'); wanted axes of the mesh" in text
     assert "b: got P(None, 'tp') for shape (2,); wanted at most 1 entries" in text
@@ -102,7 +103,7 @@ def test_every_leaf_that_cannot_be_placed_is_named():
 
 def test_what_a_process_holds_is_checked_against_its_placement():
     like = {"a": meta(4, 2), "b": meta(3), "c": meta(2)}
-    placement = place(like, {"a": P("tp"), "b": P(), "c": P()}, on(Mesh(tp=2), 1))
+    placement = Placement.of(like, {"a": P("tp"), "b": P(), "c": P()}, on(Mesh(tp=2), 1))
     assert set(placement.check({**like, "a": meta(2, 2)}, what="no")) == {"a", "b", "c"}
     with pytest.raises(ValueError, match="no") as caught:
         placement.check({"a": meta(4, 2), "b": meta(3).half(), "d": meta(1)}, what="no")
@@ -150,9 +151,9 @@ def test_boxes_are_the_shards_of_the_padded_value(case):
     mesh, shape, spec = case
     whole = 1 + torch.arange(math.prod(shape)).view(shape)
     padded = pad(whole, spec, mesh)
-    simulated = place({"x": whole}, {"x": spec}, mesh)
+    simulated = Placement.of({"x": whole}, {"x": spec}, mesh)
     for rank in range(mesh.size):
-        placement = place({"x": whole}, {"x": spec}, on(mesh, rank))
+        placement = Placement.of({"x": whole}, {"x": spec}, on(mesh, rank))
         want = shard(padded, spec, mesh, mesh.coordinate(rank))
         assert filled(placement, whole, rank).tolist() == want.tolist()
     assert filled(simulated, whole, 0).tolist() == padded.tolist()
@@ -177,7 +178,7 @@ def test_every_element_is_written_once(case, limit):
     counts = torch.zeros(shape, dtype=torch.int64)
     digests = set()
     for rank in range(mesh.size):
-        placement = place({"x": meta(*shape)}, {"x": spec}, on(mesh, rank))
+        placement = Placement.of({"x": meta(*shape)}, {"x": spec}, on(mesh, rank))
         division = Division(placement, limit)
         digests.add(division.digest)
         (held,) = [placement.boxes(leaf, rank) for leaf in placement.leaves]
@@ -233,7 +234,7 @@ def test_replicas_share_the_work():
     mesh = Mesh(dp=4)
     written = []
     for rank in range(4):
-        division = Division(place(like, P(), on(mesh, rank)))
+        division = Division(Placement.of(like, P(), on(mesh, rank)))
         written.append(sum(math.prod(p.size) for p in itertools.chain(*division.pieces)))
     assert sum(written) == tree.size(like)
     assert max(written) - min(written) <= 2 * 512 * 512
@@ -241,7 +242,7 @@ def test_replicas_share_the_work():
 
 def test_a_part_that_no_process_holds_is_named():
     partition = Partition(layout_of([1, 1]), (((0, 0), (1, 0)),), {"b": "t"})
-    placement = place({"b": meta(3, 2)}, P(), on(Mesh(pp=2), 0), partition)
+    placement = Placement.of({"b": meta(3, 2)}, P(), on(Mesh(pp=2), 0), partition)
     with pytest.raises(ValueError, match=r"b: got no process that holds the chunk at \(2, 0\)"):
         _ = Division(placement).pieces
 

@@ -95,7 +95,7 @@ def check_survivors(folder: Path, known: list[int]) -> None:
     assert checkpoint.latest(folder) == folder / str(found[-1])
     # whoever goes on removes what is unfinished
     fresh = {"x": torch.ones(3)}
-    with checkpoint.Saver(folder, checkpoint.place(fresh)) as saver:
+    with checkpoint.Saver(folder, checkpoint.Placement.of(fresh)) as saver:
         saver.save(10**6, fresh)
     assert sorted(path.name for path in folder.iterdir()) == sorted([*map(str, found), str(10**6)])
 

@@ -22,7 +22,7 @@ from functron.pipeline.partition import Partition
 from functron.spmd import BoundMesh, Rules
 from functron.spmd.shards import pad
 from functron.spmd.spec import shard
-from functron.step import State, init_state, state_specs
+from functron.training.step import State, init_state, state_specs
 
 MODEL = GPTConfig(
     vocab_size=40, num_layers=5, embed_dim=12, num_heads=2, mlp_dim=20, max_seq=8, dtype="bfloat16"
@@ -67,7 +67,7 @@ class Layout:
 
     def placement(self, mesh: BoundMesh | Mesh) -> checkpoint.Placement:
         like = tree.map(lambda leaf: leaf.to("meta"), whole())
-        return checkpoint.place(like, self.specs, mesh, self.partition)
+        return checkpoint.Placement.of(like, self.specs, mesh, self.partition)
 
     def held(self, mesh: BoundMesh | Mesh) -> State:
         """What a rank holds of the whole state."""

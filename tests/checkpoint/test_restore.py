@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from functron import Mesh, P, checkpoint, tree
-from functron.checkpoint.dtypes import _BY_NAME
+from functron.checkpoint.database import _BY_NAME
 
 
 def odd_values() -> dict:
@@ -81,7 +81,7 @@ def test_only_a_subtree_on_a_mesh(tmp_path, on_ranks):
     checkpoint.save(tmp_path / "1", whole)
 
     def restore(mesh, store):
-        placement = checkpoint.place({"params": whole["params"]}, P("tp"), mesh)
+        placement = checkpoint.Placement.of({"params": whole["params"]}, P("tp"), mesh)
         like = {"params": {"w": torch.empty(2, 2)}}
         return checkpoint.restore(tmp_path / "1", like, placement=placement)["params"]["w"]
 
@@ -139,7 +139,7 @@ def test_plain_orbax_and_jax_read_what_many_ranks_wrote(tmp_path, on_ranks):
     def save(mesh, store):
         i, j = mesh.coordinate["dp"], mesh.coordinate["tp"]
         value = {**whole, "w": whole["w"][4 * i : 4 * i + 4, 3 * j : 3 * j + 3]}
-        placement = checkpoint.place(whole, specs, mesh)
+        placement = checkpoint.Placement.of(whole, specs, mesh)
         checkpoint.save(tmp_path / "1", value, {"a": [1]}, placement=placement, store=store)
 
     on_ranks(Mesh(dp=2, tp=2), save)

@@ -12,14 +12,14 @@ import torch
 from functron import Mesh, P, checkpoint
 from functron.checkpoint import folder as folders
 from functron.checkpoint import together
-from functron.checkpoint.chunks import Division
 from functron.checkpoint.database import Window
 from functron.checkpoint.folder import Keep
+from functron.checkpoint.placement import Division
 from functron.checkpoint.writer import Snapshot
 
 
 def saver(path: Path, **settings) -> checkpoint.Saver:
-    return checkpoint.Saver(path, checkpoint.place({"x": torch.ones(1000)}), **settings)
+    return checkpoint.Saver(path, checkpoint.Placement.of({"x": torch.ones(1000)}), **settings)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_what_is_read_late_is_what_was_saved(tmp_path, monkeypatch):
     x = torch.arange(2000.0)
     state = {"x": x.view(2, 1000).t(), "half": x.bfloat16(), "count": torch.tensor(1)}
     saved = {}
-    with checkpoint.Saver(tmp_path, checkpoint.place(state), chunk_bytes=512) as one:
+    with checkpoint.Saver(tmp_path, checkpoint.Placement.of(state), chunk_bytes=512) as one:
         for step in (1, 2, 3):
             saved[step] = {name: leaf.clone() for name, leaf in state.items()}
             threading.Timer(0.2, goes_on.set).start()
@@ -130,7 +130,7 @@ def test_another_state_than_announced_is_refused(tmp_path):
 
 def test_a_snapshot_uses_its_memory_again():
     tensor = torch.arange(6.0).view(2, 3).t()  # not contiguous
-    division = Division(checkpoint.place({"x": tensor}))
+    division = Division(checkpoint.Placement.of({"x": tensor}))
     snapshot = Snapshot(division)
     (piece,) = division.pieces[0]
     snapshot.take([tensor])
@@ -150,7 +150,7 @@ def test_ranks_copy_only_what_they_write():
     sizes = []
     for rank in range(4):
         bound = BoundMesh(mesh, rank, mesh.coordinate(rank), {}, "cpu")
-        sizes.append(Snapshot(Division(checkpoint.place(like, P(), bound))).nbytes)
+        sizes.append(Snapshot(Division(checkpoint.Placement.of(like, P(), bound))).nbytes)
     assert sizes == [1 << 20] * 4
 
 

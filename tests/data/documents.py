@@ -84,13 +84,13 @@ def check_equal(config, lengths, batch, mesh, context, stream=gpt.STREAM) -> Non
     """Training on `batch` over `mesh` gives the dense loss and gradients."""
     weights, value, grads = dense(config, tuple(lengths))
     specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh))
-    settings = {"stream": stream, "context": context, "gather": ft.Gather(specs)}
+    options = ft.ModelOptions(stream=stream, context=context, gather=ft.Gather(specs))
 
     def program(weights, data):
         total = gpt.num_targets(data)
 
         def loss(weights, data):
-            return gpt.loss(config, weights, data, **settings) / total
+            return gpt.loss(config, weights, data, options) / total
 
         got, grads = ft.value_and_grad(loss)(weights, data)
         return got, ft.sync_gradients(grads, specs)

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functron import Mesh, gpt
-from functron.data import Costs, Placement, Plan, arrange, balance, pack, schedule
+from functron.data import ContextCosts, ContextPlan, Placement, arrange, balance, pack, schedule
 from functron.data.packing import IGNORED
 from tests.data.documents import CONFIGS, check_equal, check_whole, documents, texts
 
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=25)
-STEEP = Costs(quadratic=0.02)
-"""For short documents what `Costs()` is for long ones."""
+STEEP = ContextCosts(quadratic=0.02)
+"""For short documents what `ContextCosts()` is for long ones."""
 
 
 def by_rank(x: torch.Tensor, cp: int) -> np.ndarray:
@@ -60,7 +60,7 @@ def computed(segments: np.ndarray, positions: np.ndarray, cp: int, ring: int) ->
     quadratic=st.sampled_from([0.0, 0.001, 0.02, 1.0]),
 )
 def test_plans_hold_what_they_say(lengths, cp, rows, multiple, quadratic):
-    docs, model = documents(lengths), Costs(quadratic=quadratic)
+    docs, model = documents(lengths), ContextCosts(quadratic=quadratic)
     plan = schedule(lengths, cp, rows=rows, multiple=multiple, costs=model)
     batch = arrange(docs, plan)
     check_whole({n: x for n, x in batch.items() if n != "rows"}, docs)
@@ -142,7 +142,9 @@ def test_no_plan_is_worse_than_all_ranks_for_all(lengths, cp, rows):
 
 def test_a_small_example():
     places = Placement(8, 0, 0, 2), Placement(3, 0, 1, 1), Placement(5, 0, 0, 1)
-    plan = Plan(2, 1, places, tokens_per_rank=10, pairs=(33, 24), tokens=(9, 7), model=Costs())
+    plan = ContextPlan(
+        2, 1, places, tokens_per_rank=10, pairs=(33, 24), tokens=(9, 7), model=ContextCosts()
+    )
     batch = arrange([np.arange(10, 18), np.arange(20, 23), np.arange(30, 35)], plan, pad=99)
     first = [10, 11, 30, 31, 32, 33, 34, 99, 16, 17]
     second = [12, 13, 20, 21, 22, 99, 99, 99, 14, 15]
@@ -176,7 +178,7 @@ def heavy_tailed(seed: int, median: int = 900, count: int = 96) -> list[int]:
 
 
 def plain(lengths: list[int], cp: int, rows: int, balanced: bool) -> tuple[float, float, float]:
-    """Time, imbalance and padding of packed samples, all of them over all ranks, by `Costs()`.
+    """Time, imbalance and padding of packed samples, all of them over all ranks, by `ContextCosts()`.
 
     Samples are as short as first fit in `rows` of them allows.
     """
@@ -198,9 +200,9 @@ def plain(lengths: list[int], cp: int, rows: int, balanced: bool) -> tuple[float
             if n != "rows"
         }
     pairs, tokens = measured(batch, cp, lengths)
-    per_token = Costs().per_token(cp)
-    time = Costs().quadratic * pairs.max() + per_token * seq / cp
-    even = (Costs().quadratic * pairs.sum() + per_token * tokens.sum()) / (rows * cp)
+    per_token = ContextCosts().per_token(cp)
+    time = ContextCosts().quadratic * pairs.max() + per_token * seq / cp
+    even = (ContextCosts().quadratic * pairs.sum() + per_token * tokens.sum()) / (rows * cp)
     return time, time / even, 1 - tokens.sum() / (rows * seq)
 
 
@@ -260,9 +262,9 @@ def test_arguments_out_of_range_are_refused():
     with pytest.raises(ValueError, match=r"no plan found.*\n.*raise limit"):
         schedule([13] * 3, 2, limit=20, sizes=(1,))
     with pytest.raises(ValueError, match="quadratic: got -1"):
-        Costs(quadratic=-1)
+        ContextCosts(quadratic=-1)
     with pytest.raises(ValueError, match="one more than 0"):
-        Costs(linear=0, quadratic=0)
+        ContextCosts(linear=0, quadratic=0)
 
 
 def test_documents_must_be_those_of_the_plan():

@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from functron.data.indexed import IndexedFile
-from functron.data.indexed_verify import verify
-from functron.data.indexed_writer import IndexedWriter, merge
+from functron.data.indexed import IndexedFile, IndexedWriter, merge, verify
 from tests.data.megatron_bytes import CODES, expected, write
 
 # two documents, [1, 2, 3] and [500], as uint16, by the layout in functron/data/indexed.py

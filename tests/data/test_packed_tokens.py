@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from functron import cli, random, run_folder
+from functron import random
+from functron.cli import main
 from functron.data import (
     Blend,
     IndexedWriter,
@@ -22,13 +23,14 @@ from functron.data import (
     split,
     verify,
 )
-from functron.data.best_fit import best_fit, fill
 from functron.data.chat import IGNORED
 from functron.data.order import shuffled_blocks
-from functron.data.packed_tokens import TOGETHER
+from functron.data.packed import TOGETHER
+from functron.data.packing import best_fit, fill
 from functron.data.token_file import TokenFile, last_not_after
 from functron.models import gpt
 from functron.params import init_params
+from functron.training import run_folder
 
 
 class Row(TokenFile):
@@ -323,7 +325,7 @@ def prefixes(tmp_path_factory):
 def train(out, *options) -> int:
     run = ["train", "--seq", "16", "--global-batch", "4", "--out", str(out)]
     small = ["--gpt.num-layers", "2", "--gpt.embed-dim", "32", "--gpt.num-heads", "4"]
-    return cli.main([*run, *small, "--pack", "best-fit", *options])
+    return main.main([*run, *small, "--pack", "best-fit", *options])
 
 
 def losses(out) -> list[float]:
@@ -357,9 +359,9 @@ def test_a_run_goes_on_and_remembers_how_it_packs(one, tmp_path, capsys):
     first = (*options[:-1], "2", "--learning-rate.total-steps", "3")
     assert train(tmp_path / "run", *first) == 0
     more = ["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "3"]
-    assert cli.main([*more, "--pack", ""]) == 2
+    assert main.main([*more, "--pack", ""]) == 2
     assert "pack: got ''; wanted 'best-fit', as in the run" in capsys.readouterr().err
-    assert cli.main(more) == 0
+    assert main.main(more) == 0
     assert losses(tmp_path / "run") == pytest.approx(wanted, rel=1e-6)
 
 

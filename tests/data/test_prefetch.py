@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from functron.data.prefetch import prefetched
+from functron.training.data import prefetched
 
 
 def alive() -> list[str]:

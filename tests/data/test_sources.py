@@ -7,9 +7,10 @@ import json
 
 import pytest
 
-from functron.data import jsonl, parquet, sources
-from functron.data.jsonl import read_jsonl
-from functron.data.sources import cut, find_files, read, where
+from functron.data import sources
+from functron.data import sources as jsonl
+from functron.data import sources as parquet
+from functron.data.sources import cut, find_files, read, read_jsonl, where
 
 TEXTS = ["one", "", "zwei Äpfel", "三 🙂\nlines", "x" * 50, "last"]
 
@@ -82,7 +83,7 @@ def test_lines_that_cannot_be_read(tmp_path):
         for number, (got, said) in enumerate(zip(problems(chunks), wrong.values(), strict=True), 1):
             assert got.startswith(f"{file}:{2 * number}: {said}")
     texts = list(read_jsonl(file))
-    assert jsonl.where(file, texts[2].place) == f"{file}:3"
+    assert jsonl.where_in_jsonl(file, texts[2].place) == f"{file}:3"
     assert where(cut([file], "text", 10)[0], texts[0].place) == f"{file}:1"
 
 
@@ -118,7 +119,7 @@ def test_parquet_that_cannot_be_read(tmp_path):
     )
     assert f"{nulls}, row group 2, row 1: got null" in got[1]
     assert len(got) == 2
-    assert parquet.where(nulls, 3) == f"{nulls}, row group 1, row 1"
+    assert parquet.where_in_parquet(nulls, 3) == f"{nulls}, row group 1, row 1"
     numbers = table(tmp_path, {"text": [float("nan")] * 2, "texts": ["a", "b"]}, "b.parquet")
     with pytest.raises(
         ValueError, match=r"column 'text': got double; wanted strings; .*NaN"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functron.data import ByteText, check_tokens, documents
-from functron.data.mapped import Mapped
+from functron.data.documents import Mapped
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_more_files_than_may_be_open(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "MAX_OPEN_FILES", 3)
     for index in range(20):
         (tmp_path / f"{index:02d}.txt").write_text(f"{index:02d}")
-    text = documents.Documents(documents.find(tmp_path)[0])
+    text = documents.Concatenated(documents.byte_parts(documents.find(tmp_path)[0]))
     assert bytes(text.read(0, 40)) == b"".join(b"%02d" % index for index in range(20))
     assert bytes(text.read(3, 4)) == b"1020"
     assert len(text._open) == 3
@@ -116,7 +116,7 @@ def test_the_default_text_is_english_and_code():
     text = ByteText(None, 128)
     assert text.num_tokens > 4_000_000
     assert text.num_documents > 300
-    whole = bytes(text._documents.read(0, text.num_tokens))
+    whole = bytes(text._bytes.read(0, text.num_tokens))
     assert topics["with"].encode() in whole
     assert Path(sys.modules["os"].__file__).read_bytes() in whole
     again = ByteText(None, 128)

@@ -7,10 +7,15 @@ import io
 
 import pytest
 
-from functron.data import rank_file, sentence_piece
-from functron.data.rank_file import SCHEMES, RankFile
-from functron.data.sentence_piece import SentencePiece
-from functron.data.text_tokenizer import ByteTokenizer, end_of_text, open_tokenizer
+from functron.data import text_tokenizer
+from functron.data.text_tokenizer import (
+    SCHEMES,
+    ByteTokenizer,
+    RankFile,
+    SentencePiece,
+    end_of_text,
+    open_tokenizer,
+)
 from functron.data.tokenizer import Tokenizer
 from tests.data.chats import WORDS, make_tokenizer
 
@@ -106,7 +111,7 @@ def test_published_schemes(tmp_path, monkeypatch, name):
     ours = open_tokenizer(file)
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode_ordinary(text)
-    scheme = SCHEMES[rank_file.STEMS[name]]
+    scheme = SCHEMES[text_tokenizer.STEMS[name]]
     assert scheme.special == published["special_tokens"]
 
 
@@ -185,7 +190,7 @@ def test_what_is_refused(tmp_path, model, monkeypatch):
         file.write_bytes(b"\n".join(changed))
         with pytest.raises(ValueError, match=said):
             open_tokenizer(file, pattern="gpt2")
-    for module, path in ((rank_file, file), (sentence_piece, model)):
+    for module, path in ((text_tokenizer, file), (text_tokenizer, model)):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
         with pytest.raises(ValueError, match=r"got no such package; .*pip install"):
             open_tokenizer(path)

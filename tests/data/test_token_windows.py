@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from functron import cli
+from functron.cli import main
 from functron.data import IndexedWriter, TokenWindows, open_tokens
 
 SEQ = 16
@@ -71,13 +71,13 @@ def test_training_on_them_is_training_on_the_text(tmp_path):
     text.write_bytes(bytes(np.random.default_rng(1).integers(32, 127, 5000).astype(np.uint8)))
     prefix = str(tmp_path / "tokens")
     made = ["preprocess", str(text), "--tokenizer", "bytes", "--out", prefix, "--workers", "1"]
-    assert cli.main([*made, "--no-append-eod"]) == 0
+    assert main.main([*made, "--no-append-eod"]) == 0
     run = ["train", "--steps", "3", "--seq", "32", "--out"]
-    assert cli.main([*run, str(tmp_path / "one"), "--data", str(text)]) == 0
-    assert cli.main([*run, str(tmp_path / "two"), "--data", prefix, "--mesh", "dp=2"]) == 0
+    assert main.main([*run, str(tmp_path / "one"), "--data", str(text)]) == 0
+    assert main.main([*run, str(tmp_path / "two"), "--data", prefix, "--mesh", "dp=2"]) == 0
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     missing = [*run, str(tmp_path / "three"), "--format", "tokens", "--data", str(tmp_path / "no")]
-    assert cli.main(missing) == 2
+    assert main.main(missing) == 2
 
 
 def test_documents_are_masked_from_one_another(tokens):
@@ -136,9 +136,9 @@ def test_every_sample_of_two_files_once_from_the_command_line(tmp_path, capsys):
     data = f"all {tmp_path / 'a'} all {tmp_path / 'b'}"
     small = ["--model", "llama3-tiny", "--seq", "8", "--global-batch", "3", "--steps", "3"]
     options = [*small, "--data", data, "--no-extra-token", "--out", str(out)]
-    assert cli.main(["train", *options]) == 0
+    assert main.main(["train", *options]) == 0
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     seen = {name[-1]: entry for name, entry in last["sources"].items()}
     assert seen == {"a": {"samples": 6, "epochs": 1.0}, "b": {"samples": 3, "epochs": 1.0}}
-    assert cli.main(["train", *small, "--no-extra-token", "--out", str(tmp_path / "x")]) == 2
+    assert main.main(["train", *small, "--no-extra-token", "--out", str(tmp_path / "x")]) == 2
     assert "extra_token: got False; wanted tokens on disk" in capsys.readouterr().err

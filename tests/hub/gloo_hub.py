@@ -60,7 +60,7 @@ def check_layout(folder: Path, name: str, mesh, rules: Rules) -> None:
 def check_kind(folder: Path, name: str, mesh) -> None:
     """As `check_layout`, of models of other kinds, which say themselves how meshes divide them."""
     config, params = hub.load_model(folder / "model", mesh=mesh)
-    kind = hub.kind_of(config)
+    kind = hub.family_of(config)
     specs = ft.param_specs(kind.defs(config), kind.rules(config, mesh))
     together = gather(params, specs, mesh)
     whole = hub.load(folder / "model", config)

@@ -13,9 +13,10 @@ import pytest
 import functron as ft
 from functron import gpt, hub, nn
 from functron.hub.config import differences, parse
-from functron.hub.families import FAMILIES, LACKING
-from functron.hub.family import config_problems
-from functron.hub.kinds import FREE
+from functron.hub.decoders import LACKING
+from functron.hub.format import config_problems
+from functron.hub.mixtures import DECODERS
+from functron.models.family import FAMILIES
 from tests.hub import tiny
 
 # As published; the numbers of parameters are those that the files have.
@@ -137,7 +138,7 @@ def test_published_models(name):
     assert config.dtype == ("float32" if name == "gpt2" else "bfloat16")
     # what transformers makes of what is written is what it makes of what was published
     theirs = settings_of(copy.deepcopy(table))
-    ours = settings_of(hub.write_config(config, FAMILIES[table["model_type"]]))
+    ours = settings_of(hub.write_config(config, DECODERS[table["model_type"]]))
     assert {k: v for k, v in ours.items() if k not in SILENT} == {
         k: v for k, v in theirs.items() if k not in SILENT
     }
@@ -169,7 +170,7 @@ def test_mistrals_window():
     table = {**PUBLISHED["Mistral-7B-v0.3"][1], "sliding_window": 4096}
     config = parse(table)
     assert (config.window, config.global_every, config.max_seq) == (4096, 0, 32768)
-    assert hub.write_config(config, FAMILIES["mistral"])["sliding_window"] == 4096
+    assert hub.write_config(config, DECODERS["mistral"])["sliding_window"] == 4096
     assert parse(PUBLISHED["Mistral-7B-v0.3"][1]).window == 0
     del table["sliding_window"]  # then transformers takes 4096
     assert parse(table).window == 4096
@@ -189,7 +190,7 @@ def test_qwens_windows():
     assert parse({**used, "layer_types": [full] * 24}).window == 0
     third = parse({**used, "layer_types": [sliding, sliding, full] * 8})
     assert (third.window, third.global_every) == (4096, 3)
-    written = hub.write_config(third, FAMILIES["qwen2"])
+    written = hub.write_config(third, DECODERS["qwen2"])
     assert not differences(parse(written), third)
     assert written["layer_types"] == [sliding, sliding, full] * 8
     with pytest.raises(ValueError, match=r"sliding_window: got 4096 in layers 22, 23; .*=4096"):
@@ -203,14 +204,14 @@ def test_qwens_windows():
 
 def test_windows_of_families_that_have_them_in_all_layers():
     config = gpt.GPTConfig(window=8, global_every=2)
-    assert {p.path for p in config_problems(config, FAMILIES["mistral"])} == {"global_every"}
-    assert {p.path for p in config_problems(config, FAMILIES["llama"])} == {
+    assert {p.path for p in config_problems(config, DECODERS["mistral"])} == {"global_every"}
+    assert {p.path for p in config_problems(config, DECODERS["llama"])} == {
         "window", "global_every",
     }  # fmt: skip
-    assert hub.family_for(replace(config, global_every=0)).model_type == "mistral"
+    assert hub.format_for(replace(config, global_every=0)).model_type == "mistral"
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", list(DECODERS))
 def test_defaults_are_those_of_transformers(name):
     """What is not in config.json is what transformers takes for it, in every entry."""
     theirs = tiny.transformers.AutoConfig.for_model(name)
@@ -218,14 +219,28 @@ def test_defaults_are_those_of_transformers(name):
     assert not differences(parse({"model_type": name}), parse(table))
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", list(DECODERS))
 def test_every_field_of_ours_is_accounted_for(name):
     """A field that is added to GPTConfig must be mapped, or be refused where it is not default."""
-    covered = [field for aspect in FAMILIES[name].aspects for field in aspect.ours]
+    form, free = DECODERS[name], FAMILIES["gpt"].free
+    covered = [field for entry in form.entries for field in entry.ours]
     assert len(covered) == len(set(covered))
-    assert not set(covered) & set(FREE)
+    assert not set(covered) & set(free)
+    config = parse({"model_type": name})
+    assert not config_problems(config, form)
     for field in dataclasses.fields(gpt.GPTConfig):
-        assert field.name in covered or field.name in FREE, field.name
+        if field.name not in (*covered, *free):
+            changed = copy.copy(config)
+            object.__setattr__(changed, field.name, 7.5)
+            assert field.name in {p.path for p in config_problems(changed, form)}, field.name
+
+
+def test_an_exact_gelu_is_not_written_under_the_name_of_its_approximation():
+    """Gemma's config.json has "gelu" for the tanh approximation: it read back as another model."""
+    config = parse({"model_type": "gemma"})
+    assert hub.write_config(config, DECODERS["gemma"])["hidden_act"] == "gelu_pytorch_tanh"
+    exact = replace(config, activation="gelu")
+    assert {p.path for p in config_problems(exact, DECODERS["gemma"])} == {"activation"}
 
 
 def test_the_family_that_a_model_fits():
@@ -238,17 +253,17 @@ def test_the_family_that_a_model_fits():
     }  # fmt: skip
     for name, config in gpt.PRESETS.items():
         wanted = [kind for start, kind in kinds.items() if name.startswith(start)]
-        assert hub.family_for(config).model_type == (wanted or ["llama"])[0], name
-    assert hub.family_for(gpt.GPTConfig(qkv_bias=True)).model_type == "qwen2"
-    assert hub.family_for(gpt.GPTConfig(qk_norm=True)).model_type == "qwen3"
+        assert hub.format_for(config).model_type == (wanted or ["llama"])[0], name
+    assert hub.format_for(gpt.GPTConfig(qkv_bias=True)).model_type == "qwen2"
+    assert hub.format_for(gpt.GPTConfig(qk_norm=True)).model_type == "qwen3"
     # heads that do not divide the embedding: Llama's config refuses them, Mistral's does not
-    assert hub.family_for(gpt.GPTConfig(num_heads=6, head_dim=16)).model_type == "mistral"
+    assert hub.format_for(gpt.GPTConfig(num_heads=6, head_dim=16)).model_type == "mistral"
 
 
 def test_a_model_that_no_family_fits():
     with pytest.raises(ValueError, match="no Hugging Face family has models like this") as caught:
-        hub.family_for(gpt.GPTConfig(positions="none", embed_scale=3.0))
-    for name in FAMILIES:
+        hub.format_for(gpt.GPTConfig(positions="none", embed_scale=3.0))
+    for name in DECODERS:
         assert f"\n  - {name}: " in str(caught.value)
     assert "llama: positions: got 'none'; wanted 'rope' in this family" in str(caught.value)
 
@@ -366,7 +381,7 @@ def test_files(tmp_path):
 def test_only_what_changed_is_written_anew():
     table = {**PUBLISHED["Llama-3.1-8B"][1], "_name_or_path": "x", "mine": [1, 2]}
     config = parse(table, ignore=["mine"])
-    family = FAMILIES["llama"]
+    family = DECODERS["llama"]
     assert hub.write_config(config, family, kept=table) == table
     # sequences that are shorter by choice of the run leave the model what it is
     assert hub.write_config(replace(config, max_seq=512), family, kept=table) == table
@@ -381,7 +396,7 @@ def test_only_what_changed_is_written_anew():
 
 def test_a_dtype_other_than_the_configs():
     table = PUBLISHED["Llama-3.1-8B"][1]
-    assert hub.write_config(parse(table), FAMILIES["llama"], kept=table, dtype="float16") == {
+    assert hub.write_config(parse(table), DECODERS["llama"], kept=table, dtype="float16") == {
         **table, "torch_dtype": "float16",
     }  # fmt: skip
 
@@ -390,12 +405,12 @@ def test_models_that_a_family_does_not_have():
     config = gpt.GPTConfig(
         qk_norm=True, bias=True, embed_scale=2.0, embed_dim=100, num_heads=3, head_dim=32
     )
-    problems = {p.path for p in config_problems(config, FAMILIES["llama"])}
+    problems = {p.path for p in config_problems(config, DECODERS["llama"])}
     assert problems == {"qk_norm", "embed_scale", "embed_dim"}
     with pytest.raises(ValueError, match="this model cannot be stored as llama") as caught:
-        hub.write_config(config, FAMILIES["llama"])
+        hub.write_config(config, DECODERS["llama"])
     assert str(caught.value).count("\n  - ") == 3
     gpt2 = {
-        p.path for p in config_problems(gpt.GPTConfig(num_kv_heads=4, tied=True), FAMILIES["gpt2"])
+        p.path for p in config_problems(gpt.GPTConfig(num_kv_heads=4, tied=True), DECODERS["gpt2"])
     }
     assert gpt2 == {"norm", "positions", "bias", "gated", "num_kv_heads"}

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import functron as ft
-from functron import checkpoint, config, gpt, hub, tree
-from functron.cli import main
-from functron.hub.convert import convert, fine_tuning
+from functron import checkpoint, gpt, hub, tree
+from functron.cli.main import main
 from functron.optim import make_optimizer, make_schedule
 from functron.params import abstract_params, decay_mask
-from functron.recipe import step_program
 from functron.spmd import Mesh
+from functron.training import config
+from functron.training.convert import convert, fine_tuning
+from functron.training.plan import plan
 from tests.data.chats import WORDS, make_tokenizer
 from tests.hub import tiny
 
@@ -145,7 +146,7 @@ def test_steps_of_fine_tuning_fit_into_memory():
     )  # fmt: skip
     generous, whole, _ = fine_tuning(model, 1 << 40)
     assert (generous.seq, generous.global_batch, generous.microbatches) == (2048, 8, 1)
-    assert whole == step_program(generous, Mesh()).memory().peak_bytes
+    assert whole == plan(generous, Mesh()).program().memory().peak_bytes
     # four fifths of the memory are used: it does not fit, and half as much does
     run, needed, _ = fine_tuning(model, whole)
     assert (run.seq, run.microbatches) == (2048, 2)

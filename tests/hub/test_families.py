@@ -159,8 +159,7 @@ def test_a_step_of_training_comes_back(name, stored, tmp_path):
     config = config_of(path)
     weights, tokens = hub.load(path, config), tiny.tokens()
     step = ft.make_step(
-        lambda params, data, key: gpt.loss(config, params, data),
-        gpt.num_targets,
+        ft.gradients(lambda params, data, key: gpt.loss(config, params, data), gpt.num_targets),
         optim.sgd(0.5),
         ft.Mesh(),
         P(),

@@ -16,10 +16,9 @@ from torch.nn import functional as F
 import functron as ft
 from functron import gpt, hub, optim, tree
 from functron.hub.config import config_problems, differences, parse
-from functron.hub.families import FAMILIES
-from functron.hub.family import layouts_of
 from functron.hub.files import open_folder
-from functron.hub.rules import tensors
+from functron.hub.format import layouts_of, tensors
+from functron.hub.mixtures import DECODERS
 from functron.nn.moe import MoEConfig
 from tests.hub import tiny
 from tests.hub.test_refusals import named, rewrite
@@ -87,8 +86,7 @@ def test_a_step_of_training_comes_back(stored, tmp_path):
     targets = F.pad(tokens[:, 1:], (0, 1), value=ft.nn.IGNORE_INDEX)
     batch = {"tokens": tokens, "targets": targets, "rows": torch.arange(len(tokens))}
     step = ft.make_step(
-        lambda params, data, key: gpt.loss(config, params, data),
-        gpt.num_targets,
+        ft.gradients(lambda params, data, key: gpt.loss(config, params, data), gpt.num_targets),
         optim.sgd(0.5),
         ft.Mesh(),
         ft.P(),
@@ -198,7 +196,7 @@ def test_published_models_are_our_presets(name):
     table = PUBLISHED[name]
     config = parse(table)
     assert differences(config, gpt.PRESETS[name]) == []
-    family = FAMILIES[table["model_type"]]
+    family = DECODERS[table["model_type"]]
     again = parse(hub.write_config(config, family))
     assert differences(again, config) == []
     made = tiny.transformers.AutoConfig.for_model(**copy.deepcopy(table))
@@ -269,7 +267,7 @@ def test_dense_layers_of_qwen():
     assert parse({**kind, **settings}).dense_layers == 0
     first = parse({**kind, **settings, "mlp_only_layers": [1, 0]})
     assert first.dense_layers == 2
-    written = hub.write_config(first, FAMILIES["qwen3_moe"])
+    written = hub.write_config(first, DECODERS["qwen3_moe"])
     assert (written["mlp_only_layers"], written["decoder_sparse_step"]) == ([0, 1], 1)
     # of three layers only the last has experts: the first two are dense after all
     assert parse({**kind, **settings, "decoder_sparse_step": 3}).dense_layers == 2
@@ -289,19 +287,19 @@ def test_dense_layers_of_qwen():
 )
 def test_layers_of_experts_that_a_family_does_not_have(changes, path):
     config = gpt.GPTConfig(moe=MoEConfig(renormalise=True))
-    assert not config_problems(config, FAMILIES["mixtral"])
+    assert not config_problems(config, DECODERS["mixtral"])
     other = replace(config, moe=replace(config.moe, **changes))
-    assert path in {p.path for p in config_problems(other, FAMILIES["mixtral"])}
+    assert path in {p.path for p in config_problems(other, DECODERS["mixtral"])}
 
 
 def test_training_is_not_the_models():
     """Balance losses, jitter and how tokens travel are the run's; the same weights another way."""
     config = gpt.GPTConfig(moe=MoEConfig(renormalise=True))
     moe = replace(config.moe, aux_loss=0.1, jitter=0.1, z_loss=1.0, dispatch="gather")
-    assert not config_problems(replace(config, moe=moe), FAMILIES["mixtral"])
+    assert not config_problems(replace(config, moe=moe), DECODERS["mixtral"])
     assert not differences(replace(config, moe=moe), config)
     after = replace(config.moe, renormalise=False, normalise="after")
-    assert not config_problems(replace(config, moe=after), FAMILIES["mixtral"])
+    assert not config_problems(replace(config, moe=after), DECODERS["mixtral"])
     assert not differences(replace(config, moe=after), config)
     # a run may drop tokens of a model that does not, but what comes of it has no such model
     dropping = replace(config, moe=replace(config.moe, capacity_factor=2.0))

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from functron import checkpoint, config, gpt, hub, params, random, tree
-from functron.hub.convert import convert
+from functron import checkpoint, gpt, hub, params, random, tree
 from functron.models import mup
+from functron.training import config
+from functron.training.convert import convert
 from tests.hub import tiny
 
 BASE = replace(

@@ -15,10 +15,11 @@ import torch
 
 import functron as ft
 from functron import BoundMesh, Mesh, hub, tree
-from functron import config as run_config
-from functron.hub import convert, files, reader
-from functron.hub.others import OTHERS
+from functron.hub import files, reader
+from functron.hub.mixtures import DECODERS
 from functron.spmd.spec import shard
+from functron.training import config as run_config
+from functron.training import convert
 from tests.hub import tiny_others
 
 TOLERANCE = 1e-10
@@ -147,7 +148,7 @@ class Counting:
 def test_each_rank_reads_its_shards(models, name):
     path, mesh = models(name)[0], Mesh(fsdp=2, tp=2)
     config, whole = hub.load_model(path)
-    kind = hub.kind_of(config)
+    kind = hub.family_of(config)
     specs = ft.param_specs(kind.defs(config), kind.rules(config, mesh))
     total = sum(leaf.nbytes for leaf in tree.leaves(whole))
     for rank in range(mesh.size):
@@ -158,8 +159,8 @@ def test_each_rank_reads_its_shards(models, name):
         for got, want, spec in rows:
             assert torch.equal(got, shard(want, spec, mesh, mesh.coordinate(rank)))
         source = Counting(files.open_folder(path))
-        family = hub.config.family_of(hub.config.read_table(path))
-        reader.read_params(family, config, source, reader.held_on_mesh(config, specs, bound))
+        family = hub.config.format_of(hub.config.read_table(path))
+        reader.read_params(family, config, source, reader.local_on_mesh(config, specs, bound))
         assert 0 < source.read_bytes <= sum(leaf.nbytes for leaf in tree.leaves(params)) < total
 
 
@@ -168,7 +169,7 @@ def test_simulated_ranks_give_the_same_logits(models, name):
     path, _, expected = models(name)
     mesh = Mesh(fsdp=2, tp=2)
     config, params = hub.load_model(path, mesh=mesh)
-    kind = hub.kind_of(config)
+    kind = hub.family_of(config)
     rules = kind.rules(config, Mesh(tp=2))
     specs = ft.param_specs(kind.defs(config), rules)
     given = tiny_others.CASES[name].inputs()
@@ -360,8 +361,8 @@ def test_configs_of_another_model_or_kind(models, tmp_path):
         hub.read_config(path, max_seq=8)
     with pytest.raises(ValueError, match="max_seq: got 8; wanted nothing"):
         hub.read_config(models("t5-1.0")[0], max_seq=8)
-    with pytest.raises(ValueError, match="got str; wanted one of GPTConfig"):
-        hub.kind_of("bert")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got str; wanted one of GPTConfig"):
+        hub.family_of("bert")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["bert", "nemotron-h", "t5-1.1"])
@@ -385,14 +386,14 @@ def test_run_folders_of_models_that_are_not_trained(models, tmp_path):
 def test_architectures_that_no_family_has(models):
     hybrid = hub.read_config(models("nemotron-h")[0])
     with pytest.raises(ValueError, match="mamba2: pattern: got 'M-M") as caught:
-        hub.family_for(replace(hybrid, gated=True))
+        hub.format_for(replace(hybrid, gated=True))
     assert "nemotron_h: gated: got True" in str(caught.value)
     config = hub.read_config(models("vit")[0])
     with pytest.raises(ValueError, match="vit: pre_norm: got True; wanted False in this family"):
-        hub.family_for(replace(config, pre_norm=True))
+        hub.format_for(replace(config, pre_norm=True))
     text = hub.read_config(models("llava")[0])
     with pytest.raises(ValueError, match="llava: text: got another; wanted a decoder of one"):
-        hub.family_for(replace(text, text=replace(text.text, norm="layer", bias=True)))
+        hub.format_for(replace(text, text=replace(text.text, norm="layer", bias=True)))
 
 
 def test_changed_models_are_not_written_as_what_they_came_from(models, tmp_path):
@@ -461,24 +462,26 @@ def test_published_configs():
     assert not hub.config.differences(
         config, replace(preset, text=replace(preset.text, norm_eps=1e-5))
     )
-    assert hub.write_config(config, hub.ALL["llava"])["torch_dtype"] == "float32"
+    assert hub.write_config(config, hub.FORMATS["llava"])["torch_dtype"] == "float32"
     without = {name: value for name, value in llava.items() if name != "vision_config"}
     assert hub.config.parse(without) == config
 
 
 def test_every_field_is_spoken_for():
     """Each field of a config is read of config.json, free, or at its default."""
-    for family in OTHERS:
-        ours = [field for aspect in family.aspects for field in aspect.ours]
-        assert len(ours) == len(set(ours)), family.model_type
-        fields = {f.name for f in family.kind.config.__dataclass_fields__.values()}
+    for form in hub.FORMATS.values():
+        if form.model_type in DECODERS:
+            continue
+        ours = [field for entry in form.entries for field in entry.ours]
+        assert len(ours) == len(set(ours)), form.model_type
+        fields = {f.name for f in form.family.config.__dataclass_fields__.values()}
         assert set(ours) <= fields
-        unread = fields - set(ours) - set(family.kind.free)
+        unread = fields - set(ours) - set(form.family.free)
         allowed = {
             "mamba2": {"attention_heads", "attention_kv_heads", "attention_head_dim", "mlp_dim",
                        "activation", "gated"},
         }  # fmt: skip
-        assert unread == allowed.get(family.model_type, set()), family.model_type
+        assert unread == allowed.get(form.model_type, set()), form.model_type
 
 
 def test_infinity_as_older_versions_wrote_it(models):

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 import functron as ft
 from functron import gpt, hub, tree
-from functron.hub.families import FAMILIES
-from functron.hub.family import layouts_of
-from functron.hub.rules import Rule, layouts, tensors
+from functron.hub.format import Rule, layouts, layouts_of, tensors
+from functron.hub.mixtures import DECODERS
 from functron.nn.moe import MoEConfig
 
 SMALL = gpt.GPTConfig(
@@ -108,8 +107,8 @@ def test_names_are_matched_by_their_rules_alone(case):
     Layers of two stacks have the same names where they have the same parts: the numbers tell.
     """
     name, config, _ = case
-    rules = FAMILIES[name].rules
-    found = list(tensors(layouts_of(FAMILIES[name], config)))
+    rules = DECODERS[name].rules
+    found = list(tensors(layouts_of(DECODERS[name], config)))
     names = [layout.name(index) for layout, index in found]
     assert len(names) == len(set(names))
     for (layout, index), tensor in zip(found, names, strict=True):
@@ -258,4 +257,4 @@ def test_any_box_of_a_leaf_is_read_from_the_slices_named(data):
 
 def test_a_model_that_the_family_has_no_names_for():
     with pytest.raises(ValueError, match="no tensors of this family hold positions"):
-        layouts(FAMILIES["llama"].rules, gpt.defs(CONFIGS["gpt2"]), 13)
+        layouts(DECODERS["llama"].rules, gpt.defs(CONFIGS["gpt2"]), 13)

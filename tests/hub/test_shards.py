@@ -10,7 +10,7 @@ import torch
 import functron as ft
 from functron import BoundMesh, Mesh, P, Rules, checkpoint, gpt, hub, tree
 from functron.hub import files, reader
-from functron.hub.families import FAMILIES
+from functron.hub.mixtures import DECODERS
 from functron.nn.moe import MoEConfig
 from functron.params import abstract_params
 from functron.pipeline.layout import layout_of
@@ -95,7 +95,7 @@ def stored(request, tmp_path):
     config = CONFIGS[request.param]
     params = ft.init_params(ft.random.key(0), gpt.defs(config))
     hub.save(tmp_path / "model", config, params, model_type=request.param, max_shard_bytes=9_000)
-    return FAMILIES[request.param], config, hub.load(tmp_path / "model", config), tmp_path / "model"
+    return DECODERS[request.param], config, hub.load(tmp_path / "model", config), tmp_path / "model"
 
 
 def factors(stored, layout):
@@ -136,7 +136,7 @@ def test_a_rank_reads_what_it_keeps_piece_by_piece(stored, layout):
     padding = 0
     for rank in range(mesh.size):
         source = Counting(files.open_folder(path))
-        held = reader.held_on_mesh(config, specs, bound(mesh, rank))
+        held = reader.local_on_mesh(config, specs, bound(mesh, rank))
         params = reader.read_params(family, config, source, held)
         # all but the zeros of the vocabulary's padding come from the files, and no byte besides
         ones = tree.map(torch.ones_like, whole)
@@ -205,7 +205,7 @@ def test_ranks_of_a_pipeline_load_their_layers(stored, spread):
     specs = partition.storage_specs(ft.param_specs(defs, Rules(MEGATRON)))
     state = {"params": abstract_params(defs), "step": torch.empty((), device="meta")}
     for rank in range(mesh.size):
-        place = checkpoint.place(
+        place = checkpoint.Placement.of(
             state, {"params": specs, "step": P()}, bound(mesh, rank), partition
         )
         params = hub.load(path, config, placement=place)
@@ -229,11 +229,11 @@ def test_a_placement_of_the_parameters_alone(stored):
     _, config, whole, path = stored
     for mesh in (None, Mesh(tp=2)):
         specs = ft.param_specs(gpt.defs(config), Rules(MEGATRON))
-        place = checkpoint.place(abstract_params(gpt.defs(config)), specs, mesh)
+        place = checkpoint.Placement.of(abstract_params(gpt.defs(config)), specs, mesh)
         params = hub.load(path, config, placement=place, at="")
         assert all(map(torch.equal, tree.leaves(params), tree.leaves(whole)))
     uneven = Mesh(fsdp=3)  # parts of 6, 6 and 4 of 16, as ZeRO cuts: the last with padding
-    place = checkpoint.place(
+    place = checkpoint.Placement.of(
         abstract_params(gpt.defs(config)), {**dict.fromkeys(whole, P()), "norm": P("fsdp")},
         bound(uneven, 2),
     )  # fmt: skip

@@ -207,7 +207,7 @@ def ours(name: str, config: Any, params: dict) -> torch.Tensor:
     """Our logits."""
     with Float64(), torch.no_grad():
         logits = CASES[name].ours(config, params, CASES[name].inputs())
-    return logits[..., : hub.kind_of(config).vocab_size(config)]
+    return logits[..., : hub.family_of(config).vocab_size(config)]
 
 
 def read_back(name: str, path) -> torch.nn.Module:

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import pytest
 from filelock import FileLock
 
-from functron.ops import sources
+from functron.ops import nvrtc
 
 HERE = Path(__file__).parent
-KERNELS = sources.FOLDER
+KERNELS = nvrtc.FOLDER
 COMPILER = "g++"
 
 _KERNEL = re.compile(
@@ -101,7 +101,7 @@ def load(
     Raises:
         ValueError: macros that it does not declare, or an edit that does not apply.
     """
-    sources.check_defines(sources.read(source, folder), dict(defines))  # as the launcher does
+    nvrtc.check_defines(nvrtc.read(source, folder), dict(defines))  # as the launcher does
     lack = missing()
     if lack:
         pytest.skip(f"emulator: {lack}")

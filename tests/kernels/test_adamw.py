@@ -13,8 +13,7 @@ import torch
 
 from functron import random
 from functron.ops import adamw
-from functron.ops.adamw import Stochastic, adamw_, place_of
-from functron.ops.rounding import random_bits, stochastic_round
+from functron.ops.adamw import Stochastic, adamw_, place_of, random_bits, stochastic_round
 from tests.kernels.emulator import Emulator, emulated
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

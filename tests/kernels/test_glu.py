@@ -7,13 +7,7 @@ import math
 import pytest
 import torch
 
-from functron.ops.glu import (
-    GLU,
-    GLU_ACTIVATIONS,
-    GLU_BACKWARD,
-    GLU_PACKED,
-    GLU_PACKED_BACKWARD,
-)
+from functron.ops.glu import GLU, GLU_ACTIVATIONS, GLU_BACKWARD, GLU_PACKED, GLU_PACKED_BACKWARD
 from tests.kernels.conformance import Case, conform
 from tests.kernels.emulator import Emulator, emulated, missing
 from tests.kernels.norms import DTYPES, LAYOUTS, Draw, conform_uncompiled, near, seeds

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from functron.ops import layer_norm
-from functron.ops.layer_norm import ADD_LAYER_NORM, LAYER_NORM, LAYER_NORM_BACKWARD
+from functron.ops import norms
+from functron.ops.norms import ADD_LAYER_NORM, LAYER_NORM, LAYER_NORM_BACKWARD
 from tests.kernels.conformance import Case, conform
 from tests.kernels.emulator import Emulator, emulated, missing
 from tests.kernels.norms import DTYPES, LAYOUTS, SHAPES, Draw, conform_uncompiled, near, seeds
@@ -43,7 +43,7 @@ def test_against_float64(shape, dtype, summed):
         center = summed  # either way of either
         if summed:
             y, total, *moments = emulated(
-                layer_norm._kernel, x, residual, scale, bias, EPS, center, seeds=orders
+                norms._layer_kernel, x, residual, scale, bias, EPS, center, seeds=orders
             )
             assert torch.equal(total, x + residual)
         else:

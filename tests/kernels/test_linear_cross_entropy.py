@@ -8,7 +8,7 @@ from torch.func import grad, hessian, jacfwd, jvp, vjp, vmap
 
 import functron as ft
 from functron import DATA_AXES, Mesh, P, lax, nn, ops
-from functron.ops.linear_cross_entropy import linear_log_sum_exp_and_target
+from functron.ops.cross_entropy import linear_log_sum_exp_and_target
 from functron.program.cost import cost
 from functron.program.memory import memory
 from functron.program.trace import trace

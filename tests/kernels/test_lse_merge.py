@@ -8,8 +8,8 @@ import torch
 import functron as ft
 from functron import Mesh, P, nn, ops
 from functron.nn.zigzag import to_balanced, to_contiguous
-from functron.ops import lse_merge
-from functron.ops.lse_merge import LSE_MERGE, LSE_MERGE_BACKWARD, merge
+from functron.ops import softmax
+from functron.ops.softmax import LSE_MERGE, LSE_MERGE_BACKWARD, merge
 from tests.kernels.conformance import Case, conform
 from tests.kernels.emulator import emulated
 
@@ -46,7 +46,7 @@ def cotangents(d_out, d_lse, out1, lse1, out2, lse2):
 
 
 def check(*operands):
-    out, lse = emulated(lse_merge._kernel, *operands)
+    out, lse = emulated(softmax._merge_kernel, *operands)
     assert out.dtype == lse.dtype == torch.float32
     assert out.is_contiguous()
     wanted = formula(*operands)
@@ -54,7 +54,7 @@ def check(*operands):
     torch.testing.assert_close(lse.double(), wanted[1], rtol=1e-6, atol=1e-6)
     generator = torch.Generator().manual_seed(5)
     given = [torch.randn(x.shape, generator=generator) for x in (out, lse)]
-    got = emulated(lse_merge._kernel_backward, *given, *operands)
+    got = emulated(softmax._merge_kernel_backward, *given, *operands)
     for moved, expected, like in zip(got, cotangents(*given, *operands), operands, strict=True):
         assert moved.dtype == like.dtype
         assert moved.is_contiguous()
@@ -94,7 +94,7 @@ def test_rows_that_see_nothing():
     lse1[0] = low
     lse2[:, 0] = low
     out1[0], out2[:, 0] = 0, 0
-    out, lse = emulated(lse_merge._kernel, out1, lse1, out2, lse2)
+    out, lse = emulated(softmax._merge_kernel, out1, lse1, out2, lse2)
     assert lse[0, 0] == low
     assert out[0, 0].eq(0).all()
     assert torch.equal(lse[0, 1:], lse2[0, 1:])
@@ -102,8 +102,8 @@ def test_rows_that_see_nothing():
     assert torch.equal(out[1, 0], out1[1, 0])
     given = torch.ones_like(out), torch.ones_like(lse)
     for moved in (
-        emulated(lse_merge._kernel_backward, *given, out1, lse1, out2, lse2),
-        lse_merge._backward(*given, out1, lse1, out2, lse2),
+        emulated(softmax._merge_kernel_backward, *given, out1, lse1, out2, lse2),
+        softmax._merge_backward(*given, out1, lse1, out2, lse2),
     ):
         assert all(x.isfinite().all() for x in moved)
         d_out1, d_lse1, d_out2, d_lse2 = moved
@@ -117,25 +117,25 @@ def test_logarithms_far_apart():
     out1, lse1, out2, lse2 = draw(3, 8)
     lse1 = torch.tensor([1e4, -1e4, 0.0])
     lse2 = torch.tensor([-1e4, 1e4, 1e4])
-    out, lse = emulated(lse_merge._kernel, out1, lse1, out2, lse2)
+    out, lse = emulated(softmax._merge_kernel, out1, lse1, out2, lse2)
     assert torch.equal(lse, torch.full((3,), 1e4))
     assert torch.equal(out, torch.stack([out1[0], out2[1], out2[2]]))
 
 
 def test_no_rows():
     operands = draw(0, 3, 8)
-    out, lse = emulated(lse_merge._kernel, *operands)
+    out, lse = emulated(softmax._merge_kernel, *operands)
     assert (out.shape, lse.shape) == ((0, 3, 8), (0, 3))
-    moved = emulated(lse_merge._kernel_backward, out, lse, *operands)
+    moved = emulated(softmax._merge_kernel_backward, out, lse, *operands)
     assert [x.shape for x in moved] == [x.shape for x in operands]
 
 
 def test_bad_operands_are_refused():
     out1, lse1, out2, lse2 = draw(2, 8)
     with pytest.raises(TypeError, match=r'ops\.use\("reference"\)'):
-        emulated(lse_merge._kernel, out1, lse1, out2.double(), lse2)
+        emulated(softmax._merge_kernel, out1, lse1, out2.double(), lse2)
     with pytest.raises(ValueError, match="got out2 of shape"):
-        emulated(lse_merge._kernel, out1, lse1, out2[:1], lse2)
+        emulated(softmax._merge_kernel, out1, lse1, out2[:1], lse2)
 
 
 def plain_backward(d_out, d_lse, out1, lse1, out2, lse2):

@@ -7,9 +7,16 @@ import math
 import pytest
 import torch
 
-from functron.ops import moe_permute, moe_sort
-from functron.ops.moe_permute import ADD_ROWS, PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD
-from functron.ops.moe_sort import SORT, sorted_assignments
+from functron.ops import moe
+from functron.ops import moe as moe_sort
+from functron.ops.moe import (
+    ADD_ROWS,
+    PERMUTE,
+    SORT,
+    UNPERMUTE,
+    UNPERMUTE_BACKWARD,
+    sorted_assignments,
+)
 from tests.kernels.conformance import CHECKS, Case, conform
 from tests.kernels.emulator import Emulator, emulated
 
@@ -59,7 +66,7 @@ def test_sort(tokens, choices, experts, keep, room):
     chosen, kept = routing(tokens, choices, experts, keep)
     rows = math.ceil(room * tokens * choices)
     args = (chosen, kept, experts, rows)
-    got = emulated(moe_sort._kernel, *args)
+    got = emulated(moe_sort._sort_kernel, *args)
     wanted = by_hand(*args)
     for a, b in zip(got, wanted, strict=True):
         assert a.flatten().tolist() == b
@@ -69,7 +76,7 @@ def test_sort(tokens, choices, experts, keep, room):
 
 def test_sort_where_all_choose_one():
     chosen, kept = torch.full((600, 2), 5), torch.ones(600, 2, dtype=torch.bool)
-    order, tokens, slots, sizes = emulated(moe_sort._kernel, chosen, kept, 9, 1200)
+    order, tokens, slots, sizes = emulated(moe_sort._sort_kernel, chosen, kept, 9, 1200)
     assert torch.equal(order, torch.arange(1200))
     assert torch.equal(tokens, torch.arange(1200) // 2)
     assert torch.equal(slots.flatten(), order)
@@ -78,7 +85,7 @@ def test_sort_where_all_choose_one():
 
 def test_sort_of_more_chunks_than_lanes():
     chosen, kept = routing(40_000, 1, 2, 0.9)
-    got = moe_sort._kernel(Emulator(), chosen, kept, 2, 40_000)
+    got = moe_sort._sort_kernel(Emulator(), chosen, kept, 2, 40_000)
     for a, b in zip(got, sorted_assignments(chosen, kept, 2, 40_000), strict=True):
         assert torch.equal(a, b)
 
@@ -86,13 +93,13 @@ def test_sort_of_more_chunks_than_lanes():
 def test_sort_of_views():
     chosen, kept = routing(50, 6, 8)
     args = (chosen[:, ::2], kept[:, ::2], 8, 150)
-    for a, b in zip(emulated(moe_sort._kernel, *args), sorted_assignments(*args), strict=True):
+    for a, b in zip(emulated(moe_sort._sort_kernel, *args), sorted_assignments(*args), strict=True):
         assert torch.equal(a, b)
 
 
 def test_sort_of_too_many_experts():
     with pytest.raises(ValueError, match="got 5000 experts; wanted at most 4096; fix: "):
-        moe_sort._kernel(Emulator(), *routing(2, 2, 5000), 5000, 4)
+        moe_sort._sort_kernel(Emulator(), *routing(2, 2, 5000), 5000, 4)
 
 
 # ---- rows
@@ -142,15 +149,15 @@ def test_there_and_back(dim, routed, dtype):
     order, source, slots = order_of(*routed)
     x, weights = draw(routed[0], dim, dtype=dtype), draw(*slots.shape, dtype=torch.float32, seed=1)
     seeds = (0, 1, 2) if dim < 1000 else (0, 3)
-    rows = emulated(moe_permute._permute_kernel, x, source, slots, seeds=seeds)
+    rows = emulated(moe._permute_kernel, x, source, slots, seeds=seeds)
     assert torch.equal(rows[:-3], x[source[:-3]])
     assert (rows[-3:] == 0).all()
 
     rows = draw(*rows.shape, dtype=dtype, seed=2)
-    y = emulated(moe_permute._unpermute_kernel, rows, weights, order, slots, seeds=seeds)
+    y = emulated(moe._unpermute_kernel, rows, weights, order, slots, seeds=seeds)
     size = loop(rows.abs(), weights.abs(), slots)
     assert_rounded(y, loop(rows, weights, slots), size, slots.shape[1])
-    y = emulated(moe_permute._add_kernel, rows, source, slots, seeds=seeds)
+    y = emulated(moe._add_kernel, rows, source, slots, seeds=seeds)
     assert_rounded(y, loop(rows, None, slots), loop(rows.abs(), None, slots), slots.shape[1])
 
 
@@ -164,11 +171,11 @@ def test_gradients(dim, routed, dtype):
     wide = rows.double().requires_grad_(), weights.double().requires_grad_()
     wanted = torch.autograd.grad(loop(wide[0], wide[1], slots), wide, dy.double())
     args = (dy, rows, weights, order, slots)
-    d_rows, d_weights = emulated(moe_permute._backward_kernel, *args)
+    d_rows, d_weights = emulated(moe._unpermute_backward_kernel, *args)
     assert_rounded(d_rows, wanted[0], wanted[0].abs(), 1)
     size = torch.autograd.grad(loop(wide[0].abs(), wide[1], slots), wide[1], dy.double().abs())[0]
     assert_rounded(d_weights, wanted[1], size, dim)
-    other_rows, other_weights = moe_permute._backward(*args)
+    other_rows, other_weights = moe._unpermute_backward(*args)
     assert_rounded(other_rows, wanted[0], wanted[0].abs(), 1)
     assert_rounded(other_weights, wanted[1], size, dim)
 
@@ -185,9 +192,9 @@ def test_the_same_bits_where_memory_is_not_aligned(dtype):
         return memory[:, 3:75]
 
     for kernel, args in (
-        (moe_permute._permute_kernel, (x, source, slots)),
-        (moe_permute._unpermute_kernel, (rows, weights, order, slots)),
-        (moe_permute._backward_kernel, (x, rows, weights, order, slots)),
+        (moe._permute_kernel, (x, source, slots)),
+        (moe._unpermute_kernel, (rows, weights, order, slots)),
+        (moe._unpermute_backward_kernel, (x, rows, weights, order, slots)),
     ):
         other = [unaligned(a) if a.dtype == dtype and a.shape[-1] == 72 else a for a in args]
         transposed = [a.t().contiguous().t() for a in args[:1]]
@@ -206,9 +213,9 @@ def test_rows_that_no_token_has_may_be_nan():
     rows = draw(order.shape[0], 8, dtype=torch.float32)
     rows[-3:] = math.nan
     weights = draw(4, 2, dtype=torch.float32)
-    assert emulated(moe_permute._unpermute_kernel, rows, weights, order, slots).isfinite().all()
+    assert emulated(moe._unpermute_kernel, rows, weights, order, slots).isfinite().all()
     args = (draw(4, 8, dtype=torch.float32), rows, weights, order, slots)
-    d_rows, d_weights = emulated(moe_permute._backward_kernel, *args)
+    d_rows, d_weights = emulated(moe._unpermute_backward_kernel, *args)
     assert (d_rows[-3:] == 0).all()
     assert d_weights.isfinite().all()
 
@@ -219,13 +226,13 @@ def test_nothing_to_move(tokens, rows, dim):
     slots = torch.full((tokens, 2), -1)
     x, there = torch.ones(tokens, dim), torch.ones(rows, dim)
     weights = torch.ones(tokens, 2)
-    y = emulated(moe_permute._permute_kernel, x, source, slots)
+    y = emulated(moe._permute_kernel, x, source, slots)
     assert y.shape == (rows, dim)
     assert (y == 0).all()
-    y = emulated(moe_permute._unpermute_kernel, there, weights, source, slots)
+    y = emulated(moe._unpermute_kernel, there, weights, source, slots)
     assert y.shape == (tokens, dim)
     assert (y == 0).all()
-    d_rows, d_weights = emulated(moe_permute._backward_kernel, x, there, weights, source, slots)
+    d_rows, d_weights = emulated(moe._unpermute_backward_kernel, x, there, weights, source, slots)
     assert (d_rows.shape, d_weights.shape) == (there.shape, weights.shape)
     assert (d_rows == 0).all()
     assert (d_weights == 0).all()
@@ -234,10 +241,10 @@ def test_nothing_to_move(tokens, rows, dim):
 def test_what_kernels_refuse():
     order, source, slots = order_of(2, 2, 4)
     with pytest.raises(TypeError, match=r"moe_permute: got torch\.float64"):
-        moe_permute._permute_kernel(Emulator(), draw(2, 4), source, slots)
+        moe._permute_kernel(Emulator(), draw(2, 4), source, slots)
     wide = torch.zeros(1, dtype=torch.float32).expand(2, 2**30)
     with pytest.raises(ValueError, match="rows of 1073741824 elements; wanted fewer"):
-        moe_permute._grid(2, wide.shape[1])
+        moe._permute_grid(2, wide.shape[1])
     assert order.shape == source.shape
 
 
@@ -245,12 +252,12 @@ def cases() -> list[Case]:
     order, source, slots = order_of(5, 3, 4, 0.7, 0.7)
     x, rows, weights = draw(5, 4), draw(order.shape[0], 4, seed=1), draw(5, 3, seed=2)
     return [
-        Case(PERMUTE, moe_permute._permute, (x, source, slots)),
-        Case(ADD_ROWS, moe_permute._add, (rows, source, slots)),
-        Case(UNPERMUTE, moe_permute._unpermute, (rows, weights, order, slots), moving=(0, 1)),
+        Case(PERMUTE, moe._permute, (x, source, slots)),
+        Case(ADD_ROWS, moe._add, (rows, source, slots)),
+        Case(UNPERMUTE, moe._unpermute, (rows, weights, order, slots), moving=(0, 1)),
         Case(
             UNPERMUTE_BACKWARD,
-            moe_permute._backward,
+            moe._unpermute_backward,
             (x, rows, weights, order, slots),
             moving=(0, 1, 2),
         ),

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from functron.ops import moe_router as router
-from functron.ops.moe_router import ROUTER, ROUTER_BACKWARD, moe_router
+from functron.ops import moe as router
+from functron.ops.moe import ROUTER, ROUTER_BACKWARD, moe_router
 from tests.kernels.conformance import Case, conform
 from tests.kernels.emulator import Emulator, emulated
 
@@ -77,7 +77,7 @@ def test_choices_and_scores(shape, score, balanced):
     logits = draw(5, experts)
     balance = draw(1, experts, seed=1)[0] if balanced else None
     chosen, weights, scores = emulated(
-        router._kernel,
+        router._router_kernel,
         logits,
         balance,
         choices,
@@ -101,7 +101,7 @@ def test_choices_and_scores(shape, score, balanced):
 def test_weights_and_gradients(experts, score, weighting):
     logits = draw(6, experts).abs() if score == "given" else draw(6, experts)
     kind, k = modes(score, weighting), 5
-    chosen, weights, scores = emulated(router._kernel, logits, None, k, *kind, 1, 1, 1)
+    chosen, weights, scores = emulated(router._router_kernel, logits, None, k, *kind, 1, 1, 1)
     z = logits.double().requires_grad_()
     exact, all_exact = oracle(z, chosen, score, weighting)
     torch.testing.assert_close(weights.double(), exact, rtol=2e-6, atol=1e-12)
@@ -109,7 +109,7 @@ def test_weights_and_gradients(experts, score, weighting):
     d_weights, d_scores = draw(6, k, seed=2), draw(6, experts, seed=3)
     wanted = torch.autograd.grad((exact, all_exact), z, (d_weights.double(), d_scores.double()))[0]
     args = (d_weights, d_scores, chosen, weights, scores, *kind)
-    got = emulated(router._backward_kernel, *args)
+    got = emulated(router._router_backward_kernel, *args)
     scale = wanted.abs().amax(-1, keepdim=True)
     assert ((got - wanted).abs() <= 2e-6 * scale).all()
     torch.testing.assert_close(router._backward_reference(*args), got, rtol=1e-5, atol=1e-6)
@@ -119,13 +119,13 @@ def test_more_tokens_than_warps():
     """Warps compute several tokens one after the other, each as if it were alone."""
     logits = draw(230, 8)
     args = (None, 2, *modes("softmax", "renormalised"), 4, 2, 1)
-    whole = emulated(router._kernel, logits, *args)
+    whole = emulated(router._router_kernel, logits, *args)
     assert whole[0].shape == (230, 2)
-    alone = emulated(router._kernel, logits[227:], *args, seeds=(1,))
+    alone = emulated(router._router_kernel, logits[227:], *args, seeds=(1,))
     for a, b in zip(whole, alone, strict=True):
         assert torch.equal(a[227:], b)
     cotangents = torch.ones(230, 2), logits
-    d_logits = emulated(router._backward_kernel, *cotangents, *whole, *args[2:4])
+    d_logits = emulated(router._router_backward_kernel, *cotangents, *whole, *args[2:4])
     wanted = router._backward_reference(*cotangents, *whole, *args[2:4])
     torch.testing.assert_close(d_logits, wanted)
 
@@ -134,8 +134,8 @@ def test_rows_may_have_gaps():
     wide = draw(7, 50)
     args = (None, 3, *modes("sigmoid", "renormalised"), 1, 1, 1)
     for view in (wide[:, 3:43], wide[:, 3:43].t().contiguous().t(), wide[::2, :40]):
-        want = emulated(router._kernel, view.contiguous(), *args, seeds=(0,))
-        for a, b in zip(emulated(router._kernel, view, *args), want, strict=True):
+        want = emulated(router._router_kernel, view.contiguous(), *args, seeds=(0,))
+        for a, b in zip(emulated(router._router_kernel, view, *args), want, strict=True):
             assert torch.equal(a, b)
 
 
@@ -144,17 +144,17 @@ def test_equals_go_to_the_first(groups):
     logits = torch.zeros(2, 64)
     logits[1, 7::16] = 1.0
     args = (None, 6, *modes("sigmoid", "scores"), groups, 2 if groups > 1 else 1, 1)
-    chosen = emulated(router._kernel, logits, *args)[0]
+    chosen = emulated(router._router_kernel, logits, *args)[0]
     assert chosen[0].tolist() == [0, 1, 2, 3, 4, 5]
     first = [7, 23, 39, 55, 0, 1] if groups == 1 else [7, 23, 0, 1, 2, 3]
     assert chosen[1].tolist() == first
-    assert torch.equal(chosen, router._reference(logits, *args)[0])
+    assert torch.equal(chosen, router._router_reference(logits, *args)[0])
 
 
 def test_zeros_of_both_signs_are_equal():
     logits = torch.tensor([[-0.0, 0.0, -1.0], [0.0, -0.0, -1.0]])
     args = (None, 2, *modes("given", "scores"), 1, 1, 1)
-    assert emulated(router._kernel, logits, *args)[0].tolist() == [[0, 1], [0, 1]]
+    assert emulated(router._router_kernel, logits, *args)[0].tolist() == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -math.nan])
@@ -165,18 +165,18 @@ def test_what_is_not_finite_chooses_experts_too(value, groups):
     logits[torch.arange(8), torch.arange(8) * 4] = value
     logits[7] = value
     args = (None, 6, *modes("given", "scores"), groups, 2 if groups > 1 else 1, 1)
-    chosen = emulated(router._kernel, logits, *args)[0]
+    chosen = emulated(router._router_kernel, logits, *args)[0]
     assert all(len(set(row)) == 6 and set(row) <= set(range(32)) for row in chosen.tolist())
     if groups == 1 and value != -math.inf:
-        assert torch.equal(chosen, router._reference(logits, *args)[0])
+        assert torch.equal(chosen, router._router_reference(logits, *args)[0])
 
 
 def test_extreme_logits():
     logits = torch.tensor([[1e4, -1e4, 0.0, 1e4], [-1e30, -1e30, -1e30, -1e30], [3e38, 0, 0, 0]])
     for score in ("softmax", "sigmoid"):
         args = (None, 2, *modes(score, "renormalised"), 1, 1, 1)
-        _, weights, scores = emulated(router._kernel, logits, *args)
-        torch.testing.assert_close(scores, router._reference(logits, *args)[2])
+        _, weights, scores = emulated(router._router_kernel, logits, *args)
+        torch.testing.assert_close(scores, router._router_reference(logits, *args)[2])
         assert weights.isfinite().all()
 
 
@@ -184,17 +184,17 @@ def test_extreme_logits():
 def test_few_tokens(tokens):
     logits = draw(tokens, 8)
     args = (None, 2, *modes("softmax", "scores"), 1, 1, 1)
-    results = emulated(router._kernel, logits, *args)
+    results = emulated(router._router_kernel, logits, *args)
     assert [x.shape for x in results] == [(tokens, 2), (tokens, 2), (tokens, 8)]
-    gradient = emulated(router._backward_kernel, results[1], logits, *results, *args[2:4])
+    gradient = emulated(router._router_backward_kernel, results[1], logits, *results, *args[2:4])
     assert gradient.shape == (tokens, 8)
 
 
 def test_what_kernels_refuse():
     with pytest.raises(TypeError, match=r"got torch\.float64 logits; wanted float32; fix: "):
-        router._kernel(Emulator(), draw(2, 8).double(), None, 2, 0, 0, 1, 1, 1)
+        router._router_kernel(Emulator(), draw(2, 8).double(), None, 2, 0, 0, 1, 1, 1)
     with pytest.raises(ValueError, match="got 513 experts in 1 groups; wanted at most 512 in 32"):
-        router._kernel(Emulator(), draw(2, 513), None, 2, 0, 0, 1, 1, 1)
+        router._router_kernel(Emulator(), draw(2, 513), None, 2, 0, 0, 1, 1, 1)
     assert not router.fits(513)
     assert not router.fits(66, 33)
     assert router.fits(512, 32)
@@ -222,7 +222,7 @@ def test_names_that_are_unknown(name):
 
 
 def plain(logits, balance, top_k, score, weighting, num_groups, top_groups, top_two):
-    return router._reference(
+    return router._router_reference(
         logits, balance, top_k, score, weighting, num_groups, top_groups, top_two
     )
 
@@ -241,7 +241,7 @@ def of_logits(score, weighting):
 
 def backward_args(score, weighting):
     args = of_logits(score, weighting)
-    return (draw(6, 3).double(), draw(6, 8).double(), *router._reference(*args), *args[3:5])
+    return (draw(6, 3).double(), draw(6, 8).double(), *router._router_reference(*args), *args[3:5])
 
 
 CASES = [

@@ -12,15 +12,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from functron.ops import (
-    global_norm,
-    layer_norm,
-    moe_permute,
-    moe_router,
-    moe_sort,
-    quantise_fp8,
-    rms_norm,
-)
+from functron.ops import global_norm, moe, norms, quantise_fp8
+from functron.ops import moe as moe_sort
 from tests.kernels.emulator import EmulationError, emulated
 
 
@@ -48,23 +41,24 @@ SOFTMAX = (None, 3, 0, 1, 1, 1, 1)
 ROUTED = (None, 3, 1, 1, 4, 2, 1)  # sigmoid, renormalised, the best two of four groups
 
 RUNS = {
-    "sort": Run(moe_sort._kernel, (EXPERTS, KEPT, 12, 1200)),
-    "permute": Run(moe_permute._permute_kernel, (draw(3, 37), SOURCE, SLOTS)),
-    "unpermute": Run(moe_permute._sum_kernel, (draw(4, 37), draw(3, 2), SLOTS)),
-    "unpermute, unaligned": Run(moe_permute._sum_kernel, (unaligned(5, 64), draw(3, 2), SLOTS)),
+    "sort": Run(moe_sort._sort_kernel, (EXPERTS, KEPT, 12, 1200)),
+    "permute": Run(moe._permute_kernel, (draw(3, 37), SOURCE, SLOTS)),
+    "unpermute": Run(moe._sum_kernel, (draw(4, 37), draw(3, 2), SLOTS)),
+    "unpermute, unaligned": Run(moe._sum_kernel, (unaligned(5, 64), draw(3, 2), SLOTS)),
     "unpermute backward": Run(
-        moe_permute._backward_kernel, (draw(3, 1030), draw(5, 1030), draw(3, 2), ASSIGNMENT, SLOTS)
+        moe._unpermute_backward_kernel,
+        (draw(3, 1030), draw(5, 1030), draw(3, 2), ASSIGNMENT, SLOTS),
     ),
-    "route": Run(moe_router._kernel, (draw(220, 36), *ROUTED)),
+    "route": Run(moe._router_kernel, (draw(220, 36), *ROUTED)),
     "route backward": Run(
-        moe_router._backward_kernel,
-        (draw(220, 3), draw(220, 36), *moe_router._reference(draw(220, 36), *SOFTMAX), 0, 1),
+        moe._router_backward_kernel,
+        (draw(220, 3), draw(220, 36), *moe._router_reference(draw(220, 36), *SOFTMAX), 0, 1),
     ),
     "layer norm": Run(
-        layer_norm._kernel, (draw(4, 4099), None, draw(4099), draw(4099, seed=1), 1e-5, False)
+        norms._layer_kernel, (draw(4, 4099), None, draw(4099), draw(4099, seed=1), 1e-5, False)
     ),
     "rms norm backward": Run(
-        rms_norm._backward_kernel,
+        norms._rms_backward_kernel,
         (draw(40, 64), None, draw(40, 64, seed=1), draw(64), draw(40).abs(), 1e-5, False),
     ),
     "squares": Run(global_norm._kernel, (draw(1, 70_000),)),

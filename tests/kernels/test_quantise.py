@@ -18,11 +18,12 @@ from functron.ops.quantise_fp8 import (
     MOST,
     QUANTISE_FP8,
     Quantised,
+    advance,
     cast_fp8,
+    delayed_scale,
     dequantise_fp8,
     quantise_fp8,
 )
-from functron.ops.scaling_fp8 import advance, delayed_scale
 from tests.kernels.conformance import Case, conform
 from tests.kernels.emulator import emulated
 

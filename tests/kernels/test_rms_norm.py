@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from functron.ops import rms_norm
-from functron.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
-from functron.ops.rows import FORWARD_THREADS, layout
+from functron.ops import norms
+from functron.ops.define import FORWARD_THREADS, layout
+from functron.ops.norms import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
 from tests.kernels.conformance import Case, conform
 from tests.kernels.emulator import Emulator, emulated, missing
 from tests.kernels.norms import DTYPES, LAYOUTS, SHAPES, Draw, conform_uncompiled, near, seeds
@@ -42,7 +42,7 @@ def test_against_float64(shape, dtype, summed):
         center = summed  # either way of either
         if summed:
             y, total, rstd = emulated(
-                rms_norm._kernel, x, residual, scale, EPS, center, seeds=orders
+                norms._rms_kernel, x, residual, scale, EPS, center, seeds=orders
             )
             assert torch.equal(total, x + residual)
         else:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from functron import ops
-from functron.ops import chunked, flash, softmax
-from functron.ops.chunked import Visible
+from functron.ops import attention, softmax
+from functron.ops import attention as chunked
+from functron.ops.attention import Visible
 from functron.ops.softmax import (
     SOFTMAX,
     SOFTMAX_,
@@ -285,9 +286,9 @@ def test_attention_of_masked_blocks(alone):
     options = {"causal": True, "scale": 0.4}
 
     def both(kernels):
-        out, lse = flash.block(q, k, v, visible, kernels=kernels, **options)
+        out, lse = attention.block(q, k, v, visible, kernels=kernels, **options)
         given = out.cos(), q, k, v, out, lse
-        return out, lse, *flash.block_backward(*given, visible, kernels=kernels, **options)
+        return out, lse, *attention.block_backward(*given, visible, kernels=kernels, **options)
 
     expected = both(ops.use("reference"))
     if alone:
@@ -298,7 +299,7 @@ def test_attention_of_masked_blocks(alone):
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
     def total(q, k, v, kernels):
-        out, lse = flash.block(q, k, v, visible, kernels=kernels, **options)
+        out, lse = attention.block(q, k, v, visible, kernels=kernels, **options)
         return (out.sin().sum(-1) * lse).sum()
 
     grads = [torch.func.grad(total, (0, 1, 2))(q, k, v, x) for x in (KERNEL, ops.use())]

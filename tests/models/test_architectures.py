@@ -16,7 +16,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, bert, gpt, llava, mamba, random, t5, tree, vit
-from functron.data.masking import mask_tokens
+from functron.data.denoising import mask_tokens
 
 TOLERANCE = 1e-10
 BATCH, SEQ, VOCAB = 8, 16, 50
@@ -151,13 +151,13 @@ def sharded(name, mesh, stream="", remat="none", num_microbatches=1, fsdp=("fsdp
     """The per-rank gradient program on `mesh`, as a function of global values."""
     module, config = MODELS[name].module, MODELS[name].config
     specs = ft.param_specs(module.defs(config), module.rules(config, mesh, fsdp=fsdp))
-    how = {"stream": STREAMS[stream], "remat": remat, "gather": ft.Gather(specs)}
+    options = ft.ModelOptions(STREAMS[stream], remat, ft.Gather(specs))
 
     def program(weights, data, key):
         total = MODELS[name].num_targets(data)
 
         def loss(weights, data):
-            return module.loss(config, weights, data, key=key, **how) / total
+            return module.loss(config, weights, data, options, key=key) / total
 
         both = ft.accumulate(ft.value_and_grad(loss), num_microbatches)
         value, grads = both(weights, data)
@@ -241,7 +241,9 @@ def test_steps_reduce_the_loss_and_scatter_gradients(name):
         def loss(params, batch, key):
             return module.loss(config, params, batch)  # without dropout, whose noise is larger
 
-        step = ft.make_step(loss, MODELS[name].num_targets, optimizer, mesh, specs, scatter=scatter)
+        step = ft.make_step(
+            ft.gradients(loss, MODELS[name].num_targets, scatter=scatter), optimizer, mesh, specs
+        )
         values = []
         for _ in range(2):
             state, metrics = step(state, data)
@@ -343,15 +345,21 @@ def test_image_tokens_are_no_targets():
 def test_a_connector_alone_is_trained():
     weights, data, *_ = dense("llava")
     chosen = {"vision": False, "connector": True, "text": False}
-    optimizer = ft.optim.masked(ft.optim.sgd(0.1), chosen)
+    optimizer = ft.optim.only(ft.optim.sgd(0.1), chosen)
     mesh, defs = Mesh(dp=2), llava.defs(LLAVA)
     specs = ft.param_specs(defs, llava.rules(LLAVA, mesh))
     copies = tree.map(torch.clone, weights)
     state = ft.init_state(random.key(0), defs, specs, optimizer, mesh, copies)
     step = ft.make_step(
-        lambda params, batch, key: llava.loss(LLAVA, params, batch),
-        MODELS["llava"].num_targets, optimizer, mesh, specs, trainable=chosen,
-    )  # fmt: skip
+        ft.gradients(
+            lambda params, batch, key: llava.loss(LLAVA, params, batch),
+            MODELS["llava"].num_targets,
+            trainable=chosen,
+        ),
+        optimizer,
+        mesh,
+        specs,
+    )
     state, _ = step(state, data)
     moved = tree.map(lambda new, old: bool((new != old).any()), state.params, weights)
     assert all(tree.leaves(moved["connector"]))

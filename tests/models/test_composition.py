@@ -66,7 +66,10 @@ def batch() -> dict:
 
 
 def mean_loss(config, stream, remat, weights, data, key, total):
-    return gpt.loss(config, weights, data, key=key, stream=stream, remat=remat) / total
+    return (
+        gpt.loss(config, weights, data, ft.ModelOptions(stream=stream, remat=remat), key=key)
+        / total
+    )
 
 
 @functools.cache

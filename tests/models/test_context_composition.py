@@ -61,13 +61,13 @@ def dense(config: gpt.GPTConfig, documents: bool):
 def sharded(config, mesh, stream, context, *, remat="none", documents=False, num_microbatches=1):
     """The per-rank gradient program on `mesh`, as a function of global values."""
     specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh))
-    settings = {"stream": stream, "context": context, "remat": remat, "gather": ft.Gather(specs)}
+    options = ft.ModelOptions(stream, remat, ft.Gather(specs), context)
 
     def program(weights, data, key):
         total = gpt.num_targets(data)
 
         def loss(weights, data):
-            return gpt.loss(config, weights, data, key=key, **settings) / total
+            return gpt.loss(config, weights, data, options, key=key) / total
 
         value, grads = ft.accumulate(ft.value_and_grad(loss), num_microbatches)(weights, data)
         return value, ft.sync_gradients(grads, specs)
@@ -130,7 +130,7 @@ def test_logits_come_in_order(mesh, context):
     specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh))
     split = gpt.batch_specs()["tokens"]
     forward = ft.shard_map(
-        functools.partial(gpt.forward, config, context=CONTEXTS[context]),
+        functools.partial(gpt.forward, config, options=ft.ModelOptions(context=CONTEXTS[context])),
         mesh, (specs, split), P(*split, "tp"),
     )  # fmt: skip
     assert (forward(weights, data["tokens"]) - want).abs().max() < TOLERANCE * want.abs().max()

@@ -124,7 +124,7 @@ def test_capped_logits_cannot_be_made_in_chunks():
     config = MODELS["gemma2"]
     weights, data, *_ = dense(config)
     with pytest.raises(ValueError, match="loss_chunk_tokens: got 4 with logit_cap"):
-        gpt.loss(config, weights, data, loss_chunk_tokens=4)
+        gpt.loss(config, weights, data, ft.ModelOptions(loss_chunk_tokens=4))
 
 
 @pytest.mark.parametrize(

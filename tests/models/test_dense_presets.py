@@ -9,7 +9,7 @@ import pytest
 import functron as ft
 from functron import gpt, hub
 from functron.hub.config import differences, parse
-from functron.models.dense_presets import DENSE_PRESETS
+from functron.models.presets import DENSE_PRESETS
 
 # of the published files (tied matrices once)
 COUNTS = {
@@ -76,6 +76,6 @@ def test_parameters_are_about_those_of_the_reports():
 def test_what_is_written_of_a_preset_is_read_as_it(name):
     config = gpt.PRESETS[name]
     kind = next(kind for start, kind in KINDS.items() if name.startswith(start))
-    table = hub.write_config(config, hub.families.FAMILIES[kind])
+    table = hub.write_config(config, hub.FORMATS[kind])
     assert table["model_type"] == kind
     assert differences(parse(table), config) == []

@@ -36,7 +36,11 @@ def sharded(config, mesh, num_microbatches, *, axes=HYBRID, remat="none", stream
 
         def loss(weights, data):
             value = gpt.loss(
-                config, weights, data, key=key, stream=STREAMS[stream], remat=remat, gather=gather
+                config,
+                weights,
+                data,
+                ft.ModelOptions(stream=STREAMS[stream], remat=remat, gather=gather),
+                key=key,
             )
             return value / total
 
@@ -96,7 +100,9 @@ def test_differentiated_from_outside():
     specs, gather = gathered(config, mesh)
 
     def program(weights, data):
-        return gpt.loss(config, weights, data, gather=gather) / gpt.num_targets(data)
+        return gpt.loss(config, weights, data, ft.ModelOptions(gather=gather)) / gpt.num_targets(
+            data
+        )
 
     mapped = ft.shard_map(program, mesh, (specs, P(ft.DATA_AXES)), P())
     got, got_value = torch.func.grad_and_value(mapped)(weights, data)
@@ -127,10 +133,8 @@ def test_pipelines(mesh, schedule, remat, stream):
             params,
             x,
             batch,
+            ft.ModelOptions(stream=STREAMS[stream], remat=remat, gather=gather),
             key=key,
-            stream=STREAMS[stream],
-            remat=remat,
-            gather=gather,
         )
         return y / total if part.loss else y
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, P, gpt, nn, random, sample
+from functron import Mesh, P, gpt, nn, random
 from functron.models import generation, t5
+from functron.models import generation as sample
 from functron.nn.moe import MoEConfig
 from functron.transforms import Gather
 
@@ -116,11 +117,15 @@ def test_a_t5_says_with_a_cache_what_it_decodes(tied, mesh):
     gather, rows = Gather(specs), P(ft.DATA_AXES)
 
     def logits(weights, tokens, mask, given):
-        cache = t5.prefill(config, weights, tokens, room=14, mask=mask, gather=gather)
+        cache = t5.prefill(
+            config, weights, tokens, ft.ModelOptions(gather=gather), room=14, mask=mask
+        )
         found = []
         for index, said in enumerate(given.unbind(1)):
             place = torch.tensor(index)
-            now, cache = t5.extend(config, weights, cache, said, place, mask=mask, gather=gather)
+            now, cache = t5.extend(
+                config, weights, cache, said, place, ft.ModelOptions(gather=gather), mask=mask
+            )
             found.append(now)
         return torch.stack(found, 1), cache
 

@@ -217,7 +217,7 @@ def test_sequences_that_do_not_split():
     mesh = Mesh(tp=2)
     specs = ft.param_specs(gpt.defs(SMALL), gpt.rules(SMALL, mesh))
     forward = ft.shard_map(
-        lambda w, t: gpt.forward(SMALL, w, t, stream=gpt.SEQUENCE_PARALLEL_STREAM),
+        lambda w, t: gpt.forward(SMALL, w, t, ft.ModelOptions(stream=gpt.SEQUENCE_PARALLEL_STREAM)),
         mesh,
         (specs, P(DATA_AXES)),
         P(DATA_AXES, None, "tp"),

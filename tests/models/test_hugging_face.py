@@ -259,7 +259,7 @@ def assert_leaves_close(actual, expected, tolerance):
 
 
 def mean_loss(config, weights, batch, stream=gpt.STREAM):
-    return gpt.loss(config, weights, batch, stream=stream) / gpt.num_targets(batch)
+    return gpt.loss(config, weights, batch, ft.ModelOptions(stream=stream)) / gpt.num_targets(batch)
 
 
 def test_every_weight_is_mapped(case):

@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 import functron as ft
 from functron import bert, gpt, llava, mamba, nn, t5, tree, vit
+from functron.models.generation import Draw
+from functron.models.infilling import respond
 from functron.nn.masked import relative_buckets
-from functron.restore import respond
-from functron.sample import Draw
 
 VOCAB, EMBED, BATCH, SEQ = 61, 32, 4, 12
 TOLERANCE = 1e-10

@@ -38,7 +38,7 @@ def batch() -> dict:
 
 
 def mean_loss(config, weights, data, stream=gpt.STREAM, experts=("ep",)):
-    total = gpt.loss(config, weights, data, stream=stream, experts=experts)
+    total = gpt.loss(config, weights, data, ft.ModelOptions(stream=stream, experts=experts))
     return total / gpt.num_targets(data)
 
 

@@ -54,7 +54,7 @@ def dense(config: gpt.GPTConfig):
     data, key = batch(), random.key(7)
 
     def loss(weights):
-        return gpt.loss(config, weights, data, key=key, kernels=use("reference"))
+        return gpt.loss(config, weights, data, ft.ModelOptions(kernels=use("reference")), key=key)
 
     grads, value = torch.func.grad_and_value(loss)(weights)
     return weights, data, key, value, grads
@@ -65,10 +65,7 @@ def sharded(config, mesh, kernels, stream, remat, chunk):
 
     def program(weights, data, key):
         def loss(weights):
-            return gpt.loss(
-                config, weights, data, key=key, stream=stream, remat=remat, kernels=kernels,
-                loss_chunk_tokens=chunk, gather=ft.Gather(specs),
-            )  # fmt: skip
+            return gpt.loss(config, weights, data, ft.ModelOptions(stream=stream, remat=remat, kernels=kernels, loss_chunk_tokens=chunk, gather=ft.Gather(specs)), key=key)  # fmt: skip
 
         value, grads = ft.value_and_grad(loss)(weights)
         return value, ft.sync_gradients(grads, specs)
@@ -113,7 +110,9 @@ def test_the_step_compiles_with_them():
 
     def step(kernels, weights, data):
         def loss(weights):
-            return gpt.loss(config, weights, data, kernels=kernels, loss_chunk_tokens=16)
+            return gpt.loss(
+                config, weights, data, ft.ModelOptions(kernels=kernels, loss_chunk_tokens=16)
+            )
 
         return ft.value_and_grad(loss)(weights)
 

@@ -111,19 +111,19 @@ def dense(config: gpt.GPTConfig):
 def sharded(config, mesh, parallel, experts, *, remat="none", context=None, num_microbatches=1):
     """The per-rank gradient program on `mesh`, as a function of global values."""
     specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh, experts=experts))
-    settings = {
-        "stream": gpt.SEQUENCE_PARALLEL_STREAM if parallel else gpt.STREAM,
-        "remat": remat,
-        "gather": ft.Gather(specs),
-        "experts": experts,
-        "context": context or gpt.Context(),
-    }
+    options = ft.ModelOptions(
+        stream=gpt.SEQUENCE_PARALLEL_STREAM if parallel else gpt.STREAM,
+        remat=remat,
+        gather=ft.Gather(specs),
+        experts=experts,
+        context=context or gpt.Context(),
+    )
 
     def program(weights, data, key):
         total = gpt.num_targets(data)
 
         def loss(weights, data):
-            value, details = gpt.loss_and_details(config, weights, data, key=key, **settings)
+            value, details = gpt.loss_and_details(config, weights, data, options, key=key)
             return value / total, details
 
         gradients = ft.value_and_grad(loss, has_aux=True)

@@ -19,7 +19,9 @@ from tests.models.test_moe_composition import MODELS, assert_equal, dense
 def test_loss_and_gradients(model, mesh):
     config = MODELS[model]
     weights, data, key, (want, details), want_grads = dense(config)
-    total_loss = functools.partial(gpt.loss, config, key=key, kernels=use("kernel"))
+    total_loss = functools.partial(
+        gpt.loss, config, options=ft.ModelOptions(kernels=use("kernel")), key=key
+    )
     if mesh is None:
         total = (data["targets"] != ft.nn.IGNORE_INDEX).sum()
         grads, value = torch.func.grad_and_value(lambda w: total_loss(w, data) / total)(weights)

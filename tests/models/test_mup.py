@@ -9,7 +9,6 @@ import torch
 
 from functron import gpt, optim, params, random, tree
 from functron.models import decoder, mup
-from functron.models.block import How
 from functron.models.sequence import arranged
 from functron.nn.moe import MoEConfig
 from functron.pipeline.layout import whole
@@ -109,7 +108,8 @@ def test_logits_and_scores_have_their_factors(tied):
     torch.testing.assert_close(capped, 0.5 * torch.tanh(want / 0.5), rtol=1e-12, atol=1e-14)
     data = batch()
     losses = [
-        gpt.loss(config, weights, data, loss_chunk_tokens=chunk).item() for chunk in (0, SEQ // 2)
+        gpt.loss(config, weights, data, gpt.ModelOptions(loss_chunk_tokens=chunk)).item()
+        for chunk in (0, SEQ // 2)
     ]
     log_p = (gpt.forward(plain, weights, data["tokens"]) / 4).log_softmax(-1)
     want = -log_p.gather(-1, data["targets"].unsqueeze(-1)).sum().item()
@@ -131,9 +131,10 @@ def changes(config, optimizer, rate, steps=4):
 
     @torch.no_grad()
     def seen():
-        part, sequence = whole(config.num_layers), arranged(data, gpt.Context())
-        stream, _ = decoder.stream(config, part, weights, None, sequence, How())
-        return stream, decoder.logits(config, weights, stream, How())
+        options = gpt.ModelOptions()
+        part, sequence = whole(config.num_layers), arranged(data, options.context)
+        stream, _ = decoder.stream(config, part, weights, None, sequence, options, None)
+        return stream, decoder.logits(config, weights, stream, options)
 
     before = seen()
     for _ in range(steps):

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from functron import Mesh, gpt, optim, params, random, recipe, tree
-from functron.config import TrainConfig
-from functron.lora import LoRA, lora_defs
+from functron import Mesh, gpt, optim, params, random, tree
+from functron.models.lora import LoRA, lora_defs
 from functron.nn.moe import MoEConfig
 from functron.spmd.shards import unpad
 from functron.spmd.spec import is_spec
-from functron.step import state_specs
-from functron.validation import validate
+from functron.training.checks import validate
+from functron.training.config import TrainConfig
+from functron.training.plan import plan
 
 SEQ, VOCAB, STEPS, DECAY = 8, 32, 20, 0.3
 RATE, M = 2**-7, 4  # schedules are in float32, where these and their quotient are exact
@@ -45,12 +45,12 @@ def batch(step):
 
 def trained(config, steps=STEPS):
     mesh = Mesh.parse(config.mesh)
-    made = recipe.assemble(config, mesh)
-    state, losses = made.init(random.key(1), mesh), []
+    made = plan(config, mesh)
+    state, losses = made.init(random.key(1)), []
     for step in range(steps):
         state, metrics = made.step(state, batch(step))
         losses.append(metrics["loss"].item())
-    return state, losses, state_specs(made.specs, made.optimizer)
+    return state, losses, made.state_specs
 
 
 def test_updates_are_those_of_torch_with_groups_of_parameters():

@@ -172,11 +172,11 @@ def test_meshes(mesh, stream, context):
     config, mesh = replace(CONFIG, dropout=0.2), Mesh.parse(mesh)
     weights, data, key, value, grads = dense(config)
     specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh))
-    settings = {"stream": stream, "context": CONTEXTS[context], "gather": ft.Gather(specs)}
+    options = ft.ModelOptions(stream, gather=ft.Gather(specs), context=CONTEXTS[context])
 
     def program(weights, data, key):
         total = gpt.num_targets(data)
-        loss = lambda w, data: gpt.loss(config, w, data, key=key, **settings) / total
+        loss = lambda w, data: gpt.loss(config, w, data, options, key=key) / total
         value, grads = ft.accumulate(ft.value_and_grad(loss), 2)(weights, data)
         return value, ft.sync_gradients(grads, specs)
 
@@ -247,4 +247,4 @@ def test_positions_that_do_not_fit_are_taught():
         gpt.loss(CONFIG, weights, theirs)
     balanced = gpt.Context(order="balanced")
     with pytest.raises(ValueError, match='balanced"; fix: use order="zigzag"'):
-        gpt.loss(CONFIG, weights, data, context=balanced)
+        gpt.loss(CONFIG, weights, data, ft.ModelOptions(context=balanced))

@@ -56,6 +56,55 @@ def test_sharded_vocabulary(agrees, randn, mesh, vocab, z_loss):
     )
 
 
+@pytest.mark.parametrize("vocab", [PADDED, 13, 7, 1])
+def test_log_softmax(agrees, randn, mesh, vocab):
+    """Of real columns torch's; padding is so low that exp is 0, and has no gradient."""
+    logits = 3 * randn(BATCH, SEQ, PADDED)
+    logits[..., vocab:] = 40.0  # padding that counted would show
+    weights = torch.arange(PADDED) < vocab
+
+    def sharded(x, weights):
+        y = nn.log_softmax(x, vocab_size=vocab)
+        return torch.where(weights, y, y.exp())  # 0 in padding
+
+    def dense(x, weights):
+        return F.pad(F.log_softmax(x[..., :vocab], -1), (0, PADDED - vocab))
+
+    agrees(sharded, dense, (logits,), mesh, (LOGITS,), LOGITS, (weights,), (P("tp"),))
+
+
+def test_log_softmax_of_large_low_precision_logits():
+    logits = torch.zeros(1, 2, PADDED, dtype=torch.bfloat16)
+    logits[0, 0, 3], logits[0, 1, 12] = 1e4, -1e4
+    mapped = ft.shard_map(
+        lambda x: nn.log_softmax(x, vocab_size=PADDED - 1), Mesh(tp=4), (LOGITS,), LOGITS
+    )
+    found = mapped(logits)
+    assert found.dtype == torch.float32
+    expected = F.log_softmax(logits[..., : PADDED - 1].double(), -1)
+    torch.testing.assert_close(found[..., : PADDED - 1].double(), expected, rtol=1e-6, atol=1e-6)
+    assert (found[..., PADDED - 1] * 0 == 0).all()
+
+
+def test_distillation_by_log_softmax(randn):
+    """KL(teacher, student), with a sum over padding too, is the dense one, as is its gradient."""
+    student, teacher = randn(2, SEQ, PADDED), randn(2, SEQ, PADDED)
+
+    def kl(x, y):
+        log_q, log_p = (nn.log_softmax(z, vocab_size=13) for z in (x, y))
+        return lax.psum((log_p.exp() * (log_p - log_q)).sum(), ("tp", *DATA_AXES))
+
+    mapped = ft.shard_map(kl, Mesh(dp=2, tp=4), (LOGITS, LOGITS), P())
+    got = torch.func.grad_and_value(mapped)(student, teacher)
+
+    def dense(x, y):
+        log_q, log_p = (z[..., :13].log_softmax(-1) for z in (x, y))
+        return (log_p.exp() * (log_p - log_q)).sum()
+
+    expected = torch.func.grad_and_value(dense)(student, teacher)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_padding_columns_get_no_gradient(randn):
     logits, ids = randn(BATCH, SEQ, PADDED), targets(7)
     mapped = ft.shard_map(

@@ -14,6 +14,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 import functron as ft
 from functron import DATA_AXES, Mesh, P, nn
+from functron.nn.attention import causal_attention
 from functron.nn.context import context_attention
 from functron.nn.mla import (
     Latents,
@@ -22,7 +23,6 @@ from functron.nn.mla import (
     mla_absorbed,
     mla_cache,
     mla_defs,
-    padded_attention,
 )
 
 BATCH, SEQ, EMBED, HEADS, NOPE, ROPE, V = 4, 8, 6, 8, 3, 4, 5
@@ -142,7 +142,7 @@ def test_another_core_is_called_with_whole_heads(draw, randn, kind):
 
     def core(q, k, v):
         seen.append((q.shape, k.shape, v.shape))
-        return padded_attention(q, k, v)
+        return causal_attention(q, k, v)
 
     params, x = drawn(draw, c), randn(BATCH, SEQ, EMBED)
     how = {"rope": rotary(), "stream": P(DATA_AXES)}
@@ -347,7 +347,7 @@ def test_padding_of_widths(randn):
     for width, v_dim in ((6, 4), (4, 6), (5, 5)):
         q, k = randn(2, 2, 7, 3, width)
         v = randn(2, 7, 3, v_dim)
-        got = padded_attention(q, k, v)
+        got = causal_attention(q, k, v)
         want = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
         )

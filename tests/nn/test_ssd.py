@@ -10,8 +10,15 @@ from torch.nn import functional as F
 
 import functron as ft
 from functron import Mesh
-from functron.nn.mamba import Mamba2Config, mamba, mamba_cache, mamba_defs, mamba_step
-from functron.nn.ssd import ssd, ssd_step
+from functron.nn.mamba import (
+    Mamba2Config,
+    mamba,
+    mamba_cache,
+    mamba_defs,
+    mamba_step,
+    ssd,
+    ssd_step,
+)
 
 BATCH, SEQ, EMBED, HEADS, HEAD_DIM, STATE = 4, 12, 6, 8, 3, 5
 

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from functron.ops import build, cubins, nvrtc, sources
+from functron.cli import build
+from functron.ops import nvrtc
+from functron.ops import nvrtc as cubins
+from functron.ops import nvrtc as sources
 
 pytestmark = pytest.mark.skipif(
     nvrtc.missing() is not None, reason=f"kernels cannot be compiled here: {nvrtc.missing()}"

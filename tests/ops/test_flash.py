@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.func import grad, jvp, vjp, vmap
 
-from functron.ops import chunked, flash
-from functron.ops.flash import Visible, block, block_backward, merge
+from functron.ops import attention
+from functron.ops import attention as chunked
+from functron.ops.attention import Visible, block, block_backward, merge
 
 BATCH, SEQ, KEYS, DIM = 2, 7, 5, 4
 SCALE = 0.3
@@ -21,7 +22,7 @@ def route(monkeypatch, request):
     """By torch's kernels and without, in chunks that end inside of the blocks."""
     monkeypatch.setattr(chunked, "CHUNK", 3)
     if request.param == "formula":
-        monkeypatch.setattr(flash, "_has_kernel", lambda *_: False)
+        monkeypatch.setattr(attention, "_has_kernel", lambda *_: False)
 
 
 def operands(heads=(4, 2), keys=KEYS, value_dim=DIM, lead=(), dtype=torch.float64):

@@ -246,7 +246,7 @@ def test_compiled_simulation(randn):
 
 
 def test_a_traced_gradient_is_evaluated_under_vmap(randn):
-    from functron.program.evaluate import ambient, evaluate
+    from functron.pipeline.evaluate import ambient, evaluate
 
     sizes = torch.tensor(SIZES["some"])
     step = lambda x, w: ft.grad(lambda w: (grouped_matmul(x, w, sizes) ** 2).sum())(w)

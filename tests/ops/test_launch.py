@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from functron.ops import cubins, launch, nvrtc, sources
+from functron.ops import launch, nvrtc
+from functron.ops import nvrtc as cubins
+from functron.ops import nvrtc as sources
 
 CPU = torch.device("cpu")
 HERE = Path(__file__).parent

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import functron as ft
-from functron import Mesh, random, recipe
-from functron.step import state_specs
+from functron import Mesh, random
+from functron.training.plan import plan
 from tests.ranks import on_the_first
 
 torch.set_num_threads(1)
@@ -19,8 +19,8 @@ torch.set_num_threads(1)
 def training(name, text, zero):
     """The training on a mesh of processes, its parameters and its state, against one rank's."""
     mesh = Mesh.parse(text).bind()
-    made = recipe.assemble(cases.config_of(name, text, zero), mesh)
-    state = made.init(random.key(1), mesh)
+    made = plan(cases.config_of(name, text, zero), mesh)
+    state = made.init(random.key(1))
     part, parts = mesh.coordinate.get("dp", 0), mesh["dp"]
     losses = []
     for step in range(cases.STEPS):
@@ -30,7 +30,7 @@ def training(name, text, zero):
     want, found = on_the_first(lambda: cases.dense(name)[:2])
     assert all(abs(a - b) < 1e-8 for a, b in zip(losses, found, strict=True)), (losses, found)
     if mesh["pp"] == 1:
-        specs = state_specs(made.specs, made.optimizer)
+        specs = made.state_specs
         cases.compare(ft.gather(state, specs, mesh), want, specs, mesh.mesh)
 
 

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 import functron as ft
-from functron import Mesh, P, compat, gpt, optim, random, tree
-from functron import step as steps
-from functron.ops.kernels import use
-from functron.optim import adam_leaves
+from functron import Mesh, P, gpt, optim, random, tree
+from functron.core import compat
+from functron.ops.define import use
+from functron.optim import adam
 from functron.pipeline import Partition, even_layout, make, pipelined
 from functron.spmd.shards import cut_tree, take, whole_over
 from functron.spmd.spec import is_spec
+from functron.training import step as steps
 from tests.ranks import on_the_first
 
 torch.set_num_threads(1)
@@ -56,9 +57,16 @@ def training(sizes, stage, compiled=False):
     optimizer, _ = cases.sharded("adamw", defs, specs, mesh)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     step = ft.make_step(
-        lambda p, b, key: gpt.loss(cases.CONFIG, p, b), gpt.num_targets, optimizer, mesh, specs,
-        num_microbatches=2, scatter=stage == 2,
-    )  # fmt: skip
+        ft.gradients(
+            lambda p, b, key: gpt.loss(cases.CONFIG, p, b),
+            gpt.num_targets,
+            num_microbatches=2,
+            scatter=stage == 2,
+        ),
+        optimizer,
+        mesh,
+        specs,
+    )
     step = ft.jit(step, donate=0, backend="eager") if compiled else step
     start = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     state, history = run(step, state, mesh)
@@ -86,10 +94,14 @@ def pipeline(stage):
         shards, partition.copies(rank), lambda inner: optim.zero(inner, specs, shards)
     )
     state = ft.init_state(random.key(1), defs, stored, optimizer, mesh)
-    step = ft.make_pipelined_step(
-        pipelined(stage_of, partition, table), gpt.num_targets, optimizer, mesh, specs,
-        scatter=stage == 2,
-    )  # fmt: skip
+    step = ft.make_step(
+        ft.pipelined_gradients(
+            pipelined(stage_of, partition, table), gpt.num_targets, scatter=stage == 2
+        ),
+        optimizer,
+        mesh,
+        specs,
+    )
     state, history = run(step, state, mesh)
     want, want_history = on_the_first(lambda: cases.dense("adamw"))
     cases.close(torch.tensor(history, dtype=torch.float64), want_history)
@@ -118,24 +130,33 @@ def memory(stage):
     )  # fmt: skip
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     step = ft.make_step(
-        lambda p, b, key: gpt.loss(config, p, b), gpt.num_targets, optimizer, mesh, specs,
-        num_microbatches=2, scatter=stage >= 2, hoist=stage == 3, grad_dtype=torch.float32,
-    )  # fmt: skip
-    found, update = [], steps.update
+        ft.gradients(
+            lambda p, b, key: gpt.loss(config, p, b),
+            gpt.num_targets,
+            num_microbatches=2,
+            scatter=stage >= 2,
+            hoist=stage == 3,
+            dtype=torch.float32,
+        ),
+        optimizer,
+        mesh,
+        specs,
+    )
+    found, reduce = [], steps.sync_gradients
 
-    def watched(state, grads, *args, **kwargs):
+    def watched(grads, *args, **kwargs):
         leaves = tree.leaves(grads)
         if not compat.is_wrapped(leaves[0]):  # not in the check before the first run
             storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in leaves}
             found.append(sum(storage.nbytes() for storage in storages.values()))
-        return update(state, grads, *args, **kwargs)
+        return reduce(grads, *args, **kwargs)
 
-    steps.update = watched
+    steps.sync_gradients = watched
     tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(mesh.rank))
     state, _ = step(
         state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(2)}
     )
-    steps.update = update
+    steps.sync_gradients = reduce
     held = tree.nbytes((state.params, state.opt_state)) + found[-1]
     wanted = {1: 6 + 12 / ranks, 2: 2 + 16 / ranks, 3: 18 / ranks}[stage] * ft.num_params(defs)
     assert abs(held / wanted - 1) < 0.03, (stage, held / ft.num_params(defs))
@@ -157,7 +178,10 @@ def muon():
         split = specs if place is mesh else P()
         state = ft.init_state(random.key(1), defs, split, optimizer, place)
         step = ft.make_step(
-            lambda p, b, key: gpt.loss(cases.CONFIG, p, b), gpt.num_targets, optimizer, place, split
+            ft.gradients(lambda p, b, key: gpt.loss(cases.CONFIG, p, b), gpt.num_targets),
+            optimizer,
+            place,
+            split,
         )
         for index in range(cases.STEPS):
             data = mine(mesh, index) if place is mesh else cases.batch(index)
@@ -178,15 +202,15 @@ def stochastic():
     )
     whole = tree.map(lambda spec: P(), rounding.SPECS, is_leaf=is_spec)
     start = ft.shard_map(lambda x: cut_params(x, whole), mesh, (P(),), rounding.SPECS, check=False)
-    places, update = set(), adam_leaves.adamw_
+    places, update = set(), adam.adamw_
 
     def watched(*args, **kwargs):
         places.add(kwargs["rounding"].place if kwargs["rounding"] else None)
         update(*args, **kwargs)
 
-    adam_leaves.adamw_ = watched
+    adam.adamw_ = watched
     got, _ = rounding.train(optimizer, mesh, rounding.SPECS, start=start(defs))
-    adam_leaves.adamw_ = update
+    adam.adamw_ = update
     assert len(places) == 4  # three of low precision, which lie in different places
     alone = rounding.with_stochastic_rounding(inner)
     want = on_the_first(lambda: rounding.train(alone, Mesh(), P())[0])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functron as ft
-from functron import optim
+from functron import optim, tree
 from functron.spmd import Mesh, P, shard_map
 
 
@@ -132,23 +132,34 @@ def test_a_leaf_that_varies_where_its_spec_does_not_say_so_is_refused():
         shard_map(norm, Mesh(tp=2), (SPLIT,), P())(GRADS)
 
 
-def test_a_step_that_clips_without_specs_is_refused_before_it_changes_anything():
-    """Through make_step, chain, masked and zero."""
+def test_a_step_tells_its_optimizer_the_specs():
+    """Through make_step, chain, only and zero; by hand, an optimizer without them is refused."""
     mesh, params = Mesh(dp=2, tp=2), {"w": torch.ones(4, 2), "norm": torch.ones(2)}
     specs = {"w": P("tp"), "norm": P()}
-    loss = lambda p, x, key: ft.lax.psum((x * p["norm"] * p["w"].sum()).sum(), ("dp", "tp"))
+
+    def loss(p, x, key):
+        total = ft.lax.psum(p["w"].sum(), "tp")
+        return ft.lax.psum((x * p["norm"] * total).sum(), "dp")
+
+    # of ones: 8 by each of 8 weights, 32 by each of 2 norms
+    norm = (8 * 8**2 + 2 * 32**2) ** 0.5
     plain = optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(1.0))
     shards = optim.shard_specs(params, specs, mesh)
-    for optimizer in (plain, optim.masked(plain, True), optim.zero(plain, specs, shards)):
+    for optimizer in (plain, optim.only(plain, True), optim.zero(plain, shards=shards)):
         defs = {
             k: ft.ParamDef(tuple(v.shape), (None,) * v.dim(), ft.params.ones)
             for k, v in params.items()
         }
         state = ft.init_state(ft.random.key(0), defs, specs, optimizer, mesh)
-        step = ft.make_step(loss, lambda x: 1, optimizer, mesh, specs)
-        with pytest.raises(ValueError, match="got no specs, on a mesh with 'dp', 'tp'"):
-            step(state, torch.ones(4, 2))
-        assert torch.equal(state.params["w"], params["w"])
+        step = ft.make_step(ft.gradients(loss, lambda x: 1), optimizer, mesh, specs, check=False)
+        state, metrics = step(state, torch.ones(4, 2))
+        torch.testing.assert_close(metrics["grad_norm"], torch.tensor(norm))
+        want = {"w": torch.full((4, 2), 1 - 0.8 / norm), "norm": torch.full((2,), 1 - 3.2 / norm)}
+        torch.testing.assert_close(state.params, want)
+        step_ = optimizer.step_
+        alone = shard_map(lambda g, f=step_: f(g, ((), ((), ())), g)[0], mesh, (specs,), specs)
+        with pytest.raises(ValueError, match=r"optimizer\.bind\(specs\)"):
+            alone(params)
 
 
 def test_elementwise_clip_is_optax():
@@ -157,6 +168,55 @@ def test_elementwise_clip_is_optax():
     clip = optim.clip(0.5)
     pure = clip.update(value, ())[0]
     donated = clip.update_({k: v.clone() for k, v in value.items()}, ())[0]
+    for name in value:
+        np.testing.assert_array_equal(pure[name].numpy(), want[name])
+        np.testing.assert_array_equal(donated[name].numpy(), want[name])
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), Mesh(ep=2, tp=2, dp=2)], ids=str)
+def test_norm_of_each_leaf_and_layer(mesh):
+    """Against sums of squares by hand; with a layerwise trust ratio, as LARS has it."""
+    shapes = {"up": (3, 2, 4, 8), "bias": (3, 8), "embed": (6, 4)}
+    axes = {
+        "up": ("layers", "expert", None, "mlp"),
+        "bias": ("layers", "mlp"),
+        "embed": (None,) * 2,
+    }
+    defs = {k: ft.ParamDef(shapes[k], axes[k], ft.params.zeros) for k in shapes}
+    specs = ft.param_specs(defs, ft.Rules({"expert": "ep", "mlp": "tp"}))
+    value = {name: random(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+
+    def ratios(value):
+        norms = optim.norm(value, specs, defs=defs)
+        assert tree.structure(norms) == tree.structure(value)
+        return tree.map(lambda x, n: x / n, value, norms)
+
+    got = shard_map(ratios, mesh, (specs,), specs)(value)
+    own = {"up": (2, 3), "bias": 1, "embed": (0, 1)}
+    for name, x in value.items():
+        want = x / x.square().sum(own[name], keepdim=True).sqrt()
+        torch.testing.assert_close(got[name], want, rtol=1e-12, atol=0)
+    leaves = shard_map(lambda v: optim.norm(v, specs), mesh, (specs,), P())(value)
+    assert leaves["up"].shape == ()
+    together = sum(n.square() for n in leaves.values()).sqrt()
+    torch.testing.assert_close(together, optim.global_norm(value), rtol=1e-12, atol=0)
+    low = optim.norm({"a": random(700, 700).bfloat16()})["a"]
+    assert low.dtype == torch.float32
+    assert float(low) == pytest.approx(float(random(700, 700).bfloat16().double().norm()), rel=1e-6)
+
+
+def test_norm_of_shards_needs_their_specs():
+    with pytest.raises(ValueError, match=r"(?s)norm: got no specs, on a mesh with 'tp'"):
+        shard_map(optim.norm, Mesh(tp=2), (SPLIT,), P())(GRADS)
+
+
+@pytest.mark.parametrize("factor", [0.5, -1.0, 1e-3])
+def test_scale_is_optax(factor):
+    value = grads(torch.float32)
+    want, _ = optax.scale(factor).update({k: jnp.asarray(v) for k, v in value.items()}, ())
+    ours = optim.chain(optim.scale(factor), optim.scale(1.0))
+    pure, _ = ours.update(value, ours.init(value))
+    donated, _ = ours.update_({k: v.clone() for k, v in value.items()}, ours.init(value))
     for name in value:
         np.testing.assert_array_equal(pure[name].numpy(), want[name])
         np.testing.assert_array_equal(donated[name].numpy(), want[name])

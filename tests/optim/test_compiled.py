@@ -35,7 +35,10 @@ def test_compiled_steps_are_eager_ones(name):
         CHOICES[name], 1e-3, specs=specs, defs=defs, shards=shards, mesh=mesh
     )
     eager = ft.make_step(
-        lambda p, b, key: gpt.loss(CONFIG, p, b), gpt.num_targets, optimizer, mesh, specs
+        ft.gradients(lambda p, b, key: gpt.loss(CONFIG, p, b), gpt.num_targets),
+        optimizer,
+        mesh,
+        specs,
     )
     ends = []
     for step in (eager, ft.jit(eager, donate=0, backend="eager")):

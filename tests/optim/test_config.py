@@ -25,10 +25,14 @@ MASK = {"w": True, "norm": False}
         (
             optim.OptimizerConfig(),
             optim.chain(
-                optim.clip_by_global_norm(1.0), optim.adamw(0.1, 0.9, 0.95, 1e-8, 0.1, MASK)
+                optim.clip_by_global_norm(1.0),
+                optim.adamw(0.1, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=MASK),
             ),
         ),
-        (optim.OptimizerConfig(clip_norm=0), optim.adamw(0.1, 0.9, 0.95, 1e-8, 0.1, MASK)),
+        (
+            optim.OptimizerConfig(clip_norm=0),
+            optim.adamw(0.1, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=MASK),
+        ),
         (
             optim.OptimizerConfig("adam", 0.8, 0.9, 1e-3, clip_norm=0),
             optim.adam(0.1, 0.8, 0.9, 1e-3),
@@ -200,7 +204,7 @@ RATE = optim.linear(0.1, 10)
 NAMED = {
     "lion": (
         {"b2": 0.99, "mu_dtype": "bfloat16"},
-        lambda: optim.lion(RATE, 0.9, 0.99, 0.1, MASK, mu_dtype=torch.bfloat16),
+        lambda: optim.lion(RATE, 0.9, 0.99, weight_decay=0.1, mask=MASK, mu_dtype=torch.bfloat16),
     ),
     "adafactor": (
         {"adafactor": optim.AdafactorConfig(momentum=0.5, clip=0, min_dim=8, decay_rate=0.7)},

@@ -6,12 +6,12 @@ import functools
 import pytest
 import torch
 
-from functron import Mesh, optim, random, recipe, tree
-from functron.config import TrainConfig
+from functron import Mesh, optim, random, tree
 from functron.models import gpt
 from functron.spmd.shards import unpad
 from functron.spmd.spec import is_spec
-from functron.step import state_specs
+from functron.training.config import TrainConfig
+from functron.training.plan import plan
 
 STEPS, VOCAB, SEQ = 2, 20, 6
 MODEL = gpt.GPTConfig(
@@ -47,13 +47,13 @@ def config_of(name, mesh, zero):
 
 def train(name, mesh, zero):
     ranks = Mesh.parse(mesh)
-    made = recipe.assemble(config_of(name, mesh, zero), ranks)
-    state = made.init(random.key(1), ranks)
+    made = plan(config_of(name, mesh, zero), ranks)
+    state = made.init(random.key(1))
     losses = []
     for step in range(STEPS):
         state, metrics = made.step(state, batch(step))
         losses.append(metrics["loss"].item())
-    return state, losses, state_specs(made.specs, made.optimizer)
+    return state, losses, made.state_specs
 
 
 def compare(got, want, specs, mesh):

@@ -82,7 +82,7 @@ def optax_adafactor(rate, *, scale=True, clip=1.0, momentum=None, decay=None, si
 PAIRS = {
     "lion": (optim.lion(0.1), lambda: optax.lion(0.1)),
     "lion decayed": (
-        optim.lion(0.1, 0.8, 0.95, 0.3, DECAYED),
+        optim.lion(0.1, 0.8, 0.95, weight_decay=0.3, mask=DECAYED),
         lambda: optax.lion(0.1, 0.8, 0.95, weight_decay=0.3, mask=DECAYED),
     ),
     "adafactor": (optim.adafactor(0.1, 4), lambda: optax_adafactor(0.1)),

@@ -120,7 +120,7 @@ def test_pure_and_in_place_trajectories_are_optax(name, rate):
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (optim.adamw(0.1, 0.9, 0.95, 1e-6, 0.1), lambda p: torch.optim.AdamW(p, 0.1, (0.9, 0.95), 1e-6, 0.1)),
+        (optim.adamw(0.1, 0.9, 0.95, 1e-6, weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.1, (0.9, 0.95), 1e-6, 0.1)),
         (optim.adam(0.1), lambda p: torch.optim.Adam(p, 0.1)),
         (optim.sgd(0.1, 0.9), lambda p: torch.optim.SGD(p, 0.1, 0.9)),
         (optim.sgd(0.1, 0.9, nesterov=True), lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True)),

@@ -68,7 +68,7 @@ def test_inverse_square_root_is_vaswani_et_al():
 
 
 def test_exponential_and_polynomial_against_optax():
-    ours = optim.exponential_decay(2.0, 100, warmup_steps=10, end=0.1, init=0.5)
+    ours = optim.exponential(2.0, 100, warmup_steps=10, end=0.1, init=0.5)
     warm = optax.linear_schedule(0.5, 2.0, 10)
     down = optax.exponential_decay(2.0, 90, 0.05, end_value=0.1)
     check(ours, optax.join_schedules([warm, down], [10]))
@@ -80,7 +80,7 @@ def test_exponential_and_polynomial_against_optax():
         )
         check(ours, optax.join_schedules([warm, down], [10]))
     with pytest.raises(ValueError, match=r"end: got 0\.0"):
-        optim.exponential_decay(1.0, 10, end=0.0)
+        optim.exponential(1.0, 10, end=0.0)
     with pytest.raises(ValueError, match="power: got 0"):
         optim.polynomial_decay(1.0, 10, power=0)
 

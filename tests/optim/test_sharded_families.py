@@ -103,6 +103,61 @@ def test_every_sharding_is_one_rank(name, mesh, rules, zero):
     close(tree.paths(want_state), whole, tree.leaves(want_state))
 
 
+CLIPPED = lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1))
+UNBOUND = {
+    "adafactor": lambda: optim.adafactor(0.1, 2, momentum=0.9, defs=DEFS),
+    "adam mini": lambda: optim.adam_mini(0.1, optim.blocks(DEFS), defs=DEFS),
+    "muon": lambda: optim.muon(0.1, MATRICES),
+    "soap": lambda: optim.soap(0.1, MATRICES, frequency=2),
+    "chain": CLIPPED,
+    "where": lambda: optim.where(tree.map(lambda d: d.decay, DEFS), CLIPPED(), optim.sgd(0.1)),
+    "only": lambda: optim.only(CLIPPED(), {"blocks": True, "embed": True, "norm": False}),
+    "inject": lambda: optim.inject_hyperparams(
+        lambda norm: optim.chain(optim.clip_by_global_norm(norm), optim.adamw(0.1))
+    )(norm=0.1),
+    "around": lambda: optim.apply_if_finite(
+        optim.with_average(optim.with_fp32_masters(CLIPPED()), 0.7), 2
+    ),
+    "rounded": lambda: optim.with_stochastic_rounding(CLIPPED(), defs=DEFS),
+    "configured": lambda: optim.make_optimizer(
+        optim.OptimizerConfig("muon", ema_decay=0.5, skip_nonfinite=1), 0.1, defs=DEFS
+    ),
+}
+
+
+@pytest.mark.parametrize(("mesh", "rules", "zero"), [CASES[1], CASES[3]], ids=str)
+@pytest.mark.parametrize("name", UNBOUND)
+def test_specs_are_given_once(name, mesh, rules, zero):
+    """To the whole optimizer, by `bind`; without, a mesh is refused."""
+    specs = ft.param_specs(DEFS, ft.Rules(rules))
+    optimizer = UNBOUND[name]()
+    if zero:
+        optimizer = optim.zero(optimizer, shards=optim.shard_specs(DEFS, specs, mesh))
+
+    def train_on_mesh(optimizer):
+        def program(params, grads):
+            grads = [parts_of(g, specs, optimizer.grad_specs(specs)) for g in grads]
+            return train(optimizer, params, grads)[0]
+
+        return shard_map(program, mesh, (specs, [specs] * STEPS), specs, donate=(0, 1))
+
+    bound = optimizer.bind(specs)
+    assert bound.bind(P()).grad_specs(specs) == bound.grad_specs(specs)
+    params = train_on_mesh(bound)(values(0), gradients())
+    want, _ = train(UNBOUND[name](), values(0), gradients())
+    close(tree.paths(want), tree.leaves(params), tree.leaves(want))
+    if name != "rounded" or zero:
+        with pytest.raises(ValueError, match=r"optimizer\.bind\(specs\), as make_step does"):
+            train_on_mesh(optimizer)(values(0), gradients())
+
+
+def test_specs_that_were_given_stay():
+    """As those of the shards, of what is chained before `zero`."""
+    clip = optim.clip_by_global_norm(1.0, {"w": P("tp")})
+    assert clip.bind({"w": P("dp")}) is clip
+    assert optim.adamw(0.1).bind(P()).one_pass is not None
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_pure_updates_are_those_in_place(name):
     optimizer = MAKERS[name](None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from functron import Mesh, P, optim, shard_map, tree
-from functron.optim.settings import OPTIMIZERS
+from functron.optim.config import OPTIMIZERS
 from functron.params import ParamDef, zeros
 
 DEFS = {

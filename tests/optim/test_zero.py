@@ -75,7 +75,10 @@ def dense(name):
     optimizer = OPTIMIZERS[name](P())
     state = ft.init_state(random.key(1), gpt.defs(CONFIG), P(), optimizer, Mesh())
     step = ft.make_step(
-        lambda p, b, key: gpt.loss(CONFIG, p, b), gpt.num_targets, optimizer, Mesh(), P()
+        ft.gradients(lambda p, b, key: gpt.loss(CONFIG, p, b), gpt.num_targets),
+        optimizer,
+        Mesh(),
+        P(),
     )
     return run(step, state)
 
@@ -136,9 +139,16 @@ def test_stages_are_the_dense_training(name, mesh, stream, stage, num_microbatch
     optimizer, _ = sharded(name, defs, specs, mesh)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     step = ft.make_step(
-        lambda p, b, key: gpt.loss(CONFIG, p, b, stream=stream), gpt.num_targets, optimizer, mesh,
-        specs, num_microbatches=num_microbatches, scatter=stage == 2,
-    )  # fmt: skip
+        ft.gradients(
+            lambda p, b, key: gpt.loss(CONFIG, p, b, ft.ModelOptions(stream=stream)),
+            gpt.num_targets,
+            num_microbatches=num_microbatches,
+            scatter=stage == 2,
+        ),
+        optimizer,
+        mesh,
+        specs,
+    )
     state, history = run(step, state)
     want, want_history = dense(name)
     close(history, want_history)
@@ -168,9 +178,17 @@ def test_fully_sharded_parameters(mesh, hoist, zero, scatter, num_microbatches):
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     gather = Gather() if hoist else Gather(specs)
     step = ft.make_step(
-        lambda p, b, key: gpt.loss(CONFIG, p, b, gather=gather), gpt.num_targets, optimizer, mesh,
-        specs, num_microbatches=num_microbatches, scatter=scatter, hoist=hoist,
-    )  # fmt: skip
+        ft.gradients(
+            lambda p, b, key: gpt.loss(CONFIG, p, b, ft.ModelOptions(gather=gather)),
+            gpt.num_targets,
+            num_microbatches=num_microbatches,
+            scatter=scatter,
+            hoist=hoist,
+        ),
+        optimizer,
+        mesh,
+        specs,
+    )
     state, history = run(step, state)
     want, want_history = dense("adamw")
     close(history, want_history)
@@ -194,10 +212,14 @@ def test_pipelines(schedule, stage, hoist):
     specs = ft.param_specs(defs, ft.Rules(RULES if hoist else {}))
     optimizer, _ = sharded("adamw", defs, specs, mesh)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
-    step = ft.make_pipelined_step(
-        pipelined(stage_of, partition, table), gpt.num_targets, optimizer, mesh, specs,
-        scatter=stage == 2, hoist=hoist,
-    )  # fmt: skip
+    step = ft.make_step(
+        ft.pipelined_gradients(
+            pipelined(stage_of, partition, table), gpt.num_targets, scatter=stage == 2, hoist=hoist
+        ),
+        optimizer,
+        mesh,
+        specs,
+    )
     state, history = run(step, state)
     want, want_history = dense("adamw")
     close(history, want_history)
@@ -212,9 +234,16 @@ def test_compiled_and_traced(mesh, stage):
     optimizer, _ = sharded("adamw", defs, P(), mesh)
     state = ft.init_state(random.key(1), defs, P(), optimizer, mesh)
     step = ft.make_step(
-        lambda p, b, key: gpt.loss(CONFIG, p, b), gpt.num_targets, optimizer, mesh, P(),
-        num_microbatches=2, scatter=stage == 2,
-    )  # fmt: skip
+        ft.gradients(
+            lambda p, b, key: gpt.loss(CONFIG, p, b),
+            gpt.num_targets,
+            num_microbatches=2,
+            scatter=stage == 2,
+        ),
+        optimizer,
+        mesh,
+        P(),
+    )
     state, history = run(ft.jit(step, donate=0, backend="eager"), state)
     want, want_history = dense("adamw")
     close(history, want_history)
@@ -242,9 +271,16 @@ def traced(stage, num_microbatches):
     optimizer, _ = sharded("adamw", defs, P(), mesh)
     state = ft.init_state(random.key(1).to("meta"), defs, P(), optimizer, mesh)
     step = ft.make_step(
-        lambda p, b, key: gpt.loss(CONFIG, p, b), gpt.num_targets, optimizer, mesh, P(),
-        num_microbatches=num_microbatches, scatter=stage == 2,
-    )  # fmt: skip
+        ft.gradients(
+            lambda p, b, key: gpt.loss(CONFIG, p, b),
+            gpt.num_targets,
+            num_microbatches=num_microbatches,
+            scatter=stage == 2,
+        ),
+        optimizer,
+        mesh,
+        P(),
+    )
     data = tree.map(lambda x: x.to("meta"), batch(0))
     return ft.trace(step, donate=0)(state, data)
 
@@ -264,8 +300,8 @@ def test_stage_2_scatters_in_every_layer_and_microbatch_and_keeps_parts_only():
 
 DTYPES = {
     "own": {},
-    "float32": {"grad_dtype": torch.float32, "reduce_dtype": torch.float32},
-    "float32 sent as bfloat16": {"grad_dtype": torch.float32, "reduce_dtype": torch.bfloat16},
+    "float32": {"dtype": torch.float32, "reduce_dtype": torch.float32},
+    "float32 sent as bfloat16": {"dtype": torch.float32, "reduce_dtype": torch.bfloat16},
 }
 
 
@@ -287,9 +323,17 @@ def test_low_precision_with_masters(mesh, dtypes):
         optimizer = optim.zero(optimizer, P(), shards) if stage else optimizer
         state = ft.init_state(random.key(1), defs, P(), optimizer, mesh)
         step = ft.make_step(
-            lambda p, b, key: gpt.loss(config, p, b), gpt.num_targets, optimizer, mesh, P(),
-            num_microbatches=2, scatter=stage == 2, **DTYPES[dtypes],
-        )  # fmt: skip
+            ft.gradients(
+                lambda p, b, key: gpt.loss(config, p, b),
+                gpt.num_targets,
+                num_microbatches=2,
+                scatter=stage == 2,
+                **DTYPES[dtypes],
+            ),
+            optimizer,
+            mesh,
+            P(),
+        )
         state, history = run(step, state)
         return state, history, optimizer.specs(shards if not stage else P())
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import Mesh, gpt, random, tree
-from functron.config import TrainConfig
-from functron.pipeline import boundary, make
-from functron.recipe import assemble
+from functron.pipeline import make, traffic
+from functron.training.config import TrainConfig
+from functron.training.plan import plan
 from tests.pipeline.gloo_pipeline import (
     EVALUATED,
     check_inductor,
@@ -48,8 +48,8 @@ def check_compiled() -> None:
 
 def losses(config: TrainConfig, mesh: Any) -> list[list[float]]:
     """Loss and gradient norm of two steps as `functron train` makes them."""
-    made = assemble(config, mesh)
-    state, history = made.init(random.key(1), mesh), []
+    made = plan(config, mesh)
+    state, history = made.init(random.key(1)), []
     for _ in range(2):
         data = ft.shard(batch(8), gpt.batch_specs(), mesh)
         state, metrics = made.step(state, data)
@@ -124,10 +124,10 @@ def let_go(begin):
 
 
 MISTAKES = (
-    (boundary.Arriving, "wait", read_early, ""),
-    (boundary.Post, "receive", write_result, "a result was written before the wait"),
-    (boundary.Post, "_begin", write_operand, "an operand was written before the wait"),
-    (boundary.Post, "_begin", let_go, "an operand was let go before the wait"),
+    (traffic.Arriving, "wait", read_early, ""),
+    (traffic.Post, "receive", write_result, "a result was written before the wait"),
+    (traffic.Post, "_begin", write_operand, "an operand was written before the wait"),
+    (traffic.Post, "_begin", let_go, "an operand was let go before the wait"),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from functron.pipeline import Costs, Schedule
-from functron.pipeline.classic import (
+from functron.pipeline.registry import (
     breadth_first,
     combined_one_f_one_b,
     eager_one_f_one_b,

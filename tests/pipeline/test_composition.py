@@ -19,9 +19,8 @@ from functron import Mesh, P, gpt, lax, optim, random, tree
 from functron.nn import IGNORE_INDEX
 from functron.pipeline import NAMES, Partition, Pipeline, Schedule, make, pipelined, whole
 from functron.pipeline.layout import Layout, layout_of
-from functron.pipeline.pieces import Pieces
-from functron.pipeline.work import Pullbacks
-from functron.step import make_pipelined_step
+from functron.pipeline.work import Pieces, Pullbacks
+from functron.training.step import make_step, pipelined_gradients
 
 TOLERANCE = 1e-10
 SEQ, VOCAB = 8, 20
@@ -68,7 +67,13 @@ def stage_function(config: gpt.GPTConfig, stream: str, remat: gpt.Remat) -> Call
 
     def stage(part, params, x, batch, key, total):
         y = gpt.stage_loss(
-            config, part, params, x, batch, key=key, stream=STREAMS[stream], remat=remat
+            config,
+            part,
+            params,
+            x,
+            batch,
+            ft.ModelOptions(stream=STREAMS[stream], remat=remat),
+            key=key,
         )
         return y / total if part.loss else y
 
@@ -278,13 +283,13 @@ def trained(config, mesh, name="", num_microbatches=1, *, layers=(), stream="", 
     if name:
         schedule = make(name, mesh["pp"], num_microbatches)
         stages = decoder(config, schedule, layout_of(layers), stream=stream, remat=remat)
-        step = make_pipelined_step(stages, gpt.num_targets, optimizer, mesh, specs)
+        step = make_step(pipelined_gradients(stages, gpt.num_targets), optimizer, mesh, specs)
     else:
 
         def loss(params, data, key):
             return gpt.loss(config, params, data, key=key)
 
-        step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs)
+        step = ft.make_step(ft.gradients(loss, gpt.num_targets), optimizer, mesh, specs)
     history = []
     for index in range(3):
         data = batch(8)
@@ -352,10 +357,12 @@ def test_logits_and_losses_without_gradients(mesh, name, num_microbatches, chunk
     partition = Partition(layout_of([1] * schedule.num_stages), schedule.pipes, gpt.uses(config))
 
     def logits(part, params, x, batch):
-        return gpt.stage(config, part, params, x, batch, stream=STREAMS[stream])
+        return gpt.stage(config, part, params, x, batch, ft.ModelOptions(stream=STREAMS[stream]))
 
     def losses(part, params, x, batch):
-        return gpt.stage_loss(config, part, params, x, batch, stream=STREAMS[stream])
+        return gpt.stage_loss(
+            config, part, params, x, batch, ft.ModelOptions(stream=STREAMS[stream])
+        )
 
     def run(stage, out):
         pipeline = pipelined(stage, partition, schedule)
@@ -591,7 +598,7 @@ def test_a_compiled_step():
     def train(compiled: bool):
         schedule = make("zb-h1", 2, 2)
         stages = pipelined(stage, Partition(layout_of((1, 1)), schedule.pipes, MLP_USES), schedule)
-        step = make_pipelined_step(stages, count, optimizer, mesh, P())
+        step = make_step(pipelined_gradients(stages, count), optimizer, mesh, P())
         step = ft.jit(step, donate=0) if compiled else step
         params = layers_of_mlp(2)
         zero = torch.zeros((), dtype=torch.int64)
@@ -613,7 +620,9 @@ def test_a_step_reports_what_the_last_stage_returns_besides_its_loss():
     (loss, aux), _ = mlp_dense(params, data, 2, 0.1)
     stages = pipelined(stage, Partition(layout_of((1, 1)), schedule.pipes, MLP_USES), schedule)
     optimizer = optim.sgd(0.1)
-    step = make_pipelined_step(stages, lambda batch: torch.ones(()), optimizer, Mesh(pp=2), P())
+    step = make_step(
+        pipelined_gradients(stages, lambda batch: torch.ones(())), optimizer, Mesh(pp=2), P()
+    )
     zero = torch.zeros((), dtype=torch.int64)
     _, metrics = step(ft.State(zero, params, optimizer.init(params), random.key(0)), data)
     torch.testing.assert_close(metrics["loss"], loss, rtol=1e-12, atol=0)
@@ -634,7 +643,7 @@ def test_a_step_refuses_a_mean(schedule):
         partition = Partition(layers, schedule.pipes, MLP_USES)
         stages = pipelined(stage, partition, schedule)
         count, optimizer = lambda batch: torch.tensor(len(batch["y"])), optim.sgd(0.1)
-        step = make_pipelined_step(stages, count, optimizer, Mesh(pp=2), P())
+        step = make_step(pipelined_gradients(stages, count), optimizer, Mesh(pp=2), P())
         params, zero = layers_of_mlp(schedule.num_stages), torch.zeros((), dtype=torch.int64)
         step(ft.State(zero, params, optimizer.init(params), random.key(0)), mlp_batch(8))
 

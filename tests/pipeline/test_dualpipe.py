@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from functron.pipeline import Action, Schedule
-from functron.pipeline.dualpipe import dualpipe, dualpipev
+from functron.pipeline.registry import dualpipe, dualpipev
 from functron.pipeline.timeline import Costs
 
 

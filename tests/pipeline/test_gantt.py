@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from functron.pipeline import NAMES, Action, Costs, Timeline, make
-from functron.pipeline.classic import combined_one_f_one_b, interleaved, one_f_one_b
+from functron.pipeline.registry import combined_one_f_one_b, interleaved, one_f_one_b
 
 SVG = "{http://www.w3.org/2000/svg}"
 

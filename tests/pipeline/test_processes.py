@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from functron import checkpoint, tree
-from functron.cli import main
-from functron.config import load
+from functron.cli.main import main
 from functron.spmd import Mesh
-from functron.train import prepare
+from functron.training.config import load
+from functron.training.train import prepare
 
 pytestmark = pytest.mark.distributed
 
@@ -103,7 +103,7 @@ def test_microbatches_of_other_shapes_end_the_job(torchrun, tmp_path):
 FAILING = """
 import sys, torch.distributed as dist
 from pathlib import Path
-from functron import cli
+from functron.cli.main import main
 from functron.models import gpt
 real, calls = gpt.stage_loss, []
 def stage_loss(*args, **kwargs):
@@ -113,9 +113,9 @@ def stage_loss(*args, **kwargs):
         raise RuntimeError('injected ' + 'fault')
     return real(*args, **kwargs)
 gpt.stage_loss = stage_loss
-sys.exit(cli.main({arguments}))
+sys.exit(main({arguments}))
 """
-START = "import sys; from functron import launch; sys.exit(launch.launch(3, sys.argv[1:]))"
+START = "import sys; from functron.cli import launch; sys.exit(launch.launch(3, sys.argv[1:]))"
 TRAIN = [
     "train", "--model", "llama3-tiny", "--seq", "16", "--mesh", "pp=3", "--schedule", "1f1b",
     "--layout", "Et|t|L", "--microbatches", "3", "--global-batch", "6", "--steps", "100",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from functron.pipeline import NAMES, make
-from functron.pipeline.classic import forward, interleaved, one_f_one_b
+from functron.pipeline.registry import forward, interleaved, one_f_one_b
 
 
 def test_names_make_their_schedules():

@@ -215,7 +215,7 @@ def test_checkpoints_have_every_element_of_every_rank(part):
         params["spread"] = P()  # here nothing is padded
     specs = {"params": params, "moments": {"mu": params}, "step": P()}
     bound = [BoundMesh(mesh, r, mesh.coordinate(r), {}, "cpu") for r in range(mesh.size)]
-    placements = [checkpoint.place(state, specs, each, part) for each in bound]
+    placements = [checkpoint.Placement.of(state, specs, each, part) for each in bound]
     for leaf, value in zip(placements[0].leaves, tree.leaves(state), strict=True):
         covered = torch.zeros(value.shape, dtype=torch.int64)
         for rank, placement in enumerate(placements):

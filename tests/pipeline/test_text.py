@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from functron.pipeline import Action, Schedule
-from functron.pipeline.classic import combined_one_f_one_b, interleaved, one_f_one_b
+from functron.pipeline.registry import combined_one_f_one_b, interleaved, one_f_one_b
 
 
 def test_a_schedule_prints_as_a_line_per_tick():

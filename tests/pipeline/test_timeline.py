@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from functron.pipeline import NAMES, Action, Costs, Schedule, Timeline, make
-from functron.pipeline.classic import combined_one_f_one_b, one_f_one_b
+from functron.pipeline.registry import combined_one_f_one_b, one_f_one_b
 from functron.pipeline.timeline import Row
 
 

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from functron.pipeline import Schedule
-from functron.pipeline.classic import breadth_first, gpipe, interleaved, one_f_one_b
+from functron.pipeline.registry import breadth_first, gpipe, interleaved, one_f_one_b
 
 COUNTS = [(p, m) for p in (1, 2, 3, 4, 5) for m in (1, 2, 3, 4, 7, 8)]
 

@@ -52,7 +52,7 @@ def check(config, mesh, schedule, layers, stream):
     specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh))
 
     def stage(part, params, x, batch, total):
-        y = gpt.stage_loss(config, part, params, x, batch, stream=STREAMS[stream])
+        y = gpt.stage_loss(config, part, params, x, batch, ft.ModelOptions(stream=STREAMS[stream]))
         if not part.loss:
             return y
         return (y[0] / total, y[1]) if config.has_details else y / total

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from functron import P
-from functron.config import TrainConfig
 from functron.pipeline import Partition, even_layout, make
-from functron.validation import validate
+from functron.training.checks import validate
+from functron.training.config import TrainConfig
 
 PROGRAM = """
 import torch, torch.distributed as dist

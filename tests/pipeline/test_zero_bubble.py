@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from functron.pipeline import Schedule
+from functron.pipeline.registry import v_half, v_min, zb_h1, zb_h2, zbv
 from functron.pipeline.timeline import Costs
-from functron.pipeline.zero_bubble import v_half, v_min, zb_h1, zb_h2, zbv
 
 SCHEDULES = (zb_h1, zb_h2, zbv, v_min, v_half)
 COUNTS = [(p, m) for p in range(1, 7) for m in range(1, 2 * p + 3)]

@@ -15,12 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from functron.cli import main
-from functron.data.indexed import IndexedFile
-from functron.data.indexed_verify import verify
-from functron.data.indexed_writer import IndexedWriter
+from functron.cli.main import main
+from functron.data.indexed import IndexedFile, IndexedWriter, verify
+from functron.data.preprocess import Settings, preprocess
 from functron.data.shards import open_tokens
-from functron.preprocess import Settings, preprocess
 from tests.data.chats import WORDS, make_tokenizer, tokenizers
 from tests.data.megatron_bytes import expected
 

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from functron import Mesh, compat
-from functron.program import compile as compiling
+from functron import Mesh
+from functron.compiler import executable as compiling
+from functron.core import compat
 from functron.spmd.mesh import BoundMesh
 
 

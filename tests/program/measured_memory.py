@@ -50,10 +50,13 @@ def decoder_step(
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), optim.adamw(1e-2))
 
     def loss(params, batch, key):
-        return gpt.loss(config, params, batch, key=key, stream=stream, remat=remat)
+        return gpt.loss(config, params, batch, ft.ModelOptions(stream=stream, remat=remat), key=key)
 
     step = ft.make_step(
-        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=num_microbatches
+        ft.gradients(loss, gpt.num_targets, num_microbatches=num_microbatches),
+        optimizer,
+        mesh,
+        specs,
     )
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 384, (samples, seq + 1), generator=generator)

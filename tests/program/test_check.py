@@ -300,7 +300,9 @@ def training_step(
 
     def mean_loss(params, batch):
         key = random.key(0) if config.dropout else None
-        total = gpt.loss(config, params, batch, key=key, stream=stream, remat=remat)
+        total = gpt.loss(
+            config, params, batch, ft.ModelOptions(stream=stream, remat=remat), key=key
+        )
         total = total / gpt.num_targets(batch)
         return total * batch["rows"].sum() if variant == LOCAL_LOSS else total
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import functron as ft
 from functron import tree
-from functron.program.compile import Backend
-from functron.program.compile import compile as compile_program
+from functron.compiler import compile as compile_program
+from functron.compiler.executable import Backend
 from functron.program.equations import Scan
 from functron.program.trace import trace
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import Mesh, P, lax, optim, random, tree
+from functron.compiler import compile as compile_program
+from functron.compiler import inductor
 from functron.params import Normal
-from functron.program import inductor
-from functron.program.compile import compile as compile_program
 from functron.program.equations import Scan
 from functron.program.trace import trace
 
@@ -120,7 +120,7 @@ def training(mesh):
     specs = ft.param_specs(DEFS, ft.Rules({"mlp": "tp"}))
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), optim.adamw(1e-2))
     state = ft.init_state(random.key(0), DEFS, specs, optimizer, mesh)
-    step = ft.make_step(loss, num_targets, optimizer, mesh, specs)
+    step = ft.make_step(ft.gradients(loss, num_targets), optimizer, mesh, specs)
     return step, state, ft.state_specs(specs, optimizer)
 
 

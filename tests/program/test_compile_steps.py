@@ -10,9 +10,9 @@ import torch
 
 import functron as ft
 from functron import BoundMesh, Mesh, P, gpt, lax, optim, random, tree
-from functron.program import inductor
-from functron.program.compile import compile as compile_program
-from functron.program.segments import plan
+from functron.compiler import compile as compile_program
+from functron.compiler import inductor
+from functron.compiler.segments import procedure
 from functron.program.trace import trace
 from functron.spmd.donation import Donated
 from tests.program.test_compile import assert_same, made, randn
@@ -162,9 +162,9 @@ def training(
 
     def loss(params, batch, key):
         key = key if config.dropout else None
-        return gpt.loss(config, params, batch, key=key, **(loss_options or {}))
+        return gpt.loss(config, params, batch, ft.ModelOptions(**(loss_options or {})), key=key)
 
-    step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs)
+    step = ft.make_step(ft.gradients(loss, gpt.num_targets), optimizer, mesh, specs)
     return step, ft.init_state(random.key(0), defs, specs, optimizer, mesh)
 
 
@@ -177,7 +177,7 @@ def batch_of(seed):
 def num_kernels(num_layers):
     step, state = training(Mesh(), num_layers)
     block = trace(step, donate=0)(state, batch_of(0)).block
-    return len(plan(block, block.outputs).kernels())
+    return len(procedure(block, block.outputs).kernels())
 
 
 def test_the_number_of_kernels_does_not_depend_on_depth():

@@ -8,10 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random
-from functron.config import TrainConfig, with_model
 from functron.program.cost import FLOP_FORMULAS, cost
 from functron.program.trace import trace
-from functron.recipe import step_program
+from functron.training.config import TrainConfig, with_model
+from functron.training.plan import plan
 
 BATCH, SEQ = 4, 32
 CONFIG = {
@@ -29,10 +29,13 @@ def training(mesh=None, *, remat="none", num_microbatches=1, **changes):
     optimizer = optim.adamw(1e-2)
 
     def loss(params, batch, key):
-        return gpt.loss(config, params, batch, key=key, remat=remat)
+        return gpt.loss(config, params, batch, ft.ModelOptions(remat=remat), key=key)
 
     step = ft.make_step(
-        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=num_microbatches
+        ft.gradients(loss, gpt.num_targets, num_microbatches=num_microbatches),
+        optimizer,
+        mesh,
+        specs,
     )
     state = ft.init_state(random.key(0), defs, specs, optimizer, mesh)
     tokens = torch.randint(0, 384, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
@@ -112,7 +115,7 @@ def test_flops_of_a_preset_are_those_of_the_formula(remat):
     """Llama 3 8B at its 8192 tokens: traced, and 6 N + 6 (or 12) L H Q T by hand, without norms."""
     config = with_model(TrainConfig(), "llama3-8b")
     config = replace(config, seq=8192, global_batch=1, format="mock", remat=remat)
-    found = step_program(config, Mesh()).cost()
+    found = plan(config, Mesh()).program().cost()
     embed, heads, layers, vocab = 4096, 32, 32, 128256
     block = 2 * embed * 4096 + 2 * embed * 1024 + 3 * embed * 14336
     matrices = 6 * (layers * block + vocab * embed)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 import functron as ft
 from functron import Mesh, P, gpt, random, tree
+from functron.compiler import compile as compile_program
+from functron.compiler.cut import cut, held_bytes, is_effect
+from functron.pipeline.evaluate import ambient, evaluate
 from functron.pipeline.layout import Part
-from functron.program.cut import cut, held_bytes
 from functron.program.equations import Scan, Var
-from functron.program.evaluate import ambient, evaluate
-from functron.program.interpret import interpret
-from functron.program.reach import is_effect
+from functron.program.program import interpret
 from functron.program.trace import trace
 from functron.transforms.gradient import vjp
 
@@ -435,9 +435,8 @@ def test_random_programs(drawn, early):
 
 def compiled_step(program, **options):
     def step(number, piece, given):
-        made = piece.program(program, donate=piece.spends).compile(
-            **options or {"backend": "eager"}
-        )
+        part = piece.program(program, donate=piece.spends)
+        made = compile_program(part, **options or {"backend": "eager"})
         wanted = [i.var for i in made.program.inputs if i.role == "argument"]
         return made.run([given[value].clone() for value in wanted])
 
@@ -470,7 +469,9 @@ def gpt_stage(name, mesh, *, sequence_parallel=False, remat="none", dtype="float
     key = random.key(1) if config.dropout else None
 
     def stage(params, x, batch):
-        return gpt.stage_loss(config, part, params, x, batch, key=key, stream=stream, remat=remat)
+        return gpt.stage_loss(
+            config, part, params, x, batch, ft.ModelOptions(stream=stream, remat=remat), key=key
+        )
 
     def joint(params, x, batch, ct):
         y, pullback = vjp(lambda params, x: stage(params, x, batch), params, x)
@@ -560,7 +561,8 @@ def test_pieces_on_processes(torchrun):
             import torch
             import functron as ft
             from functron import Mesh
-            from functron.program.cut import cut
+            from functron.compiler import compile as compile_program
+            from functron.compiler.cut import cut
             from functron.program.trace import trace
             sys.path.insert(0, {str(Path(__file__).parent)!r})
             from test_cut import assert_same, compiled_step, fiw, gpt_stage, run
@@ -605,7 +607,7 @@ def test_a_piece_takes_the_memory_that_it_is_given():
 
     def step(number, piece, given):
         part = piece.program(program, donate={*piece.spends, *mine})
-        made = part.compile(backend="eager")
+        made = compile_program(part, backend="eager")
         inputs = [i for i in part.inputs if i.role == "argument"]
         assert {i.var for i in inputs if i.donated} >= {*mine} & {*piece.block.inputs}
         out = made.run([given[i.var] for i in inputs])
@@ -627,7 +629,7 @@ def test_a_piece_is_a_program():
         arguments = tree.unflatten(part.in_structure, given)
         out = part(*arguments)
         assert_same(out, evaluate(piece.block, {v: values[v] for v in piece.block.inputs}))
-        assert_same(part.compile(backend="eager")(*arguments), out)
+        assert_same(compile_program(part, backend="eager")(*arguments), out)
         values.update(zip(piece.keeps, out[len(piece.outputs) :], strict=True))
         assert part.cost().hardware_flops > 0
         assert part.memory().peak_bytes > piece.kept_bytes

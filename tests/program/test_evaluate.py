@@ -11,9 +11,9 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random, tree
+from functron.pipeline.evaluate import ambient, evaluate
 from functron.program.equations import Scan
-from functron.program.evaluate import ambient, evaluate
-from functron.program.interpret import interpret
+from functron.program.program import interpret
 from functron.program.trace import trace
 
 
@@ -56,10 +56,13 @@ def gpt_step(mesh, *, sequence_parallel=False, remat="none", num_microbatches=1,
 
     def loss(params, batch, key):
         key = key if config.dropout else None
-        return gpt.loss(config, params, batch, key=key, stream=stream, remat=remat)
+        return gpt.loss(config, params, batch, ft.ModelOptions(stream=stream, remat=remat), key=key)
 
     step = ft.make_step(
-        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=num_microbatches
+        ft.gradients(loss, gpt.num_targets, num_microbatches=num_microbatches),
+        optimizer,
+        mesh,
+        specs,
     )
     tokens = torch.randint(0, 40, (8, 17), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(8)}

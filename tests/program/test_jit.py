@@ -238,9 +238,9 @@ def training(mesh, stream=gpt.STREAM):
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), adamw)
 
     def loss(params, batch, key):
-        return gpt.loss(CONFIG, params, batch, key=key, stream=stream)
+        return gpt.loss(CONFIG, params, batch, ft.ModelOptions(stream=stream), key=key)
 
-    step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs)
+    step = ft.make_step(ft.gradients(loss, gpt.num_targets), optimizer, mesh, specs)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     return step, state
 

@@ -7,10 +7,10 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, random, tree
-from functron.config import TrainConfig
-from functron.program import neighbours
-from functron.program.compile import compile as compile_program
-from functron.recipe import assemble
+from functron.compiler import compile as compile_program
+from functron.compiler import driver
+from functron.training.config import TrainConfig
+from functron.training.plan import plan
 from tests.program.late_collectives import collectives, lone
 from tests.program.test_prefetch import CONFIG, batch, training
 
@@ -75,8 +75,8 @@ OF_TRAINING = {
 def test_steps_of_training_give_the_same_numbers(case, monkeypatch):
     config = TrainConfig(gpt=CONFIG, global_batch=8, seq=8, **OF_TRAINING[case])
     with lone(Mesh.parse(config.mesh), monkeypatch) as bound:
-        made = assemble(config, bound)
-        state, data = made.init(random.key(1), bound), ft.shard(batch(), gpt.batch_specs(), bound)
+        made = plan(config, bound)
+        state, data = made.init(random.key(1)), ft.shard(batch(), gpt.batch_specs(), bound)
         program = ft.trace(made.step, donate=0)(state, data)
         compiled = compile_program(program, bound, backend="eager")
         assert_agreement(*repeated(compiled, state, data, True, False))
@@ -112,7 +112,7 @@ def test_gradients_in_one_bucket_give_the_same_numbers(monkeypatch):
 
 
 def test_a_gather_that_is_not_waited_for_is_found(monkeypatch):
-    monkeypatch.setattr(neighbours, "_wait", lambda value: value)
+    monkeypatch.setattr(driver, "_wait", lambda value: value)
     with lone(Mesh(fsdp=2), monkeypatch) as bound:
         ((losses, _, made),) = runs(bound, "eager", True)
     assert made.pending
@@ -121,7 +121,7 @@ def test_a_gather_that_is_not_waited_for_is_found(monkeypatch):
 
 @pytest.mark.parametrize("written", ["operand", "result"])
 def test_memory_that_changes_under_a_collective_is_found(written, monkeypatch):
-    start = neighbours._gather
+    start = driver._gather
 
     def planted(equation, groups):
         original = start(equation, groups)
@@ -134,7 +134,7 @@ def test_memory_that_changes_under_a_collective_is_found(written, monkeypatch):
 
         return begin
 
-    monkeypatch.setattr(neighbours, "_gather", planted)
+    monkeypatch.setattr(driver, "_gather", planted)
     with lone(Mesh(fsdp=2), monkeypatch) as bound:
         ((_, _, made),) = runs(bound, "eager", True)
     assert made.found

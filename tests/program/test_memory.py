@@ -9,12 +9,11 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, lax, optim, random
-from functron.program import allocation
-from functron.program.liveness import CATEGORIES
-from functron.program.memory import memory
+from functron.core.tree import nbytes
+from functron.program import memory as allocation
+from functron.program.memory import CATEGORIES, memory
 from functron.program.trace import trace
-from functron.step import State
-from functron.tree import nbytes
+from functron.training.step import State
 from tests.program.measured_memory import (
     GLOO,
     decoder_step,
@@ -243,7 +242,7 @@ def perceptron_step(samples: int, optimizer, num_microbatches: int = 1, dtype=to
 
     specs = ft.tree.map(lambda _: P(), params)
     step = ft.make_step(
-        loss, num_targets, optimizer, Mesh(), specs, num_microbatches=num_microbatches
+        ft.gradients(loss, num_targets, num_microbatches=num_microbatches), optimizer, Mesh(), specs
     )
     state = State(torch.tensor(0), params, optimizer.init(params), random.key(0))
     return step, state, {"x": torch.randn(samples, 32), "y": torch.randn(samples, 8)}

@@ -9,10 +9,8 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random
+from functron.compiler.segments import Loop, procedure, split
 from functron.program.equations import Scan
-from functron.program.overlap import split
-from functron.program.segments import plan
-from functron.program.steps import Loop
 from functron.transforms import Gather
 
 CONFIG = gpt.GPTConfig(
@@ -39,20 +37,18 @@ def training(
             config,
             params,
             data,
+            ft.ModelOptions(stream=stream, remat=remat, gather=Gather(specs, **options)),
             key=key,
-            stream=stream,
-            remat=remat,
-            gather=Gather(specs, **options),
         )
 
     step = ft.make_step(
-        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=microbatches
+        ft.gradients(loss, gpt.num_targets, num_microbatches=microbatches), optimizer, mesh, specs
     )
     return step, ft.init_state(random.key(1), defs, specs, optimizer, mesh), specs
 
 
 def loops(steps):
-    """All loops of a plan, those inside loops after them."""
+    """All loops of a procedure, those inside loops after them."""
     for step in steps.steps:
         if isinstance(step, Loop):
             yield step
@@ -71,7 +67,7 @@ def traced(mesh, **options):
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, fsdp=2, tp=2)], ids=str)
 def test_both_scans_of_layers_gather_ahead_and_reduce_behind(mesh, remat):
     program = traced(mesh, remat=remat, stream=gpt.SEQUENCE_PARALLEL_STREAM)
-    steps = plan(program.block, program.block.outputs, prefetch=True)
+    steps = procedure(program.block, program.block.outputs, prefetch=True)
     forward, backward = loops(steps)
     # one for what tp splits as well, one for the rest
     count = 1 if mesh["tp"] == 1 else 2
@@ -86,13 +82,13 @@ def test_both_scans_of_layers_gather_ahead_and_reduce_behind(mesh, remat):
     assert [(e.name, e.args[1]) for e in backward.behind.scatters] == [
         ("psum_scatter", "fsdp")
     ] * count
-    names = [e.name for k in backward.behind.plan.kernels() for e in k.equations]
+    names = [e.name for k in backward.behind.procedure.kernels() for e in k.equations]
     assert not {"mm", "bmm"} & set(names)
 
 
 def test_microbatches_are_loops_around_loops():
     program = traced(Mesh(fsdp=2), microbatches=2)
-    outer, *inner = loops(plan(program.block, program.block.outputs, prefetch=True))
+    outer, *inner = loops(procedure(program.block, program.block.outputs, prefetch=True))
     assert outer.ahead is None  # what all microbatches gather is no slice
     assert outer.behind is None
     assert all(loop.ahead is not None for loop in inner)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import Mesh, P, gpt, tree
-from functron.program.compile import compile as compile_program
+from functron.compiler import compile as compile_program
 from tests.program.test_prefetch import batch, training
 from tests.ranks import on_the_first
 

@@ -5,8 +5,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random, tree
-from functron.program.shapes import eval_shape
-from functron.program.trace import trace
+from functron.program.trace import eval_shape, trace
 
 
 def described(value):
@@ -52,7 +51,10 @@ def test_describes_a_training_step(mesh):
     optimizer = optim.adamw(1e-2)
     init = lambda key: ft.init_state(key, defs, specs, optimizer, mesh)
     step = ft.make_step(
-        lambda p, b, k: gpt.loss(config, p, b), gpt.num_targets, optimizer, mesh, specs
+        ft.gradients(lambda p, b, k: gpt.loss(config, p, b), gpt.num_targets),
+        optimizer,
+        mesh,
+        specs,
     )
     tokens = torch.arange(8).reshape(2, 4)
     batch = {"tokens": tokens, "targets": tokens, "rows": torch.arange(2)}

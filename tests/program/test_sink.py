@@ -7,9 +7,10 @@ import torch
 
 import functron as ft
 from functron import tree
+from functron.compiler import compile as compile_program
+from functron.compiler.cut import sink_sums
 from functron.program.equations import Scan
-from functron.program.interpret import interpret
-from functron.program.sink import sink_sums
+from functron.program.program import interpret
 from functron.program.trace import trace
 
 LAYERS = 3
@@ -67,7 +68,7 @@ def test_donated_sums_are_updated_in_place(backend):
     given = args()
     want = step(*given)
     _, program = sunk(step, given, donate=2)
-    run = program.compile(backend=backend)
+    run = compile_program(program, backend=backend)
     memory = [leaf.data_ptr() for leaf in tree.leaves(given[2])]
     got = run(*given)
     assert [leaf.data_ptr() for leaf in tree.leaves(got)] == memory

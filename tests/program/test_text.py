@@ -11,14 +11,13 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random, tree
-from functron.program.equations import Block, Equation, Scan, Var, Where
-from functron.program.html import html
+from functron.core.scopes import in_phase, named_scope
+from functron.program.equations import Block, Equation, Input, Output, Scan, Var, Where
 from functron.program.parse import parse
-from functron.program.program import Input, Output, Program
-from functron.program.text import diff
+from functron.program.program import Program
+from functron.program.text import diff, html
 from functron.program.text import format as text_of
 from functron.program.trace import trace
-from functron.scopes import in_phase, named_scope
 
 aten, ops = torch.ops.aten, torch.ops.functron
 
@@ -295,7 +294,10 @@ def training_program(num_microbatches: int = 1, remat: bool = False) -> Program:
         return gpt.loss(config, params, data, key=key)
 
     step = ft.make_step(
-        loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=num_microbatches
+        ft.gradients(loss, gpt.num_targets, num_microbatches=num_microbatches),
+        optimizer,
+        mesh,
+        specs,
     )
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     tokens = torch.zeros(8, 12, dtype=torch.int64)

@@ -20,7 +20,10 @@ def abstract_step(name, mesh, seq):
     rows = torch.empty(mesh["dp"], dtype=torch.int64, device="meta")
     tokens = torch.empty(mesh["dp"], seq, dtype=torch.int64, device="meta")
     step = ft.make_step(
-        lambda p, b, k: gpt.loss(config, p, b), gpt.num_targets, optimizer, mesh, specs
+        ft.gradients(lambda p, b, k: gpt.loss(config, p, b), gpt.num_targets),
+        optimizer,
+        mesh,
+        specs,
     )
     return step, state, {"tokens": tokens, "targets": tokens, "rows": rows}
 
@@ -262,7 +265,7 @@ def test_bad_calls_are_refused():
 
 
 def test_random_keys_trace_and_give_the_same_bits():
-    from functron.program.interpret import interpret
+    from functron.program.program import interpret
 
     def program(key):
         return random.normal(key, (4, 3), torch.float64)

@@ -222,9 +222,11 @@ def check_training(bound):
         first = tree.map(torch.clone, state.params)
 
         def loss(params, batch, key):
-            return gpt.loss(config, params, batch, key=key, stream=stream)
+            return gpt.loss(config, params, batch, ft.ModelOptions(stream=stream), key=key)
 
-        step = ft.make_step(loss, gpt.num_targets, optimizer, mesh, specs, num_microbatches=2)
+        step = ft.make_step(
+            ft.gradients(loss, gpt.num_targets, num_microbatches=2), optimizer, mesh, specs
+        )
         history = []
         for _ in range(3):
             before = state

@@ -11,7 +11,7 @@ from torch.func import vjp, vmap
 
 import functron as ft
 from functron import Mesh, P, lax
-from functron.spmd.rows import add_rows, blocks_of, copy_rows, swap_blocks
+from functron.spmd.ragged import add_rows, blocks_of, copy_rows, swap_blocks
 
 ROWS, WIDTH = 6, 3
 CASES = {

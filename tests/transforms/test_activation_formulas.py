@@ -42,7 +42,9 @@ def kept_bytes(mesh, stream, remat):
 
     def gradient(params, batch, key):
         def loss(params):
-            return gpt.loss(config, params, batch, key=key, stream=stream, remat=remat)
+            return gpt.loss(
+                config, params, batch, ft.ModelOptions(stream=stream, remat=remat), key=key
+            )
 
         return ft.grad(loss)(params)
 

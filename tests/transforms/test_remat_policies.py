@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 import functron as ft
 from functron import Mesh, P, checkpoint_name, gpt, lax, policies, random, tree
-from functron.compat import is_wrapped
-from functron.program.interpret import interpret
+from functron.core.compat import is_wrapped
+from functron.program.program import interpret
 from functron.program.trace import trace
 from functron.spmd.donation import Donated
-from functron.transforms.remember import Kept
+from functron.transforms.remat import Kept
 
 torch.manual_seed(0)
 W = torch.randn(6, 6, dtype=torch.float64)
@@ -211,7 +211,9 @@ def decoder_gradients(remat, mesh=None, stream=gpt.STREAM, config=CONFIG):
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(4)}
 
     def program(weights, batch, key):
-        loss = lambda w: gpt.loss(config, w, batch, key=key, stream=stream, remat=remat)
+        loss = lambda w: gpt.loss(
+            config, w, batch, ft.ModelOptions(stream=stream, remat=remat), key=key
+        )
         value, grads = ft.value_and_grad(loss)(weights)
         return value, ft.sync_gradients(grads, specs)
 

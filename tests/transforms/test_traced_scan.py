@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import functron as ft
-from functron.program.interpret import interpret
+from functron.program.program import interpret
 from functron.program.trace import trace
 
 CASES = {}

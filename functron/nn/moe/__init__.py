@@ -1,16 +1,25 @@
 """Mixtures of experts: layers of which each token uses a few parts."""
 
-from functron.nn.moe.balance import auxiliary
-from functron.nn.moe.capacity import capacity
+from functron.nn.moe.balance import RouterSums, auxiliary, statistics, summary
 from functron.nn.moe.config import MoEConfig
 from functron.nn.moe.experts import ExpertActivation, expert_defs, experts
 from functron.nn.moe.layer import moe, moe_defs
-from functron.nn.moe.router import Routing, route, router_defs
-from functron.nn.moe.statistics import RouterSums, statistics, summary
+from functron.nn.moe.router import (
+    Router,
+    RouterInput,
+    RouterOutput,
+    Routing,
+    capacity,
+    route,
+    router_defs,
+)
 
 __all__ = [
     "ExpertActivation",
     "MoEConfig",
+    "Router",
+    "RouterInput",
+    "RouterOutput",
     "RouterSums",
     "Routing",
     "auxiliary",

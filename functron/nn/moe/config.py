@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
-from functron.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, raise_problems
 
 Score = Literal["softmax", "sigmoid"]
 Normalise = Literal["before", "after"]

@@ -8,13 +8,13 @@ from typing import Literal, cast, get_args
 
 import torch
 
-from functron.errors import nearest
+from functron.core.errors import nearest
+from functron.core.typing import Float, Int, Tensor
 from functron.nn.mlp import ACTIVATIONS, Activation
+from functron.ops.define import AUTO, Kernels
 from functron.ops.glu import GLU
 from functron.ops.grouped_matmul import grouped_matmul
-from functron.ops.kernels import AUTO, Kernels
 from functron.params import Normal, ParamDef, zeros
-from functron.typing import Float, Int, Tensor
 
 ExpertActivation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu", "clamped_swiglu"]
 """Those of `nn.mlp`, and that of GPT-OSS, which needs a gate; see `clamped_swiglu`."""
@@ -75,7 +75,7 @@ GATED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
         "clamped_swiglu": clamped_swiglu,
     }
 )
-"""What gated experts make of (gate, up)."""
+"""The hidden features of gated experts, of (gate, up)."""
 
 
 def check_activation(activation: str, *, gated: bool) -> None:

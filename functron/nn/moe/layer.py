@@ -11,35 +11,300 @@ Tokens and experts are split over `axes`. What the tensor-parallel axis does is 
 The last is Megatron's parallel folding (Liu et al. 2025): more experts apart, and no collectives
 but the dispatch's. Routing is of each rank's own part of the stream in every case.
 The shared expert is computed while rows are on their way to others.
+
+Every rank has tokens of its own and experts of its own. Sorted by expert, a token's k assignments
+are rows; rows go to the owners of their experts and come back, where they are weighted and added
+up. Weights never leave the rank of their token, so the router's gradient arises there, whole.
+
+| kind       | there                                     | back                    |
+|------------|-------------------------------------------|-------------------------|
+| "alltoall" | each row to the owner of its expert       | each row to its token   |
+| "gather"   | all tokens and their routing to all ranks | sums, by reduce-scatter |
+
+The first sends k copies of a token, the second n: gathering is for few ranks, or for many experts
+to a token. Shapes are static: results have room for the worst case, all tokens of all ranks on one
+rank's experts, but what is sent between processes, and what is multiplied, are real rows alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.autograd import Function
 
-from functron.errors import Problem, raise_problems
-from functron.nn.linear import (
-    SEQ_DIM,
-    gather_sequence,
-    linear_defs,
-    reduce_partial,
-    sequence_axes,
-)
+from functron.core import compat
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
+from functron.nn.linear import SEQ_DIM, gather_sequence, linear_defs, reduce_partial, sequence_axes
 from functron.nn.mlp import ACTIVATIONS, Activation, mlp, mlp_defs
-from functron.nn.moe.balance import auxiliary
-from functron.nn.moe.capacity import capacity
-from functron.nn.moe.config import MoEConfig
-from functron.nn.moe.dispatch import dispatched
+from functron.nn.moe.balance import RouterSums, auxiliary, over_context, statistics
+from functron.nn.moe.config import Dispatch, MoEConfig
 from functron.nn.moe.experts import ExpertActivation, expert_defs, experts
-from functron.nn.moe.router import Routing, route, router_defs
-from functron.nn.moe.statistics import RouterSums, statistics
-from functron.ops.kernels import AUTO, Kernels
+from functron.nn.moe.router import (
+    Router,
+    RouterInput,
+    Routing,
+    capacity,
+    route,
+    route_by,
+    router_defs,
+)
+from functron.ops.define import AUTO, Kernels
+from functron.ops.moe import PERMUTE, SORT, UNPERMUTE, sorted_assignments
 from functron.spmd import collectives as lax
+from functron.spmd.axes import lookup
+from functron.spmd.ragged import add_rows, arrived, copy_rows, exchange, pick, swap_blocks
 from functron.spmd.spec import P, spec_axes
-from functron.typing import Bool, Float, Int, Key, Scalar, Tensor
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""``(rows [R, D], sizes int64 [experts])`` to ``[R, D_out]``: rows are sorted by expert, and those
+beyond the sum of sizes belong to none."""
+
+
+class Order(NamedTuple):
+    """The assignments of some tokens, sorted by expert; `sort_by_expert` makes it.
+
+    Attributes:
+        assignment: int64 ``[R]``: of each row, token * choices + choice.
+        token: int64 ``[R]``.
+        slots: int64 ``[N, choices]``: the row of each assignment; -1 where there is no room.
+        sizes: int64 ``[experts]``: the rows of each expert; after them come dropped assignments.
+        whole: every assignment has a row.
+    """
+
+    assignment: Tensor
+    token: Tensor
+    slots: Tensor
+    sizes: Tensor
+    whole: bool
+
+
+def sort_by_expert(
+    experts: Int[Tensor, "tokens choices"],
+    kept: Bool[Tensor, "tokens choices"],
+    num_experts: int,
+    *,
+    rows: int,
+    kernels: Kernels = AUTO,
+) -> Order:
+    """Sort assignments by expert, tokens in order within each, and those not kept last.
+
+    Args:
+        experts: int64 ``[N, k]``.
+        kept: bool ``[N, k]``.
+        num_experts: experts.
+        rows: how many to make room for: at least as many as are kept, at most N k.
+        kernels: of ``"moe_sort"``.
+    """
+    sort = SORT if kernels.takes("moe_sort", experts) else sorted_assignments
+    found = sort(experts, kept, num_experts, rows)
+    return Order(*found, whole=rows >= experts.numel())
+
+
+def permute(
+    x: Float[Tensor, "tokens dim"], order: Order, *, kernels: Kernels = AUTO
+) -> Float[Tensor, "rows dim"]:
+    """The token of every row. Transpose: the sum over a token's rows. Gathers both ways.
+
+    By kernels if they take ``"moe_permute"``.
+    """
+    if kernels.takes("moe_permute", x):
+        return PERMUTE(x, order.token, order.slots)
+    return copy_rows(x, order.token, order.slots, whole=order.whole)
+
+
+def unpermute(
+    rows: Float[Tensor, "rows dim"],
+    weights: Float[Tensor, "tokens choices"],
+    order: Order,
+    *,
+    kernels: Kernels = AUTO,
+) -> Float[Tensor, "tokens dim"]:
+    """y[n] = sum over a token's assignments j of weights[n, j] times its row.
+
+    In the wider dtype; by kernels, if they take ``"moe_permute"``, rounded to that of rows. Rows of
+    assignments that are not kept must have weight 0.
+    """
+    if kernels.takes("moe_permute", rows, weights):
+        return UNPERMUTE(rows, weights, order.assignment, order.slots)
+    if compat.transforms_active():
+        scaled = rows * _of_rows(weights, order).unsqueeze(1)
+        return add_rows(scaled, order.token, order.slots, whole=order.whole)
+    out: Any = _Unpermute.apply(rows, weights, order)
+    return out
+
+
+def _of_rows(values: Tensor, order: Order) -> Tensor:
+    """``[N, choices]`` by assignment as ``[R]`` by row."""
+    places = order.slots.flatten().unsqueeze(1)
+    return copy_rows(values.flatten(), order.assignment, places, whole=order.whole)
+
+
+class _Unpermute(Function):
+    """`unpermute` on torch's tape, without the intermediates that the tape would keep."""
+
+    @staticmethod
+    def forward(rows, weights, order):
+        total = pick(rows, order.slots[:, 0], order.whole) * weights[:, :1]
+        for choice in range(1, weights.shape[1]):
+            row = pick(rows, order.slots[:, choice], order.whole)
+            total.addcmul_(row.to(total.dtype), weights[:, choice : choice + 1])
+        return total
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        rows, weights, ctx.order = inputs
+        ctx.save_for_backward(rows, weights)
+
+    @staticmethod
+    def backward(ctx, *cotangents) -> Any:
+        (rows, weights), order = ctx.saved_tensors, ctx.order
+        gradient = copy_rows(cotangents[0], order.token, order.slots, whole=order.whole)
+        of_row = _of_rows(weights, order).unsqueeze(1)
+        product = (gradient * rows).sum(1, dtype=weights.dtype)
+        at = order.slots.flatten()
+        for_weights = add_rows(product, order.assignment, at.unsqueeze(1), whole=order.whole)
+        if torch.is_grad_enabled():
+            gradient = gradient * of_row
+        else:
+            gradient.mul_(of_row)
+        return gradient.to(rows.dtype), for_weights.view(weights.shape), None
+
+
+def dispatched(
+    x: Float[Tensor, "tokens dim"],
+    experts: Int[Tensor, "tokens choices"],
+    weights: Float[Tensor, "tokens choices"],
+    kept: Bool[Tensor, "tokens choices"],
+    compute: Compute,
+    *,
+    num_experts: int,
+    axes: tuple[str, ...] = ("ep",),
+    kind: Dispatch = "alltoall",
+    per_expert: int | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+    kernels: Kernels = AUTO,
+) -> Float[Tensor, "tokens out_dim"]:
+    """y[n] = sum over the kept choices j of weights[n, j] * expert experts[n, j] of x[n].
+
+    Args:
+        x: ``[N, D]``, this rank's tokens.
+        experts: int64 ``[N, k]``, no expert twice among a token's kept ones.
+        weights: ``[N, k]``.
+        kept: bool ``[N, k]``; others are computed nowhere and sent nowhere.
+        compute: what this rank's experts do with their rows.
+        num_experts: experts over all ranks.
+        axes: the mesh axes over which tokens, and experts, are split: rank r of them, row-major,
+            owns experts r E / n to (r + 1) E / n - 1.
+        kind: see the module.
+        per_expert: the most tokens among one rank's N that an expert can have, where routing limits
+            them (capacity); it makes results smaller. None: all N.
+        meanwhile: called when tokens are on their way to other ranks, before they are waited for:
+            for what the program has to do besides, such as an expert of all tokens.
+        kernels: of ``"moe_permute"`` and ``"moe_sort"``.
+
+    Returns:
+        ``[N, D_out]`` in x's dtype. Collectives: "alltoall": one of ``[E]`` integers, and two of
+        rows, forward, and two of rows backward; "gather": all-gathers of x, experts, weights and
+        kept, and a reduce-scatter of N n rows, forward, and their transposes backward. With one
+        rank, none, and N k rows.
+
+    Raises:
+        ValueError: experts do not divide over the ranks.
+    """
+    ranks = lax.axis_size(axes)
+    if num_experts % ranks:
+        wanted = f"a multiple of {ranks}, the ranks of {axes}"
+        fix = "choose another number of experts, or split them over fewer axes"
+        refuse("dispatch", "num_experts", str(num_experts), wanted, fix)
+    weights = torch.where(kept, weights, torch.zeros_like(weights))
+    most = x.shape[0] if per_expert is None else min(per_expert, x.shape[0])
+    if ranks > 1 and kind == "gather":
+        meanwhile()
+        return _gathered(
+            x, experts, weights, kept, compute, num_experts // ranks, axes, most, kernels
+        )
+    rows = min(experts.numel(), num_experts * most)
+    order = sort_by_expert(experts, kept, num_experts, rows=rows, kernels=kernels)
+    permuted = permute(x, order, kernels=kernels)
+    if ranks == 1:
+        meanwhile()
+        made = compute(permuted, order.sizes)
+    else:
+        room = min(x.shape[0] * experts.shape[1], num_experts // ranks * most)
+        made = _exchanged(permuted, order.sizes, compute, axes, ranks * room, meanwhile, kernels)
+    return unpermute(made, weights, order, kernels=kernels).to(x.dtype)
+
+
+def _exchanged(
+    rows: Tensor,
+    sizes: Tensor,
+    compute: Compute,
+    axes: tuple[str, ...],
+    capacity: int,
+    meanwhile: Callable[[], None],
+    kernels: Kernels,
+) -> Tensor:
+    """The experts' outputs of this rank's rows, sorted by expert over all ranks: there and back.
+
+    `capacity` bounds the rows that one rank's experts have.
+    """
+    found = lookup(axes)
+    ranks = tuple(axis.size for axis in found)
+    by_rank = tuple(range(len(ranks) + 1))  # dims of sizes: the other rank, then the expert there
+    by_expert = (by_rank[-1], *by_rank[:-1])
+    outgoing = sizes.view(*ranks, sizes.shape[0] // lax.axis_size(axes))
+    there, incoming, layout = exchange(rows, outgoing, found, capacity=capacity, wait=False)
+    meanwhile()
+    there = _reordered(arrived(there, found), incoming, layout, by_expert, kernels)
+    made = compute(there, incoming.flatten(0, -2).sum(0))
+    made = _reordered(made, incoming, by_expert, by_rank, kernels)
+    back, returned, layout = exchange(made, incoming, found, capacity=rows.shape[0])
+    back = _reordered(back, returned, layout, by_rank, kernels)
+    missing = rows.shape[0] - back.shape[0]  # processes return only what they were sent
+    return torch.cat([back, back.new_zeros(missing, back.shape[1])]) if missing else back
+
+
+def _reordered(
+    rows: Tensor, sizes: Tensor, now: tuple[int, ...], wanted: tuple[int, ...], kernels: Kernels
+) -> Tensor:
+    """Rows in blocks by the dims `now` of sizes, in blocks by the dims `wanted`."""
+    if [d for d in now if sizes.shape[d] > 1] == [d for d in wanted if sizes.shape[d] > 1]:
+        return rows
+    dims = tuple(now.index(dim) for dim in wanted)
+    source, slots = swap_blocks(sizes.permute(now), dims, rows.shape[0])
+    if kernels.takes("moe_permute", rows):
+        return PERMUTE(rows, source, slots)
+    return copy_rows(rows, source, slots, whole=True)
+
+
+def _gathered(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    kept: Tensor,
+    compute: Compute,
+    local: int,
+    axes: tuple[str, ...],
+    most: int,
+    kernels: Kernels,
+) -> Tensor:
+    """All tokens on every rank, which adds up what its own experts make of them."""
+    ranks, dtype = lax.axis_size(axes), x.dtype
+    x, experts, weights, kept = (
+        lax.all_gather(value, axes, tiled=True) for value in (x, experts, weights, kept)
+    )
+    here = experts - lax.axis_index(axes) * local
+    mine = kept & (here >= 0) & (here < local)
+    rows = min(x.shape[0] * min(experts.shape[1], local), local * most * ranks)
+    here = torch.where(mine, here, 0)
+    order = sort_by_expert(here, mine, local, rows=rows, kernels=kernels)
+    weights = torch.where(mine, weights, torch.zeros_like(weights))
+    made = compute(permute(x, order, kernels=kernels), order.sizes)
+    y = unpermute(made, weights, order, kernels=kernels)
+    return lax.psum_scatter(y.to(dtype), axes, tiled=True)
 
 
 def moe_defs(
@@ -50,6 +315,7 @@ def moe_defs(
     stddev: float,
     out_stddev: float,
     dtype: torch.dtype,
+    router: dict | None = None,
 ) -> dict:
     """Defs ``{"router", "experts", "shared"?, "shared_gate"?, "latent"?}`` of a layer of experts.
 
@@ -60,12 +326,13 @@ def moe_defs(
         stddev: of weights that read the stream.
         out_stddev: of weights that write to it.
         dtype: of all parameters but the router's balancing bias.
+        router: defs of a router of one's own; None: those of `router_defs`. See `Router`.
     """
     c, width = config, config.latent_dim or embed_dim
     stddevs = {"stddev": stddev, "out_stddev": out_stddev, "dtype": dtype}
     kind = {"gated": gated, "bias": c.expert_bias, **stddevs}
     defs = {
-        "router": router_defs(c, embed_dim, stddev=stddev, dtype=dtype),
+        "router": router or router_defs(c, embed_dim, stddev=stddev, dtype=dtype),
         "experts": expert_defs(c.num_experts, width, c.expert_dim, **kind),
     }
     if c.shared_dim:
@@ -96,6 +363,7 @@ def moe(
     axes: tuple[str, ...] = ("ep",),
     key: Key | None = None,
     axis: str = "tp",
+    router: Router | None = None,
     kernels: Kernels = AUTO,
 ) -> tuple[Float[Tensor, "batch seq embed"], Scalar, RouterSums]:
     """y = sum over a token's experts of weight times expert of x, plus the shared expert of x.
@@ -113,23 +381,34 @@ def moe(
         axes: the mesh axes that split experts; tokens are split by each of them as well.
         key: of the router's jitter; None for none.
         axis: the tensor-parallel axis.
+        router: one of your own, in place of `route` and `auxiliary`; see `Router`.
         kernels: those of `route`, `dispatched`, `experts` and `nn.mlp`.
 
     Returns:
         y: ``[batch, seq, embed]`` with spec `stream`.
         share: this rank's share of auxiliary losses; see `auxiliary`.
         sums: what routing did; see `statistics`.
-        Collectives: those of `route`, `dispatched` and `auxiliary`; over `axis` those in the table
-        of the module, of rows as wide as the experts' input; those of `nn.mlp` for the shared one.
+        Collectives: those of `route`, `dispatched` and `auxiliary`, or of the router; over `axis`
+        those in the table of the module, of rows as wide as the experts' input; those of `nn.mlp`
+        for the shared one.
 
     Raises:
-        ValueError: an expert axis does not split tokens, or the parameters are split otherwise.
+        ValueError: an expert axis does not split tokens, or the parameters are split otherwise; or
+            the router returns what `RouterOutput` does not describe.
     """
     _check(params, config, stream, axes, axis)
-    routing = route(
-        params["router"], x, config, stream=stream, rows=rows, positions=positions, key=key,
-        kernels=kernels,
-    )  # fmt: skip
+    if router is None:
+        routing = route(
+            params["router"], x, config, stream=stream, rows=rows, positions=positions, key=key,
+            kernels=kernels,
+        )  # fmt: skip
+        share = auxiliary(
+            params["router"], routing, config, counted=counted, stream=stream, kernels=kernels
+        )
+    else:
+        inputs = RouterInput(x, config, counted, stream, rows, positions, key, kernels)
+        routing, share = route_by(router, params["router"], inputs)
+        share = over_context(share, stream)
     narrow = x @ params["latent"]["down"]["w"] if config.latent_dim else x
     shared: list[Tensor] = []
 
@@ -144,9 +423,6 @@ def moe(
     if config.latent_dim:
         y = y @ params["latent"]["up"]["w"]
     y = sum(shared, y)
-    share = auxiliary(
-        params["router"], routing, config, counted=counted, stream=stream, kernels=kernels
-    )
     return y, share, statistics(routing, config, counted=counted, stream=stream)
 
 
@@ -162,7 +438,7 @@ def _routed(
     meanwhile: Callable[[], None],
     kernels: Kernels,
 ) -> Tensor:
-    """What the experts of each token add, weighted; with spec `stream`."""
+    """The weighted sum of each token's experts; with spec `stream`."""
     parts = 1 if axis in axes else lax.axis_size(axis)
     chosen = (routing.experts, routing.weights, routing.kept)
     if parts > 1:

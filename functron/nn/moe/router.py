@@ -3,39 +3,157 @@
 The router's weight is whole on every rank, and each rank routes its own tokens. Over the tensor-
 parallel ranks tokens are the same, or other ones under sequence parallelism; either way gradients
 are right because specs do not mention the axis, and nothing here asks which. Where tokens compete
-(capacity, expert choice, Sinkhorn) they do so within their sequence: see `capacity`.
+(capacity, expert choice, Sinkhorn) they do so with those of their own sequence and no others, so
+that neither the ranks nor the microbatches that a batch is cut into change what is dropped.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 
-from functron import random
+from functron.core import random
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.typing import Bool, Float, Int, Key, Tensor
 from functron.nn.linear import SEQ_DIM, linear_defs, sequence_axes
-from functron.nn.moe.capacity import capacity, choose_tokens, keep
-from functron.nn.moe.config import MoEConfig
-from functron.ops.kernels import AUTO, Kernels
-from functron.ops.moe_router import (
-    RENORMALISE_EPS,
-    Score,
-    Weighting,
-    best,
-    choose,
-    fits,
-    moe_router,
-)
+from functron.nn.moe.config import Drop, MoEConfig
+from functron.ops.define import AUTO, Kernels
+from functron.ops.moe import RENORMALISE_EPS, Score, Weighting, best, choose, fits, moe_router
 from functron.params import ParamDef, zeros
+from functron.spmd import DATA_AXES
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
-from functron.typing import Float, Int, Key, Tensor
+
+
+def capacity(config: MoEConfig, seq: int) -> int:
+    """How many tokens of one sequence an expert computes at most.
+
+    ceil(capacity_factor * seq * top_k / num_experts), and no more than there are; all of them where
+    the factor is 0. The factor counts as the decimal number that it is written as.
+
+    Args:
+        seq: the length of the whole sequence, over all ranks that share it.
+    """
+    if not config.capacity_factor:
+        return seq
+    # in floating point 1.1 * 100 / 10 is above 11
+    wanted = Fraction(str(config.capacity_factor)) * seq * config.top_k / config.num_experts
+    return min(math.ceil(wanted), seq)
+
+
+def keep(
+    experts: Int[Tensor, "batch seq choices"],
+    weights: Float[Tensor, "batch seq choices"],
+    *,
+    limit: int,
+    drop: Drop,
+    positions: Int[Tensor, "batch seq"],
+    stream: P,
+) -> Bool[Tensor, "batch seq choices"]:
+    """Which assignments are among the first `limit` of their expert in their sequence.
+
+    The first are, by ``"position"``, those of the smallest choice and then of the smallest position
+    (Lepikhin et al. 2020, algorithm 1); by ``"probability"`` those of the largest weight, equal
+    ones ordered as by position.
+
+    Args:
+        experts: int64 ``[batch, seq, choices]``, this rank's part; each token's best choice first.
+        weights: ``[batch, seq, choices]``, for "probability" alone; no gradient flows.
+        limit: the capacity of an expert.
+        positions: int64 ``[batch, seq]``, distinct within a sample and in its original order.
+        stream: the spec of the residual stream.
+
+    Returns:
+        bool ``[batch, seq, choices]``, this rank's part. Collectives: one all-gather of experts and
+        one of positions (and weights) over the axes that split the sequence; none in backward.
+    """
+    experts, positions = _whole(experts, stream), _whole(positions, stream)
+    seq, choices = experts.shape[SEQ_DIM:]
+    choice = torch.arange(choices, device=experts.device)
+    rank = _inverse(_argsort(positions))  # as positions may have gaps
+    # sorting by the last key first: all these sorts are stable
+    entries = _inverse((choice * seq + rank.unsqueeze(-1)).flatten(1))
+    if drop == "probability":
+        by_weight = _whole(lax.stop_gradient(weights), stream).flatten(1).gather(-1, entries)
+        entries = entries.gather(-1, _argsort(by_weight, descending=True))
+    flat = experts.flatten(1)
+    entries = entries.gather(-1, _argsort(flat.gather(-1, entries)))
+    fits = _rank_in_run(flat.gather(-1, entries)) < limit
+    kept = torch.zeros_like(fits).scatter(-1, entries, fits)
+    return _own(kept.unflatten(1, (seq, choices)), stream)
+
+
+def choose_tokens(
+    scores: Float[Tensor, "batch seq experts"],
+    *,
+    limit: int,
+    positions: Int[Tensor, "batch seq"],
+    stream: P,
+) -> Bool[Tensor, "batch seq experts"]:
+    """Which tokens are among the `limit` of their sequence that score highest for each expert.
+
+    Equal scores are ordered by position (Zhou et al. 2022, section 3.1).
+
+    Args:
+        scores: ``[batch, seq, experts]``, this rank's part; no gradient flows.
+        limit, positions, stream: as for `keep`.
+
+    Returns:
+        bool ``[batch, seq, experts]``, this rank's part. Collectives: one all-gather of scores and
+        one of positions over the axes that split the sequence; none in backward.
+    """
+    in_order = _argsort(_whole(positions, stream)).unsqueeze(1)
+    tokens = _whole(lax.stop_gradient(scores), stream).mT
+    in_order = in_order.expand_as(tokens)
+    best = _argsort(tokens.gather(-1, in_order), descending=True)[..., :limit]
+    best = in_order.gather(-1, best)
+    chosen = torch.zeros_like(tokens, dtype=torch.bool)
+    return _own(chosen.scatter(-1, best, torch.ones_like(best, dtype=torch.bool)).mT, stream)
+
+
+def _whole(x: Tensor, stream: P) -> Tensor:
+    """The whole sequence, on all ranks that share it, in the order in which they hold it."""
+    return lax.all_gather(x, sequence_axes(stream), axis=SEQ_DIM, tiled=True)
+
+
+def _own(x: Tensor, stream: P) -> Tensor:
+    """This rank's part of what is known of the whole sequence."""
+    axes = sequence_axes(stream)
+    parts = lax.axis_size(axes)
+    if parts == 1:
+        return x
+    mine = lax.global_index(x.shape[SEQ_DIM] // parts, axes, device=x.device)
+    return torch.index_select(x, SEQ_DIM, mine)
+
+
+def _argsort(x: Tensor, descending: bool = False) -> Tensor:
+    """Indices that sort the last dim; equals keep their order."""
+    return torch.sort(x, dim=-1, descending=descending, stable=True).indices
+
+
+def _inverse(permutation: Tensor) -> Tensor:
+    """The place of each of 0, 1, ... in the last dim: of indices that sort, the ranks."""
+    place = torch.arange(permutation.shape[-1], device=permutation.device)
+    return torch.zeros_like(permutation).scatter(-1, permutation, place.expand_as(permutation))
+
+
+def _rank_in_run(x: Tensor) -> Tensor:
+    """The place of each entry within its run of equal neighbours: ``[3, 3, 5]`` gives [0, 1, 0]."""
+    place = torch.arange(x.shape[-1], device=x.device)
+    starts = torch.ones_like(x[..., :1], dtype=torch.bool)
+    starts = torch.cat([starts, x[..., 1:] != x[..., :-1]], dim=-1)
+    return place - torch.where(starts, place, 0).cummax(-1).values
+
 
 _SINKHORN_EPS = 1e-8  # for experts whose share of every token vanishes
 
 
 class Routing(NamedTuple):
-    """Where tokens go: this rank's part of the stream, with `MoEConfig.choices` experts for each.
+    """Where tokens go: this rank's part of the stream, with a number of choices for each token.
 
     Attributes:
         experts: int64 ``[batch, seq, choices]``, no expert twice; a token's best first, or all in
@@ -53,6 +171,84 @@ class Routing(NamedTuple):
     kept: Tensor
     scores: Tensor
     logits: Tensor
+
+
+class RouterOutput(NamedTuple):
+    """The result of a router of one's own, for this rank's part of the stream; see `Router`.
+
+    Attributes:
+        experts: int64 ``[batch, seq, choices]``, no expert twice; a token's best first.
+        weights: ``[batch, seq, choices]``, what the expert's output is multiplied by.
+        kept: bool ``[batch, seq, choices]``: False where the expert does not compute the token;
+            None: all, or those of `keep` under `capacity_factor`.
+        scores: ``[batch, seq, experts]``: divided by their sum, the distribution whose entropy is
+            recorded; None: that of the weights.
+        auxiliary: 0-dim: the sum, over those of this rank's tokens that count, of what is added to
+            the loss; None: nothing.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    kept: Tensor | None = None
+    scores: Tensor | None = None
+    auxiliary: Tensor | None = None
+
+
+class RouterInput(NamedTuple):
+    """The tokens of this rank that a router of one's own is asked about; see `Router`.
+
+    Attributes:
+        x: ``[batch, seq, embed]`` with spec `stream`.
+        config: of the layer.
+        counted: bool ``[batch, seq]``, tokens with a target: those that auxiliary terms are of.
+        stream: the spec of the residual stream.
+        rows, positions, key, kernels: as in `route`.
+    """
+
+    x: Tensor
+    config: MoEConfig
+    counted: Tensor
+    stream: P
+    rows: Tensor
+    positions: Tensor
+    key: Tensor | None
+    kernels: Kernels
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which tokens are divided: a psum over them is of the whole batch."""
+        return (*DATA_AXES, *sequence_axes(self.stream))
+
+
+Router = Callable[[dict, RouterInput], RouterOutput]
+"""``router(params, inputs)``: a router of one's own, for `nn.moe.moe` and models.
+
+It is part of the per-rank program. It is given `params`, this rank's parameters of the router
+(those of `router_defs`, or the `router` given to `moe_defs`; whole on every rank), and the tokens
+of this rank, and every token gets experts, also one without a target. It returns `experts` and
+`weights`; the number of choices is its own. Both must be a function of the token, the parameters
+and sums over ranks alone, so that ranks with the same tokens choose the same experts.
+
+Of `MoEConfig` the layer itself reads what is not of the router: num_experts, expert_dim,
+capacity_factor and drop, shared_dim, shared_gate, latent_dim, expert_bias and dispatch. The others
+(top_k, score, scale, aux_loss, ...) are the router's to read, or to ignore.
+
+`auxiliary` is the sum over *this rank's* tokens that count, without any psum: the layer sums it
+over the axes that split the sequence besides the context axes, as under sequence parallelism, and
+the loss over data and context axes; tokens that ranks share count once. As the loss is divided by
+the number of targets, a mean over tokens is to be returned times the tokens. Statistics of the
+whole batch that it needs, such as the load of each expert, are ``lax.psum(load, inputs.axes)``:
+
+    def router(params, inputs):
+        k, experts = inputs.config.top_k, inputs.config.num_experts
+        scores = (inputs.x @ params["w"]).softmax(-1)
+        weights, chosen = scores.topk(k)
+        counted = inputs.counted.unsqueeze(-1)
+        load = (torch.zeros_like(scores).scatter(-1, chosen, 1.0) * counted).sum((0, 1))
+        load, tokens = lax.psum((lax.stop_gradient(load), counted.sum()), inputs.axes)
+        balance = experts * (load / (k * tokens) * scores * counted).sum()  # 1 a token when even
+        return RouterOutput(chosen, weights, auxiliary=0.01 * balance)
+"""
 
 
 def router_defs(config: MoEConfig, embed_dim: int, *, stddev: float, dtype: torch.dtype) -> dict:
@@ -114,6 +310,72 @@ def route(
     # a zero alone would hide what is dropped from the loss but not from the gradient
     weights = torch.where(kept, weights * config.scale, torch.zeros_like(weights))
     return Routing(experts, weights, kept, scores, logits)
+
+
+def route_by(router: Router, params: dict, inputs: RouterInput) -> tuple[Routing, Tensor]:
+    """The routing of a router of one's own, whose scores are its logits too, and its auxiliary sum.
+
+    An expert that does not exist, or that a token has twice, cannot be refused on a device without
+    waiting for it: the weights of that token are NaN, and so is the loss.
+
+    Raises:
+        TypeError: it returns something else than a `RouterOutput`.
+        ValueError: what it returns has other shapes or dtypes than `RouterOutput` describes, or is
+            `kept` beside `capacity_factor`; or the config's `routing` is another than "top_k".
+    """
+    config, title = inputs.config, "cannot route with this router"
+    if config.routing != "top_k":
+        got = f"{config.routing!r} beside router="
+        refuse(title, "routing", got, "'top_k'", "leave it out: the router decides who chooses")
+    out = router(params, inputs)
+    if not isinstance(out, RouterOutput):
+        raise TypeError(
+            f"{title}: got {type(out).__name__} from router=; wanted a RouterOutput; "
+            "fix: return nn.moe.RouterOutput(experts, weights)"
+        )
+    raise_problems(title, list(_misshapen(out, inputs)))
+    listed = out.experts.sort(-1).values
+    bad = (listed[..., :1] < 0) | (listed[..., -1:] >= config.num_experts)
+    bad = bad | (listed[..., 1:] == listed[..., :-1]).any(-1, keepdim=True)
+    weights = torch.where(bad, math.nan, out.weights)
+    experts = torch.where(bad, torch.arange(listed.shape[-1], device=listed.device), out.experts)
+    kept, scores = out.kept, out.scores
+    if kept is None:
+        kept = _kept(experts, weights, config, inputs.positions, inputs.stream)
+    weights = torch.where(kept, weights, torch.zeros_like(weights))
+    if scores is None:
+        scores = lax.stop_gradient(out.weights).clamp_min(0)
+    scores = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
+    share = weights.new_zeros(()) if out.auxiliary is None else out.auxiliary
+    return Routing(experts, weights, kept, scores, scores), share
+
+
+def _misshapen(out: RouterOutput, inputs: RouterInput) -> Iterator[Problem]:
+    """Fields whose shapes or dtypes are not those that `RouterOutput` describes."""
+    tokens, experts = tuple(inputs.x.shape[:2]), inputs.config.num_experts
+    choices = out.experts.shape[-1] if out.experts.dim() else 0
+    most = f"[{tokens[0]}, {tokens[1]}, choices], at most {experts} choices"
+    if out.experts.dtype != torch.int64 or not 0 < choices <= experts:
+        got = f"{out.experts.dtype} {list(out.experts.shape)}"
+        yield Problem("experts", got, f"torch.int64 {most}", "return the index of each expert")
+    each = (*tokens, choices)
+    wanted = {"experts": each, "weights": each, "kept": each, "scores": (*tokens, experts)}
+    for name, shape in {**wanted, "auxiliary": ()}.items():
+        value = getattr(out, name)
+        if value is not None and tuple(value.shape) != shape:
+            fix = "return one for each of this rank's tokens"
+            if name == "auxiliary":
+                fix = "return a sum over this rank's tokens"
+            yield Problem(name, str(list(value.shape)), str(list(shape)), fix)
+    for name in ("weights", "scores", "auxiliary"):
+        value = getattr(out, name)
+        if value is not None and not value.is_floating_point():
+            yield Problem(name, str(value.dtype), "a floating dtype")
+    if out.kept is not None and inputs.config.capacity_factor:
+        got = f"given beside capacity_factor={inputs.config.capacity_factor}"
+        yield Problem("kept", got, "None", "set capacity_factor=0, or leave kept out")
+    if out.kept is not None and out.kept.dtype != torch.bool:
+        yield Problem("kept", str(out.kept.dtype), "torch.bool", "compare: kept > 0")
 
 
 def top_k_experts(
@@ -209,6 +471,7 @@ def _weights(logits: Tensor, scores: Tensor, experts: Tensor, config: MoEConfig)
 def _kept(
     experts: Tensor, weights: Tensor, config: MoEConfig, positions: Tensor, stream: P
 ) -> Tensor:
+    """The assignments that the capacity has room for; all where there is none."""
     if not config.capacity_factor:
         return torch.ones_like(experts, dtype=torch.bool)
     seq = experts.shape[SEQ_DIM] * lax.axis_size(sequence_axes(stream))

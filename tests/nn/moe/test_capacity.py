@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import functron as ft
 from functron import DATA_AXES, P
 from functron.nn.moe import MoEConfig, capacity
-from functron.nn.moe.capacity import keep
+from functron.nn.moe.router import keep
 
 STREAM = P(DATA_AXES, ("cp", "tp"))
 

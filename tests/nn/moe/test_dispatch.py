@@ -9,7 +9,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, lax, tree
-from functron.nn.moe.dispatch import dispatched, permute, sort_by_expert, unpermute
+from functron.nn.moe.layer import dispatched, permute, sort_by_expert, unpermute
 from functron.ops.grouped_matmul import grouped_matmul
 
 EXPERTS, EMBED, OUT, TOKENS = 8, 3, 4, 3  # tokens of each rank

@@ -7,7 +7,7 @@ import torch
 
 from functron import DATA_AXES, Mesh, P
 from functron.nn.moe import route
-from functron.nn.moe.dispatch import dispatched
+from functron.nn.moe.layer import dispatched
 from functron.ops import use
 from functron.ops.grouped_matmul import grouped_matmul
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 import functron as ft
 from functron import DATA_AXES, Mesh, P, lax, tree
-from functron.nn.moe import MoEConfig, moe, moe_defs
+from functron.nn.moe import MoEConfig, RouterInput, RouterOutput, moe, moe_defs
+from functron.params import Normal, ParamDef
 from functron.spmd.mesh import CONTEXT_AXES
 
 BATCH, SEQ, EMBED, HIDDEN, EXPERTS = 4, 8, 4, 6, 8
@@ -66,7 +68,7 @@ def silu(x):
 
 
 def feed_forward(params, x, expert=None):
-    """One token through one expert, or through the shared one."""
+    """Tokens through one expert, or through the shared one."""
 
     def project(layer, v):
         pick = lambda value: value if expert is None else value[expert]
@@ -109,8 +111,11 @@ def dense_layer(oracle, config: MoEConfig, counted: Tensor):
 def problem(draw, randn, specs):
     """``(layer, args, in_specs, others, other_specs)`` of a config on a layout."""
 
-    def make(config: MoEConfig, layout: Layout):
-        defs = moe_defs(config, EMBED, gated=True, stddev=1.0, out_stddev=1.0, dtype=torch.float64)
+    def make(config: MoEConfig, layout: Layout, router=None, router_defs=None):
+        defs = moe_defs(
+            config, EMBED, gated=True, stddev=1.0, out_stddev=1.0, dtype=torch.float64,
+            router=router_defs,
+        )  # fmt: skip
         args = draw(defs), randn(BATCH, SEQ, EMBED)
         counted = torch.arange(BATCH * SEQ).view(BATCH, SEQ) % 5 > 0
         others = torch.arange(BATCH), torch.arange(SEQ).expand(BATCH, SEQ), counted
@@ -118,7 +123,7 @@ def problem(draw, randn, specs):
         def layer(params, x, rows, positions, counted):
             y, share, _ = moe(
                 params, x, config, activation="silu", stream=layout.stream, axes=layout.axes,
-                rows=rows, positions=positions, counted=counted,
+                rows=rows, positions=positions, counted=counted, router=router,
             )  # fmt: skip
             return y + lax.psum(share, (*DATA_AXES, *CONTEXT_AXES))
 
@@ -189,6 +194,137 @@ def test_auxiliary_share_and_sums(problem):
         results.append(mapped(params, x, *others))
     torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-10)
     assert results[0][1].sum() == others[-1].sum() * config.top_k
+
+
+OWN_DEFS = {
+    "hidden": ParamDef((EMBED, 3), ("embed", None), Normal(1.0), torch.float64),
+    "out": ParamDef((3, EXPERTS), (None, None), Normal(1.0), torch.float64),
+}
+
+
+def own_router(params, inputs: RouterInput) -> RouterOutput:
+    """Three experts by a small network, Switch's balance loss over the batch, and a z term."""
+    logits = (inputs.x @ params["hidden"]).tanh() @ params["out"]
+    scores = logits.softmax(-1)
+    weights, chosen = scores.topk(3)
+    counted = inputs.counted.unsqueeze(-1)
+    load = (torch.zeros_like(scores).scatter(-1, chosen, 1.0) * counted).sum((0, 1))
+    load, tokens = lax.psum((lax.stop_gradient(load), counted.sum()), inputs.axes)
+    balance = EXPERTS * (load / (3 * tokens) * scores * counted).sum()
+    z = torch.where(inputs.counted, logits.logsumexp(-1).square(), 0.0).sum()
+    return RouterOutput(chosen, weights, auxiliary=0.3 * balance + 0.1 * z)
+
+
+def dense_own_router(config: MoEConfig, counted: Tensor):
+    """The layer with `own_router` of the whole batch: every expert of every token, masked."""
+
+    def dense(params, x, *_):
+        logits = (x @ params["router"]["hidden"]).tanh() @ params["router"]["out"]
+        scores = logits.exp() / logits.exp().sum(-1, keepdim=True)
+        ranks = (scores.unsqueeze(-1) < scores.unsqueeze(-2)).sum(-1)  # 0 of the best
+        chosen = ranks < 3
+        kept = chosen
+        if config.capacity_factor:
+            limit = math.ceil(config.capacity_factor * SEQ * config.top_k / EXPERTS)
+            kept = torch.zeros_like(chosen)
+            for b in range(BATCH):
+                for e in range(EXPERTS):
+                    queue = [(int(ranks[b, t, e]), t) for t in range(SEQ) if chosen[b, t, e]]
+                    for _, t in sorted(queue)[:limit]:
+                        kept[b, t, e] = True
+            assert (kept != chosen).any()
+        of_expert = lambda e: feed_forward(params["experts"], x, e)
+        y = sum((scores * kept)[..., e : e + 1] * of_expert(e) for e in range(EXPERTS))
+        fraction = chosen[counted].double().mean(0) / 3
+        balance = EXPERTS * (fraction * scores[counted].mean(0)).sum() * counted.sum()
+        z = logits.exp().sum(-1).log().square()[counted].sum()
+        return y + 0.3 * balance + 0.1 * z
+
+    return dense
+
+
+@pytest.mark.parametrize("capacity", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("dp=2"),
+        LAYOUTS["ep"],
+        LAYOUTS["tp"],
+        LAYOUTS["etp, sequence parallel"],
+        LAYOUTS["folded over all"],
+        Layout("cp=2,tp=2"),
+    ],
+    ids=str,
+)
+def test_own_router(agrees, problem, layout, capacity):
+    """Values and gradients of a user's router are the dense ones, its own loss included."""
+    config = replace(PLAIN, capacity_factor=capacity)
+    layer, args, in_specs, others, other_specs = problem(config, layout, own_router, OWN_DEFS)
+    dense = dense_own_router(config, others[-1])
+    mesh = Mesh.parse(layout.mesh)
+    agrees(layer, dense, args, mesh, in_specs, layout.stream, others, other_specs)
+
+
+def test_own_router_statistics(problem):
+    _, (params, x), _, others, _ = problem(PLAIN, LAYOUTS["one rank"], own_router, OWN_DEFS)
+    settings = {"activation": "silu", "stream": WHOLE, "router": own_router}
+    rows, positions, counted = others
+    settings |= {"rows": rows, "positions": positions, "counted": counted}
+    _, _, sums = moe(params, x, PLAIN, **settings)
+    scores = ((x @ params["router"]["hidden"]).tanh() @ params["router"]["out"]).softmax(-1)
+    best = scores.topk(3)
+    chosen = best.indices[counted]
+    assert sums.load.tolist() == [int((chosen == e).sum()) for e in range(EXPERTS)]
+    assert sums.assignments == 3 * counted.sum()
+    assert sums.dropped == 0
+    share = best.values / best.values.sum(-1, keepdim=True)
+    torch.testing.assert_close(sums.entropy, -(share * share.log()).sum(-1)[counted].sum())
+
+
+def test_own_router_that_chooses_wrongly_gives_no_numbers(problem):
+    """An expert that is not there, or a token's twice, would be another token's row."""
+    for index in ([0, 0, 1], [0, 1, EXPERTS], [-1, 0, 1]):
+
+        def router(params, inputs, index=index):
+            out = own_router(params, inputs)
+            wrong = torch.tensor(index).expand_as(out.experts)
+            at_first = inputs.positions.unsqueeze(-1) == 0
+            return out._replace(experts=torch.where(at_first, wrong, out.experts))
+
+        layer, args, in_specs, others, other_specs = problem(PLAIN, LAYOUTS["ep"], router, OWN_DEFS)
+        mapped = ft.shard_map(layer, Mesh(ep=2), (*in_specs, *other_specs), WHOLE)
+        y = mapped(*args, *others)
+        assert y[:, 0].isnan().all()
+        assert y[:, 1:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experts": torch.zeros(4, 8, 3)}, "experts: got torch.float32 \\[4, 8, 3\\]"),
+        ({"weights": torch.zeros(4, 8, 2)}, "weights: got \\[4, 8, 2\\]; wanted \\[4, 8, 3\\]"),
+        ({"auxiliary": torch.zeros(4, 8)}, "auxiliary: got \\[4, 8\\]; wanted \\[\\]"),
+        ({"kept": torch.ones(4, 8, 3)}, "kept: got torch.float32; wanted torch.bool"),
+    ],
+)
+def test_refuses_what_a_router_returns(problem, change, message):
+    router = lambda params, inputs: own_router(params, inputs)._replace(**change)
+    layer, args, in_specs, others, other_specs = problem(
+        PLAIN, LAYOUTS["one rank"], router, OWN_DEFS
+    )
+    mapped = ft.shard_map(layer, Mesh(), (*in_specs, *other_specs), WHOLE)
+    with pytest.raises(ValueError, match=message):
+        mapped(*args, *others)
+
+
+def test_refuses_own_router_beside_what_it_decides(problem):
+    config = CONFIGS["expert choice"]
+    layer, args, in_specs, others, other_specs = problem(
+        config, LAYOUTS["one rank"], own_router, OWN_DEFS
+    )
+    mapped = ft.shard_map(layer, Mesh(), (*in_specs, *other_specs), WHOLE)
+    with pytest.raises(ValueError, match="routing: got 'expert_choice' beside router="):
+        mapped(*args, *others)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

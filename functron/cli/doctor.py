@@ -1,0 +1,257 @@
+"""``functron doctor``: the parts of this machine and installation, and those that are missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata as metadata
+import json
+import os
+import platform
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.cuda import nccl
+
+from functron.cli.options import parse
+from functron.ops import launch, nvrtc
+
+State = Literal["ok", "missing", "broken"]
+"""``"missing"`` is what not everybody needs; ``"broken"`` what nothing works without, or what is
+there and does not work."""
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Show what this machine and this installation have, and what is missing.
+
+    The exit code is 0 unless something that is needed is broken.
+
+    Attributes:
+        json: print it as JSON: a list of name, state, found and fix.
+    """
+
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for.
+
+    Attributes:
+        name: of it.
+        found: what there is, or why not.
+        state: how that is.
+        fix: what to do about it, where something can be done.
+    """
+
+    name: str
+    found: str
+    state: State = "ok"
+    fix: str = ""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the findings; the exit code is 1 if one is broken."""
+    options = parse(DoctorOptions, arguments, "doctor")
+    found = list(findings())
+    print(_as_json(found) if options.json else _as_text(found))
+    return int(any(one.state == "broken" for one in found))
+
+
+def _as_json(found: Sequence[Finding]) -> str:
+    return json.dumps([dataclasses.asdict(one) for one in found], indent=2)
+
+
+def _as_text(found: Sequence[Finding]) -> str:
+    width = max(len(one.name) for one in found)
+    lines = []
+    for one in found:
+        note = "" if one.state == "ok" else f"{one.state}: "
+        lines.append(f"{one.name:{width}}  {note}{one.found}")
+        lines += [f"{'':{width}}  fix: {one.fix}"] if one.fix else []
+    return "\n".join(lines)
+
+
+def findings() -> Iterator[Finding]:
+    """Everything that was looked for, in the order to show it."""
+    yield Finding("python", f"{platform.python_version()} at {sys.executable}")
+    yield from _packages()
+    yield _machine()
+    yield from _devices()
+    yield from _communication()
+    yield from _compiler()
+    yield _cache()
+    yield from _extras()
+
+
+def _machine() -> Finding:
+    there = os.cpu_count()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else there
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    text = f"{usable} of {there} processors, {memory / 2**30:.1f} GiB of memory"
+    return Finding("machine", f"{text}, {platform.system()} {platform.machine()}")
+
+
+def _packages() -> Iterator[Finding]:
+    """functron and torch, and those of functron's needs that are not met."""
+    requirements, _ = declared()
+    yield Finding("functron", f"{_version('functron') or 'not installed'} at {_home()}")
+    yield Finding("torch", f"{torch.__version__} for {_build()}")
+    for requirement in requirements:
+        name, wanted = _parts(requirement)
+        version = _version(name)
+        if version is None or not satisfies(version, wanted):
+            got = f"{version}; wanted {wanted}" if version else f"nothing; wanted {name}{wanted}"
+            yield Finding(name, f"got {got}", "broken", f"pip install '{name}{wanted}'")
+
+
+def _home() -> Path:
+    return Path(__file__).resolve().parent.parent
+
+
+def _build() -> str:
+    if torch.version.cuda is not None:
+        return f"CUDA {torch.version.cuda}"
+    return f"ROCm {torch.version.hip}" if torch.version.hip is not None else "CPUs"
+
+
+def declared() -> tuple[list[str], dict[str, list[str]]]:
+    """The requirements of functron and of each extra, as installed, or as in a checkout."""
+    try:
+        given = metadata.requires("functron") or []
+    except metadata.PackageNotFoundError:
+        file = _home().parent / "pyproject.toml"
+        project = tomllib.loads(file.read_text())["project"] if file.is_file() else {}
+        return project.get("dependencies", []), project.get("optional-dependencies", {})
+    extras: dict[str, list[str]] = {}
+    for requirement in given:
+        text, _, condition = requirement.partition(";")
+        extra = re.search(r"extra == ['\"](.+?)['\"]", condition)
+        extras.setdefault(extra[1] if extra else "", []).append(text.strip())
+    return extras.pop("", []), extras
+
+
+def _parts(requirement: str) -> tuple[str, str]:
+    """``"pyright[nodejs]>=1,<2"`` to ``("pyright", ">=1,<2")``."""
+    match = re.match(r"([\w.-]+)(?:\[[^\]]*\])?\s*(.*)", requirement)
+    assert match is not None, requirement
+    return match[1], match[2]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def satisfies(version: str, wanted: str) -> bool:
+    """Whether a version is within such as ``">=2.11,<2.14"``; ``==13.0.*`` is any 13.0."""
+    have = _numbers(version)
+    for one in filter(None, wanted.split(",")):
+        match = re.match(r"\s*(>=|<|==)\s*([\w.*]+)", one)
+        if match is None:  # what functron's own requirements do not use
+            continue
+        limit = _numbers(match[2])
+        good = {">=": have >= limit, "<": have < limit, "==": have[: len(limit)] == limit}
+        if not good[match[1]]:
+            return False
+    return True
+
+
+def _numbers(version: str) -> list[int]:
+    leading = re.match(r"\d+(\.\d+)*", version)
+    return [int(part) for part in leading[0].split(".")] if leading else []
+
+
+def _devices() -> Iterator[Finding]:
+    driver = _driver()
+    yield Finding("driver", driver or "no NVIDIA driver", "ok" if driver else "missing")
+    if not torch.cuda.is_available():
+        if driver and torch.version.cuda is None:
+            fix = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
+            yield Finding("gpu", "this torch is for CPUs, on a machine with a GPU", "missing", fix)
+        elif driver:
+            fix = (
+                "nvidia-smi shows whether the driver works; CUDA_VISIBLE_DEVICES may hide the GPUs"
+            )
+            yield Finding("gpu", "torch finds none, though there is a driver", "broken", fix)
+        else:
+            yield Finding("gpu", "none: functron computes on the CPU", "missing")
+        return
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        device = torch.device("cuda", index)
+        text = f"{about.name}, {launch.arch_of(device)}, {about.total_memory / 2**30:.1f} GiB"
+        yield Finding(f"gpu {index}", f"{text}, {about.multi_processor_count} processors")
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's kernel module; None where there is none."""
+    file = Path("/proc/driver/nvidia/version")
+    text = file.read_text() if file.is_file() else ""
+    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
+    return match[1] if match else None
+
+
+def _communication() -> Iterator[Finding]:
+    fix = "install a build of torch with torch.distributed"
+    if not dist.is_available():
+        yield Finding("distributed", "this torch has no torch.distributed", "broken", fix)
+        return
+    gloo = dist.is_gloo_available()
+    yield Finding("gloo", "in torch" if gloo else "not in this torch", "ok" if gloo else "broken")
+    if dist.is_nccl_available() and torch.version.cuda is not None:
+        yield Finding("nccl", ".".join(map(str, nccl.version())))
+    else:
+        many = torch.cuda.is_available() and torch.cuda.device_count() > 1
+        yield Finding("nccl", "not in this torch", "broken" if many else "missing")
+
+
+def _compiler() -> Iterator[Finding]:
+    """NVRTC, and whether kernels can be used."""
+    reason = nvrtc.missing()
+    if reason is None:
+        archs = ", ".join(f"sm_{number}" for number in nvrtc.supported())
+        yield Finding("nvrtc", f"{nvrtc.version()} at {nvrtc.library_path()}, for {archs}")
+    else:
+        yield Finding("nvrtc", reason.split(";")[0], "missing", nvrtc.INSTALL)
+    if not torch.cuda.is_available():
+        can = "; they compile here (python -m functron.cli.build)" if reason is None else ""
+        yield Finding("kernels", f"no GPU to run them on{can}", "missing")
+        return
+    for index in range(torch.cuda.device_count()):
+        why_not = launch.usable(torch.device("cuda", index))
+        found = why_not or "usable"
+        yield Finding(f"kernels {index}", found, "missing" if why_not else "ok")
+
+
+def _cache() -> Finding:
+    folder = nvrtc.default_folder()
+    if folder is None:
+        return Finding("cache", "none: this user has no home, so kernels compile in every process")
+    sizes = [path.stat().st_size for path in folder.glob(f"*{nvrtc.SUFFIX}")]
+    return Finding("cache", f"{folder}: {len(sizes)} cubins, {sum(sizes) / 2**20:.1f} MiB")
+
+
+def _extras() -> Iterator[Finding]:
+    """The extras of the installation; that for developing functron only where it is complete."""
+    for extra, requirements in declared()[1].items():
+        lacking = [
+            name + wanted
+            for name, wanted in map(_parts, requirements)
+            if (version := _version(name)) is None or not satisfies(version, wanted)
+        ]
+        name = f"extra {extra}"
+        if not lacking:
+            yield Finding(name, "installed")
+        else:
+            fix = f"pip install 'functron[{extra}]'"
+            yield Finding(name, f"lacks {', '.join(lacking)}", "missing", fix)

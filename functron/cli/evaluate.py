@@ -1,0 +1,326 @@
+"""``functron evaluate``: loss and perplexity of a trained model on texts that it has not seen."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from functron import checkpoint
+from functron.cli.launch import RunOptions, device_type, join, launch, leave
+from functron.cli.options import parse
+from functron.cli.process import Process, current, mistakes
+from functron.core import random, tree
+from functron.core.errors import Problem, raise_problems
+from functron.data.sliding import Sliding
+from functron.models import lora
+from functron.program.cost import bytes_text
+from functron.spmd import DATA_AXES, BoundMesh, Mesh
+from functron.training import run_folder
+from functron.training.checks import sequence_parts
+from functron.training.config import TrainConfig, load
+from functron.training.evaluation import (
+    HeldOut,
+    check,
+    evaluate,
+    loss_memory_bytes,
+    loss_program,
+    open_sets,
+    open_texts,
+    problems_of,
+    slide,
+)
+from functron.training.loop import free_memory_bytes
+from functron.training.plan import plan
+from functron.training.train import own_part
+
+_PARALLEL = (
+    "sequence_parallel", "context", "zigzag", "expert_axes", "schedule", "chunks", "layout",
+    "vocab_over_pp", "zero", "gather", "compile", "log_layers_every",
+)  # fmt: skip
+"""The settings of how a run is divided among its ranks, which another mesh need not be."""
+
+_ANY_SEQ = 2048  # of models that take sequences of any length
+_LEAST_SEQ = 256  # where memory does not suffice
+_LOSS_CHUNK_TOKENS = 1024  # so that logits take little memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(RunOptions):
+    """Measure how well a trained model predicts texts: loss, perplexity, and bits per byte of text.
+
+    Every token of a text but its first counts once, predicted from up to seq tokens before it.
+    Files are texts, as the model's tokenizer gives them; tokens on disk are one text, or each of
+    their documents where the run keeps them apart. Of conversations, only the
+    tokens of the assistant count.
+
+    Attributes:
+        data: sets by name, such as "wiki=PREFIX1 code=PREFIX2", each read as the run reads its
+            data; empty: those that the run evaluates itself, or the validation part of its split.
+        seq: tokens that the model reads at a time; 0: as many as it can, or 2048 where that is any
+            number, and fewer where memory does not suffice. A BERT or T5 reads as many as its run
+            says, and windows that are not full are left out.
+        stride: tokens between the beginnings of two windows of seq tokens, of which the last
+            stride ones count: fewer give each token more context, and take longer; 0: seq.
+        batches: how many batches of each; 0: all of it, once.
+        batch: windows per batch, over all ranks; 0: as many as have the tokens that the run has on
+            a rank at a time.
+        json: print a JSON object instead of lines.
+    """
+
+    data: str = ""
+    seq: int = 0
+    stride: int = 0
+    batches: int = 0
+    batch: int = 0
+    json: bool = False
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the numbers of every set."""
+    options = parse(EvaluateOptions, arguments, "evaluate")
+    here = current()
+    with mistakes():
+        mesh = Mesh.parse(options.mesh)
+        config = _configured(options, mesh)
+        _check(config, options, mesh, here)
+        path = checkpoint.latest(options.run / run_folder.CHECKPOINTS)
+        kind = device_type(options.device, options.nproc)
+    if here is None and options.nproc:
+        return launch(options.nproc, ["-m", "functron", "evaluate", *arguments])
+    with mistakes():
+        bound, device = join(mesh, here, kind) if here else (mesh, torch.device(kind))
+        config, sets, notes = _sets(config, options, bound, device)
+        score = _scorer(config, bound, device, path)
+    found = score(sets)
+    leave()
+    if here is None or here.rank == 0:
+        named = {one.name: one for one in sets}
+        found = {name: _with_bytes(found[name], _bytes_of(one)) for name, one in named.items()}
+        print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr, flush=True)
+        print(json.dumps(_finite(found)) if options.json else "\n".join(_lines(found)), flush=True)
+    return 0
+
+
+def _configured(options: EvaluateOptions, mesh: Mesh) -> TrainConfig:
+    """The run, on this mesh and with these sets; seq and global_batch are the run's on a rank."""
+    config = load(options.run / run_folder.CONFIG)
+    rows = config.global_batch // _share(Mesh.parse(config.mesh), config.microbatches)
+    parts = {name: getattr(TrainConfig, name) for name in _PARALLEL}
+    config = replace(config, mesh=options.mesh, microbatches=mesh["pp"], **parts)
+    return replace(
+        config,
+        out=str(options.run),
+        global_batch=max(rows, 1),
+        eval_every=1,
+        eval_data=options.data or config.eval_data,
+        eval_batches=options.batches,
+        eval_averaged=options.averaged,
+    )
+
+
+def _slides(config: TrainConfig) -> bool:
+    """Whether windows slide over texts: a model of another objective reads whole samples."""
+    return config.family.objective == "next"
+
+
+def _sets(
+    config: TrainConfig,
+    options: EvaluateOptions,
+    mesh: Mesh | BoundMesh,
+    device: torch.device,
+) -> tuple[TrainConfig, list[HeldOut], list[str]]:
+    """The run with what a batch has, the sets in such batches, and notes for the user.
+
+    Collective on a bound mesh: rank 0 decides what fits into memory.
+    """
+    share = _share(mesh, config.microbatches)
+    if not _slides(config):
+        config = replace(config, seq=options.seq or config.seq)
+        config = replace(config, global_batch=options.batch or config.global_batch * share)
+        note = f"in whole samples of {config.seq} tokens; what is left of a set is left out"
+        return config, open_sets(config), [note]
+    texts = open_texts(config)
+    longest = max(int(one.lengths.max(initial=0)) for one in texts.values())
+    chosen = [_chosen(config, options, mesh, device, longest) if _is_first(mesh) else None]
+    if isinstance(mesh, BoundMesh):
+        dist.broadcast_object_list(chosen, device=device)
+    assert chosen[0] is not None
+    config, notes = chosen[0]
+    stride, multiple = options.stride or config.seq, sequence_parts(config, _plain(mesh))[0]
+    windows = {"multiple": multiple, "exact": _is_limited(config)}
+    sets = [slide(name, one, config, stride, **windows) for name, one in texts.items()]
+    # windows of one document each, which attention need not keep apart
+    return replace(config, mask_documents=False, pack=""), sets, notes
+
+
+def _chosen(
+    config: TrainConfig,
+    options: EvaluateOptions,
+    mesh: Mesh | BoundMesh,
+    device: torch.device,
+    longest: int,
+) -> tuple[TrainConfig, list[str]]:
+    """The run with tokens and rows of a batch that fit into memory, and notes for the user.
+
+    Args:
+        config: the run, with the seq and global_batch that it has on a rank at a time.
+        options: as given.
+        mesh, device: where.
+        longest: targets of the longest text.
+    """
+    share = _share(mesh, config.microbatches)
+    model, on_a_rank = config.architecture, config.global_batch * config.seq
+    parts = sequence_parts(config, _plain(mesh))[0]
+    most = options.seq or getattr(model, "max_seq", _ANY_SEQ) // parts * parts
+    chunked = "loss_chunk_tokens" in config.family.settings and not config.gpt.logit_cap
+    chunk = config.loss_chunk_tokens or _LOSS_CHUNK_TOKENS * chunked
+    free, base = free_memory_bytes(device), plan(config, mesh)
+    if isinstance(mesh, BoundMesh) and device.type == "cpu":
+        free //= mesh.size  # which all are on this machine, as far as is known
+
+    def sized(seq: int) -> tuple[TrainConfig, int]:
+        tokens = -(-min(seq, max(longest, 1)) // parts) * parts
+        batch = options.batch or max(on_a_rank // tokens, 1) * share
+        rows = batch // config.microbatches
+        made = replace(config, seq=seq, global_batch=batch)
+        made = replace(made, loss_chunk_tokens=chunk if rows * tokens > chunk else 0)
+        return made, loss_memory_bytes(replace(base, config=made), rows, tokens)
+
+    seq, (made, needed) = most, sized(most)
+    first = needed
+    while not options.seq and needed > free and seq >= 2 * max(parts, _LEAST_SEQ):
+        # below the longest text no window becomes shorter
+        seq = min(seq, -(-longest // parts) * parts) // 2 // parts * parts
+        made, needed = sized(seq)
+    if seq == most:
+        return made, []
+    sizes = f"{bytes_text(first)} of {bytes_text(free)} free"
+    return made, [f"seq {seq}, of {most} that the model reads: {sizes}; --seq sets another"]
+
+
+def _is_limited(config: TrainConfig) -> bool:
+    """Whether experts take so many tokens of a sequence, of which padding then is a part."""
+    moe = config.gpt.moe if config.architecture is config.gpt else None
+    return moe is not None and bool(moe.capacity_factor)
+
+
+def _is_first(mesh: Mesh | BoundMesh) -> bool:
+    return not isinstance(mesh, BoundMesh) or mesh.rank == 0
+
+
+def _plain(mesh: Mesh | BoundMesh) -> Mesh:
+    return mesh.mesh if isinstance(mesh, BoundMesh) else mesh
+
+
+def _share(mesh: Mesh | BoundMesh, microbatches: int) -> int:
+    """Into how many parts a batch is cut."""
+    return microbatches * math.prod(mesh[axis] for axis in DATA_AXES)
+
+
+def _check(config: TrainConfig, options: EvaluateOptions, mesh: Mesh, here: Process | None) -> None:
+    found = [
+        Problem(name, str(value), "at least 0")
+        for name in ("seq", "stride", "batches", "batch")
+        if (value := getattr(options, name)) < 0
+    ]
+    share = _share(mesh, config.microbatches)
+    if options.batch > 0 and options.batch % share:
+        fix = f"set it to {-(-options.batch // share) * share}"
+        found.append(Problem("batch", str(options.batch), f"a multiple of {share}", fix))
+    found += _window_problems(config, options, mesh)
+    found += [*options.problems(mesh, here), *problems_of(config)]
+    raise_problems("cannot evaluate", found)
+    # texts may be shorter than windows
+    check(replace(config, seq=1) if _slides(config) else config)
+
+
+def _window_problems(
+    config: TrainConfig, options: EvaluateOptions, mesh: Mesh
+) -> Iterator[Problem]:
+    """The problems of seq and stride."""
+    model, family = config.architecture, config.family
+    most = getattr(model, "max_seq", None)
+    seq = options.seq or most or _ANY_SEQ
+    if most is not None and options.seq > most:
+        yield Problem("seq", str(options.seq), f"at most {family.name}.max_seq={most}")
+    parts, why = sequence_parts(config, mesh)
+    if options.seq % parts:
+        fix = f"set it to {-(-options.seq // parts) * parts}"
+        yield Problem("seq", str(options.seq), f"a multiple of {parts}: {why}", fix)
+    if parts > 1 and _slides(config) and _is_limited(config):
+        wanted = f"whole sequences on a rank, not in {why}: experts of limited capacity would see "
+        wanted += "what pads the ends of texts"
+        yield Problem("mesh", repr(options.mesh), wanted, "leave cp and ulysses out")
+    if options.stride and not _slides(config):
+        wanted = f"nothing with {family.title}, which reads whole samples"
+        yield Problem("stride", str(options.stride), wanted, "leave it out")
+    elif options.stride > seq:
+        yield Problem("stride", str(options.stride), f"at most seq={seq}", "leave it out")
+
+
+def _scorer(
+    config: TrainConfig, mesh: Mesh | BoundMesh, device: torch.device, path: Path
+) -> Callable[[Sequence[HeldOut]], dict]:
+    """A function that evaluates sets with a checkpoint's parameters; the rest stays on disk."""
+    names = list(checkpoint.Checkpoint(path))
+    if not lora.has_adapters(names):
+        config = replace(config, lora_rank=0)  # a run that has begun from a model without
+    made = plan(config, mesh)
+    like, where = made.init(random.key(0).to("meta")), made.placement
+    if config.eval_averaged:
+        assert made.averaged is not None
+        state = checkpoint.restore(path, like, placement=where, device=device)
+        params = made.averaged(state)
+    else:
+        only = {"params": like.params}
+        params = checkpoint.restore(path, only, placement=where, device=device)["params"]
+    program = loss_program(made)
+
+    def batch(held_out: HeldOut, index: int) -> dict[str, torch.Tensor]:
+        host = own_part(mesh, lambda part: held_out.batch(index, part))
+        return tree.map(lambda leaf: leaf.to(device), host)
+
+    return lambda sets: evaluate(program, params, sets, batch)
+
+
+def _bytes_of(held_out: HeldOut) -> int | None:
+    """Bytes of the text that all targets of a set stand for; None: not known, or not all count."""
+    samples = held_out.samples
+    whole = held_out.num_batches * held_out.global_batch >= samples.num_samples
+    return samples.num_bytes if whole and isinstance(samples, Sliding) else None
+
+
+def _with_bytes(numbers: dict[str, float], num_bytes: int | None) -> dict[str, float | None]:
+    """The numbers with ``bits_per_byte``, of all targets over the bytes that they stand for."""
+    bits = None
+    if num_bytes and math.isfinite(numbers["loss"]):
+        bits = numbers["loss"] * numbers["tokens"] / math.log(2) / num_bytes
+    return {**numbers, "bits_per_byte": bits}
+
+
+def _finite(found: dict) -> dict:
+    """The numbers as JSON can write them: null where they are not finite."""
+    return {
+        name: {
+            key: None if value is None or not math.isfinite(value) else value
+            for key, value in numbers.items()
+        }
+        for name, numbers in found.items()
+    }
+
+
+def _lines(found: dict) -> list[str]:
+    lines = []
+    for name, numbers in found.items():
+        bits = numbers["bits_per_byte"]
+        more = "" if bits is None else f", {bits:.4f} bits per byte"
+        counts = f"loss {numbers['loss']:.4f}, perplexity {numbers['perplexity']:.2f}{more}"
+        lines.append(f"{name}: {counts}, {numbers['tokens']:,} tokens")
+    return lines

@@ -1,0 +1,88 @@
+"""The command line: ``functron train | sample | checkpoint | convert | ...``.
+
+A command's module is imported when that command runs, so that all else answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from functron.cli import process
+from functron.core.errors import nearest
+
+COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "preprocess": (
+            "preprocess.run",
+            "make tokens on disk of text, in Megatron-LM's format or numpy's",
+        ),
+        "train": (
+            "train.run",
+            "train a language model; without options, a small one on this Python's own text",
+        ),
+        "sample": ("sample.run", "continue a prompt with a trained model"),
+        "evaluate": ("evaluate.run", "loss and perplexity of a trained model on held-out sets"),
+        "compare": ("compare.run", "the settings, losses and speeds of several runs side by side"),
+        "checkpoint": (
+            "store.checkpoint",
+            "list the checkpoints of a run, show what is in one, verify it",
+        ),
+        "convert": (
+            "store.convert",
+            "make a run folder of a Hugging Face model, and the other way",
+        ),
+        "upcycle": ("store.upcycle", "make a mixture of experts of a dense run"),
+        "params": (
+            "inspect.params",
+            "show the parameters of a model, and how a mesh splits them",
+        ),
+        "trace": (
+            "inspect.trace",
+            "show what one rank of a mesh computes, sends and holds in a training step",
+        ),
+        "schedule": (
+            "inspect.schedule",
+            "draw a pipeline schedule, with its bubble and its live activations",
+        ),
+        "doctor": (
+            "doctor.run",
+            "show what this machine and this installation have, and what is missing",
+        ),
+    }
+)
+"""By name: the function of the arguments that gives the exit code, and a line of help."""
+
+USAGE = f"""usage: functron COMMAND [OPTIONS]
+
+{"".join(f"  {name:10}  {line}{chr(10)}" for name, (_, line) in COMMANDS.items())}
+functron COMMAND --help lists the options, functron --version the version. Mistakes are messages;
+with the environment variable {process.FULL_TRACEBACKS}=1 they come with their traceback.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, and return the exit code.
+
+    0 is success, 2 a mistake in what was asked for, 1 any other failure, 128 + n the end by signal
+    n after saving.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if given else 2
+    command, *rest = given
+    if command in ("-V", "--version"):
+        print(f"functron {importlib.import_module('functron').__version__}")
+        return 0
+    if command not in COMMANDS:
+        print(f"functron: {command!r}: {nearest(command, COMMANDS)}", file=sys.stderr)
+        return 2
+    return process.guarded(lambda: _run(command, rest))
+
+
+def _run(command: str, arguments: Sequence[str]) -> int:
+    module, _, function = COMMANDS[command][0].partition(".")
+    return getattr(importlib.import_module(f"functron.cli.{module}"), function)(arguments)

@@ -1,0 +1,129 @@
+"""``functron checkpoint | convert | upcycle``: what a run has saved, and what is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from functron.checkpoint import latest, list_text, show_text, steps, verify_text
+from functron.cli.options import parse
+from functron.cli.process import mistakes
+from functron.nn.moe import MoEConfig
+from functron.training import config, run_folder
+from functron.training import convert as conversion
+from functron.training.upcycle import upcycle_run
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Convert a Hugging Face model into a run folder, or the newest checkpoint of a run back.
+
+    Attributes:
+        source: hf:PATH, a folder with config.json and safetensors, or run:PATH, a run folder.
+        target: the other of them, which must not exist.
+        dtype: of the parameters in the target; empty: as they are.
+        averaged: export the average of the parameters that the run keeps (--optimizer.ema-decay).
+        max_seq: the longest sequence, where the model could take longer ones; 0: what it takes.
+    """
+
+    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
+    target: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="TARGET")]]
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    averaged: bool = False
+    max_seq: int = 0
+
+
+def convert(arguments: Sequence[str]) -> int:
+    """Convert, and print a summary."""
+    options = parse(ConvertOptions, arguments, "convert")
+    with mistakes():
+        done = conversion.convert(
+            options.source,
+            options.target,
+            dtype=options.dtype or None,
+            averaged=options.averaged,
+            max_seq=options.max_seq or None,
+        )
+        print(done)
+        if done.recipe:
+            print(done.recipe)
+    return 0
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Show checkpoints: which there are, what is in one, and whether all of it can be read.
+
+    Attributes:
+        action: ls lists those of a run; show shows what one holds; verify reads all of one and
+            compares its checksums.
+        path: a run folder, a folder of checkpoints, or a checkpoint. Of several, show and verify
+            take the newest.
+    """
+
+    action: tyro.conf.Positional[Literal["ls", "show", "verify"]]
+    path: tyro.conf.Positional[Path]
+
+
+def checkpoint(arguments: Sequence[str]) -> int:
+    """Print the listing, the contents, or that they are right."""
+    options = parse(CheckpointOptions, arguments, "checkpoint")
+    with mistakes():
+        folder = options.path
+        if run_folder.is_run(folder):
+            folder = folder / run_folder.CHECKPOINTS
+        if options.action == "ls":
+            print(list_text(folder))
+            return 0
+        one = latest(folder) if steps(folder) else folder
+        text = show_text if options.action == "show" else verify_text
+        print(text(one))
+    return 0
+
+
+@dataclass(frozen=True)
+class UpcycleOptions:
+    """Make a run of a mixture of experts that begins as a dense run's newest checkpoint.
+
+    Attributes:
+        source: the run folder of the dense model.
+        target: the run folder to make; train it with functron train --resume --out TARGET.
+        experts: how many experts each layer has.
+        top_k: how many of them a token uses.
+        expert_dim: hidden width of an expert, a fraction of the dense layer's; 0: all of it.
+        aux_loss: weight of the load-balancing loss.
+        seed: of the routers' random weights.
+        averaged: begin as the average of the parameters that the run keeps (--optimizer.ema-decay).
+    """
+
+    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
+    target: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="TARGET")]]
+    experts: int = 8
+    top_k: int = 2
+    expert_dim: int = 0
+    aux_loss: float = 0.01
+    seed: int = 0
+    averaged: bool = False
+
+
+def upcycle(arguments: Sequence[str]) -> int:
+    """Make the run folder, and print a summary."""
+    options = parse(UpcycleOptions, arguments, "upcycle")
+    with mistakes():
+        dense = config.load(Path(options.source) / run_folder.CONFIG).gpt
+        moe = MoEConfig(
+            options.experts,
+            options.top_k,
+            options.expert_dim or dense.mlp_dim,
+            renormalise=True,
+            aux_loss=options.aux_loss,
+            expert_bias=dense.bias,
+        )
+        source, target = Path(options.source), Path(options.target)
+        done = upcycle_run(source, target, moe, seed=options.seed, averaged=options.averaged)
+        print(done)
+    return 0

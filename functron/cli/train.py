@@ -1,0 +1,223 @@
+"""``functron train``: a training run, in this process or in one per rank."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch.distributed as dist
+import tyro
+
+from functron.cli.launch import device_type, join, launch, leave
+from functron.cli.options import parse
+from functron.cli.process import Process, current, mistakes, outside
+from functron.models import lora
+from functron.params import num_params
+from functron.spmd import Mesh
+from functron.training import records, run_folder
+from functron.training.checks import validate
+from functron.training.config import BOXES, COMMON, TrainConfig, load, with_model
+from functron.training.costs import bubble_note, step_report
+from functron.training.data import is_chat, reader_of, with_tokenizer
+from functron.training.loop import Outcome, exit_code
+from functron.training.plan import plan
+from functron.training.train import Run, prepare, train
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train a language model.
+
+    Attributes:
+        config: a TOML or YAML file of these options, such as the config.toml of a run folder;
+            options given here override it.
+        dry_run: check everything, show what one rank will compute, send and hold in a step, and
+            begin nothing.
+    """
+
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    dry_run: bool = False
+    options: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Train; the exit code is 0, or 128 + the signal that ended it after saving."""
+    here = current()
+    with mistakes():
+        options = _parsed(arguments)
+        config = with_tokenizer(options.options)
+        validate(config, processes=here.world_size if here else None)
+        if options.dry_run:
+            report_text = step_report(plan(config, Mesh.parse(config.mesh)))
+            if here is None or here.rank == 0:
+                print(report_text)
+            return 0
+        kind = device_type(config.device, config.nproc)
+    if here is None and config.nproc:
+        return launch(config.nproc, ["-m", "functron", "train", *arguments])
+    with mistakes():
+        made, out = _assemble(config, here, kind)
+    main_rank = here is None or here.rank == 0
+    if main_rank:
+        print("\n".join(_introduction(made, here)), flush=True)
+    with outside():
+        outcome = train(made, out)
+    leave()
+    if main_rank:
+        print("\n".join(_conclusion(outcome, out, _prompt(made, out))), flush=True)
+    return exit_code(outcome.stopped_by)
+
+
+def _assemble(config: TrainConfig, here: Process | None, kind: str) -> tuple[Run, Path]:
+    mesh = Mesh.parse(config.mesh)
+    if here is None:
+        out, begin_from = _folder(config)
+        return prepare(config, mesh, kind, begin_from), out
+    bound, device = join(mesh, here, kind, config.timeout_seconds)
+    chosen = [_folder(config) if here.rank == 0 else None]
+    dist.broadcast_object_list(chosen, device=device)
+    assert chosen[0] is not None
+    out, begin_from = chosen[0]
+    return prepare(config, bound, device, begin_from), out
+
+
+def _folder(config: TrainConfig) -> tuple[Path, Path | None]:
+    """The run's folder, and the checkpoint to go on from."""
+    out = run_folder.claim(config)
+    return out, run_folder.newest(out) if config.resume else None
+
+
+def _introduction(run: Run, here: Process | None) -> list[str]:
+    config, text = run.config, run.text
+    name = config.data or "this Python's documentation and standard library"
+    defs = run.plan.whole_defs
+    own, adapters = lora.split(defs) if config.lora else (defs, {})
+    count = num_params(own)
+    lines = [
+        f"model  {config.title}: {count:,} parameters",
+        f"data   {name}: {text.summary()}",
+    ]
+    lines += [
+        f"eval   {x.name}: {x.num_batches} x {x.global_batch} samples of {x.samples.summary()}"
+        for x in run.held_out
+    ]
+    tokenizer = run_folder.tokenizer_path(config)
+    if tokenizer is not None:
+        lines.append(f"tokens {tokenizer}")
+    if config.lora is not None:
+        count = num_params(adapters)
+        lines.append(
+            f"lora   rank {config.lora_rank}: {count:,} parameters more, which alone train"
+        )
+    if here is not None:
+        lines.append(f"mesh   {config.mesh or 'one rank'}: {here.world_size} processes")
+    elif run.mesh.size > 1:
+        lines.append(
+            f"mesh   {config.mesh}: {run.mesh.size} ranks simulated in this process "
+            f"(--nproc {run.mesh.size} starts processes)"
+        )
+    if (note := bubble_note(run.plan)) is not None:
+        lines.append(f"bubble {note}")
+    if config.resume:
+        done = f"after step {run.start}" if run.start else "with the first step: none is saved yet"
+        lines.append(f"resume {config.out}, {done}")
+    return lines
+
+
+_WORDS = 4  # of a prompt
+
+
+def _prompt(run: Run, out: Path) -> str | None:
+    """A prompt to try the model with, of its data; None where it continues nothing."""
+    config = replace(run.config, out=str(out))
+    if config.family.objective == "masked":
+        return None
+    if is_chat(config):
+        return "'Who are you?' --chat"
+    text = _opening(run, config)
+    if text is None:
+        return None
+    return shlex.quote(f"{text} <extra_id_0>" if config.family.objective == "spans" else text)
+
+
+def _opening(run: Run, config: TrainConfig) -> str | None:
+    """Words that the data has; None where no words are known."""
+    if config.format == "mock":
+        return None
+    if not config.data:
+        return "def"
+    reader = reader_of(config)
+    if reader is None:
+        return None
+    tokens = run.text.draw(np.zeros(1, np.int64))["tokens"][0].tolist()
+    # of a sample that begins within a word, and may begin within a character
+    words = [word for word in reader.decode(tokens).split()[1:] if "\ufffd" not in word]
+    return " ".join(words[:_WORDS]) or None
+
+
+def _conclusion(outcome: Outcome, out: Path, prompt: str | None) -> list[str]:
+    if not outcome.history:
+        return [f"nothing to do: the run in {out} has all its steps; more: --steps"]
+    first, last = outcome.history[0], outcome.history[-1]
+    done = f"stopped after step {last['step']}" if outcome.stopped_by else "done"
+    held_out = [
+        f"held out, {name}: loss {numbers['loss']:.3f}, perplexity {numbers['perplexity']:.1f}"
+        for name, numbers in last.get(records.EVAL, {}).items()
+    ]
+    return [
+        f"{done}: loss {first['loss']:.3f} -> {last['loss']:.3f}; the run is in {out}",
+        *held_out,
+        *([f"try it: functron sample {out} --prompt {prompt}"] if prompt else []),
+    ]
+
+
+def _spelled_out(arguments: Sequence[str]) -> list[str]:
+    """The options with ``--resume`` given a value where it stands alone."""
+    found: list[str] = []
+    for index, word in enumerate(arguments):
+        following = arguments[index + 1] if index + 1 < len(arguments) else ""
+        if word == "--no-resume":
+            found += ["--resume", "False"]
+        elif word == "--resume" and following not in ("auto", "True", "False"):
+            found += ["--resume", "True"]
+        else:
+            found.append(word)
+    return found
+
+
+def parse_train(arguments: Sequence[str]) -> TrainConfig:
+    """The configuration that these options ask for: defaults, preset, file, options, in this order.
+
+    A --model among the options replaces the architecture of the file. With --resume the file is
+    that of the run, unless another one is given.
+
+    Raises:
+        ValueError: an unknown preset, or what `functron.training.config.load` raises.
+        functron.cli.process.InputError: options that do not exist, with those that were meant.
+        SystemExit: options that do not parse (code 2), or --help (code 0).
+    """
+    return _parsed(arguments).options
+
+
+def _parsed(arguments: Sequence[str]) -> TrainOptions:
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--config", type=Path)
+    first.add_argument("--model")
+    first.add_argument("--out", type=Path)
+    first.add_argument("--resume")
+    arguments = _spelled_out(arguments)
+    early, _ = first.parse_known_args(arguments)
+    resumes = early.resume in ("True", "auto")
+    begun = early.out / run_folder.CONFIG if resumes and early.out else None
+    file = early.config or (begun if begun is not None and begun.is_file() else None)
+    if file is not None:
+        base = load(file, model=early.model)
+    else:
+        base = with_model(TrainConfig(), early.model) if early.model else TrainConfig()
+    default = TrainOptions(early.config, options=base)
+    return parse(TrainOptions, arguments, "train", default, boxes=BOXES, common=COMMON)

@@ -1,1 +1,0 @@
-"""The commands, one per module: their options, and ``run(arguments) -> exit code``."""

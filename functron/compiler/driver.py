@@ -1,0 +1,452 @@
+"""The driver: runs the steps of a procedure, with as little Python as possible.
+
+Values live in numbered slots, and a slot is emptied before its last reader runs, so that memory is
+free as soon as compiled code is done with it. What scans hand to scans is lists of slices, which
+the reader empties as it goes.
+
+Iterations of a loop may overlap, with gathers for the next one and reductions of the last one. The
+order in which collectives start is the same on every rank: those of the next layer's gathers before
+this layer's own, and the reductions of this layer's gradients after them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from functron.compiler.segments import Copy, Eager, Kernel, Loop, Procedure, Step
+from functron.program.equations import Equation, Scan, Var
+from functron.program.text import axis_of
+from functron.spmd.axes import raise_lost, user_line
+
+_c10d = torch.ops._c10d_functional
+
+Run = Callable[[list], list]
+"""Runs a procedure: takes its inputs in a list, which it empties; gives its outputs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """A procedure beside the iterations, and where among constants and xs its first inputs are."""
+
+    run: Run
+    reads: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbours:
+    """The gathers and reductions that run beside the iterations of a loop.
+
+    Attributes:
+        num_carry: of the scan.
+        num_columns, num_rows: how many columns, and rows of stacks, an iteration itself makes.
+        num_ends: how many of its outputs, the last ones, are for `behind`.
+        ahead: what computes the operands of `gathers`.
+        behind: what computes the late ys.
+        gathers, scatters: each starts a collective; what they return must be waited for.
+    """
+
+    num_carry: int
+    num_columns: int
+    num_rows: int
+    num_ends: int
+    ahead: Side | None
+    behind: Side | None
+    gathers: tuple[Callable, ...]
+    scatters: tuple[Callable, ...]
+
+    def run(
+        self,
+        body: Run,
+        order: Sequence[int],
+        fixed: list,
+        carry: list,
+        take: Callable[[int], list],
+        give: Callable[[int, Sequence, int], None],
+        rows: Sequence[Sequence[torch.Tensor]],
+    ) -> list:
+        """The last carry.
+
+        Args:
+            body: runs an iteration.
+            order: the indices of iterations.
+            fixed: the constants.
+            carry: the first carry; it is emptied.
+            take: gives the xs of an index, once.
+            give: takes columns of an index, from the column with that number on.
+            rows: the slices of each stack.
+        """
+        early, late = rows[: self.num_rows], rows[self.num_rows :]
+        end_last: Callable[[], None] | None = None
+        x = take(order[0])
+        under_way = self._gather(fixed, x)
+        for position, index in enumerate(order, start=1):
+            gathered = [_wait(value) for value in under_way]
+            kept = [] if self.behind is None else _chosen(self.behind, fixed, x)
+            inputs = [*fixed, *carry, *x, *gathered, *(row[index] for row in early)]
+            carry.clear()
+            x, under_way = [], []
+            del gathered
+            if position < len(order):
+                x = take(order[position])
+                under_way = self._gather(fixed, x)
+            outputs = body(inputs)
+            carry = outputs[: self.num_carry]
+            give(index, outputs[self.num_carry : self.num_carry + self.num_columns], 0)
+            ends = outputs[len(outputs) - self.num_ends :]
+            del outputs
+            if self.behind is not None:
+                end = self._reduce(self.behind, kept, ends, [row[index] for row in late])
+                if end_last is not None:
+                    end_last()
+                end_last = functools.partial(self._end, end, index, give)
+        if end_last is not None:
+            end_last()
+        return carry
+
+    def _gather(self, fixed: list, x: list) -> list:
+        """The next iteration's gathers, started."""
+        if self.ahead is None:
+            return []
+        operands = self.ahead.run(_chosen(self.ahead, fixed, x))
+        return [start(value) for start, value in zip(self.gathers, operands, strict=True)]
+
+    def _reduce(self, behind: Side, kept: list, ends: list, rows: list) -> Callable[[], list]:
+        """Starts an iteration's reductions; the result waits for them and gives its late ys."""
+        count = len(self.scatters)
+        started = [start(value) for start, value in zip(self.scatters, ends, strict=False)]
+        inputs = [*kept, *started, *ends[count:], *rows]
+        ends.clear()
+
+        def end() -> list:
+            first = len(kept)
+            for i in range(first, first + count):
+                inputs[i] = _wait(inputs[i]).squeeze(0)
+            kept.clear()
+            return behind.run(inputs)
+
+        return end
+
+    def _end(self, end: Callable[[], list], index: int, give: Callable) -> None:
+        give(index, end(), self.num_columns)
+
+
+def neighbours(
+    step: Loop, routine: Callable[[Procedure], Run], groups: Mapping[str, str]
+) -> Neighbours | None:
+    """The work beside the iterations of a loop; None where there is none.
+
+    Args:
+        step: the loop.
+        routine: makes a procedure ready to run.
+        groups: the name of the process group of every axis.
+    """
+    ahead, behind, op = step.ahead, step.behind, step.op
+    if ahead is None and behind is None:
+        return None
+    inputs = op.body.inputs
+    fixed = (*inputs[: op.num_consts], *inputs[op.num_consts + op.num_carry :])
+    place = {value: i for i, value in enumerate(fixed)}
+
+    def side(procedure: Procedure) -> Side:
+        return Side(routine(procedure), tuple(place[v] for v in procedure.inputs if v in place))
+
+    return Neighbours(
+        op.num_carry,
+        len(step.columns) - (behind.columns if behind else 0),
+        len(step.stacks) - (behind.stacks if behind else 0),
+        len(behind.scatters) + len(behind.passed) if behind else 0,
+        side(ahead.procedure) if ahead else None,
+        side(behind.procedure) if behind else None,
+        tuple(_gather(e, groups) for e in ahead.gathers) if ahead else (),
+        tuple(_scatter(e, groups) for e in behind.scatters) if behind else (),
+    )
+
+
+def _chosen(part: Side, fixed: list, x: list) -> list:
+    count = len(fixed)
+    return [fixed[i] if i < count else x[i - count] for i in part.reads]
+
+
+def _gather(equation: Equation, groups: Mapping[str, str]) -> Callable:
+    _, axis, size = equation.args
+    group = groups[axis]
+
+    def start(x: torch.Tensor) -> torch.Tensor:
+        row = x.contiguous().unsqueeze(0)
+        return _c10d.all_gather_into_tensor(row, size, group)
+
+    return start
+
+
+def _scatter(equation: Equation, groups: Mapping[str, str]) -> Callable:
+    _, axis, size = equation.args
+    group = groups[axis]
+
+    def start(x: torch.Tensor) -> torch.Tensor:
+        return _c10d.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
+
+    return start
+
+
+def _wait(value: Any) -> torch.Tensor:
+    return _c10d.wait_tensor(value)
+
+
+Compiled = Callable[[list], Sequence[torch.Tensor]]
+"""A compiled kernel: takes a list of tensors, which it may empty; gives the results."""
+
+Slots = list[Any]
+
+_SHOWN = 4  # collectives of one step, in a message
+
+_aten = torch.ops.aten
+_FROM_START = frozenset(
+    (
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.reshape.default,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.permute.default,
+        _aten.expand.default,
+        _aten.unsqueeze.default,
+        _aten.squeeze.dim,
+    )
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Routine:
+    """A procedure that is ready to run.
+
+    Attributes:
+        size: the number of slots; inputs come first.
+        steps: in order; each works on the slots.
+        procedure: what they were made of.
+        outputs: for each output its slot, or (None, value) for a constant.
+    """
+
+    size: int
+    steps: tuple[Callable[[Slots], None], ...]
+    procedure: Procedure
+    outputs: tuple[tuple[int | None, Any], ...]
+
+    def run(self, inputs: list) -> list:
+        """The outputs; `inputs` is emptied, donated ones overwritten. Call it without gradients.
+
+        Raises:
+            RuntimeError: another process ended; with the collectives in which this was noticed.
+        """
+        slots: Slots = [*inputs, *[None] * (self.size - len(inputs))]
+        inputs.clear()
+        index = 0
+        try:
+            for index, step in enumerate(self.steps):  # noqa: B007
+                step(slots)
+        except RuntimeError as error:
+            raise_lost(error, _collectives(self.procedure.steps[index]))
+            raise
+        return [value if slot is None else slots[slot] for slot, value in self.outputs]
+
+
+def routine(
+    procedure: Procedure,
+    compiled: Mapping[Kernel, Compiled],
+    groups: Mapping[str, str] | None = None,
+) -> Routine:
+    """A procedure with its compiled kernels, ready to run."""
+    slots: dict[Var, int] = {value: i for i, value in enumerate(procedure.inputs)}
+    for step in procedure.steps:
+        for value in step.results:
+            slots.setdefault(value, len(slots))
+    size = len(slots)
+    for value, memory in procedure.inside.items():
+        slots[value] = slots[memory]
+    last: dict[int, int] = {}
+    for index, step in enumerate(procedure.steps):
+        last.update((slots[value], index) for value in step.reads)
+    kept = {slots[value] for value in procedure.outputs if isinstance(value, Var)}
+    kept |= {slots[memory] for memory in procedure.inside.values()}
+    dead: dict[int, list[int]] = {}
+    for slot, index in last.items():
+        if slot not in kept:
+            dead.setdefault(index, []).append(slot)
+    steps = tuple(
+        _step(step, slots, tuple(sorted(dead.get(index, ()))), compiled, groups or {})
+        for index, step in enumerate(procedure.steps)
+    )
+    outputs = tuple(
+        (slots[value], None) if isinstance(value, Var) else (None, value)
+        for value in procedure.outputs
+    )
+    return Routine(size, steps, procedure, outputs)
+
+
+def _collectives(step: Step) -> str:
+    """The collectives of a step itself, their axes and the user's lines."""
+    equations: tuple[Equation, ...] = ()
+    if isinstance(step, Kernel):
+        equations = step.equations
+    elif isinstance(step, Loop):  # the steps of its parts tell of their own
+        equations = step.ahead.gathers if step.ahead else ()
+        equations += step.behind.scatters if step.behind else ()
+    found = dict.fromkeys(
+        f"{equation.name} over {axis!r} at {equation.where.line or 'an unknown line'}"
+        for equation in equations
+        if (axis := axis_of(equation)) is not None
+    )
+    if not found:
+        return f"the program that is called at {user_line()}"
+    shown, more = list(found)[:_SHOWN], len(found) - _SHOWN
+    return ", or ".join([*shown, *([f"{more} other collectives"] if more > 0 else [])])
+
+
+def _step(step, slots: dict[Var, int], dead: tuple[int, ...], compiled, groups) -> Callable:
+    if isinstance(step, Kernel):
+        reads = tuple(slots[value] for value in step.reads)
+        return _kernel(compiled[step], reads, tuple(slots[v] for v in step.results), dead)
+    if isinstance(step, Copy):
+        return _copy(slots[step.target], slots[step.value])
+    if isinstance(step, Eager):
+        return _eager(step, slots, dead)
+    return _loop(step, slots, dead, compiled, groups)
+
+
+def _kernel(fn: Compiled, reads: tuple, results: tuple, dead: tuple) -> Callable:
+    def run(slots: Slots) -> None:
+        operands = [slots[i] for i in reads]
+        for i in dead:
+            slots[i] = None
+        for i, value in zip(results, fn(operands), strict=True):
+            slots[i] = value
+
+    return run
+
+
+def _copy(target: int, value: int) -> Callable:
+    def run(slots: Slots) -> None:
+        slots[target].copy_(slots[value])
+
+    return run
+
+
+def _eager(step: Eager, slots: dict[Var, int], dead: tuple) -> Callable:
+    equation = step.equation
+    run = (_view if equation.op in _FROM_START else _any)(equation, slots)
+    if not dead:
+        return run
+
+    def and_free(slots: Slots) -> None:
+        run(slots)
+        for i in dead:
+            slots[i] = None
+
+    return and_free
+
+
+def _view(equation: Equation, slots: dict[Var, int]) -> Callable:
+    """A view that starts where its operand does is a matter of shape and strides, known before."""
+    (source,), (made,) = equation.operands, equation.results
+    start, end, expected = slots[source], slots[made], source.stride
+    shape, stride = made.shape, made.stride
+    general = _any(equation, slots)
+
+    def run(slots: Slots) -> None:
+        value = slots[start]
+        if value.stride() == expected:
+            slots[end] = value.as_strided(shape, stride)
+        else:
+            general(slots)
+
+    return run
+
+
+def _any(equation: Equation, slots: dict[Var, int]) -> Callable:
+    leaves, structure = pytree.tree_flatten((equation.args, dict(equation.kwargs)))
+    places = [(i, slots[leaf]) for i, leaf in enumerate(leaves) if isinstance(leaf, Var)]
+    op: Any = equation.op
+    positions = tuple(
+        (i, slots[v]) for i, v in enumerate(equation.outputs) if v is not None and v in slots
+    )
+
+    def run(slots: Slots) -> None:
+        filled = list(leaves)
+        for i, slot in places:
+            filled[i] = slots[slot]
+        args, kwargs = pytree.tree_unflatten(filled, structure)
+        out = op(*args, **kwargs)
+        results = out if isinstance(out, (tuple, list)) else (out,)
+        for i, slot in positions:
+            slots[slot] = results[i]
+
+    return run
+
+
+def _loop(step: Loop, slots: dict[Var, int], dead: tuple, compiled, groups) -> Callable:
+    op: Scan = step.op
+    body = routine(step.body, compiled, groups)
+    beside = neighbours(step, lambda procedure: routine(procedure, compiled, groups).run, groups)
+    operands = [slots[value] for value in step.equation.args]
+    split = op.num_consts + op.num_carry
+    consts, carries, xs = (
+        operands[: op.num_consts],
+        operands[op.num_consts : split],
+        operands[split:],
+    )
+    # a list of slices is emptied as it is read, unless it is read again
+    taken = tuple(slot in dead and xs.count(slot) == 1 for slot in xs)
+    finals = tuple(None if v is None else slots[v] for v in step.carries)
+    columns = tuple(slots[v] for v in step.columns)
+    stacks = tuple((slots[v], v.shape, v.stride, v.dtype, v.device) for v in step.stacks)
+    updates = tuple((slots[value], slots[operand]) for value, operand in step.updates)
+    order = range(op.length)[:: -1 if op.reverse else 1]
+    num_carry = op.num_carry
+
+    def run(slots: Slots) -> None:
+        fixed = [slots[i] for i in consts]
+        carry = [slots[i] for i in carries]
+        sources = [v if isinstance(v, list) else v.unbind(0) for v in [slots[i] for i in xs]]
+        emptied = [v for v, take in zip(sources, taken, strict=True) if take and type(v) is list]
+        updated = [(value, slots[operand]) for value, operand in updates]
+        for i in dead:
+            slots[i] = None
+        for value, tensor in updated:
+            slots[value] = tensor
+        rows: list[Sequence[torch.Tensor]] = []
+        for slot, shape, stride, dtype, device in stacks:
+            slots[slot] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            rows.append(slots[slot].unbind(0))
+        made: list[list] = [[None] * len(order) for _ in columns]
+
+        def take(index: int) -> list:
+            x = [source[index] for source in sources]
+            for source in emptied:
+                source[index] = None
+            return x
+
+        def give(index: int, values: Sequence, first: int) -> None:
+            for column, value in zip(made[first:], values, strict=False):  # then updates
+                column[index] = value
+
+        if beside is not None and order:
+            carry = beside.run(body.run, order, fixed, carry, take, give, rows)
+        else:
+            for index in order:
+                inputs = [*fixed, *carry, *take(index), *(row[index] for row in rows)]
+                del carry
+                outputs = body.run(inputs)
+                carry = outputs[:num_carry]
+                give(index, outputs[num_carry:], 0)
+        for slot, value in zip(finals, carry, strict=True):
+            if slot is not None:
+                slots[slot] = value
+        for slot, column in zip(columns, made, strict=True):
+            slots[slot] = column
+
+    return run

@@ -1,0 +1,219 @@
+"""Inductor: graphs in, machine code out, kept on disk. Its private names, in one place.
+
+Checked on torch 2.11 and 2.13. AOTAutograd normalises the graph; what Inductor makes of it is then
+called directly, without AOTAutograd's wrappers, as it neither adds nor drops operands or results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._guards as guards
+from filelock import FileLock
+from torch import fx
+from torch._inductor import compile_fx as inductor
+from torch._inductor import config
+from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+from torch._inductor.dependencies import Dep, StarDep, WeakDep
+from torch._inductor.loop_body import LoopBody
+from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.scheduler import SchedulerNode
+from torch._inductor.utils import BoxedBool
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._ordered_set import OrderedSet
+
+from functron.core import compat
+from functron.program.equations import Var
+
+Options = Mapping[str, Any]
+
+
+def known_options() -> set[str]:
+    """The names of Inductor's options."""
+    return set(config.get_config_copy())
+
+
+@contextlib.contextmanager
+def directory(path: Path | None) -> Iterator[Path]:
+    """Where artefacts are kept inside this with block; None: where torch.compile keeps its own."""
+    if path is None:
+        yield Path(cache_dir()) / "functron"
+        return
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    os.environ[name] = str(Path(path).absolute())
+    try:
+        yield Path(cache_dir()) / "functron"
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def compiled(
+    graph: fx.GraphModule, operands: Sequence[Var], options: Options, folder: Path
+) -> tuple[Callable[[list], Sequence], str]:
+    """The function that a graph compiles to, and its code; read from `folder` where it is there.
+
+    Processes that want the same graph at the same time wait for the first one.
+
+    Args:
+        graph: of ATen operations, with writes to operands at its end only.
+        operands: what they are, in order.
+        options: Inductor's.
+        folder: of artefacts; made where it is missing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    name = _key(graph, operands, options)
+    path = folder / f"{name}.kernel"
+    with config.patch(dict(options)), FileLock(folder / f"{name}.lock"):
+        if path.exists():
+            return _load(path, operands)
+        return _compile(graph, operands, path)
+
+
+def _key(graph: fx.GraphModule, operands: Sequence[Var], options: Options) -> str:
+    cuda = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+    settings = {k: v for k, v in config.get_config_copy().items() if _is_plain(v)}
+    facts = [
+        torch.__version__, torch.version.git_version, torch.get_num_threads(),
+        torch.backends.cpu.get_cpu_capability(), str(cuda), sorted(settings.items()),
+        sorted((k, _text(v)) for k, v in options.items()), str(graph.graph),
+        [(v.shape, v.stride, str(v.dtype), str(v.device)) for v in operands],
+    ]  # fmt: skip
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _text(option: Any) -> str:
+    return getattr(option, "__qualname__", repr(option))  # without the address of a function
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _fakes(operands: Sequence[Var]) -> tuple[FakeTensorMode, list[torch.Tensor]]:
+    mode = FakeTensorMode()
+    with mode:
+        return mode, [
+            torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=v.device) for v in operands
+        ]
+
+
+def _compile(graph: fx.GraphModule, operands: Sequence[Var], path: Path):
+    made: list[tuple[Any, fx.GraphModule]] = []
+
+    def inner(normalised: fx.GraphModule, inputs: Sequence, **kwargs: Any):
+        made.append((inductor.compile_fx_inner(normalised, inputs, **kwargs), normalised))
+        return made[0][0]
+
+    mode, fakes = _fakes(operands)
+    results = _num_results(graph)
+    with (
+        compat.no_dispatch_modes(),
+        compat.no_transforms(),
+        torch.no_grad(),
+        _tracing(mode),
+        _keeping_order(),
+        _reading_nothing(),
+    ):
+        wrapped: Any = inductor.compile_fx(graph, fakes, inner_compile=inner)
+    code, normalised = made[0]
+    inputs = len(normalised.graph.find_nodes(op="placeholder"))
+    same = (inputs, _num_results(normalised)) == (len(operands), results)
+    if not (same and isinstance(code, CompiledFxGraph)):
+        return (lambda operands: wrapped(*operands)), ""
+    function, text = code.current_callable, code.source_code
+    assert function is not None
+    stored = copy.copy(code)
+    stored.prepare_for_serialization()
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_bytes(pickle.dumps(stored))
+    part.replace(path)
+    return function, text
+
+
+@contextlib.contextmanager
+def _keeping_order() -> Iterator[None]:
+    """Inductor orders reads of memory and writes to it, inside this with block.
+
+    When it aligns loops to fuse them, which it does on CPUs, torch 2.13 forgets that a read has to
+    follow a write, or the wait of a collective (pytorch#185509), and torch 2.11 also that a write
+    has to follow a read (pytorch#177631). Kernels then read what is not there, or not any more.
+    """
+    original = SchedulerNode.recompute_size_and_body
+
+    def keeping(self: SchedulerNode, *args: Any, **kwargs: Any) -> None:
+        known = self.read_writes.reads
+        added = OrderedSet[Dep](dep for dep in known if isinstance(dep, (StarDep, WeakDep)))
+        original(self, *args, **kwargs)
+        found = self.read_writes.with_read(added)
+        self.set_read_writes(found.rename(self.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = keeping
+    try:
+        yield
+    finally:
+        SchedulerNode.recompute_size_and_body = original
+
+
+@contextlib.contextmanager
+def _reading_nothing() -> Iterator[None]:
+    """Inductor's loops may follow a buffer without reading it, inside this with block.
+
+    Where it looks for buffers that one loop keeps to itself, it asks all that follow a buffer where
+    they read it, and one that only waits for its turn to overwrite memory raises KeyError (2.11,
+    2.13). None is no index: such a buffer is not kept to the loop.
+    """
+    original = LoopBody.get_read_expr
+
+    def reading(self: LoopBody, buffer_name: str) -> Any:
+        try:
+            return original(self, buffer_name)
+        except KeyError:
+            return None
+
+    LoopBody.get_read_expr = reading
+    try:
+        yield
+    finally:
+        LoopBody.get_read_expr = original
+
+
+def _num_results(graph: fx.GraphModule) -> int:
+    results: Any = graph.graph.output_node().args[0]
+    return len(results)
+
+
+def _tracing(mode: FakeTensorMode) -> contextlib.AbstractContextManager:
+    return guards.tracing(guards.TracingContext(mode))
+
+
+def _load(path: Path, operands: Sequence[Var]):
+    code: CompiledFxGraph = pickle.loads(path.read_bytes())
+    constants = CompiledFxGraphConstants()
+    code.after_deserialization(constants)
+    mode, fakes = _fakes(operands)
+    settings: Any = {
+        "cudagraphs": BoxedBool(config.triton.cudagraphs),
+        "boxed_forward_device_index": BoxedDeviceIndex(None),
+        "is_backward": False,
+        "is_inference": True,
+    }
+    with _tracing(mode):
+        code.post_compile(fakes, constants, settings)
+    function = code.current_callable
+    assert function is not None
+    return function, code.source_code

@@ -1,0 +1,269 @@
+"""`jit`: compile a function at its first call, and run what was compiled from then on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from functron.compiler.executable import Backend, Executable, describe
+from functron.compiler.executable import compile as compile_program
+from functron.core import compat, tree
+from functron.core.errors import Problem, public, raise_problems
+from functron.program.equations import canonical_strides
+from functron.program.program import Program
+from functron.program.recorder import active
+from functron.program.trace import trace
+from functron.spmd.donation import refuse_donated
+from functron.spmd.mesh import BoundMesh
+from functron.spmd.shard_map import Mapped
+
+
+@public
+def jit(
+    fn: Callable | None = None,
+    *,
+    donate: int | Sequence[int] = (),
+    static: int | Sequence[int] = (),
+    num_signatures: int = 1,
+    cache: Path | str | None = None,
+    options: Mapping[str, Any] | None = None,
+    overlap: bool = True,
+    prefetch: bool = True,
+    unroll: bool = False,
+    backend: Backend = "inductor",
+) -> Callable:
+    """The function that computes `fn` as one compiled program; see `Jitted`.
+
+    The first call traces `fn` and compiles the trace with Inductor, layers that are scanned once at
+    any depth; later calls run it. Put it outermost: ``jit(grad(f))``, not ``grad(jit(f))``.
+
+    >>> step = ft.jit(ft.make_step(...), donate=0)
+    >>> state, metrics = step(state, batch)
+
+    Of what `shard_map` returned over a bound mesh, every rank calls it, and each compiles a part of
+    the kernels. Over a simulated mesh, the simulation of all ranks is compiled.
+
+    Without `fn` it is a decorator: ``@jit(donate=0)``.
+
+    Args:
+        fn: a function of trees of tensors, positional, as `trace` takes it.
+        donate: positions of arguments whose memory results take, as far as there is a result alike;
+            they are gone afterwards, and using them raises.
+        static: positions of arguments without tensors, that `fn` is compiled for anew where they
+            change. Any other leaf that is no tensor must stay what it was.
+        num_signatures: how many structures, shapes and dtypes of the other arguments to compile
+            for, at most, with the same static arguments. The next one raises: compiling takes long,
+            and a shape that changes is more often a mistake than a wish.
+        cache: where compiled code is kept for later processes; None: where torch.compile keeps its.
+        options: of Inductor (`torch._inductor.config`), such as ``{"triton.cudagraphs": True}``.
+        overlap: issue collectives early and wait for them late, and merge small reductions.
+        prefetch: gather the parameters of a scanned layer while the one before is computed, and
+            reduce its gradients while the next one is; see `functron.compiler.segments`.
+        unroll: write scans out instead of compiling their body once; see `compile`.
+        backend: "eager" runs the same graphs without compiling them, for tests.
+
+    Raises:
+        ValueError: a position is both donated and static.
+    """
+    settings = {
+        "cache": cache,
+        "options": options,
+        "overlap": overlap,
+        "prefetch": prefetch,
+        "unroll": unroll,
+        "backend": backend,
+    }
+    if fn is None:
+        return functools.partial(
+            jit, donate=donate, static=static, num_signatures=num_signatures, **settings
+        )
+    if num_signatures < 1:
+        raise ValueError(f"jit: got num_signatures={num_signatures}; wanted 1 or more")
+    donated, fixed = ((x,) if isinstance(x, int) else tuple(x) for x in (donate, static))
+    both = sorted(set(donated) & set(fixed))
+    if both:
+        raise ValueError(f"jit: got arguments {both} both as donate and as static; wanted one")
+    return Jitted(fn, donated, frozenset(fixed), num_signatures, settings)
+
+
+class Abstract(NamedTuple):
+    """The properties of a tensor that a compiled program depends on."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Jitted:
+    """A function and what it was compiled to, by the abstract values of its arguments.
+
+    Attributes:
+        fn: the function.
+        donate, static: positions of arguments.
+        num_signatures: at most so many programs per values of static arguments.
+        settings: what `compile` is called with.
+    """
+
+    def __init__(
+        self,
+        fn: Callable,
+        donate: tuple[int, ...],
+        static: frozenset[int],
+        num_signatures: int,
+        settings: Mapping[str, Any],
+    ):
+        functools.update_wrapper(self, fn)
+        self.fn, self.donate, self.static = fn, donate, static
+        self.num_signatures, self.settings = num_signatures, settings
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self._made: dict[Any, dict[Any, _Entry]] = {}
+
+    @public
+    def __call__(self, *args: tree.Tree, **kwargs: Any) -> tree.Tree:
+        """The results of `fn`.
+
+        Raises:
+            TypeError: keyword arguments, or a static one that cannot be hashed.
+            ValueError: a signature beyond `num_signatures`, with what changed; a donated tensor;
+                memory shared by donated arguments; under a transform or with tensors that require
+                gradients; and what `trace` and `compile` raise.
+        """
+        if kwargs:
+            raise TypeError(
+                f"jit: {self.name} got keyword arguments {sorted(kwargs)}; wanted positional ones"
+            )
+        if active() is not None:  # a part of a larger program
+            return self.fn(*args)
+        leaves, structure = tree.flatten(args)
+        executable = self._executable(args, leaves, structure)
+        out = executable.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        if isinstance(self.fn, Mapped) and self.fn.observe is not None:
+            self.fn.observe(args, out)
+        return out
+
+    @public
+    def trace(self, *args: tree.Tree) -> Program:
+        """The program for such arguments, which may be abstract, uncompiled."""
+        simulate = not (isinstance(self.fn, Mapped) and isinstance(self.fn.mesh, BoundMesh))
+        return trace(self.fn, donate=self.donate, simulate=simulate)(*args)
+
+    @public
+    def compile(self, *args: tree.Tree) -> Executable:
+        """The executable of a call with these arguments; compiled now, if there is none yet."""
+        return self._executable(args, *tree.flatten(args))
+
+    def _executable(self, args: tuple, leaves: list, structure: tree.Structure) -> Executable:
+        self._check_tensors(args, leaves)
+        static = self._static(args)
+        signature = (structure, tuple(map(_abstract, leaves)))
+        try:
+            entries = self._made.setdefault(static, {})
+            entry = entries.get(signature)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {_unhashable(args)}") from error
+        if entry is None:
+            if len(entries) == self.num_signatures:
+                self._refuse([entry.arguments for entry in entries.values()], args)
+            program = self.trace(*args)
+            mesh = self.fn.mesh if isinstance(self.fn, Mapped) else None
+            bound = mesh if isinstance(mesh, BoundMesh) else None
+            described = {path: text for path, (_, text) in _described(args).items()}
+            entry = _Entry(compile_program(program, bound, **self.settings), described)
+            entries[signature] = entry
+        return entry.executable
+
+    def _check_tensors(self, args: tuple, leaves: list) -> None:
+        refuse_donated(leaves, lambda: tree.paths(args), self.name)
+        if compat.transforms_active():
+            raise ValueError(
+                f"{self.name}: got a compiled function under a torch.func transform; wanted jit "
+                "outermost; fix: jit(grad(f)) instead of grad(jit(f)), and so on"
+            )
+        if torch.is_grad_enabled() and any(_requires_grad(x) for x in leaves):
+            raise ValueError(
+                f"{self.name}: got tensors that require gradients, and torch's tape ends at "
+                "compiled code; fix: compute gradients inside, as in jit(ft.grad(f)), or "
+                "detach the arguments"
+            )
+
+    def _static(self, args: tuple) -> tuple:
+        bad = [i for i in self.static if not 0 <= i < len(args)]
+        if bad:
+            raise ValueError(f"jit: got static={bad}; wanted positions of {len(args)} arguments")
+        parts = [(i, *tree.flatten(args[i])) for i in sorted(self.static)]
+        raise_problems(
+            f"{self.name}: static arguments",
+            [
+                Problem(f"argument {i}", "a tensor", "other values", "leave it out of static")
+                for i, leaves, _ in parts
+                if any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+            ],
+            TypeError,
+        )
+        return tuple((tuple(map(_abstract, leaves)), structure) for _, leaves, structure in parts)
+
+    def _refuse(self, known: list[dict[str, str]], args: tuple) -> None:
+        """Say what is different from the nearest signature."""
+        here = _described(args)
+        differences = []
+        for there in known:
+            paths = dict.fromkeys([*there, *here])
+            text = {path: here[path][1] if path in here else "nothing" for path in paths}
+            differences.append(
+                [
+                    Problem(f"argument {p}", text[p], there.get(p, "nothing"), _fix(p, here))
+                    for p in paths
+                    if there.get(p) != text[p]
+                ]
+            )
+        raise_problems(
+            f"{self.name} is compiled for {len(known)} signatures of arguments, as many as it may",
+            min(differences, key=len)
+            or [Problem("arguments", "other containers", "the same types of containers")],
+        )
+
+
+class _Entry(NamedTuple):
+    executable: Executable
+    arguments: dict[str, str]
+
+
+def _abstract(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        stride = canonical_strides(leaf.shape, leaf.stride())
+        return Abstract(leaf.shape, stride, leaf.dtype, leaf.device)
+    return type(leaf), leaf  # since True == 1 == 1.0
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _described(args: tuple) -> dict[str, tuple[bool, str]]:
+    """Of every leaf whether it is a tensor, and what it is."""
+    rows = zip(tree.paths(args), tree.leaves(args), strict=True)
+    return {
+        path: (True, describe(leaf)) if isinstance(leaf, torch.Tensor) else (False, repr(leaf))
+        for path, leaf in rows
+    }
+
+
+def _fix(path: str, here: dict[str, tuple[bool, str]]) -> str:
+    if here.get(path, (True, ""))[0]:
+        return "pass arguments alike, or allow more with jit(..., num_signatures=...)"
+    return "make it a tensor, or give its position in jit(..., static=...)"
+
+
+def _unhashable(args: tuple) -> str:
+    for path, leaf in zip(tree.paths(args), tree.leaves(args), strict=True):
+        try:
+            hash(_abstract(leaf))
+        except TypeError:
+            kind = type(leaf).__name__
+            return f"got a {kind} as argument {path}; wanted a tensor, or what can be hashed"
+    raise AssertionError("every leaf can be hashed")

@@ -1,0 +1,356 @@
+"""Lowering: the equations of a kernel as an fx graph, with collectives on real process groups.
+
+A traced program says ``psum(x, "tp")``; here that becomes torch's functional all-reduce on the
+group of ``tp``, which Inductor knows, overlaps with compute and merges. Group names are the same on
+all ranks, and nothing else depends on the rank, so all ranks lower to the same graph.
+
+`unroll` writes out every iteration of scans.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from functron.compiler.segments import Kernel
+from functron.core import compat
+from functron.program.equations import Block, Code, Equation, Scan, Var, Where, contiguous_strides
+from functron.spmd import ragged  # noqa: F401  (defines functron::ragged_ranks)
+from functron.spmd.axes import LIBRARY
+
+_c10d = torch.ops._c10d_functional
+_aten = torch.ops.aten
+
+_REDUCTIONS = frozenset(
+    (
+        _aten.sum.default,
+        _aten.sum.dim_IntList,
+        _aten.mean.default,
+        _aten.mean.dim,
+        _aten.linalg_vector_norm.default,
+    )
+)
+_LONG = 1 << 14
+
+Groups = Mapping[str, str]
+"""The name of the process group of every axis."""
+
+LIBRARY.define("permute_ranks(Tensor x, str group, int[] sources, int[] destinations) -> Tensor")
+
+
+def _permute_ranks(x, group, sources, destinations):
+    """x of the rank that sends here; zeros where none does. Each rank looks up its own part.
+
+    One operation for the compiler, since how much is sent where differs by rank.
+    """
+    ranks = compat.group(group)
+    index, size = ranks.rank(), ranks.size()
+    target = dict(zip(sources, destinations, strict=True)).get(index)
+    source = dict(zip(destinations, sources, strict=True)).get(index)
+    sends, receives = [0] * size, [0] * size
+    flat = x.reshape(-1)
+    if target is None:
+        flat = flat[:0]
+    else:
+        sends[target] = x.numel()
+    if source is not None:
+        receives[source] = x.numel()
+    got = _c10d.wait_tensor(_c10d.all_to_all_single(flat, receives, sends, group))
+    return torch.zeros_like(x) if source is None else got.view(x.shape)
+
+
+def _like(x, *args):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+LIBRARY.impl("permute_ranks", _permute_ranks, "CompositeExplicitAutograd")
+torch.library.register_fake("functron::permute_ranks", _like, lib=LIBRARY)
+
+
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+_STRIDED = (_aten.as_strided.default, _aten.as_strided_scatter.default)
+
+
+def graph_module(kernel: Kernel, groups: Groups) -> fx.GraphModule:
+    """The graph of a kernel: operands in, a tuple of its results out, updates written at the end.
+
+    Raises:
+        ValueError: an operation returns what a graph cannot hold.
+    """
+    graph = fx.Graph()
+    nodes: dict[Var, fx.Node] = {}
+    for position, value in enumerate(kernel.reads):
+        nodes[value] = graph.placeholder(f"operand_{position}")
+    for equation in kernel.equations:
+        _equation(graph, equation, nodes, groups)
+    for target, value in kernel.updates:
+        graph.call_function(_aten.copy_.default, (nodes[target], nodes[value]))
+    # other kernels were traced, and are compiled, for results in torch's own layout
+    graph.output(tuple(_laid_out(graph, nodes[value], value) for value in kernel.results))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _equation(
+    graph: fx.Graph, equation: Equation, nodes: dict[Var, fx.Node], groups: Groups
+) -> None:
+    args, kwargs = pytree.tree_map_only(
+        Var, nodes.__getitem__, (equation.args, dict(equation.kwargs))
+    )
+    assert isinstance(equation.op, torch._ops.OpOverload)
+    lowering = _LOWERINGS.get(equation.op.name())
+    if lowering is not None:
+        nodes[equation.results[0]] = lowering(graph, groups, *args)
+        return
+    if equation.op is _aten._foreach_norm.Scalar and args[1:2] in ((), (2,)):
+        for value, x in zip(equation.outputs, args[0], strict=True):
+            if value is not None:
+                nodes[value] = _norm(graph, x, value.dtype)
+        return
+    if _is_long(equation):
+        result = equation.results[0]
+        wide = graph.call_function(equation.op, args, {**kwargs, "dtype": torch.float64})
+        nodes[result] = graph.call_function(
+            _aten._to_copy.default, (wide,), {"dtype": result.dtype}
+        )
+        return
+    # what Inductor makes of an operation may be laid out otherwise than torch's own result, which
+    # was traced: a view of that is then a copy, and places in its memory are those of a copy
+    op = _aten.reshape.default if equation.op in _VIEWS else equation.op
+    if op in _STRIDED:
+        args = (_laid_out(graph, args[0], equation.args[0]), *args[1:])
+    node = graph.call_function(op, args, kwargs)
+    returns = equation.op._schema.returns
+    if len(returns) == 1 and not isinstance(returns[0].type, torch.ListType):
+        nodes[equation.results[0]] = node
+        return
+    if any(isinstance(value.type, torch.ListType) for value in returns[1:]):
+        raise ValueError(
+            f"compile: {equation.op} returns lists among other values; wanted tensors or one list; "
+            f"fix: write {equation.where.line or 'it'} with another operation"
+        )
+    for position, value in enumerate(equation.outputs):
+        if value is not None:
+            nodes[value] = graph.call_function(operator.getitem, (node, position))
+
+
+def _is_long(equation: Equation) -> bool:
+    """Whether this reduces, on a CPU, more elements to one than Inductor adds up well in float32.
+
+    Torch itself adds them up in a tree, as a GPU does; compiled loops do not, and lose up to 6e-5.
+    """
+    if equation.op not in _REDUCTIONS:
+        return False
+    x, result = equation.args[0], equation.results[0]
+    assert isinstance(x, Var)
+    return (
+        x.device.type == "cpu"
+        and result.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and math.prod(x.shape) > _LONG * math.prod(result.shape)
+    )
+
+
+def _laid_out(graph: fx.Graph, x: fx.Node, like: Var) -> fx.Node:
+    """x in the layout of `like`, where that has neither gaps nor repeated elements."""
+    order = sorted(range(len(like.shape)), key=lambda dim: (-like.stride[dim], dim))
+    shape = [like.shape[dim] for dim in order]
+    rows = zip(order, shape, contiguous_strides(shape), strict=True)
+    if any(size != 1 and like.stride[dim] != stride for dim, size, stride in rows):
+        return x
+    if order == sorted(order):
+        return graph.call_function(_aten.contiguous.default, (x,))
+    x = graph.call_function(_aten.permute.default, (x, order))
+    x = graph.call_function(_aten.contiguous.default, (x,))
+    inverse = [order.index(dim) for dim in range(len(order))]
+    return graph.call_function(_aten.permute.default, (x, inverse))
+
+
+def _norm(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """The 2-norm, written out so that it is compiled: torch's runs on one thread."""
+    wide = graph.call_function(_aten._to_copy.default, (x,), {"dtype": dtype})
+    square = graph.call_function(_aten.mul.Tensor, (wide, wide))
+    total = graph.call_function(_aten.sum.default, (square,), {"dtype": torch.float64})
+    root = graph.call_function(_aten.sqrt.default, (total,))
+    return graph.call_function(_aten._to_copy.default, (root,), {"dtype": dtype})
+
+
+# --- collectives: (graph, groups, *arguments of the traced operation) -> the node of the result
+
+
+def _wait(graph: fx.Graph, op: Callable, *args: Any) -> fx.Node:
+    return graph.call_function(_c10d.wait_tensor.default, (graph.call_function(op, args),))
+
+
+def _all_reduce(operation: str) -> Callable:
+    def lower(graph, groups, x, axis, size):
+        return _wait(graph, _c10d.all_reduce.default, x, operation, groups[axis])
+
+    return lower
+
+
+def _broadcast(graph, groups, x, axis, size, source: int):
+    return _wait(graph, _c10d.broadcast.default, x, source, groups[axis])
+
+
+def _all_gather(graph, groups, x, axis, size):
+    row = graph.call_function(_aten.unsqueeze.default, (x, 0))
+    return _wait(graph, _c10d.all_gather_into_tensor.default, row, size, groups[axis])
+
+
+def _reduce_scatter(graph, groups, x, axis, size):
+    part = _wait(graph, _c10d.reduce_scatter_tensor.default, x, "sum", size, groups[axis])
+    return graph.call_function(_aten.squeeze.dim, (part, 0))
+
+
+def _all_to_all(graph, groups, x, axis, size):
+    splits = [1] * size
+    return _wait(graph, _c10d.all_to_all_single.default, x, splits, splits, groups[axis])
+
+
+def _ppermute(graph, groups, x, axis, size, sources: Sequence[int], destinations: Sequence[int]):
+    op = torch.ops.functron.permute_ranks.default
+    return graph.call_function(op, (x, groups[axis], list(sources), list(destinations)))
+
+
+def _ragged(graph, groups, x, axis, size, sends, receives, capacity: int):
+    op = torch.ops.functron.ragged_ranks.default
+    return graph.call_function(op, (x, groups[axis], sends, receives, capacity))
+
+
+def _same(graph, groups, x, *axes):
+    return x
+
+
+_LOWERINGS: dict[str, Callable[..., fx.Node]] = {
+    "functron::psum": _all_reduce("sum"),
+    "functron::pmax": _all_reduce("max"),
+    "functron::pmin": _all_reduce("min"),
+    "functron::pbroadcast": _broadcast,
+    "functron::all_gather": _all_gather,
+    "functron::psum_scatter": _reduce_scatter,
+    "functron::all_to_all": _all_to_all,
+    "functron::ppermute": _ppermute,
+    "functron::ragged_all_to_all": _ragged,
+    "functron::vary": _same,
+    "functron::assume_replicated": _same,
+    "functron::require_replicated": _same,
+    "functron::assume_share": _same,
+    "functron::require_share": _same,
+}
+
+
+def unroll(program: Code) -> Code:
+    """The program with the body of every scan repeated in its place.
+
+    What a scan hands to another one, slice by slice, is then never stacked.
+    """
+    block = _Unroller().block(program.block)
+    rows = zip(program.outputs, block.outputs, strict=True)
+    outputs = tuple(replace(output, value=value) for output, value in rows)
+    return replace(program, block=block, outputs=outputs)
+
+
+class _Unroller:
+    """Copies equations, giving their results new names."""
+
+    def __init__(self):
+        self.count = 0
+        self.columns: dict[Var, list[Var]] = {}  # of a stacked value, its slices
+
+    def fresh(self, like: Var, **changes: Any) -> Var:
+        self.count += 1
+        numbered = {"name": f"{like.name}_u{self.count}", "storage": 1_000_000 + self.count}
+        return replace(like, **{**numbered, **changes})
+
+    def block(self, block: Block) -> Block:
+        known: dict[Var, Var] = {value: value for value in block.inputs}
+        equations: list[Equation] = []
+        self.run(block, known, equations)
+        outputs = tuple(known[v] if isinstance(v, Var) else v for v in block.outputs)
+        return Block(block.inputs, tuple(equations), outputs)
+
+    def run(self, block: Block, known: dict[Var, Var], into: list[Equation]) -> None:
+        """Append the equations of a block, whose inputs are `known`."""
+        storages = {old.storage: new.storage for old, new in known.items()}
+        for equation in block.equations:
+            if isinstance(equation.op, Scan):
+                self.scan(equation, known, into)
+                storages |= {v.storage: known[v].storage for v in equation.results}
+                continue
+            args, kwargs = pytree.tree_map_only(
+                Var, known.__getitem__, (equation.args, dict(equation.kwargs))
+            )
+            for value in equation.results:
+                storage = storages.get(value.storage)
+                known[value] = self.fresh(
+                    value, **({} if storage is None else {"storage": storage})
+                )
+                storages[value.storage] = known[value].storage
+            outputs = tuple(None if v is None else known[v] for v in equation.outputs)
+            into.append(Equation(equation.op, args, kwargs, outputs, equation.where))
+
+    def scan(self, equation: Equation, known: dict[Var, Var], into: list[Equation]) -> None:
+        op = equation.op
+        assert isinstance(op, Scan)
+        operands = [known[value] for value in equation.args]
+        split = op.num_consts + op.num_carry
+        consts, carry = operands[: op.num_consts], operands[op.num_consts : split]
+        made: list[list[Any]] = [[None] * op.length for _ in op.body.outputs[op.num_carry :]]
+        for index in range(op.length)[:: -1 if op.reverse else 1]:
+            x = [self.slice(value, index, into, equation.where) for value in operands[split:]]
+            inner = dict(zip(op.body.inputs, [*consts, *carry, *x], strict=True))
+            self.run(op.body, inner, into)
+            results = [inner[value] for value in op.body.outputs]
+            carry = results[: op.num_carry]
+            for column, value in zip(made, results[op.num_carry :], strict=True):
+                column[index] = value
+        known.update(
+            (v, c) for v, c in zip(equation.outputs[: op.num_carry], carry, strict=True) if v
+        )
+        for result, column in zip(equation.outputs[op.num_carry :], made, strict=True):
+            if result is not None:
+                known[result] = self.stack(result, column, into, equation.where)
+
+    def slice(self, value: Var, index: int, into: list[Equation], where: Where) -> Var:
+        """One slice of a stacked value: what was stacked, or a view."""
+        if value in self.columns:
+            return self.columns[value][index]
+        shape, stride = value.shape[1:], value.stride[1:]
+        out = self.fresh(value, shape=shape, stride=stride, storage=value.storage)
+        into.append(Equation(_aten.select.int, (value, 0, index), {}, (out,), where))
+        return out
+
+    def stack(self, like: Var, column: list[Var], into: list[Equation], where: Where) -> Var:
+        """The stacked value, in the layout of `like`; dead if only slices of it are read."""
+        order = sorted(range(len(like.shape)), key=lambda dim: (-like.stride[dim], dim))
+        inverse = [order.index(dim) for dim in range(len(order))]
+        inner = [dim - 1 for dim in order if dim]  # the leading dim has the largest stride
+
+        def permuted(value: Var, dims: list[int]) -> Var:
+            out = self.fresh(
+                value,
+                shape=tuple(value.shape[d] for d in dims),
+                stride=tuple(value.stride[d] for d in dims),
+                storage=value.storage,
+            )
+            into.append(Equation(_aten.permute.default, (value, dims), {}, (out,), where))
+            return out
+
+        same = inner == list(range(len(inner)))
+        rows = column if same else [permuted(value, inner) for value in column]
+        shape = tuple(like.shape[dim] for dim in order)
+        stacked = self.fresh(like, shape=shape, stride=contiguous_strides(shape))
+        if rows:
+            into.append(Equation(_aten.stack.default, (rows,), {}, (stacked,), where))
+        else:  # no iteration has run
+            kwargs = {"dtype": like.dtype, "device": like.device}
+            into.append(Equation(_aten.full.default, (shape, 0), kwargs, (stacked,), where))
+        out = stacked if same else permuted(stacked, inverse)
+        self.columns[out] = column
+        return out

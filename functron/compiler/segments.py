@@ -1,0 +1,669 @@
+"""Segments: how a block runs when it is compiled, as a short list of steps for a Python driver.
+
+Equations between scans become one kernel each (one graph for the compiler), a scan becomes a loop
+over the steps of its body, and views of values that no kernel makes are taken by the driver. The
+compiler therefore sees a scanned body once, however often it runs.
+
+What scans hand to other scans is never stacked: such ys stay lists of slices. Other ys are written
+into the slices of one preallocated stack, in the kernel that computes them. Donated inputs are
+overwritten likewise, by the kernel that computes the value that takes their memory.
+
+**Overlap.** Gathers of a layer's parameters read slices of xs and nothing that is carried, so those
+of the next layer can be under way while this one is computed; reductions of its gradients lead to
+ys and to nothing that is carried, so they can still be under way while the next one is. A scan is
+therefore cut into three parts, and the driver runs them like a pipeline, one layer ahead and one
+behind:
+
+    gather 2 ...............
+    compute 1 ───────────── compute 2 ─────────────
+                            reduce 1 ...............
+
+At most one more layer's gathered parameters and one more layer's gradients are held for it.
+
+**Placement.** Compilers repeat what is cheap to repeat, and guess what is cheap by counting reads:
+a learning-rate schedule or ``1 - b1**t`` has next to none, so it would be computed again for every
+element that it scales. Such equations are not compiled into the kernel around them.
+
+Tried and dropped: letting the driver write weight gradients straight into the rows of their stack,
+instead of a copy in the kernel. It keeps the factors of all products alive until the kernel ends,
+and on CPUs the fresh memory costs more than the copies (a step took 4% to 10% longer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from functron.program.equations import Block, Equation, Scan, Var
+from functron.program.recorder import live_equations
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """Equations that are compiled as one graph.
+
+    Attributes:
+        equations: in the order in which they were traced.
+        reads: its operands.
+        results: what later steps need of what it computes.
+        updates: pairs of an operand and the value that overwrites it in the end.
+    """
+
+    equations: tuple[Equation, ...]
+    reads: tuple[Var, ...]
+    results: tuple[Var, ...]
+    updates: tuple[tuple[Var, Var], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Eager:
+    """An equation that the driver runs itself: a view, or a side effect."""
+
+    equation: Equation
+
+    @property
+    def reads(self) -> tuple[Var, ...]:
+        """Its operands."""
+        return tuple(dict.fromkeys(self.equation.operands))
+
+    @property
+    def results(self) -> tuple[Var, ...]:
+        """The values it makes."""
+        return tuple(self.equation.results)
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """The driver copies a value into an operand of the block."""
+
+    target: Var
+    value: Var
+
+    @property
+    def reads(self) -> tuple[Var, ...]:
+        """Both."""
+        return self.target, self.value
+
+    @property
+    def results(self) -> tuple[Var, ...]:
+        """None."""
+        return ()
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """The part of an iteration that the driver starts with the iteration before.
+
+    Attributes:
+        procedure: from constants and xs, its inputs, to the operands of `gathers`.
+        gathers: collectives that the driver starts with these, and waits for where the iteration
+            begins, whose inputs their results are.
+    """
+
+    procedure: Procedure
+    gathers: tuple[Equation, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Behind:
+    """The part of an iteration that the driver ends with the iteration after.
+
+    Attributes:
+        scatters: collectives that the driver starts where the iteration ends.
+        passed: what else the iteration hands over.
+        procedure: of constants, xs, the results of `scatters`, what is passed and slices of stacks;
+            its outputs are ys of columns, then those of updates.
+        columns, stacks: how many of the loop's it makes: the last ones.
+    """
+
+    scatters: tuple[Equation, ...]
+    passed: tuple[Var, ...]
+    procedure: Procedure
+    columns: int
+    stacks: int
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A scan.
+
+    Attributes:
+        equation: with a `Scan` for its operation.
+        body: the steps of an iteration. Its inputs are the body's, then what `ahead` gathered, then
+            one slice of each stack; its outputs are the next carry, then the ys of `columns`, then
+            those of `updates`, then the operands of what `behind` scatters and what it is passed.
+        columns: results that are lists of slices.
+        stacks: results that are written into slices of one tensor.
+        updates: results that are written into the slices of an operand, and that operand.
+        ahead, behind: what runs beside neighbouring iterations, if anything does.
+    """
+
+    equation: Equation
+    body: Procedure
+    columns: tuple[Var, ...]
+    stacks: tuple[Var, ...]
+    updates: tuple[tuple[Var, Var], ...] = ()
+    ahead: Ahead | None = None
+    behind: Behind | None = None
+
+    @property
+    def parts(self) -> list[Procedure]:
+        """Of all its parts, in the order in which they first run."""
+        ahead = [self.ahead.procedure] if self.ahead else []
+        behind = [self.behind.procedure] if self.behind else []
+        return [*ahead, self.body, *behind]
+
+    @property
+    def op(self) -> Scan:
+        """The scan."""
+        assert isinstance(self.equation.op, Scan)
+        return self.equation.op
+
+    @property
+    def carries(self) -> tuple[Var | None, ...]:
+        """The results that are the last carry."""
+        return self.equation.outputs[: self.op.num_carry]
+
+    @property
+    def reads(self) -> tuple[Var, ...]:
+        """Its operands."""
+        return tuple(dict.fromkeys(self.equation.operands))
+
+    @property
+    def results(self) -> tuple[Var, ...]:
+        """The values it makes."""
+        carries = (v for v in self.carries if v is not None)
+        return (*carries, *self.columns, *self.stacks, *(value for value, _ in self.updates))
+
+
+Step = Kernel | Eager | Copy | Loop
+
+
+@dataclass(frozen=True, eq=False)
+class Procedure:
+    """A block as steps for the driver; `procedure` makes it.
+
+    Attributes:
+        inputs: of the block, then those that are only written to.
+        steps: in order.
+        outputs: of the block: values and constants.
+        inside: values that live in the memory of an input, and that input.
+    """
+
+    inputs: tuple[Var, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[Any, ...]
+    inside: Mapping[Var, Var] = field(default_factory=dict)
+
+    def kernels(self) -> list[Kernel]:
+        """All kernels, those of loops' bodies included."""
+        found: list[Kernel] = []
+        for step in self.steps:
+            if isinstance(step, Kernel):
+                found.append(step)
+            elif isinstance(step, Loop):
+                found += [kernel for part in step.parts for kernel in part.kernels()]
+        return found
+
+
+_CHEAP = frozenset(
+    f"aten::{name}"
+    for name in ("_to_copy", "_unsafe_view", "alias", "cat", "clone", "reshape", "view")
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The body of a scan in three parts.
+
+    Attributes:
+        head: from constants and xs to the operands of `gathers`.
+        gathers: all-gathers that depend on xs alone.
+        core: from the body's inputs, and the gathers' results, to the next carry, the ys that are
+            not `late`, the operands of `scatters` and `passed`.
+        scatters: reduce-scatters that lead to ys alone.
+        tail: from the constants, xs, results of `scatters` and `passed` to the ys that are `late`.
+        passed: what the tail reads of the core, besides.
+        late: the body's outputs that the tail makes.
+    """
+
+    head: Block
+    gathers: tuple[Equation, ...]
+    core: Block
+    scatters: tuple[Equation, ...]
+    tail: Block
+    passed: tuple[Var, ...]
+    late: frozenset[Var]
+
+
+def split(op: Scan, wanted: Sequence[Any]) -> Split | None:
+    """The body of a scan in three parts; None where one iteration has nothing to do for others.
+
+    Args:
+        op: the scan.
+        wanted: those outputs of the body that are needed.
+    """
+    body, start = op.body, op.num_consts + op.num_carry
+    if op.length < 2:
+        return None
+    carries = {v for v in body.outputs[: op.num_carry] if isinstance(v, Var)}
+    needed = [v for v in wanted if isinstance(v, Var)]
+    equations = live_equations(body.equations, needed)
+    fixed = [*body.inputs[: op.num_consts], *body.inputs[start:]]
+    early, gathers = _early(equations, fixed, body.inputs[start:])
+    scatters, after = _after(equations, carries)
+    if not gathers and not scatters:
+        return None
+    made = {v for e in after for v in e.results} | {v for e in scatters for v in e.results}
+    late = frozenset(v for v in needed if v in made)
+    scattered = [v for e in scatters for v in e.results]
+    reads = dict.fromkeys(v for e in after for v in e.operands if v not in made)
+    passed = tuple(v for v in reads if v not in fixed)
+    gathered = [v for e in gathers for v in e.results]
+    tail = Block(
+        (*(v for v in fixed if v in reads), *scattered, *passed), tuple(after), tuple(late)
+    )
+    ends = [*needed, *(v for e in scatters for v in e.operands), *passed]
+    ends = [v for v in ends if v not in late]
+    gone = {*gathers, *scatters, *after}
+    rest = live_equations([e for e in equations if e not in gone], ends)
+    core = Block((*body.inputs, *gathered), tuple(rest), tuple(ends))
+    operands = [v for e in gathers for v in e.operands]
+    first = live_equations(early, operands)
+    used = {*operands, *(v for e in first for v in e.operands)}
+    head = Block(tuple(v for v in fixed if v in used), tuple(first), tuple(operands))
+    return Split(head, tuple(gathers), core, tuple(scatters), tail, passed, late)
+
+
+def _early(
+    equations: Sequence[Equation], fixed: Collection[Var], xs: Collection[Var]
+) -> tuple[list[Equation], list[Equation]]:
+    """Cheap equations of constants and xs, and the all-gathers of what depends on xs."""
+    known, moving = set(fixed), set(xs)
+    early: list[Equation] = []
+    gathers: list[Equation] = []
+    for equation in equations:
+        operands = equation.operands
+        if isinstance(equation.op, Scan) or not operands or not known.issuperset(operands):
+            continue
+        if equation.op.name() == "functron::all_gather":
+            if not moving.isdisjoint(operands):
+                gathers.append(equation)
+        elif equation.aliases or equation.op._schema.name in _CHEAP:
+            early.append(equation)
+            known.update(equation.results)
+            if not moving.isdisjoint(operands):
+                moving.update(equation.results)
+    return early, gathers
+
+
+def _after(
+    equations: Sequence[Equation], carries: Collection[Var]
+) -> tuple[list[Equation], list[Equation]]:
+    """Reduce-scatters that lead to no carry, and all that is computed from them."""
+    barred = set(carries)  # what leads to a carry
+    for equation in reversed(equations):
+        if not barred.isdisjoint(equation.results):
+            barred.update(equation.operands)
+    scatters: list[Equation] = []
+    after: list[Equation] = []
+    made: set[Var] = set()
+    for equation in equations:
+        if not made.isdisjoint(equation.operands):
+            after.append(equation)
+            made.update(equation.results)
+        elif not isinstance(equation.op, Scan) and (
+            equation.op.name() == "functron::psum_scatter" and barred.isdisjoint(equation.results)
+        ):
+            scatters.append(equation)
+            made.update(equation.results)
+    return scatters, after
+
+
+_COSTLY = frozenset(
+    f"aten::{name}" for name in ("pow", "exp", "expm1", "log", "log1p", "sin", "cos", "tan", "tanh")
+)
+
+
+def costly_scalars(equations: Sequence[Equation], inputs: Sequence[Var]) -> list[Equation]:
+    """Equations that lead from scalar inputs to scalars that take long to compute, in order."""
+    scalars = {value for value in inputs if not value.shape}
+    made_by: dict[Var, Equation] = {}
+    wanted: list[Equation] = []
+    for equation in equations:
+        op, results = equation.op, equation.results
+        if isinstance(op, Scan) or not results or any(value.shape for value in results):
+            continue
+        if all(value in scalars for value in equation.operands):
+            scalars.update(results)
+            made_by.update((value, equation) for value in results)
+            if op._schema.name in _COSTLY:
+                wanted.append(equation)
+    chosen: set[Equation] = set()
+    while wanted:
+        equation = wanted.pop()
+        if equation not in chosen:
+            chosen.add(equation)
+            wanted += [made_by[value] for value in equation.operands if value in made_by]
+    return [equation for equation in equations if equation in chosen]
+
+
+def procedure(
+    block: Block,
+    outputs: Sequence[Any],
+    *,
+    into: Mapping[Var, Var] | None = None,
+    donated: Mapping[Var, Var] | None = None,
+    prefetch: bool = False,
+) -> Procedure:
+    """The steps that compute `outputs` of a block.
+
+    Args:
+        block: of a program, or the body of a scan.
+        outputs: those outputs of the block that are needed.
+        into: new inputs that must be overwritten, and the values of the block to write there.
+        donated: values that may take the memory of an input, and that input. Those that cannot,
+            since the old value is needed afterwards, are left out of `Procedure.inside`.
+        prefetch: let iterations of scans overlap; see `functron.compiler.segments`.
+    """
+    return _Divider(block, outputs, dict(into or {}), dict(donated or {}), prefetch).procedure()
+
+
+class _Divider:
+    """Cuts one block into steps."""
+
+    def __init__(
+        self, block, outputs, into: dict[Var, Var], donated: dict[Var, Var], prefetch: bool
+    ):
+        self.block, self.outputs, self.into, self.donated = block, tuple(outputs), into, donated
+        self.prefetch = prefetch
+        self.wanted = [v for v in [*outputs, *self.into.values()] if isinstance(v, Var)]
+        self.equations = _checks_first(live_equations(block.equations, self.wanted), block)
+        self.operands = {e: e.operands for e in self.equations}
+        self.made_by = {value: e for e in self.equations for value in e.results}
+        self.views = {e for e in self.equations if not _drives(e) and e.aliases}
+        self.classes: dict[int, int] = {}  # of storages that may be one memory when it runs
+        self.group_of: dict[Equation, int] = {}  # the kernel that an equation belongs to
+
+    def procedure(self) -> Procedure:
+        groups = self._groups()
+        xs_only = self._xs_only()
+        steps: list[Step] = []
+        for group in groups:
+            first = group[0]
+            if not _drives(first):
+                steps.append(self._kernel(group))
+                continue
+            steps += self._views(self.operands[first], steps)
+            if isinstance(first.op, Scan):
+                steps.append(self._loop(first, xs_only))
+            else:
+                steps.append(Eager(first))
+        steps += self._views(self.wanted, steps)
+        steps = self._with_results(steps)
+        steps, inside = self._with_updates(steps)
+        inputs = (*self.block.inputs, *self.into)
+        return Procedure(inputs, tuple(steps), self.outputs, inside)
+
+    def _groups(self) -> list[list[Equation]]:
+        """The equations, cut around those that the driver runs, costly scalars first.
+
+        Views that float are left out: those of memory that no kernel makes. Whoever needs one takes
+        it.
+        """
+        groups: list[list[Equation]] = []
+        current: list[Equation] = []
+        first = costly_scalars(self.equations, self.block.inputs)
+        if first:
+            groups.append(first)
+            self.group_of.update(dict.fromkeys(first, 0))
+        for equation in self.equations:
+            if equation in self.group_of:
+                continue
+            if _drives(equation):
+                groups += [current] if current else []
+                groups.append([equation])
+                current = []
+                self._join_classes(equation)
+            elif not self._floats(equation):
+                self.group_of[equation] = len(groups)
+                current.append(equation)
+        return [*groups, current] if current else groups
+
+    def _floats(self, equation: Equation) -> bool:
+        if equation not in self.views:
+            return False
+        makers = [self.made_by.get(value) for value in self.operands[equation]]
+        return all(maker not in self.group_of for maker in makers if maker is not None)
+
+    def _join_classes(self, scan: Equation) -> None:
+        """Results of a scan that may be operands of it: values that its body passes on."""
+        op = scan.op
+        if not isinstance(op, Scan):
+            return
+        owners = {v.storage: o for v, o in zip(op.body.inputs, scan.args, strict=True)}
+        carries = scan.args[op.num_consts : op.num_consts + op.num_carry]
+        carried = {v.storage for v in op.body.inputs[op.num_consts :][: op.num_carry]}
+        for inner, result in zip(op.body.outputs, scan.outputs, strict=True):
+            if not isinstance(inner, Var) or result is None or inner.storage not in owners:
+                continue
+            also = carries if inner.storage in carried else ()
+            for operand in (owners[inner.storage], *also):
+                old, new = self._class(result), self._class(operand)
+                self.classes = {k: new if v == old else v for k, v in self.classes.items()}
+
+    def _class(self, value: Var) -> int:
+        return self.classes.setdefault(value.storage, value.storage)
+
+    def _xs_only(self) -> set[Var]:
+        """Results of scans that only scans read, slice by slice."""
+        other = set(self.wanted)
+        used: set[Var] = set()
+        for equation in self.equations:
+            operands = self.operands[equation]
+            if isinstance(equation.op, Scan):
+                start = equation.op.num_consts + equation.op.num_carry
+                used |= set(equation.args[start:])
+                operands = list(equation.args[:start])
+            other |= set(operands)
+        return used - other
+
+    def _chain(self, value: Var) -> Iterable[Equation]:
+        """The views that lead to a value from one that the driver holds, in order."""
+        equation = self.made_by.get(value)
+        if equation not in self.views:
+            return
+        for operand in self.operands[equation]:
+            yield from self._chain(operand)
+        yield equation
+
+    def _kernel(self, group: list[Equation]) -> Kernel:
+        own = dict.fromkeys(value for equation in group for value in equation.results)
+        pulled: dict[Equation, None] = {}
+        for equation in group:
+            for operand in self.operands[equation]:
+                if operand not in own:
+                    pulled.update(dict.fromkeys(self._chain(operand)))
+        equations = (*pulled, *group)
+        made = {value for equation in equations for value in equation.results}
+        reads = dict.fromkeys(v for e in equations for v in self.operands[e] if v not in made)
+        return Kernel(equations, tuple(reads), tuple(own))
+
+    def _views(self, values: Sequence[Any], steps: Sequence[Step]) -> list[Step]:
+        """Steps that take the floating views among `values` and have not been taken before."""
+        taken = {step.equation for step in steps if isinstance(step, Eager)}
+        chains = [e for value in values if isinstance(value, Var) for e in self._chain(value)]
+        new = dict.fromkeys(e for e in chains if e not in self.group_of and e not in taken)
+        return [Eager(equation) for equation in new]
+
+    def _loop(self, equation: Equation, xs_only: set[Var]) -> Loop:
+        op = equation.op
+        assert isinstance(op, Scan)
+        used = {v for operands in self.operands.values() for v in operands} | set(self.wanted)
+        ys = list(
+            zip(op.body.outputs[op.num_carry :], equation.outputs[op.num_carry :], strict=True)
+        )
+        columns = [(inner, y) for inner, y in ys if y in xs_only]
+        stacks = [(inner, y) for inner, y in ys if y in used and y not in xs_only]
+        carry = list(op.body.outputs[: op.num_carry])
+        parts = self._split(op, [*carry, *(inner for inner, _ in [*columns, *stacks])])
+        late = parts.late if parts else frozenset()
+        # what the tail makes comes last
+        columns.sort(key=lambda row: row[0] in late)
+        stacks.sort(key=lambda row: row[0] in late)
+        made = [*carry, *(inner for inner, _ in columns)]
+        updates = self._updates(equation, made, self._taken(equation, stacks), parts)
+        updated = {y for _, y, _, _ in updates}
+        stacks = [(inner, y) for inner, y in stacks if y not in updated]
+        rows = {_row(y, position): inner for position, (inner, y) in enumerate(stacks)}
+        slots = {inner: slot for inner, _, slot, _ in updates}
+        loop = Loop(
+            equation, self._core(op, [*made, *slots], rows, slots, parts),
+            tuple(y for _, y in columns), tuple(y for _, y in stacks),
+            tuple((y, operand) for _, y, _, operand in updates),
+        )  # fmt: skip
+        return loop if parts is None else self._overlapped(loop, parts, columns, rows, slots)
+
+    def _split(self, op: Scan, wanted: Sequence[Any]) -> Split | None:
+        return split(op, wanted) if self.prefetch else None
+
+    def _core(
+        self, op: Scan, outputs: Sequence[Any], rows, slots, parts: Split | None
+    ) -> Procedure:
+        """The procedure of an iteration, or of that part of it that waits for the one before."""
+        if parts is None:
+            return procedure(op.body, outputs, into=rows, donated=slots, prefetch=self.prefetch)
+        early = [v for v in outputs if v not in parts.late]
+        ends = [*(v for e in parts.scatters for v in e.operands), *parts.passed]
+        return procedure(
+            parts.core, [*early, *ends], prefetch=self.prefetch,
+            into={row: v for row, v in rows.items() if v not in parts.late},
+            donated={v: slot for v, slot in slots.items() if v not in parts.late},
+        )  # fmt: skip
+
+    def _tail(self, parts: Split, columns: Sequence[Any], rows, slots) -> Procedure:
+        late = {v: slot for v, slot in slots.items() if v in parts.late}
+        return procedure(
+            parts.tail, [*(v for v in columns if v in parts.late), *late], prefetch=self.prefetch,
+            into={row: v for row, v in rows.items() if v in parts.late}, donated=late,
+        )  # fmt: skip
+
+    def _overlapped(self, loop: Loop, parts: Split, columns, rows, slots) -> Loop:
+        """The loop with what runs beside neighbouring iterations."""
+        ahead = behind = None
+        if parts.gathers:
+            ahead = Ahead(procedure(parts.head, parts.head.outputs), parts.gathers)
+        if parts.scatters:
+            inner = [v for v, _ in columns]
+            counts = [sum(v in parts.late for v in group) for group in (inner, rows.values())]
+            tail = self._tail(parts, inner, rows, slots)
+            behind = Behind(parts.scatters, parts.passed, tail, *counts)
+        return replace(loop, ahead=ahead, behind=behind)
+
+    def _updates(
+        self, scan: Equation, made: list, taken: Sequence[tuple], parts: Split | None
+    ) -> list[tuple[Var, Var, Var, Var]]:
+        """Those of `taken` whose row nothing else of an iteration reads after it was updated."""
+        op: Any = scan.op
+        if not taken:
+            return []
+        slots = {inner: slot for inner, _, slot, _ in taken}
+        inside = set(self._core(op, [*made, *slots], {}, slots, parts).inside)
+        if parts is not None:
+            shown = {v.storage for v in parts.tail.inputs}
+            inside = {v for v in inside if slots[v].storage not in shown}
+            inside |= set(self._tail(parts, made, {}, slots).inside)
+        return [row for row in taken if row[0] in inside]
+
+    def _taken(self, scan: Equation, stacks: Sequence[tuple]) -> list[tuple[Var, Var, Var, Var]]:
+        """Stacks that may take the memory of an operand that only this scan reads, row by row.
+
+        Each as (its value in the body, the stack, the operand's slice in the body, the operand).
+        """
+        op: Any = scan.op
+        start = op.num_consts + op.num_carry
+        others = [v for e, operands in self.operands.items() if e is not scan for v in operands]
+        memory = [self._class(v) for v in (*others, *scan.args, *self.wanted)]
+        found = []
+        for inner, y in stacks:
+            operand = self.donated.get(y)
+            if operand is None or operand not in scan.args[start:]:
+                continue
+            if memory.count(self._class(operand)) == 1:
+                slot = op.body.inputs[scan.args.index(operand)]
+                single = op.body.outputs.count(inner) == 1
+                if single and isinstance(inner, Var) and slot.stride == inner.stride:
+                    found.append((inner, y, slot, operand))
+        return found
+
+    def _with_results(self, steps: list[Step]) -> list[Step]:
+        """The steps, with only those results of kernels that others need."""
+        needed = set(self.wanted)
+        out: list[Step] = []
+        for step in reversed(steps):
+            if isinstance(step, Kernel):
+                results = tuple(value for value in step.results if value in needed)
+                step = Kernel(step.equations, step.reads, results)
+            needed |= set(step.reads)
+            out.append(step)
+        return out[::-1]
+
+    def _with_updates(self, steps: list[Step]) -> tuple[list[Step], dict[Var, Var]]:
+        """The steps, with the kernels writing to donated inputs and to `into`."""
+        inside: dict[Var, Var] = {}
+        maker = {value: i for i, step in enumerate(steps) for value in step.results}
+        kernels = {i: [] for i, step in enumerate(steps) if isinstance(step, Kernel)}
+        for value, target in self.donated.items():
+            index = maker.get(value)
+            if index in kernels and self._unread(target, value, steps, index):
+                kernels[index].append((target, value))
+                inside[value] = target
+        copies: list[Step] = []
+        for target, value in self.into.items():
+            index = maker.get(value)
+            if index in kernels:
+                kernels[index].append((target, value))
+            else:
+                copies.append(Copy(target, value))
+        kept = {v for v in self.outputs if isinstance(v, Var)}
+        kept |= {v for step in [*steps, *copies] for v in step.reads}
+        out: list[Step] = []
+        for index, step in enumerate(steps):
+            pairs = kernels.get(index, ())
+            if isinstance(step, Kernel) and pairs:
+                reads = tuple(dict.fromkeys([*step.reads, *(target for target, _ in pairs)]))
+                results = tuple(v for v in step.results if v in kept and v not in inside)
+                step = Kernel(step.equations, reads, results, tuple(pairs))
+            out.append(step)
+        return [*out, *copies], inside
+
+    def _unread(self, target: Var, value: Var, steps: Sequence[Step], index: int) -> bool:
+        """Whether nothing but `target` itself shows its memory to the step, or to later ones."""
+        memory = self._class(target)
+        if self._class(value) == memory:
+            return False
+        here = [v for v in steps[index].reads if v is not target]
+        later = [v for step in steps[index + 1 :] for v in step.reads]
+        ends = [v for v in self.outputs if isinstance(v, Var)]
+        return all(self._class(v) != memory for v in (*here, *later, *ends))
+
+
+def _checks_first(equations: Sequence[Equation], block: Block) -> list[Equation]:
+    """The equations, checks of inputs before all others: between them they would cut kernels."""
+    inputs = set(block.inputs)
+    first = [e for e in equations if e.name == "check_ids" and inputs.issuperset(e.operands)]
+    early = {id(e) for e in first}
+    return [*first, *(e for e in equations if id(e) not in early)]
+
+
+def _drives(equation: Equation) -> bool:
+    """Whether the driver runs an equation itself."""
+    return isinstance(equation.op, Scan) or not equation.outputs
+
+
+def _row(stack: Var, position: int) -> Var:
+    """A slice of a stacked value, as an input of the body that writes it."""
+    size = stack.size // stack.shape[0] * stack.dtype.itemsize if stack.shape[0] else 0
+    shape, stride = stack.shape[1:], stack.stride[1:]
+    return Var(f"row_{position}", shape, stride, stack.dtype, stack.device, -1 - position, size)

@@ -1,0 +1,6 @@
+"""The ground that everything stands on, with no meshes and no programs in it.
+
+`tree` (nested containers with paths), `errors` (messages that teach), `random` (counter-based
+keys), `scopes` (named scopes and phases), `closure` (tensors a function closes over), `typing`
+(shapes in signatures), `plot` (SVG) and `compat` (private names of torch).
+"""

@@ -1,0 +1,151 @@
+"""The tensors that a function closes over, made explicit operands.
+
+A custom autograd Function and a process group see only the tensors passed to them; a Python closure
+(or, in a notebook, a global) hides others, whose gradients would silently be lost. `hoist` finds
+those that matter, so that transforms can treat them like arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from functron.core import compat, tree
+from functron.core.errors import made_public
+
+
+def hoist(fn: Callable) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Callable]]:
+    """The tensors under differentiation or vmap that `fn` closes over, and `fn` as their function.
+
+    Looks through closure cells, referenced globals, defaults, `functools.partial`, bound methods of
+    trees, nested functions and trees held by any of them.
+
+    Returns:
+        ``(tensors, close)``; ``close(tensors)`` is `fn` and ``close(others)`` is `fn` with those
+        tensors in their place.
+    """
+    found: dict[int, torch.Tensor] = {}
+    _collect(fn, found, set())
+    if not found:
+        return [], lambda tensors: fn
+    keys = list(found)
+
+    def close(tensors: list[torch.Tensor]) -> Callable:
+        return _rewrite(fn, dict(zip(keys, tensors, strict=True)), {})
+
+    return list(found.values()), close
+
+
+def _tracked(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.requires_grad or compat.is_wrapped(value))
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (dict, list, tuple)) and not tree.is_leaf(value)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether `value`, found under a global name, may hold tensors."""
+    kinds = (torch.Tensor, functools.partial, types.MethodType)
+    return isinstance(value, kinds) or _is_container(value)
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)
+
+
+def _parts(fn: types.FunctionType) -> Iterator[Any]:
+    """The values a function closes over: cell contents, defaults, and globals that are data."""
+    for cell in fn.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a cell that has not been filled yet
+            continue
+    yield from fn.__defaults__ or ()
+    yield from (fn.__kwdefaults__ or {}).values()
+    for name in _global_names(fn.__code__):
+        value = fn.__globals__.get(name)
+        # a function of another module with nothing closed over holds no tensor of this program
+        inner = made_public(value)
+        holds = isinstance(inner, types.FunctionType) and (
+            inner.__globals__ is fn.__globals__ or inner.__closure__
+        )
+        if holds or _is_data(value):
+            yield value
+
+
+def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
+    if _tracked(value):
+        found[id(value)] = value
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, types.FunctionType):
+        for part in _parts(value):
+            _collect(part, found, seen)
+    elif isinstance(value, functools.partial):
+        for part in (value.func, value.args, value.keywords):
+            _collect(part, found, seen)
+    elif isinstance(value, types.MethodType):
+        _collect(value.__func__, found, seen)
+        _collect(value.__self__, found, seen)
+    elif _is_container(value):
+        for leaf in tree.leaves(value):
+            _collect(leaf, found, seen)
+
+
+def _rewrite(value: Any, new: dict[int, torch.Tensor], memo: dict[int, Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return new.get(id(value), value)
+    if id(value) in memo:
+        return memo[id(value)]
+    found: dict[int, torch.Tensor] = {}
+    _collect(value, found, set())
+    if found.keys().isdisjoint(new):
+        return value
+    if isinstance(value, types.FunctionType):
+        return _rewrite_function(value, new, memo)
+    if isinstance(value, functools.partial):
+        func, args, keywords = (
+            _rewrite(part, new, memo) for part in (value.func, value.args, value.keywords)
+        )
+        return functools.partial(func, *args, **keywords)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(
+            _rewrite(value.__func__, new, memo), _rewrite(value.__self__, new, memo)
+        )
+    return tree.map(lambda leaf: _rewrite(leaf, new, memo), value)
+
+
+def _rewrite_function(fn: types.FunctionType, new: dict, memo: dict) -> types.FunctionType:
+    names = set(_global_names(fn.__code__)) & fn.__globals__.keys()
+    changed = {}
+    cells = tuple(types.CellType() for _ in fn.__closure__ or ())
+    placeholder = types.FunctionType(
+        fn.__code__, dict(fn.__globals__), fn.__name__, None, cells or None
+    )
+    memo[id(fn)] = placeholder  # before its parts, so that recursive functions find themselves
+    for name in names:
+        before = fn.__globals__[name]
+        if isinstance(before, types.FunctionType) or _is_data(before):
+            after = _rewrite(before, new, memo)
+            if after is not before:
+                changed[name] = after
+    placeholder.__globals__.update(changed)
+    for cell, old in zip(cells, fn.__closure__ or (), strict=True):
+        try:
+            cell.cell_contents = _rewrite(old.cell_contents, new, memo)
+        except ValueError:  # left empty, as it was
+            continue
+    placeholder.__defaults__ = _rewrite(fn.__defaults__, new, memo)
+    placeholder.__kwdefaults__ = _rewrite(fn.__kwdefaults__, new, memo)
+    functools.update_wrapper(placeholder, fn)
+    return placeholder

@@ -1,0 +1,371 @@
+"""Errors that teach: where, what was got, what was wanted and the fix, all offenders at once.
+
+What users call is `public`: errors leave it with the frames of the user's own code alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import difflib
+import functools
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType, MappingProxyType, TracebackType
+from typing import Any, NoReturn, TypeVar
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with what a user passed.
+
+    Attributes:
+        path: tree path, field or argument at fault (``"params/blocks/up"``).
+        got: what was passed, in the user's terms.
+        wanted: what would have been right.
+        fix: one thing to do about it.
+    """
+
+    path: str
+    got: str
+    wanted: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.path}: got {self.got}; wanted {self.wanted}"
+        return f"{text}; fix: {self.fix}" if self.fix else text
+
+
+def raise_problems(
+    title: str, problems: Iterable[Problem], error: type[Exception] = ValueError
+) -> None:
+    """Raise one `error` that lists every problem, or return when there is none.
+
+    Args:
+        title: what was being attempted, one line.
+        problems: the offenders, in the order to show them.
+        error: `ValueError` for bad values, `TypeError` for bad kinds.
+    """
+    found = list(problems)
+    if found:
+        raise error("\n".join([title, *(f"  - {problem}" for problem in found)]))
+
+
+def refuse(
+    title: str,
+    path: str,
+    got: object,
+    wanted: str,
+    fix: str = "",
+    error: type[Exception] = ValueError,
+) -> NoReturn:
+    """Raise one `error` about one thing: `raise_problems` with one `Problem` of these words."""
+    raise error(f"{title}\n  - {Problem(path, str(got), wanted, fix)}")
+
+
+_LISTED = 30
+"""More names than these do not help who looks for one."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The sentence that suggests the known name closest to `name`, of many no others."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close and len(names) > _LISTED:
+        return f"did you mean {close[0]!r}?"
+    listed = ", ".join(names[:_LISTED]) or "none"
+    listed += f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"did you mean {close[0]!r}? (known: {listed})" if close else f"use one of: {listed}"
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def on_hub(path: object, kind: str = "") -> str:
+    """The fix for a path where nothing is, if it looks like a name on the Hugging Face hub; or "".
+
+    Args:
+        path: what was given.
+        kind: ``"dataset"`` of data; else a model is meant.
+    """
+    name = str(path)
+    if not _HUB_NAME.fullmatch(name):
+        return ""
+    option = f" --repo-type {kind}" if kind else ""
+    return (
+        f"functron downloads nothing: if this is a name on the Hugging Face hub, get its files "
+        f"first (hf download {name}{option} --local-dir FOLDER), and give that folder"
+    )
+
+
+# --- whose code an error comes out of
+
+_LIBRARIES = frozenset(("functron", "torch", "optree", "jaxtyping", "beartype", "runpy"))
+_GENERATED = ("<@beartype", "<eval_with_key>")
+
+_full: contextvars.ContextVar[bool] = contextvars.ContextVar("functron_tracebacks", default=False)
+
+F = TypeVar("F", bound=Callable)
+
+
+def in_library(frame: FrameType) -> bool:
+    """Whether a frame runs code of functron or of the libraries under it, not of the user."""
+    name = str(frame.f_globals.get("__name__", ""))
+    filename = frame.f_code.co_filename
+    return name.partition(".")[0] in _LIBRARIES or filename.startswith(_GENERATED)
+
+
+@contextlib.contextmanager
+def full_tracebacks(full: bool = True) -> Iterator[None]:
+    """Show the frames of functron and torch too in the tracebacks of errors in this with block.
+
+    Without it they have the user's frames alone, down to the line that the error is about.
+
+    Args:
+        full: False leaves them out again, in a block within such a block.
+    """
+    token = _full.set(full)
+    try:
+        yield
+    finally:
+        _full.reset(token)
+
+
+def public(fn: F) -> F:
+    """`fn` as users call it: its arguments are checked, its errors leave the library's frames out.
+
+    Checked against the annotations, before `fn` runs: numbers, functions, and the nouns of functron
+    (a `Mesh`, `Rules`, an optimizer, a config); trees and tensors are for `fn` itself to check.
+    The exception stays the same object; `full_tracebacks` keeps its frames.
+
+    Raises:
+        TypeError: (when called) arguments of another kind; all offenders are listed.
+    """
+    wanted: tuple[_Wanted, ...] | None = None
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal wanted
+        try:
+            if wanted is None:  # later than where annotations are written, which may look ahead
+                wanted = _wanted_of(fn)
+            if found := [p for one in wanted for p in one.problems(args, kwargs)]:
+                raise_problems(f"{fn.__name__} cannot use these arguments", found, TypeError)
+            return fn(*args, **kwargs)
+        except Exception as error:
+            if not _full.get():
+                _trim(error)
+            raise  # without an argument, so that this frame is not added again
+
+    made: Any = call
+    return made
+
+
+def made_public(value: Any) -> Any:
+    """The function that `public` made `value` of; `value` itself where it did not."""
+    is_public = getattr(value, "__code__", None) is _PUBLIC
+    return value.__wrapped__ if is_public else value
+
+
+_PUBLIC = public(lambda: None).__code__
+
+_NOTE = (
+    "(frames of functron and torch are left out; with functron.debug.full_tracebacks(): shows them)"
+)
+
+
+def _trim(error: BaseException) -> None:
+    """Leave the user's frames in the traceback of `error` and of what it came from."""
+    told = _is_told(error)
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        found.__traceback__ = _users(found.__traceback__)
+        before = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+        if before is not None and _users(before.__traceback__) is None:
+            # it came about in the library, so that what was raised of it says more
+            found.__cause__, found.__context__, found.__suppress_context__ = None, before, True
+        found = before
+    if not told and _NOTE not in getattr(error, "__notes__", ()):
+        error.add_note(_NOTE)
+
+
+def _is_told(error: BaseException) -> bool:
+    """Whether `error` says it all: it is the user's own, or one that functron has words for."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not in_library(last.tb_frame):
+        return True
+    own = str(last.tb_frame.f_globals.get("__name__", "")).partition(".")[0] == "functron"
+    return own and isinstance(error, (ValueError, TypeError))
+
+
+def _users(traceback: TracebackType | None) -> TracebackType | None:
+    frames = []
+    while traceback is not None:
+        if not in_library(traceback.tb_frame):
+            frames.append(traceback)
+        traceback = traceback.tb_next
+    kept = None
+    for at in reversed(frames):
+        kept = TracebackType(kept, at.tb_frame, at.tb_lasti, at.tb_lineno)
+    return kept
+
+
+# --- kinds of arguments
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The values that may be passed as one argument.
+
+    Attributes:
+        name: of the argument.
+        position: where it stands; None: it has a name only.
+        several: whether all from there on are of the same kind.
+        kinds: classes, of which it is an instance.
+        number, function, none: whether it may be that.
+    """
+
+    name: str
+    position: int | None
+    several: bool
+    kinds: tuple[type, ...]
+    number: bool
+    function: bool
+    none: bool
+
+    def problems(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[Problem]:
+        """The problems of the values that were passed for it."""
+        given: tuple = (kwargs[self.name],) if self.name in kwargs else ()
+        if self.position is not None and self.position < len(args):
+            given = args[self.position :] if self.several else (args[self.position],)
+        for value in given:
+            if not self._fits(value):
+                yield Problem(self.name, _shown(value), self._words(), self._fix(value))
+
+    def _fits(self, value: Any) -> bool:
+        if value is None:
+            return self.none
+        if isinstance(value, self.kinds) or (self.function and callable(value)):
+            return True
+        # tensors and numbers of all libraries; a string is none, whatever it says
+        return self.number and any(hasattr(type(value), name) for name in _NUMBERS)
+
+    def _words(self) -> str:
+        words = [_article(_PUBLIC_NAMES.get(kind.__name__, kind.__name__)) for kind in self.kinds]
+        words += ["a number"] * self.number + ["a function"] * self.function
+        return " or ".join([*words, *(["None"] * self.none)])
+
+    def _fix(self, value: Any) -> str:
+        names = {kind.__name__ for kind in self.kinds}
+        if "Mesh" in names and isinstance(value, (dict, str)):
+            made = f"parse({value!r})" if isinstance(value, str) else f"Mesh(**{value!r})"
+            return f"ft.Mesh.{made}" if isinstance(value, str) else f"ft.{made}"
+        if "Rules" in names and isinstance(value, dict):
+            return "ft.Rules({...}) of the same mapping"
+        if "GradientTransformation" in names:
+            module = getattr(value, "__module__", type(value).__module__)
+            if str(module).startswith("torch.optim"):
+                return (
+                    "optim.adamw(1e-3) of functron.optim, or another there: torch's optimizers own "
+                    "the parameters that they update, these are functions of them"
+                )
+            return "call it, as in optim.adamw(1e-3)" if callable(value) else ""
+        if "Policy" in names:
+            return "one of functron.policies: nothing, everything, dots, names(...), offload(...)"
+        config = next((name for name in sorted(names) if name.endswith("Config")), "")
+        if config and isinstance(value, str):
+            return f"PRESETS[{value!r}] of the model's module, or {config}(...)"
+        if config and isinstance(value, dict):
+            return f"{config}(**config)"
+        return f"write {value}, without quotes" if self.number and _is_number(value) else ""
+
+
+_NUMBERS = ("__float__", "__index__")
+_PUBLIC_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "Mesh": "functron.Mesh",
+        "BoundMesh": "functron.BoundMesh",
+        "Rules": "functron.Rules",
+        "P": "functron.P",
+        "GradientTransformation": "optim.GradientTransformation",
+        "Gather": "functron.Gather",
+        "Schedule": "pipeline.Schedule",
+        "Partition": "pipeline.Partition",
+    }
+)
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[0].lower() in 'aeio' else 'a'} {noun}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text, kind = repr(value), type(value).__name__
+    short = len(text) <= _SHOWN and not text.startswith("<") and "\n" not in text
+    return f"{text} ({kind})" if short else getattr(value, "__name__", _article(kind))
+
+
+_SHOWN = 60
+
+
+def _is_number(text: Any) -> bool:
+    try:
+        float(text)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(text, str)
+
+
+def _wanted_of(fn: Callable) -> tuple[_Wanted, ...]:
+    """The arguments of `fn` whose annotations can be checked; of what is not of Python none."""
+    plain = inspect.unwrap(fn)
+    if not hasattr(plain, "__code__"):
+        return ()
+    names = getattr(plain, "__globals__", {})
+    found = []
+    for position, parameter in enumerate(inspect.signature(plain).parameters.values()):
+        kind = parameter.kind
+        options = _options(parameter.annotation, names)
+        if kind is parameter.VAR_KEYWORD or not options:
+            continue
+        classes = tuple(filter(_is_noun, options))
+        functions = [x for x in options if x is Callable or typing.get_origin(x) is Callable]
+        numbers = [x for x in options if x in (int, float)]
+        nones = [x for x in options if x is types.NoneType]
+        if len(classes) + len(functions) + len(numbers) + len(nones) < len(options):
+            continue  # something else may be passed too, which only `fn` can tell
+        none = bool(nones) or parameter.default is None
+        several = kind is parameter.VAR_POSITIONAL
+        place = None if kind is parameter.KEYWORD_ONLY else position
+        found.append(
+            _Wanted(parameter.name, place, several, classes, bool(numbers), bool(functions), none)
+        )
+    return tuple(found)
+
+
+def _is_noun(option: Any) -> bool:
+    return isinstance(option, type) and option.__module__.partition(".")[0] == "functron"
+
+
+def _options(annotation: Any, names: dict[str, Any]) -> tuple:
+    """The alternatives of an annotation; () where it cannot be evaluated or says nothing."""
+    if annotation is inspect.Parameter.empty:
+        return ()
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, names)
+        except (NameError, TypeError, AttributeError):
+            return ()
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)

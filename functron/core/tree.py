@@ -1,0 +1,215 @@
+"""Trees: nested dicts, lists, tuples, named tuples and None, with tensors (or anything) as leaves.
+
+A thin layer over optree that adds slash-separated paths, prefix broadcasting with taught errors,
+and sizes in parameters and bytes. Dict keys are visited in sorted order, as in JAX. `None` holds
+no leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+
+from functron.core.errors import Problem, raise_problems
+
+Tree = Any
+Structure = optree.PyTreeSpec
+
+
+def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list, Structure]:
+    """The leaves of `tree`, in order, and the structure that rebuilds it."""
+    return optree.tree_flatten(tree, is_leaf=is_leaf)
+
+
+def unflatten(structure: Structure, leaves: Any) -> Tree:
+    """The tree of this structure with these leaves."""
+    return optree.tree_unflatten(structure, leaves)
+
+
+def leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list:
+    """The leaves of `tree`, in order."""
+    return optree.tree_leaves(tree, is_leaf=is_leaf)
+
+
+def structure(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Structure:
+    """The structure of `tree`, without its leaves."""
+    return optree.tree_structure(tree, is_leaf=is_leaf)
+
+
+def path_string(path: tuple) -> str:
+    """A path of keys and positions as text: ``("blocks", 0, "up")`` is ``"blocks/0/up"``."""
+    return "/".join(str(entry) for entry in path)
+
+
+def paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    """The path of every leaf, in leaf order. The path of a lone leaf is ``""``.
+
+    Dict keys, positions in lists and tuples, and the field names of named tuples.
+    """
+    accessors = optree.tree_accessors(tree, is_leaf=is_leaf)
+    return [
+        path_string(tuple(getattr(step, "field", step.entry) for step in accessor))
+        for accessor in accessors
+    ]
+
+
+def map(  # noqa: A001  (read as tree.map, like jax.tree.map)
+    fn: Callable, tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None
+) -> Tree:
+    """`fn` applied to each leaf of `tree` and the matching leaves of `rest`.
+
+    Raises:
+        ValueError: a tree in `rest` has another structure; every path that differs is named.
+    """
+    flat, shape = flatten(tree, is_leaf)
+    columns = [same_structure(tree, other, is_leaf=is_leaf) for other in rest]
+    return unflatten(shape, [fn(*row) for row in zip(flat, *columns, strict=True)])
+
+
+def map_with_path(
+    fn: Callable, tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None
+) -> Tree:
+    """`fn(path, leaf, *rest_leaves)` applied to each leaf; `path` is a string like ``"a/0/b"``."""
+    flat, shape = flatten(tree, is_leaf)
+    columns = [same_structure(tree, other, is_leaf=is_leaf) for other in rest]
+    rows = zip(paths(tree, is_leaf), flat, *columns, strict=True)
+    return unflatten(shape, [fn(*row) for row in rows])
+
+
+def same_structure(
+    tree: Tree,
+    other: Tree,
+    *,
+    is_leaf: Callable[[Any], bool] | None = None,
+    names: tuple[str, str] = ("the first tree", "the second tree"),
+) -> list:
+    """The parts of `other` that stand where `tree` has leaves.
+
+    Raises:
+        ValueError: the structures differ; every missing and every extra path is named.
+    """
+    shape = structure(tree, is_leaf)
+    try:
+        return shape.flatten_up_to(other)
+    except (ValueError, TypeError) as error:
+        mine, theirs = set(paths(tree, is_leaf)), set(paths(other, is_leaf))
+        # A whole subtree may stand for a leaf; a leaf for a subtree is reported as what it lacks.
+        missing = [
+            Problem(path or "(root)", f"nothing in {names[1]}", f"a leaf, as in {names[0]}")
+            for path in sorted(mine - theirs)
+            if not any(_is_under(other, path) for other in theirs)
+        ]
+        extra = [
+            Problem(path or "(root)", f"a leaf in {names[1]}", f"nothing, as in {names[0]}")
+            for path in sorted(theirs - mine)
+            if not any(_is_under(path, other) or _is_under(other, path) for other in mine)
+        ]
+        found = missing + extra or [Problem("(root)", str(error), "the same structure")]
+        raise_problems(f"{names[1]} does not match the structure of {names[0]}", found)
+        raise AssertionError("unreachable") from error
+
+
+def _is_under(path: str, above: str) -> bool:
+    return path != above and (not above or path.startswith(f"{above}/"))
+
+
+def broadcast_prefix(
+    prefix: Tree,
+    tree: Tree,
+    *,
+    is_leaf: Callable[[Any], bool] | None = None,
+    what: str = "prefix",
+    wanted: str = "the same containers as the value",
+) -> list:
+    """One entry of `prefix` for each leaf of `tree`, repeating it over whole subtrees.
+
+    ``{"a": x, "b": y}`` over ``{"a": [1, 2], "b": 3}`` gives ``[x, x, y]``.
+
+    Args:
+        prefix: a tree that ends no later than `tree` does.
+        tree: the tree whose leaves are to be covered.
+        is_leaf: what counts as a leaf of `prefix`.
+        what: the name of the prefix in error messages.
+        wanted: what the message asks for when the prefix does not fit.
+
+    Raises:
+        ValueError: `prefix` is not a prefix of `tree`; each place that differs is named.
+    """
+    out: list = []
+    problems: list[Problem] = []
+    _broadcast(prefix, tree, is_leaf, what, out, problems, wanted)
+    raise_problems(f"{what} is not a prefix of the value it describes", problems)
+    return out
+
+
+def _broadcast(prefix, tree, is_leaf, path, out, problems, wanted) -> None:
+    if is_leaf is not None and optree.tree_is_leaf(prefix) and not is_leaf(prefix):
+        fix = f"write P({prefix!r})" if isinstance(prefix, str) else ""
+        problems.append(Problem(path, repr(prefix), wanted, fix))
+        return
+    if (is_leaf is not None and is_leaf(prefix)) or optree.tree_is_leaf(prefix):
+        out.extend([prefix] * len(leaves(tree)))
+        return
+    if optree.tree_is_leaf(tree) or type(prefix) is not type(tree):
+        problems.append(Problem(path, type(prefix).__name__, f"{wanted} ({type(tree).__name__})"))
+        return
+    mine, theirs = _children(prefix), _children(tree)
+    for key in [*mine, *(key for key in theirs if key not in mine)]:
+        where = f"{path}/{key}"
+        if key not in theirs:
+            problems.append(Problem(where, "an entry", f"nothing: the value has no {key!r}"))
+        elif key not in mine:
+            problems.append(Problem(where, "nothing", f"an entry: the value has {key!r}"))
+        else:
+            _broadcast(mine[key], theirs[key], is_leaf, where, out, problems, wanted)
+
+
+def _children(tree: Tree) -> dict[Any, Tree]:
+    children, _, entries, _ = optree.tree_flatten_one_level(tree)
+    entries = tree._fields if optree.is_namedtuple(tree) else entries
+    return dict(zip(entries, children, strict=True))
+
+
+def partition(tree: Tree, mask: Tree) -> tuple[Tree, Tree]:
+    """The leaves that `mask` picks, and the others: two trees with None where the other has a leaf.
+
+    `join` is the inverse. ``partition({"a": 1, "b": 2}, {"a": True, "b": False})`` is
+    ``({"a": 1, "b": None}, {"a": None, "b": 2})``.
+
+    Args:
+        tree: any tree.
+        mask: a tree or prefix tree of bools.
+
+    Raises:
+        ValueError: `mask` is not a prefix of `tree`.
+    """
+    flat, shape = flatten(tree)
+    flags = broadcast_prefix(mask, tree, what="mask", wanted="a bool, or containers")
+    rows = list(zip(flat, flags, strict=True))
+    first = unflatten(shape, [leaf if flag else None for leaf, flag in rows])
+    return first, unflatten(shape, [None if flag else leaf for leaf, flag in rows])
+
+
+def join(first: Tree, second: Tree) -> Tree:
+    """The tree that `partition` divided: the leaves of both, each where the other has None."""
+    return optree.tree_map(
+        lambda one, other: other if one is None else one, first, second, none_is_leaf=True
+    )
+
+
+def size(tree: Tree) -> int:
+    """The number of elements in all tensor leaves: a model's parameter count."""
+    return sum(leaf.numel() for leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def nbytes(tree: Tree) -> int:
+    """The bytes of all tensor leaves, views counted at their own size."""
+    return sum(leaf.nbytes for leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether `value` is a leaf rather than a container (None is an empty container)."""
+    return optree.tree_is_leaf(value)

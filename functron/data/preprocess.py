@@ -1,0 +1,753 @@
+"""Preprocessing: tokens on disk of files of text, by several processes, to be killed at any time.
+
+`preprocess` cuts the text into chunks; workers make a part of each (`Encoder`), finished or not
+there; the files are assembled of the parts. `Settings` are its options, `Summary` is its result.
+Worker processes take tasks from one parent, and end when it does, however it ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import asdict, astuple, dataclass, replace
+from itertools import chain
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar
+
+import filelock
+import numpy as np
+
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.data.documents import MAX_LISTED
+from functron.data.indexed import IndexedFile, IndexedWriter
+from functron.data.sources import Chunk, Text, cut, find_files, read, where
+from functron.data.text_tokenizer import TextTokenizer, end_of_text, open_tokenizer
+from functron.data.token_file import check_dtype, fitting_dtype
+
+Empty = Literal["refuse", "drop", "keep"]
+Format = Literal["indexed", "npy"]
+Dtype = Literal["auto", "uint8", "uint16", "int32"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of preprocessing.
+
+    Attributes:
+        inputs: files and folders (see `functron.data.sources.find_files`). A document is encoded
+            in one call, for which Hugging Face's tokenizers take some 130 bytes of memory per byte:
+            cut files of plain text that have hundreds of MB.
+        tokenizer: a path, or ``bytes`` (see `functron.data.text_tokenizer.open_tokenizer`).
+        out: where to, without the endings that the format has.
+        key: of the text in JSONL objects; the column of Parquet files.
+        append_eod: end every document with the token that ends a text.
+        end_of_text: the name of that special token; empty: the tokenizer's own.
+        pattern: how a tiktoken file's tokenizer splits text.
+        format: ``indexed``: OUT.bin and OUT.idx, as Megatron-LM has them; ``npy``: OUT.npy, and
+            OUT.documents.npy with where documents begin.
+        dtype: of the tokens; ``auto``: uint16 below 65,500 ids, or int32, as in Megatron-LM.
+        empty: what becomes of documents without tokens: ``refuse`` them all, ``drop`` them, or
+            ``keep`` them as documents that begin where they end, as Megatron-LM does.
+        workers: processes; 0: as many as this one may use processors.
+    """
+
+    inputs: tuple[str, ...]
+    tokenizer: str
+    out: str
+    key: str = "text"
+    append_eod: bool = True
+    end_of_text: str = ""
+    pattern: str = ""
+    format: Format = "indexed"
+    dtype: Dtype = "auto"
+    empty: Empty = "refuse"
+    workers: int = 0
+
+    @property
+    def num_workers(self) -> int:
+        """How many processes that is."""
+        if self.workers:
+            return self.workers
+        if hasattr(os, "sched_getaffinity"):  # not on macOS
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
+
+    @property
+    def targets(self) -> tuple[Path, Path]:
+        """The files to make; without the second, the first is of no use."""
+        endings = (".bin", ".idx") if self.format == "indexed" else (".documents.npy", ".npy")
+        return Path(self.out + endings[0]), Path(self.out + endings[1])
+
+    @property
+    def record(self) -> Path:
+        """The file with how they were made; it is written when they are complete."""
+        return Path(self.out + ".json")
+
+    @property
+    def parts(self) -> Path:
+        """The folder of finished parts, until then."""
+        return Path(self.out + ".parts")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The text that has become tokens so far.
+
+    Attributes:
+        done: bytes of the text that are tokens by now.
+        total: bytes of the text.
+        tokens: how many they are.
+        earlier: how many of them were there when this process began.
+        seconds: since then.
+    """
+
+    done: int
+    total: int
+    tokens: int
+    earlier: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The speed of this process and its workers."""
+        return (self.tokens - self.earlier) / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The result of preprocessing; prints as a few lines.
+
+    Attributes:
+        settings: the options.
+        files: how many the text was in.
+        size: their bytes.
+        documents: how many were written.
+        tokens: in all documents together.
+        empty: documents without tokens, left out or kept.
+        dtype: of the tokens.
+        progress: of the process that finished; None: it was complete before.
+    """
+
+    settings: Settings
+    files: int
+    size: int
+    documents: int
+    tokens: int
+    empty: int
+    dtype: str
+    progress: Progress | None
+
+    def __str__(self) -> str:
+        kept = "kept" if self.settings.empty == "keep" else "left out"
+        empty = f" ({self.empty:,} without tokens {kept})" if self.empty else ""
+        files = "1 file" if self.files == 1 else f"{self.files:,} files"
+        documents = "1 document" if self.documents == 1 else f"{self.documents:,} documents"
+        names = ", ".join(str(path) for path in self.settings.targets)
+        lines = [
+            f"text    {files}, {self.size / 1e6:,.1f} MB",
+            f"tokens  {self.tokens:,} in {documents}{empty}, {self.dtype}",
+            f"written {names}",
+        ]
+        if self.progress is None:
+            return "\n".join([*lines, "nothing to do: this was complete"])
+        earlier = self.progress.earlier
+        if earlier:
+            lines.append(f"resumed {earlier:,} of the tokens were there before")
+        if earlier == self.progress.tokens:
+            return "\n".join(lines)
+        count = self.settings.num_workers
+        workers = "1 process" if count == 1 else f"{count} processes"
+        speed = f"{self.progress.tokens_per_second:,.0f} tokens/s on {workers}"
+        return "\n".join([*lines, f"speed   {speed}, {self.progress.seconds:,.1f} s"])
+
+
+BATCH_CHARACTERS = 1 << 20
+BATCH_TEXTS = 4096
+
+
+@dataclass(frozen=True)
+class Task:
+    """A chunk, and where its tokens go.
+
+    Attributes:
+        chunk: of the text.
+        part: without endings.
+    """
+
+    chunk: Chunk
+    part: Path
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The contents of a part.
+
+    Attributes:
+        documents: those written.
+        tokens: in all of them.
+        empty: documents without tokens.
+    """
+
+    documents: int
+    tokens: int
+    empty: int
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The way in which texts become tokens.
+
+    Attributes:
+        tokenizer: its path.
+        pattern: for tiktoken's.
+        end: the id that ends documents; None: none.
+        dtype: of the tokens.
+        key: of the text.
+        empty: what becomes of documents without tokens.
+    """
+
+    tokenizer: str
+    pattern: str
+    end: int | None
+    dtype: str
+    key: str
+    empty: Empty
+
+
+class Encoder:
+    """Tasks to parts.
+
+    Args:
+        encoding: of texts.
+        tokenizer: the encoding's, where it is open already.
+    """
+
+    def __init__(self, encoding: Encoding, tokenizer: TextTokenizer | None = None):
+        self._encoding = encoding
+        self._tokenizer = tokenizer or open_tokenizer(encoding.tokenizer, pattern=encoding.pattern)
+
+    def __call__(self, task: Task) -> Counts | list[Problem]:
+        """Make the part of a task, or say why it cannot be made: then nothing is left of it."""
+        try:
+            counts = _encode(task, self._encoding, self._tokenizer)
+        except _UnreadableError as error:
+            return error.problems
+        except OSError as error:
+            got = error.strerror or str(error)
+            where = str(error.filename or task.part)
+            return [Problem(where, got, "files that can be read, and room to write", "start again")]
+        write_json(mark_of(task.part), asdict(counts))
+        return counts
+
+
+def _title(task: Task) -> str:
+    chunk, others = task.chunk, len(task.chunk.files) - 1
+    stop = "the end" if chunk.stop is None else chunk.stop
+    more = f" and {others} more files" if others else ""
+    return f"{chunk.files[0]}{more} from {chunk.start} to {stop}"
+
+
+def mark_of(part: Path) -> Path:
+    """The file with the counts of a part; without it there is no part."""
+    return part.with_name(part.name + ".json")
+
+
+def read_mark(part: Path) -> Counts | None:
+    """The contents of a finished part; None where it is not finished."""
+    try:
+        return Counts(**(_load(mark_of(part)) or {}))
+    except TypeError:
+        return None
+
+
+def write_json(file: Path, value: object) -> None:
+    """Write a file so that it is whole or not there."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}.new")
+    with beside.open("w", encoding="utf-8") as stream:
+        json.dump(value, stream, indent=1)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(file)
+
+
+class _UnreadableError(Exception):
+    """Ends the writing of a part."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+
+
+def _encode(task: Task, encoding: Encoding, tokenizer: TextTokenizer) -> Counts:
+    problems: list[Problem] = []
+    empty = 0
+    kept = encoding.empty == "keep"
+    options = {"vocab_size": tokenizer.vocab_size, "allow_empty": kept, "overwrite": True}
+    with IndexedWriter(task.part, np.dtype(encoding.dtype), **options) as writer:
+        for batch in _batches(task.chunk, encoding.key, problems):
+            lists = tokenizer.encode_batch([text.text for text in batch])
+            for text, ids in zip(batch, lists, strict=True):
+                if ids and encoding.end is not None:
+                    ids.append(encoding.end)
+                elif not ids:
+                    empty += 1
+                    if encoding.empty == "refuse" and len(problems) < MAX_LISTED:
+                        problems.append(_empty_problem(task.chunk, text))
+            lengths = [len(ids) for ids in lists if ids or kept]
+            if lengths and not problems:
+                tokens = np.fromiter(chain.from_iterable(lists), np.int64, sum(lengths))
+                writer.extend(tokens, lengths)
+        if problems:
+            raise _UnreadableError(problems)
+    return Counts(writer.num_documents, writer.num_tokens, empty)
+
+
+def _empty_problem(chunk: Chunk, text: Text) -> Problem:
+    got = "an empty text" if not text.text else f"a text without tokens: {text.text[:20]!r}"
+    fix = "leave it out, or use --empty drop"
+    return Problem(where(chunk, text.place), got, "at least one token", fix)
+
+
+def _batches(chunk: Chunk, key: str, problems: list[Problem]) -> Iterator[list[Text]]:
+    """The texts of a chunk, as many as are worth one call; mistakes go to `problems`."""
+    batch: list[Text] = []
+    size = 0
+    for text in read(chunk, key):
+        problem = text.problem or _encoding_problem(chunk, text)
+        if problem is not None:
+            problems.append(problem)
+            if len(problems) >= MAX_LISTED:
+                return
+            continue
+        batch.append(text)
+        size += len(text.text)
+        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_TEXTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encoding_problem(chunk: Chunk, text: Text) -> Problem | None:
+    """JSON can write lone surrogates, which no encoding can."""
+    try:
+        text.text.encode()
+    except UnicodeEncodeError as error:
+        got = f"half of a surrogate pair at character {error.start}"
+        return Problem(where(chunk, text.place), got, "text")
+    return None
+
+
+BLOCK = 1 << 20
+
+
+def assemble(settings: Settings, dtype: str, parts: Sequence[Path], counts: Counts) -> None:
+    """Make the targets of `settings` of parts, one after another; nothing grows in memory.
+
+    They are written in the folder of parts, so that nothing is left elsewhere of what is killed.
+    """
+    whole = replace(settings, out=str(settings.parts / "whole"))
+    if settings.format == "indexed":
+        with IndexedWriter(whole.out, np.dtype(dtype), overwrite=True) as writer:
+            for part in parts:
+                writer.append(IndexedFile(part))
+    else:
+        documents, tokens = whole.targets
+        with tokens.open("wb") as token_stream, documents.open("wb") as document_stream:
+            _header(token_stream, np.dtype(dtype), counts.tokens)
+            _header(document_stream, np.dtype(np.int64), counts.documents + 1)
+            _copy(parts, token_stream, document_stream)
+            for stream in (token_stream, document_stream):
+                stream.flush()
+                os.fsync(stream.fileno())
+    settings.targets[1].unlink(missing_ok=True)
+    for made, target in zip(whole.targets, settings.targets, strict=True):
+        made.replace(target)
+
+
+def _header(stream: IO[bytes], dtype: np.dtype, count: int) -> None:
+    description = {"descr": dtype.newbyteorder("<").str, "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(stream, description)
+
+
+def _copy(parts: Sequence[Path], tokens: IO[bytes], documents: IO[bytes]) -> None:
+    written = 0
+    documents.write(np.zeros(1, "<i8").tobytes())
+    for part in parts:
+        file = IndexedFile(part)
+        for begin in range(0, file.num_tokens, BLOCK):
+            tokens.write(file.read(begin, min(BLOCK, file.num_tokens - begin)).tobytes())
+        ends = file.starts(np.arange(1, file.num_documents + 1)) + written
+        documents.write(ends.astype("<i8").tobytes())
+        written += file.num_tokens
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_PARALLEL = "TOKENIZERS_PARALLELISM"
+"""What keeps the package tokenizers from starting threads of its own in every process."""
+
+
+def run(
+    count: int,
+    start: Callable[[], Callable[[T], R]],
+    tasks: Sequence[T],
+    name: Callable[[T], str],
+) -> Generator[tuple[T, R], None, None]:
+    """Tasks with their results as they come in, of `count` processes, or of this one for one.
+
+    Closing the iterator ends the processes. They are forked from a server that has this package
+    imported and nothing else running, where the system can; each waits at a pipe of its own, so
+    that none outlives its parent by more than a task.
+
+    Args:
+        count: at least 1.
+        start: called once in every process, gives what does the tasks; can be pickled.
+        tasks: in the order in which they are begun.
+        name: of a task, for errors when its process dies.
+
+    Raises:
+        ValueError: a process died, which is what happens when memory is short.
+        RuntimeError: a task failed; with its traceback.
+    """
+    if count == 1 or len(tasks) <= 1:
+        with _one_thread():
+            work = start() if tasks else None
+            for task in tasks:
+                assert work is not None
+                yield task, work(task)
+        return
+    workers: dict[Connection, BaseProcess] = {}
+    running: dict[Connection, T] = {}
+    waiting = iter(tasks)
+    try:
+        for _ in range(min(count, len(tasks))):
+            connection, process = _begin(start)
+            workers[connection] = process
+            _give(connection, waiting, running)
+        while running:
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                task = running.pop(ready)
+                result = _answer(ready, workers[ready], name(task))
+                _give(ready, waiting, running)
+                yield task, result
+    finally:
+        _end(workers, idle=not running)
+
+
+def _begin(start: Callable[[], Any]) -> tuple[Connection, BaseProcess]:
+    context: Any = multiprocessing.get_context("spawn")
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["functron.data.preprocess"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, start), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def _serve(connection: Connection, start: Callable[[], Callable[[Any], Any]]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too, and decides
+    os.environ[_PARALLEL] = "false"
+    work = None
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        try:
+            work = work or start()
+            answer = work(task), ""
+        except Exception:
+            answer = None, traceback.format_exc()
+        try:
+            connection.send(answer)
+        except BrokenPipeError:
+            return
+
+
+def _give(connection: Connection, waiting: Iterator[T], running: dict[Connection, T]) -> None:
+    for task in waiting:
+        running[connection] = task
+        # to a dead process nothing can be sent; reading from it will say so
+        with suppress(BrokenPipeError, ConnectionResetError):
+            connection.send(task)
+        return
+
+
+def _answer(connection: Connection, process: BaseProcess, task: str) -> Any:
+    try:
+        result, failure = connection.recv()
+    except (EOFError, ConnectionResetError):
+        process.join()
+        code = process.exitcode or 0
+        cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        got = f"a process that died ({cause}) in {task}"
+        fix = "start again to go on; where memory is short, with fewer --workers"
+        refuse("stopped", "workers", got, "its tokens", fix)
+    if failure:
+        raise RuntimeError(f"a worker failed in {task}\n{failure}")
+    return result
+
+
+def _end(workers: dict[Connection, Any], idle: bool) -> None:
+    for connection in workers:
+        connection.close()
+    for process in workers.values():
+        if not idle:
+            process.terminate()
+        process.join()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep tokenizers to this thread: one process is one process."""
+    before = os.environ.get(_PARALLEL)
+    os.environ[_PARALLEL] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_PARALLEL, None)
+        else:
+            os.environ[_PARALLEL] = before
+
+
+CHUNK_BYTES = 1 << 22
+MANIFEST = "manifest.json"
+_CANNOT = "cannot preprocess"
+
+
+def preprocess(
+    settings: Settings,
+    report: Callable[[Progress], None] | None = None,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Summary:
+    """Make tokens on disk of text: documents in the order of the files, whatever the workers.
+
+    The text is cut into chunks, of which workers make parts in the folder OUT.parts, each finished
+    or not there. When all are, OUT is made of them and gets its name, and the folder goes. So this
+    can be killed at any point and called again: what is finished is not made again, and the files
+    are the same, byte for byte. That needs room for the tokens twice.
+
+    In the end OUT.json records what was made of what; with it, another call finds nothing to do.
+
+    Args:
+        settings: what and how.
+        report: called whenever a part is finished, and once before.
+        chunk_bytes: of the text, in a chunk; the result does not depend on it.
+
+    Raises:
+        ValueError: what was asked for is not possible, text cannot be read (the first 20 places,
+            each with file and line or row), OUT exists, or its parts are of other settings.
+    """
+    if settings.workers < 0:
+        refuse(_CANNOT, "workers", settings.workers, "at least 0")
+    tokenizer = open_tokenizer(settings.tokenizer, pattern=settings.pattern)
+    encoding = _encoding_of(settings, tokenizer)
+    files = find_files(settings.inputs)
+    chunks = cut(files, settings.key, chunk_bytes)
+    stats = {file: _stat(file) for file in files}
+    tasks = [Task(chunk, settings.parts / _name(chunk, stats)) for chunk in chunks]
+    manifest = _manifest(settings, encoding, tasks)
+    size = sum(length for length, _ in stats.values())
+    summary = functools.partial(Summary, settings, len(files), size, dtype=encoding.dtype)
+    complete = _complete(settings, manifest)
+    if complete is not None:
+        shutil.rmtree(settings.parts, ignore_errors=True)  # ended while it went
+        return summary(**asdict(complete), progress=None)
+    with _lock(settings):
+        _check_parts(settings, manifest)
+        # tokenizers are large to send, and some cannot be
+        here = tokenizer if settings.num_workers == 1 else None
+        progress = _make_parts(settings, functools.partial(Encoder, encoding, here), tasks, report)
+        changed = [str(file) for file in files if _stat(file) != stats[file]]
+        got, fix = "text that changed while it was read", "start again"
+        raise_problems(_CANNOT, [Problem(name, got, "the same", fix) for name in changed])
+        counts = _total(tasks)
+        if not counts.documents:
+            got = f"no documents with tokens in {len(files)} files"
+            refuse(_CANNOT, str(settings.inputs), got, "at least one")
+        assemble(settings, encoding.dtype, [task.part for task in tasks], counts)
+        record = settings.parts / "record.json"
+        write_json(record, {**manifest, **asdict(counts)})
+        record.replace(settings.record)
+        shutil.rmtree(settings.parts, ignore_errors=True)
+    return summary(**asdict(counts), progress=progress)
+
+
+def _encoding_of(settings: Settings, tokenizer: TextTokenizer) -> Encoding:
+    if settings.end_of_text and not settings.append_eod:
+        refuse(_CANNOT, "end_of_text", repr(settings.end_of_text), "none, with --no-append-eod")
+    end = end_of_text(tokenizer, settings.end_of_text) if settings.append_eod else None
+    auto = settings.dtype == "auto"
+    dtype = fitting_dtype(tokenizer.vocab_size) if auto else np.dtype(settings.dtype)
+    check_dtype("dtype", dtype, tokenizer.vocab_size)
+    # folders may be named relative to this process's, which workers need not share
+    path = settings.tokenizer if tokenizer.file is None else str(tokenizer.file.absolute())
+    return Encoding(path, settings.pattern, end, dtype.name, settings.key, settings.empty)
+
+
+def _manifest(settings: Settings, encoding: Encoding, tasks: Sequence[Task]) -> dict[str, Any]:
+    """All that decides the bytes of the result; two runs that agree in it make the same."""
+    file = Path(encoding.tokenizer)
+    tokenizer = (
+        hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else encoding.tokenizer
+    )
+    names = json.dumps([task.part.name for task in tasks]).encode()
+    return {
+        "inputs": list(settings.inputs),
+        "text": hashlib.sha256(names).hexdigest(),
+        "tokenizer": encoding.tokenizer,
+        "tokenizer_sha256": tokenizer,
+        "pattern": encoding.pattern,
+        "end_of_text": encoding.end,
+        "dtype": encoding.dtype,
+        "key": encoding.key,
+        "empty_documents": encoding.empty,
+        "format": settings.format,
+    }
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Where two manifests differ in what their parts have in them."""
+    ignored = {"inputs", "tokenizer", "text", "format"}
+    return [key for key in wanted if key not in ignored and found.get(key) != wanted[key]]
+
+
+def _complete(settings: Settings, manifest: Mapping[str, Any]) -> Counts | None:
+    """The counts of an earlier, complete result of the same; None: there is none.
+
+    Raises:
+        ValueError: something else is where the result should go.
+    """
+    existing = [path for path in settings.targets if path.exists()]
+    found = _load(settings.record) or {}
+    fields = ("documents", "tokens", "empty")
+    differ = _differences(found, manifest)
+    differ += [key for key in ("text", "format") if found.get(key) != manifest[key]]
+    if len(existing) == 2 and not differ and all(field in found for field in fields):
+        return Counts(*(found[field] for field in fields))
+    if not existing or settings.parts.exists():
+        return None  # what the parts are of decides
+    differ = differ if found else []
+    got = (
+        f"an existing file, made with another {', '.join(differ)}" if differ else "an existing file"
+    )
+    problems = [Problem(str(path), got, "a new one", "choose another --out") for path in existing]
+    raise_problems(_CANNOT, problems)
+    return None
+
+
+def _check_parts(settings: Settings, manifest: Mapping[str, Any]) -> None:
+    """Check that the parts that are there are of these settings; write down of which they are."""
+    file = settings.parts / MANIFEST
+    found = _load(file)
+    if found is None:
+        write_json(file, dict(manifest))
+        return
+    problems = [
+        Problem(f"{settings.parts}: {key}", repr(found.get(key)), repr(manifest[key]))
+        for key in _differences(found, manifest)
+    ]
+    title = (
+        "unfinished parts of other settings are there: remove the folder, or choose another --out"
+    )
+    raise_problems(title, problems)
+
+
+def _load(file: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _lock(settings: Settings) -> AbstractContextManager[Any]:
+    """Keeps two processes from making the same files; the lock of a process that died is free."""
+    try:
+        settings.parts.mkdir(parents=True, exist_ok=True)
+        return filelock.FileLock(settings.parts / "lock").acquire(timeout=0)
+    except filelock.Timeout:
+        got = "another process at work there"
+        refuse(_CANNOT, str(settings.parts), got, "none", "wait, or choose another --out")
+    except OSError as error:
+        got = error.strerror or str(error)
+        refuse(_CANNOT, str(error.filename or settings.parts), got, "a new folder")
+
+
+def _make_parts(
+    settings: Settings,
+    start: Callable[[], Encoder],
+    tasks: Sequence[Task],
+    report: Callable[[Progress], None] | None,
+) -> Progress:
+    begun = time.perf_counter()
+    marks = {task.part: (task, read_mark(task.part)) for task in tasks}
+    missing = [task for task, mark in marks.values() if mark is None]
+    total = sum(task.chunk.size for task, _ in marks.values())
+    done = total - sum(task.chunk.size for task in missing)
+    earlier = tokens = sum(mark.tokens for _, mark in marks.values() if mark is not None)
+    progress = Progress(done, total, tokens, earlier, 0.0)
+    if report is not None:
+        report(progress)
+    results = run(settings.num_workers, start, missing, _title)
+    problems: dict[Path, list[Problem]] = {}
+    for task, result in _until_wrong(results, problems):
+        done, tokens = done + task.chunk.size, tokens + result.tokens
+        progress = Progress(done, total, tokens, earlier, time.perf_counter() - begun)
+        if report is not None:
+            report(progress)
+    listed = [problem for task in tasks for problem in problems.get(task.part, [])]
+    more = f": the first {MAX_LISTED} places" if len(listed) >= MAX_LISTED else ""
+    raise_problems("cannot read all of the text" + more, listed[:MAX_LISTED])
+    return progress
+
+
+def _until_wrong(
+    results: Generator[tuple[Task, Counts | list[Problem]]], problems: dict[Path, list[Problem]]
+) -> Iterator[tuple[Task, Counts]]:
+    """The parts that could be made; of those that could not, the first 20 problems."""
+    with closing(results):
+        for task, result in results:
+            if isinstance(result, Counts):
+                yield task, result
+                continue
+            problems[task.part] = result
+            if sum(map(len, problems.values())) >= MAX_LISTED:
+                return
+
+
+def _total(tasks: Sequence[Task]) -> Counts:
+    marks = [read_mark(task.part) for task in tasks]
+    assert None not in marks
+    rows = [astuple(mark) for mark in marks if mark is not None]
+    return Counts(*(sum(column) for column in zip(*rows, strict=True)))
+
+
+def _stat(file: Path) -> tuple[int, int]:
+    found = file.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _name(chunk: Chunk, stats: Mapping[Path, tuple[int, int]]) -> str:
+    """A part's name follows from the text in it, so that changed files are read again."""
+    files = [[str(file.absolute()), *stats[file]] for file in chunk.files]
+    text = json.dumps([files, chunk.start, chunk.stop])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]

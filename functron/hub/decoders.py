@@ -1,0 +1,583 @@
+"""Formats of dense decoders: Llama's names and entries, and those of its relatives.
+
+| format    | beside Llama                                                                         |
+|-----------|--------------------------------------------------------------------------------------|
+| Mistral   | windows                                                                              |
+| Qwen 2    | windows in some layers, biases on q, k, v                                            |
+| Qwen 3    | windows in some layers, norms of queries and keys                                    |
+| Phi 3     | windows, fused projections                                                           |
+| Gemma     | norms around 1, a scaled embedding                                                   |
+| Gemma 2   | norms on both sides of sublayers, caps on scores and logits, a window in every other |
+| Gemma 3   | norms on both sides, norms of queries and keys, a window and its own rope in 5 of 6  |
+| OLMo 2    | norms after sublayers alone, norms of queries and keys over all heads together       |
+| Nemotron  | LayerNorm around 1, squared ReLU without a gate, half of a head's dims rotated       |
+| SmolLM3   | every fourth layer without rope                                                      |
+| OLMo      | LayerNorm without parameters, queries, keys and values that are clipped              |
+| GLM       | rotated pairs next to each other, half of a head's dims rotated, biases on q, k, v   |
+| GLM-4     | the same with norms on both sides of sublayers                                       |
+| GPT-2     | names of its own, LayerNorm, learned positions                                       |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from functron.core.errors import Problem
+from functron.hub.entries import (
+    ACTIVATIONS,
+    Entry,
+    EntryError,
+    Table,
+    activation,
+    biases,
+    derived,
+    fixed,
+    get_whole,
+    is_a,
+    only,
+    positive,
+    rope,
+    same,
+    window,
+)
+from functron.hub.format import (
+    EMBED,
+    HEADS,
+    UNEMBED,
+    UP,
+    Format,
+    Rule,
+    attention,
+    linear,
+    mlp,
+    norm,
+)
+from functron.models.config import GPTConfig
+
+# --- names of tensors
+
+LAYER = "model.layers.{layer}"
+START = (Rule("model.embed_tokens.weight", EMBED, ("embed",)),)
+END = (*norm("model.norm", "norm"), Rule("lm_head.weight", UNEMBED, ("unembed",)))
+NORMS = (
+    *norm(f"{LAYER}.input_layernorm", "blocks/attention_norm"),
+    *norm(f"{LAYER}.post_attention_layernorm", "blocks/mlp_norm"),
+)
+ATTENTION = (
+    *attention("blocks/attention", *(f"{LAYER}.self_attn.{name}_proj" for name in "qkvo")),
+    *norm(f"{LAYER}.self_attn.q_norm", "blocks/attention/q_norm", "head"),
+    *norm(f"{LAYER}.self_attn.k_norm", "blocks/attention/k_norm", "head"),
+)
+GATED = ("gate_proj", "up_proj", "down_proj")
+MLP = mlp("blocks/mlp", *(f"{LAYER}.mlp.{name}" for name in GATED))
+
+LLAMA_RULES = (*START, *NORMS, *ATTENTION, *MLP, *END)
+"""Llama's names, with those of the biases and norms that other formats add to them."""
+
+_NORMS_AROUND = (
+    *norm(f"{LAYER}.input_layernorm", "blocks/attention_norm"),
+    *norm(f"{LAYER}.post_attention_layernorm", "blocks/attention_out_norm"),
+    *norm(f"{LAYER}.pre_feedforward_layernorm", "blocks/mlp_norm"),
+    *norm(f"{LAYER}.post_feedforward_layernorm", "blocks/mlp_out_norm"),
+)
+_GLM4_NORMS = (
+    *norm(f"{LAYER}.input_layernorm", "blocks/attention_norm"),
+    *norm(f"{LAYER}.post_self_attn_layernorm", "blocks/attention_out_norm"),
+    *norm(f"{LAYER}.post_attention_layernorm", "blocks/mlp_norm"),
+    *norm(f"{LAYER}.post_mlp_layernorm", "blocks/mlp_out_norm"),
+)
+_NORMS_ACROSS = tuple(
+    Rule(f"{LAYER}.self_attn.{name}.weight", HEADS[1], (f"blocks/attention/{name}/scale",))
+    for name in ("q_norm", "k_norm")
+)
+_QKV = ("blocks/attention/q/w", "blocks/attention/k/w", "blocks/attention/v/w")
+_OUT = ATTENTION[6:8]
+_FUSED_QKV = (Rule(f"{LAYER}.self_attn.qkv_proj.weight", HEADS[0], _QKV), *_OUT)
+_FUSED_MLP = (
+    Rule(f"{LAYER}.mlp.gate_up_proj.weight", UP[0], ("blocks/mlp/gate/w", "blocks/mlp/up/w")),
+    *MLP[4:],
+)
+
+_H = "transformer.h.{layer}"
+GPT2_RULES = (  # its Conv1D stores weights as we do, [in, out]
+    Rule("transformer.wte.weight", EMBED, ("embed",)),
+    Rule("transformer.wpe.weight", "position embed -> position embed", ("positions",)),
+    *norm(f"{_H}.ln_1", "blocks/attention_norm"),
+    Rule(f"{_H}.attn.c_attn.weight", "embed (heads head) -> embed heads head", _QKV, fused=1),
+    Rule(f"{_H}.attn.c_attn.bias", HEADS[1], tuple(f"{path[:-1]}b" for path in _QKV)),
+    *linear(
+        f"{_H}.attn.c_proj",
+        "blocks/attention/out",
+        "(heads head) embed -> heads head embed",
+        "embed -> embed",
+    ),
+    *norm(f"{_H}.ln_2", "blocks/mlp_norm"),
+    *linear(f"{_H}.mlp.c_fc", "blocks/mlp/up", "embed mlp -> embed mlp", "mlp -> mlp"),
+    *linear(f"{_H}.mlp.c_proj", "blocks/mlp/down", "mlp embed -> mlp embed", "embed -> embed"),
+    *norm("transformer.ln_f", "norm"),
+    Rule("lm_head.weight", UNEMBED, ("unembed",)),
+)
+
+# --- entries of config.json
+
+
+def _write_mup(config: GPTConfig) -> dict:
+    fix = "put it into the parameters first: gpt.folded(config, params)"
+    names = [n for n in ("mup_base_dim", "mup_base_head_dim") if getattr(config, n)]
+    if names:
+        raise EntryError(
+            *(Problem(n, repr(getattr(config, n)), "0 in this family", fix) for n in names)
+        )
+    return {}
+
+
+DECODER = (
+    Entry((), ("mup_base_dim", "mup_base_head_dim"), write=_write_mup),
+    only("is_encoder_decoder", False, why="encoder"),
+    only("add_cross_attention", False, why="attention to another sequence"),
+)
+SILU = activation("hidden_act", "silu")
+
+
+def llama(
+    *,
+    vocab_size: int,
+    embed_dim: int,
+    mlp_dim: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    max_seq: int,
+    head_dim: int | None = None,
+    norm_eps: float | None = 1e-6,
+    tied: bool = False,
+    act: Entry | None = SILU,
+    positions: Entry | None = rope(),  # noqa: B008
+    heads: tuple[Entry, ...] | None = None,
+) -> tuple[Entry, ...]:
+    """The entries that Llama and its relatives share; numbers are transformers' defaults.
+
+    Args:
+        vocab_size, embed_dim, mlp_dim, num_layers, num_heads, num_kv_heads, max_seq, head_dim,
+            norm_eps, tied: those of the fields; without `norm_eps` there is no such entry.
+        act, positions: the entries of the activation and the rope; None: they come later.
+        heads: those of the sizes of heads, if not ``head_dim`` alone.
+    """
+    if heads is None:
+        heads = (derived("head_dim", "head_dim", head_dim, lambda config: config.head_size),)
+    found = (
+        same("vocab_size", "vocab_size", vocab_size),
+        same("hidden_size", "embed_dim", embed_dim),
+        same("intermediate_size", "mlp_dim", mlp_dim),
+        same("num_hidden_layers", "num_layers", num_layers),
+        same("num_attention_heads", "num_heads", num_heads),
+        same("max_position_embeddings", "max_seq", max_seq),
+        None if norm_eps is None else same("rms_norm_eps", "norm_eps", norm_eps),
+        same("tie_word_embeddings", "tied", tied),
+        derived("num_key_value_heads", "num_kv_heads", num_kv_heads, lambda c: c.kv_heads),
+        *heads,
+        positions,
+        act,
+        only("rope_interleaved", False, why="interleaved rope"),
+        only("use_mrope", False, why="positions of images"),
+        *DECODER,
+    )
+    return tuple(entry for entry in found if entry is not None)
+
+
+NO_ATTENTION_BIAS = only("attention_bias", False, why="biases on attention alone")
+
+
+def _write_heads(config: GPTConfig) -> dict:
+    if config.embed_dim % config.num_heads:
+        wanted = f"a multiple of num_heads={config.num_heads}"
+        raise EntryError(Problem("embed_dim", str(config.embed_dim), wanted))
+    return {}
+
+
+HEADS_DIVIDE = Entry(write=_write_heads)
+"""Llama's rule that the heads divide the embedding, which only its config checks."""
+
+
+def _read_scale(_: Table, values: Mapping) -> dict:
+    return {"embed_scale": math.sqrt(values["embed_dim"])} if "embed_dim" in values else {}
+
+
+def _write_scale(config: GPTConfig) -> dict:
+    wanted = math.sqrt(config.embed_dim)
+    if not math.isclose(config.embed_scale, wanted, rel_tol=1e-6):
+        got = str(config.embed_scale)
+        raise EntryError(Problem("embed_scale", got, f"{wanted}, sqrt(embed_dim)"))
+    return {}
+
+
+SCALED_EMBEDDING = Entry((), ("embed_scale",), _read_scale, _write_scale)
+"""Gemma's embedding, multiplied by sqrt(embed_dim)."""
+
+
+def _cap(theirs: str, ours: str, default: float | None) -> Entry:
+    """A cap whose null is our 0; `default` is what transformers takes where it is missing."""
+
+    def read(table: Table, _: Mapping) -> dict:
+        value = table.get(theirs, default)
+        if value is not None and not (is_a(value, float) and 0 <= value < math.inf):
+            raise EntryError(Problem(theirs, repr(value), "a positive number or null"))
+        return {ours: float(value or 0.0)}
+
+    return Entry((theirs,), (ours,), read, lambda config: {theirs: getattr(config, ours) or None})
+
+
+_SCALAR = "query_pre_attn_scalar"
+
+
+def _write_scalar(config: GPTConfig) -> dict:
+    scale = config.attention_scale
+    scalar = max(round(scale**-2), 1) if scale else config.head_size
+    if scale and not math.isclose(scalar**-0.5, scale, rel_tol=1e-6):
+        wanted = "one over the root of a whole number"
+        raise EntryError(Problem("attention_scale", str(scale), wanted))
+    return {_SCALAR: scalar}
+
+
+_QUERY_SCALAR = Entry(
+    (_SCALAR,),
+    ("attention_scale",),
+    lambda table, _: {"attention_scale": positive(_SCALAR, table.get(_SCALAR, 256)) ** -0.5},
+    _write_scalar,
+)
+"""Gemma's ``query_pre_attn_scalar`` s, a whole number: scores are multiplied by 1 / sqrt(s)."""
+
+_LOCAL = "rope_local_base_freq"
+
+
+def _local_rope(theta: float, local: float) -> Entry:
+    """Gemma 3's two ropes; it comes after the entry of windows.
+
+    Args:
+        theta: of layers without a window, where ``rope_theta`` is missing.
+        local: of layers with one, where ``rope_local_base_freq`` is missing.
+    """
+    of_global = rope(theta)
+
+    def read(table: Table, values: Mapping) -> dict:
+        both = table.get("rope_parameters")
+        base = table.get(_LOCAL, local)
+        if isinstance(both, Mapping) and "full_attention" in both:
+            here = both.get("sliding_attention") or {}
+            base = here.get("rope_theta", base)
+            if (kind := here.get("rope_type", "default")) != "default":
+                name = "rope_parameters.sliding_attention.rope_type"
+                raise EntryError(Problem(name, repr(kind), "'default'"))
+            table = {**table, "rope_parameters": both["full_attention"]}
+        found = of_global.read(table, values)
+        base = positive(_LOCAL, base)
+        if values.get("window"):
+            return {**found, "local_rope_theta": base}
+        if "layer_types" in table and "sliding_attention" in (table["layer_types"] or ()):
+            wanted = "every layer, or all but every n-th: the others have another rope"
+            raise EntryError(Problem("layer_types", "windows here and there", wanted))
+        return {**found, "local_rope_theta": 0.0}
+
+    def write(config: GPTConfig) -> dict:
+        base = config.local_rope_theta or local
+        if config.window and not config.local_rope_theta:
+            if config.rope_scaling is not None:
+                wanted = "a theta of local layers, which nothing stretches"
+                raise EntryError(Problem("local_rope_theta", "0", wanted))
+            base = config.rope_theta
+        return {**of_global.write(config), _LOCAL: base}
+
+    ours = (*of_global.ours, "local_rope_theta")
+    return Entry((*of_global.theirs, _LOCAL), ours, read, write)
+
+
+_UNROTATED = ("no_rope_layers", "no_rope_layer_interval")
+
+
+def _read_unrotated(table: Table, values: Mapping) -> dict:
+    every = table.get("no_rope_layer_interval", 4)
+    listed = table.get("no_rope_layers")
+    count = values.get("num_layers", 0)
+    if not is_a(every, int) or every < 1 or not isinstance(listed, list | None):
+        got = f"{listed!r} and {every!r}"
+        raise EntryError(Problem(" and ".join(_UNROTATED), got, "a list or null, and a number"))
+    if listed is None:
+        return {"nope_every": every}
+    turns = [bool(each) for each in listed[:count]]
+    every = turns.index(False) + 1 if False in turns else 0
+    if turns != [not every or (i + 1) % every != 0 for i in range(count)]:
+        wanted = "0 for every n-th layer, and 1 for the others"
+        raise EntryError(Problem("no_rope_layers", str(listed), wanted))
+    return {"nope_every": every}
+
+
+def _write_unrotated(config: GPTConfig) -> dict[str, Any]:
+    entries: dict[str, Any] = {"no_rope_layers": [int(not each) for each in config.unrotated]}
+    return entries | {"no_rope_layer_interval": config.nope_every or config.num_layers + 1}
+
+
+_UNROTATED_LAYERS = Entry(_UNROTATED, ("nope_every",), _read_unrotated, _write_unrotated)
+"""SmolLM3's layers without rope: every n-th."""
+
+
+def _read_inner(table: Table, values: Mapping) -> dict:
+    value = get_whole(table, "n_inner", None)
+    return {"mlp_dim": 4 * values.get("embed_dim", 1) if value is None else value}
+
+
+_INNER = Entry(("n_inner",), ("mlp_dim",), _read_inner, lambda config: {"n_inner": config.mlp_dim})
+"""GPT-2's feed-forward width, whose null is 4 embed_dim."""
+
+
+def _write_square_heads(config: GPTConfig) -> dict:
+    found = []
+    if config.kv_heads != config.num_heads:
+        wanted = f"{config.num_heads}, as many as query heads"
+        found.append(Problem("num_kv_heads", str(config.kv_heads), wanted))
+    if config.head_size * config.num_heads != config.embed_dim:
+        wanted = f"embed_dim / num_heads = {config.embed_dim / config.num_heads:g}"
+        found.append(Problem("head_dim", str(config.head_size), wanted))
+    if found:
+        raise EntryError(*found)
+    return {}
+
+
+_SQUARE_HEADS = Entry(
+    ours=(
+        *("num_kv_heads", "head_dim", "qkv_bias"),
+        *("rope_theta", "rope_scaling", "rope_fraction"),
+    ),
+    write=_write_square_heads,
+)
+"""GPT-2's heads: they divide the embedding, have keys of their own, and learned positions."""
+
+# --- formats
+
+_Sizes = dict[str, Any]
+_QWEN: _Sizes = {"vocab_size": 151936, "embed_dim": 4096, "mlp_dim": 22016, "num_layers": 32,
+         "num_heads": 32, "num_kv_heads": 32, "max_seq": 32768}  # fmt: skip
+_GEMMA2_SIZES: _Sizes = {"vocab_size": 256000, "embed_dim": 2304, "mlp_dim": 9216, "num_layers": 26,
+                   "num_heads": 8, "num_kv_heads": 4, "max_seq": 8192, "head_dim": 256}  # fmt: skip
+_GLM_SIZES: _Sizes = {"vocab_size": 151552, "embed_dim": 4096, "mlp_dim": 13696, "num_layers": 40,
+                "num_heads": 32, "num_kv_heads": 2, "max_seq": 131072, "head_dim": 128,
+                "norm_eps": 1.5625e-7}  # fmt: skip
+_QWEN_WINDOW = window(4096, switched=True, layered=True)
+# the first releases have "gelu" there and mean its tanh approximation
+_GELUS = {**ACTIVATIONS, "gelu": "gelu_tanh"}
+_BIDIRECTIONAL = only("use_bidirectional_attention", None, False, why="attention to later tokens")
+
+LLAMA = Format(
+    "llama",
+    "LlamaForCausalLM",
+    LLAMA_RULES,
+    (
+        *llama(vocab_size=32000, embed_dim=4096, mlp_dim=11008, num_layers=32, num_heads=32,
+               num_kv_heads=None, max_seq=2048),
+        biases(),
+        HEADS_DIVIDE,
+    ),
+)  # fmt: skip
+MISTRAL = Format(
+    "mistral",
+    "MistralForCausalLM",
+    LLAMA_RULES,
+    (
+        *llama(vocab_size=32000, embed_dim=4096, mlp_dim=14336, num_layers=32, num_heads=32,
+               num_kv_heads=8, max_seq=131072),
+        window(4096),
+    ),
+)  # fmt: skip
+QWEN2 = Format(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    LLAMA_RULES,
+    (*llama(**_QWEN), _QWEN_WINDOW, biases("qkv_bias")),
+)
+QWEN3 = Format(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    LLAMA_RULES,
+    (*llama(**_QWEN, head_dim=128), fixed(qk_norm=True), _QWEN_WINDOW, NO_ATTENTION_BIAS),
+)
+PHI3 = Format(
+    "phi3",
+    "Phi3ForCausalLM",
+    (*START, *NORMS, *_FUSED_QKV, *_FUSED_MLP, *END),
+    (
+        *llama(vocab_size=32064, embed_dim=3072, mlp_dim=8192, num_layers=32, num_heads=32,
+               num_kv_heads=None, max_seq=4096, norm_eps=1e-5, positions=rope(partial=1.0)),
+        window(None),
+    ),
+    ignored=("original_max_position_embeddings",),
+)  # fmt: skip
+GEMMA = Format(
+    "gemma",
+    "GemmaForCausalLM",
+    LLAMA_RULES,
+    (
+        *llama(vocab_size=256000, embed_dim=3072, mlp_dim=24576, num_layers=28, num_heads=16,
+               num_kv_heads=16, max_seq=8192, head_dim=256, tied=True,
+               act=activation("hidden_act", "gelu_pytorch_tanh", _GELUS)),
+        only("hidden_activation", None, "gelu_pytorch_tanh", why="second activation"),
+        _BIDIRECTIONAL,
+        NO_ATTENTION_BIAS,
+        fixed(zero_centered_norm=True),
+        SCALED_EMBEDDING,
+    ),
+)  # fmt: skip
+_GEMMAS = (
+    _BIDIRECTIONAL,
+    NO_ATTENTION_BIAS,
+    fixed(sublayer_norms="both", zero_centered_norm=True),
+    SCALED_EMBEDDING,
+    _QUERY_SCALAR,
+)
+_GEMMAS_ACT = activation("hidden_activation", "gelu_pytorch_tanh", _GELUS)
+GEMMA2 = Format(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    (*START, *ATTENTION, *_NORMS_AROUND, *MLP, *END),
+    (
+        *llama(**_GEMMA2_SIZES, tied=True, act=_GEMMAS_ACT),
+        *_GEMMAS,
+        window(4096, layered=True),
+        _cap("attn_logit_softcapping", "score_cap", 50.0),
+        _cap("final_logit_softcapping", "logit_cap", 30.0),
+    ),
+    ignored=("cache_implementation", "hidden_act"),
+)
+GEMMA3 = Format(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    GEMMA2.rules,
+    (
+        *llama(
+            **{**_GEMMA2_SIZES, "vocab_size": 262208, "max_seq": 131072},
+            tied=True, act=_GEMMAS_ACT, positions=None,
+        ),
+        window(4096, layered=True, every="sliding_window_pattern", default_every=6),
+        _local_rope(1e6, 1e4),
+        *_GEMMAS,
+        fixed(qk_norm=True),
+        _cap("attn_logit_softcapping", "score_cap", None),
+        _cap("final_logit_softcapping", "logit_cap", None),
+    ),
+    ignored=("cache_implementation",),
+)  # fmt: skip
+OLMO2 = Format(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    (*START, *ATTENTION[:8], *_NORMS_ACROSS, *_NORMS_AROUND, *MLP, *END),
+    (
+        *llama(vocab_size=50304, embed_dim=4096, mlp_dim=11008, num_layers=32, num_heads=32,
+               num_kv_heads=None, max_seq=2048, norm_eps=1e-5),
+        fixed(qk_norm=True, qk_norm_across=True, sublayer_norms="after"),
+        NO_ATTENTION_BIAS,
+        HEADS_DIVIDE,
+    ),
+)  # fmt: skip
+NEMOTRON = Format(
+    "nemotron",
+    "NemotronForCausalLM",
+    LLAMA_RULES,
+    (
+        *llama(vocab_size=256000, embed_dim=6144, mlp_dim=24576, num_layers=32, num_heads=48,
+               num_kv_heads=None, max_seq=4096, norm_eps=None,
+               act=activation("hidden_act", "relu2"), positions=rope(partial=0.5)),
+        same("norm_eps", "norm_eps", 1e-5),
+        fixed(norm="layer", zero_centered_norm=True, gated=False),
+        biases(),
+    ),
+)  # fmt: skip
+SMOLLM3 = Format(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    LLAMA_RULES,
+    (
+        *llama(vocab_size=128256, embed_dim=2048, mlp_dim=11008, num_layers=36, num_heads=16,
+               num_kv_heads=4, max_seq=32768, tied=True, positions=rope(2e6)),
+        _UNROTATED_LAYERS,
+        only("use_sliding_window", False, why="windows in layers without rope alone"),
+        biases(),
+        HEADS_DIVIDE,
+    ),
+    ignored=("layer_types", "sliding_window"),
+)  # fmt: skip
+OLMO = Format(
+    "olmo",
+    "OlmoForCausalLM",
+    LLAMA_RULES,
+    (
+        *llama(vocab_size=50304, embed_dim=4096, mlp_dim=11008, num_layers=32, num_heads=32,
+               num_kv_heads=None, max_seq=2048, norm_eps=None),
+        _cap("clip_qkv", "qkv_clip", None),
+        fixed(norm="bare_layer", norm_eps=1e-5),  # the latter in its code
+        NO_ATTENTION_BIAS,
+        HEADS_DIVIDE,
+    ),
+)  # fmt: skip
+_GLMS = (
+    *llama(**_GLM_SIZES, positions=rope(partial=0.5)),
+    fixed(rope_pairs="neighbours"),
+    same("attention_bias", "qkv_bias", True),
+)
+GLM = Format("glm", "GlmForCausalLM", (*START, *NORMS, *ATTENTION, *_FUSED_MLP, *END), _GLMS)
+GLM4 = Format(
+    "glm4",
+    "Glm4ForCausalLM",
+    (*START, *_GLM4_NORMS, *ATTENTION, *_FUSED_MLP, *END),
+    (*_GLMS, fixed(sublayer_norms="both")),
+)
+GPT2 = Format(
+    "gpt2",
+    "GPT2LMHeadModel",
+    GPT2_RULES,
+    (
+        same("vocab_size", "vocab_size", 50257),
+        same("n_embd", "embed_dim", 768),
+        same("n_layer", "num_layers", 12),
+        same("n_head", "num_heads", 12),
+        same("n_positions", "max_seq", 1024),
+        same("layer_norm_epsilon", "norm_eps", 1e-5),
+        same("tie_word_embeddings", "tied", True),
+        _INNER,
+        activation("activation_function", "gelu_new"),
+        fixed(norm="layer", positions="learned", bias=True, gated=False),
+        _SQUARE_HEADS,
+        only("scale_attn_weights", True, why="unscaled attention"),
+        only("scale_attn_by_inverse_layer_idx", False, why="attention scaled by its layer"),
+        *DECODER,
+    ),
+    prefix="transformer.",
+    max_seq="n_positions",
+    unused=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),
+    ignored=(
+        *("n_ctx", "summary_type", "summary_use_proj", "summary_activation"),
+        *("summary_proj_to_labels", "summary_first_dropout"),
+    ),
+)
+
+DENSE: Mapping[str, Format] = MappingProxyType(
+    {
+        form.model_type: form
+        for form in (
+            *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, PHI3, GPT2),
+            *(GEMMA2, GEMMA3, OLMO2, NEMOTRON, SMOLLM3, OLMO, GLM, GLM4),
+        )
+    }
+)
+"""By transformers' name in config.json."""
+
+LACKING: Mapping[str, str] = MappingProxyType(
+    {
+        "qwen2_moe": "names for the tensors of Qwen2-MoE",
+        "llama4_text": "layers without rope, attention in chunks and temperatures of queries",
+        "deepseek_v2": "names for the tensors of DeepSeek-V2",
+        "gemma3": "images of Gemma 3; its text model alone is gemma3_text",
+        "qwen2_vl": "images of Qwen2-VL, though positions of its kind (rope_sections)",
+    }
+)
+"""Decoders that people ask for and ours are not, and why."""

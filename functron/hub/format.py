@@ -1,0 +1,377 @@
+"""Formats of Hugging Face's models: the names and layouts of tensors, and config.json.
+
+A `Format` is a table of name rules, read in both directions, and of the entries of config.json. A
+rule's `dims` writes down, as einops would, how the dims of one tensor become those of our leaf; a
+dim in parentheses is a product.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from functron.core import tree
+from functron.core.errors import Problem
+from functron.hub.entries import Entry, write_entries
+from functron.models.family import FAMILIES, Config, Family, family_of
+
+Box = tuple[tuple[int, int], ...]
+"""From where to where, per dim."""
+
+VOCAB = "vocab"
+"""The dim that we pad: rows beyond the vocabulary's real size are zeros, and no file holds them."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Hugging Face tensor, or one of each layer, and the leaves of ours that it holds.
+
+    Attributes:
+        name: the tensor's name. A field, as in ``"layers.{layer}.ln.weight"``, stands for a number:
+            that of a row of our leaf, whose leading dims are the fields in order.
+        dims: ``"(heads head_dim) embed -> embed heads head_dim"``: the dims of the tensor, then
+            those of our leaf without the stacked ones; ``()`` is a dim of size 1 that our leaf
+            lacks. One for each of `paths` where they differ.
+        paths: our leaves. Several are fused into one tensor.
+        fused: the tensor's dim along which the leaves of `paths` stand one after another.
+        interleaved: along it they take turns instead: the first entry of each, the second of each.
+    """
+
+    name: str
+    dims: str | tuple[str, ...]
+    paths: tuple[str, ...]
+    fused: int = 0
+    interleaved: bool = False
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of the name, in order: our stacked dims."""
+        return tuple(re.findall(r"{(\w+)}", self.name))
+
+    def theirs(self, turn: int = 0) -> tuple[tuple[str, ...], ...]:
+        """The factors of each dim of the tensor, major to minor, in the leaf ``paths[turn]``."""
+        left = self._dims(turn).split("->")[0]
+        return tuple(tuple(dim.strip("()").split()) for dim in re.findall(r"\([^)]*\)|\w+", left))
+
+    def ours(self, turn: int = 0) -> tuple[str, ...]:
+        """The dims of the leaf ``paths[turn]`` after the stacked ones."""
+        return tuple(self._dims(turn).split("->")[1].split())
+
+    def _dims(self, turn: int) -> str:
+        return self.dims if isinstance(self.dims, str) else self.dims[turn]
+
+    def pattern(self) -> re.Pattern[str]:
+        """A pattern that matches the names of this rule's tensors; the groups are the fields."""
+        parts = re.split(r"{\w+}", self.name)
+        return re.compile(r"(\d+)".join(map(re.escape, parts)) + r"\Z")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One leaf of ours inside one rule's tensors.
+
+    Attributes:
+        path: of the leaf.
+        shape: of the leaf, without the stacked dims, with the padding of the vocabulary.
+        real: `shape` without that padding.
+        start: where the part begins along the tensor's fused dim.
+        theirs: the factors of each dim of the tensor; see `Rule`.
+        ours: the dims of the leaf.
+        step: from one of its entries to the next.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    real: tuple[int, ...]
+    start: int
+    theirs: tuple[tuple[str, ...], ...]
+    ours: tuple[str, ...]
+    step: int = 1
+
+    @property
+    def size(self) -> dict[str, int]:
+        """The size of every dim of the leaf, without padding."""
+        return dict(zip(self.ours, self.real, strict=True))
+
+    @property
+    def their_shape(self) -> tuple[int, ...]:
+        """The shape of the part in the tensor."""
+        return tuple(math.prod(self.size[name] for name in factors) for factors in self.theirs)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A rule with the sizes of a model filled in.
+
+    Attributes:
+        rule: the rule.
+        stacked: the sizes of the rule's fields.
+        parts: the leaves.
+        shape: of each Hugging Face tensor.
+        numbers: those that the rows of the rule's first field have in names.
+    """
+
+    rule: Rule
+    stacked: tuple[int, ...]
+    parts: tuple[Part, ...]
+    shape: tuple[int, ...]
+    numbers: Sequence[int] = ()
+
+    def name(self, index: Sequence[int]) -> str:
+        """The name of the tensor that holds this row of the stacked dims."""
+        index = (self.numbers[index[0]], *index[1:]) if index else ()
+        return self.rule.name.format(**dict(zip(self.rule.fields, index, strict=True)))
+
+    def source(self, part: Part, box: Box) -> tuple[slice, ...]:
+        """The least slices of the tensor that hold `box` of the leaf; it must not reach padding."""
+        within = dict(zip(part.ours, box, strict=True))
+        slices = []
+        for dim, factors in enumerate(part.theirs):
+            start, stop = within[factors[0]] if factors else (0, 1)
+            inner = math.prod(part.size[name] for name in factors[1:])
+            offset, step = (part.start, part.step) if dim == self.rule.fused else (0, 1)
+            start, stop = offset + start * inner * step, offset + (stop * inner - 1) * step + 1
+            slices.append(slice(start, stop, None if step == 1 else step))
+        return tuple(slices)
+
+    def to_ours(self, part: Part, box: Box, piece: torch.Tensor) -> torch.Tensor:
+        """`box` of the leaf from the slices of the tensor that `source` gives: a view."""
+        order = [name for factors in part.theirs for name in factors]
+        within = dict(zip(part.ours, box, strict=True))
+        outer = {factors[0] for factors in part.theirs if factors}
+        sizes = [
+            within[name][1] - within[name][0] if name in outer else part.size[name]
+            for name in order
+        ]
+        piece = piece.reshape(sizes)
+        for dim, name in enumerate(order):
+            if name not in outer:
+                start, stop = within[name]
+                piece = piece.narrow(dim, start, stop - start)
+        return piece.permute([order.index(name) for name in part.ours])
+
+    def to_theirs(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One tensor from the whole leaves of `parts`, in their order, without stacked dims."""
+        pieces = []
+        for part, leaf in zip(self.parts, leaves, strict=True):
+            for dim, size in enumerate(part.real):
+                leaf = leaf.narrow(dim, 0, size)
+            order = [name for factors in part.theirs for name in factors]
+            leaf = leaf.permute([part.ours.index(name) for name in order])
+            pieces.append(leaf.reshape(part.their_shape))
+        if len(pieces) == 1:
+            return pieces[0]
+        dim = self.rule.fused
+        if self.rule.interleaved:
+            return torch.stack(pieces, dim + 1).flatten(dim, dim + 1)
+        return torch.cat(pieces, dim)
+
+
+def layouts(
+    rules: Sequence[Rule],
+    defs: tree.Tree,
+    vocab_size: int,
+    numbers: Mapping[str, Sequence[int]] = MappingProxyType({}),
+) -> list[Layout]:
+    """The rules that a model with these `ParamDef` uses, with its sizes.
+
+    A rule whose leaves the model lacks (biases, say) is left out.
+
+    Args:
+        rules: of a format.
+        defs: of the model.
+        vocab_size: without padding.
+        numbers: by the first name in the path of stacked leaves, the numbers of their rows, if not
+            counted from 0.
+
+    Raises:
+        ValueError: some leaves stand in no rule: this format has no such models.
+    """
+    shapes = {path: d.shape for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)}
+    used = [rule for rule in rules if rule.paths[0] in shapes]
+    found = [_layout(rule, shapes, vocab_size, numbers) for rule in used]
+    named = [part.path for layout in found for part in layout.parts]
+    missing = sorted(shapes.keys() - set(named))
+    if missing:
+        raise ValueError(f"no tensors of this family hold {', '.join(missing)}")
+    assert len(named) == len(set(named)), named
+    return found
+
+
+def tensors(found: Sequence[Layout]) -> Iterator[tuple[Layout, tuple[int, ...]]]:
+    """Every Hugging Face tensor, as its layout and its numbers, layer by layer."""
+    for _, group in itertools.groupby(
+        found, lambda layout: (layout.rule.fields[:1], tuple(layout.numbers))
+    ):
+        members = list(group)
+        if not members[0].stacked:
+            yield from ((layout, ()) for layout in members)
+            continue
+        for first in range(members[0].stacked[0]):
+            for layout in members:
+                for rest in itertools.product(*map(range, layout.stacked[1:])):
+                    yield layout, (first, *rest)
+
+
+def _layout(
+    rule: Rule,
+    shapes: Mapping[str, tuple[int, ...]],
+    vocab_size: int,
+    numbers: Mapping[str, Sequence[int]],
+) -> Layout:
+    count = len(rule.fields)
+    parts, start = [], 0
+    for turn, path in enumerate(rule.paths):
+        shape, ours = shapes[path][count:], rule.ours(turn)
+        names = zip(ours, shape, strict=True)
+        real = tuple(vocab_size if name == VOCAB else size for name, size in names)
+        begin, step = (turn, len(rule.paths)) if rule.interleaved else (start, 1)
+        parts.append(Part(path, shape, real, begin, rule.theirs(turn), ours, step))
+        start += parts[-1].their_shape[rule.fused]
+    whole = list(parts[0].their_shape)
+    whole[rule.fused] = start
+    stacked = shapes[rule.paths[0]][:count]
+    named = numbers.get(rule.paths[0].split("/")[0], range(stacked[0])) if count else ()
+    return Layout(rule, stacked, tuple(parts), tuple(whole), named)
+
+
+@dataclass(frozen=True)
+class Surplus:
+    """Tensors that transformers' models have and ours do not need.
+
+    They are passed over when reading. A model is stored with those of the folder that it came from
+    where config.json is that folder's, too; else with constants.
+
+    Attributes:
+        holds: ``(config, name)`` to whether the tensor is one.
+        name: what a tensor of another naming is called in files that we write.
+        constants: ``(config)`` to shapes and values, by name, of those that cannot be left out.
+    """
+
+    holds: Callable[[Any, str], bool]
+    name: Callable[[str], str]
+    constants: Callable[[Any], Mapping[str, tuple[tuple[int, ...], float]]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """The format of the models that transformers builds with one class.
+
+    Attributes:
+        model_type: transformers' name of them in config.json.
+        architecture: transformers' class of the models.
+        rules: which tensor of a file holds what.
+        entries: of config.json. Fields of our config that none of them gives have their defaults:
+            models with other values are refused.
+        in_memory: where transformers renames and fuses tensors as it reads them, which tensor of
+            its models in memory holds what; read as well, never written.
+        prefix: of tensors of the model proper; base models are stored without it.
+        max_seq: the entry of config.json with the longest sequence; empty: there is none.
+        unused: regular expressions of tensors that the model has no use for.
+        copies: regular expressions of tensors that repeat one of our leaves, and its path.
+        ignored: entries of config.json that change nothing, beside `entries.GENERAL`.
+        family: the architecture.
+        naming: in place of `rules`, where names depend on the model or there are several: all of
+            them, of which the first is written.
+        surplus: tensors beyond ours.
+    """
+
+    model_type: str
+    architecture: str
+    rules: tuple[Rule, ...]
+    entries: tuple[Entry, ...]
+    in_memory: tuple[Rule, ...] = ()
+    prefix: str = "model."
+    max_seq: str = "max_position_embeddings"
+    unused: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    copies: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
+    family: Family = FAMILIES["gpt"]
+    naming: Callable[[Any], Sequence[Sequence[Rule]]] | None = None
+    surplus: Surplus | None = None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether its models may have modules that predict tokens further ahead."""
+        return any("mtp_depth" in entry.ours for entry in self.entries)
+
+    def namings(self, config: Config) -> list[Sequence[Rule]]:
+        """All namings of this model's tensors, the one that is written first."""
+        named = [self.rules] if self.naming is None else self.naming(config)
+        return [*named, self.in_memory] if self.in_memory else [*named]
+
+
+def layouts_of(form: Format, config: Config, rules: Sequence[Rule] | None = None) -> list[Layout]:
+    """The tensors of this model in files of the format, or by other `rules`; see `layouts`."""
+    family, rules = form.family, form.namings(config)[0] if rules is None else rules
+    return layouts(rules, family.defs(config), family.vocab_size(config), family.numbers(config))
+
+
+def config_problems(config: Config, form: Format) -> list[Problem]:
+    """Why models of this format are not like `config`; empty where they are."""
+    family = form.family
+    if family_of(config) is not family:
+        wanted = f"{family.config.__name__}, of {family.title}"
+        return [Problem("config", type(config).__name__, wanted)]
+    problems: list[Problem] = []
+    write_entries(form.entries, config, problems)
+    covered = {name for entry in form.entries for name in entry.ours}
+    covered |= {*family.free, *family.unread(config)}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if f.name not in covered and value != f.default:
+            problems.append(Problem(f.name, repr(value), f"{f.default!r} in this family"))
+    return problems
+
+
+def linear(name: str, path: str, weight: str, bias: str) -> tuple[Rule, Rule]:
+    """The rules of a linear layer: its weight ``[out, in]``, and its bias where there is one."""
+    return (
+        Rule(f"{name}.weight", weight, (f"{path}/w",)),
+        Rule(f"{name}.bias", bias, (f"{path}/b",)),
+    )
+
+
+def norm(name: str, path: str, dim: str = "embed") -> tuple[Rule, Rule]:
+    """The rules of a norm: its scale, and its bias where there is one."""
+    return (
+        Rule(f"{name}.weight", f"{dim} -> {dim}", (f"{path}/scale",)),
+        Rule(f"{name}.bias", f"{dim} -> {dim}", (f"{path}/bias",)),
+    )
+
+
+HEADS = ("(heads head) embed -> embed heads head", "(heads head) -> heads head")
+"""Dims of the weight and the bias of queries, keys and values."""
+OUT = ("embed (heads head) -> heads head embed", "embed -> embed")
+UP = ("mlp embed -> embed mlp", "mlp -> mlp")
+DOWN = ("embed mlp -> mlp embed", "embed -> embed")
+SQUARE = ("out embed -> embed out", "out -> out")
+"""Of a linear layer whose sides are both the stream's width."""
+EMBED = "vocab embed -> vocab embed"
+UNEMBED = "vocab embed -> embed vocab"
+
+
+def attention(path: str, *names: str) -> tuple[Rule, ...]:
+    """The rules of queries, keys, values and output, in this order of names."""
+    layers = zip(names, ("q", "k", "v", "out"), (HEADS, HEADS, HEADS, OUT), strict=True)
+    return tuple(r for name, ours, dims in layers for r in linear(name, f"{path}/{ours}", *dims))
+
+
+def mlp(path: str, *names: str) -> tuple[Rule, ...]:
+    """The rules of a feed-forward layer: its projections gate (where there is one), up and down."""
+    layers = zip(
+        names, ("gate", "up", "down")[-len(names) :], (UP, UP, DOWN)[-len(names) :], strict=True
+    )
+    return tuple(r for name, ours, dims in layers for r in linear(name, f"{path}/{ours}", *dims))
+
+
+def under(path: str, rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """The rules of a model that is a part of another."""
+    return tuple(replace(rule, paths=tuple(f"{path}/{p}" for p in rule.paths)) for rule in rules)

@@ -1,0 +1,276 @@
+"""LoRA: low-rank additions to frozen matrices, as a transformation of the tree of ParamDefs.
+
+"LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al. 2021): a matrix W is kept as it is,
+and x W becomes x W + (alpha / rank) (x A) B with A ``[in, rank]`` random, B ``[rank, out]`` zero,
+and only these trained.
+
+Adapters stand beside the matrix in a layer's parameters: ``{"w", "b"?}`` becomes ``{"w", "b"?,
+"lora": Adapter(a, b, scale)}``. So W keeps its path, and with it its initial numbers, its place in
+checkpoints and in the tables of other formats: a checkpoint of the model without adapters is a part
+of one with them. The scale is a tensor, frozen as W is, so that a tree of parameters (or a
+checkpoint) can be used and merged by whoever has it; folding it into the initial A would have been
+another optimization problem under Adam.
+
+Axes: A has those of W's inputs and B those of its outputs. Where W's columns are split over tp, so
+are B's, and every rank computes x A; where its rows are, so are A's, and (x A) B is a part of the
+same sum as x W. No collective is added.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from functron.core import tree
+from functron.core.errors import Problem, nearest, raise_problems
+from functron.nn import Adapter
+from functron.params import Constant, Normal, ParamDef, Width, zeros
+
+LORA = "lora"
+"""The name of an `Adapter` among the parameters of its layer."""
+
+_STACKED = "layers"
+_STREAM = "embed"
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Which matrices get low-rank additions, and of what kind.
+
+    Attributes:
+        rank: of the additions.
+        alpha: they are multiplied by ``alpha / rank``.
+        targets: patterns of linear layers' paths, in which ``*`` stands for anything:
+            ``blocks/attention/q``, ``blocks/mlp/*``.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("blocks/attention/*", "blocks/mlp/*")
+
+    def problems(self, defs: tree.Tree = None, path: str = "lora") -> list[Problem]:
+        """Everything wrong with it, and with it for a model, whose defs these are."""
+        found = []
+        if self.rank < 1:
+            found.append(Problem(f"{path}_rank", str(self.rank), "at least 1", "set it to 8"))
+        if not 0 < self.alpha < math.inf:
+            fix = "twice the rank is usual"
+            found.append(Problem(f"{path}_alpha", str(self.alpha), "a positive number", fix))
+        if not self.targets:
+            fix = "leave it out for all linear layers of blocks"
+            found.append(Problem(f"{path}_targets", "nothing", "patterns of linear layers", fix))
+        if any(d.width != Width() for d in tree.leaves(defs)):
+            got, wanted = (
+                "adapters of a model with gpt.mup_base_dim",
+                "none: there is no rule for them",
+            )
+            fix = "adapt the model without: functron convert run:RUN hf:MODEL folds it"
+            found.append(Problem(f"{path}_rank", got, wanted, fix))
+        layers = [] if defs is None else [place for place, _ in _linear_layers(defs)]
+        return found + [
+            Problem(f"{path}_targets", repr(target), "a linear layer", nearest(target, layers))
+            for target in self.targets
+            if layers and not fnmatch.filter(layers, target)
+        ]
+
+
+def lora_defs(defs: tree.Tree, lora: LoRA) -> tree.Tree:
+    """`defs` with an `Adapter` of ParamDefs in each linear layer that `lora` targets.
+
+    Linear layers are those of `nn.linear_defs`, ``{"w", "b"?}``, between the residual stream and
+    something else, stacked or not; of layers of experts, those of the shared expert alone. `a`
+    begins as N(0, 1 / in), so that x a varies about as x does, `b` as zero, so that the model
+    begins as it was. All else is the same, and begins as the same.
+
+    Raises:
+        ValueError: a target names no linear layer, or the rank or alpha is none; all offenders are
+            listed, with the nearest layer.
+    """
+    raise_problems("cannot adapt this model", lora.problems(defs))
+    chosen = {
+        place
+        for place, _ in _linear_layers(defs)
+        if any(fnmatch.fnmatchcase(place, target) for target in lora.targets)
+    }
+
+    def adapted(entry: Any, path: str) -> Any:
+        if not isinstance(entry, Mapping):
+            return entry
+        layer = {name: adapted(part, _under(path, name)) for name, part in entry.items()}
+        return {**layer, LORA: _adapter(entry["w"], lora)} if path in chosen else layer
+
+    return adapted(defs, "")
+
+
+def _linear_layers(defs: tree.Tree, path: str = "") -> Iterator[tuple[str, ParamDef]]:
+    """Path and matrix of every layer that can be adapted."""
+    if not isinstance(defs, Mapping):
+        return
+    w = defs.get("w")
+    if isinstance(w, ParamDef) and _num_inputs(w) is not None:
+        yield path, w
+    for name, entry in defs.items():
+        # routers and experts multiply their matrices themselves, and would not see an adapter
+        if not ("router" in defs and name != "shared"):
+            yield from _linear_layers(entry, _under(path, name))
+
+
+def _under(path: str, name: str) -> str:
+    return f"{path}/{name}" if path else name
+
+
+def _num_inputs(w: ParamDef) -> int | None:
+    """How many dims of a matrix, after the stacked one, are its inputs'; None: it is none."""
+    axes = w.axes[w.axes[:1] == (_STACKED,) :]
+    if len(axes) < 2 or _STREAM not in (axes[0], axes[-1]):
+        return None
+    return 1 if axes[0] == _STREAM else len(axes) - 1
+
+
+def _adapter(w: ParamDef, lora: LoRA) -> Adapter:
+    stacked, inputs = int(w.axes[0] == _STACKED), _num_inputs(w)
+    assert inputs is not None
+    cut = stacked + inputs
+    size = math.prod(w.shape[stacked:cut])
+    return Adapter(
+        ParamDef((*w.shape[:cut], lora.rank), (*w.axes[:cut], None), Normal(size**-0.5), w.dtype),
+        ParamDef(
+            (*w.shape[:stacked], lora.rank, *w.shape[cut:]),
+            (*w.axes[:stacked], None, *w.axes[cut:]),
+            zeros,
+            w.dtype,
+        ),
+        ParamDef(
+            w.shape[:stacked],
+            w.axes[:stacked],
+            Constant(lora.alpha / lora.rank),
+            torch.promote_types(w.dtype, torch.float32),
+            decay=False,
+        ),
+    )
+
+
+def trainable(value: tree.Tree) -> tree.Tree:
+    """True for the leaves of adapters that train, their `a` and `b`; False for all others.
+
+    Args:
+        value: defs, specs or parameters with adapters.
+    """
+    return _flags(value, Adapter(True, True, False))
+
+
+def split(value: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
+    """The leaves of no adapter, and those of adapters, with None in place of each other's.
+
+    Args:
+        value: defs, specs or parameters. `tree.join` puts them together again.
+    """
+    others, own = tree.partition(value, _flags(value, Adapter(False, False, False), rest=True))
+    return others, own
+
+
+def _flags(value: tree.Tree, flags: Adapter, *, rest: bool = False) -> tree.Tree:
+    """A tree of bools: these for adapters, `rest` for all other leaves."""
+    return tree.map(
+        lambda node: flags if isinstance(node, Adapter) else rest, value, is_leaf=_is_adapter
+    )
+
+
+def _is_adapter(value: Any) -> bool:
+    return isinstance(value, Adapter)
+
+
+def has_adapters(paths: Iterable[str]) -> bool:
+    """Whether some of these paths of leaves are those of adapters."""
+    return any(LORA in path.split("/") for path in paths)
+
+
+def defs_in(defs: tree.Tree, lora: LoRA | None, paths: Iterable[str]) -> tree.Tree:
+    """The defs of the parameters that a checkpoint with leaves at these paths holds.
+
+    A run with LoRA may have begun from a checkpoint without, and not have saved another yet.
+
+    Args:
+        defs: of the model itself.
+        lora: what the run adds to it; None: nothing.
+        paths: of the checkpoint's leaves.
+
+    Raises:
+        ValueError: it holds adapters that the run does not have.
+    """
+    if not has_adapters(paths):
+        return defs
+    if lora is None:
+        fix = "set it in the run's config.toml to the rank that it was trained with"
+        problem = Problem("lora_rank", "0, for a checkpoint with adapters", "their rank", fix)
+        raise_problems("the configuration is not that of the checkpoint", [problem])
+        raise AssertionError("unreachable")
+    return lora_defs(defs, lora)
+
+
+def plain(value: tree.Tree) -> tree.Tree:
+    """`value` (defs, specs or parameters) without adapters: the structure of the model itself."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: plain(entry) for name, entry in value.items() if name != LORA}
+
+
+def merge(params: tree.Tree) -> tree.Tree:
+    """The parameters of the model itself that compute the same: W + scale A B for each W.
+
+    Computed in float32 at least and rounded to W's dtype. Of shards, it is the shard: no
+    collectives, however W is split. Parameters without adapters are themselves.
+
+    Args:
+        params: global values or this rank's shards; or leaves that are read where they are indexed
+            (`checkpoint.StoredLeaf`), which the results then are as well.
+    """
+    if not isinstance(params, Mapping):
+        return params
+    merged = {name: merge(entry) for name, entry in params.items() if name != LORA}
+    if LORA in params:
+        w, adapter = params["w"], params[LORA]
+        lazy = not isinstance(w, torch.Tensor)
+        merged["w"] = MergedRows(w, adapter) if lazy else merge_matrix(w, adapter)
+    return merged
+
+
+def merge_matrix(w: torch.Tensor, adapter: Adapter) -> torch.Tensor:
+    """W + scale A B, in W's dtype; of stacked ones, every layer's."""
+    stacked = adapter.scale.dim()
+    kind = torch.promote_types(w.dtype, torch.float32)
+    a = adapter.a.to(kind).flatten(stacked, -2)
+    b = adapter.b.to(kind).flatten(stacked + 1)
+    scale = adapter.scale.to(kind)[..., None, None]
+    return (w.to(kind) + (scale * (a @ b)).reshape(w.shape)).to(w.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class MergedRows:
+    """The rows of a stacked matrix that was merged: each one computed when it is asked for.
+
+    Attributes:
+        w: the matrix; something with shape and dtype whose rows are tensors.
+        adapter: what is added to it, of the same kind.
+    """
+
+    w: Any
+    adapter: Adapter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the matrix."""
+        return tuple(self.w.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the matrix."""
+        return self.w.dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return merge_matrix(self.w[index], Adapter(*(leaf[index] for leaf in self.adapter)))

@@ -1,0 +1,271 @@
+"""Scoring: how likely a model finds given texts, in the shape that evaluation harnesses ask for.
+
+`log_likelihoods` and `rolling_log_likelihoods` work on tokens and any mesh that `generate` works
+on. `LanguageModel` has the three methods of lm-evaluation-harness's ``LM``, on text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from functron.core import tree
+from functron.core.errors import Problem, raise_problems
+from functron.models import gpt
+from functron.models.generation import generate, placed
+from functron.models.options import ModelOptions
+from functron.spmd import DATA_AXES, Mesh, P, shard_map
+from functron.spmd import collectives as lax
+
+
+class Score(NamedTuple):
+    """How a model finds a continuation.
+
+    Attributes:
+        log_likelihood: sum over its tokens of log p(token | all before), natural logarithm.
+        is_greedy: whether each of them is the model's likeliest.
+    """
+
+    log_likelihood: float
+    is_greedy: bool
+
+
+Pair = tuple[Sequence[int], Sequence[int]]
+"""Tokens of a context, at least one, and of a continuation."""
+
+
+@torch.no_grad()
+def log_likelihoods(
+    params: tree.Tree,
+    config: gpt.GPTConfig,
+    requests: Sequence[Pair],
+    *,
+    batch_size: int = 8,
+    mesh: Mesh | None = None,
+    options: ModelOptions | None = None,
+) -> list[Score]:
+    """log p(continuation | context) of each request, and whether it is what greedy decoding says.
+
+    Of a request longer than ``max_seq + 1`` tokens the first ones are left out, as harnesses do.
+    Requests of similar length share a batch, which is padded at the end: causal attention does not
+    see it.
+
+    Args:
+        params: the parameters of `gpt.defs(config)`, as `mesh` splits them.
+        config: the architecture.
+        requests: what to score; an empty continuation has likelihood 1.
+        batch_size: how many are scored together; on a mesh a multiple of its data ranks.
+        mesh: simulated; None: one rank.
+        options: gather, experts, kernels and hooks; as in `generate`.
+
+    Returns:
+        A `Score` for each request, in order.
+
+    Raises:
+        ValueError: an empty context, a token outside the vocabulary, or a continuation that is
+            longer than `max_seq`.
+    """
+    raise_problems("cannot score this", _problems(config, requests))
+    mesh = Mesh() if mesh is None else mesh
+    device = tree.leaves(params)[0].device
+    score = _scorer(config, mesh, options)
+    order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
+    found: dict[int, Score] = {}
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        rows = [_row(requests[i], config.max_seq) for i in chosen]
+        tokens, targets = (x.to(device) for x in _padded(rows, batch_size))
+        logs, greedy = score(params, tokens, targets)
+        for index, log, best in zip(chosen, logs.tolist(), greedy.tolist(), strict=False):
+            found[index] = Score(log, bool(best))
+    return [found[i] for i in range(len(requests))]
+
+
+@torch.no_grad()
+def rolling_log_likelihoods(
+    params: tree.Tree,
+    config: gpt.GPTConfig,
+    texts: Sequence[Sequence[int]],
+    start: int,
+    **options: Any,
+) -> list[float]:
+    """log p of whole texts, for perplexities: every token is scored once.
+
+    A text longer than `max_seq` is read in windows of as many tokens. Of each, those are scored
+    that no window before it has scored: all, but of the last, which begins earlier so that it is
+    full. This is what lm-evaluation-harness does with a context of one token.
+
+    Args:
+        params, config: as in `log_likelihoods`.
+        texts: tokens of each.
+        start: the token that stands before a text, such as its end-of-text token.
+        options: of `log_likelihoods`.
+    """
+    requests: list[Pair] = []
+    owners: list[int] = []
+    for index, text in enumerate(texts):
+        for at in range(0, len(text), config.max_seq):
+            end = min(at + config.max_seq, len(text))
+            before = [start] if at == 0 else text[end - config.max_seq - 1 : at]
+            requests.append((before, text[at:end]))
+            owners.append(index)
+    totals = [0.0] * len(texts)
+    scores = log_likelihoods(params, config, requests, **options)
+    for owner, score in zip(owners, scores, strict=True):
+        totals[owner] += score.log_likelihood
+    return totals
+
+
+def _scorer(config: gpt.GPTConfig, mesh: Mesh, options: ModelOptions | None) -> Callable:
+    _, specs, given = placed(config, mesh, options)
+
+    def score(params, tokens, targets):
+        logits = gpt.forward(config, params, tokens, given)
+        logits = lax.all_gather(logits, "tp", axis=-1, tiled=True)[..., : config.vocab_size]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        counted = targets >= 0
+        at = targets.clamp(min=0).unsqueeze(-1)
+        chosen = logits.gather(-1, at).squeeze(-1) - logits.logsumexp(-1)
+        right = (logits.argmax(-1) == targets) | ~counted
+        return torch.where(counted, chosen, torch.zeros_like(chosen)).sum(-1), right.all(-1)
+
+    rows = P(DATA_AXES)
+    return shard_map(score, mesh, (specs, rows, rows), (rows, rows))
+
+
+def _row(request: Pair, max_seq: int) -> tuple[list[int], list[int]]:
+    context, continuation = request
+    whole = [*context, *continuation][-(max_seq + 1) :]
+    tokens, targets = whole[:-1], whole[1:]
+    ignored = len(targets) - len(continuation)
+    return tokens, [-1] * ignored + targets[ignored:]
+
+
+def _padded(rows: list[tuple[list[int], list[int]]], batch_size: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets ``[batch_size, seq]``, padded by tokens 0 with targets -1."""
+    seq = max(1, *(len(tokens) for tokens, _ in rows))
+    tokens = torch.zeros(batch_size, seq, dtype=torch.int64)
+    targets = torch.full((batch_size, seq), -1)
+    for i, (row, wanted) in enumerate(rows):
+        tokens[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        targets[i, : len(wanted)] = torch.tensor(wanted, dtype=torch.int64)
+    return tokens, targets
+
+
+def _problems(config: gpt.GPTConfig, requests: Sequence[Pair]) -> Iterable[Problem]:
+    for index, (context, continuation) in enumerate(requests):
+        where = f"requests/{index}"
+        if not context:
+            fix = "begin it with the end-of-text token"
+            yield Problem(f"{where}/0", "an empty context", "at least one token", fix)
+        if len(continuation) > config.max_seq:
+            got = f"a continuation of {len(continuation)} tokens"
+            yield Problem(f"{where}/1", got, f"at most max_seq={config.max_seq}", "cut it")
+        outside = [t for t in (*context, *continuation) if not 0 <= t < config.vocab_size]
+        if outside:
+            yield Problem(where, f"token {outside[0]}", f"ids from 0 to {config.vocab_size - 1}")
+
+
+@runtime_checkable
+class Text(Protocol):
+    """The part of a tokenizer that `LanguageModel` needs; `functron.data.Tokenizer` is one."""
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The token between texts."""
+        ...
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The tokens of a text."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class LanguageModel:
+    """A model as lm-evaluation-harness's ``LM`` has it: three methods over lists of requests.
+
+    A request is anything with ``args``, or that tuple itself: ``(context, continuation)``,
+    ``(text,)``, or ``(context, {"until": [...], "max_gen_toks": N})``.
+
+    Attributes:
+        params: of `gpt.defs(config)`.
+        config: the architecture.
+        tokenizer: what makes tokens of text.
+        batch_size: requests that are scored together.
+        max_new_tokens: where a request to generate does not say.
+    """
+
+    params: tree.Tree
+    config: gpt.GPTConfig
+    tokenizer: Text
+    batch_size: int = 8
+    max_new_tokens: int = 256
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """``(log p(continuation | context), is greedy)`` of each ``(context, continuation)``."""
+        pairs = [self._pair(*_args(request)) for request in requests]
+        scores = log_likelihoods(self.params, self.config, pairs, batch_size=self.batch_size)
+        return [(score.log_likelihood, score.is_greedy) for score in scores]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """log p of each ``(text,)``."""
+        texts = [self.tokenizer.encode(_args(request)[0], special=False) for request in requests]
+        return rolling_log_likelihoods(
+            self.params, self.config, texts, self._start(), batch_size=self.batch_size
+        )
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """The greedy continuation of each ``(context, settings)``, up to one of its "until"."""
+        return [self._generated(*_args(request)) for request in requests]
+
+    def _generated(self, context: str, settings: Mapping[str, Any]) -> str:
+        until = settings.get("until", ())
+        until = [until] if isinstance(until, str) else [text for text in until if text]
+        count = min(settings.get("max_gen_toks", self.max_new_tokens), self.config.max_seq - 1)
+        prompt = self._context(context)[-(self.config.max_seq - count) :]
+        device = tree.leaves(self.params)[0].device
+        end = self.tokenizer.end_of_text
+        tokens = generate(
+            self.params,
+            self.config,
+            torch.tensor([prompt], device=device),
+            count,
+            temperature=0,
+            stop=() if end is None else (end,),
+        )[0, len(prompt) :].tolist()
+        tokens = tokens[: tokens.index(end)] if end in tokens else tokens
+        said = self.tokenizer.decode(tokens)
+        ends = [said.index(text) for text in until if text in said]
+        return said[: min(ends)] if ends else said
+
+    def _start(self) -> int:
+        end = self.tokenizer.end_of_text
+        if end is None:
+            fix = "name it in tokenizer_config.json: eos_token"
+            problem = Problem("tokenizer", "no end-of-text token", "one to begin texts with", fix)
+            raise_problems("cannot score texts", [problem])
+            raise AssertionError("unreachable")
+        return end
+
+    def _context(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, special=False) or [self._start()]
+
+    def _pair(self, context: str, continuation: str) -> Pair:
+        # blanks at its end belong to the first token of what follows, in every known tokenizer
+        kept = context.rstrip()
+        continuation = context[len(kept) :] + continuation
+        whole = self.tokenizer.encode(kept + continuation, special=False)
+        before = self.tokenizer.encode(kept, special=False)
+        return before or [self._start()], whole[len(before) :]
+
+
+def _args(request: Any) -> tuple:
+    return tuple(getattr(request, "args", request))

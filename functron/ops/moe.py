@@ -1,0 +1,565 @@
+"""Mixtures of experts: which experts tokens choose, and their rows to experts and back.
+
+`moe_router` takes logits to experts and weights, `sorted_assignments` sorts the choices by expert.
+`PERMUTE` and `ADD_ROWS` are each other's transposes, as `functron.spmd.ragged.copy_rows` and
+`add_rows` are; `UNPERMUTE` is the latter with weights. All are gathers, in both directions. Sums
+are in float32 (float64 where rows are), in the order of a token's choices, and rounded once to the
+dtype of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+
+from functron.core.errors import nearest
+from functron.core.typing import Tensor
+from functron.ops.define import Gradient, Launch, define, leading, one_by_one, packable, type_name
+from functron.spmd.ragged import inverse, pick, shifted
+
+_THREADS = 128
+_MOST_COLUMNS = 2**30
+
+
+def _permute_kernel(launch: Launch, x: Tensor, source: Tensor, slots: Tensor) -> Tensor:
+    (x,) = _rows_of(x)
+    rows, dim = source.shape[0], x.shape[1]
+    y = x.new_empty(rows, dim)
+    launch(
+        "moe_permute", "permute", _permute_grid(rows, dim), _THREADS,
+        x, source.contiguous(), y, dim, x.stride(0), int(packable(dim, x, y)),
+        defines={"ELEMENT": type_name(x, "moe_permute")},
+    )  # fmt: skip
+    return y
+
+
+def _permute(x: Tensor, source: Tensor, slots: Tensor) -> Tensor:
+    return pick(x, source)
+
+
+def _add_kernel(launch: Launch, rows: Tensor, source: Tensor, slots: Tensor) -> Tensor:
+    return _sum_kernel(launch, rows, None, slots)
+
+
+def _sum_kernel(launch: Launch, rows: Tensor, weights: Tensor | None, slots: Tensor) -> Tensor:
+    (rows,) = _rows_of(rows)
+    (tokens, choices), dim = slots.shape, rows.shape[1]
+    if weights is not None:
+        weights = weights.to(torch.float32).contiguous()
+    y = rows.new_empty(tokens, dim)
+    launch(
+        "moe_permute", "unpermute", _permute_grid(tokens, dim), _THREADS,
+        rows, weights, slots.contiguous(), y, dim, choices, rows.stride(0),
+        int(packable(dim, rows, y)), defines={"ELEMENT": type_name(rows, "moe_unpermute")},
+    )  # fmt: skip
+    return y
+
+
+def _add(rows: Tensor, source: Tensor, slots: Tensor) -> Tensor:
+    return _sum(rows, None, slots)
+
+
+def _sum(rows: Tensor, weights: Tensor | None, slots: Tensor) -> Tensor:
+    total = torch.zeros(slots.shape[0], rows.shape[1], dtype=_wide(rows), device=rows.device)
+    for choice in range(slots.shape[1]):
+        row = pick(rows, slots[:, choice]).to(total.dtype)
+        total = total + (row if weights is None else row * weights[:, choice : choice + 1])
+    return total.to(rows.dtype)
+
+
+def _unpermute_kernel(
+    launch: Launch, rows: Tensor, weights: Tensor, assignment: Tensor, slots: Tensor
+) -> Tensor:
+    return _sum_kernel(launch, rows, weights, slots)
+
+
+def _unpermute(rows: Tensor, weights: Tensor, assignment: Tensor, slots: Tensor) -> Tensor:
+    return _sum(rows, weights, slots)
+
+
+def _unpermute_backward_kernel(
+    launch: Launch, dy: Tensor, rows: Tensor, weights: Tensor, assignment: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    dy, rows = _rows_of(dy, rows)
+    num_rows, dim = rows.shape
+    d_rows = rows.new_empty(num_rows, dim)
+    # assignments without a row get what is here
+    d_weights = weights.new_zeros(weights.shape, dtype=torch.float32)
+    launch(
+        "moe_permute", "unpermute_backward", _permute_grid(num_rows, dim), _THREADS,
+        dy, rows, weights.to(torch.float32).contiguous(), assignment.contiguous(), d_rows,
+        d_weights, dim, slots.shape[1], dy.stride(0), rows.stride(0),
+        int(packable(dim, dy, rows, d_rows)),
+        defines={"ELEMENT": type_name(rows, "moe_unpermute")},
+    )  # fmt: skip
+    return d_rows, d_weights.to(weights.dtype)
+
+
+def _unpermute_backward(
+    dy: Tensor, rows: Tensor, weights: Tensor, assignment: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    wide = _wide(rows)
+    tokens = torch.div(assignment, max(slots.shape[1], 1), rounding_mode="floor")
+    arrived = pick(dy, tokens).to(wide)
+    d_rows = arrived * pick(weights.reshape(-1, 1), assignment)
+    product = (arrived * rows).sum(1, keepdim=True)
+    d_weights = pick(product, slots.flatten()).view(slots.shape)
+    return d_rows.to(rows.dtype), d_weights.to(weights.dtype)
+
+
+def _wide(rows: Tensor) -> torch.dtype:
+    return torch.promote_types(rows.dtype, torch.float32)
+
+
+def _rows_of(*tensors: Tensor) -> list[Tensor]:
+    return [x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous() for x in tensors]
+
+
+def _permute_grid(rows: int, dim: int) -> int:
+    if dim >= _MOST_COLUMNS:
+        raise ValueError(
+            f"moe_permute: got rows of {dim} elements; wanted fewer than {_MOST_COLUMNS}; "
+            'fix: pass kernels=functron.ops.use("reference")'
+        )
+    return rows if dim else 0
+
+
+def _folded(assignments: bool) -> Callable:
+    """The vmap rule: mapped rows become more rows, and indices move with them.
+
+    The last two arguments are indices: of each row, a token or (if `assignments`) an assignment of
+    one; and slots ``[N, k]``, rows of each token.
+    """
+
+    def rule(size: int, in_dims: tuple, args: tuple, op: Callable) -> Any:
+        parts = [leading(x, dim, size) for x, dim in zip(args, in_dims, strict=True)]
+        *values, of_rows, slots = parts
+        tokens, choices = slots.shape[1:]
+        found = op(
+            *[x.flatten(0, 1) for x in values],
+            shifted(of_rows, tokens * choices if assignments else tokens).flatten(),
+            shifted(slots, of_rows.shape[1]).flatten(0, 1),
+        )
+        if isinstance(found, tuple):
+            return tuple(_split(x, size) for x in found), (0, 0)
+        return _split(found, size), 0
+
+    return rule
+
+
+def _split(x: Tensor, size: int) -> Tensor:
+    return x.unflatten(0, (size, x.shape[0] // size))
+
+
+def _transpose(of: Callable) -> Gradient:
+    """Of an op that is linear in its first argument, and otherwise of (source, slots)."""
+
+    def backward(saved: Any, cotangents: tuple) -> tuple:
+        return of()(cotangents[0], *saved), None, None
+
+    return Gradient(save=lambda args, outputs: args[1:], backward=backward)
+
+
+PERMUTE = define(
+    "moe_permute(Tensor x, Tensor source, Tensor slots) -> Tensor",
+    kernel=_permute_kernel,
+    reference=_permute,
+    fake=lambda x, source, slots: x.new_empty(source.shape[0], x.shape[1]),
+    batch=_folded(assignments=False),
+    gradient=_transpose(lambda: ADD_ROWS),
+)
+"""y[r] = x[source[r]], zeros where source[r] < 0. Of x [N, D] and int64 source [R]; slots [N, K]
+are, for each token, the rows with its number, then -1, as in `spmd.rows.copy_rows`."""
+
+ADD_ROWS = define(
+    "moe_add_rows(Tensor rows, Tensor source, Tensor slots) -> Tensor",
+    kernel=_add_kernel,
+    reference=_add,
+    fake=lambda rows, source, slots: rows.new_empty(slots.shape[0], rows.shape[1]),
+    batch=_folded(assignments=False),
+    gradient=_transpose(lambda: PERMUTE),
+)
+"""y[n] = sum over j of rows[slots[n, j]], without those below 0."""
+
+UNPERMUTE_BACKWARD = define(
+    "moe_unpermute_backward(Tensor dy, Tensor rows, Tensor weights, Tensor assignment, "
+    "Tensor slots) -> (Tensor, Tensor)",
+    kernel=_unpermute_backward_kernel,
+    reference=_unpermute_backward,
+    fake=lambda dy, *like: tuple(x.new_empty(x.shape) for x in like[:2]),
+    batch=_folded(assignments=True),
+    gradient=_unpermute_backward,
+)
+"""(d_rows, d_weights): weights[a] dy[n] and dy[n] . rows[r], of the assignment a of each row r."""
+
+
+def _unpermute_gradient(saved: Any, cotangents: tuple) -> tuple:
+    return *UNPERMUTE_BACKWARD(cotangents[0], *saved), None, None
+
+
+UNPERMUTE = define(
+    "moe_unpermute(Tensor rows, Tensor weights, Tensor assignment, Tensor slots) -> Tensor",
+    kernel=_unpermute_kernel,
+    reference=_unpermute,
+    fake=lambda rows, *rest: rows.new_empty(rest[-1].shape[0], rows.shape[1]),
+    batch=_folded(assignments=True),
+    gradient=Gradient(backward=_unpermute_gradient),
+)
+"""y[n] = sum over j of weights[n, j] rows[slots[n, j]], without slots below 0. assignment [R]: the
+place n K + j of each row among the weights, or -1."""
+
+
+_WARPS, _CHUNK = 8, 1024  # as in kernels/moe_sort.cu
+_SCAN_THREADS = 1024
+_MOST_EXPERTS = 4096
+
+Sorted = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def sorted_assignments(experts: Tensor, kept: Tensor, num_experts: int, rows: int) -> Sorted:
+    """Assignments by expert, in order within each, and those not kept last: in torch's operations.
+
+    Args:
+        experts: int64 ``[N, k]``, from 0 to num_experts - 1.
+        kept: bool ``[N, k]``.
+        num_experts: experts.
+        rows: how many to make room for, at most N k.
+
+    Returns:
+        order: int64 ``[rows]``, the assignment (token k + choice) of each row.
+        tokens: int64 ``[rows]``.
+        slots: int64 ``[N, k]``, the row of each assignment; -1 where there is no room.
+        sizes: int64 ``[num_experts]``, how many of those that are kept each expert has.
+    """
+    key = torch.where(kept, experts, num_experts).flatten()
+    order = torch.sort(key, stable=True).indices
+    places = inverse(order)
+    if rows < places.shape[0]:
+        order, places = order[:rows].clone(), torch.where(places < rows, places, -1)
+    counts = key.new_zeros(num_experts + 1).scatter_add(0, key, torch.ones_like(key))
+    tokens = torch.div(order, max(experts.shape[1], 1), rounding_mode="floor")
+    return order, tokens, places.view(experts.shape), counts[:num_experts].clone()
+
+
+def _sort_kernel(
+    launch: Launch, experts: Tensor, kept: Tensor, num_experts: int, rows: int
+) -> Sorted:
+    if num_experts > _MOST_EXPERTS:
+        raise ValueError(
+            f"moe_sort: got {num_experts} experts; wanted at most {_MOST_EXPERTS}; "
+            'fix: pass kernels=functron.ops.use("reference")'
+        )
+    experts, kept = experts.contiguous(), kept.contiguous()
+    assignments, columns = experts.numel(), num_experts + 1
+    chunks = -(-assignments // _CHUNK)
+    order, tokens = experts.new_empty(rows), experts.new_empty(rows)
+    slots = experts.new_empty(experts.shape)
+    counts, starts = experts.new_empty(columns, chunks), experts.new_empty(columns)
+    sizes = experts.new_empty(num_experts)
+    of_warps = _WARPS * columns * 4
+    launch(
+        "moe_sort", "count_chunks", chunks, 32 * _WARPS,
+        experts, kept, counts, assignments, num_experts, shared_bytes=of_warps,
+    )  # fmt: skip
+    launch(
+        "moe_sort", "scan_counts", 1, _SCAN_THREADS,
+        counts, sizes, starts, num_experts, chunks, shared_bytes=columns * 8,
+    )  # fmt: skip
+    launch(
+        "moe_sort", "place_rows", chunks, 32 * _WARPS,
+        experts, kept, counts, starts, order, tokens, slots,
+        assignments, num_experts, experts.shape[1], rows, shared_bytes=of_warps,
+    )  # fmt: skip
+    return order, tokens, slots, sizes
+
+
+def _sort_fake(experts: Tensor, kept: Tensor, num_experts: int, rows: int) -> Sorted:
+    order, tokens = experts.new_empty(rows), experts.new_empty(rows)
+    return order, tokens, experts.new_empty(experts.shape), experts.new_empty(num_experts)
+
+
+SORT = define(
+    "moe_sort(Tensor experts, Tensor kept, int num_experts, int rows) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    kernel=_sort_kernel,
+    reference=sorted_assignments,
+    fake=_sort_fake,
+    batch=one_by_one,
+)
+"""`sorted_assignments`; the kernel counts, and does not compare."""
+
+
+Score = Literal["softmax", "sigmoid", "given"]
+Weighting = Literal["scores", "renormalised", "softmax of chosen"]
+
+RENORMALISE_EPS = 1e-20
+"""DeepSeek's: a token whose scores all vanish gets weights of 0."""
+
+# by the numbers of kernels/moe_router.cu
+_SCORES, _WEIGHTINGS = get_args(Score), get_args(Weighting)
+_ROUTER_WARPS, _LANES = 4, 32
+_ITEMS = (1, 2, 4, 8, 16)  # experts of a lane
+_MOST_GROUPS = 32
+_BLOCKS_PER_PROCESSOR = 16
+
+
+def moe_router(
+    logits: Tensor,
+    balance: Tensor | None = None,
+    *,
+    top_k: int,
+    score: Score = "softmax",
+    weighting: Weighting = "scores",
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_score: Literal["top2", "max"] = "top2",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores s of logits, the experts e_1 ... e_k with the largest s + balance, and their weights.
+
+    Weights are s[e_j]; or divided by their sum, to which 1e-20 is added; or the softmax of the
+    chosen logits. Of equal experts the first is chosen. NaN is above all numbers, so choices are
+    always experts, and no expert is chosen twice.
+
+    Args:
+        logits: ``[N, E]``; float32, or (its reference only) another floating dtype.
+        balance: ``[E]`` or None. It has no gradient.
+        top_k: choices of each token.
+        score: ``"given"`` takes the logits for the scores.
+        weighting: ``"scores"``, ``"renormalised"`` or ``"softmax of chosen"``.
+        num_groups: groups of neighbouring experts; at most 32 in the kernel.
+        top_groups: how many of these a token chooses from.
+        group_score: groups are chosen by the sum of their best two, or by their best.
+
+    Returns:
+        experts: int64 ``[N, top_k]``, best first.
+        weights: ``[N, top_k]``.
+        scores: ``[N, E]``. Differentiable in reverse, any number of times; no collectives.
+
+    Raises:
+        ValueError: sizes that do not fit, more than 512 experts (kernel).
+    """
+    for name, value, known in (("score", score, _SCORES), ("weighting", weighting, _WEIGHTINGS)):
+        if value not in known:
+            raise ValueError(f"moe_router: got {name}={value!r}; {nearest(value, known)}")
+    experts = logits.shape[-1]
+    if not 1 <= top_k <= experts or experts % num_groups or not 1 <= top_groups <= num_groups:
+        raise ValueError(
+            f"moe_router: got {top_k} choices among {top_groups} of {num_groups} groups of "
+            f"{experts} experts; wanted 1 to {experts} choices, groups of one size, and at most "
+            "all of them; fix: change the sizes that do not fit"
+        )
+    if top_k > experts // num_groups * top_groups:
+        raise ValueError(
+            f"moe_router: got {top_k} choices among {experts // num_groups * top_groups} experts "
+            f"of {top_groups} groups; wanted at most as many; fix: raise top_groups"
+        )
+    modes = _SCORES.index(score), _WEIGHTINGS.index(weighting)
+    return ROUTER(
+        logits, balance, top_k, *modes, num_groups, top_groups, int(group_score == "top2")
+    )
+
+
+def fits(num_experts: int, num_groups: int = 1) -> bool:
+    """Whether the kernel has room for so many experts and groups."""
+    return num_experts <= _LANES * _ITEMS[-1] and num_groups <= _MOST_GROUPS
+
+
+def choose(ranking: Tensor, top_k: int, num_groups: int, top_groups: int, top_two: bool) -> Tensor:
+    """The `top_k` experts of largest ``ranking [..., E]`` in the best groups; best first."""
+    if num_groups > 1:
+        groups = ranking.unflatten(-1, (num_groups, -1))
+        if top_two:
+            group_scores = groups.topk(2, dim=-1).values.sum(-1)
+        else:
+            group_scores = groups.amax(-1)
+        chosen = best(group_scores, top_groups).unsqueeze(-1)
+        index = torch.arange(num_groups, device=chosen.device)
+        allowed = (chosen == index).any(-2).unsqueeze(-1)
+        ranking = torch.where(allowed, groups, -torch.inf).flatten(-2)
+    return best(ranking, top_k)
+
+
+def best(x: Tensor, num: int) -> Tensor:
+    """The indices of the `num` largest of the last dim, in order; of equals the first.
+
+    One maximum after the other: for the few experts of a token that takes a third of the time of a
+    stable sort, and `topk` leaves it open which of equals it returns.
+    """
+    found = [x.argmax(-1, keepdim=True)]
+    while len(found) < num:
+        x = x.scatter(-1, found[-1], -torch.inf)
+        found.append(x.argmax(-1, keepdim=True))
+    return torch.cat(found, dim=-1)
+
+
+def _router_kernel(
+    launch: Launch,
+    logits: Tensor,
+    balance: Tensor | None,
+    top_k: int,
+    score: int,
+    weighting: int,
+    num_groups: int,
+    top_groups: int,
+    top_two: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, experts = logits.shape
+    _check_router(logits, num_groups)
+    logits = logits if logits.stride(1) == 1 or experts == 1 else logits.contiguous()
+    if balance is not None:
+        balance = balance.to(torch.float32).contiguous()
+    chosen = logits.new_empty(tokens, top_k, dtype=torch.int64)
+    weights, scores = logits.new_empty(tokens, top_k), logits.new_empty(tokens, experts)
+    launch(
+        "moe_router", "route", _router_grid(launch, logits), _LANES * _ROUTER_WARPS,
+        logits, balance, chosen, weights, scores, tokens, experts, logits.stride(0), top_k,
+        score, weighting, num_groups, top_groups, top_two,
+        defines=_items(experts), shared_bytes=_ROUTER_WARPS * (experts + top_k) * 4,
+    )  # fmt: skip
+    return chosen, weights, scores
+
+
+def _router_backward_kernel(
+    launch: Launch,
+    d_weights: Tensor,
+    d_scores: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    scores: Tensor,
+    score: int,
+    weighting: int,
+) -> Tensor:
+    tokens, experts = scores.shape
+    _check_router(scores, 1)
+    d_logits = scores.new_empty(tokens, experts)
+    tensors = (x.contiguous() for x in (d_weights, d_scores, chosen, weights, scores))
+    launch(
+        "moe_router", "route_backward", _router_grid(launch, scores), _LANES * _ROUTER_WARPS,
+        *tensors, d_logits, tokens, experts, chosen.shape[1], score, weighting,
+        defines=_items(experts), shared_bytes=_ROUTER_WARPS * experts * 4,
+    )  # fmt: skip
+    return d_logits
+
+
+def _check_router(x: Tensor, num_groups: int) -> None:
+    fix = 'fix: pass kernels=functron.ops.use("reference")'
+    if x.dtype != torch.float32:
+        raise TypeError(f"moe_router: got {x.dtype} logits; wanted float32; {fix}")
+    if not fits(x.shape[1], num_groups):
+        raise ValueError(
+            f"moe_router: got {x.shape[1]} experts in {num_groups} groups; wanted at most "
+            f"{_LANES * _ITEMS[-1]} in {_MOST_GROUPS}; {fix}"
+        )
+
+
+def _router_grid(launch: Launch, x: Tensor) -> int:
+    return min(-(-x.shape[0] // _ROUTER_WARPS), _BLOCKS_PER_PROCESSOR * launch.processors(x.device))
+
+
+def _items(experts: int) -> dict[str, str]:
+    return {"ITEMS": str(next(items for items in _ITEMS if items * _LANES >= experts))}
+
+
+def _router_reference(
+    logits: Tensor,
+    balance: Tensor | None,
+    top_k: int,
+    score: int,
+    weighting: int,
+    num_groups: int,
+    top_groups: int,
+    top_two: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    kinds: tuple[Callable, ...] = (lambda x: x.softmax(-1), torch.sigmoid, torch.clone)
+    scores = kinds[score](logits)
+    ranking = scores if balance is None else scores + balance.to(scores.dtype)
+    chosen = choose(ranking.detach(), top_k, num_groups, top_groups, bool(top_two))
+    if _WEIGHTINGS[weighting] == "softmax of chosen":
+        return chosen, logits.gather(-1, chosen).softmax(-1), scores
+    weights = scores.gather(-1, chosen)
+    if _WEIGHTINGS[weighting] == "renormalised":
+        weights = weights / (weights.sum(-1, keepdim=True) + RENORMALISE_EPS)
+    return chosen, weights, scores
+
+
+def _backward_reference(
+    d_weights: Tensor,
+    d_scores: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    scores: Tensor,
+    score: int,
+    weighting: int,
+) -> Tensor:
+    kind, of_chosen = _SCORES[score], _WEIGHTINGS[weighting]
+    if of_chosen != "scores":
+        d_weights = d_weights - (weights * d_weights).sum(-1, keepdim=True)
+    if of_chosen == "renormalised":
+        total = scores.gather(-1, chosen).sum(-1, keepdim=True)
+        d_weights = d_weights / (total + RENORMALISE_EPS)
+    if of_chosen != "softmax of chosen":
+        d_scores = d_scores.scatter_add(-1, chosen, d_weights)
+    if kind == "softmax":
+        d_logits = scores * (d_scores - (scores * d_scores).sum(-1, keepdim=True))
+    elif kind == "sigmoid":
+        d_logits = d_scores * scores * (1 - scores)
+    else:
+        d_logits = d_scores
+    if of_chosen == "softmax of chosen":
+        return d_logits.scatter_add(-1, chosen, weights * d_weights)
+    return d_logits.contiguous()
+
+
+def _router_fake(logits: Tensor, balance: Tensor | None, top_k: int, *modes: int) -> tuple:
+    tokens, experts = logits.shape
+    chosen = logits.new_empty(tokens, top_k, dtype=torch.int64)
+    return chosen, logits.new_empty(tokens, top_k), logits.new_empty(tokens, experts)
+
+
+def _router_batch(size: int, in_dims: tuple, args: tuple, op: Callable) -> tuple:
+    if in_dims[1] is not None:  # a ranking of its own for every element
+        return one_by_one(size, in_dims, args, op)
+    rows = args[0].movedim(in_dims[0], 0)
+    found = op(rows.flatten(0, 1), *args[1:])
+    return tuple(x.unflatten(0, rows.shape[:2]) for x in found), (0, 0, 0)
+
+
+def _router_backward_batch(size: int, in_dims: tuple, args: tuple, op: Callable) -> tuple:
+    pairs = zip(args[:5], in_dims[:5], strict=True)
+    tensors = [leading(x, dim, size) for x, dim in pairs]
+    rows = op(*[x.flatten(0, 1) for x in tensors], *args[5:])
+    return rows.unflatten(0, tensors[1].shape[:2]), 0
+
+
+ROUTER_BACKWARD = define(
+    "moe_router_backward(Tensor d_weights, Tensor d_scores, Tensor chosen, Tensor weights, "
+    "Tensor scores, int score, int weighting) -> Tensor",
+    kernel=_router_backward_kernel,
+    reference=_backward_reference,
+    fake=lambda d_weights, d_scores, *rest: d_scores.new_empty(d_scores.shape),
+    batch=_router_backward_batch,
+    gradient=_backward_reference,
+)
+
+
+def _router_backward(saved: Any, cotangents: tuple) -> tuple:
+    chosen, weights, scores, score, weighting = saved
+    _, d_weights, d_scores = cotangents
+    d_logits = ROUTER_BACKWARD(d_weights, d_scores, chosen, weights, scores, score, weighting)
+    return d_logits, *[None] * 7
+
+
+ROUTER = define(
+    "moe_router(Tensor logits, Tensor? balance, int top_k, int score, int weighting, "
+    "int num_groups, int top_groups, int top_two) -> (Tensor, Tensor, Tensor)",
+    kernel=_router_kernel,
+    reference=_router_reference,
+    fake=_router_fake,
+    batch=_router_batch,
+    gradient=Gradient(
+        save=lambda args, outputs: (*outputs, args[3], args[4]), backward=_router_backward
+    ),
+)
+"""`moe_router`, with numbers for what it names."""

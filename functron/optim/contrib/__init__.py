@@ -1,0 +1,1 @@
+"""Optimizers that fewer runs want: Adafactor, Adam-mini, Lion, SOAP."""

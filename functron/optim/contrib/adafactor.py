@@ -1,0 +1,306 @@
+"""Adafactor (Shazeer and Stern 2018): second moments as a row and a column of a matrix each.
+
+"Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", https://arxiv.org/abs/1804.04235.
+In Optax's terms, each of whose parts is here by itself. Every layer of a stack, and every expert,
+is a parameter by itself, as it would be in a model that does not stack them. Means over sharded
+dims are all-reductions of rows, columns and single numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from functron.core import tree
+from functron.core.errors import public, refuse
+from functron.optim.average import ema
+from functron.optim.mask import Mask, add_decayed_weights
+from functron.optim.schedules import LearningRate, new_count, scale_by_learning_rate
+from functron.optim.transformation import (
+    GradientTransformation,
+    bindable,
+    chain,
+    scale,
+    stateless,
+    transformation,
+)
+from functron.optim.whole import (
+    Whole,
+    flat_specs,
+    mean,
+    num_stacked,
+    root_mean_square,
+    unpadded,
+    wholes,
+    without,
+)
+from functron.spmd.spec import P
+
+
+class FactoredState(NamedTuple):
+    """The second moments of `scale_by_factored_rms`.
+
+    Attributes:
+        count: number of updates so far; int64, 0-dim.
+        v_row: means over the larger of two dims, of the parameters that are factored; else None.
+        v_col: means over the smaller.
+        v: of the parameters that are not factored, like them; else None.
+    """
+
+    count: Any
+    v_row: tree.Tree
+    v_col: tree.Tree
+    v: tree.Tree
+
+
+def factored_dims(leaf: Whole, min_dim_size: int = 128) -> tuple[int, int] | None:
+    """The second largest dim of a parameter and the largest; None where that is too small.
+
+    Stacked dims do not count. Of dims with equal sizes the later one counts as larger.
+    """
+    dims = sorted(leaf.own, key=lambda dim: leaf.shape[dim])
+    if len(dims) < 2 or leaf.shape[dims[-2]] < min_dim_size:
+        return None
+    return dims[-2], dims[-1]
+
+
+@public
+@bindable
+def scale_by_factored_rms(
+    factored: bool = True,
+    decay_rate: float = 0.8,
+    step_offset: int = 0,
+    min_dim_size_to_factor: int = 128,
+    epsilon: float = 1e-30,
+    *,
+    defs: tree.Tree = None,
+    specs: tree.Tree = None,
+) -> GradientTransformation:
+    """Updates ``g / sqrt(V)``, where V is the outer product of the rows' and the columns' means.
+
+    ``r = b r + (1 - b) mean(g^2 + epsilon)`` over the columns, c likewise over the rows,
+    ``V = r c / mean(r)``, with ``b = 1 - t^-decay_rate`` at update t: section 4 of the paper, and
+    Optax's `scale_by_factored_rms`. Float32 at least.
+
+    Collectives: of every factored leaf that is sharded three all-reductions, of its rows, of its
+    columns, and of one number per stacked matrix, over the axes that split the dims in question.
+
+    Args:
+        factored: False: no parameter is factored.
+        decay_rate: the exponent by which the decay approaches 1.
+        step_offset: the count at which the decay begins.
+        min_dim_size_to_factor: parameters whose second largest dim is smaller have a full V.
+        epsilon: added to squared gradients.
+        defs: the parameters' `ParamDef`s, which tell global sizes and stacked dims; None: the sizes
+            seen, where nothing is sharded or stacked.
+        specs: how the leaves are sharded, a prefix tree; None: as `bind` says.
+
+    Raises:
+        ValueError: (when called) parameters are not what `defs` and `specs` say.
+    """
+
+    def dims_of(leaf: Whole) -> tuple[int, int] | None:
+        return factored_dims(leaf, min_dim_size_to_factor) if factored else None
+
+    def init(params):
+        rows = [
+            _zeros(p, leaf, dims_of(leaf))
+            for p, leaf in zip(tree.leaves(params), wholes(params, defs, specs), strict=True)
+        ]
+        return FactoredState(new_count(params), *_columns(params, rows, 3))
+
+    def update(updates, state, params=None):
+        # float64, as the decay is near 1 and 1 minus it is what matters
+        step = state.count.to(torch.float64) - step_offset + 1
+        decay = 1 - step ** (-decay_rate)
+        leaves = wholes(updates, defs, specs)
+        parts = (tree.same_structure(updates, part) for part in state[1:])
+        rows = [
+            _factored(g, (r, c, v), leaf, dims_of(leaf), decay, epsilon)
+            for g, r, c, v, leaf in zip(tree.leaves(updates), *parts, leaves, strict=True)
+        ]
+        out, *new = _columns(updates, rows, 4)
+        return out, FactoredState(state.count + 1, *new)
+
+    def state_specs(param_specs):
+        if defs is None:
+            return FactoredState(P(), *[_replicated(param_specs)] * 3)
+        leaves = [Whole(p, tuple(d.shape), num_stacked(d)) for p, d in _named(defs)]
+        rows = [
+            _specs(spec, dims_of(leaf))
+            for spec, leaf in zip(flat_specs(param_specs, defs), leaves, strict=True)
+        ]
+        return FactoredState(P(), *_columns(defs, rows, 3))
+
+    return transformation(init, update, state_specs)
+
+
+def _named(defs: tree.Tree):
+    return zip(tree.paths(defs), tree.leaves(defs), strict=True)
+
+
+def _columns(like: tree.Tree, rows: list[tuple], count: int) -> list[tree.Tree]:
+    structure = tree.structure(like)
+    return [tree.unflatten(structure, [row[i] for row in rows]) for i in range(count)]
+
+
+def _replicated(param_specs: tree.Tree) -> P:
+    sharded = [s for s in tree.leaves(param_specs, lambda x: isinstance(x, P)) if any(s)]
+    if sharded:
+        wanted = f"the parameters' defs, for specs such as {sharded[0]}"
+        refuse("adafactor cannot tell how its state is sharded", "defs", "None", wanted)
+    return P()
+
+
+def _specs(spec: P | None, dims: tuple[int, int] | None) -> tuple:
+    if dims is None or spec is None:
+        return None, None, spec
+    return without(spec, [dims[1]]), without(spec, [dims[0]]), None
+
+
+def _zeros(param: torch.Tensor, leaf: Whole, dims: tuple[int, int] | None) -> tuple:
+    zeros = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
+    if dims is None:
+        return None, None, zeros
+    low, high = dims  # means, as only these are the same on ranks that have parts of what is gone
+    return mean(zeros, [high], leaf).squeeze(high), mean(zeros, [low], leaf).squeeze(low), None
+
+
+def _factored(
+    g: torch.Tensor, state: tuple, leaf: Whole, dims: tuple[int, int] | None, decay, epsilon: float
+) -> tuple:
+    """The update of a leaf, and its state afterwards."""
+    wide = torch.promote_types(g.dtype, torch.float32)
+    g32, decay = g.to(wide), decay.to(wide)
+    square = g32.square()
+    row, col, full = state
+    if dims is None:
+        full = decay * full + (1 - decay) * (square + epsilon)
+        return (g32 * full**-0.5).to(g.dtype), None, None, full
+    low, high = dims
+
+    def averaged(before, dim):
+        now = mean(square, [dim], leaf) + epsilon
+        return decay * before.unsqueeze(dim) + (1 - decay) * now
+
+    rows, cols = averaged(row, high), averaged(col, low)
+    middle = mean(unpadded(rows, low, leaf), [low], leaf)
+    out = g32 * (rows / middle) ** -0.5 * cols**-0.5
+    return out.to(g.dtype), rows.squeeze(high), cols.squeeze(low), None
+
+
+@public
+@bindable
+def clip_by_block_rms(
+    threshold: float, *, defs: tree.Tree = None, specs: tree.Tree = None
+) -> GradientTransformation:
+    """Updates ``u / max(1, rms(u) / threshold)``, parameter by parameter; Optax's.
+
+    One all-reduce of a number per stacked matrix for every leaf that is sharded.
+
+    Args:
+        threshold: the largest root mean square.
+        defs, specs: see `scale_by_factored_rms`.
+    """
+
+    def one(u: torch.Tensor, leaf: Whole) -> torch.Tensor:
+        wide = u.to(torch.promote_types(u.dtype, torch.float32))
+        return (wide / (root_mean_square(wide, leaf) / threshold).clamp(min=1)).to(u.dtype)
+
+    return stateless(lambda updates, params: _each(one, updates, defs, specs))
+
+
+@public
+@bindable
+def scale_by_param_block_rms(
+    min_scale: float = 1e-3, *, defs: tree.Tree = None, specs: tree.Tree = None
+) -> GradientTransformation:
+    """Updates ``u max(min_scale, rms(parameter))``, parameter by parameter; Optax's.
+
+    One all-reduce of a number per stacked matrix for every leaf that is sharded.
+
+    Args:
+        min_scale: for parameters that begin at 0.
+        defs, specs: see `scale_by_factored_rms`.
+
+    Raises:
+        ValueError: (when called) no parameters given.
+    """
+
+    def one(u: torch.Tensor, p: torch.Tensor, leaf: Whole) -> torch.Tensor:
+        wide = p.to(torch.promote_types(p.dtype, torch.float32))
+        return (u * root_mean_square(wide, leaf).clamp(min=min_scale)).to(u.dtype)
+
+    def run(updates, params):
+        if params is None:
+            raise ValueError(
+                "scale_by_param_block_rms: got params=None; wanted the parameters whose size "
+                "scales their updates; fix: call update(grads, state, params)"
+            )
+        leaves = wholes(updates, defs, specs)
+        rows = zip(tree.leaves(updates), tree.same_structure(updates, params), leaves, strict=True)
+        return tree.unflatten(tree.structure(updates), [one(*row) for row in rows])
+
+    return stateless(run)
+
+
+def _each(fn, updates: tree.Tree, defs: tree.Tree, specs: tree.Tree) -> tree.Tree:
+    rows = zip(tree.leaves(updates), wholes(updates, defs, specs), strict=True)
+    return tree.unflatten(tree.structure(updates), [fn(*row) for row in rows])
+
+
+@public
+def adafactor(
+    learning_rate: LearningRate | None = None,
+    min_dim_size_to_factor: int = 128,
+    decay_rate: float = 0.8,
+    decay_offset: int = 0,
+    multiply_by_parameter_scale: bool = True,
+    clipping_threshold: float | None = 1.0,
+    momentum: float | None = None,
+    *,
+    weight_decay_rate: LearningRate | None = None,
+    eps: float = 1e-30,
+    factored: bool = True,
+    weight_decay_mask: Mask = None,
+    momentum_dtype: torch.dtype = torch.float32,
+    defs: tree.Tree = None,
+    specs: tree.Tree = None,
+) -> GradientTransformation:
+    """Adafactor, with Optax's arguments and order: for matrices no state but rows and columns.
+
+    `scale_by_factored_rms`, `clip_by_block_rms`, the learning rate, `scale_by_param_block_rms`, a
+    mean of updates, and decay. The paper's relative step size is `relative_step` as the learning
+    rate. Collectives are those of the parts.
+
+    Args:
+        learning_rate: a number, a schedule, or None: 1.
+        min_dim_size_to_factor, decay_rate, eps, factored, defs, specs: see `scale_by_factored_rms`.
+        decay_offset: its `step_offset`.
+        multiply_by_parameter_scale: the learning rate is relative to the parameter's size.
+        clipping_threshold: largest root mean square of an update before the learning rate; None:
+            no clipping.
+        momentum: decay of a mean of the updates; None: none, and no memory for it.
+        weight_decay_rate: added to the updates times the parameters, a number or a schedule; not
+            multiplied by the learning rate. None: no decay.
+        weight_decay_mask: see `add_decayed_weights`.
+        momentum_dtype: how the mean of updates is stored.
+    """
+    where = {"defs": defs, "specs": specs}
+    parts = [
+        scale_by_factored_rms(
+            factored, decay_rate, decay_offset, min_dim_size_to_factor, eps, **where
+        )
+    ]
+    if clipping_threshold is not None:
+        parts.append(clip_by_block_rms(clipping_threshold, **where))
+    if learning_rate is not None:
+        parts.append(scale_by_learning_rate(learning_rate, flip_sign=False))
+    if multiply_by_parameter_scale:
+        parts.append(scale_by_param_block_rms(**where))
+    if momentum is not None:
+        parts.append(ema(momentum, debias=False, dtype=momentum_dtype))
+    if weight_decay_rate is not None:
+        parts.append(add_decayed_weights(weight_decay_rate, weight_decay_mask))
+    return chain(*parts, scale(-1.0))

@@ -1,0 +1,58 @@
+"""Training runs: a configuration, what follows of it on a mesh, steps, records and folders.
+
+Names are imported when they are first used: a command that reads run folders needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from functron.training.compare import compare
+    from functron.training.config import TrainConfig
+    from functron.training.plan import Plan, plan
+    from functron.training.train import prepare, train
+
+__all__ = ["Plan", "TrainConfig", "compare", "plan", "prepare", "train"]
+
+_MEMBERS: Mapping[str, str] = MappingProxyType(
+    {
+        "Plan": "plan",
+        "TrainConfig": "config",
+        "compare": "compare",
+        "plan": "plan",
+        "prepare": "train",
+        "train": "train",
+    }
+)
+"""Public names, and the modules that they are in."""
+
+
+class _Package(ModuleType):
+    """A package whose public functions keep their names from the modules that they are in.
+
+    An import of ``functron.training.train`` would otherwise replace the function `train`.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _MEMBERS and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MEMBERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MEMBERS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,327 @@
+"""What is wrong with the configuration of a run, all of it at once, before anything is started.
+
+What a configuration asks of an architecture that it cannot be trained with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from functron.core.errors import Problem, raise_problems
+from functron.data.ramp import RampUp
+from functron.models.family import TRAINED
+from functron.optim import (
+    group_problems,
+    optimizer_problems,
+    parse_groups,
+    schedule_problems,
+    width_problems,
+)
+from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
+from functron.training import data, evaluation, records, run_folder
+from functron.training.config import TrainConfig, load
+from functron.training.plan import Plan, with_adapters
+
+_OFF = "leave it out, or train a GPT"
+
+
+def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
+    """What the family of `config` has no place for; what it cannot be split over, its rules say.
+
+    Args:
+        config: what is to be run.
+        mesh: its mesh; None: that cannot be read.
+
+    Raises:
+        ValueError: `data` is a blend that is written wrongly.
+    """
+    family, architecture = config.family, config.architecture
+    default = TrainConfig()
+    for name in TRAINED:
+        given = getattr(config, name)
+        if given is not None and given is not architecture and given != getattr(default, name):
+            wanted = f"nothing beside [{family.name}]: one run trains one architecture"
+            fix = f"leave it out, or name a preset that is {TRAINED[name].title}"
+            yield Problem(name, f"settings of {TRAINED[name].title}", wanted, fix)
+    yield from data.objective_problems(config, mesh)
+    longest = getattr(architecture, "max_seq", None)
+    if longest is not None and config.seq > longest:
+        most = f"{family.name}.max_seq"
+        fix = f"shorten the samples or raise {most}"
+        yield Problem("seq", str(config.seq), f"at most {most}={longest}", fix)
+    if config.lora_rank and not family.adapters:
+        fix = "train all parameters: leave it out"
+        yield Problem("lora_rank", f"{config.lora_rank} with {family.title}", "a GPT", fix)
+    if config.loss_chunk_tokens and "loss_chunk_tokens" not in family.settings:
+        got = f"{config.loss_chunk_tokens} with {family.title}"
+        fix = "leave it out; more microbatches save as much"
+        yield Problem("loss_chunk_tokens", got, "0: logits of all tokens at once", fix)
+    for name in ("mask_documents", "pack") if family.name != "gpt" else ():
+        if value := getattr(config, name):
+            yield Problem(name, f"{value} with {family.title}", "a GPT", _OFF)
+    if data.is_chat(config) and family.objective != "next":
+        got, fix = f"conversations for {family.title}", "read them as text: --format text"
+        yield Problem("data", got, "text or tokens", fix)
+
+
+def validate(config: TrainConfig, *, processes: int | None = None) -> None:
+    """Check everything that can be known before training; changes nothing.
+
+    Args:
+        config: what is to be run.
+        processes: how many processes take part, where they run already (under torchrun).
+
+    Raises:
+        ValueError: listing everything that is wrong, each with its fix.
+    """
+    messages: list[str] = []
+    problems: list[Problem] = []
+    mesh = _try(lambda: Mesh.parse(config.mesh), messages)
+    defs = config.family.defs(config.architecture)
+    adapters = list(_lora_problems(config, defs))
+    if mesh is not None:
+        problems += _mesh_problems(config, mesh, processes)
+        problems += _data_problems(config, mesh)
+        fits = config.family.adapters and not adapters
+        plan = Plan(config, mesh, with_adapters(config, defs) if fits else defs)
+        _pipeline_problems(plan, messages)
+        _try(lambda: plan.rules, messages)
+    if config.ramp_up and config.global_batch >= 1:
+        ramp = _try(lambda: config.batches, messages)
+        problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)
+    problems += _number_problems(config)
+    problems += _try(lambda: list(problems_of(config, mesh)), messages) or []
+    problems += adapters
+    problems += optimizer_problems(config.optimizer) or _fit_problems(config, defs)
+    if config.steps >= 1:
+        problems += schedule_problems(config.rate_schedule, "learning_rate")
+    problems += _resume_problems(config) if config.resume else _out_problems(config.out)
+    problems += _try(lambda: list(data.problems_of(config)), messages) or []
+    problems += _try(lambda: list(evaluation.problems_of(config)), messages) or []
+    tokenizer = _try(lambda: data.reader_of(config), messages)
+    _try(lambda: data.check_tokenizer(config, tokenizer), messages)
+    if config.seq >= 1:
+        _try(lambda: data.check(config, reader=lambda _: tokenizer), messages)
+        _try(lambda: evaluation.check(config, reader=lambda _: tokenizer), messages)
+    for package in ("tensorboard", "wandb"):
+        if getattr(config, package):
+            _try(lambda name=package: records.require(name), messages)
+    _try(lambda: raise_problems("these settings do not fit", problems), messages)
+    if messages:
+        raise ValueError("cannot train with this configuration\n" + "\n".join(messages))
+
+
+def _try(check: Callable[[], Any], messages: list[str]) -> Any:
+    """What `check` returns; None, and its message collected, where it raises ValueError."""
+    try:
+        return check()
+    except ValueError as error:
+        if str(error) not in messages:  # two checks may need the same thing
+            messages.append(str(error))
+        return None
+
+
+def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> Iterator[Problem]:
+    share, why = _batch_parts(config, mesh)
+    if config.global_batch % share:
+        fix = f"set it to {-(-config.global_batch // share) * share}"
+        wanted = f"a multiple of {share}: {why}"
+        yield Problem("global_batch", str(config.global_batch), wanted, fix)
+    parts, why = sequence_parts(config, mesh)
+    if config.seq % parts:
+        fix = f"set it to {-(-config.seq // parts) * parts}"
+        yield Problem("seq", str(config.seq), f"a multiple of {parts}: {why}", fix)
+    if "tp" in config.experts and mesh["tp"] > 1 and not config.sequence_parallel:
+        wanted = "tokens that tp splits, where experts are divided over it"
+        fix = "add --sequence-parallel, or leave tp out of it"
+        yield Problem("expert_axes", repr(config.expert_axes), wanted, fix)
+    if config.expert_axes != TrainConfig.expert_axes and config.gpt.moe is None:
+        wanted = "nothing for a model without experts"
+        yield Problem("expert_axes", repr(config.expert_axes), wanted, "leave it out")
+    if config.context != TrainConfig.context and mesh["cp"] == 1:
+        wanted = "nothing without cp in the mesh"
+        yield Problem("context", repr(config.context), wanted, "leave it out, or add cp=N")
+    if config.nproc and config.nproc != mesh.size:
+        fix = f"set nproc={mesh.size}, or 0 to simulate, or change the mesh"
+        got = f"{config.nproc} for a mesh of {mesh.size}"
+        yield Problem("nproc", got, "one process per rank", fix)
+    if processes is not None and processes != mesh.size:
+        fix = f"start torchrun with --nproc-per-node {mesh.size}, or change --mesh"
+        got = f"{processes} processes for a mesh of {mesh.size}"
+        yield Problem("mesh", got, "one process per rank", fix)
+
+
+def _batch_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
+    """Into how many equal parts a batch is cut, and by what."""
+    ranks = math.prod(mesh[axis] for axis in DATA_AXES)
+    why = f"data-parallel ranks {ranks} x microbatches {config.microbatches}"
+    return ranks * max(config.microbatches, 1), why
+
+
+def _ramp_problems(config: TrainConfig, mesh: Mesh, ramp: RampUp) -> Iterator[Problem]:
+    """What is wrong with the sizes that batches have while they grow."""
+    share, why = _batch_parts(config, mesh)
+    wrong = [size for size in ramp.sizes[:-1] if size % share]
+    if wrong:
+        listed = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")
+        got = f"{config.ramp_up!r}: batches of {listed} samples"
+        start = min(-(-ramp.start // share) * share, ramp.final)
+        grown = ramp.final - start
+        steps = (x for x in range(share, grown, share) if x >= ramp.increment and not grown % x)
+        fix = f'write "{start} {next(steps, grown or share)} {ramp.samples}"'
+        fix = fix if ramp.final % share == 0 else "make START and INCREMENT such multiples"
+        yield Problem("ramp_up", got, f"multiples of {share}: {why}", fix)
+
+
+def sequence_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
+    """Into how many equal parts a sequence is cut, and by what."""
+    counts = {f"{axis}={mesh[axis]}": mesh[axis] for axis in CONTEXT_AXES if mesh[axis] > 1}
+    if mesh["cp"] > 1 and config.zigzag:
+        counts["2 for zigzag"] = 2
+    if config.sequence_parallel and mesh["tp"] > 1:
+        counts[f"tp={mesh['tp']} under sequence_parallel"] = mesh["tp"]
+    return math.prod(counts.values()), " x ".join(counts)
+
+
+def _data_problems(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
+    """What is wrong with how data-parallel ranks divide the state."""
+    fix = "leave it out, or add dp=N"
+    if config.zero in (1, 2) and all(mesh[axis] == 1 for axis in ("dp", "ep", *CONTEXT_AXES)):
+        wanted = "several dp, ep, cp or ulysses ranks that hold the same parameters"
+        yield Problem("zero", f"{config.zero} on {str(mesh) or 'one rank'}", wanted, fix)
+    if config.zero == 3 and mesh["dp"] * mesh["fsdp"] == 1:
+        yield Problem("zero", f"3 on {str(mesh) or 'one rank'}", "several dp or fsdp ranks", fix)
+    divided = mesh["fsdp"] > 1 or config.zero == 3
+    if config.gather != "use" and not divided:
+        wanted = "nothing where no rank holds a part of a parameter"
+        fix = "leave it out, add fsdp=N, or --zero 3"
+        yield Problem("gather", repr(config.gather), wanted, fix)
+
+
+def _pipeline_problems(plan: Plan, messages: list[str]) -> None:
+    """Collect what is wrong with schedule and layout, where the mesh has a pipeline."""
+    config = plan.config
+    if plan.is_pipelined:
+        if config.family.name != "gpt":
+            return  # its rules have no pipelines
+        if min(config.microbatches, config.seq, config.global_batch) < 1 or config.chunks < 0:
+            return  # said elsewhere
+        _try(lambda: plan.partition, messages)
+        return
+    unused = [
+        Problem(name, repr(getattr(config, name)), "nothing without pp in the mesh", fix)
+        for name, fix in (
+            ("schedule", "leave it out, or add pp=N"),
+            ("layout", "leave it out, or add pp=N"),
+            ("chunks", "leave it out"),
+            ("vocab_over_pp", "leave it out, or add pp=N"),
+        )
+        if getattr(config, name) != getattr(TrainConfig, name)
+    ]
+    _try(lambda: raise_problems("these are for pipelines", unused), messages)
+
+
+def _lora_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
+    if config.lora is not None and config.family.adapters:
+        yield from config.lora.problems(defs)
+        if config.vocab_over_pp:
+            fix = "leave one of them out"
+            yield Problem("vocab_over_pp", "true with lora_rank", "all parameters to train", fix)
+
+
+def _fit_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
+    """What is wrong with an optimizer, which is right by itself, for these parameters."""
+    groups, _ = parse_groups(config.optimizer.groups)
+    if groups and config.lora is None:  # those of adapters are checked where they are made
+        yield from group_problems(defs, groups, "optimizer.groups")
+    if config.gpt.mup_base_dim:
+        yield from width_problems(config.optimizer)
+    if config.gpt.moe is not None and config.gpt.moe.balance_bias:
+        for name in ("grad_dtype", "reduce_dtype"):
+            if getattr(config.optimizer, name) == "bfloat16":
+                wanted = "one that counts tokens for gpt.moe.balance_bias: bfloat16 stops at 256"
+                fix = "set it to float32, or leave it out"
+                yield Problem(f"optimizer.{name}", "'bfloat16'", wanted, fix)
+    if config.vocab_over_pp and config.optimizer.name == "adafactor":
+        fix = "leave it out, or choose another optimizer"
+        got = "true with adafactor, which needs whole rows and columns"
+        yield Problem("vocab_over_pp", got, "embeddings that one rank of the pipeline has", fix)
+
+
+def _number_problems(config: TrainConfig) -> Iterator[Problem]:
+    least = {"steps": 1, "seq": 1, "global_batch": 1, "microbatches": 1}
+    least |= dict.fromkeys(("nproc", "seed", "chunks", "save_every", "keep_last", "keep_every"), 0)
+    least |= {"loss_chunk_tokens": 0, "prefetch": 0, "log_layers_every": 0}
+    least |= {"eval_every": 0, "eval_batches": 0}
+    for name, smallest in least.items():
+        value = getattr(config, name)
+        if value < smallest:
+            yield Problem(name, str(value), f"at least {smallest}")
+    if not 1 <= config.timeout_seconds < float("inf"):
+        yield Problem("timeout_seconds", f"{config.timeout_seconds:g}", "at least 1, and finite")
+    if config.loss_chunk_tokens and config.gpt.logit_cap:
+        got = f"{config.loss_chunk_tokens} with gpt.logit_cap"
+        yield Problem("loss_chunk_tokens", got, "0: capped logits are made at once", "leave it out")
+
+
+def _out_problems(out: str) -> Sequence[Problem]:
+    if not out:
+        return []
+    path = Path(out)
+    fix = "choose another folder, or remove it"
+    if path.is_file():
+        return [Problem("out", f"{out}, a file", "a new or empty folder", fix)]
+    if path.is_dir() and any(path.iterdir()):
+        fix += "; to go on with the run in it, --resume" if run_folder.is_run(path) else ""
+        return [Problem("out", f"{out}, a folder with files", "a new or empty folder", fix)]
+    above = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        return [Problem("out", out, f"a place to write; {above} is not", "choose another folder")]
+    return []
+
+
+_ORDER = (
+    "data", "tokenizer", "tokenizer_pattern", "format", "overlong", "split", "mask_documents",
+    "fim_rate", "fim_spm_rate", "fim_tokens", "pack", "seed", "seq", "global_batch",
+    "extra_token", "ramp_up", "mask_rate", "mask_token", "mean_span", "end_token",
+)  # fmt: skip
+"""What determines which samples each step sees."""
+
+_LORA = ("lora_rank", "lora_alpha", "lora_targets")
+
+
+def _resume_problems(config: TrainConfig) -> Sequence[Problem]:
+    """What a run cannot change half-way: its parameters, and which samples each step sees."""
+    if not config.out:
+        return [Problem("resume", "no run folder", "the one to go on with", "name it: --out RUN")]
+    path = Path(config.out)
+    if not run_folder.is_run(path):
+        if config.resume == "auto":
+            return _out_problems(config.out)
+        near = records.nearest(path)
+        fix = "" if near is None else f"--out {near}, which is one; "
+        fix += "to begin one where there is none, --resume auto"
+        return [Problem("out", f"{config.out}, where no run is", "the folder of a run", fix)]
+    begun = load(path / run_folder.CONFIG)
+    newest = run_folder.newest(path)
+    begun_steps = newest is not None and int(newest.name) > 0  # else no sample was seen
+    fix = "leave it out, or begin a new run in another folder"
+    found = [
+        Problem(name, repr(getattr(config, name)), f"{getattr(begun, name)!r}, as in the run", fix)
+        for name in ((*_ORDER, *_LORA) if begun_steps else ())
+        if getattr(config, name) != getattr(begun, name)
+    ]
+    if config.family is not begun.family:
+        was = begun.family
+        return [*found, Problem("model", config.family.title, f"{was.title}, as in the run", fix)]
+    here, there = dataclasses.asdict(config.architecture), dataclasses.asdict(begun.architecture)
+    return found + [
+        Problem(f"{begun.family.name}.{name}", repr(value), f"{there[name]!r}, as in the run", fix)
+        for name, value in here.items()
+        if value != there[name]
+    ]

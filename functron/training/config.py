@@ -1,0 +1,528 @@
+"""The configuration of a training run: frozen, complete, checked at once, and TOML on disk.
+
+Files that people write may be YAML as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import tomli_w
+
+from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse
+from functron.data.ramp import RampUp, parse_ramp_up
+from functron.models import gpt
+from functron.models.bert import BertConfig
+from functron.models.family import PRESETS, TRAINED, Family, TrainedConfig, family_of
+from functron.models.gpt import GPTConfig
+from functron.models.lora import LoRA
+from functron.models.mamba import MambaConfig
+from functron.models.t5 import T5Config
+from functron.ops.define import Choice
+from functron.optim import OptimizerConfig, ScheduleConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that determines a training run.
+
+    Attributes:
+        model: name of a preset; it fills the table of its architecture. Where there is a source it
+            is what this calls the architecture.
+        source: where the model came from, such as hf:PATH, if it is no preset.
+        gpt: the architecture, unless another is given.
+        mamba: that of a Mamba-2 model or a hybrid of it.
+        bert: that of a BERT.
+        t5: that of a T5.
+        data: a text file or a folder of them, tokens on disk, or conversations (see `format`);
+            empty: the English and code of this Python. Several files of tokens in proportions, as
+            Megatron-LM writes them: "0.3 PREFIX1 0.7 PREFIX2"; or all of each, every sample once an
+            epoch: "all PREFIX1 all PREFIX2".
+        tokenizer: what makes tokens of text: tokenizer.json, a SentencePiece .model, a .tiktoken
+            file or a folder with one of these, which the run folder then keeps a copy of; bytes:
+            nothing, text is read as bytes; empty: what the run folder `out` has from the model that
+            it was converted from, what functron preprocess made the tokens with, or else bytes.
+        tokenizer_pattern: how the tokenizer splits text, where it is a .tiktoken file that has not
+            one of the usual names: gpt2, cl100k, o200k, llama3 or a regular expression.
+        format: how `data` is read: text; chat: JSONL files of conversations, of which the model
+            learns the tokens of the assistant; tokens: files of functron preprocess or Megatron-LM,
+            a prefix of .bin and .idx, or shards; mock: random tokens, without any file; auto: chat
+            where it ends in .jsonl, and tokens where there is such a file.
+        overlong: what becomes of conversations that do not fit into seq tokens: refuse (it is an
+            error), cut (off their end) or drop.
+        split: which documents of tokens on disk are for training, validation and test, such as
+            969,30,1: training has the first of these parts; empty: all of them.
+        extra_token: samples of tokens on disk have a target for their last token, which is read
+            beyond them; otherwise it predicts nothing, as with Megatron-LM's
+            add_extra_token_to_sequence=False.
+        mask_documents: tokens on disk attend to those of their own document only, and positions
+            count from 0 in each.
+        fim_rate: the share of documents of tokens on disk that are rearranged, so that the model
+            learns to fill in the middle; 0: none.
+        fim_spm_rate: the share of these whose suffix comes first.
+        fim_tokens: the ids of the tokens before prefix, middle and suffix, and of the one that ends
+            a document, if there is one: such as 50257,50258,50259,50256.
+        pack: best-fit: documents of tokens on disk are put together so that few are cut, and see
+            none but themselves, as with mask_documents; conversations share samples, whole and
+            without seeing one another; empty: documents as they follow one another, and one
+            conversation a sample.
+        mask_rate: the share of tokens that a BERT is to find, or a T5 to restore.
+        mask_token: the id that hides them, or the first of a T5's sentinels, from which others go
+            down; -1: the tokenizer's [MASK], <mask> or <extra_id_0>, or else the last of the
+            vocabulary.
+        mean_span: how many tokens a T5 is to restore at a place, in the mean.
+        end_token: the id that ends what a T5 reads and writes; -1: the tokenizer's end of text.
+        eval_every: report the loss and perplexity of held-out data after every so many steps, and
+            after the last; 0: never.
+        eval_batches: how many batches of each set, of global_batch samples; 0: all of it.
+        eval_data: held-out sets by name, such as "wiki=PREFIX1 code=PREFIX2", each read as `data`
+            is; empty: the validation part of `split`, of every source of a blend by itself.
+        eval_averaged: of the average of the parameters that optimizer.ema_decay keeps, rather than
+            of the parameters.
+        prefetch: batches that a thread makes ahead of the steps that need them; 0: none.
+        mesh: axes and sizes, such as dp=2,tp=2; empty: one rank.
+        nproc: processes to start, one per rank of the mesh; 0: simulate the mesh in this process.
+        timeout_seconds: after which processes give up on one that has stopped: in collectives, and
+            in saves where it shows no sign of life.
+        sequence_parallel: split the residual stream's sequence over tp.
+        context: what the ranks of cp do, each of which has a part of every sequence: ring: keys and
+            values go round; gather: every rank gathers them. Ranks of ulysses, which have parts of
+            sequences too, exchange heads for sequence.
+        zigzag: ranks of cp each take an early and a late part of every sequence, so that causal
+            attention costs all the same.
+        expert_axes: the axes that experts are divided over: ep; ep,tp with sequence_parallel, where
+            experts are whole (Megatron's folding with expert tensor parallelism 1); cp and ulysses
+            may be among them too.
+        steps: optimization steps.
+        seq: tokens per sample.
+        global_batch: samples per step, over all ranks and microbatches.
+        ramp_up: begin with fewer samples per step: "START INCREMENT SAMPLES", as Megatron-LM has
+            it: from START to global_batch in steps of INCREMENT, each for the same number of
+            samples, SAMPLES for all of them together. Empty: global_batch from the first step on.
+        microbatches: parts of each rank's batch, one after another, to save activation memory and
+            to keep all ranks of a pipeline at work.
+        schedule: who computes which microbatch when, where the mesh has pp: 1f1b, gpipe,
+            interleaved, zb-h1, zb-h2, zbv, dualpipe, dualpipev and others, or the path of a table.
+        chunks: stages per pipeline rank; 0: what the schedule is made for.
+        layout: which stage has which layers: empty or even; cost: by the cost of the traced
+            program; first=N,last=N; or written out, such as "Et|tt|tL" (E embedding, t layer, L
+            loss, | between stages, (tt|)*3 repeats).
+        vocab_over_pp: divide embedding and unembedding among all ranks of the pipeline, which each
+            update a part; the first and last stage gather them for a step.
+        zero: what data-parallel ranks divide instead of each holding all of it: 1: the optimizer's
+            state; 2: the gradients as well; 3: the parameters as well, as the mesh axis fsdp does
+            without being asked.
+        gather: when parameters that are so divided are gathered: use: by every block, and again in
+            backward; keep: by every block, until backward; step: all at once, before the
+            microbatches.
+        lora_rank: of low-rank additions to frozen matrices (LoRA), which alone are trained then; 0:
+            train all parameters.
+        lora_alpha: they are multiplied by lora_alpha / lora_rank.
+        lora_targets: the linear layers that have them: patterns of paths, separated by commas.
+        remat: what backward computes again: none, full (all of a block but its input), selective
+            (the core of attention) or dots (all but matrix products and attention).
+        kernels: auto: functron's CUDA kernels compute what they can on a GPU; reference: torch's
+            operations do; kernel: as auto, but what no kernel can compute is an error.
+        loss_chunk_tokens: make logits of so many of a rank's tokens at a time, and again in
+            backward, so that they take little memory; 0: of all at once.
+        compile: compile the step with Inductor before the first one, which then takes longer.
+        seed: of initial parameters, order of the data, and dropout.
+        out: run folder, new or empty; empty: the next free runs/MODEL-1, runs/MODEL-2, ...
+        resume: go on from the newest complete step of the run in the folder `out`, or begin with it
+            where none is complete, on the mesh asked for now; auto: begin a run where there is none
+            as well, such as in a job that is started again until it is done.
+        save_every: save after every so many steps as well; 0: only at the end.
+        keep_last: how many of the newest checkpoints stay; 0: all.
+        keep_every: checkpoints of multiples of this step stay in any case; 0: none do.
+        device: cpu, cuda, or auto: cuda where there is one.
+        log_layers_every: at the first step and at multiples of this one, records also have by layer
+            the norms of the parameters that train and of their gradients, and, of a GPT, the root
+            mean square of the residual stream after the layer; 0: never.
+        tensorboard: write TensorBoard events into the run folder.
+        wandb: log to Weights & Biases.
+        optimizer: the optimizer.
+        learning_rate: its schedule; total_steps 0 stands for steps.
+    """
+
+    model: str = "tiny"
+    source: str = ""
+    gpt: GPTConfig = field(default_factory=lambda: gpt.PRESETS["tiny"])
+    mamba: MambaConfig | None = None
+    bert: BertConfig | None = None
+    t5: T5Config | None = None
+    data: str = ""
+    tokenizer: str = ""
+    tokenizer_pattern: str = ""
+    format: Literal["auto", "text", "chat", "tokens", "mock"] = "auto"
+    overlong: Literal["refuse", "cut", "drop"] = "refuse"
+    split: str = ""
+    extra_token: bool = True
+    mask_documents: bool = False
+    fim_rate: float = 0.0
+    fim_spm_rate: float = 0.5
+    fim_tokens: str = ""
+    pack: Literal["", "best-fit"] = ""
+    mask_rate: float = 0.15
+    mask_token: int = -1
+    mean_span: float = 3.0
+    end_token: int = -1
+    eval_every: int = 0
+    eval_batches: int = 0
+    eval_data: str = ""
+    eval_averaged: bool = False
+    prefetch: int = 2
+    mesh: str = ""
+    nproc: int = 0
+    timeout_seconds: float = 300.0
+    sequence_parallel: bool = False
+    context: Literal["ring", "gather"] = "ring"
+    zigzag: bool = True
+    expert_axes: str = "ep"
+    steps: int = 200
+    seq: int = 128
+    global_batch: int = 8
+    ramp_up: str = ""
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 0
+    layout: str = ""
+    vocab_over_pp: bool = False
+    zero: Literal[0, 1, 2, 3] = 0
+    gather: Literal["use", "keep", "step"] = "use"
+    lora_rank: int = 0
+    lora_alpha: float = LoRA.alpha
+    lora_targets: str = ",".join(LoRA.targets)
+    remat: gpt.Remat = "none"
+    kernels: Choice = "auto"
+    loss_chunk_tokens: int = 0
+    compile: bool = False
+    seed: int = 0
+    out: str = ""
+    resume: bool | Literal["auto"] = False
+    save_every: int = 0
+    keep_last: int = 0
+    keep_every: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    log_layers_every: int = 0
+    tensorboard: bool = False
+    wandb: bool = False
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    learning_rate: ScheduleConfig = field(
+        default_factory=lambda: ScheduleConfig(
+            name="cosine", peak=2e-3, total_steps=0, end_fraction=0.05
+        )
+    )
+
+    @property
+    def batches(self) -> RampUp:
+        """How many samples each step has, and which one is its first.
+
+        Raises:
+            ValueError: `ramp_up` describes no such sizes.
+        """
+        return parse_ramp_up(self.ramp_up, self.global_batch)
+
+    @property
+    def packed(self) -> bool:
+        """Whether batches say which tokens are of the same document, which alone they attend to."""
+        return self.mask_documents or bool(self.pack)
+
+    @property
+    def architecture(self) -> TrainedConfig:
+        """The model to train: `mamba`, `bert` or `t5` where one is given, and `gpt` otherwise."""
+        return self.mamba or self.bert or self.t5 or self.gpt
+
+    @property
+    def title(self) -> str:
+        """The name of the model for the user: the preset, or the architecture and its source."""
+        if self.source:
+            return f"{self.model} of {self.source}"
+        same = self.model in PRESETS and PRESETS[self.model] == self.architecture
+        return self.model if same else f"{self.model} with changes"
+
+    @property
+    def family(self) -> Family:
+        """The family of `architecture`."""
+        return family_of(self.architecture)
+
+    @property
+    def lora(self) -> LoRA | None:
+        """The low-rank additions; None where all parameters are trained."""
+        if not self.lora_rank:
+            return None
+        targets = (target.strip() for target in self.lora_targets.split(","))
+        return LoRA(self.lora_rank, self.lora_alpha, tuple(filter(None, targets)))
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """`expert_axes`, one by one."""
+        return tuple(filter(None, (axis.strip() for axis in self.expert_axes.split(","))))
+
+    @property
+    def rate_schedule(self) -> ScheduleConfig:
+        """`learning_rate` with its total_steps filled in."""
+        total = self.learning_rate.total_steps or self.steps
+        return dataclasses.replace(self.learning_rate, total_steps=total)
+
+
+BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "data": (
+        "data", "tokenizer", "tokenizer_pattern", "format", "seq", "global_batch", "ramp_up",
+        "overlong", "split", "extra_token", "mask_documents", "pack", "fim_rate", "fim_spm_rate",
+        "fim_tokens", "mask_rate", "mask_token", "mean_span", "end_token", "prefetch",
+    ),
+    "model": (
+        "model", "source", "gpt", "mamba", "bert", "t5", "lora_rank", "lora_alpha", "lora_targets",
+    ),
+    "parallelism": (
+        "mesh", "nproc", "timeout_seconds", "sequence_parallel", "context", "zigzag", "expert_axes",
+        "microbatches", "schedule", "chunks", "layout", "vocab_over_pp", "zero", "gather",
+    ),
+    "precision": (
+        *(f"{family}.dtype" for family in TRAINED), "optimizer.fp32_masters",
+        "optimizer.stochastic_rounding", "optimizer.mu_dtype", "optimizer.nu_dtype",
+        "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.muon.dtype", "remat",
+        "loss_chunk_tokens", "kernels", "compile", "device",
+    ),
+    "optimizer": ("steps", "seed", "optimizer", "learning_rate"),
+    "checkpoint": ("out", "resume", "save_every", "keep_last", "keep_every"),
+    "evaluation": ("eval_every", "eval_batches", "eval_data", "eval_averaged"),
+    "logging": ("log_layers_every", "tensorboard", "wandb"),
+})  # fmt: skip
+"""The options by subject, for the help: paths of fields, which stand for all that is under them.
+
+Precision is also what is computed again, or by other kernels, to save memory or time.
+"""
+
+COMMON = frozenset({
+    "data", "tokenizer", "format", "seq", "global_batch", "model", "mesh", "nproc",
+    "sequence_parallel", "microbatches", "schedule", "zero", "remat", "compile", "device", "steps",
+    "seed", "optimizer.name", "optimizer.weight_decay", "learning_rate.peak",
+    "learning_rate.warmup_steps", "out", "resume", "save_every", "eval_every", "eval_data",
+    "tensorboard", "wandb", *(f"{family}.dtype" for family in TRAINED),
+})  # fmt: skip
+"""The options that most runs use."""
+
+
+def with_model(config: TrainConfig, name: str) -> TrainConfig:
+    """`config` with the architecture of the preset `name`.
+
+    Raises:
+        ValueError: there is no such preset; the nearest is suggested.
+    """
+    return dataclasses.replace(config, model=name, source="", **_tables(PRESETS[name]))
+
+
+def _tables(architecture: TrainedConfig) -> dict[str, Any]:
+    """The values of all families' fields where this is what is trained."""
+    tables = {name: getattr(TrainConfig(), name) for name in TRAINED}
+    return tables | {family_of(architecture).name: architecture}
+
+
+def load(path: str | Path, *, model: str | None = None) -> TrainConfig:
+    """The configuration in a file: what it leaves out has the preset's or default value.
+
+    Args:
+        path: a TOML file; YAML where its name ends in .yaml or .yml, of which true, false, null and
+            numbers are what YAML 1.2 calls so (``off`` and ``12:30`` are text, ``1e-3`` a number).
+        model: a preset that replaces the file's model and its table, such as [gpt].
+
+    Raises:
+        ValueError: the file cannot be read, is no TOML or YAML, has unknown keys, values of the
+            wrong kind, or describes an impossible model. All unknown keys and wrong kinds are
+            listed. Or it is YAML, and the package that reads it is not installed.
+    """
+    table = _table(Path(path))
+    if model is not None:
+        table = {k: value for k, value in table.items() if k not in (*TRAINED, "source")}
+        table["model"] = model
+    problems: list[Problem] = []
+    name = table.get("model", "tiny")
+    if table.get("source"):
+        base = TrainConfig()
+    elif name in PRESETS:
+        base = with_model(TrainConfig(), name)
+    else:
+        base = TrainConfig()
+        problems.append(Problem("model", repr(name), "a preset", nearest(str(name), PRESETS)))
+    values = _read(table, base, "", problems)
+    raise_problems(f"cannot use the configuration {path}", problems)
+    return _rebuild(base, values)
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """The keys and values in a file."""
+    is_yaml = path.suffix in _YAML
+    title, kind = "cannot read the configuration", "YAML" if is_yaml else "TOML"
+    if is_yaml and path.is_file() and importlib.util.find_spec("yaml") is None:
+        fix = "pip install 'functron[yaml]', or write it as TOML"
+        refuse(title, "pyyaml", "no such package", f"it, to read {path}", fix)
+    try:
+        text = path.read_text(encoding="utf-8")
+        return _from_yaml(text) if is_yaml else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        refuse(title, str(path), reason, f"a readable {kind} file", _another(path, error))
+
+
+def _from_yaml(text: str) -> dict[str, Any]:
+    """The mapping in a YAML document, whose plain words are those of YAML 1.2.
+
+    Raises:
+        ValueError: it is no YAML, has a key twice, or is something else than a mapping.
+    """
+    yaml = importlib.import_module("yaml")
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers: ClassVar[dict] = {}
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+            keys = [key.value for key, _ in node.value if key.tag != _YAML_MERGE]
+            if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
+                line = node.start_mark.line + 1
+                raise ValueError(f"{', '.join(twice)} twice in the mapping of line {line}")
+            return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
+
+    for kind, pattern, first in _YAML_WORDS:
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(pattern), list(first))
+    try:
+        table = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if not isinstance(table, dict | None):
+        raise ValueError(f"a {type(table).__name__}, where keys and values should be")
+    return table or {}
+
+
+_YAML = (".yaml", ".yml")
+_YAML_MERGE = "tag:yaml.org,2002:merge"
+_YAML_WORDS = (
+    ("bool", r"(true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("null", r"(~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)$", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$", "-+.0123456789"),
+    ("merge", r"<<$", "<"),
+)
+"""The kinds of plain words of YAML 1.2 that configurations have, and how they begin."""
+
+
+def _another(path: Path, error: Exception) -> str:
+    """The fix for what is no TOML: YAML, JSON, a Hugging Face model's file, or no file at all."""
+    if isinstance(error, OSError):
+        return on_hub(path.parent)
+    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        table = json.loads(text)
+    except ValueError:
+        table = None
+    if isinstance(table, dict) and "model_type" in table:
+        return f"this describes a Hugging Face model: functron convert hf:{path.parent} run:RUN"
+    if path.suffix in _YAML:
+        return ""
+    write = "write it as TOML, with steps = 10 for a value and [gpt] above those of a table; "
+    write += "functron train leaves a complete config.toml in its run folder to begin from"
+    if table is not None or path.suffix == ".json":
+        return f"this is JSON: {write}"
+    like = re.search(r"^\s*[\w.-]+:(\s|$)", text, re.MULTILINE)
+    return f"this is YAML: give it a name that ends in .yaml, or {write}" if like else ""
+
+
+def dump(config: TrainConfig) -> str:
+    """`config` as TOML text that `load` reads back: complete, down to every default.
+
+    Only an architecture that is not in force, and nobody changed, is left out.
+    """
+    table = dataclasses.asdict(config)
+    if config.architecture is not config.gpt and config.gpt == TrainConfig().gpt:
+        del table["gpt"]
+    return tomli_w.dumps(_plain(table))
+
+
+def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
+    # TOML has no null; single values stand before tables so that they belong to this one
+    rows = {key: "none" if value is None else value for key, value in table.items()}
+    values = {key: value for key, value in rows.items() if not isinstance(value, Mapping)}
+    tables = {key: _plain(value) for key, value in rows.items() if isinstance(value, Mapping)}
+    return values | tables
+
+
+def _read(table: Mapping[str, Any], base: Any, prefix: str, problems: list[Problem]) -> dict:
+    """`table`, checked against the fields of the dataclass instance `base`."""
+    hints = typing.get_type_hints(type(base))
+    names = [f.name for f in dataclasses.fields(base)]
+    out = {}
+    for key, value in table.items():
+        where = f"{prefix}{key}"
+        if key not in names:
+            problems.append(Problem(where, "an unknown key", "a known one", nearest(key, names)))
+            continue
+        nested, optional = _dataclass_in(hints[key])
+        if nested is not None and isinstance(value, Mapping):
+            inner = getattr(base, key)
+            out[key] = _read(value, inner if inner is not None else nested(), f"{where}.", problems)
+        elif optional and value in ("none", None):
+            out[key] = None
+        elif nested is None and (kind := _kind(hints[key], value)) is None:
+            out[key] = _converted(hints[key], value)
+        else:
+            kind = "a table" if nested is not None else _kind(hints[key], value)
+            problems.append(Problem(where, repr(value), str(kind)))
+    return out
+
+
+def _converted(hint: Any, value: Any) -> Any:
+    """A value of the annotated kind from what TOML has for it."""
+    if typing.get_origin(hint) is tuple:
+        return tuple(value)
+    return float(value) if hint is float else value
+
+
+def _dataclass_in(hint: Any) -> tuple[Any, bool]:
+    """The dataclass of an annotation ``X`` or ``X | None``, and whether None is allowed."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
+    found = [option for option in options if dataclasses.is_dataclass(option)]
+    return (found[0] if found else None), types.NoneType in options
+
+
+_UNIONS = (typing.Union, types.UnionType)
+
+
+def _kind(hint: Any, value: Any) -> str | None:
+    """The kind that is wanted where `value` is not of it, else None."""
+    if typing.get_origin(hint) is Literal:
+        options = typing.get_args(hint)
+        return None if value in options else f"one of {', '.join(map(repr, options))}"
+    if typing.get_origin(hint) in _UNIONS:
+        kinds = [_kind(option, value) for option in typing.get_args(hint)]
+        return None if None in kinds else " or ".join(map(str, kinds))
+    if typing.get_origin(hint) is tuple:  # of any number of whole numbers
+        ok = isinstance(value, list | tuple) and all(_kind(int, each) is None for each in value)
+        return None if ok else "a list of whole numbers"
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    fits = (int, float) if hint is float else (hint,)
+    ok = isinstance(value, fits) and (hint is bool or not isinstance(value, bool))
+    return None if ok else words.get(hint, str(hint))
+
+
+def _rebuild(base: Any, values: Mapping[str, Any]) -> Any:
+    """`base` with `values` replaced, at any depth."""
+    hints = typing.get_type_hints(type(base))
+    new = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            inner = getattr(base, key)
+            value = _rebuild(_dataclass_in(hints[key])[0]() if inner is None else inner, value)
+        new[key] = value
+    return dataclasses.replace(base, **new)

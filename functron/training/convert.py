@@ -1,0 +1,269 @@
+"""From Hugging Face folders to run folders and back: ``functron convert``."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from functron import checkpoint
+from functron.core import tree
+from functron.core.errors import nearest, refuse
+from functron.hub.config import CONFIG, read_config, read_table
+from functron.hub.reader import load
+from functron.hub.writer import MAX_SHARD_BYTES, copy_companions, save
+from functron.models import lora
+from functron.models.config import Dtype
+from functron.models.family import Config, TrainedConfig, dtype_of, family_of
+from functron.optim import OptimizerConfig, ScheduleConfig
+from functron.params import num_params
+from functron.program.cost import bytes_text
+from functron.spmd import Mesh
+from functron.training import config, run_folder
+from functron.training.loop import free_memory_bytes
+from functron.training.plan import plan
+
+SCHEMES = ("hf", "run")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The result of `convert`.
+
+    Attributes:
+        config: the model's architecture.
+        target: the folder that was made.
+        files: the names in it that came from the source unchanged.
+        recipe: what a run that was made is set to, for the user; empty where none was.
+    """
+
+    config: Config
+    target: Path
+    files: tuple[str, ...]
+    recipe: str = ""
+
+    def __str__(self) -> str:
+        count = num_params(family_of(self.config).defs(self.config))
+        kept = f"; with {', '.join(self.files)}" if self.files else ""
+        return f"{count:,} parameters ({dtype_of(self.config)}) in {self.target}{kept}"
+
+
+def convert(
+    source: str,
+    target: str,
+    *,
+    dtype: str | None = None,
+    averaged: bool = False,
+    max_seq: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Conversion:
+    """Make a run folder of a Hugging Face folder (``hf:PATH run:PATH``), or the other way.
+
+    A run folder made this way has step 0 of a training run in it: the parameters, without state of
+    an optimizer, and the settings that `fine_tuning` chooses. The newest checkpoint of a run is
+    what is exported. One process does it: into a run in as much memory as the parameters take, from
+    one in as much as one tensor takes.
+
+    Args:
+        source: ``hf:PATH`` or ``run:PATH``.
+        target: the other of them; the folder must not exist.
+        dtype: of the parameters in the target; None: as they are.
+        averaged: export the run's averages of its parameters (from a run only).
+        max_seq: the longest sequence, where the model could take longer ones (to a run only).
+        max_shard_bytes: the most data in one file (from a run only).
+
+    Raises:
+        ValueError: paths without ``hf:`` or ``run:``, or both of one kind, and what `load` and
+            `save` raise.
+    """
+    (kind, path), (other, out) = _parse(source, "from"), _parse(target, "to")
+    if kind == other:
+        fix = "functron convert hf:MODEL run:RUN, or functron convert run:RUN hf:MODEL"
+        got = f"{kind}: and {other}:"
+        refuse("nothing to convert", "from and to", got, "one hf: and one run:", fix)
+    if kind == "hf":
+        if averaged:
+            got = "true from a Hugging Face folder"
+            wanted = "a run, which keeps averages"
+            refuse("cannot convert", "averaged", got, wanted, "leave it out")
+        return _import(path, out, dtype=dtype, max_seq=max_seq)
+    if max_seq is not None:
+        refuse("cannot convert", "max_seq", max_seq, "nothing: it is the run's", "leave it out")
+    return _export(path, out, dtype=dtype, averaged=averaged, max_shard_bytes=max_shard_bytes)
+
+
+def _parse(text: str, name: str) -> tuple[str, Path]:
+    kind, colon, path = text.partition(":")
+    if not colon or kind not in SCHEMES or not path:
+        fix = nearest(kind, SCHEMES) if colon else f"hf:{text} or run:{text}"
+        refuse("cannot tell what to convert", name, repr(text), "hf:PATH or run:PATH", fix)
+    return kind, Path(path)
+
+
+def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) -> Conversion:
+    run_folder.refuse_existing(out, "cannot convert")
+    kind: Dtype | None = None
+    if dtype is not None:
+        known: dict[str, Dtype] = {name: name for name in get_args(Dtype)}
+        if dtype not in known:
+            wanted, fix = "a dtype to train in", nearest(dtype, known)
+            refuse("cannot convert", "dtype", repr(dtype), wanted, fix)
+        kind = known[dtype]
+    model = read_config(path, dtype=kind, max_seq=max_seq)
+    if not isinstance(model, TrainedConfig):
+        fix = "use it in Python: hub.load_model(path), hub.save"
+        wanted = "a decoder, Mamba-2, a hybrid, BERT or T5: functron train has no others"
+        refuse("cannot convert", f"hf:{path}", family_of(model).title, wanted, fix)
+    params = load(path, model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    run, needed, free = fine_tuning(model, free_memory_bytes(device))
+    run = replace(run, model=read_table(path)["model_type"], source=f"hf:{path}")
+    kept: list[str] = []
+
+    def keep(folder: Path) -> None:
+        folder.mkdir()
+        shutil.copyfile(path / CONFIG, folder / CONFIG)
+        kept.extend([CONFIG, *copy_companions(path, folder)])
+
+    begin(out, run, params, keep)
+    return Conversion(model, out, tuple(kept), _summary(run, out, needed, free))
+
+
+def begin(
+    out: Path, run: config.TrainConfig, params: tree.Tree, keep: Callable[[Path], None]
+) -> None:
+    """Make the run folder `out` with step 0 of a training run: parameters without optimizer state.
+
+    Args:
+        out: where nothing is.
+        run: its configuration.
+        params: whole.
+        keep: makes the folder of the config.json and the tokenizer that belong to the model.
+    """
+
+    def fill(folder: Path) -> None:
+        (folder / run_folder.CONFIG).write_text(config.dump(run), encoding="utf-8")
+        keep(folder / run_folder.HUB)
+        checkpoint.save(folder / run_folder.CHECKPOINTS / "0", {"params": params}, {"step": 0})
+
+    run_folder.make(out, fill)
+
+
+def newest_params(
+    path: Path, run: config.TrainConfig, *, averaged: bool, read: Callable
+) -> tree.Tree:
+    """The parameters of the newest checkpoint in a run's folder, adapters merged.
+
+    Args:
+        path: the folder.
+        run: its configuration.
+        averaged: the averages of its parameters that the run keeps.
+        read: `checkpoint.read_params`, or `checkpoint.stored_params` to read rows where they are
+            used.
+    """
+    stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
+    defs = lora.defs_in(run.family.defs(run.architecture), run.lora, stored)
+    return lora.merge(read(stored, defs, averaged=averaged))
+
+
+_PEAK, _WARMUP, _DECAY = 2e-5, 0.05, 0.01
+_ROWS, _SEQ, _LEAST_SEQ, _CHUNK = 8, 2048, 128, 1024
+_SHARE = 0.8
+"""Of free memory: some is needed beside the traced program, by the allocator's rounding say."""
+
+
+def fine_tuning(model: TrainedConfig, free_bytes: int) -> tuple[config.TrainConfig, int, int]:
+    """Settings to go on with trained parameters: a small learning rate, and steps that fit.
+
+    AdamW with a peak of 2e-5 after a warm-up and a cosine to 0, weight decay 0.01 (0 on norms and
+    biases, as always), and float32 masters of parameters of 16 bits, whose updates would be lost.
+    Steps have 8 samples of as many tokens as the model reads, at most 2048. Where that needs too
+    much memory on one rank they are cut into microbatches; then logits are made of some tokens at a
+    time; then blocks are computed again in backward; and then samples are shorter.
+
+    Args:
+        model: its architecture.
+        free_bytes: memory of a rank; four fifths of it are used.
+
+    Returns:
+        The settings, what one rank holds at most in a step by its traced program, and what was
+        free. Where nothing fits they are those that need least.
+    """
+    family = family_of(model)
+    longest = min(getattr(model, "max_seq", _SEQ), _SEQ)
+    table: dict[str, Any] = {
+        family.name: model,
+        "seq": longest,
+        "global_batch": _ROWS,
+        "optimizer": OptimizerConfig(
+            b2=0.999, weight_decay=_DECAY, fp32_masters=model.torch_dtype.itemsize == 2
+        ),
+        "learning_rate": ScheduleConfig(
+            "cosine", peak=_PEAK, warmup_ratio=_WARMUP, total_steps=0, end=0.0
+        ),
+    }
+    whole = config.TrainConfig(**table)
+
+    def peak(run: config.TrainConfig) -> int:
+        return plan(run, Mesh()).program().memory().peak_bytes
+
+    chunked = "loss_chunk_tokens" in family.settings and not getattr(model, "logit_cap", 0.0)
+    chunk = _CHUNK if chunked and longest > _CHUNK else 0
+    ladder: list[dict[str, Any]] = [{"microbatches": count} for count in (1, 2, 4, 8)]
+    ladder += [{"microbatches": _ROWS, "loss_chunk_tokens": chunk}] if chunk else []
+    ladder += [{**ladder[-1], "remat": "full"}]
+    seqs = [longest]
+    while seqs[-1] >= 2 * _LEAST_SEQ:
+        seqs.append(seqs[-1] // 2)
+    least = replace(whole, seq=seqs[-1], **ladder[-1])
+    if (needed := peak(whole)) <= _SHARE * free_bytes:
+        return whole, needed, free_bytes
+    if (needed := peak(least)) <= _SHARE * free_bytes:
+        for seq, rung in itertools.islice(itertools.product(seqs, ladder), 1, None):
+            run = replace(whole, seq=seq, **rung)
+            if (found := peak(run)) <= _SHARE * free_bytes:
+                return run, found, free_bytes
+    return least, needed, free_bytes
+
+
+def _summary(run: config.TrainConfig, out: Path, needed: int, free: int) -> str:
+    """The settings of a run, and the command that begins it."""
+    most = getattr(run.architecture, "max_seq", run.seq)
+    of = f" (the model reads up to {most})" if most > run.seq else ""
+    parts = f" in {run.microbatches} microbatches" if run.microbatches > 1 else ""
+    more = ", blocks computed again in backward" if run.remat == "full" else ""
+    fits = f"{bytes_text(needed)} a rank, of {bytes_text(free)} free here"
+    lines = [
+        f"set to fine-tune: learning rate up to {run.learning_rate.peak:g} after a warm-up over "
+        f"{run.learning_rate.warmup_ratio:.0%} of the steps, weight decay "
+        f"{run.optimizer.weight_decay:g} (0 on norms and biases)",
+        f"steps of {run.global_batch} samples{parts} of seq {run.seq}{of}{more}: {fits}",
+    ]
+    if needed > _SHARE * free:
+        lines.append(
+            "which does not fit here: divide it (--mesh fsdp=N --nproc N), or train adapters "
+            "(--lora-rank 8)"
+        )
+    folder = shlex.quote(str(out))
+    return "\n".join([*lines, f"fine-tune it: functron train --resume --out {folder} --data TEXT"])
+
+
+def _export(
+    path: Path, out: Path, *, dtype: str | None, averaged: bool, max_shard_bytes: int
+) -> Conversion:
+    run_folder.refuse_existing(out, "cannot convert")
+    settings = config.load(path / run_folder.CONFIG)
+    model = settings.architecture
+    params = newest_params(path, settings, averaged=averaged, read=checkpoint.stored_params)
+    kept = path / run_folder.HUB if (path / run_folder.HUB / CONFIG).is_file() else None
+    save(out, model, params, like=kept, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    if kept is None:  # a run that began with random weights may have a tokenizer all the same
+        return Conversion(model, out, tuple(copy_companions(path / run_folder.HUB, out)))
+    names = tuple(sorted(entry.name for entry in kept.iterdir()))
+    return Conversion(model, out, names)

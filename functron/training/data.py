@@ -1,0 +1,657 @@
+"""What a run trains on: bytes, tokens of text, tokens on disk or none at all, or conversations.
+
+What a model learns from text: the next token, or what is hidden of it.
+
+Batches made in the background, a few ahead of the steps that need them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from functron.core.errors import Problem, raise_problems
+from functron.data import (
+    Blend,
+    ByteText,
+    Chat,
+    FillInTheMiddle,
+    MockTokens,
+    PackedChat,
+    PackedTokens,
+    Samples,
+    Tokenizer,
+    TokenText,
+    TokenWindows,
+    open_tokens,
+    split,
+    text_tokenizer,
+)
+from functron.data.blend import ALL, PARTS, parse_blend
+from functron.data.chat import chat_files
+from functron.data.denoising import Spans, Transformed, mask_tokens, spans_of, take_out
+from functron.data.documents import find
+from functron.data.shards import is_tokens, provenance
+from functron.data.sliding import Conversations, Documents, StoredTokens, Texts
+from functron.data.text_tokenizer import BYTES, ByteTokenizer, TextTokenizer
+from functron.data.token_file import TokenFile
+from functron.data.windows import check_vocabulary
+from functron.spmd import Mesh
+from functron.training import run_folder
+from functron.training.config import TrainConfig
+
+_MASKS = ("[MASK]", "<mask>")
+_SENTINELS = ("<extra_id_0>",)
+_USELESS: dict[str | None, tuple[str, ...]] = {
+    "next": ("mask_rate", "mask_token", "mean_span", "end_token"),
+    "masked": ("mean_span", "end_token"),
+    "spans": (),
+}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How samples of text become those that a model learns from.
+
+    Attributes:
+        length: tokens of text in a sample.
+        vocab_size: ids of the text are below it.
+        over: ``(samples, seed)`` to the samples that are made of them.
+    """
+
+    length: int
+    vocab_size: int
+    over: Callable[[Any, int], Samples]
+
+
+def objective_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> Objective:
+    """What `config` makes of its text.
+
+    Args:
+        config: what is to be run.
+        tokenizer: of its text; None: tokens on disk whose maker is not known.
+
+    Raises:
+        ValueError: the model has no id for what it needs beside text; all such are listed.
+    """
+    plain = Objective(config.seq, config.architecture.vocab_size, lambda samples, _: samples)
+    made = {"next": lambda *_: plain, "masked": _masked, "spans": _spans}
+    objective = config.family.objective
+    assert objective is not None, config.family
+    return made[objective](config, tokenizer, plain)
+
+
+def target_length(config: TrainConfig) -> int:
+    """How many targets a sample has: `seq`, or what the decoder says to so many tokens."""
+    return spans_in(config).targets if config.family.objective == "spans" else config.seq
+
+
+def flops_per_token(config: TrainConfig) -> int:
+    """Model FLOPs of a step per token of `seq`, forward and backward."""
+    sizes = (config.seq, target_length(config))
+    if config.family.objective != "spans":
+        sizes = sizes[:1]
+    return config.family.flops_per_token(config.architecture, *sizes)
+
+
+def spans_in(config: TrainConfig) -> Spans:
+    """The spans that are taken out of a sample.
+
+    Raises:
+        ValueError: there is no room for them.
+    """
+    return spans_of(config.seq, config.mask_rate, config.mean_span)
+
+
+def objective_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
+    """What does not fit about what is hidden of text, as far as it can be told without reading."""
+    family, default = config.family, TrainConfig()
+    for name in _USELESS[family.objective]:
+        if (value := getattr(config, name)) != getattr(default, name):
+            yield Problem(name, str(value), f"nothing with {family.title}", "leave it out")
+    if family.objective == "next":
+        return
+    if not 0 < config.mask_rate < 1:
+        yield Problem("mask_rate", str(config.mask_rate), "above 0 and below 1", "such as 0.15")
+    if config.mask_token < -1:
+        yield Problem("mask_token", str(config.mask_token), "an id, or -1", "leave it out")
+    if config.fim_rate:
+        got, fix = f"{config.fim_rate} with {family.title}", "leave it out"
+        yield Problem("fim_rate", got, "a model that predicts the next token", fix)
+    if family.objective == "spans":
+        yield from _length_problems(config, mesh)
+
+
+def _length_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
+    """What is wrong about how much a decoder says."""
+    try:
+        said = target_length(config)
+    except ValueError as error:
+        fix = "lengthen it, or change mask_rate and mean_span"
+        yield Problem("seq", str(config.seq), str(error).splitlines()[1].strip(" -"), fix)
+        return
+    parts = mesh["tp"] if mesh is not None and config.sequence_parallel else 1
+    if said % parts:
+        longer = range(config.seq + 1, config.seq + 100 * parts)
+        fits = (
+            seq
+            for seq in longer
+            if not seq % parts and not target_length(replace(config, seq=seq)) % parts
+        )
+        got = f"{config.seq}, to which the decoder says {said} tokens"
+        wanted = f"a multiple of tp={parts} said under sequence_parallel"
+        fix = f"set it to {next(fits, 'another')}, or leave sequence_parallel out"
+        yield Problem("seq", got, wanted, fix)
+
+
+def _masked(config: TrainConfig, tokenizer: TextTokenizer | None, plain: Objective) -> Objective:
+    """Some tokens are to be found from those on both sides of them."""
+    mask, text = _id_of(config, tokenizer, _MASKS, 1)
+    end = None if tokenizer is None else tokenizer.end_of_text
+    special = () if end is None else (end,)
+
+    def over(samples: Any, seed: int) -> Samples:
+        def change(drawn: dict[str, torch.Tensor], numbers: np.ndarray) -> dict:
+            # by its number a sample has the same masks in batches of any size
+            named = {"tokens": drawn["tokens"], "rows": torch.from_numpy(numbers)}
+            how = {"mask_id": mask, "vocab_size": plain.vocab_size, "special": special}
+            made = mask_tokens(named, seed, 0, rate=config.mask_rate, **how)
+            return {name: made[name] for name in ("tokens", "targets")}
+
+        return Transformed(samples, change, plain.vocab_size)
+
+    return replace(plain, vocab_size=text, over=over)
+
+
+def _spans(config: TrainConfig, tokenizer: TextTokenizer | None, plain: Objective) -> Objective:
+    """Spans are taken out of the text, and to be said."""
+    spans, (sentinel, text) = spans_in(config), sentinels(config, tokenizer)
+    end = end_of(config, tokenizer)
+
+    def over(samples: Any, seed: int) -> Samples:
+        def change(drawn: dict[str, torch.Tensor], numbers: np.ndarray) -> dict:
+            tokens, which = drawn["tokens"], torch.from_numpy(numbers)
+            return take_out(tokens, which, spans, seed, sentinel=sentinel, end=end)
+
+        return Transformed(samples, change, plain.vocab_size)
+
+    return Objective(spans.length, text, over)
+
+
+def sentinels(config: TrainConfig, tokenizer: TextTokenizer | None) -> tuple[int, int]:
+    """The id of a T5's first sentinel, from which the others go down, and below which id text is.
+
+    Raises:
+        ValueError: there is no room for as many as a sample has spans.
+    """
+    return _id_of(config, tokenizer, _SENTINELS, spans_in(config).count)
+
+
+def end_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> int:
+    """The id that ends what a T5 reads and says.
+
+    Raises:
+        ValueError: the tokenizer has none, or it is not of the vocabulary.
+    """
+    size = config.architecture.vocab_size
+    own = None if tokenizer is None else tokenizer.end_of_text
+    end = config.end_token if config.end_token >= 0 else own
+    if end is not None and end < size:
+        return end
+    got = "-1 for a tokenizer without one" if end is None else str(end)
+    wanted = f"an id below t5.vocab_size={size}"
+    raise_problems("no token that ends a text", [
+        Problem("end_token", got, wanted, "name one: --end-token ID, or name the --tokenizer")
+    ])  # fmt: skip
+    raise AssertionError("unreachable")
+
+
+def _id_of(
+    config: TrainConfig, tokenizer: TextTokenizer | None, names: tuple[str, ...], count: int
+) -> tuple[int, int]:
+    """The id of the first token that hides others, and below which id text is.
+
+    `mask_token`, or the tokenizer's token with one of these names, or the last of the vocabulary,
+    where text then has none of the last `count`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    size, table = config.architecture.vocab_size, config.family.name
+    known = {} if tokenizer is None else tokenizer.special_tokens
+    named = [known[name] for name in names if name in known]
+    if config.mask_token >= 0 or named:
+        chosen = config.mask_token if config.mask_token >= 0 else named[0]
+        if count - 1 <= chosen < size:
+            return chosen, size
+        wanted = f"an id below {table}.vocab_size={size}"
+        wanted += f", and above {count - 2}: sentinels go down from it" if count > 1 else ""
+        fix = f"raise {table}.vocab_size, or choose another"
+        problem = Problem("mask_token", str(chosen), wanted, fix)
+    else:
+        # tokens on disk whose maker is not known are checked as they are read
+        taken = 1 if tokenizer is None else tokenizer.vocab_size
+        if taken + count <= size:
+            return size - 1, size - count
+        wanted = f"at least {taken + count}: {taken} of text, and {count} that hide it"
+        fix = f"set it to {taken + count}, or name one of the tokenizer's: --mask-token ID"
+        problem = Problem(f"{table}.vocab_size", f"{size} token ids", wanted, fix)
+    raise_problems("no token that hides others", [problem])
+    raise AssertionError("unreachable")
+
+
+_MOCK_TOKENS = 1 << 50
+_ANY_LENGTH = 1 << 40
+
+
+def is_chat(config: TrainConfig) -> bool:
+    """Whether `data` is read as conversations: by `format`, or by the ending ``.jsonl``."""
+    return config.format == "chat" or (config.format == "auto" and config.data.endswith(".jsonl"))
+
+
+def is_on_disk(config: TrainConfig) -> bool:
+    """Whether `data` has been tokenised: by `format`, or by the names of files; blends have.
+
+    Raises:
+        ValueError: it is a blend that is written wrongly.
+    """
+    if config.format != "auto":
+        return config.format in ("tokens", "mock")
+    if not config.data or is_chat(config):
+        return False
+    return _is_one(config.data) or parse_blend(config.data) is not None
+
+
+def sources_of(config: TrainConfig) -> list[str]:
+    """The files of tokens that `data` names: several of a blend.
+
+    Raises:
+        ValueError: it is a blend that is written wrongly.
+    """
+    blend = _blend_of(config)
+    return [config.data] if blend is None else [path for _, path in blend]
+
+
+def _blend_of(config: TrainConfig) -> list[tuple[str, str]] | None:
+    return None if _is_one(config.data) else parse_blend(config.data)
+
+
+def _is_one(data: str) -> bool:
+    """Whether `data` names one file of tokens, or folder of them, even if it reads as a blend."""
+    try:
+        return is_tokens(data)
+    except OSError:  # longer than names of files can be
+        return False
+
+
+def open_tokenizer(config: TrainConfig) -> TextTokenizer | None:
+    """The run's tokenizer; None where it reads text as bytes, or its tokens' maker is not known.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    path = run_folder.tokenizer_path(config)
+    if path is None and config.tokenizer == BYTES and is_on_disk(config):
+        path = BYTES
+    pattern = config.tokenizer_pattern
+    return None if path is None else text_tokenizer.open_tokenizer(path, pattern=pattern)
+
+
+def with_tokenizer(config: TrainConfig) -> TrainConfig:
+    """`config` with the tokenizer that its tokens on disk were made with.
+
+    It is unchanged where it names one or its run folder has one, and where nothing says what made
+    the tokens, or the tokenizer's file has changed since then.
+
+    Raises:
+        ValueError: `data` is a blend of tokens of different tokenizers, or is written wrongly.
+    """
+    if not config.data or not is_on_disk(config) or config.format == "mock":
+        return config
+    if config.tokenizer or run_folder.tokenizer_path(config) is not None:
+        return config
+    made = provenance(sources_of(config))
+    if made is None or not made.is_there:
+        return config
+    pattern = config.tokenizer_pattern or made.pattern
+    return dataclasses.replace(config, tokenizer=made.tokenizer, tokenizer_pattern=pattern)
+
+
+def reader_of(config: TrainConfig) -> TextTokenizer | None:
+    """What makes the run's tokens, be it of bytes; None: tokens on disk whose maker is not known.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    found = open_tokenizer(config)
+    return found if found is not None or is_on_disk(config) else ByteTokenizer()
+
+
+Reader = Callable[[TrainConfig], TextTokenizer | None]
+"""Opens the tokenizer of a run: `reader_of`, or a function that has it open already."""
+
+
+def open_samples(
+    config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_of
+) -> Samples:
+    """The samples that the run draws its batches from; text with a tokenizer is read as a whole.
+
+    Args:
+        config: what is to be run.
+        part: of tokens that `split` divides: train, validation or test.
+        reader: opens the tokenizer.
+
+    Raises:
+        ValueError: it cannot be read, does not fit the model, or has no such part.
+    """
+    raise_problems("cannot train on this", problems_of(config))
+    seed, tokenizer = config.seed, reader(config)
+    learnt = objective_of(config, tokenizer)
+    if is_on_disk(config):
+        return _token_samples(config, learnt, part)
+    if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
+        return learnt.over(ByteText(config.data or None, learnt.length, seed=seed), seed)
+    settings = {"seed": seed, "vocab_size": learnt.vocab_size}
+    if is_chat(config):
+        written, overlong = _with_template(tokenizer), config.overlong
+        chat = Chat(config.data, written, config.seq, overlong=overlong, **settings)
+        return PackedChat(chat) if config.pack else chat
+    text = TokenText(config.data or None, tokenizer, learnt.length, **settings)
+    return learnt.over(text, seed)
+
+
+def open_texts(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_of) -> Texts:
+    """The data of `open_samples`, to be scored text by text: see `functron.data.sliding`.
+
+    Files of text are texts, and conversations; tokens on disk are one text, or each document is one
+    where the run keeps them apart (`mask_documents`, `pack`). Nothing is rearranged or cut off.
+
+    Args:
+        config: what is to be run, on one source of data.
+        part: of tokens that `split` divides: train, validation or test.
+        reader: opens the tokenizer.
+
+    Raises:
+        ValueError: it cannot be read, does not fit the model, or has no such part.
+    """
+    raise_problems("cannot evaluate on this", problems_of(config))
+    size = config.architecture.vocab_size
+    if config.format == "mock":
+        mock = MockTokens(_MOCK_TOKENS, size, seed=config.seed)
+        return StoredTokens(_part_of(config, mock, part), size)
+    if is_on_disk(config):
+        file = _part_of(config, open_tokens(config.data), part)
+        return StoredTokens(file, size, by_document=config.packed)
+    tokenizer = reader(config)
+    if isinstance(tokenizer, ByteTokenizer):
+        return Documents(config.data, None, size)
+    if tokenizer is not None and is_chat(config):
+        written = _with_template(tokenizer)
+        return Conversations(Chat(config.data, written, _ANY_LENGTH, vocab_size=size))
+    return Documents(config.data, tokenizer, size)
+
+
+def _token_samples(config: TrainConfig, learnt: Objective, part: str) -> Samples:
+    """Samples of tokens on disk, or of a blend of them."""
+    if config.format == "mock":
+        file = MockTokens(_MOCK_TOKENS, learnt.vocab_size, seed=config.seed)
+        return _samples(config, learnt, file, part)
+    blend = _blend_of(config)
+    if blend is None:
+        return _samples(config, learnt, open_tokens(config.data), part)
+    weights, paths = zip(*blend, strict=True)
+    sources: list[Any] = [
+        _samples(config, learnt, open_tokens(x), part, index) for index, x in enumerate(paths)
+    ]
+    return Blend(sources, None if weights[0] == ALL else weights, paths)
+
+
+def _samples(
+    config: TrainConfig, learnt: Objective, file: TokenFile, part: str, index: int = 0
+) -> Samples:
+    """Samples of a part of one file, the blend's source `index`."""
+    file = _part_of(config, file, part)
+    seed = config.seed + (index << 32)  # sources of one size have orders of their own
+    if config.pack:
+        return PackedTokens(file, config.seq, seed=seed, vocab_size=learnt.vocab_size)
+    windows = TokenWindows(
+        file,
+        learnt.length,
+        seed=seed,
+        vocab_size=learnt.vocab_size,
+        mask_documents=config.mask_documents,
+        middle=_middle(config),
+        extra_token=config.extra_token,
+    )
+    return learnt.over(windows, seed)
+
+
+def _part_of(config: TrainConfig, file: TokenFile, part: str) -> TokenFile:
+    """The documents of a file that `split` has for `part`; without `split` all of them."""
+    if not config.split:
+        return file
+    parts = split(file, config.split)
+    if part not in parts:
+        fix = f"give it a weight in --split, such as {config.split},1"
+        problem = Problem("split", f"{config.split}: nothing for {part}", "a part of it", fix)
+        raise_problems("cannot split", [problem])
+    return parts[part]
+
+
+def _middle(config: TrainConfig) -> FillInTheMiddle | None:
+    if not config.fim_rate:
+        return None
+    try:
+        ids = [int(word) for word in config.fim_tokens.split(",")]
+    except ValueError:
+        ids = []
+    if len(ids) not in (3, 4):
+        fix = "name them: --fim-tokens PREFIX,MIDDLE,SUFFIX or PREFIX,MIDDLE,SUFFIX,END"
+        problem = Problem("fim_tokens", repr(config.fim_tokens), "three or four ids", fix)
+        raise_problems("cannot fill in the middle", [problem])
+    prefix, middle, suffix, *end = ids
+    return FillInTheMiddle(
+        prefix,
+        middle,
+        suffix,
+        config.fim_rate,
+        config.fim_spm_rate,
+        end[0] if end else None,
+        seed=config.seed,
+    )
+
+
+def problems_of(config: TrainConfig) -> Iterator[Problem]:
+    """What does not fit about data, tokenizer and model, as far as it can be told without reading.
+
+    Raises:
+        ValueError: the run folder's configuration cannot be read.
+    """
+    path = run_folder.tokenizer_path(config)
+    if not is_on_disk(config):
+        if not config.extra_token:
+            fix = "make them with functron preprocess, or leave it out"
+            yield Problem("extra_token", "False", "tokens on disk", fix)
+        for name in ("split", "mask_documents", "fim_rate"):
+            if getattr(config, name):
+                fix = "make them with functron preprocess, or leave it out"
+                yield Problem(name, str(getattr(config, name)), "tokens on disk", fix)
+        if config.pack and not is_chat(config):
+            fix = "make them with functron preprocess, or leave it out"
+            yield Problem("pack", config.pack, "tokens on disk, or conversations", fix)
+    elif config.pack and config.fim_rate:
+        fix = "leave it out, or --mask-documents in place of --pack"
+        wanted = "documents as long as they were packed"
+        yield Problem("fim_rate", f"{config.fim_rate} with pack={config.pack}", wanted, fix)
+    if not config.extra_token and is_on_disk(config):
+        others = {"pack": config.pack, "fim_rate": config.fim_rate}
+        others |= {"a model that restores tokens": config.family.objective in ("masked", "spans")}
+        for name in filter(others.get, others):
+            yield Problem("extra_token", f"False with {name}", "True", "leave one of them out")
+    if config.format == "mock":
+        if config.data:
+            fix = "leave out --data or --format mock"
+            yield Problem("data", repr(config.data), "nothing with random tokens", fix)
+    elif is_on_disk(config):
+        if not config.data:
+            fix = "add --data PREFIX, of functron preprocess"
+            yield Problem("data", "nothing", "tokens on disk", fix)
+    elif is_chat(config):
+        if not config.data:
+            yield Problem("data", "nothing", "a JSONL file of conversations", "add --data FILE")
+        if path is None:
+            got = f"{config.tokenizer or 'none'} for conversations"
+            fix = "name the model's: --tokenizer FOLDER; to train on the file as it is: "
+            fix += "--format text"
+            yield Problem("tokenizer", got, "a folder with tokenizer.json and a template", fix)
+    elif path is None and config.architecture.vocab_size < ByteText.vocab_size:
+        got = f"{config.architecture.vocab_size} token ids"
+        wanted = f"at least {ByteText.vocab_size}: the text is read as bytes"
+        yield Problem(
+            f"{config.family.name}.vocab_size", got, wanted, "set it to 256 or choose a model"
+        )
+
+
+def check(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_of) -> None:
+    """Check what can be known of the data at little cost, such as that it is there.
+
+    Args:
+        config: what is to be run.
+        part: of tokens that `split` divides.
+        reader: opens the tokenizer.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if is_on_disk(config):
+        if config.data or config.format == "mock":
+            _token_samples(config, objective_of(config, reader(config)), part)
+    elif is_chat(config):
+        if config.data:
+            chat_files(config.data)
+    elif run_folder.tokenizer_path(config) is None:
+        ByteText(config.data or None, objective_of(config, reader(config)).length)
+    elif config.data:
+        find(config.data)
+
+
+def check_tokenizer(config: TrainConfig, tokenizer: TextTokenizer | None) -> None:
+    """Check that a tokenizer writes conversations if need be, and suits the model.
+
+    Raises:
+        ValueError: it does not.
+    """
+    objective_of(config, tokenizer)
+    if tokenizer is None or (isinstance(tokenizer, ByteTokenizer) and not is_on_disk(config)):
+        return
+    # tokens added for images and the like may lie beyond the vocabulary of a model of text
+    needed = min(tokenizer.num_ordinary, tokenizer.vocab_size)
+    check_vocabulary(needed, config.architecture.vocab_size)
+    if is_chat(config):
+        _with_template(tokenizer).require_template()
+
+
+def _with_template(tokenizer: TextTokenizer) -> Tokenizer:
+    """The same tokenizer, which is of the kind that has templates of conversations.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    if not isinstance(tokenizer, Tokenizer):
+        got = f"{tokenizer.file}, which has no template of conversations"
+        fix = "name a folder with tokenizer.json and a template; transformers' save_pretrained "
+        fix += "writes one"
+        problem = Problem("tokenizer", got, "one that writes conversations", fix)
+        raise_problems("cannot read conversations", [problem])
+        raise AssertionError("unreachable")
+    return tokenizer
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def prefetched(
+    batch: Callable[[int], T], start: int, stop: int, depth: int = 2
+) -> Iterator[Callable[[int], T]]:
+    """`batch`, whose values for steps `start` to ``stop - 1`` one thread makes before they are due.
+
+    Since a batch is a pure function of its step, this changes no value: steps that nobody was
+    expected to ask for are made when asked for. At the end of the block the thread ends, after the
+    batch that it is at.
+
+    Args:
+        batch: what makes the batch of a step; called by one thread, in the order of the steps.
+        start: the first step.
+        stop: one more than the last.
+        depth: the most batches that wait, beside the one being made; 0: no thread, the block has
+            `batch` itself.
+
+    Yields:
+        A function of the step; what `batch` raised for a step, it raises when asked for that step.
+    """
+    if depth < 1 or stop <= start:
+        yield batch
+        return
+    ahead = _Ahead(batch, start, stop, depth)
+    try:
+        yield ahead.take
+    finally:
+        ahead.close()
+
+
+class _Ahead(Generic[T]):
+    """The thread, and the batches that wait: what it has made and nobody has taken."""
+
+    def __init__(self, batch: Callable[[int], T], start: int, stop: int, depth: int):
+        self._batch, self._next, self._stop, self._depth = batch, start, stop, depth
+        self._made: deque[tuple[T | None, BaseException | None]] = deque()
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for step in range(self._next, self._stop):
+            try:
+                made = self._batch(step), None
+            except BaseException as error:
+                made = None, error
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or len(self._made) < self._depth)
+                if self._closed:
+                    return
+                self._made.append(made)
+                self._changed.notify_all()
+            if made[1] is not None:
+                return
+
+    def take(self, step: int) -> T:
+        """The batch of `step`; waits for it where it is the next one."""
+        if step != self._next or self._closed:
+            return self._batch(step)
+        with self._changed:
+            self._changed.wait_for(lambda: self._made)
+            value, error = self._made.popleft()
+            self._next += 1
+            self._changed.notify_all()
+        if error is not None:
+            self._next = self._stop  # the thread has ended
+            raise error
+        return value  # type: ignore[return-value]  (there is one unless there is an error)
+
+    def close(self) -> None:
+        """End the thread, and drop what waits."""
+        with self._changed:
+            self._closed = True
+            self._made.clear()
+            self._changed.notify_all()
+        self._thread.join()

@@ -1,0 +1,387 @@
+"""Held-out data: the sets whose loss a run reports as it trains; each sample counts once.
+
+A run's `eval_data` names them, or `split` leaves a part for validation. Their batches are as large
+as those that the run trains on, so that they fit into the same memory.
+
+The loss of held-out data on the run's mesh: the forwards of what the training step runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from functron.compiler.jit import jit
+from functron.core import tree
+from functron.core.errors import Problem, raise_problems
+from functron.data.blend import PARTS
+from functron.data.chat import IGNORED
+from functron.data.shards import provenance
+from functron.data.sliding import Sliding, Texts
+from functron.models import gpt
+from functron.params import abstract_params
+from functron.pipeline.execute import pipelined
+from functron.program.trace import trace
+from functron.spmd import BoundMesh, P, shard_map
+from functron.training import data
+from functron.training.config import TrainConfig
+from functron.training.plan import Plan
+from functron.training.step import gathered
+from functron.transforms import accumulate
+
+VALIDATION = PARTS[1]
+_NAME = re.compile(r"[\w.-]+")
+_FIX = 'write --eval-data "NAME=PATH", several separated by spaces, paths with spaces in quotes'
+
+
+class Epoch(Protocol):
+    """Samples that come round: all of `functron.data` but blends.
+
+    Attributes:
+        num_samples: samples in an epoch.
+    """
+
+    num_samples: int
+
+    def batch(
+        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
+    ) -> dict[str, torch.Tensor]:
+        """This part's rows of the batch of `step`."""
+        ...
+
+    def summary(self) -> str:
+        """What there is, in a few words for the user."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """A set of held-out samples, in batches.
+
+    Attributes:
+        name: what its loss is called.
+        samples: one epoch of them.
+        global_batch: rows of every batch, over all ranks; the last one may need some more samples
+            than there are, and has rows of the next epoch then, without targets.
+        num_batches: how many there are.
+    """
+
+    name: str
+    samples: Epoch
+    global_batch: int
+    num_batches: int
+
+    def batch(self, index: int, part: tuple[int, int] = (0, 1)) -> dict[str, torch.Tensor]:
+        """This part's rows of batch `index`: the same samples however many parts there are.
+
+        Args:
+            index: from 0, below `num_batches`.
+            part: ``(index, count)``: which of how many contiguous parts.
+
+        Raises:
+            ValueError: `count` does not divide the batch, or no such part.
+        """
+        batch = self.samples.batch(index, self.global_batch, part)
+        again = index * self.global_batch + batch["rows"] >= self.samples.num_samples
+        targets = batch["targets"].masked_fill(again[:, None], IGNORED)
+        return {**batch, "targets": targets}
+
+
+def parse_sets(text: str) -> dict[str, str]:
+    """Names and paths of ``"wiki=PREFIX1 code=PREFIX2"``, in order.
+
+    Paths with spaces are quoted as in a shell.
+
+    Raises:
+        ValueError: a word is no name and path, or a name comes twice; all such are listed.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise_problems("cannot name sets", [Problem("eval_data", repr(text), f"{error}", _FIX)])
+        raise AssertionError("unreachable") from error
+    found: dict[str, str] = {}
+    problems = []
+    for word in words:
+        name, _, path = word.partition("=")
+        if not path or not _NAME.fullmatch(name):
+            wanted = "a name of letters, digits, dots and dashes, = and a path"
+            problems.append(Problem("eval_data", repr(word), wanted, _FIX))
+        elif name in found:
+            problems.append(Problem("eval_data", f"two sets {name!r}", "a name for each", _FIX))
+        found[name] = path
+    raise_problems("cannot name sets", problems)
+    return found
+
+
+def sets_of(config: TrainConfig) -> dict[str, TrainConfig]:
+    """The sets that a run evaluates, each as the configuration of a run on its data.
+
+    With `eval_data` these are its sets; else the validation part of `split`, or of every source of
+    a blend. Their samples come in an order that is the same for all seeds, so that the first
+    `eval_batches` are, too.
+
+    Raises:
+        ValueError: `eval_data`, or a blend, is written wrongly.
+    """
+    if config.eval_data:
+        kind = "tokens" if data.is_on_disk(config) else "text"
+        kind = "chat" if data.is_chat(config) else kind
+        like = dataclasses.replace(config, seed=0, split="", format=kind)
+        named = parse_sets(config.eval_data).items()
+        return {name: dataclasses.replace(like, data=path) for name, path in named}
+    if not config.split or not data.is_on_disk(config):
+        return {}
+    if config.format == "mock":
+        return {VALIDATION: config}  # whose tokens follow from the seed
+    like = dataclasses.replace(config, seed=0)
+    sources = list(dict.fromkeys(data.sources_of(config)))
+    if len(sources) < 2:
+        return {VALIDATION: dataclasses.replace(like, data="".join(sources))}
+    short = [Path(path).name for path in sources]
+    names = short if len(set(short)) == len(short) else sources
+    rows = zip(names, sources, strict=True)
+    return {f"{VALIDATION}/{name}": dataclasses.replace(like, data=path) for name, path in rows}
+
+
+def problems_of(config: TrainConfig) -> Iterator[Problem]:
+    """What does not fit about evaluation and data, as far as it can be told without reading.
+
+    Raises:
+        ValueError: what `sets_of` raises.
+    """
+    if config.eval_every < 1:
+        fix = "add --eval-every 100, or leave it out"
+        for name in ("eval_data", "eval_batches", "eval_averaged"):
+            if value := getattr(config, name):
+                yield Problem(name, repr(value), "nothing without eval_every", fix)
+        return
+    if config.eval_averaged and not config.optimizer.ema_decay:
+        fix = "add --optimizer.ema-decay 0.999, or leave it out"
+        yield Problem("eval_averaged", "True", "a run that keeps averages", fix)
+    if config.format == "mock" and config.eval_data:
+        fix = "leave it out, and add --split 99,1"
+        yield Problem("eval_data", repr(config.eval_data), "nothing with random tokens", fix)
+        return
+    sets = sets_of(config)
+    if not sets:
+        fix = 'add --eval-data "NAME=PATH"'
+        fix += ", or --split 99,1" if data.is_on_disk(config) else ""
+        yield Problem("eval_every", f"{config.eval_every} without a set", "held-out data", fix)
+    elif config.format == "mock" and not config.eval_batches:
+        got, fix = "0, for all of 10^15 random tokens", "add --eval-batches 8"
+        yield Problem("eval_batches", got, "at least 1", fix)
+    for name, one in sets.items() if config.eval_data else ():
+        if one.format == "tokens" and len(data.sources_of(one)) > 1:
+            fix = "name each of its files"
+            yield Problem("eval_data", f"a blend as {name!r}", "one file or folder of tokens", fix)
+
+
+def check(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> None:
+    """Check what can be known of the sets at little cost, such as that they are there.
+
+    Raises:
+        ValueError: one is not, or has tokens of another tokenizer than `data`; all such are told.
+    """
+    messages = []
+    sets = sets_of(config) if config.eval_every > 0 else {}
+    if config.eval_data and config.data and config.format != "mock" and data.is_on_disk(config):
+        # other tokenizers' tokens would have a perplexity, too
+        provenance([*data.sources_of(config), *(one.data for one in sets.values())])
+    for name, one in sets.items():
+        try:
+            data.check(one, VALIDATION, reader=reader)
+        except ValueError as error:
+            messages.append(f"held-out set {name!r}: {error}")
+    if messages:
+        raise ValueError("\n".join(messages))
+
+
+def open_sets(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> list[HeldOut]:
+    """The sets that a run evaluates: none without `eval_every`.
+
+    Args:
+        config: the run.
+        reader: opens its tokenizer.
+
+    Raises:
+        ValueError: one cannot be read, does not fit the model, or is shorter than a sample.
+    """
+    raise_problems("cannot evaluate on this", problems_of(config))
+    found = []
+    for name, one in sets_of(config).items() if config.eval_every else ():
+        try:
+            samples: Any = data.open_samples(one, VALIDATION, reader=reader)
+        except ValueError as error:
+            raise ValueError(f"held-out set {name!r}: {error}") from error
+        count = -(-samples.num_samples // config.global_batch)
+        count = min(count, config.eval_batches or count)
+        found.append(HeldOut(name, samples, config.global_batch, count))
+    return found
+
+
+def open_texts(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> dict[str, Texts]:
+    """The sets of `open_sets`, to be scored text by text; see `functron.data.sliding`.
+
+    Raises:
+        ValueError: one cannot be read, or does not fit the model.
+    """
+    raise_problems("cannot evaluate on this", problems_of(config))
+    found = {}
+    for name, one in sets_of(config).items():
+        try:
+            found[name] = data.open_texts(one, VALIDATION, reader=reader)
+        except ValueError as error:
+            raise ValueError(f"held-out set {name!r}: {error}") from error
+    return found
+
+
+def slide(
+    name: str, texts: Texts, config: TrainConfig, stride: int, *, multiple: int, exact: bool
+) -> HeldOut:
+    """A set in windows of `seq` tokens that slide over its texts, in batches of `global_batch`.
+
+    Args:
+        name: of the set.
+        texts: of the set.
+        config: the run, with the seq and global_batch to use; of its batches, `eval_batches`.
+        stride: tokens between the beginnings of two windows.
+        multiple, exact: see `functron.data.sliding.Sliding`.
+
+    Raises:
+        ValueError: what `Sliding` raises.
+    """
+    size = config.global_batch
+    try:
+        samples = Sliding(texts, config.seq, stride, size, multiple=multiple, exact=exact)
+    except ValueError as error:
+        raise ValueError(f"held-out set {name!r}: {error}") from error
+    count = -(-samples.num_samples // size)
+    return HeldOut(name, samples, size, min(count, config.eval_batches or count))
+
+
+def loss_program(plan: Plan) -> Callable:
+    """The function ``(params, batch) -> (sum, count)`` of a batch's targets, replicated.
+
+    ``sum = sum of -log p(target)`` over the targets of the batch of all ranks, in float32 at least;
+    ``count``, int64, how many there are. It is the cross-entropy of the next token alone: without
+    dropout and jitter, without z-loss, and without losses of routers and of tokens further ahead.
+
+    Parameters and batches are those of the run's step, split and cut into microbatches as there;
+    the forwards of a pipeline's schedule are run, and stages on processes not compiled.
+
+    Collectives: those of the model's forward and of gathering parameters.
+    """
+    program, specs = (_of_stages if plan.is_pipelined else _of_all)(plan), plan.specs
+
+    def counted(params: tree.Tree, batch: gpt.Batch) -> tuple:
+        whole = gathered(params, specs, plan.used(specs))
+        return program(whole, batch), plan.family.num_targets(batch)
+
+    stages = "pp" if plan.is_pipelined else None
+    mapped = shard_map(counted, plan.mesh, (specs, plan.batch_specs), (P(), P()), stages=stages)
+    if plan.config.compile and plan.rank is None:
+        mapped = jit(mapped)
+
+    def without_gradients(params: tree.Tree, batch: gpt.Batch) -> tuple:
+        with torch.no_grad():
+            return mapped(params, batch)
+
+    return without_gradients
+
+
+def loss_memory_bytes(plan: Plan, rows: int, seq: int) -> int:
+    """The most that `loss_program` holds at once in a process, of its traced program.
+
+    Of a pipeline it is that of a rank with all layers, which is more than any of its ranks holds.
+
+    Args:
+        plan: of the run.
+        rows: of a batch, over all ranks.
+        seq: tokens of each.
+    """
+    bound = isinstance(plan.mesh, BoundMesh)
+    one = plan.without_pipeline
+    config = dataclasses.replace(plan.config, mesh=str(one.mesh), microbatches=1)
+    one = dataclasses.replace(one, config=config)
+    mapped = shard_map(_of_all(one), one.mesh, (one.specs, gpt.batch_specs()), P())
+    tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
+    batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
+    traced = trace(mapped, simulate=not bound)(abstract_params(one.defs), batch)
+    return traced.memory().peak_bytes
+
+
+def _of_all(plan: Plan) -> Callable:
+    """The sum over microbatches of a model that every rank has all layers of."""
+    model, family = _without_extras(plan.model), plan.family
+    loss: Callable = gpt.loss_and_details if family.has_details(model) else family.loss
+    options = dataclasses.replace(plan.options, remat="none")
+
+    def microbatch(params, batch):
+        return _next_token(loss(model, params, batch, options))
+
+    return accumulate(microbatch, plan.config.microbatches)
+
+
+def _of_stages(plan: Plan) -> Callable:
+    """The sum over microbatches of a model in stages."""
+    model = _without_extras(plan.model)
+    options = dataclasses.replace(plan.options, remat="none")
+
+    def stage(part, params, x, batch):
+        y = gpt.stage_loss(model, part, params, x, batch, options)
+        return _next_token(y) if part.loss else y
+
+    stages = pipelined(stage, plan.partition, plan.schedule.forward_only())
+    return lambda params, batch: sum(stages.forward(params, batch))
+
+
+def _without_extras(model: Any) -> Any:
+    """The model without the terms of the loss that only training needs."""
+    if isinstance(model, gpt.GPTConfig):
+        return dataclasses.replace(model, z_loss=0.0, mtp_depth=0)
+    return model
+
+
+def _next_token(y: Any) -> torch.Tensor:
+    """The loss of the next token out of what a model returns."""
+    return y[1]["next_token"] if isinstance(y, tuple) else y
+
+
+def evaluate(
+    program: Callable,
+    params: tree.Tree,
+    sets: Sequence[HeldOut],
+    batch: Callable[[HeldOut, int], dict[str, torch.Tensor]],
+) -> dict[str, dict[str, float]]:
+    """The mean loss of every set, ``sum / count`` over all of its batches, added up in float64.
+
+    Args:
+        program: of `loss_program`.
+        params: of the run.
+        sets: what to evaluate.
+        batch: this process's part of a set's batch of this number, where `params` are.
+
+    Returns:
+        By name, ``loss`` in nats per target, ``perplexity``, its exponential, and ``tokens``, the
+        number of targets. A set without targets has a loss that is not a number.
+    """
+    found = {}
+    for held_out in sets:
+        total = count = 0.0
+        for index in range(held_out.num_batches):
+            summed, targets = program(params, batch(held_out, index))
+            total, count = total + summed.double(), count + targets
+        total, count = float(total), int(count)
+        loss = total / count if count else math.nan
+        # e^709 is the largest that a float64 holds
+        perplexity = math.exp(loss) if not loss > 709 else math.inf
+        found[held_out.name] = {"loss": loss, "perplexity": perplexity, "tokens": count}
+    return found

@@ -1,0 +1,534 @@
+"""The plan of a run: everything that follows of a configuration on a mesh, derived once.
+
+`Plan` is what training, tracing, evaluating, saving and restoring read; it needs no data and no
+memory. Its parts are worked out where they are first asked for, and kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from functron import checkpoint, optim
+from functron.core import random, tree
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.models import gpt
+from functron.models.family import Family, TrainedConfig
+from functron.models.lora import lora_defs, trainable
+from functron.models.options import ModelOptions
+from functron.ops import use
+from functron.optim import torch_dtype
+from functron.params import ParamDef, abstract_params, decay_mask, param_specs, weight_mask
+from functron.pipeline.execute import pipelined
+from functron.pipeline.layout import Layout, Part, balanced_layout, even_layout, parse_layout
+from functron.pipeline.partition import Partition
+from functron.pipeline.registry import make
+from functron.pipeline.schedule import Schedule
+from functron.pipeline.work import are_floats, floats, seeds, with_floats
+from functron.program.program import Program
+from functron.program.trace import trace
+from functron.spmd import FSDP_AXES, BoundMesh, Mesh, P, Rules, shard_map
+from functron.spmd.shards import whole_over
+from functron.spmd.spec import validate
+from functron.training.config import TrainConfig
+from functron.training.data import target_length
+from functron.training.loop import Watch
+from functron.training.step import (
+    Norms,
+    Sharing,
+    State,
+    gradients,
+    init_state,
+    make_step,
+    pipelined_gradients,
+    state_specs,
+)
+from functron.transforms import Gather
+from functron.transforms.gradient import rule_vjp
+
+_ENDS = re.compile(r"\s*(?:first=(\d+))?\s*,?\s*(?:last=(\d+))?\s*")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Everything that follows of a configuration on a mesh; made by `plan`.
+
+    ``dataclasses.replace(plan, mesh=...)``, or ``config=...``, is the plan of the same model
+    elsewhere, or run otherwise. Names with "whole" are about the whole model; others about what
+    this process holds: its rank's stages of a pipeline on a bound mesh, else everything.
+
+    Attributes:
+        config: the run.
+        mesh: its ranks, simulated or bound to processes.
+        whole_defs: the definitions of the model's parameters, with those of LoRA where it has any.
+    """
+
+    config: TrainConfig
+    mesh: Mesh | BoundMesh
+    whole_defs: dict
+
+    # --- the model
+
+    @property
+    def family(self) -> Family:
+        """The functions of the architecture."""
+        return self.config.family
+
+    @property
+    def model(self) -> TrainedConfig:
+        """The architecture."""
+        return self.config.architecture
+
+    @property
+    def plain_mesh(self) -> Mesh:
+        """The mesh without processes."""
+        return self.mesh.mesh if isinstance(self.mesh, BoundMesh) else self.mesh
+
+    @cached_property
+    def rules(self) -> Rules:
+        """How parameters are split over the mesh, by the names of their dims.
+
+        Raises:
+            ValueError: the model cannot run on the mesh.
+        """
+        axes = ("dp", "fsdp") if self.config.zero == 3 else ("fsdp",)
+        settings = {"experts": self.config.experts}
+        chosen = {name: settings[name] for name in settings if name in self.family.rules_settings}
+        return self.family.rules(self.model, self.mesh, fsdp=axes, **chosen)
+
+    @cached_property
+    def whole_specs(self) -> dict:
+        """The specs of the whole model's parameters."""
+        return param_specs(self.whole_defs, self.rules)
+
+    @property
+    def stream(self) -> P:
+        """The spec of the residual stream."""
+        return gpt.SEQUENCE_PARALLEL_STREAM if self.config.sequence_parallel else gpt.STREAM
+
+    @cached_property
+    def options(self) -> ModelOptions:
+        """How the model is run: the options of its family's functions."""
+        config = self.config
+        gather = gpt.WHOLE  # the step has gathered them
+        if config.gather != "step":
+            gather = Gather(
+                self.whole_specs,
+                regather=config.gather == "use",
+                reduce_dtype=torch_dtype(config.optimizer.reduce_dtype),
+            )
+        settings = {
+            "context": gpt.Context(config.context, "zigzag" if config.zigzag else "contiguous"),
+            "experts": config.experts,
+            "kernels": use(config.kernels),
+            "loss_chunk_tokens": config.loss_chunk_tokens,
+        }
+        own: dict[str, Any] = {k: v for k, v in settings.items() if k in self.family.settings}
+        return ModelOptions(self.stream, config.remat, gather, **own)
+
+    @property
+    def batch_specs(self) -> dict[str, P]:
+        """How the entries of a batch are split."""
+        return gpt.batch_specs(packed=self.config.packed)
+
+    # --- the pipeline
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether ranks of a pipeline divide the layers."""
+        return self.mesh["pp"] > 1
+
+    @property
+    def rank(self) -> int | None:
+        """This process's rank of the pipeline; None where this process has all of its stages."""
+        if not self.is_pipelined or not isinstance(self.mesh, BoundMesh):
+            return None
+        return self.mesh.coordinate["pp"]
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule of the pipeline.
+
+        Raises:
+            ValueError: there is no such schedule, or it does not admit these counts.
+        """
+        config = self.config
+        found = make(config.schedule, self.mesh["pp"], config.microbatches, config.chunks or None)
+        if not found.has_backward:
+            title, got = "cannot train with this schedule", f"{config.schedule}, forwards only"
+            refuse(title, "schedule", got, "one that trains")
+        return found
+
+    @cached_property
+    def partition(self) -> Partition:
+        """The stages of the pipeline, and who holds which parameters.
+
+        Raises:
+            ValueError: the layout does not fit, the vocabulary does not divide, or a process would
+                have none of the parameters that train.
+        """
+        config, defs = self.config, self.whole_defs
+        spread = {
+            name: entry.axes.index("vocab")
+            for name, entry in defs.items()
+            if config.vocab_over_pp and isinstance(entry, ParamDef) and "vocab" in entry.axes
+        }
+        layout = self._layout(self.schedule.num_stages)
+        found = Partition(layout, self.schedule.pipes, gpt.uses(config.gpt), spread)
+        stored = found.storage_specs(self.whole_specs)
+        validate(abstract_params(defs), stored, self.mesh, what="params")
+        if config.lora is not None and (config.nproc or isinstance(self.mesh, BoundMesh)):
+            _check_trained(found, defs)
+        return found
+
+    def _layout(self, num_stages: int) -> Layout:
+        text, num_layers = self.config.layout, self.config.gpt.num_layers
+        if text in ("", "even"):
+            return even_layout(num_stages, num_layers)
+        if text == "cost":
+            ends = (Part(range(0), embed=True), Part(range(0), loss=True))
+            embed, loss = map(self.stage_flops, ends)
+            return balanced_layout(num_stages, self._layer_flops(), embed=embed, loss=loss)
+        ends = _ENDS.fullmatch(text)
+        if ends is not None and any(ends.groups()):
+            first, last = (int(n) if n else None for n in ends.groups())
+            return even_layout(num_stages, num_layers, first=first, last=last)
+        return parse_layout(text, num_layers, num_stages)
+
+    def stage(self, part: Part, params: tree.Tree, x: Any, batch: Any, key: Any, total: Any) -> Any:
+        """A stage of the pipeline; the last divides its loss by `total`."""
+        return self._stage(part, params, x, batch, key, total)
+
+    def _stage(self, part, params, x, batch, key, total, watch: bool = False) -> Any:
+        key = key if self.model.random else None
+        options = replace(self.options, watch=watch)
+        y = gpt.stage_loss(self.config.gpt, part, params, x, batch, options, key=key)
+        if not part.loss:
+            return y
+        return (y[0] / total, y[1]) if isinstance(y, tuple) else y / total
+
+    def stage_flops(self, part: Part) -> float:
+        """Floating-point operations of one rank for one microbatch of a part, with its backward.
+
+        Counted in the program that is traced for it; nothing is computed.
+        """
+        plan, config, model = self.without_pipeline, self.config, self.config.gpt
+        alone = Partition((part,), (((0, 0),),), gpt.uses(model))
+        names = alone.names(0)
+        weights = abstract_params({name: self.whole_defs[name] for name in names})
+        weights = alone.stage_params(weights, 0, None)
+        rows = config.global_batch // config.microbatches
+        tokens = torch.empty(rows, config.seq, dtype=torch.int64, device="meta")
+        batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
+        x = torch.empty(rows, config.seq, model.embed_dim, dtype=model.torch_dtype, device="meta")
+        key = torch.empty(2, dtype=torch.int64, device="meta")
+
+        def both(weights, x, batch, key):
+            y, pull = rule_vjp(lambda w, x: plan.stage(part, w, x, batch, key, 1), weights, x)
+            ones = with_floats(are_floats(y), [torch.ones_like(leaf) for leaf in floats(y)])
+            return pull(seeds(y) if part.loss else ones)
+
+        used = plan.used({name: plan.specs[name] for name in names})
+        specs = (used, self.stream, gpt.batch_specs(), P())
+        mapped = shard_map(both, plan.plain_mesh, specs, P(), check=False)
+        return trace(mapped)(weights, x, batch, key).cost().hardware_flops
+
+    def _layer_flops(self) -> list[float]:
+        """Of every layer; of those with rows in the same stacks only one is traced."""
+        known: dict[tuple, float] = {}
+        out = []
+        for layer in range(self.config.gpt.num_layers):
+            part = Part(range(layer, layer + 1))
+            kind = Partition((part,), (((0, 0),),), gpt.uses(self.config.gpt)).kind(0)
+            if kind not in known:
+                known[kind] = self.stage_flops(part)
+            out.append(known[kind])
+        return out
+
+    @cached_property
+    def without_pipeline(self) -> Plan:
+        """The plan of the same model on simulated ranks that each have all layers."""
+        return replace(self, mesh=self.plain_mesh.without("pp"))
+
+    # --- the parameters
+
+    @cached_property
+    def defs(self) -> dict:
+        """The definitions of this process's parameters."""
+        pipelined = self.is_pipelined
+        return (
+            self.partition.local_defs(self.whole_defs, self.rank) if pipelined else self.whole_defs
+        )
+
+    @cached_property
+    def specs(self) -> dict:
+        """The specs of this process's parameters."""
+        return param_specs(self.defs, self.rules)
+
+    def used(self, specs: tree.Tree) -> tree.Tree:
+        """The specs with which a step's microbatches get parameters of these: perhaps gathered."""
+        return whole_over(specs, FSDP_AXES) if self.config.gather == "step" else specs
+
+    @cached_property
+    def stored_specs(self) -> dict:
+        """The specs of this process's parameters between steps."""
+        return self.specs if self.rank is None else self.partition.storage_specs(self.specs)
+
+    def trained(self, defs: tree.Tree) -> tree.Tree:
+        """Which of these parameters train: True, or a tree of bools."""
+        return True if self.config.lora is None else trainable(defs)
+
+    # --- the optimizer and its state
+
+    @property
+    def learning_rate(self) -> Callable:
+        """The learning rate of each step, from 0."""
+        return optim.make_schedule(self.config.rate_schedule)
+
+    @cached_property
+    def zero_specs(self) -> tree.Tree:
+        """How ZeRO splits the optimizer's state, of what this process holds; None without it."""
+        return self._zero_specs(self.defs, self.stored_specs)
+
+    def _zero_specs(self, defs: dict, stored: dict) -> tree.Tree:
+        if self.config.zero not in (1, 2):
+            return None
+        return whole_over(optim.shard_specs(defs, stored, self.mesh), ("pp",))
+
+    @cached_property
+    def optimizer(self) -> optim.GradientTransformation:
+        """The optimizer of this process's parameters."""
+        copies = self.partition.copies(self.rank) if self.is_pipelined else 1
+        return self._optimizer(self.defs, self.specs, self.zero_specs, copies)
+
+    def _optimizer(
+        self, defs: dict, specs: dict, zero_specs: tree.Tree, copies: tree.Tree = 1
+    ) -> optim.GradientTransformation:
+        config, weights = self.config, weight_mask(defs)
+        mask = trainable(defs) if config.lora is not None else weights
+        chosen, _ = tree.partition(defs, mask)
+        made = optim.make_optimizer(
+            config.optimizer,
+            self.learning_rate,
+            specs=specs,
+            copies=copies,
+            mask=decay_mask(chosen),
+            defs=chosen,
+            whole=self.whole_defs,
+            shards=zero_specs,
+            mesh=self.mesh,
+            total_steps=config.rate_schedule.total_steps,
+            kernels=use(config.kernels),
+        )
+        if config.lora is not None:
+            return optim.only(made, mask)
+        moe = config.gpt.moe
+        if moe is None or not moe.balance_bias:
+            return made
+        return optim.where(weights, made, optim.sign_sgd(moe.balance_rate))
+
+    @cached_property
+    def state_specs(self) -> State:
+        """The specs of the state between steps."""
+        return state_specs(self.stored_specs, self.optimizer)
+
+    def init(
+        self,
+        key: torch.Tensor,
+        params: tree.Tree = None,
+        *,
+        mesh: Mesh | BoundMesh | None = None,
+    ) -> State:
+        """The state before the first step, with these parameters or random ones.
+
+        Where the optimizer keeps float32 masters, of which the first parameters are the rounded
+        values, parameters in float32 are taken for these.
+
+        Args:
+            key: a key of `functron.random`; the state lives on its device.
+            params: this process's; None: random ones.
+            mesh: another one with the same ranks; None: the plan's.
+        """
+        where = self.mesh if mesh is None else mesh
+        make = functools.partial(
+            init_state, key, self.defs, self.stored_specs, self.optimizer, where
+        )
+        if not self.config.optimizer.fp32_masters:
+            return make(params)
+        if params is None:
+            return make(masters=True)
+        rows = zip(tree.leaves(params), tree.leaves(self.defs), strict=True)
+        rounded = all(leaf.dtype == d.dtype for leaf, d in rows)
+        return make(params) if rounded else make(masters=params)
+
+    @cached_property
+    def placement(self) -> checkpoint.Placement:
+        """Where each part of the whole state lies between steps.
+
+        The processes of a pipeline have optimizers of what each of them holds: the layout of the
+        whole state is that of one more, of all parameters.
+        """
+        if self.rank is None:
+            like = self.init(random.key(0).to("meta"), mesh=Mesh())  # whole, and not padded
+            return checkpoint.Placement.of(like, self.state_specs, self.mesh)
+        return self.pipeline_placement
+
+    @cached_property
+    def pipeline_placement(self) -> checkpoint.Placement:
+        """`placement` where the ranks of the pipeline are processes, or if they were."""
+        partition = self.partition
+        specs, zero_specs = {}, {}
+        for rank in range(self.mesh["pp"]):  # ZeRO goes by the shapes that a rank has
+            defs = partition.local_defs(self.whole_defs, rank)
+            local = param_specs(defs, self.rules)
+            specs |= local
+            zero_specs |= self._zero_specs(defs, partition.storage_specs(local)) or {}
+        optimizer = self._optimizer(self.whole_defs, specs, zero_specs or None)
+        meta, stored = random.key(0).to("meta"), partition.storage_specs(specs)
+        like = init_state(meta, self.whole_defs, stored, optimizer, Mesh())
+        found = checkpoint.Placement.of(like, state_specs(stored, optimizer), self.mesh, partition)
+        return replace(found, rank=found.here)
+
+    # --- the step
+
+    @cached_property
+    def step(self) -> Callable:
+        """The training step ``(state, batch) -> (state, metrics)``.
+
+        Raises:
+            ValueError: the model cannot run on the mesh.
+        """
+        return self._step(None)
+
+    @cached_property
+    def watch(self) -> Watch | None:
+        """The twin of `step` that also measures layers, if it is asked for."""
+        if not self.config.log_layers_every:
+            return None
+        rows = None
+        if self.is_pipelined:
+            stacked = (n for n in self.whole_defs if self.partition.stack(n) is not None)
+            rows = {name: self.partition.rows(name, self.rank) for name in stacked}
+        chosen, _ = tree.partition(self.whole_defs, self.trained(self.whole_defs))
+        layers = optim.layers_of(tree.partition(chosen, weight_mask(self.whole_defs))[0], rows)
+        names = gpt.watched_names(self.config.gpt) if self.family.name == "gpt" else ()
+        return Watch(self._step(layers), self.config.log_layers_every, layers.names, names)
+
+    def _step(self, layers: optim.Layers | None) -> Callable:
+        return make_step(
+            self._pipelined_gradients(layers) if self.is_pipelined else self._gradients(layers),
+            self.optimizer,
+            self.mesh,
+            self.specs,
+            batch_specs=self.batch_specs,
+            norms=Norms(weight_mask(self.defs), layers, use(self.config.kernels)),
+            check=False,  # the losses of families are sums
+        )
+
+    def _common(self) -> dict[str, Any]:
+        """The arguments that both kinds of gradients have."""
+        return {
+            "trainable": self.trained(self.defs),
+            "reduce_dtype": torch_dtype(self.config.optimizer.reduce_dtype),
+            "hoist": self.config.gather == "step",
+            "scatter": self.config.zero == 2,
+        }
+
+    def _gradients(self, layers: optim.Layers | None) -> Sharing:
+        # of other families nothing says how large the stream is after a layer
+        watch = layers is not None and self.family.name == "gpt"
+        details = watch or self.family.has_details(self.model)
+        options = replace(self.options, watch=watch)
+        summed: Callable = gpt.loss_and_details if details else self.family.loss
+
+        def loss(params, batch, key):
+            key = key if self.model.random else None
+            return summed(self.model, params, batch, options, key=key)
+
+        return gradients(
+            loss,
+            self.family.num_targets,
+            num_microbatches=self.config.microbatches,
+            has_aux=details,
+            dtype=torch_dtype(self.config.optimizer.grad_dtype),
+            **self._common(),
+        )
+
+    def _pipelined_gradients(self, layers: optim.Layers | None) -> Sharing:
+        stages = pipelined(
+            functools.partial(self._stage, watch=layers is not None),
+            self.partition,
+            self.schedule,
+            dtype=torch_dtype(self.config.optimizer.grad_dtype),
+            compile={} if self.config.compile else None,
+        )
+        return pipelined_gradients(stages, gpt.num_targets, **self._common())
+
+    @cached_property
+    def averaged(self) -> Callable | None:
+        """``state -> params``, the averages that the optimizer keeps; None: it keeps none."""
+        if not self.config.optimizer.ema_decay:
+            return None
+
+        def read(state: State) -> tree.Tree:
+            return optim.averaged(state.opt_state, state.params, self.specs, self.zero_specs)
+
+        layout = state_specs(self.specs, self.optimizer)
+        stages = "pp" if self.is_pipelined else None
+        return shard_map(read, self.mesh, (layout,), self.specs, stages=stages)
+
+    def program(self) -> Program:
+        """One rank's program of the step; needs no memory or data, nor processes.
+
+        Raises:
+            ValueError: the model cannot run on the mesh, or the batch does not divide.
+        """
+        config = self.config
+        rows = torch.empty(config.global_batch, dtype=torch.int64, device="meta")
+        tokens = rows.new_empty(config.global_batch, config.seq)
+        targets = rows.new_empty(config.global_batch, target_length(config))
+        batch = {"tokens": tokens, "targets": targets, "rows": rows}
+        if config.packed:
+            batch |= {"positions": tokens, "segments": tokens}
+        state = self.init(random.key(config.seed).to("meta"))
+        return trace(self.step, donate=0)(state, batch)
+
+
+def plan(config: TrainConfig, mesh: Mesh | BoundMesh) -> Plan:
+    """The plan of the run that `config` describes, on `mesh`.
+
+    Raises:
+        ValueError: the model cannot run on the mesh, or LoRA's targets are none of its layers.
+    """
+    defs = config.family.defs(config.architecture)
+    made = Plan(config, mesh, with_adapters(config, defs))
+    _ = made.rules  # whether the mesh is one for this model
+    return made
+
+
+def with_adapters(config: TrainConfig, defs: dict) -> dict:
+    """The definitions of a model's parameters, with those of LoRA where the run has any.
+
+    Raises:
+        ValueError: LoRA's targets are none of its layers.
+    """
+    return defs if config.lora is None else lora_defs(defs, config.lora)
+
+
+def _check_trained(partition: Partition, defs: dict) -> None:
+    """Raise ValueError for processes without adapters: norms are summed over those with some."""
+    local = {rank: partition.local(defs, rank) for rank in range(partition.num_ranks)}
+    wanted = "some in every process of the pipeline"
+    fix = "give one of its stages a layer that has adapters, or simulate: --nproc 0"
+    idle = [
+        Problem("layout", f"no parameters that train on rank {rank}", wanted, fix)
+        for rank, part in local.items()
+        if not tree.leaves(tree.partition(part, trainable(part))[0])
+    ]
+    raise_problems("cannot train adapters on this pipeline", idle)

@@ -1,0 +1,180 @@
+"""A run folder: the configuration, the records and the checkpoints of one training run."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import itertools
+import json
+import os
+import shutil
+import tomllib
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from functron import checkpoint
+from functron.core.errors import Problem, raise_problems
+from functron.data.text_tokenizer import BYTES, kind_of, tokenizers_in
+from functron.data.tokenizer import TOKENIZER, Tokenizer
+from functron.hub.writer import TOKENIZER_FILES
+from functron.training.config import TrainConfig, dump, load
+from functron.training.records import CONFIG, METRICS, is_run, read
+
+CHECKPOINTS = "checkpoints"
+HUB = "hub"
+"""Where the config.json and tokenizer lie that a run's model came with."""
+
+
+def claim(config: TrainConfig) -> Path:
+    """The folder that `config` names, or the first unused of runs/MODEL-1, runs/MODEL-2, ...
+
+    It exists afterwards, so that no other run takes it.
+
+    Raises:
+        ValueError: it cannot be made, or nothing may be written in it.
+    """
+    numbered = (Path("runs") / f"{config.model}-{number}" for number in itertools.count(1))
+    for path in [Path(config.out)] if config.out else numbered:
+        try:
+            path.mkdir(parents=True, exist_ok=bool(config.out))
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        except FileExistsError:
+            if not config.out:
+                continue
+            _refuse(path, "a file", path)
+        except OSError as error:
+            _refuse(path, error.strerror or str(error), error.filename or path)
+        return path
+    raise AssertionError("unreachable")
+
+
+def _refuse(path: Path, got: str, where: str | Path) -> NoReturn:
+    fix = "choose a place that this user may write to: --out"
+    raise_problems(f"cannot make the run folder {path}", [
+        Problem(str(where), got, "a folder to write in", fix)
+    ])  # fmt: skip
+    raise AssertionError("unreachable")
+
+
+def newest(path: Path) -> Path | None:
+    """The newest complete checkpoint of the run in `path`; None where there is none."""
+    folder = path / CHECKPOINTS
+    found = checkpoint.steps(folder)
+    return folder / str(found[-1]) if found else None
+
+
+def write_config(path: Path, config: TrainConfig) -> None:
+    """Write the whole configuration, without where this run happens to lie and how it went on."""
+    _replace(path / CONFIG, _lasting(config))
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """What `write_config` writes, as plain nested dicts."""
+    return tomllib.loads(_lasting(config))
+
+
+def _lasting(config: TrainConfig) -> str:
+    return dump(dataclasses.replace(config, out="", resume=False))
+
+
+def tokenizer_path(config: TrainConfig) -> Path | None:
+    """Where the tokenizer of a run lies, which its folder keeps once it began; None: bytes.
+
+    Raises:
+        ValueError: the configuration of the run cannot be read.
+    """
+    if config.tokenizer == BYTES:
+        return None
+    kept = Path(config.out) / HUB if config.out else None
+    if kept is None or not tokenizers_in(kept):
+        return Path(config.tokenizer) if config.tokenizer else None
+    run = Path(config.out)
+    # a run that begins may have another than the model that it begins from came with
+    same = is_run(run) and load(run / CONFIG).tokenizer == config.tokenizer
+    return kept if same or not config.tokenizer else Path(config.tokenizer)
+
+
+def keep_tokenizer(path: Path, config: TrainConfig) -> None:
+    """Copy the tokenizer of a run into its folder, if it has one of its own.
+
+    Must precede `write_config`, after which the copy is what other processes read.
+    """
+    source = tokenizer_path(dataclasses.replace(config, out=str(path)))
+    kept = path / HUB
+    if source is None or source == kept:
+        return
+    kept.mkdir(exist_ok=True)
+    files = _files_of(source)
+    for name, file in files.items():
+        beside = kept / (name + ".new")
+        shutil.copyfile(file, beside)
+        beside.replace(kept / name)
+    others = [*(kept / name for name in TOKENIZER_FILES), *kept.glob("*.model")]
+    for other in (*others, *kept.glob("*.tiktoken")):
+        if other.name not in files:
+            other.unlink(missing_ok=True)
+
+
+def _files_of(source: Path) -> dict[str, Path]:
+    """The files of a tokenizer, by the names that they have in a run folder."""
+    file = source if source.is_file() else tokenizers_in(source)[0]
+    if kind_of(file) is not Tokenizer:
+        return {file.name: file}
+    beside = {name: file.parent / name for name in TOKENIZER_FILES}
+    return {TOKENIZER: file} | {
+        name: path for name, path in beside.items() if name != TOKENIZER and path.is_file()
+    }
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The records of the steps taken so far, as `functron.training.records.read`."""
+    return read(path / METRICS)
+
+
+def rewind(path: Path, step: int) -> list[dict[str, Any]]:
+    """Forget the records of the steps after `step`, which will be taken again; those that stay."""
+    kept = [record for record in records(path) if record["step"] <= step]
+    if (path / METRICS).is_file():
+        _replace(path / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
+    return kept
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file so that it has at any moment its old or its new content."""
+    beside = file.with_name(file.name + ".new")
+    with beside.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(file)
+
+
+def refuse_existing(out: Path, title: str) -> None:
+    """Raise ValueError, with this title, where there is something at `out` already."""
+    if out.exists():
+        problem = Problem(str(out), "an existing path", "a new one", "choose another")
+        raise_problems(title, [problem])
+
+
+def make(out: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a folder under another name, and name it `out` when it is complete.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    partial = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        partial.mkdir(parents=True)
+        fill(partial)
+        partial.rename(out)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        got = error.strerror or str(error)
+        fix = "choose a place with room that this user may write to"
+        problem = Problem(str(error.filename or out), got, "a new folder", fix)
+        raise_problems(f"cannot write {out}", [problem])
