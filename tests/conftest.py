@@ -113,13 +113,20 @@ def _values(item: pytest.Item) -> frozenset:
 
 
 def _pairs(case: pytest.Item) -> frozenset:
-    """Any two of a case's parameters, or of what its mark makes of them; one where it has one."""
+    """Any two of a case's parameters, or of what its mark makes of them; one where it has one.
+
+    The mark's `of` gives the factors for the parameters, or a list of such groups: only what is in
+    one group meets.
+    """
     assert isinstance(case, pytest.Function)
     mark, given = case.get_closest_marker("pairwise"), case.callspec.params
     assert mark is not None
-    factors = mark.kwargs["of"](**given) if mark.kwargs else given
-    values = sorted((name, repr(value)) for name, value in factors.items())
-    return frozenset(combinations(values, 2) if len(values) > 1 else [tuple(values)])
+    made = mark.kwargs["of"](**given) if mark.kwargs else given
+    pairs: set = set()
+    for factors in made if isinstance(made, list) else [made]:
+        values = sorted((name, repr(value)) for name, value in factors.items())
+        pairs.update(combinations(values, 2) if len(values) > 1 else [tuple(values)])
+    return frozenset(pairs)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.distributed
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PROGRAM = HERE / "save_loop.py"
-KILLS = 6
-"""How many times a process is killed; more find rarer moments."""
+KILLS = 3
+"""How many times a process is killed; more find rarer moments, and --full twice as many."""
 
 
 def program():
@@ -100,7 +100,10 @@ def check_survivors(folder: Path, known: list[int]) -> None:
     assert sorted(path.name for path in folder.iterdir()) == sorted([*map(str, found), str(10**6)])
 
 
-@pytest.mark.parametrize("seed", range(KILLS))
+SEEDS = [*range(KILLS), *(pytest.param(n, marks=pytest.mark.full) for n in range(KILLS, 2 * KILLS))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_killed_process_leaves_the_last_complete_checkpoint(tmp_path, seed):
     known = killed(tmp_path, seed)
     check_survivors(tmp_path / "checkpoints", known)

@@ -98,6 +98,14 @@ def stored(request, tmp_path):
     return DECODERS[request.param], config, hub.load(tmp_path / "model", config), tmp_path / "model"
 
 
+def factors(stored, layout):
+    """Each family with and without each axis, and each layout."""
+    mesh, _ = LAYOUTS[layout]
+    axes = {axis: mesh[axis] > 1 for axis in ("dp", "fsdp", "ep", "tp", "pp")}
+    return [{"family": stored, **axes}, {"layout": layout}]
+
+
+@pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_each_rank_loads_its_shards(stored, layout):
     _, config, whole, path = stored
@@ -119,6 +127,7 @@ def test_each_rank_loads_its_shards(stored, layout):
             assert got.is_contiguous()
 
 
+@pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_a_rank_reads_what_it_keeps_piece_by_piece(stored, layout):
     family, config, whole, path = stored

@@ -146,6 +146,14 @@ def assert_equal(value, grads, want_value, want_grads):
         assert error <= limit, f"{path}: {error}"
 
 
+def factors(model, mesh, parallel, experts):
+    """Each model with each axis, and with experts over each; and each place."""
+    axes = {axis: mesh[axis] for axis in ("dp", "fsdp", "ep", "tp", "cp", "ulysses")}
+    place = {"place": (str(mesh), parallel, experts)}
+    return [{"model": model, **axes, "parallel": parallel, "experts": experts}, place]
+
+
+@pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize(("mesh", "parallel", "experts"), PLACES, ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_composition(model, mesh, parallel, experts):
