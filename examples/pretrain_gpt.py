@@ -77,7 +77,7 @@ def main():
     state = ft.init_state(key, defs, specs, optimizer, mesh)
     splits = gpt.batch_specs()  # samples over dp, fsdp and ep; their tokens over cp and ulysses
     gradients = ft.gradients(loss, gpt.num_targets)
-    step = ft.make_step(ft.gradients(gradients, optimizer), mesh, specs, batch_specs=splits)
+    step = ft.make_step(gradients, optimizer, mesh, specs, batch_specs=splits)
     text = ByteText(args.data, args.seq, seed=args.seed)
 
     for index in range(args.steps):

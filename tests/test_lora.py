@@ -115,7 +115,7 @@ def test_merged_parameters_give_the_same_logits():
 
 
 def test_low_precision_is_merged_in_float32():
-    params = begun(defs_of(replace(RUN, gpt=replace(CONFIG, dtype="bfloat16"))))
+    params = begun(plan(replace(RUN, gpt=replace(CONFIG, dtype="bfloat16")), Mesh()).whole_defs)
     layer = params["blocks"]["mlp"]["up"]
     assert layer["lora"].scale.dtype == torch.float32
     wide = dense(tree.map(torch.Tensor.double, params))["blocks"]["mlp"]["up"]["w"]

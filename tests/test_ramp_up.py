@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 

@@ -209,7 +209,7 @@ def norms_in(optimizer, specs, norms=ft.Norms(), trainable=True):  # noqa: B008
     state = ft.init_state(random.key(0), params, specs, optimizer, mesh, params)
     count = lambda batch: 8
     made = ft.gradients(loss, count, trainable=trainable)
-    step = ft.make_step(ft.gradients(made, optimizer), mesh, specs, batch_specs=P("dp"))
+    step = ft.make_step(made, optimizer, mesh, specs, batch_specs=P("dp"), norms=norms)
     program = ft.trace(step)(state, data)
     found = [
         equation.args[1]
@@ -257,7 +257,7 @@ def take(loss, mesh, jit=False, count=gpt.num_targets, check=True, **options):
     optimizer = optim.adamw(1e-3)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     made = ft.gradients(loss, count, **options)
-    step = ft.make_step(ft.gradients(made, optimizer), mesh, specs, check=check)
+    step = ft.make_step(made, optimizer, mesh, specs, check=check)
     step = ft.jit(step, donate=0, backend="eager") if jit else step
     for index in range(2):
         state, _ = step(state, batch(index))

@@ -20,7 +20,7 @@ from functron import Mesh, P, gpt, lax, optim, random, tree
 from functron.pipeline import Partition, Schedule, collect, make, pipelined
 from functron.pipeline.layout import layout_of
 from functron.spmd import BoundMesh
-from functron.training.step import gradients, make_step, pipelined_gradients
+from functron.training.step import make_step, pipelined_gradients
 from tests.pipeline.test_composition import (
     CONFIG,
     MLP_USES,
