@@ -1,0 +1,87 @@
+"""The plan of a run: each thing about it is derived once."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from functron import random, tree
+from functron.data import text_tokenizer
+from functron.models import gpt
+from functron.optim import OptimizerConfig
+from functron.optim import config as optim_config
+from functron.spmd import Mesh
+from functron.training.config import TrainConfig, with_model
+from functron.training.plan import plan
+from functron.training.train import prepare
+from tests.data.chats import make_tokenizer
+
+COUNTED = {
+    (gpt.__file__, "defs"),
+    (optim_config.__file__, "make_optimizer"),
+    (text_tokenizer.__file__, "open_tokenizer"),
+}
+
+
+def calls(function) -> Counter:
+    """How often the functions of `COUNTED` are called, whoever has imported them."""
+    found = Counter()
+
+    def note(frame, event, _):
+        place = (frame.f_code.co_filename, frame.f_code.co_name)
+        if event == "call" and place in COUNTED:
+            found[place[1]] += 1
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [("", {}), ("dp=2,tp=2", {"zero": 1}), ("pp=2,tp=2", {"schedule": "zb-h1"})],
+    ids=["one", "zero", "pipeline"],
+)
+def test_preparing_a_run_derives_nothing_twice(mesh, settings, tmp_path):
+    """With held-out sets, and the layout of checkpoints, of a tokenizer's tokens."""
+    make_tokenizer(tmp_path / "tokenizer")
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four five " * 60)
+    config = TrainConfig(
+        gpt=replace(gpt.PRESETS["llama3-tiny"], vocab_size=512), data=str(text),
+        tokenizer=str(tmp_path / "tokenizer"), mesh=mesh, seq=8, global_batch=4, microbatches=2,
+        eval_every=1, eval_data=f"again={text}", **settings,
+    )  # fmt: skip
+
+    def whole():
+        run = prepare(config, Mesh.parse(mesh))
+        assert run.held_out and run.plan.placement.leaves
+
+    assert calls(whole) == {"defs": 1, "make_optimizer": 1, "open_tokenizer": 1}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "soap"])
+@pytest.mark.parametrize("mesh", ["dp=3", "dp=2,tp=2", "fsdp=2", "pp=2,dp=2"])
+def test_the_layout_of_a_state_is_that_of_the_state(mesh, name):
+    """The placement has the shapes of the state on one rank, without ZeRO's padding."""
+    zero = 0 if "fsdp" in mesh else 1
+    base = replace(with_model(TrainConfig(), "llama3-tiny"), optimizer=OptimizerConfig(name))
+    config = replace(base, mesh=mesh, zero=zero, global_batch=12, microbatches=2)
+    made = plan(config, Mesh.parse(mesh))
+    alone = plan(base, Mesh()).init(random.key(0).to("meta"))
+    rows = zip(tree.paths(alone), tree.leaves(alone), strict=True)
+    wanted = {path: (tuple(leaf.shape), leaf.dtype) for path, leaf in rows}
+    assert {x.path: (tuple(x.shape), x.dtype) for x in made.placement.leaves} == wanted
+
+
+def test_a_plan_of_another_mesh_has_the_same_definitions():
+    config = replace(with_model(TrainConfig(), "llama3-tiny"), mesh="pp=2", microbatches=2)
+    made = plan(config, Mesh(pp=2))
+    assert made.without_pipeline.whole_defs is made.whole_defs
+    assert not made.without_pipeline.is_pipelined
