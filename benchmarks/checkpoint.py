@@ -119,7 +119,7 @@ def _rank(options: argparse.Namespace) -> int:
 
 @dataclass
 class Row:
-    """What one program needed in one round: the most of all processes.
+    """The needs of one program in one round: the most of all processes.
 
     Attributes:
         save: seconds until the checkpoint is complete.

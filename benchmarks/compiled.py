@@ -126,7 +126,7 @@ def table(title: str, programs: list[Program], args: argparse.Namespace) -> bool
 
 
 def depth(args: argparse.Namespace) -> bool:
-    """What 8 times as many layers cost to trace and compile, and what reuse costs in step time."""
+    """The cost of tracing and compiling 8 times as many layers, and of reuse in step time."""
     few, many = (measured(["functron jit"], args, 1, f"--layers={n}")[0] for n in (8, 64))
     both = measured(["functron jit", "functron jit unrolled"], args, 1, "--layers=8")
     failures = [f"{p.name}: {p.failure}" for p in (few, many, *both) if p.failure]

@@ -44,7 +44,7 @@ BLOCK = 1 << 22
 
 @dataclass(frozen=True)
 class Timed:
-    """What a program took.
+    """The cost of a program.
 
     Attributes:
         cpu: processor seconds of this process, in all its threads.

@@ -37,7 +37,7 @@ def make(program: str, args: argparse.Namespace) -> Callable[[], float]:
 
 
 def peak_bytes(program: str, argv: list[str]) -> int:
-    """What the peak resident memory of a fresh process grows by over three steps."""
+    """The growth of a fresh process's peak resident memory over three steps."""
     command = [sys.executable, __file__, "--peak-of", program, *argv]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 

@@ -90,7 +90,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Given:
-    """What cases are made of.
+    """The parts of a case.
 
     Attributes:
         sizes: of the operands.

@@ -1,4 +1,4 @@
-"""What `kernels.py` measures, and tests compare on a GPU: every kernel's op and its operands."""
+"""The cases of `kernels.py` and of tests on a GPU: every kernel's op and its operands."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Both:
 
 
 def cross_entropy_and_backward(g: Given) -> Case:
-    """What Liger-Kernel's is compared with: it makes the gradient in its forward."""
+    """The peer of Liger-Kernel's: it makes the gradient in its forward."""
     x, ids = _logits(g)
     d = torch.full((len(x),), 1 / len(x), device=x.device)
 

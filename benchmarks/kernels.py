@@ -90,7 +90,7 @@ class Clock:
 
 @dataclass
 class Row:
-    """What was measured of a kernel.
+    """The measurements of a kernel.
 
     Attributes:
         name: as shown.
@@ -112,7 +112,7 @@ class Row:
 
 
 def attempt(measured: Callable[[], float]) -> float | str:
-    """What it returns, or in a few words why it raises."""
+    """Its result, or in a few words why it raises."""
     try:
         return measured()
     except Exception as error:  # of another library: it must not end the run

@@ -40,7 +40,7 @@ def make_batch(vocab: int, batch: int, seq: int, device: str = "cpu") -> dict[st
 
 
 def initial_weights(config: gpt.GPTConfig, device: str = "cpu") -> dict:
-    """What functron's `init_state` starts from, on one rank: every peer copies these."""
+    """The parameters that functron's `init_state` starts from: every peer copies them."""
     key = random.split(random.key(SEED, device=device))[0]
     return ft.init_params(key, gpt.defs(config))
 

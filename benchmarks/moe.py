@@ -121,7 +121,7 @@ def transformers_layer(args: argparse.Namespace, w: dict, kind: str, compiled: b
 
 
 def batched_gib(args: argparse.Namespace) -> float:
-    """What "batched_mm" copies of the weights, in each direction."""
+    """The bytes of weights that "batched_mm" copies, in each direction."""
     return args.tokens * args.top_k * 3 * args.hidden * args.mlp * 4 / 2**30
 
 

@@ -46,7 +46,7 @@ Rows = list[tuple[int, Action, float, float]]
 
 @dataclass
 class Record:
-    """What one rank of functron saw of itself.
+    """The timings of one rank of functron, by itself.
 
     Attributes:
         steps: what it did when, by step.

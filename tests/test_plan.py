@@ -61,7 +61,8 @@ def test_preparing_a_run_derives_nothing_twice(mesh, settings, tmp_path):
 
     def whole():
         run = prepare(config, Mesh.parse(mesh))
-        assert run.held_out and run.plan.placement.leaves
+        assert run.held_out
+        assert run.plan.placement.leaves
 
     assert calls(whole) == {"defs": 1, "make_optimizer": 1, "open_tokenizer": 1}
 

@@ -378,7 +378,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _PARALLEL = "TOKENIZERS_PARALLELISM"
-"""What keeps the package tokenizers from starting threads of its own in every process."""
+"""Keeps the package tokenizers from starting threads of its own in every process."""
 
 
 def run(

@@ -167,10 +167,10 @@ def check_defines(source: Source, defines: Defines) -> None:
 
 INSTALL = "pip install 'functron[kernels]'"
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
-"""What kernels are proven for: Ampere, Hopper and Blackwell of data centres."""
+"""The architectures that kernels are proven for: Ampere, Hopper and Blackwell of data centres."""
 
 OPTIONS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v")
-"""What everything is compiled with; lines are for profilers, and cost nothing."""
+"""The options of every compilation; lines are for profilers, and cost nothing."""
 
 _OLDEST = 80
 """bfloat16 arithmetic came with it."""

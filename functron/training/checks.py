@@ -1,4 +1,4 @@
-"""What is wrong with the configuration of a run, all of it at once, before anything is started.
+"""The checks of a configuration: all that is wrong with it at once, before anything is started.
 
 What a configuration asks of an architecture that it cannot be trained with.
 """
@@ -31,7 +31,7 @@ _OFF = "leave it out, or train a GPT"
 
 
 def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
-    """What the family of `config` has no place for; what it cannot be split over, its rules say.
+    """Settings that the family of `config` has no place for; its rules say how it can be split.
 
     Args:
         config: what is to be run.
@@ -117,7 +117,7 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
 
 
 def _try(check: Callable[[], Any], messages: list[str]) -> Any:
-    """What `check` returns; None, and its message collected, where it raises ValueError."""
+    """The result of `check`; None, and its message collected, where it raises ValueError."""
     try:
         return check()
     except ValueError as error:
@@ -164,7 +164,7 @@ def _batch_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
 
 
 def _ramp_problems(config: TrainConfig, mesh: Mesh, ramp: RampUp) -> Iterator[Problem]:
-    """What is wrong with the sizes that batches have while they grow."""
+    """Problems of the sizes that batches have while they grow."""
     share, why = _batch_parts(config, mesh)
     wrong = [size for size in ramp.sizes[:-1] if size % share]
     if wrong:
@@ -189,7 +189,7 @@ def sequence_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
 
 
 def _data_problems(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
-    """What is wrong with how data-parallel ranks divide the state."""
+    """Problems of how data-parallel ranks divide the state."""
     fix = "leave it out, or add dp=N"
     if config.zero in (1, 2) and all(mesh[axis] == 1 for axis in ("dp", "ep", *CONTEXT_AXES)):
         wanted = "several dp, ep, cp or ulysses ranks that hold the same parameters"
@@ -235,7 +235,7 @@ def _lora_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
 
 
 def _fit_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
-    """What is wrong with an optimizer, which is right by itself, for these parameters."""
+    """Problems of an optimizer, right by itself, with these parameters."""
     groups, _ = parse_groups(config.optimizer.groups)
     if groups and config.lora is None:  # those of adapters are checked where they are made
         yield from group_problems(defs, groups, "optimizer.groups")
@@ -290,13 +290,13 @@ _ORDER = (
     "fim_rate", "fim_spm_rate", "fim_tokens", "pack", "seed", "seq", "global_batch",
     "extra_token", "ramp_up", "mask_rate", "mask_token", "mean_span", "end_token",
 )  # fmt: skip
-"""What determines which samples each step sees."""
+"""The settings that determine which samples each step sees."""
 
 _LORA = ("lora_rank", "lora_alpha", "lora_targets")
 
 
 def _resume_problems(config: TrainConfig) -> Sequence[Problem]:
-    """What a run cannot change half-way: its parameters, and which samples each step sees."""
+    """The settings that no run changes half-way: its parameters, and which samples steps see."""
     if not config.out:
         return [Problem("resume", "no run folder", "the one to go on with", "name it: --out RUN")]
     path = Path(config.out)

@@ -27,7 +27,7 @@ from functron.training.plan import Plan
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one rank does for one microbatch at one stage.
+    """The work of one rank for one microbatch at one stage.
 
     Attributes:
         part: what the stage computes.
@@ -44,7 +44,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class RankCost:
-    """What one rank of the pipeline holds.
+    """The memory of one rank of the pipeline.
 
     Attributes:
         stages: its stages, by number.

@@ -1,4 +1,4 @@
-"""What a run trains on: bytes, tokens of text, tokens on disk or none at all, or conversations.
+"""The data of a run: bytes, tokens of text, tokens on disk or none at all, or conversations.
 
 What a model learns from text: the next token, or what is hidden of it.
 
@@ -73,7 +73,7 @@ class Objective:
 
 
 def objective_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> Objective:
-    """What `config` makes of its text.
+    """The objective of a run: how samples are made of its text.
 
     Args:
         config: what is to be run.
@@ -112,7 +112,7 @@ def spans_in(config: TrainConfig) -> Spans:
 
 
 def objective_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
-    """What does not fit about what is hidden of text, as far as it can be told without reading."""
+    """Settings of the objective that do not fit, as far as can be told without reading."""
     family, default = config.family, TrainConfig()
     for name in _USELESS[family.objective]:
         if (value := getattr(config, name)) != getattr(default, name):
@@ -131,7 +131,7 @@ def objective_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Probl
 
 
 def _length_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
-    """What is wrong about how much a decoder says."""
+    """Problems of the length of a decoder's targets."""
     try:
         said = target_length(config)
     except ValueError as error:
@@ -326,7 +326,7 @@ def with_tokenizer(config: TrainConfig) -> TrainConfig:
 
 
 def reader_of(config: TrainConfig) -> TextTokenizer | None:
-    """What makes the run's tokens, be it of bytes; None: tokens on disk whose maker is not known.
+    """The run's tokenizer, be it that of bytes; None: tokens on disk whose maker is not known.
 
     Raises:
         ValueError: it cannot be read.
@@ -470,7 +470,7 @@ def _middle(config: TrainConfig) -> FillInTheMiddle | None:
 
 
 def problems_of(config: TrainConfig) -> Iterator[Problem]:
-    """What does not fit about data, tokenizer and model, as far as it can be told without reading.
+    """Settings of data, tokenizer and model that do not fit, as far as is known unread.
 
     Raises:
         ValueError: the run folder's configuration cannot be read.

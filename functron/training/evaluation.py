@@ -57,7 +57,7 @@ class Epoch(Protocol):
         ...
 
     def summary(self) -> str:
-        """What there is, in a few words for the user."""
+        """The samples in a few words for the user."""
         ...
 
 
@@ -152,7 +152,7 @@ def sets_of(config: TrainConfig) -> dict[str, TrainConfig]:
 
 
 def problems_of(config: TrainConfig) -> Iterator[Problem]:
-    """What does not fit about evaluation and data, as far as it can be told without reading.
+    """Settings of evaluation and data that do not fit, as far as it can be told without reading.
 
     Raises:
         ValueError: what `sets_of` raises.

@@ -91,7 +91,7 @@ class Watch:
         return index == 0 or (index + 1) % self.every == 0
 
     def layers(self, metrics: Mapping[str, Any]) -> Entries:
-        """What a step said, by layer, in numbers on the host.
+        """The measurements of a step, by layer, in numbers on the host.
 
         Returns:
             For each layer of a stack (``blocks/3``) and each other entry of the parameters
@@ -198,7 +198,7 @@ METRICS = ("loss", "grad_norm")
 
 
 class Outcome(NamedTuple):
-    """What a loop leaves behind.
+    """The end of a loop.
 
     Attributes:
         state: after the last step.
@@ -213,7 +213,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Meter:
-    """What turns a step's metrics and its time into a record; each part may be left unknown.
+    """Makes a record of a step's metrics and its time; each part may be left unknown.
 
     Attributes:
         learning_rate: of each step, from 0.

@@ -72,7 +72,7 @@ def write_config(path: Path, config: TrainConfig) -> None:
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """What `write_config` writes, as plain nested dicts."""
+    """The settings that `write_config` writes, as plain nested dicts."""
     return tomllib.loads(_lasting(config))
 
 

@@ -249,7 +249,7 @@ def train(run: Run, out: Path | None) -> Outcome:
 
 
 def seen(run: Run, steps: int) -> dict[str, Any]:
-    """What the first `steps` steps of a run see: ``samples``, and ``sources`` of a blend.
+    """The samples of the first `steps` steps: ``samples``, and ``sources`` of a blend.
 
     By the name of a source how many of its samples these are, and how often it has come round:
     ``{"samples", "epochs"}``. Arithmetic; nothing is read.
@@ -263,7 +263,7 @@ def seen(run: Run, steps: int) -> dict[str, Any]:
 
 @contextmanager
 def _saving(run: Run, out: Path, stop: Request) -> Iterator[Callable[[State, int], None]]:
-    """What saves the state after a step; at the end of the block all saves are complete."""
+    """A function that saves the state after a step; after the block all saves are complete."""
     config = run.config
     keep = checkpoint.Keep(config.keep_last or None, config.keep_every)
     folder, settings = out / run_folder.CHECKPOINTS, run_folder.settings(config)
