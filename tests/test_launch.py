@@ -237,7 +237,8 @@ def test_data_that_is_cut_short_in_a_run_is_a_message(tmp_path, capsys, at_step,
 
 
 def test_a_signal_to_the_launcher_saves_on_the_way_out(tmp_path):
-    arguments = [*TRAIN, "--nproc", "3", "--steps", "100000", "--out", str(tmp_path / "r")]
+    arguments = [*TRAIN, "--mesh", "dp=2", "--nproc", "2", "--steps", "100000"]
+    arguments += ["--out", str(tmp_path / "r")]
     command = [sys.executable, "-m", "functron", *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENV

@@ -16,7 +16,7 @@ from functron.training.config import TrainConfig
 from functron.training.plan import plan
 from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL, VOCAB
 
-STEPS, SEQ, BATCH = 3, 16, 8
+STEPS, SEQ, BATCH = 2, 16, 8
 DEEP = replace(DEEPSEEK, num_layers=4)
 COUPLED = replace(MIXTRAL, num_layers=4)  # samples of a microbatch, by their balance loss
 assert COUPLED.moe is not None
@@ -69,9 +69,20 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "fields"), ROWS, ids=str)
+def factors(name, row):
+    """What meets in a row: each axis with each other one and each option, and all with each model; and each row."""
+    mesh, fields = ROWS[row]
+    axes = dict.fromkeys(("dp", "fsdp", "ep", "tp", "cp", "pp"), False)
+    axes |= {axis.split("=")[0]: True for axis in mesh.split(",")}
+    rest = {key: fields.get(key) for _, other in ROWS for key in other}
+    return [{"model": name, **axes, **rest}, {"row": row}]
+
+
+@pytest.mark.pairwise(of=factors)
+@pytest.mark.parametrize("row", range(len(ROWS)), ids=lambda row: f"{ROWS[row][0]}-{ROWS[row][1]}")
 @pytest.mark.parametrize("name", MODELS)
-def test_every_mesh_trains_as_one_device_does(dense, name, mesh, fields):
+def test_every_mesh_trains_as_one_device_does(dense, name, row):
+    mesh, fields = ROWS[row]
     history, params = trained(MODELS[name], mesh, **fields)
     want_history, want_params = dense[name]
     for got, want in zip(history, want_history, strict=True):
@@ -143,17 +154,17 @@ def test_a_run_goes_on_where_experts_lie_on_other_ranks(tmp_path, capsys):
     ("model", "mesh", "options"),
     [
         ("deepseek-v3-tiny", "ep=2,tp=2", ["--sequence-parallel", "--expert-axes", "ep,tp"]),
-        ("llama-tiny", "cp=4", []),
+        # rings of four: tests/nn/gloo_context.py
+        pytest.param("llama-tiny", "cp=4", [], marks=pytest.mark.full),
         ("gpt-oss-tiny", "cp=2,ulysses=2", ["--context", "gather"]),
         ("mixtral-tiny", "pp=2,dp=2", ["--microbatches", "2"]),
     ],
 )
-def test_processes_train_as_their_simulation_does(tmp_path, torchrun, model, mesh, options):
-    program = "import sys; from functron.cli.main import main; sys.exit(main(sys.argv[1:]))"
+def test_processes_train_as_their_simulation_does(tmp_path, in_processes, model, mesh, options):
     command = ["train", "--model", model, "--mesh", mesh, "--steps", "3", "--seq", "64"]
     command += ["--global-batch", "4", *options, "--out"]
     assert main.main([*command, str(tmp_path / "simulated")]) == 0
-    torchrun(program, 4, *command, tmp_path / "bound", timeout=240)
+    in_processes(4, *command, tmp_path / "bound")
     losses = []
     for name in ("simulated", "bound"):
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()]

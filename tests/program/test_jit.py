@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -226,19 +228,20 @@ def test_a_bound_mesh_inside_is_refused():
 # --- training steps
 
 CONFIG = gpt.GPTConfig(
-    vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64, max_seq=16, dropout=0.1
+    vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64, max_seq=16
 )
-STEPS = 20
+STEPS = 8
 
 
-def training(mesh, stream=gpt.STREAM):
-    defs = gpt.defs(CONFIG)
-    specs = ft.param_specs(defs, gpt.rules(CONFIG, mesh))
+def training(mesh, stream=gpt.STREAM, dropout=0.1):
+    config = dataclasses.replace(CONFIG, dropout=dropout)
+    defs = gpt.defs(config)
+    specs = ft.param_specs(defs, gpt.rules(config, mesh))
     adamw = optim.adamw(3e-3, weight_decay=0.1)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), adamw)
 
     def loss(params, batch, key):
-        return gpt.loss(CONFIG, params, batch, ft.ModelOptions(stream=stream), key=key)
+        return gpt.loss(config, params, batch, ft.ModelOptions(stream=stream), key=key)
 
     step = ft.make_step(ft.gradients(loss, gpt.num_targets), optimizer, mesh, specs)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
@@ -261,21 +264,30 @@ def losses(step, state, part=lambda batch: batch):
     return found, state
 
 
-@pytest.fixture(scope="module")
-def dense():
-    step, state = training(Mesh())
-    return losses(step, state)
+@functools.cache
+def dense(dropout):
+    return losses(*training(Mesh(), dropout=dropout))
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2, tp=2)], ids=str)
-def test_twenty_compiled_steps(mesh, dense, cache):
-    step, state = training(mesh)
+@pytest.mark.parametrize(
+    ("mesh", "dropout"),
+    [
+        (Mesh(), 0.1),
+        (Mesh(dp=2, tp=2), 0.0),
+        # random bits take long to compile: those of a mesh are evaluated in test_compile_steps.py
+        pytest.param(Mesh(dp=2, tp=2), 0.1, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_compiled_steps(mesh, dropout, cache):
+    step, state = training(mesh, dropout=dropout)
     found, state = losses(ft.jit(step, donate=0, cache=cache), state)
-    torch.testing.assert_close(found, dense[0], rtol=1e-5, atol=1e-5)
+    want, want_state = dense(dropout)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
     for name, got, wanted in zip(
         tree.paths(state.params),
         tree.leaves(state.params),
-        tree.leaves(dense[1].params),
+        tree.leaves(want_state.params),
         strict=True,
     ):
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-5, msg=name)
@@ -292,7 +304,7 @@ dist.init_process_group("gloo")
 mesh = Mesh(dp=2, tp=2).bind()
 for stream in (gpt.STREAM, gpt.SEQUENCE_PARALLEL_STREAM):
     for compiled in (False, True):
-        step, state = training(mesh, stream)
+        step, state = training(mesh, stream, float(sys.argv[2]))
         step = ft.jit(step, donate=0, cache=sys.argv[1]) if compiled else step
         found, _ = losses(step, state, lambda batch: ft.shard(batch, P(ft.DATA_AXES), mesh))
         if dist.get_rank() == 0:
@@ -301,14 +313,16 @@ dist.destroy_process_group()
 """
 
 
+# bits of processes are evaluated in tests/pipeline and test_prefetch_ranks.py
 @pytest.mark.distributed
-def test_twenty_steps_of_four_processes(torchrun, dense, cache):
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.1, marks=pytest.mark.full)])
+def test_steps_of_four_processes(torchrun, cache, dropout):
     program = RANKS.format(folder=str(Path(__file__).parent))
-    lines = torchrun(program, 4, cache, timeout=400).stdout.splitlines()
+    lines = torchrun(program, 4, cache, dropout, timeout=400).stdout.splitlines()
     runs = [json.loads(line) for line in lines if line.startswith("[")]
     assert len(runs) == 4
     for found in runs:
-        torch.testing.assert_close(found, dense[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, dense(dropout)[0], rtol=1e-5, atol=1e-5)
 
 
 DIFFERS = """
