@@ -98,7 +98,7 @@ def _last_uses(block: Block) -> list[list[Var]]:
     seen = {value for value in block.outputs if isinstance(value, Var)}
     dead: list[list[Var]] = []
     for equation in reversed(block.equations):
-        here = dict.fromkeys([*_operands(equation), *equation.results])
+        here = dict.fromkeys([*equation.operands, *equation.results])
         dead.append([value for value in here if value not in seen])
         seen.update(here)
     return [*dead[::-1], [value for value in block.inputs if value not in seen]]
@@ -126,14 +126,6 @@ def _equation(equation: Equation, values: dict[Var, Any], last: Sequence[Var]) -
         return _functron(equation, args, kwargs)
     out = _operation(equation)(*args, **kwargs)
     return [out] if isinstance(out, torch.Tensor) else pytree.tree_leaves(out)
-
-
-def _operands(equation: Equation) -> Iterator[Var]:
-    """`Equation.operands`; torch's pytrees take longer than many an operation."""
-    for argument in (*equation.args, *equation.kwargs.values()):
-        for item in argument if isinstance(argument, (list, tuple)) else (argument,):
-            if isinstance(item, Var):
-                yield item
 
 
 def _filled(argument: Any, values: Mapping[Var, Any]) -> Any:

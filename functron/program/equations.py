@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from torch.utils import _pytree as pytree
 
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems
@@ -171,11 +171,14 @@ class Equation:
     outputs: tuple[Var | None, ...] = ()
     where: Where = Where()
 
-    @property
-    def operands(self) -> list[Var]:
+    @cached_property
+    def operands(self) -> tuple[Var, ...]:
         """The `Var`s among its arguments, in order, with repetitions."""
-        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
-        return [leaf for leaf in leaves if isinstance(leaf, Var)]
+        found: list[Var] = []
+        for argument in (*self.args, *self.kwargs.values()):
+            items = argument if isinstance(argument, list | tuple) else (argument,)
+            found += (item for item in items if isinstance(item, Var))
+        return tuple(found)
 
     @property
     def results(self) -> list[Var]:
