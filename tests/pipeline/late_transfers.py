@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.program.late_collectives import poison, same
+from tests.compiler.late_collectives import poison, same
 
 END = -1
 PATIENCE = 120.0  # seconds in which whatever is sent is waited for

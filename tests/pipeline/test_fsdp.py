@@ -57,7 +57,8 @@ def gradients(mesh, schedule, bound, settings, spread):
 
 EVALUATED = {"backend": "eager"}
 CASES = [
-    ("1f1b", None, {"embed": 0}), ("1f1b", EVALUATED, {"embed": 0}), ("zb-h1", EVALUATED, {}),
+    ("1f1b", None, {}), ("1f1b", None, {"embed": 0}), ("1f1b", EVALUATED, {"embed": 0}),
+    ("zb-h1", EVALUATED, {}),
 ]
 for name, settings, spread in CASES:
     schedule = make(name, 2, 4)

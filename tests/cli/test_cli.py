@@ -161,7 +161,7 @@ def test_other_options_do_what_they_say(tmp_path):
 
 def functron(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "functron", *map(str, arguments)]
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parent.parent.parent
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=root)
 
 
@@ -430,7 +430,7 @@ def test_trace_teaches(capsys):
 
 
 def test_the_version_is_that_of_the_package(capsys):
-    declared = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    declared = tomllib.loads((Path(__file__).parent.parent.parent / "pyproject.toml").read_text())
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"functron {declared['project']['version']}\n"
 

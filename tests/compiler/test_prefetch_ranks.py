@@ -9,11 +9,11 @@ import torch.distributed as dist
 import functron as ft
 from functron import Mesh, P, gpt, tree
 from functron.compiler import compile as compile_program
-from tests.program.test_prefetch import batch, training
+from tests.compiler.test_prefetch import batch, training
 from tests.ranks import on_the_first
 
 STEPS = 2
-PROGRAM = "import sys; from tests.program.test_prefetch_ranks import main; main(*sys.argv[1:])"
+PROGRAM = "import sys; from tests.compiler.test_prefetch_ranks import main; main(*sys.argv[1:])"
 
 EAGER, PLAIN, COMPILED = ("eager", True), ("eager", False), ("inductor", True)
 CASES = {

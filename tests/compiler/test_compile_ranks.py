@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 
 ALL = ("dp", "tp")
 S = P(ALL)
-PROGRAM = "import sys; from tests.program.test_compile_ranks import main; main(*sys.argv[1:])"
+PROGRAM = "import sys; from tests.compiler.test_compile_ranks import main; main(*sys.argv[1:])"
 
 # x is [8, 4] on each rank
 VALUES = {

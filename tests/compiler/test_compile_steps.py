@@ -15,7 +15,7 @@ from functron.compiler import inductor
 from functron.compiler.segments import procedure
 from functron.program.trace import trace
 from functron.spmd.donation import Donated
-from tests.program.test_compile import assert_same, made, randn
+from tests.compiler.test_compile import assert_same, made, randn
 
 
 @pytest.fixture(scope="module")

@@ -177,7 +177,7 @@ def test_a_script_shows_its_own_lines(tmp_path):
         "x = torch.ones(4)\n"
         "ft.shard_map(half, ft.Mesh(dp=2), ft.P('dp'), ft.P('dp'))(x)\n"
     )
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parent.parent.parent
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, cwd=root, timeout=120,
         env={"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},

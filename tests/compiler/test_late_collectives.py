@@ -11,8 +11,8 @@ from functron.compiler import compile as compile_program
 from functron.compiler import driver
 from functron.training.config import TrainConfig
 from functron.training.plan import plan
-from tests.program.late_collectives import collectives, lone
-from tests.program.test_prefetch import CONFIG, batch, training
+from tests.compiler.late_collectives import collectives, lone
+from tests.compiler.test_prefetch import CONFIG, batch, training
 
 STEPS = 2
 

@@ -45,7 +45,7 @@ ENV = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join(
-        filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
+        filter(None, [str(Path(__file__).parent.parent.parent), os.environ.get("PYTHONPATH")])
     ),
 }
 
