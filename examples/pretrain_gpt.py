@@ -67,11 +67,10 @@ def main():
     )
     stream = gpt.SEQUENCE_PARALLEL_STREAM if args.sequence_parallel else gpt.STREAM
     gather = ft.Gather(specs)  # what fsdp splits is whole only where a block uses it
+    options = ft.ModelOptions(stream=stream, gather=gather)
 
     def loss(params, batch, key):
-        return gpt.loss(
-            config, params, batch, ft.ModelOptions(stream=stream, gather=gather), key=key
-        )
+        return gpt.loss(config, params, batch, options, key=key)
 
     key = ft.random.key(args.seed, device=device)
     state = ft.init_state(key, defs, specs, optimizer, mesh)

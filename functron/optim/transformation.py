@@ -242,8 +242,8 @@ def identity() -> GradientTransformation:
 
 
 @public
-def scale(step_size: float | torch.Tensor) -> GradientTransformation:
-    """Updates times `step_size`, a number or a 0-dim tensor; Optax's `scale`."""
+def scale(step_size: float) -> GradientTransformation:
+    """Updates times `step_size`; Optax's `scale`."""
     return stateless(
         lambda updates, params: multiply(updates, step_size),
         lambda updates, params: multiply_(updates, step_size),

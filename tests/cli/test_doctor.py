@@ -18,8 +18,6 @@ import functron
 from functron.cli import doctor
 from functron.cli.main import main
 from functron.ops import launch, nvrtc
-from functron.ops import nvrtc as cubins
-from functron.ops import nvrtc as sources
 
 
 def looked_for() -> dict[str, doctor.Finding]:
@@ -57,7 +55,8 @@ def test_python_and_packages_are_those_that_are_imported(here):
     assert here["functron"].found.endswith(f" at {Path(functron.__file__).parent}")
     assert here["torch"].found.startswith(f"{torch.__version__} for ")
     # those of the installation, which a checkout may be ahead of
-    installed = metadata.distribution("functron").read_text("METADATA") or ""
+    found = metadata.distribution("functron")  # from a wheel, or where an egg-info lies in the tree
+    installed = found.read_text("METADATA") or found.read_text("PKG-INFO") or ""
     extras = re.findall(r"^Provides-Extra: (.+)$", installed, re.MULTILINE)
     assert "test" in extras
     assert {name for name in here if name.startswith("extra ")} == {f"extra {x}" for x in extras}
@@ -100,7 +99,7 @@ def test_gloo_is_there_where_a_process_group_can_be_made(here, tmp_path):
 
 
 def test_nvrtc_is_there_where_a_kernel_compiles(here):
-    source = sources.read("global_norm")
+    source = nvrtc.read("global_norm")
     try:
         made = nvrtc.compile_source(source, source.variants[0], "sm_90a")
     except ValueError:
@@ -225,9 +224,9 @@ def test_versions_are_compared_number_by_number(version, wanted, good):
 def test_the_cache_is_counted(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     assert looked_for()["cache"].found.endswith("cubins: 0 cubins, 0.0 MiB")
-    folder = cubins.default_folder()
+    folder = nvrtc.default_folder()
     assert folder is not None
     folder.mkdir(parents=True)
-    (folder / f"a{cubins.SUFFIX}").write_bytes(bytes(3 * 2**20))
+    (folder / f"a{nvrtc.SUFFIX}").write_bytes(bytes(3 * 2**20))
     (folder / "b.txt").write_bytes(bytes(2**20))
     assert looked_for()["cache"].found.endswith("cubins: 1 cubins, 3.0 MiB")

@@ -227,7 +227,7 @@ def test_says_that_gather_is_missing():
     f = ft.shard_map(
         lambda w, b: gpt.loss(config, w, b), Mesh(fsdp=2), (specs, P(ft.DATA_AXES)), P()
     )
-    with pytest.raises(ValueError, match=r"12 of embed_dim=24.*fix: pass gather"):
+    with pytest.raises(ValueError, match=r"12 of embed_dim=24.*fix: pass ft.ModelOptions\(gather="):
         f(weights, data)
 
 

@@ -12,8 +12,6 @@ import pytest
 
 from functron.cli import build
 from functron.ops import nvrtc
-from functron.ops import nvrtc as cubins
-from functron.ops import nvrtc as sources
 
 pytestmark = pytest.mark.skipif(
     nvrtc.missing() is not None, reason=f"kernels cannot be compiled here: {nvrtc.missing()}"
@@ -68,16 +66,16 @@ def forgetful():
     forget()
 
 
-@pytest.mark.parametrize("name", sources.names())
+@pytest.mark.parametrize("name", nvrtc.names())
 def test_every_variant_compiles_and_keeps_to_registers(name, cache):
-    source = sources.read(name)
+    source = nvrtc.read(name)
     done = list(build.build([source], nvrtc.ARCHS, cache, jobs=2))
     assert len(done) == len(source.variants) * 3
     entries = [(bool(bounds), entry) for bounds, entry in _ENTRY.findall(source.text)]
     assert entries
     assert all(bounds for bounds, _ in entries), "without __launch_bounds__ a block may not fit"
     for built in done:
-        what = f"{name} ({sources.label(built.defines)}) for {built.arch}"
+        what = f"{name} ({nvrtc.label(built.defines)}) for {built.arch}"
         assert not built.failure
         assert not built.local, f"{what} uses local memory: {built.local}"
         assert built.compiled is not None
@@ -89,22 +87,22 @@ def test_every_variant_compiles_and_keeps_to_registers(name, cache):
 
 
 def test_the_readme_names_every_source_and_kernel():
-    readme = (sources.FOLDER / "README.md").read_text()
-    for name in sources.names():
+    readme = (nvrtc.FOLDER / "README.md").read_text()
+    for name in nvrtc.names():
         assert f"| `{name}.cu` |" in readme
-        for _, entry in _ENTRY.findall(sources.read(name).text):
+        for _, entry in _ENTRY.findall(nvrtc.read(name).text):
             assert f"| {name} | {entry} |" in readme
 
 
 def test_variants_are_the_product_of_the_build_lines(own):
     (own / "many.cu").write_text("// build: A = 1, 2\n//build: B=x,y , z\n// build a house = 1\n")
-    many = sources.read("many", own)
+    many = nvrtc.read("many", own)
     assert many.macros == {"A": ("1", "2"), "B": ("x", "y", "z")}
     assert [(one["A"], one["B"]) for one in many.variants] == [
         ("1", "x"), ("1", "y"), ("1", "z"), ("2", "x"), ("2", "y"), ("2", "z"),
     ]  # fmt: skip
     (own / "one.cu").write_text("")
-    assert sources.read("one", own).variants == ({},)
+    assert nvrtc.read("one", own).variants == ({},)
 
 
 def test_resources_are_those_that_ptxas_says(own):
@@ -119,7 +117,7 @@ def test_resources_are_those_that_ptxas_says(own):
         "}\n"
         'extern "C" __global__ void __launch_bounds__(32) idle() {}\n'
     )
-    (built,) = build.build([sources.read("spilling", own)], ["sm_90a"], own)
+    (built,) = build.build([nvrtc.read("spilling", own)], ["sm_90a"], own)
     assert built.compiled is not None
     idle, spilling = built.compiled.resources
     assert (idle.kernel, idle.stack, idle.spills, idle.shared) == ("idle", 0, 0, 0)
@@ -130,9 +128,9 @@ def test_resources_are_those_that_ptxas_says(own):
 
 
 def test_the_command_prints_a_table_and_fails_where_local_memory_is_used(own, monkeypatch, capsys):
-    read = sources.read
-    monkeypatch.setattr(sources, "names", lambda: ("twice",))
-    monkeypatch.setattr(sources, "read", lambda name: read(name, own))
+    read = nvrtc.read
+    monkeypatch.setattr(nvrtc, "names", lambda: ("twice",))
+    monkeypatch.setattr(nvrtc, "read", lambda name: read(name, own))
     arguments = ["--cache", str(own), "--arch", "sm_90a", "--jobs", "1"]
     assert build.run(arguments) == 0
     head, *lines = capsys.readouterr().out.splitlines()
@@ -155,26 +153,26 @@ def test_the_command_prints_a_table_and_fails_where_local_memory_is_used(own, mo
 class TestMistakes:
     def test_an_unknown_source_names_the_nearest(self, own):
         with pytest.raises(ValueError, match=r"got 'twce'.*did you mean 'twice'"):
-            sources.read("twce", own)
+            nvrtc.read("twce", own)
         with pytest.raises(ValueError, match="install functron again"):
-            sources.read("twice", own / "nowhere")
+            nvrtc.read("twice", own / "nowhere")
 
     def test_a_missing_header_is_named_with_its_line(self, own):
         (own / "twice.cuh").write_text('\n#include "thrice.cuh"\n')
         with pytest.raises(ValueError, match=r'twice\.cuh, line 2: got #include "thrice\.cuh"'):
-            sources.read("twice", own)
+            nvrtc.read("twice", own)
 
     def test_a_source_that_does_not_compile_names_file_and_line(self, own):
         (own / "twice.cu").write_text(KERNEL.replace("if (i < n)", "if (j < n)"))
         with pytest.raises(
             nvrtc.CompileError, match=r"(?s)twice \(ELEMENT=float\) for sm_90a.*"
         ) as e:
-            nvrtc.compile_source(sources.read("twice", own), FLOAT, "sm_90a")
+            nvrtc.compile_source(nvrtc.read("twice", own), FLOAT, "sm_90a")
         assert f'{own / "twice.cu"}(7): error: identifier "j" is undefined' in str(e.value)
         (own / "twice.cu").write_text(KERNEL)
         (own / "twice.cuh").write_text("\n\n" + HEADER.replace("2 * x", "two * x"))
         with pytest.raises(nvrtc.CompileError, match=r'twice\.cuh\(3\): error: identifier "two"'):
-            nvrtc.compile_source(sources.read("twice", own), FLOAT, "sm_90a")
+            nvrtc.compile_source(nvrtc.read("twice", own), FLOAT, "sm_90a")
 
     @pytest.mark.parametrize(
         ("arch", "message"),
@@ -189,7 +187,7 @@ class TestMistakes:
     )
     def test_an_architecture_without_kernels_is_refused(self, own, arch, message):
         with pytest.raises(ValueError, match=message):
-            cubins.cubin(sources.read("twice", own), FLOAT, arch, own)
+            nvrtc.cubin(nvrtc.read("twice", own), FLOAT, arch, own)
 
     @pytest.mark.parametrize(
         ("defines", "message"),
@@ -201,7 +199,7 @@ class TestMistakes:
     )
     def test_macros_that_are_not_declared_are_refused(self, own, defines, message):
         with pytest.raises(ValueError, match=message):
-            cubins.cubin(sources.read("twice", own), defines, "sm_90a", own)
+            nvrtc.cubin(nvrtc.read("twice", own), defines, "sm_90a", own)
 
     @pytest.mark.parametrize("package", ["cuda.bindings", "cuda.pathfinder"])
     def test_without_cuda_bindings_the_extra_is_named(self, own, forgetful, monkeypatch, package):
@@ -210,9 +208,9 @@ class TestMistakes:
         message = r"without cuda-bindings; .*pip install 'functron\[kernels\]'.*reference"
         assert re.search(message, nvrtc.missing() or "")
         with pytest.raises(ValueError, match=message):
-            nvrtc.compile_source(sources.read("twice", own), FLOAT, "sm_90a")
+            nvrtc.compile_source(nvrtc.read("twice", own), FLOAT, "sm_90a")
         with pytest.raises(ValueError, match=message):
-            list(build.build([sources.read("twice", own)], folder=own))
+            list(build.build([nvrtc.read("twice", own)], folder=own))
 
     def test_without_libnvrtc_the_extra_is_named(self, forgetful, monkeypatch):
         from cuda import pathfinder
@@ -235,18 +233,18 @@ class TestMistakes:
 
 class TestCache:
     def test_what_is_compiled_is_read_back(self, own, tmp_path, monkeypatch):
-        source, folder = sources.read("twice", own), tmp_path / "a" / "cache"
-        first = cubins.cubin(source, FLOAT, "sm_90a", folder)
+        source, folder = nvrtc.read("twice", own), tmp_path / "a" / "cache"
+        first = nvrtc.cubin(source, FLOAT, "sm_90a", folder)
         assert first == nvrtc.compile_source(source, FLOAT, "sm_90a")
         (file,) = folder.iterdir()
         assert file.name.startswith("twice-sm_90a-")
         monkeypatch.setattr(nvrtc, "compile_source", None)
-        assert cubins.cubin(source, FLOAT, "sm_90a", folder) == first
+        assert nvrtc.cubin(source, FLOAT, "sm_90a", folder) == first
 
     @pytest.mark.parametrize("where", [0, 80, 300, -1, "cut", "empty", "text"])
     def test_a_damaged_file_is_compiled_again(self, own, tmp_path, where):
-        source = sources.read("twice", own)
-        first = cubins.cubin(source, FLOAT, "sm_90a", tmp_path / "cache")
+        source = nvrtc.read("twice", own)
+        first = nvrtc.cubin(source, FLOAT, "sm_90a", tmp_path / "cache")
         (file,) = (tmp_path / "cache").iterdir()
         good = file.read_bytes()
         if isinstance(where, int):
@@ -255,26 +253,26 @@ class TestCache:
         else:
             bad = {"cut": good[:-100], "empty": b"", "text": b"not\na cubin"}[where]
         file.write_bytes(bytes(bad))
-        assert cubins.cubin(source, FLOAT, "sm_90a", tmp_path / "cache") == first
+        assert nvrtc.cubin(source, FLOAT, "sm_90a", tmp_path / "cache") == first
         assert file.read_bytes() == good
 
     def test_the_key_has_all_that_decides(self, own, monkeypatch):
-        source = sources.read("twice", own)
-        keys = {cubins.key(source, FLOAT, "sm_90a")}
-        keys.add(cubins.key(source, {"ELEMENT": "double"}, "sm_90a"))
-        keys.add(cubins.key(source, FLOAT, "sm_100a"))
+        source = nvrtc.read("twice", own)
+        keys = {nvrtc.key(source, FLOAT, "sm_90a")}
+        keys.add(nvrtc.key(source, {"ELEMENT": "double"}, "sm_90a"))
+        keys.add(nvrtc.key(source, FLOAT, "sm_100a"))
         (own / "twice.cuh").write_text(HEADER + "\n")
-        keys.add(cubins.key(sources.read("twice", own), FLOAT, "sm_90a"))
+        keys.add(nvrtc.key(nvrtc.read("twice", own), FLOAT, "sm_90a"))
         (own / "twice.cuh").write_text(HEADER)
-        assert cubins.key(sources.read("twice", own), FLOAT, "sm_90a") in keys
+        assert nvrtc.key(nvrtc.read("twice", own), FLOAT, "sm_90a") in keys
         (own / "twice.cu").write_text(KERNEL + "\n")
-        keys.add(cubins.key(sources.read("twice", own), FLOAT, "sm_90a"))
+        keys.add(nvrtc.key(nvrtc.read("twice", own), FLOAT, "sm_90a"))
         with monkeypatch.context() as patch:
             patch.setattr(nvrtc, "OPTIONS", ("--std=c++20",))
-            keys.add(cubins.key(source, FLOAT, "sm_90a"))
+            keys.add(nvrtc.key(source, FLOAT, "sm_90a"))
         with monkeypatch.context() as patch:
             patch.setattr(nvrtc, "release", lambda: "14.0")
-            keys.add(cubins.key(source, FLOAT, "sm_90a"))
+            keys.add(nvrtc.key(source, FLOAT, "sm_90a"))
         assert len(keys) == 7
 
     def test_the_key_has_the_contents_of_cuda_headers(self, tmp_path):
@@ -284,40 +282,40 @@ class TestCache:
             (folder / "cuda_fp16.h").write_text('#include "crt/host.h"\n#include <missing.h>\n')
             (folder / "crt" / "host.h").write_text("#include <cuda_fp16.h>\n")
             (folder / "other.h").write_text(release)
-        a, b = (sources.digest_of_headers(tmp_path / r, ("cuda_fp16.h",)) for r in "ab")
+        a, b = (nvrtc.digest_of_headers(tmp_path / r, ("cuda_fp16.h",)) for r in "ab")
         assert a == b  # the other header is not included
         (tmp_path / "b" / "crt" / "host.h").write_text("// another release\n")
-        sources.digest_of_headers.cache_clear()
-        assert sources.digest_of_headers(tmp_path / "b", ("cuda_fp16.h",)) != a
+        nvrtc.digest_of_headers.cache_clear()
+        assert nvrtc.digest_of_headers(tmp_path / "b", ("cuda_fp16.h",)) != a
 
     def test_a_folder_that_cannot_be_written_costs_only_time(self, own, monkeypatch):
-        source = sources.read("twice", own)
+        source = nvrtc.read("twice", own)
         nowhere = own / "twice.cu" / "cache"
-        assert cubins.cubin(source, FLOAT, "sm_90a", nowhere).cubin[:4] == b"\x7fELF"
+        assert nvrtc.cubin(source, FLOAT, "sm_90a", nowhere).cubin[:4] == b"\x7fELF"
 
         def homeless():
             raise RuntimeError("no home")
 
         monkeypatch.setattr(Path, "home", homeless)
-        assert cubins.default_folder() is None
-        assert cubins.cubin(source, FLOAT, "sm_90a").cubin[:4] == b"\x7fELF"
+        assert nvrtc.default_folder() is None
+        assert nvrtc.cubin(source, FLOAT, "sm_90a").cubin[:4] == b"\x7fELF"
 
     def test_threads_that_compile_the_same_agree(self, own, tmp_path):
-        source = sources.read("twice", own)
+        source = nvrtc.read("twice", own)
         with ThreadPoolExecutor(4) as pool:
             args = [(source, FLOAT, "sm_90a", tmp_path / "cache")] * 8
-            found = list(pool.map(lambda each: cubins.cubin(*each), args))
+            found = list(pool.map(lambda each: nvrtc.cubin(*each), args))
         assert all(one == found[0] for one in found)
         assert len(list((tmp_path / "cache").iterdir())) == 1
 
     def test_processes_that_compile_the_same_agree(self, own, tmp_path):
-        source, folder = sources.read("twice", own), tmp_path / "cache"
+        source, folder = nvrtc.read("twice", own), tmp_path / "cache"
         program = (
-            "import sys; from pathlib import Path; from functron.ops import cubins, sources\n"
-            f"source = sources.read('twice', Path({str(own)!r}))\n"
+            "import sys; from pathlib import Path; from functron.ops import nvrtc\n"
+            f"source = nvrtc.read('twice', Path({str(own)!r}))\n"
             "print('ready', flush=True); sys.stdin.readline()\n"
             "for arch in ('sm_80', 'sm_90a'):\n"
-            f"    made = cubins.cubin(source, {FLOAT}, arch, Path({str(folder)!r}))\n"
+            f"    made = nvrtc.cubin(source, {FLOAT}, arch, Path({str(folder)!r}))\n"
             "    print(made.cubin.hex())\n"
         )
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -325,11 +323,11 @@ class TestCache:
         assert other.stdout.readline() == "ready\n"
         other.stdin.write("\n")
         other.stdin.flush()
-        mine = [cubins.cubin(source, FLOAT, arch, folder) for arch in ("sm_80", "sm_90a")]
+        mine = [nvrtc.cubin(source, FLOAT, arch, folder) for arch in ("sm_80", "sm_90a")]
         theirs, _ = other.communicate(timeout=60)
         assert other.returncode == 0
         assert theirs.split() == [one.cubin.hex() for one in mine]
         names = sorted(path.name for path in folder.iterdir())
         assert [name.rsplit("-", 1)[0] for name in names] == ["twice-sm_80", "twice-sm_90a"]
-        again = [cubins.cubin(source, FLOAT, arch, folder) for arch in ("sm_80", "sm_90a")]
+        again = [nvrtc.cubin(source, FLOAT, arch, folder) for arch in ("sm_80", "sm_90a")]
         assert again == mine

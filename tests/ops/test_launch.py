@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from functron.ops import launch, nvrtc
-from functron.ops import nvrtc as cubins
-from functron.ops import nvrtc as sources
 
 CPU = torch.device("cpu")
 HERE = Path(__file__).parent
@@ -23,8 +21,8 @@ PROGRAM = """
 import ctypes, sys
 from pathlib import Path
 import torch
-from functron import compat
-from functron.ops import launch, sources
+from functron.core import compat
+from functron.ops import launch, nvrtc
 
 class Told(ctypes.Structure):
     _fields_ = [
@@ -69,8 +67,8 @@ compat.current_raw_stream = lambda index: 1000 + index + 16 * (Device.current ==
 driver = ctypes.CDLL("libcuda.so.1")
 driver.launched.restype = ctypes.POINTER(Told)
 own, cache = Path(sys.argv[1]), Path(sys.argv[2])
-read = sources.read
-sources.read = lambda name: read(name, own)
+read = nvrtc.read
+nvrtc.read = lambda name: read(name, own)
 run = launch.Launcher(cache)
 told = lambda: driver.launched().contents
 
@@ -167,7 +165,7 @@ def test_the_driver_is_told_what_the_call_says(tmp_path):
         '// build: T_ = 1, 2\nextern "C" __global__ void __launch_bounds__(256) sum(float* x) {}\n'
     )
     for build in ("1", "2"):  # NVRTC asks the driver for more than this one knows
-        cubins.cubin(sources.read("sum", own), {"T_": build}, "sm_90a", tmp_path / "cache")
+        nvrtc.cubin(nvrtc.read("sum", own), {"T_": build}, "sm_90a", tmp_path / "cache")
     paths = {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(HERE.parent.parent)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(own), str(tmp_path / "cache")],

@@ -134,7 +134,14 @@ def test_every_one_of_20_steps_is_the_papers():
     """
     rate, b1, b2, eps, decay = 0.01, 0.9, 0.95, 1e-8, 0.1
     optimizer = optim.adamw(
-        rate, b1, b2, eps, decay, mu_dtype="int8", nu_dtype="int8", quantised={"w": True}
+        rate,
+        b1,
+        b2,
+        eps,
+        weight_decay=decay,
+        mu_dtype="int8",
+        nu_dtype="int8",
+        quantised={"w": True},
     )
     source = torch.Generator().manual_seed(0)
     params = {"w": torch.randn(8, 128, generator=source)}

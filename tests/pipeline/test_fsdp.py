@@ -38,7 +38,7 @@ def gradients(mesh, schedule, bound, settings, spread):
         assert weights["blocks"]["mlp"]["up"]["w"].shape == (LAYERS // 2, 8, 32)
 
     def stage(part, params, x, data, total):
-        y = gpt.stage_loss(CONFIG, part, params, x, data, gather=gather)
+        y = gpt.stage_loss(CONFIG, part, params, x, data, ft.ModelOptions(gather=gather))
         return y / total if part.loss else y
 
     stages = pipelined(stage, partition, schedule, compile=settings if bound else None)

@@ -49,7 +49,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import functron as ft
-from functron import compat
+from functron.core import compat
 
 dist.init_process_group("gloo", timeout=timedelta(minutes=7))
 mesh = ft.Mesh(fsdp=1).bind()
@@ -77,7 +77,7 @@ import torch, torch.distributed as dist
 import functron as ft
 from functron import P, lax
 from functron.pipeline import Partition, even_layout, make, pipelined
-from functron.program import neighbours
+from functron.compiler import driver
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -126,13 +126,13 @@ dist.barrier()
 if rank == 1:
     waits = []
 
-    def wait(value, before=neighbours._wait):
+    def wait(value, before=driver._wait):
         waits.append(value)
         if len(waits) == 4:  # three layers' gathers, then reductions
             os._exit(3)
         return before(value)
 
-    neighbours._wait = wait
+    driver._wait = wait
 for call in calls:
     try:
         call()

@@ -8,12 +8,13 @@ MLP, and gathers them again in backward; here what was gathered is kept, 2 * 2 s
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 import functron as ft
 from functron import Mesh, P, gpt
-from functron.nn import context
 from functron.program.equations import Scan
 
 S, B, H, A = 64, 2, 128, 8
@@ -72,7 +73,7 @@ def kept_bytes(mesh, stream, remat):
     ],
 )
 def test_what_a_layer_keeps(monkeypatch, tp, sequence_parallel, remat, formula, scores):
-    monkeypatch.setattr(context, "attention", written_out)
+    monkeypatch.setattr(sys.modules["functron.nn.attention"], "attention", written_out)
     stream = gpt.SEQUENCE_PARALLEL_STREAM if sequence_parallel else gpt.STREAM
     kept = kept_bytes(Mesh(tp=tp), stream, remat)
     # the paper leaves out what is smaller by the factor h: two statistics of each of two norms
@@ -84,6 +85,6 @@ def test_what_a_layer_keeps(monkeypatch, tp, sequence_parallel, remat, formula, 
 
 
 def test_selective_keeps_less_by_the_scores(monkeypatch):
-    monkeypatch.setattr(context, "attention", written_out)
+    monkeypatch.setattr(sys.modules["functron.nn.attention"], "attention", written_out)
     none, selective = (kept_bytes(Mesh(), gpt.STREAM, remat) for remat in ("none", "selective"))
     assert 2 * AS2B <= none - selective <= 5 * AS2B
