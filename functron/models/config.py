@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 
 from functron import nn
-from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, on_hub, raise_problems
 from functron.nn.moe import ExpertActivation, MoEConfig
 
+Config = TypeVar("Config")
 Positions = Literal["rope", "learned", "none"]
 RopePairs = Literal["halves", "neighbours"]
 Norms = Literal["before", "after", "both"]
@@ -36,6 +38,30 @@ _NOT_NEGATIVE = (
     *("local_rope_theta", "attention_scale", "score_cap", "logit_cap", "qkv_clip"),
     *("mup_base_dim", "mup_base_head_dim"),
 )
+
+
+@dataclass(frozen=True)
+class Named(Mapping[str, Config]):
+    """Named configs; an unknown name is an error that suggests the nearest."""
+
+    configs: Mapping[str, Config]
+
+    def __getitem__(self, name: str) -> Config:
+        if name not in self.configs:
+            fix = on_hub(name).replace(
+                "give that folder", "functron convert hf:FOLDER run:RUN, which --resume trains"
+            )
+            raise ValueError(f"model: got {name!r}; {fix or nearest(name, self.configs)}")
+        return self.configs[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.configs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.configs)
+
+    def __len__(self) -> int:
+        return len(self.configs)
 
 
 class TextConfig:

@@ -14,10 +14,9 @@ from typing import Any, Literal, NoReturn
 from functron.core.errors import refuse
 from functron.models import bert, gpt, llava, mamba, t5, vit
 from functron.models.bert import BertConfig
-from functron.models.config import Dtype, GPTConfig
+from functron.models.config import Dtype, GPTConfig, Named
 from functron.models.llava import LlavaConfig
 from functron.models.mamba import MambaConfig
-from functron.models.stack import Named
 from functron.models.t5 import T5Config
 from functron.models.vit import ViTConfig
 from functron.nn.moe import MoEConfig

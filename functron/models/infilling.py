@@ -7,16 +7,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from functron.core import tree
 from functron.core.errors import refuse
+from functron.core.typing import Tensor
 from functron.data.text_tokenizer import TextTokenizer
 from functron.models import t5
 from functron.models.generation import Draw, Steps, check_prompt, drawn
 from functron.models.options import ModelOptions
 from functron.params import param_specs
-from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
+from functron.spmd import DATA_AXES, P, shard_map
+from functron.spmd.mesh import BoundMesh, Mesh
 from functron.transforms import Gather
 
 _SENTINEL = re.compile(r"<extra_id_(\d+)>")

@@ -18,10 +18,9 @@ from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models import decoder, gpt, vit
-from functron.models.config import GPTConfig
+from functron.models.config import GPTConfig, Named
 from functron.models.options import DEFAULTS, ModelOptions
 from functron.models.sequence import SAMPLE_AXES, Sequence, arranged, require
-from functron.models.stack import Named
 from functron.models.vit import ViTConfig
 from functron.nn.linear import linear_defs
 from functron.pipeline.layout import Part

@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from functron import nn
-from functron.models.config import GPTConfig
-from functron.models.stack import Named
+from functron.models.config import GPTConfig, Named
 from functron.nn.moe import MoEConfig
 
 _SIZES = ("num_layers", "embed_dim", "num_heads", "mlp_dim")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 from functron import nn
 from functron.core import random, tree
-from functron.core.errors import Problem, nearest, on_hub, raise_problems
+from functron.core.errors import Problem, nearest, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.tree import Tree
 from functron.core.typing import Key, Scalar, Tensor
@@ -26,32 +26,6 @@ from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
 from functron.spmd.spec import Rules
 from functron.transforms import Gather, policies, scan
 from functron.transforms import remat as rematerialise
-
-Config = TypeVar("Config")
-
-
-@dataclass(frozen=True)
-class Named(Mapping[str, Config]):
-    """Named configs; an unknown name is an error that suggests the nearest."""
-
-    configs: Mapping[str, Config] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> Config:
-        if name not in self.configs:
-            fix = on_hub(name).replace(
-                "give that folder", "functron convert hf:FOLDER run:RUN, which --resume trains"
-            )
-            raise ValueError(f"model: got {name!r}; {fix or nearest(name, self.configs)}")
-        return self.configs[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.configs
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.configs)
-
-    def __len__(self) -> int:
-        return len(self.configs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,11 +19,10 @@ from functron import nn, params
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
-from functron.models.config import Dtype, TextConfig
+from functron.models.config import Dtype, Named, TextConfig
 from functron.models.options import DEFAULTS, ModelOptions
 from functron.models.sequence import check_length, num_targets, require
 from functron.models.stack import (
-    Named,
     Stack,
     choice_problems,
     head_problems,

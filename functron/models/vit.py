@@ -20,11 +20,10 @@ from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.tree import Tree
 from functron.core.typing import Float, Key, Scalar, Tensor
-from functron.models.config import Dtype
+from functron.models.config import Dtype, Named
 from functron.models.options import DEFAULTS, ModelOptions, check_gathered
 from functron.models.sequence import num_targets, require
 from functron.models.stack import (
-    Named,
     Stack,
     choice_problems,
     head_problems,

@@ -22,7 +22,7 @@ from functron.spmd.replication import varying_axes
 from functron.spmd.shards import Cut, take
 from functron.spmd.spec import P, dim_axes, is_spec, spec_axes
 
-STACKED = ("layers", "expert")
+MATRICES = ("layers", "expert")
 """Logical axes along which parameters of the same kind lie side by side."""
 
 
@@ -61,7 +61,7 @@ class Whole:
 def num_stacked(d: Any) -> int:
     """How many leading dims of a `ParamDef` are stacks; 0 of what has no names."""
     names, count = getattr(d, "axes", ()), 0
-    while count < len(names) and names[count] in STACKED:
+    while count < len(names) and names[count] in MATRICES:
         count += 1
     return count
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron.training import records
+from functron.training.plan import Watch
 
 
 @dataclass
@@ -65,51 +66,6 @@ def stop_requests() -> Iterator[Request]:
 
 
 Entries = dict[str, dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Watch:
-    """A step that says more than the usual one, of which it is a twin, and when it is taken.
-
-    Only its own program computes what it says: other steps cost what they cost without it.
-
-    Attributes:
-        step: ``(state, batch) -> (state, metrics)``, metrics with ``layers``, the norms of `update`
-            (see `functron.make_step`), and perhaps ``aux`` with ``stream`` of `gpt.Details`.
-        every: it is taken in place of the usual step at multiples of this step, and at the first.
-        names: what the entries of the norms are of.
-        stream: what the entries of the residual stream's sizes are of; empty: nothing says them.
-    """
-
-    step: Callable
-    every: int
-    names: Sequence[str]
-    stream: Sequence[str] = ()
-
-    def due(self, index: int) -> bool:
-        """Whether step `index` (from 0) is one of these."""
-        return index == 0 or (index + 1) % self.every == 0
-
-    def layers(self, metrics: Mapping[str, Any]) -> Entries:
-        """The measurements of a step, by layer, in numbers on the host.
-
-        Returns:
-            For each layer of a stack (``blocks/3``) and each other entry of the parameters
-            (``embed``): ``param_norm``, the 2-norm of its parameters before the update;
-            ``grad_norm``, that of their gradients before clipping; and ``activation_rms``, the root
-            mean square over the batch of the residual stream after the layer, or after the
-            embedding. What does not exist is left out.
-        """
-        found: Entries = {name: {} for name in (*self.names, *self.stream)}
-        for what, values in metrics["layers"].items():
-            for name, value in zip(self.names, values.tolist(), strict=True):
-                found[name][what] = value
-        if self.stream:
-            said = metrics["aux"]["stream"]
-            squares = (said["squares"].double() / said["count"]).tolist()
-            for name, value in zip(self.stream, squares, strict=True):
-                found[name]["activation_rms"] = math.sqrt(value)
-        return found
 
 
 # Dense tensor-core rates without sparsity, and the float32 and float64 rates that torch uses by

@@ -27,8 +27,8 @@ from functron.training import loop as metrics
 from functron.training.config import TrainConfig
 from functron.training.data import prefetched
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
-from functron.training.loop import Meter, Outcome, Request, Watch, loop, stop_requests
-from functron.training.plan import Plan, plan
+from functron.training.loop import Meter, Outcome, Request, loop, stop_requests
+from functron.training.plan import Plan, Watch, plan
 from functron.training.step import State
 
 _HURRIED = 5.0  # seconds without a sign of life after which a run that is to end waits no longer

@@ -15,8 +15,7 @@ from functron.pipeline.layout import Part
 from functron.program.trace import trace
 from functron.training.checks import validate
 from functron.training.config import TrainConfig
-from functron.training.loop import Watch
-from functron.training.plan import plan
+from functron.training.plan import Watch, plan
 from tests.models.test_moe_composition import DEEPSEEK
 
 BATCH, SEQ, VOCAB = 8, 16, 24
