@@ -43,7 +43,7 @@ from peers import Step, functron_step, functron_training, module_step, plain_ste
 
 from functron import Mesh, gpt, tree
 from functron.compiler.jit import jit
-from functron.training import loop
+from functron.training import train as loop
 
 # in order of importance, in case that time runs out
 PROGRAMS = (

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from functron.ops.adamw import ADAMW
 from functron.ops.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD_
-from functron.ops.global_norm import SUM_OF_SQUARES
+from functron.ops.foreach import SUM_OF_SQUARES
 from functron.ops.glu import GLU, GLU_BACKWARD
 from functron.ops.moe import PERMUTE, ROUTER, ROUTER_BACKWARD, SORT, UNPERMUTE, UNPERMUTE_BACKWARD
 from functron.ops.norms import (

@@ -12,11 +12,19 @@
 | `list_text`, `show_text`, `verify_text` | the same for people                                   |
 """
 
-from functron.checkpoint.folder import Keep, latest, list_text, show_text, steps, verify_text
+from functron.checkpoint.folder import (
+    Checkpoint,
+    Keep,
+    latest,
+    list_text,
+    show_text,
+    steps,
+    verify,
+    verify_text,
+)
 from functron.checkpoint.placement import Placement
 from functron.checkpoint.restore import metadata, read_params, restore, restore_, stored_params
 from functron.checkpoint.saver import Saver, save
-from functron.checkpoint.stored import Checkpoint, verify
 
 __all__ = [
     "Checkpoint",

@@ -1,21 +1,584 @@
-"""Folders of checkpoints, one per folder named after its step: listed, shown, kept and removed."""
+"""Checkpoints on disk: folders of them, listed and kept; one of them, read slice by slice.
+
+The manifest of a checkpoint names its files with sizes and checksums, its leaves and metadata.
+Values and the database's index carry checksums of their own. The manifest covers the rest: that
+every file is there and as long as it was, the bytes of the small ones, and which checksum each
+chunk of each leaf has, so that chunks which changed places are found. It has a checksum of itself.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from functron.checkpoint import manifest
-from functron.checkpoint.manifest import UNFINISHED, is_complete
-from functron.checkpoint.stored import Checkpoint, verify
-from functron.core.errors import Problem, raise_problems, refuse
+import numpy as np
+import torch
+
+from functron.checkpoint import database
+from functron.checkpoint.database import as_array, as_tensor, from_name, name_of
+from functron.checkpoint.placement import Box, Leaf, cells, grid
+from functron.core.errors import Problem, nearest, raise_problems, refuse
+
+NAME = "functron.json"
+FORMAT = 1
+COMMITTED = "_CHECKPOINT_METADATA"
+UNFINISHED = "orbax-checkpoint-tmp"
+"""In the names of folders that are not complete."""
+LATER = (COMMITTED, "commit_success.txt")
+"""Written by Orbax after the manifest, and read by nothing here."""
+
+_SMALL = 1 << 20  # values and index have checksums: large files are not read twice for another
+
+
+def is_complete(path: Path) -> bool:
+    """Whether `path` is a checkpoint that was written to its end.
+
+    It is written under a temporary name, and renamed when all is there.
+    """
+    named = UNFINISHED not in path.name
+    return named and ((path / NAME).is_file() or (path / COMMITTED).is_file())
+
+
+def make(
+    folder: Path,
+    leaves: Sequence[tuple[Leaf, Sequence[int], Sequence[int]]],
+    metadata: Mapping[str, Any],
+    origin: Mapping[str, Any],
+    progress: Callable[[], None] | None = None,
+) -> None:
+    """Write the manifest of the checkpoint in `folder`, which is complete but for it, and sync all.
+
+    Args:
+        folder: of the checkpoint.
+        leaves: each with the shape of its chunks, and their CRC-32C in the order of `grid`.
+        metadata: the user's.
+        origin: where it was made: mesh, processes, versions.
+        progress: called after each file.
+    """
+    content = {
+        "format": FORMAT,
+        "metadata": dict(metadata),
+        "origin": dict(origin),
+        "leaves": {
+            leaf.path: {
+                "shape": list(leaf.shape),
+                "dtype": name_of(leaf.dtype),
+                "chunk": list(chunk),
+                "crc32c": list(checksums),
+            }
+            for leaf, chunk, checksums in leaves
+        },
+        "files": {name: _entry(folder / name, progress) for name in files(folder)},
+    }
+    content = json.loads(json.dumps(content))  # as it will be read
+    path = folder / NAME
+    path.write_text(json.dumps({"crc32": _checksum_of(content), "content": content}))
+    sync_all(folder, progress)
+
+
+def read(folder: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
+    """The manifest of a checkpoint, or None where it has none, and what is wrong with it."""
+    path = folder / NAME
+    fix = "restore an older checkpoint, or copy this one again"
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        if not _expects_manifest(folder):
+            return None, []
+        return None, [Problem(str(path), "no such file", "the checkpoint's manifest", fix)]
+    except OSError as error:
+        return None, [Problem(str(path), str(error), "a file that can be read", fix)]
+    try:
+        whole = json.loads(text)
+        content = whole["content"]
+        if whole["crc32"] != _checksum_of(content):
+            raise ValueError("another checksum than it says")
+    except (ValueError, KeyError, TypeError) as error:
+        got = f"damaged contents ({error})"
+        return None, [Problem(str(path), got, "the manifest as it was written", fix)]
+    if content.get("format") != FORMAT:
+        got = f"format {content.get('format')}"
+        problem = Problem(str(path), got, f"format {FORMAT}", "use another version of functron")
+        return None, [problem]
+    return content, []
+
+
+def check(folder: Path, content: Mapping[str, Any]) -> Iterator[Problem]:
+    """The files that are missing, or differ in length or checksum from the manifest."""
+    fix = "restore an older checkpoint, or copy this one again"
+    for name, entry in content["files"].items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != entry["size"]:
+                yield Problem(str(path), f"{size} bytes", f"{entry['size']} bytes", fix)
+            elif "crc32" in entry and _checksum(path) != entry["crc32"]:
+                yield Problem(str(path), "other bytes", "the bytes that were written", fix)
+        except FileNotFoundError:
+            yield Problem(str(path), "no such file", f"{entry['size']} bytes", fix)
+        except OSError as error:
+            yield Problem(str(path), str(error), "a file that can be read", fix)
+
+
+def files(folder: Path) -> list[str]:
+    """The files of a checkpoint that its manifest lists, sorted."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    names = (path.relative_to(folder).as_posix() for path in found)
+    return sorted(name for name in names if name not in (NAME, *LATER))
+
+
+def sync(path: Path, progress: Callable[[], None] | None = None) -> None:
+    """Have the disk hold a file's contents, or a folder's entries, before going on.
+
+    Args:
+        path: of the file or folder.
+        progress: called every second for a minute, and at the end: one large file takes long.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    ended = threading.Event()
+
+    def show() -> None:
+        for _ in range(60):
+            if ended.wait(1) or progress is None:
+                return
+            progress()
+
+    shower = threading.Thread(target=show, daemon=True)
+    try:
+        if progress is not None:
+            shower.start()
+        os.fsync(handle)
+    finally:
+        ended.set()
+        os.close(handle)
+    if progress is not None:
+        shower.join()
+        progress()
+
+
+def sync_all(folder: Path, progress: Callable[[], None] | None = None) -> None:
+    """Have the disk hold everything in a folder before going on."""
+    for directory, _, names in os.walk(folder):
+        for path in [*(Path(directory) / name for name in names), Path(directory)]:
+            sync(path, progress)
+
+
+def _expects_manifest(folder: Path) -> bool:
+    """Whether Orbax's own metadata shows that a checkpoint had a manifest once."""
+    try:
+        return b'"functron"' in (folder / "_METADATA").read_bytes()
+    except OSError:
+        return False
+
+
+def _entry(path: Path, progress: Callable[[], None] | None) -> dict[str, int]:
+    size = path.stat().st_size
+    entry = {"size": size}
+    if size <= _SMALL:
+        entry["crc32"] = _checksum(path)
+    if progress is not None:
+        progress()
+    return entry
+
+
+def _checksum(path: Path) -> int:
+    return zlib.crc32(path.read_bytes())
+
+
+def _checksum_of(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+class Checkpoint(Mapping[str, "StoredLeaf"]):
+    """A checkpoint opened for reading: its leaves by path, of which nothing is read yet.
+
+    >>> stored = Checkpoint("run/checkpoints/100")
+    >>> stored["params/embed"].shape
+    (50304, 768)
+    >>> stored["params/embed"][:10]  # reads only the chunks that these rows are in
+
+    Its files are looked at, not read: all must be there and as long as they were, and the small
+    ones have the checksums they had. The values' checksums are compared when they are read, with
+    those that were written for that chunk of that leaf.
+
+    Plain Orbax checkpoints open too, if they are PyTrees in OCDBT databases; what has no manifest,
+    or one of before functron recorded the checksum of each chunk, is checked less. A UserWarning
+    is given when values are read; see `unbound`.
+
+    Args:
+        path: a complete checkpoint.
+
+    Raises:
+        ValueError: nothing is there, it is incomplete or damaged; all files at fault are listed.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = _existing(path)
+        self._content, found = read(self.path)
+        if self._content is not None:
+            found += check(self.path, self._content)
+        raise_problems(f"the checkpoint {path} is damaged", found)
+        self._context = database.context()
+        self._driver, names = ("zarr3", self._content["leaves"]) if self._content else self._orbax()
+        self._names = dict.fromkeys(names)
+        self._opened: dict[str, StoredLeaf] = {}
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata that was passed to `save`."""
+        if self._content is not None:
+            return self._content["metadata"]
+        try:
+            text = (self.path / "_CHECKPOINT_METADATA").read_text()
+            return dict(json.loads(text).get("custom_metadata") or {})
+        except (OSError, ValueError):
+            return {}
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Where it was made: mesh, number of processes, time, versions; empty where unknown."""
+        return {} if self._content is None else self._content["origin"]
+
+    @property
+    def unbound(self) -> str:
+        """The checks that are left out where no checksum of each chunk is recorded; empty: none."""
+        leaves = self._content["leaves"].values() if self._content else [{}]
+        if all("crc32c" in entry for entry in leaves):
+            return ""
+        return (
+            f"{self.path} was written by Orbax alone or by an older functron, which does not "
+            "record the checksum of each part of each leaf: parts that changed places would not be "
+            "noticed; fix: restore it, evaluate it, and save it again"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its files."""
+        files = (path for path in self.path.rglob("*") if path.is_file())
+        return sum(path.stat().st_size for path in files)
+
+    def __getitem__(self, path: str) -> StoredLeaf:
+        """The leaf at `path`.
+
+        Raises:
+            KeyError: there is none.
+            ValueError: its description is damaged.
+        """
+        if path not in self._names:
+            raise KeyError(f"{self.path} has no leaf {path!r}; {nearest(path, self._names)}")
+        if path not in self._opened:
+            self.open([path])
+        return self._opened[path]
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def open(self, paths: Sequence[str] | None = None) -> None:
+        """Read the descriptions of these leaves, or of all, together.
+
+        Raises:
+            ValueError: some are damaged; all are listed.
+        """
+        import tensorstore as ts
+
+        wanted = [p for p in (self if paths is None else paths) if p not in self._opened]
+        opening = {
+            path: ts.open(
+                database.reading(self.path, path, self._driver),
+                read=True,
+                open=True,
+                context=self._context,
+            )
+            for path in wanted
+        }
+        found = []
+        for path, future in opening.items():
+            try:
+                leaf = StoredLeaf(self, path, future.result())
+            except Exception as error:
+                found.append(database.of_reading(error, path, "its description"))
+                continue
+            found += leaf.differences(self._content)
+            self._opened[path] = leaf
+        raise_problems(f"the checkpoint {self.path} is damaged", found)
+
+    def file_of(self, path: str, cell: Sequence[int]) -> str:
+        """The file that a chunk lies in."""
+        return database.file_of(self.path, database.chunk_key(path, cell))
+
+    def checksum_read(self, path: str, cell: Sequence[int]) -> Callable[[], int]:
+        """Begin to read the CRC-32C that a chunk ends with; what is returned waits for it."""
+        return self._checksums.begin(path, cell)
+
+    def checksum_written(self, path: str, number: int) -> int | None:
+        """The CRC-32C of a leaf's chunk `number`, in the order of `grid`.
+
+        None where none is recorded, which the first call warns of.
+        """
+        if self._warned:
+            return None
+        assert self._content is not None
+        return self._content["leaves"][path]["crc32c"][number]
+
+    @cached_property
+    def _warned(self) -> bool:
+        if text := self.unbound:
+            warnings.warn(text, stacklevel=2)
+        return bool(text)
+
+    @cached_property
+    def _checksums(self) -> database.Checksums:
+        return database.Checksums(self.path, self._context)
+
+    def _orbax(self) -> tuple[str, list[str]]:
+        """The array format and the leaves of what has only Orbax's own metadata."""
+        path = self.path / "_METADATA"
+        problem = None
+        try:
+            found = json.loads(path.read_text())
+            entries = found["tree_metadata"].values()
+            if not found.get("use_ocdbt", True):
+                problem = Problem(str(path), "arrays in folders", "an OCDBT database")
+            names = [
+                "/".join(str(step["key"]) for step in entry["key_metadata"])
+                for entry in entries
+                if entry["value_metadata"]["value_type"] not in ("None", "Dict", "List", "Tuple")
+            ]
+            driver = "zarr3" if found.get("use_zarr3") else "zarr"
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            got = f"{type(error).__name__}: {error}"
+            problem = Problem(str(path), got, "the metadata of an Orbax PyTree")
+            driver, names = "", []
+        raise_problems(f"cannot read the checkpoint {self.path}", [problem] if problem else [])
+        return driver, names
+
+
+class StoredLeaf:
+    """A leaf of a checkpoint on disk: ``leaf[3, 10:20]`` reads what it needs.
+
+    Attributes:
+        path: in the tree.
+        shape: global and unpadded.
+        dtype: of its elements; None where torch has no such dtype.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, path: str, array: Any):
+        self._checkpoint, self._array = checkpoint, array
+        self.path = path
+        self.shape = tuple(array.shape)
+        self.dtype_name = array.dtype.name
+        self.dtype: torch.dtype | None = from_name(array.dtype.name)
+        self.chunk = tuple(array.chunk_layout.read_chunk.shape or ())
+
+    def __repr__(self) -> str:
+        return f"StoredLeaf({self.path}, {self.dtype_name}, {self.shape})"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its values."""
+        return database.nbytes_of(self.shape, self.itemsize)
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return self._array.dtype.numpy_dtype.itemsize
+
+    def __getitem__(self, where: Any) -> torch.Tensor:
+        """The values there, as a tensor on the CPU: integers, slices and ``...``, as for a tensor.
+
+        Raises:
+            ValueError: values are damaged.
+            IndexError: it is out of range, or something else than these.
+        """
+        position = _position(where, self.shape)
+        folder = self._checkpoint.path
+        checks = [self._check(cell) for cell in cells(_bounds(position), self.chunk)]
+        with database.naming_file(self.path, lambda: f"a file of {folder}", folder):
+            found = as_tensor(np.asarray(self._array[position].read().result()))
+            for check in checks:
+                check()
+            return found
+
+    def read(self, boxes: Sequence[Box], out: torch.Tensor, window: database.Window) -> None:
+        """Begin to read boxes of the leaf into `out`; done when the window is drained.
+
+        Chunk by chunk; straight into `out` where that is in host memory and of the same dtype.
+        """
+        size = database.nbytes_of(self.chunk, self.itemsize)
+        direct = out.device.type == "cpu" and out.dtype == self.dtype
+        for box in boxes:
+            for cell in cells(box, self.chunk):
+                region, local = _overlap(cell, self.chunk, box)
+                target = out.detach()[local]
+                reader = self._into if direct else self._via
+                window.add(size, reader(target, region, cell))
+
+    def checking(self, cell: Sequence[int], found: list[Problem]) -> Callable[[], None]:
+        """Begin to read a chunk; what is returned waits, and adds what is wrong to `found`."""
+        size = zip(cell, self.chunk, self.shape, strict=True)
+        region = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in size)
+        future, check = self._array[region].read(), self._check(cell)
+
+        def wait() -> None:
+            try:
+                future.result()
+                check()
+            except Exception as error:
+                found.append(database.of_reading(error, self.path, self._file(cell)))
+
+        return wait
+
+    def differences(self, content: Mapping[str, Any] | None) -> list[Problem]:
+        """Where its description on disk is not that of the manifest."""
+        if content is None:
+            return []
+        entry = content["leaves"][self.path]
+        got = f"{self.dtype_name} {list(self.shape)} in chunks of {list(self.chunk)}"
+        wanted = f"{entry['dtype']} {entry['shape']} in chunks of {entry['chunk']}"
+        fix = "restore an older checkpoint, or copy this one again"
+        return [] if got == wanted else [Problem(self.path, got, wanted, fix)]
+
+    def _into(self, target: torch.Tensor, region: Any, cell: Any) -> Callable[[], Callable]:
+        import tensorstore as ts
+
+        def begin() -> Callable[[], Any]:
+            source = self._array[region]
+            source = source[ts.d[:].translate_to[0]] if source.rank else source
+            return self._wait(ts.array(as_array(target)).write(source), cell)
+
+        return begin
+
+    def _via(self, target: torch.Tensor, region: Any, cell: Any) -> Callable[[], Callable]:
+        def begin() -> Callable[[], Any]:
+            wait = self._wait(self._array[region].read(), cell)
+            return lambda: target.copy_(as_tensor(np.asarray(wait())))
+
+        return begin
+
+    def _wait(self, future: Any, cell: Sequence[int]) -> Callable[[], Any]:
+        check = self._check(cell)
+
+        def wait() -> Any:
+            with database.naming_file(self.path, lambda: self._file(cell), self._checkpoint.path):
+                found = future.result()
+                check()
+                return found
+
+        return wait
+
+    def _check(self, cell: Sequence[int]) -> Callable[[], None]:
+        """Begin to see whether a chunk is the one that was written there; wait, and raise if not.
+
+        Values agree with the checksum beside them wherever the two went together.
+        """
+        counts = [-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True)]
+        number = 0
+        for i, count in zip(cell, counts, strict=True):
+            number = number * count + i
+        written = self._checkpoint.checksum_written(self.path, number)
+        if written is None:
+            return lambda: None
+        read = self._checkpoint.checksum_read(self.path, cell)
+
+        def check() -> None:
+            if (got := read()) != written:
+                raise ValueError(
+                    f"another chunk at {list(cell)}, whose CRC-32C is {got:08x} and not "
+                    f"{written:08x}"
+                )
+
+        return check
+
+    def _file(self, cell: Sequence[int]) -> str:
+        return self._checkpoint.file_of(self.path, cell)
+
+
+def _overlap(cell: Sequence[int], chunk: Sequence[int], box: Box) -> tuple[tuple, tuple]:
+    """The part of a chunk that a box has: where in the leaf, and where in the tensor."""
+    region, local = [], []
+    for i, c, start, size, at in zip(cell, chunk, box.start, box.size, box.local, strict=True):
+        first, last = max(i * c, start), min((i + 1) * c, start + size)
+        region.append(slice(first, last))
+        local.append(slice(first - start + at, last - start + at))
+    return tuple(region), tuple(local)
+
+
+def _position(where: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
+    """An index with one entry per dim, none of them negative."""
+    entries = list(where) if isinstance(where, tuple) else [where]
+    if len(entries) - entries.count(...) > len(shape):
+        raise IndexError(f"got {len(entries)} indices; wanted at most {len(shape)}, one per dim")
+    at = entries.index(...) if ... in entries else len(entries)
+    after = entries[at + 1 :]
+    rest = [slice(None)] * (len(shape) - at - len(after))
+    out: list[int | slice] = []
+    for dim, (entry, size) in enumerate(zip([*entries[:at], *rest, *after], shape, strict=True)):
+        if isinstance(entry, slice) and (entry.step is None or entry.step > 0):
+            start, stop, step = entry.indices(size)
+            out.append(slice(start, max(start, stop), step))
+        elif isinstance(entry, int) and -size <= entry < size:
+            out.append(entry % size)
+        else:
+            wanted = f"an integer from {-size} to {size - 1}, or a slice with a positive step"
+            raise IndexError(f"dim {dim}: got {entry!r}; wanted {wanted}")
+    return tuple(out)
+
+
+def _bounds(position: Sequence[int | slice]) -> Box:
+    """The smallest box around an index that `_position` made."""
+    spans = [(p.start, p.stop - p.start) if isinstance(p, slice) else (p, 1) for p in position]
+    start, size = tuple(a for a, _ in spans), tuple(n for _, n in spans)
+    return Box(start, size, start)
+
+
+def _existing(path: str | Path) -> Path:
+    source = Path(path).absolute()
+    if not is_complete(source):
+        got = "an incomplete checkpoint" if source.is_dir() else "nothing there"
+        wanted, fix = "a complete checkpoint", "see which there are: ls RUN/checkpoints"
+        refuse("cannot read the checkpoint", str(path), got, wanted, fix)
+    return source
+
+
+def verify(path: str | Path, *, in_flight: int = database.IN_FLIGHT) -> int:
+    """Read all of a checkpoint and compare all checksums; returns the bytes of its values.
+
+    Only bytes that nothing refers to may differ unnoticed, in files too large for the manifest to
+    have a checksum of: replaced parts of a process's index. Where the checkpoint does not record
+    the checksum of each chunk, chunks may have changed places too, of which a UserWarning warns.
+
+    Raises:
+        ValueError: something is missing or damaged; every leaf at fault is listed, with its file.
+    """
+    stored = Checkpoint(path)
+    stored.open()
+    found: list[Problem] = []
+    window = database.Window(in_flight)
+    for leaf in stored.values():
+        size = database.nbytes_of(leaf.chunk, leaf.itemsize)
+        for cell in grid(leaf.shape, leaf.chunk):
+            window.add(size, lambda leaf=leaf, cell=cell: leaf.checking(cell, found))
+    window.drain()
+    raise_problems(f"the checkpoint {path} is damaged", found)
+    return sum(leaf.nbytes for leaf in stored.values())
+
 
 _REMOVED = f"{UNFINISHED}-removed"
 
@@ -114,7 +677,7 @@ def clean(folder: Path) -> None:
 def _metadata(path: Path, keep: Keep) -> Mapping[str, Any]:
     if not keep.best:
         return {}
-    content, _ = manifest.read(path)
+    content, _ = read(path)
     return {} if content is None else content["metadata"]
 
 

@@ -16,8 +16,8 @@ import torch
 
 from functron.checkpoint import database
 from functron.checkpoint.database import from_name, name_of
+from functron.checkpoint.folder import Checkpoint, StoredLeaf
 from functron.checkpoint.placement import Leaf, Placement
-from functron.checkpoint.stored import Checkpoint, StoredLeaf
 from functron.core import tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.params import abstract_params, param_specs

@@ -1,24 +1,580 @@
-"""Saving: one checkpoint now, or one after another while training goes on."""
+"""Saving: one checkpoint now, or one after another while training goes on.
+
+Each process copies its pieces and writes them into a database of its own. The first leads the save
+with Orbax, the others report to it. Processes talk through a store of their own, never through the
+process groups of the program that is being trained: a save runs in a thread of its own, and
+collectives of two threads could meet in another order on every rank.
+
+Orbax's part, on the first process, is folders, tree metadata, merging and renaming. It runs as if
+that process were alone; what it takes for arrays are descriptions of leaves, whose values all
+processes write themselves. Every stock Orbax reader opens the result. Only here, and only inside
+functions, are Orbax and JAX imported: that takes longer than importing torch.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import platform
+import shutil
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from functron.checkpoint import database, together
-from functron.checkpoint.database import name_of, storable
+from functron.checkpoint import database
+from functron.checkpoint import folder as manifest
+from functron.checkpoint.database import as_array, chunk_key, name_of, storable
 from functron.checkpoint.folder import Keep, clean, prune
-from functron.checkpoint.placement import CHUNK_BYTES, Division, Placement
-from functron.checkpoint.together import Ranks, own_store
-from functron.checkpoint.writer import Snapshot, live
+from functron.checkpoint.placement import CHUNK_BYTES, Division, Leaf, Piece, Placement, grid
 from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems, refuse
+
+Source = Callable[[int, Piece], np.ndarray]
+"""``source(leaf index, piece)``: the values of a piece on the host, which stay as they are."""
+
+
+class Snapshot:
+    """Copies of a process's pieces in host memory, which later snapshots use again.
+
+    From a GPU the copies are asynchronous, into page-locked memory: the GPU goes on with what comes
+    after them, and a reader of the snapshot waits for them first.
+    """
+
+    def __init__(self, division: Division):
+        self._pieces = division.pieces
+        self._leaves = division.placement.leaves
+        self._buffer: torch.Tensor | None = None
+        self._views: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
+        self._copied: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """The host memory that it takes."""
+        return sum(_aligned(size) for _, _, size in self._sizes())
+
+    def take(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Copy this process's pieces of its tensors, one per leaf (None where it has none)."""
+        device = next((t.device for t in tensors if t is not None and t.is_cuda), None)
+        if self._buffer is None:
+            self._allocate(pinned=device is not None)
+        with torch.no_grad():
+            for index, tensor in enumerate(tensors):
+                for piece in self._pieces[index]:
+                    assert tensor is not None
+                    view = self._views[index, piece.cell]
+                    view.copy_(tensor[piece.slices()], non_blocking=True)
+        if device is not None:
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(device))
+
+    def source(self, index: int, piece: Piece) -> np.ndarray:
+        """The copy of a piece; a `Source`."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return as_array(self._views[index, piece.cell])
+
+    def _sizes(self) -> list[tuple[int, Piece, int]]:
+        return [
+            (index, piece, database.nbytes_of(piece.size, self._leaves[index].dtype.itemsize))
+            for index, pieces in enumerate(self._pieces)
+            for piece in pieces
+        ]
+
+    def _allocate(self, pinned: bool) -> None:
+        self._buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        at = 0
+        for index, piece, size in self._sizes():
+            flat = self._buffer[at : at + size].view(self._leaves[index].dtype)
+            self._views[index, piece.cell] = flat.view(piece.size)
+            at += _aligned(size)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64
+
+
+def live(tensors: Sequence[torch.Tensor | None]) -> Source:
+    """The values of the tensors themselves, for a caller that waits until they are written."""
+
+    def source(index: int, piece: Piece) -> np.ndarray:
+        tensor = tensors[index]
+        assert tensor is not None
+        return as_array(tensor.detach()[piece.slices()].cpu())
+
+    return source
+
+
+def write(
+    folder: Path,
+    division: Division,
+    source: Source,
+    *,
+    in_flight: int = database.IN_FLIGHT,
+    progress: Callable[[], None] | None = None,
+) -> dict[str, int]:
+    """Write this process's pieces into its database in `folder`; process 0 describes the arrays.
+
+    Args:
+        folder: of the checkpoint that is being made.
+        division: who writes what.
+        source: where the values are.
+        in_flight: bytes that are written at the same time.
+        progress: called after each piece.
+
+    Returns:
+        The CRC-32C that was written with each piece, by `database.chunk_key`.
+
+    Raises:
+        OSError: something could not be written; its leaf is named.
+    """
+    import tensorstore as ts
+
+    placement = division.placement
+    mine = folder / f"{database.PROCESS}{placement.here}"
+    first = placement.here == 0
+    mode: dict[str, Any] = {"create": True} if first else {"assume_metadata": True}
+    shared = database.context()
+    opening = {
+        index: ts.open(database.writing(mine, leaf, chunk), open=True, context=shared, **mode)
+        for index, (leaf, chunk) in enumerate(zip(placement.leaves, division.chunks, strict=True))
+        if first or division.pieces[index]
+    }
+    window = database.Window(in_flight, progress)
+    try:
+        for index, future in opening.items():
+            leaf = placement.leaves[index]
+            array = _named(leaf, folder, future.result)()
+            for piece in division.pieces[index]:
+                begin = _begin(array, piece, source(index, piece))
+                size = database.nbytes_of(piece.size, leaf.dtype.itemsize)
+                window.add(size, lambda b=begin, at=leaf: _named(at, folder, b().result))
+        window.drain()
+    finally:
+        window.abandon()
+    if not mine.exists():  # all of this process's values are other ones' to write
+        return {}
+    written = _checksums(mine, division, shared)
+    manifest.sync_all(mine, progress)
+    return written
+
+
+def _checksums(mine: Path, division: Division, shared: Any) -> dict[str, int]:
+    """The checksums that this process's pieces ended with: a few bytes of each are read."""
+    stored = database.Checksums(mine, shared)
+    waiting = {
+        database.chunk_key(leaf.path, piece.cell): stored.begin(leaf.path, piece.cell)
+        for leaf, pieces in zip(division.placement.leaves, division.pieces, strict=True)
+        for piece in pieces
+    }
+    return {key: wait() for key, wait in waiting.items()}
+
+
+def _begin(array: Any, piece: Piece, values: np.ndarray) -> Callable[[], Any]:
+    return lambda: array[piece.region()].write(values, can_reference_source_data_indefinitely=True)
+
+
+def _named(leaf: Leaf, folder: Path, wait: Callable[[], Any]) -> Callable[[], Any]:
+    """`wait`, whose errors say which leaf it was."""
+
+    def waiting() -> Any:
+        try:
+            return wait()
+        except Exception as error:
+            problem = database.of_writing(error, leaf.path, folder)
+            raise_problems(f"cannot write the checkpoint {folder}", [problem], OSError)
+
+    return waiting
+
+
+def check_complete(folder: Path, division: Division) -> None:
+    """See that every chunk of every leaf is in exactly one process's database in `folder`.
+
+    Raises:
+        OSError: chunks are missing, or were written twice; the leaves are named.
+    """
+    import tensorstore as ts
+
+    shared = database.context()
+    written: dict[str, int] = {}
+    for rank in range(division.placement.num_ranks):
+        mine = folder / f"{database.PROCESS}{rank}"
+        if (mine / "manifest.ocdbt").exists():
+            opened = ts.KvStore.open(database.store(mine), context=shared).result()
+            for key in opened.list().result():
+                written[key.decode()] = written.get(key.decode(), 0) + 1
+    found = []
+    for leaf, chunk in zip(division.placement.leaves, division.chunks, strict=True):
+        name = database.key_of(leaf.path)
+        wanted = [f"{name}/zarr.json"]
+        wanted += [database.chunk_key(leaf.path, cell) for cell in grid(leaf.shape, chunk)]
+        counts = [written.pop(key, 0) for key in wanted]
+        if missing := counts.count(0):
+            fix = f"see that all processes reach the same {folder.parent}"
+            got = f"{missing} of {len(wanted)} chunks missing"
+            found.append(Problem(leaf.path, got, "all of them", fix))
+        if max(counts) > 1:
+            found.append(Problem(leaf.path, "a chunk written twice", "each by one process"))
+    found += [Problem(key, "a chunk that no leaf has", "none") for key in written]
+    raise_problems(f"the checkpoint {folder} is not complete", found, OSError)
+
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds between looks at the store
+_BEAT = 1.0  # seconds between signs of life
+
+
+class Ranks:
+    """The processes that save together, as one of them.
+
+    Every process must make as many of these, in the same order, and begin as many saves with each.
+
+    Args:
+        rank: which process this is.
+        size: how many there are.
+        store: that all of them reach, and no other thread uses; None for one process.
+        timeout: gives the seconds after which a process without a sign of life is given up; asked
+            anew as long as one is waited for.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store | None,
+        timeout: Callable[[], float],
+    ):
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self._store: Any = store
+        self._save = 0
+        self._told: list[tuple[int, str]] = []
+        self._beaten = 0.0
+        if size > 1:
+            assert store is not None
+            # the store outlives us: each rank counts there how many of these it has made
+            number = store.add(f"functron/checkpoint/count/{rank}", 1)
+            self._prefix = f"functron/checkpoint/{number}"
+
+    def begin(self) -> None:
+        """Begin a save: messages from now on belong to it."""
+        self._save += 1
+        # a rank that begins this save has read all messages from before the last one
+        for save, key in self._told:
+            if save < self._save - 1:
+                self._store.delete_key(key)
+        self._told = [(save, key) for save, key in self._told if save >= self._save - 1]
+
+    def tell(self, what: str, message: dict[str, Any]) -> None:
+        """Leave a message of this save under the name `what`."""
+        if self.size > 1:
+            key = self._key(what, self._save)
+            self._store.set(key, json.dumps(message))
+            self._told.append((self._save, key))
+
+    def hear(self, what: str, sender: int) -> dict[str, Any]:
+        """The message of this save under `what`, from rank `sender`, as soon as it is there.
+
+        Raises:
+            TimeoutError: the sender has shown no sign of life for too long.
+            OSError: the store is gone, and with it the process that had it.
+        """
+        key = self._key(what, self._save)
+        try:
+            return json.loads(self._wait(key, sender))
+        except TimeoutError:
+            raise
+        except Exception as error:
+            raise OSError(
+                f"cannot save the checkpoint: rank {self.rank} lost the store that the ranks share "
+                f"({error}); fix: see why the process that has it (rank 0, or torchrun) ended"
+            ) from error
+
+    def leave(self) -> None:
+        """Report that this process needs the store no more; rank 0 waits for all reports."""
+        self.begin()
+        if self.rank:
+            self.tell(f"left/{self.rank}", {})
+        for rank in range(1, self.size) if self.rank == 0 else ():
+            self.hear(f"left/{rank}", rank)
+
+    def beat(self) -> None:
+        """Show a sign of life, at most once a second."""
+        now = time.monotonic()
+        if self.size > 1 and now - self._beaten > _BEAT:
+            self._beaten = now
+            self._store.add(f"{self._prefix}/beat/{self.rank}", 1)
+
+    def _wait(self, key: str, sender: int) -> bytes:
+        pause, seen = _FIRST_PAUSE, None
+        heard = time.monotonic()
+        while not self._store.check([key]):
+            self.beat()
+            beats = self._store.add(f"{self._prefix}/beat/{sender}", 0)
+            if beats != seen:
+                seen, heard = beats, time.monotonic()
+            if time.monotonic() - heard > (limit := self.timeout()):
+                raise TimeoutError(
+                    f"cannot save the checkpoint: got no sign of life from rank {sender} for "
+                    f"{limit:g} s; wanted its part of the save; fix: see why it died or "
+                    "hangs, or give a longer timeout"
+                )
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+        return self._store.get(key)
+
+    def _key(self, what: str, save: int) -> str:
+        return f"{self._prefix}/{save}/{what}" if self.size > 1 else what
+
+
+def own_store(store: dist.Store, timeout: float) -> dist.Store:
+    """Another connection to `store`, for another thread."""
+    there: Any = store  # torch's declarations lack the method
+    mine = there.clone()
+    mine.set_timeout(timedelta(seconds=timeout))
+    return mine
+
+
+def commit(
+    target: Path,
+    leaves: Sequence[Leaf],
+    metadata: Mapping[str, Any],
+    write: Callable[[Path], None],
+    finish: Callable[[Path], None],
+) -> None:
+    """Make the checkpoint `target` of these leaves, which appears under its name when complete.
+
+    Args:
+        target: an absolute path where nothing is; its parents exist.
+        leaves: in tree order.
+        metadata: for Orbax's own readers.
+        write: has all processes write their databases into the unfinished folder that it is given.
+        finish: called with that folder when all but the renaming is done.
+    """
+    ocp = _import_orbax()
+    import jax
+
+    nested: dict[str, Any] = {}
+    for leaf in leaves:
+        *above, name = leaf.path.split("/")
+        node = nested
+        for key in above:
+            node = node.setdefault(key, {})
+        node[name] = leaf
+    here = jax.process_index()  # not 0 where the program uses jax.distributed for its own purposes
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"functron{here}"
+    )
+    settings = {
+        "use_ocdbt": True,
+        "use_zarr3": True,
+        "multiprocessing_options": alone,
+        "type_handler_registry": ocp.type_handlers.create_type_handler_registry(
+            (Leaf, _type_handler(ocp, write))
+        ),
+    }
+    handler = ocp.PyTreeCheckpointHandler(handler_impl=_tree_handler(ocp, finish, settings))
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+        arguments = ocp.args.PyTreeSave(nested, custom_metadata={"functron": 1})
+        checkpointer.save(target, args=arguments, custom_metadata=dict(metadata))
+
+
+def _type_handler(ocp: Any, write: Callable[[Path], None]) -> Any:
+    """The handler that Orbax saves all leaves with: the processes write, and it waits for them."""
+
+    class LeafHandler(ocp.type_handlers.TypeHandler):
+        def typestr(self) -> str:
+            return "np.ndarray"  # so that every reader knows what to do
+
+        async def serialize(self, values, infos, args=None):
+            write(Path(infos[0].parent_dir))
+            return []
+
+        async def metadata(self, infos):
+            raise AssertionError("leaves are only saved through this handler")
+
+        async def deserialize(self, infos, args=None):
+            raise AssertionError("leaves are only saved through this handler")
+
+    return LeafHandler()
+
+
+def _tree_handler(ocp: Any, finish: Callable[[Path], None], settings: dict[str, Any]) -> Any:
+    """Orbax's handler of trees, with a last word before the checkpoint gets its name."""
+
+    class TreeHandler(ocp.BasePyTreeCheckpointHandler):
+        def finalize(self, directory):
+            super().finalize(directory)
+            finish(Path(directory))
+
+    return TreeHandler(enable_pinned_host_transfer=False, **settings)
+
+
+def _import_orbax() -> Any:
+    if "jax" not in sys.modules:
+        import jax
+
+        # no GPU memory and no search for accelerators: arrays never become JAX arrays here
+        jax.config.update("jax_platforms", "cpu")
+    # what goes wrong is raised, once; Orbax's threads would log their tracebacks before
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    import orbax.checkpoint as ocp
+
+    return ocp
+
+
+@dataclass(frozen=True)
+class Order:
+    """One save: of what, where and by whom.
+
+    Attributes:
+        target: the checkpoint's folder.
+        division: who writes what.
+        metadata: the user's, as JSON holds it.
+        in_flight: bytes that each process writes at the same time.
+    """
+
+    target: Path
+    division: Division
+    metadata: Mapping[str, Any]
+    in_flight: int = database.IN_FLIGHT
+
+
+def save_together(order: Order, source: Source, ranks: Ranks) -> None:
+    """Write a checkpoint, on all processes at once; returns when it is complete and has its name.
+
+    Raises:
+        OSError: some process could not write; all of them raise.
+        TimeoutError: some process is dead, or hangs.
+        ValueError: something lies at the target.
+    """
+    if ranks.rank == 0:
+        _lead(order, source, ranks)
+    else:
+        _follow(order, source, ranks)
+
+
+def give_up(ranks: Ranks, error: BaseException) -> None:
+    """Tell the others, who are about to save, that this process cannot."""
+    if ranks.rank == 0:
+        ranks.tell("begin", _failure(error))
+    ranks.tell(f"done/{ranks.rank}" if ranks.rank else "end", _failure(error))
+
+
+def _lead(order: Order, source: Source, ranks: Ranks) -> None:
+    unfinished: list[Path] = []
+    checksums: dict[str, int] = {}
+    try:
+        _check_target(order.target)
+
+        def write(folder: Path) -> None:
+            unfinished.append(folder)
+            ranks.tell("begin", {"folder": str(folder)})
+            checksums.update(_write(order, folder, source, ranks))
+            for rank in range(1, ranks.size):
+                answer = ranks.hear(f"done/{rank}", rank)
+                _check_answer(answer, rank, order)
+                checksums.update(answer["crc32c"])
+            check_complete(folder, order.division)
+
+        def finish(folder: Path) -> None:
+            leaves = [
+                (leaf, chunk, [checksums[chunk_key(leaf.path, c)] for c in grid(leaf.shape, chunk)])
+                for leaf, chunk in zip(
+                    order.division.placement.leaves, order.division.chunks, strict=True
+                )
+            ]
+            manifest.make(folder, leaves, order.metadata, _origin(order), ranks.beat)
+
+        leaves = order.division.placement.leaves
+        commit(order.target, leaves, order.metadata, write, finish)
+        for name in manifest.LATER:
+            if (order.target / name).exists():
+                manifest.sync(order.target / name)
+        manifest.sync(order.target.parent)
+    except BaseException as error:
+        for folder in unfinished:
+            shutil.rmtree(folder, ignore_errors=True)
+        give_up(ranks, error)
+        _raise_plainly(error, order)
+    ranks.tell("end", {})
+
+
+def _follow(order: Order, source: Source, ranks: Ranks) -> None:
+    begin = ranks.hear("begin", 0)
+    _raise_failure(begin, 0, order)
+    try:
+        checksums = _write(order, Path(begin["folder"]), source, ranks)
+    except BaseException as error:
+        give_up(ranks, error)
+        _raise_plainly(error, order)
+    ranks.tell(f"done/{ranks.rank}", {"digest": order.division.digest, "crc32c": checksums})
+    _raise_failure(ranks.hear("end", 0), 0, order)
+
+
+def _write(order: Order, folder: Path, source: Source, ranks: Ranks) -> dict[str, int]:
+    division, beat = order.division, ranks.beat
+    return write(folder, division, source, in_flight=order.in_flight, progress=beat)
+
+
+def _check_target(target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = database.of_writing(error, str(target.parent), target.parent)
+        raise_problems("cannot save the checkpoint", [problem], OSError)
+    if target.exists():
+        title, got = "cannot save the checkpoint", "an existing path"
+        refuse(title, str(target), got, "a new one", "choose another")
+
+
+def _origin(order: Order) -> dict[str, Any]:
+    placement = order.division.placement
+    return {
+        "mesh": str(placement.mesh),
+        "processes": placement.num_ranks,
+        "time": time.time(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _check_answer(answer: Mapping[str, Any], rank: int, order: Order) -> None:
+    _raise_failure(answer, rank, order)
+    if answer["digest"] != order.division.digest:
+        title, got = f"cannot save the checkpoint {order.target}", "another state, mesh or specs"
+        fix = "build the placement from the same configuration everywhere"
+        refuse(title, f"rank {rank}", f"{got} than rank 0", "the same on all ranks", fix)
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    text = str(error) or type(error).__name__
+    return {"error": text, "input": isinstance(error, ValueError)}
+
+
+def _raise_failure(message: Mapping[str, Any], rank: int, order: Order) -> None:
+    """Raise what went wrong on another rank, if something did."""
+    if "error" in message:
+        kind = ValueError if message["input"] else OSError
+        raise kind(f"rank {rank} could not save the checkpoint {order.target}:\n{message['error']}")
+
+
+def _raise_plainly(error: BaseException, order: Order) -> None:
+    """Raise `error`, or an OSError in our words where the system's alone would be seen."""
+    if isinstance(error, OSError) and error.errno is not None:
+        what = str(error.filename or order.target)
+        problem = database.of_writing(error, what, order.target.parent)
+        raise OSError(
+            error.errno, f"cannot save the checkpoint {order.target}\n  - {problem}"
+        ) from error
+    raise error
+
 
 TIMEOUT = 600.0
 """Seconds after which a process that shows no sign of life is given up."""
@@ -61,11 +617,11 @@ def save(
     try:
         division = _divide(placement, CHUNK_BYTES)
         tensors = _tensors(placement, value)
-        order = together.Order(Path(path).absolute(), division, _as_json(metadata))
+        order = Order(Path(path).absolute(), division, _as_json(metadata))
     except BaseException as error:
-        together.give_up(ranks, error)
+        give_up(ranks, error)
         raise
-    together.save_together(order, live(tensors), ranks)
+    save_together(order, live(tensors), ranks)
     ranks.leave()
 
 
@@ -145,9 +701,9 @@ class Saver:
         try:
             self._snapshot.take(_tensors(self._placement, state))
             target = self._folder / str(int(step))
-            order = together.Order(target, self._division, _as_json(metadata), self._in_flight)
+            order = Order(target, self._division, _as_json(metadata), self._in_flight)
         except BaseException as error:
-            together.give_up(self._ranks, error)
+            give_up(self._ranks, error)
             raise
         # a daemon: a program that fails elsewhere ends, and leaves an unfinished checkpoint
         self._thread = threading.Thread(
@@ -183,9 +739,9 @@ class Saver:
         elif self._thread is not None and self._ranks.size == 1 and isinstance(error, Exception):
             _join(self._thread)  # no other rank can hold it up, and it must not end within a write
 
-    def _run(self, order: together.Order) -> None:
+    def _run(self, order: Order) -> None:
         try:
-            together.save_together(order, self._snapshot.source, self._ranks)
+            save_together(order, self._snapshot.source, self._ranks)
             if self._placement.here == 0:
                 prune(self._folder, self._keep)
         except BaseException as error:

@@ -13,9 +13,17 @@ import torch
 import torch.distributed as dist
 
 from functron import checkpoint
-from functron.cli.launch import RunOptions, device_type, join, launch, leave
+from functron.cli.launch import (
+    Process,
+    RunOptions,
+    current,
+    device_type,
+    join,
+    launch,
+    leave,
+    mistakes,
+)
 from functron.cli.options import parse
-from functron.cli.process import Process, current, mistakes
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems
 from functron.data.sliding import Sliding
@@ -36,9 +44,8 @@ from functron.training.evaluation import (
     problems_of,
     slide,
 )
-from functron.training.loop import free_memory_bytes
 from functron.training.plan import plan
-from functron.training.train import own_part
+from functron.training.train import free_memory_bytes, own_part
 
 _PARALLEL = (
     "sequence_parallel", "context", "zigzag", "expert_axes", "schedule", "chunks", "layout",

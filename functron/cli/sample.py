@@ -11,16 +11,24 @@ import torch
 
 from functron import checkpoint
 from functron.checkpoint.restore import read_params
-from functron.cli.launch import RunOptions, device_type, join, launch, leave
+from functron.cli.launch import (
+    Process,
+    RunOptions,
+    current,
+    device_type,
+    join,
+    launch,
+    leave,
+    mistakes,
+)
 from functron.cli.options import parse
-from functron.cli.process import Process, current, mistakes
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data import Tokenizer
-from functron.data.text_tokenizer import ByteTokenizer, TextTokenizer, open_tokenizer
+from functron.data.tokenizer import ByteTokenizer, TextTokenizer, open_tokenizer
 from functron.models import bert, generation, gpt, lora, mamba, t5
 from functron.models.generation import Draw, generate
-from functron.models.infilling import Sentinels, respond
+from functron.models.t5 import Sentinels, respond
 from functron.spmd import DATA_AXES, BoundMesh, Mesh
 from functron.training import data, run_folder
 from functron.training.config import TrainConfig, load

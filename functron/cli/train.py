@@ -13,9 +13,17 @@ import numpy as np
 import torch.distributed as dist
 import tyro
 
-from functron.cli.launch import device_type, join, launch, leave
+from functron.cli.launch import (
+    Process,
+    current,
+    device_type,
+    join,
+    launch,
+    leave,
+    mistakes,
+    outside,
+)
 from functron.cli.options import parse
-from functron.cli.process import Process, current, mistakes, outside
 from functron.models import lora
 from functron.params import num_params
 from functron.spmd import Mesh
@@ -24,9 +32,8 @@ from functron.training.checks import validate
 from functron.training.config import BOXES, COMMON, TrainConfig, load, with_model
 from functron.training.costs import bubble_note, step_report
 from functron.training.data import is_chat, reader_of, with_tokenizer
-from functron.training.loop import Outcome, exit_code
 from functron.training.plan import plan
-from functron.training.train import Run, prepare, train
+from functron.training.train import Outcome, Run, exit_code, prepare, train
 
 
 @dataclass(frozen=True)
@@ -198,7 +205,7 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
 
     Raises:
         ValueError: an unknown preset, or what `functron.training.config.load` raises.
-        functron.cli.process.InputError: options that do not exist, with those that were meant.
+        functron.cli.launch.InputError: options that do not exist, with those that were meant.
         SystemExit: options that do not parse (code 2), or --help (code 0).
     """
     return _parsed(arguments).options

@@ -35,15 +35,7 @@ import torch
 from functron.compiler.executable import takers
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems
-from functron.program.equations import (
-    Block,
-    Equation,
-    Input,
-    Output,
-    Scan,
-    Var,
-    contiguous_strides,
-)
+from functron.program.equations import Block, Equation, Input, Output, Scan, Var, contiguous_strides
 from functron.program.program import Program
 from functron.program.recorder import live_equations
 

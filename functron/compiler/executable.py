@@ -31,8 +31,8 @@ from functron.core.errors import Problem, nearest, raise_problems
 from functron.program import text
 from functron.program.equations import Code, Scan, Var, canonical_strides, contiguous_strides
 from functron.spmd.axes import raise_lost, user_line
-from functron.spmd.donation import FIX, Donated, check_consumable, consume
 from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.shard_map import FIX, Donated, check_consumable, consume
 
 
 def check_agreement(program: Code, mesh: BoundMesh) -> None:

@@ -17,9 +17,8 @@ from functron.program.equations import canonical_strides
 from functron.program.program import Program
 from functron.program.recorder import active
 from functron.program.trace import trace
-from functron.spmd.donation import refuse_donated
 from functron.spmd.mesh import BoundMesh
-from functron.spmd.shard_map import Mapped
+from functron.spmd.shard_map import Mapped, refuse_donated
 
 
 @public

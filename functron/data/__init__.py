@@ -20,11 +20,9 @@ from functron.data.denoising import FillInTheMiddle, Transformed, mask_tokens, s
 from functron.data.documents import python_text
 from functron.data.indexed import IndexedFile, IndexedWriter, merge, verify
 from functron.data.order import Samples, permute, shuffled
-from functron.data.packed import PackedChat, PackedTokens
-from functron.data.packing import balance, pack
+from functron.data.packing import PackedChat, PackedTokens, balance, pack
 from functron.data.shards import open_tokens
-from functron.data.text_tokenizer import open_tokenizer
-from functron.data.tokenizer import Tokenizer
+from functron.data.tokenizer import Tokenizer, open_tokenizer
 from functron.data.windows import ByteText, MockTokens, TokenText, TokenWindows, check_tokens
 
 __all__ = [

@@ -34,13 +34,7 @@ import numpy as np
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Tensor
 from functron.data.documents import raise_listed
-from functron.data.packing import (
-    as_batch,
-    check_documents,
-    entries,
-    rounded_up,
-    zigzag,
-)
+from functron.data.packing import as_batch, check_documents, entries, rounded_up, zigzag
 
 
 @dataclass(frozen=True)

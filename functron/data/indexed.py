@@ -37,8 +37,9 @@ from typing import IO
 import numpy as np
 
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.data.documents import MAX_LISTED, Mapped
-from functron.data.token_file import (
+from functron.data.documents import (
+    MAX_LISTED,
+    Mapped,
     check_dtype,
     check_range,
     checked_offsets,
@@ -116,7 +117,7 @@ class Layout:
 
 
 class IndexedFile:
-    """An indexed file, opened: a `functron.data.token_file.TokenFile`.
+    """An indexed file, opened: a `functron.data.documents.TokenFile`.
 
     Opening maps the files, reads some 60 bytes and checks that these, and the sizes of both files,
     agree: it takes as long for 10^9 documents as for one. `verify` reads everything.

@@ -29,11 +29,10 @@ import filelock
 import numpy as np
 
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.data.documents import MAX_LISTED
+from functron.data.documents import MAX_LISTED, check_dtype, fitting_dtype
 from functron.data.indexed import IndexedFile, IndexedWriter
 from functron.data.sources import Chunk, Text, cut, find_files, read, where
-from functron.data.text_tokenizer import TextTokenizer, end_of_text, open_tokenizer
-from functron.data.token_file import check_dtype, fitting_dtype
+from functron.data.tokenizer import TextTokenizer, end_of_text, open_tokenizer
 
 Empty = Literal["refuse", "drop", "keep"]
 Format = Literal["indexed", "npy"]
@@ -48,7 +47,7 @@ class Settings:
         inputs: files and folders (see `functron.data.sources.find_files`). A document is encoded
             in one call, for which Hugging Face's tokenizers take some 130 bytes of memory per byte:
             cut files of plain text that have hundreds of MB.
-        tokenizer: a path, or ``bytes`` (see `functron.data.text_tokenizer.open_tokenizer`).
+        tokenizer: a path, or ``bytes`` (see `functron.data.tokenizer.open_tokenizer`).
         out: where to, without the endings that the format has.
         key: of the text in JSONL objects; the column of Parquet files.
         append_eod: end every document with the token that ends a text.

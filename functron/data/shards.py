@@ -18,10 +18,18 @@ from typing import Any
 import numpy as np
 
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.data.documents import Concatenated, Mapped, Part, raise_listed
+from functron.data.documents import (
+    Concatenated,
+    Mapped,
+    Part,
+    TokenFile,
+    check_dtype,
+    check_range,
+    checked_offsets,
+    raise_listed,
+)
 from functron.data.indexed import IndexedFile, files_of
-from functron.data.text_tokenizer import BYTES
-from functron.data.token_file import TokenFile, check_dtype, check_range, checked_offsets
+from functron.data.tokenizer import BYTES
 
 SUFFIXES = MappingProxyType(
     {".u8": "uint8", ".u16": "uint16", ".u32": "uint32", ".i32": "int32", ".i64": "int64"}
@@ -42,7 +50,7 @@ _CANNOT = "cannot open token shards"
 
 
 class Shards:
-    """Token shards, read as if concatenated: a `functron.data.token_file.TokenFile`.
+    """Token shards, read as if concatenated: a `functron.data.documents.TokenFile`.
 
     Opening reads the headers of the files, so it takes as long for large files as for small ones.
     Files are mapped as `functron.data.documents.Concatenated` maps them.

@@ -11,10 +11,9 @@ import torch
 
 from functron.core.errors import refuse
 from functron.data.chat import IGNORED, Chat
-from functron.data.documents import find
+from functron.data.documents import TokenFile, check_ids, find
 from functron.data.order import rows_of, shuffled
-from functron.data.text_tokenizer import TextTokenizer
-from functron.data.token_file import TokenFile, check_ids
+from functron.data.tokenizer import TextTokenizer
 from functron.data.windows import check_vocabulary, texts_of, token_dtype
 
 

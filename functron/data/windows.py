@@ -14,10 +14,20 @@ import torch
 
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.denoising import FillInTheMiddle
-from functron.data.documents import Concatenated, byte_parts, find, python_text, raise_listed
+from functron.data.documents import (
+    Concatenated,
+    TokenFile,
+    byte_parts,
+    check_ids,
+    check_range,
+    find,
+    fitting_dtype,
+    python_text,
+    raise_listed,
+    refuse_order,
+)
 from functron.data.order import IGNORED, Samples, check_index, mix, shuffled
-from functron.data.text_tokenizer import TextTokenizer
-from functron.data.token_file import TokenFile, check_ids, check_range, fitting_dtype, refuse_order
+from functron.data.tokenizer import TextTokenizer
 
 
 class Windows(Samples):
@@ -411,7 +421,7 @@ def texts_of(files: Iterable[Path | bytes]) -> Iterator[str]:
 
 
 class MockTokens:
-    """Random tokens in documents of equal length, as a `functron.data.token_file.TokenFile`.
+    """Random tokens in documents of equal length, as a `functron.data.documents.TokenFile`.
 
     Token i is a hash of (seed, i) modulo the vocabulary: nothing is kept, so there can be 10^15 of
     them, to measure loaders and steps with, or to try out a mesh before the data is there.

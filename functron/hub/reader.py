@@ -24,15 +24,7 @@ from functron.hub.config import (
     shorter,
 )
 from functron.hub.files import open_folder
-from functron.hub.format import (
-    Box,
-    Format,
-    Layout,
-    Part,
-    config_problems,
-    layouts_of,
-    tensors,
-)
+from functron.hub.format import Box, Format, Layout, Part, config_problems, layouts_of, tensors
 from functron.models.config import Dtype, GPTConfig
 from functron.models.family import Config, family_of
 from functron.params import abstract_params, param_specs

@@ -21,8 +21,7 @@ from functron.core.errors import public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models.config import Dtype, Named, TextConfig
-from functron.models.options import DEFAULTS, ModelOptions
-from functron.models.sequence import check_length, num_targets, require
+from functron.models.options import DEFAULTS, ModelOptions, check_length, num_targets, require
 from functron.models.stack import (
     Stack,
     choice_problems,
@@ -34,7 +33,7 @@ from functron.models.stack import (
     tensor_rules,
     whole_heads,
 )
-from functron.nn.linear import linear_defs, sequence_axes
+from functron.nn.layers import linear_defs, sequence_axes
 from functron.nn.masked import masked_attention
 from functron.params import Normal, ParamDef, zeros
 from functron.spmd import collectives as lax

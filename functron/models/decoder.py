@@ -2,41 +2,458 @@
 
 Besides the loss of the next token it computes those of tokens further ahead, if `GPTConfig` has
 any (the modules of DeepSeek-V3, each around a block of the model), and with `ModelOptions.watch`
-how large the residual stream is after the embedding and after every layer.
+how large the residual stream is after the embedding and after every layer. A block is its
+parameters, and the per-rank program that `scan` runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from functron import nn, params
 from functron.core import random, tree
-from functron.core.errors import refuse
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.scopes import named_scope
-from functron.core.typing import Float, Key, Tensor
-from functron.models.block import (
-    Auxiliary,
-    add_auxiliary,
-    block,
-    block_defs,
-    dropout,
-    norm,
-    own_norm,
-    patterns,
-)
+from functron.core.typing import Float, Key, Scalar, Tensor
 from functron.models.config import GPTConfig
-from functron.models.options import DEFAULTS, ModelOptions, check_gathered
-from functron.models.sequence import SAMPLE_AXES, Sequence, check_length, check_positions
-from functron.nn import zigzag
-from functron.nn.linear import sequence_axes
-from functron.pipeline.layout import Part
+from functron.models.options import (
+    DEFAULTS,
+    SAMPLE_AXES,
+    Hook,
+    ModelOptions,
+    Sequence,
+    check_gathered,
+    check_length,
+    check_positions,
+    keywords_of,
+)
+from functron.nn import context
+from functron.nn.context import own_part
+from functron.nn.layers import sequence_axes
+from functron.nn.moe import RouterSums, moe, moe_defs
+from functron.params import ParamDef
+from functron.pipeline.partition import Part
 from functron.spmd import CONTEXT_AXES
 from functron.spmd import collectives as lax
 from functron.spmd.spec import spec_axes
-from functron.transforms import scan
+from functron.transforms import Gather, policies, scan
+from functron.transforms import remat as rematerialise
+
+Rope = tuple[Tensor, Tensor]
+
+
+class Auxiliary(NamedTuple):
+    """The auxiliary loss and the statistics of layers of experts.
+
+    Attributes:
+        loss: a scalar whose psum over data and context axes is their auxiliary loss.
+        sums: this rank's statistics; of several layers, with a leading dim of them.
+    """
+
+    loss: Scalar
+    sums: RouterSums
+
+
+def add_auxiliary(before: Auxiliary | None, new: Auxiliary, start: int, total: int) -> Auxiliary:
+    """The sum of both, with statistics in a row for each of all `total` layers of experts.
+
+    Args:
+        before: of the layers before, in such rows.
+        new: a row for each of some layers.
+        start: which of all layers of experts is the first of these.
+    """
+
+    def padded(rows: Tensor) -> Tensor:
+        after = rows.new_zeros(total - start - rows.shape[0], *rows.shape[1:])
+        return torch.cat([rows.new_zeros(start, *rows.shape[1:]), rows, after])
+
+    sums = tree.map(padded, new.sums) if new.sums.tokens.shape[0] < total else new.sums
+    mine = Auxiliary(new.loss, sums)
+    return mine if before is None else tree.map(torch.add, before, mine)
+
+
+# --- parameters
+
+
+def block_defs(config: GPTConfig, *, experts: bool, options: ModelOptions = DEFAULTS) -> dict:
+    """Defs ``{"attention_norm", "attention", "mlp_norm", "mlp"}``, or "moe" for the last.
+
+    Norms after sublayers are "attention_out_norm" and "mlp_out_norm", beside those or in their
+    place; those without parameters are left out. Hooks with defs of their own have these instead.
+    """
+    c, dtype = config, config.torch_dtype
+    if own := _own_defs(config, options, "block"):
+        return own
+    out_stddev = c.init_stddev / math.sqrt(2 * c.num_layers)
+    stddevs = {"stddev": c.init_stddev, "out_stddev": out_stddev, "dtype": dtype}
+    norm = norm_defs(config, options)
+    block: dict = {name: norm for name in norm_names(config) if norm}
+    block["attention"] = (
+        nn.attention_defs(c.attention, **stddevs)
+        if c.latent is None
+        else nn.mla_defs(c.latent, **stddevs)
+    )
+    if own := _own_defs(config, options, "attention"):
+        block["attention"]["core"] = own
+    if experts:
+        assert c.moe is not None
+        router = _own_defs(config, options, "router")
+        block["moe"] = moe_defs(c.moe, c.embed_dim, gated=c.gated, router=router, **stddevs)
+        return block
+    own = _own_defs(config, options, "mlp")
+    mlp = nn.mlp_defs(c.embed_dim, c.mlp_dim, gated=c.gated, bias=c.bias, **stddevs)
+    return block | {"mlp": own or mlp}
+
+
+def _own_defs(config: GPTConfig, options: ModelOptions, name: str) -> dict | None:
+    hook = options.hook(name)
+    return None if hook is None or hook.defs is None else hook.defs(config)
+
+
+def norm_names(config: GPTConfig) -> tuple[str, ...]:
+    """The norms of a block, by their names in the parameters, which not all kinds have."""
+    places = {"before": ("",), "after": ("_out",), "both": ("", "_out")}[config.sublayer_norms]
+    return tuple(f"{name}{place}_norm" for name in ("attention", "mlp") for place in places)
+
+
+def norm_defs(config: GPTConfig, options: ModelOptions = DEFAULTS) -> dict:
+    """Defs of a norm of the stream; empty where it has no parameters."""
+    hook = options.hook("norm")
+    if hook is not None and hook.defs is not None:
+        return hook.defs(config)
+    c, zero_centered = config, config.zero_centered_norm
+    return nn.norm_defs(
+        c.embed_dim, c.norm, axis="embed", dtype=c.torch_dtype, zero_centered=zero_centered
+    )
+
+
+def own_norm(config: GPTConfig, options: ModelOptions, weights: dict, name: str) -> dict:
+    """The parameters of a norm; ``{}`` for kinds that have none."""
+    return weights[name] if norm_defs(config, options) else {}
+
+
+def norm(config: GPTConfig, options: ModelOptions, weights: dict, x: Tensor) -> Tensor:
+    """A norm of the stream."""
+    hook = options.hook("norm")
+    return (nn.norm if hook is None else hook.apply)(weights, x, **_norm_options(config, options))
+
+
+def _norm_options(config: GPTConfig, options: ModelOptions) -> dict:
+    zero_centered = config.zero_centered_norm
+    return {"eps": config.norm_eps, "zero_centered": zero_centered, "kernels": options.kernels}
+
+
+# --- the program
+
+
+def dropout(
+    config: GPTConfig, sequence: Sequence, options: ModelOptions, x: Tensor, key: Tensor | None
+) -> Tensor:
+    """Dropout on the stream or on what is added to it; None: none."""
+    return nn.dropout(
+        x,
+        key,
+        rate=config.dropout,
+        rows=sequence.rows,
+        stream=options.stream,
+        positions=sequence.slots,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer of a decoder, as its block sees it.
+
+    Its methods take the parameters of the whole block.
+
+    Attributes:
+        config: the architecture.
+        options: of the model.
+        sequence: this rank's tokens.
+        rope: tables of this layer's rotary positions; None: it has none.
+        window: how many keys a query sees; 0: all before it; an int64 scalar where layers differ.
+        keys: three, of dropout after attention and after the feed-forward layer, and of jitter.
+    """
+
+    config: GPTConfig
+    options: ModelOptions
+    sequence: Sequence
+    rope: Rope | None
+    window: int | Tensor
+    keys: tuple[Tensor | None, ...]
+
+    def norm(self, weights: dict, name: str, x: Tensor) -> Tensor:
+        """The norm of that name, of `norm_names`; x itself where the architecture has it not."""
+        if name not in norm_names(self.config):
+            return x
+        own = own_norm(self.config, self.options, weights, name)
+        return norm(self.config, self.options, own, x)
+
+    def add_norm(self, weights: dict, name: str, x: Tensor, residual: Tensor) -> tuple:
+        """``(norm(x + residual), x + residual)``, by kernels in one pass."""
+        if name not in norm_names(self.config) or self.options.norm is not None:
+            total = residual + x
+            return self.norm(weights, name, total), total
+        own = own_norm(self.config, self.options, weights, name)
+        return nn.add_norm(own, x, residual, **_norm_options(self.config, self.options))
+
+    def attention(self, weights: dict, x: Tensor) -> Tensor:
+        """Attention of the normed stream: projections, rotary positions, core."""
+        config, options, weights = self.config, self.options, weights["attention"]
+        check_gathered("embed_dim", weights["out"]["w"].shape[-1], config.embed_dim)
+        core = self._core(weights)
+        core = rematerialise(core) if options.remat == "selective" else core
+        given = {"stream": options.stream, "core": core, "kernels": options.kernels}
+        if config.latent is None:
+            return nn.self_attention(weights, x, config.attention, rope=self.rope, **given)
+        assert self.rope is not None
+        return nn.mla(weights, x, config.latent, rope=self.rope, **given)
+
+    def _core(self, weights: dict) -> Callable:
+        hook, sequence, options = self.options.hook("attention"), self.sequence, self.options
+        window, cap = self.window, self.config.score_cap
+        params = () if hook is None or hook.defs is None else (weights["core"],)
+        if sequence.attend is not None:
+            return functools.partial(sequence.attend, *params, window=window, cap=cap)
+        if hook is None:
+            return sequence.core(options.context, window, options.kernels, cap)
+        given = {"window": window, "cap": cap, "kernels": options.kernels}
+        given |= {"positions": sequence.positions, "segments": sequence.segments}
+        return functools.partial(own_attention, self.config, hook, options, params, given)
+
+    def feed_forward(self, weights: dict, x: Tensor) -> tuple[Tensor, Auxiliary | None]:
+        """The feed-forward layer of the normed stream, or experts where `weights` have "moe"."""
+        options = self.options
+        if "moe" in weights:
+            return _moe(self.config, weights["moe"], x, self.sequence, options, self.keys[2])
+        hook, activation = options.hook("mlp"), self.config.activation
+        given = {"stream": options.stream, "kernels": options.kernels}
+        if hook is not None:
+            return hook.apply(weights["mlp"], x, activation=activation, **given), None
+        assert activation != "clamped_swiglu"
+        return nn.mlp(weights["mlp"], x, activation=activation, **given), None
+
+    def drop(self, x: Tensor, which: int) -> Tensor:
+        """Dropout: 0 after attention, 1 after the feed-forward layer."""
+        return dropout(self.config, self.sequence, self.options, x, self.keys[which])
+
+
+def transformer_block(layer: Layer, weights: dict, x: Tensor) -> tuple[Tensor, Auxiliary | None]:
+    """The stream after attention and a feed-forward layer, or experts, each with its residual.
+
+    Norms are before or after these as `GPTConfig.sublayer_norms` has it; `ModelOptions.block` takes
+    a function of the same arguments.
+    """
+    with named_scope("attention"):
+        y = layer.norm(weights, "attention_norm", x)
+        y = layer.attention(weights, y)
+        y = layer.drop(layer.norm(weights, "attention_out_norm", y), 0)
+    with named_scope("moe" if "moe" in weights else "mlp"):
+        y, x = layer.add_norm(weights, "mlp_norm", y, x)
+        y, auxiliary = layer.feed_forward(weights, y)
+        y = layer.norm(weights, "mlp_out_norm", y)
+        return x + layer.drop(y, 1), auxiliary
+
+
+def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: Gather) -> Callable:
+    """``(x, (parameters, key, own)) -> (x, Auxiliary or None)``: one block, for `scan`.
+
+    Of `patterns`, "own" is the row of that layer.
+
+    Args:
+        config: the architecture; a block whose parameters have "moe" is one of experts.
+        sequence: the rank's tokens.
+        options: of the whole model.
+        gather: of one block's parameters.
+    """
+    window = 0 if config.global_every else config.window  # else each row has its own
+    ropes = _ropes(config, sequence, gather.compute_dtype or config.torch_dtype)
+    hook = options.hook("block")
+    body = transformer_block if hook is None else functools.partial(_own_block, hook.apply)
+
+    def once(weights: dict, x: Tensor, key: Tensor | None, own: dict) -> Any:
+        keys = (None, None, None) if key is None else random.split(key, 3).unbind(0)
+        reach, rope = own.get("window", window), _own_rope(ropes, own)
+        return body(Layer(config, options, sequence, rope, reach, keys), weights, x)
+
+    policy = {"full": policies.nothing, "dots": policies.dots}
+    # what is recomputed is inside what is gathered: so gathering depends on parameters alone
+    remade = rematerialise(once, policy=policy.get(options.remat, policies.everything))
+    gathered = gather.around(remade)
+
+    def step(x: Tensor, row: tuple) -> tuple[Tensor, Auxiliary | None]:
+        return gathered(row[0], x, *row[1:])
+
+    return step
+
+
+def _own_block(
+    apply: Callable, layer: Layer, weights: dict, x: Tensor
+) -> tuple[Tensor, Auxiliary | None]:
+    """A block of the user's, which has to return the auxiliary loss of its experts."""
+    out = apply(layer, weights, x)
+    y, auxiliary = out if isinstance(out, tuple) else (out, None)
+    if ("moe" in weights) != (auxiliary is not None):
+        got = "no auxiliary loss" if auxiliary is None else "an auxiliary loss"
+        wanted = "(x, auxiliary) of a block with experts, x of another"
+        fix = "return what layer.feed_forward returns beside its result"
+        refuse("the block of these options", "options.block", got, wanted, fix)
+    return y, auxiliary
+
+
+def attention_keywords(function: Callable, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords that an attention of the user's is called with.
+
+    Raises:
+        ValueError: it has no parameter for one that this run needs; all are listed.
+    """
+    taken = keywords_of(function, given)
+    found = []
+    for name, none in (("window", 0), ("cap", 0), ("segments", None), ("sinks", None)):
+        value = given.get(name, none)
+        if name not in taken and (isinstance(value, Tensor) or value != none):
+            got = f"a function without a parameter {name}, which this run needs"
+            fix = f"let it take {name}, as nn.context_attention does"
+            found.append(Problem("options.attention", got, f"{name} among them", fix))
+    raise_problems("this attention cannot compute the model", found)
+    return taken
+
+
+def _of_own_rank(x: Tensor, dim: int) -> Tensor:
+    """The rank's part of a dim of heads that are exchanged for sequence."""
+    for axis in CONTEXT_AXES:
+        x = own_part(x, x.shape[dim] // lax.axis_size(axis), dim, axis)
+    return x
+
+
+def _of_own_heads(repeats: int, x: Tensor, d: ParamDef) -> Tensor:
+    """The part of a parameter that belongs to the heads that a rank has after the exchange."""
+    for dim, axis in enumerate(d.axes):
+        if axis == "kv_heads" and repeats > 1:
+            x = x.repeat_interleave(repeats, dim)
+        x = _of_own_rank(x, dim) if axis in ("heads", "kv_heads") else x
+    return x
+
+
+def own_attention(
+    config: GPTConfig,
+    hook: Hook,
+    options: ModelOptions,
+    params: tuple,
+    given: Mapping[str, Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The core of attention that a hook computes, of whole sequences unless it has ``context``.
+
+    Raises:
+        ValueError: the run needs a keyword that it has not, or heads do not divide over the ranks
+            that split sequences.
+    """
+    given = {**given, "sinks": sinks, "context": options.context}
+    taken = attention_keywords(hook.apply, given)
+    ranks = lax.axis_size(CONTEXT_AXES)
+    if "context" in taken or ranks == 1:
+        return hook.apply(*params, q, k, v, **taken)
+    if q.shape[2] % ranks:
+        got = f"{q.shape[2]} heads on each rank"
+        wanted = f"a multiple of the {ranks} ranks that split sequences"
+        fix = "use fewer ranks of cp, or let it take context and reach across them itself"
+        refuse("this attention cannot compute the model", "options.attention", got, wanted, fix)
+    repeats = ranks // math.gcd(ranks, k.shape[2])  # just enough for every rank to have one
+    k, v = (x.repeat_interleave(repeats, 2) if repeats > 1 else x for x in (k, v))
+    q, k, v = (lax.all_to_all(x, CONTEXT_AXES, 2, 1, tiled=True) for x in (q, k, v))
+    for name in ("segments", "positions"):
+        if taken.get(name) is not None:
+            dim = 0 if taken[name].dim() == 1 else 1
+            taken[name] = lax.all_gather(taken[name], CONTEXT_AXES, axis=dim, tiled=True)
+    if taken.get("sinks") is not None:
+        taken["sinks"] = _of_own_rank(taken["sinks"], 0)
+    if hook.defs is not None:
+        params = (tree.map(functools.partial(_of_own_heads, repeats), *params, hook.defs(config)),)
+    out = hook.apply(*params, q, k, v, **taken)
+    return lax.all_to_all(out, CONTEXT_AXES, 1, 2, tiled=True)
+
+
+def _moe(
+    config: GPTConfig,
+    weights: dict,
+    x: Tensor,
+    sequence: Sequence,
+    options: ModelOptions,
+    key: Tensor | None,
+) -> tuple[Tensor, Auxiliary]:
+    assert config.moe is not None
+    tokens, targets, hook = sequence.tokens, sequence.targets, options.hook("router")
+    counted = torch.ones_like(tokens) if targets is None else (targets != nn.IGNORE_INDEX).long()
+    places = sequence.slots.expand_as(tokens)
+    counted, places = (nn.stream_positions(x, options.stream, each) for each in (counted, places))
+    y, share, sums = moe(
+        weights,
+        x,
+        config.moe,
+        activation=config.activation,
+        stream=options.stream,
+        axes=options.experts,
+        key=key,
+        rows=sequence.rows,
+        positions=places,
+        counted=counted != 0,
+        kernels=options.kernels,
+        router=None if hook is None else hook.apply,
+    )
+    return y, Auxiliary(share, sums)
+
+
+def patterns(config: GPTConfig, device: torch.device) -> dict[str, Tensor]:
+    """The differences of layers of one stack beside parameters, a row for each of all layers.
+
+    Returns:
+        "window", int64 ``[num_layers]``, if some have one and others not; "unrotated", bool
+        ``[num_layers]``, if some have no rotary positions.
+    """
+    found = {}
+    if config.global_every:
+        found["window"] = torch.tensor(config.windows, device=device)
+    if config.nope_every:
+        found["unrotated"] = torch.tensor(config.unrotated, device=device)
+    return found
+
+
+def _ropes(config: GPTConfig, sequence: Sequence, dtype: torch.dtype) -> tuple[Rope, ...]:
+    """The tables of layers, and those of layers with a window if they are others."""
+    if config.positions != "rope":
+        return ()
+    scaling, positions = config.rope_scaling, sequence.positions
+    size = config.rope_head_dim if config.kv_rank else config.rotated_dims
+    sections = config.rope_sections
+    tables = (nn.rope_table(positions, size, config.rope_theta, scaling, dtype, sections),)
+    if not config.local_rope_theta:
+        return tables
+    local = nn.rope_table(positions, size, config.local_rope_theta, None, dtype, sections)
+    return (*tables, local) if config.global_every else (local,)
+
+
+def _own_rope(ropes: tuple[Rope, ...], own: dict) -> Rope | None:
+    """The tables of a layer, by its row of `patterns`."""
+    if not ropes:
+        return None
+    cos, sin = ropes[0]
+    if len(ropes) > 1 and "window" in own:
+        everywhere = own["window"] == 0
+        cos, sin = (torch.where(everywhere, *both) for both in zip(*ropes, strict=True))
+    if "unrotated" in own:  # by no angle
+        cos, sin = torch.where(own["unrotated"], 1, cos), torch.where(own["unrotated"], 0, sin)
+    return cos, sin
+
 
 Details = dict[str, Any]
 """The terms of a loss, and what made them: sums over the batch of all ranks.
@@ -153,7 +570,7 @@ def logits(config: GPTConfig, weights: dict, x: Tensor, options: ModelOptions) -
     with named_scope("unembed"):
         x = nn.gather_sequence(_scaled(config, x), options.stream)
         if options.context.order == "zigzag":
-            x = zigzag.to_contiguous(x, 1)
+            x = context.to_contiguous(x, 1)
         return _capped(config, nn.column_parallel(x, _unembedding(config, weights, options)))
 
 

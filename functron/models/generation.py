@@ -18,10 +18,17 @@ from functron.core import random, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.typing import Float, Int, Tensor
 from functron.models import decoder, gpt, mamba
-from functron.models.block import attention_keywords, block, own_attention, patterns
 from functron.models.config import GPTConfig
-from functron.models.options import DEFAULTS, STREAM, WHOLE, ModelOptions
-from functron.models.sequence import Context, Sequence, check_positions
+from functron.models.decoder import attention_keywords, block, own_attention, patterns
+from functron.models.options import (
+    DEFAULTS,
+    STREAM,
+    WHOLE,
+    Context,
+    ModelOptions,
+    Sequence,
+    check_positions,
+)
 from functron.nn.context import context_attention
 from functron.nn.masked import KVCache, cached_attention, empty_cache, written
 from functron.params import param_specs

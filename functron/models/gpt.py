@@ -14,31 +14,40 @@ from functron import params
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models import decoder, mup
-from functron.models.block import block_defs, norm_defs
-from functron.models.config import GPTConfig
-from functron.models.decoder import Details, StageOutput, ahead_defs, watched_names
+from functron.models.config import PRESETS, GPTConfig
+from functron.models.decoder import (
+    Details,
+    StageOutput,
+    ahead_defs,
+    block_defs,
+    norm_defs,
+    watched_names,
+)
 from functron.models.mup import folded
 from functron.models.options import (
     DEFAULTS,
+    SAMPLE_AXES,
     SEQUENCE_PARALLEL_STREAM,
     STREAM,
     WHOLE,
+    Batch,
+    Context,
     Hook,
     ModelOptions,
     Remat,
+    arranged,
     keywords_of,
+    num_targets,
+    require,
 )
-from functron.models.presets import PRESETS
-from functron.models.sequence import SAMPLE_AXES, Batch, Context, arranged, num_targets, require
 from functron.nn import moe
 from functron.params import Normal, ParamDef
-from functron.pipeline.layout import Part, whole
+from functron.pipeline.partition import Part, whole
 from functron.program.cost import attended
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
-from functron.spmd.shards import as_entry
-from functron.spmd.spec import Rules
+from functron.spmd.spec import Rules, as_entry
 
 __all__ = [
     "PRESETS",

@@ -19,11 +19,10 @@ from functron.core.scopes import named_scope
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models import decoder, gpt, vit
 from functron.models.config import GPTConfig, Named
-from functron.models.options import DEFAULTS, ModelOptions
-from functron.models.sequence import SAMPLE_AXES, Sequence, arranged, require
+from functron.models.options import DEFAULTS, SAMPLE_AXES, ModelOptions, Sequence, arranged, require
 from functron.models.vit import ViTConfig
-from functron.nn.linear import linear_defs
-from functron.pipeline.layout import Part
+from functron.nn.layers import linear_defs
+from functron.pipeline.partition import Part
 from functron.spmd import P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh

@@ -24,8 +24,7 @@ from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models.config import Dtype, Named, TextConfig
-from functron.models.options import DEFAULTS, ModelOptions
-from functron.models.sequence import check_length, num_targets, require
+from functron.models.options import DEFAULTS, ModelOptions, check_length, num_targets, require
 from functron.models.stack import (
     Stack,
     choice_problems,
@@ -34,7 +33,7 @@ from functron.models.stack import (
     summed_loss,
     tensor_rules,
 )
-from functron.nn.linear import sequence_axes
+from functron.nn.layers import sequence_axes
 from functron.nn.mamba import Mamba2Config, MambaCache, mamba, mamba_cache, mamba_defs, mamba_step
 from functron.ops.attention import attention
 from functron.params import Normal, ParamDef

@@ -63,7 +63,7 @@ import torch
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems
 from functron.models.config import GPTConfig
-from functron.optim.whole import num_stacked
+from functron.optim.zero import num_stacked
 from functron.params import Normal, ParamDef, Width
 
 

@@ -21,8 +21,7 @@ from functron.core.scopes import named_scope
 from functron.core.tree import Tree
 from functron.core.typing import Float, Key, Scalar, Tensor
 from functron.models.config import Dtype, Named
-from functron.models.options import DEFAULTS, ModelOptions, check_gathered
-from functron.models.sequence import num_targets, require
+from functron.models.options import DEFAULTS, ModelOptions, check_gathered, num_targets, require
 from functron.models.stack import (
     Stack,
     choice_problems,
@@ -33,7 +32,7 @@ from functron.models.stack import (
     tensor_rules,
     whole_heads,
 )
-from functron.nn.linear import linear_defs, sequence_axes, weights
+from functron.nn.layers import linear_defs, sequence_axes, weights
 from functron.nn.masked import masked_attention
 from functron.params import Normal, ParamDef
 from functron.spmd import P

@@ -1,23 +1,40 @@
 """Layers: pure functions of this rank's parameters and activations, with explicit collectives."""
 
-from functron.nn.attention import AttentionConfig, attention_defs, causal_attention, self_attention
+from functron.nn.attention import (
+    AttentionConfig,
+    RopeScaling,
+    apply_rope,
+    attention_defs,
+    causal_attention,
+    rope_table,
+    self_attention,
+)
 from functron.nn.context import context_attention
-from functron.nn.dropout import dropout
-from functron.nn.embedding import add_positions, embed_tokens, stream_positions
-from functron.nn.linear import (
+from functron.nn.layers import (
+    ACTIVATIONS,
+    Activation,
     Adapter,
+    NormKind,
+    add_norm,
+    add_positions,
     column_parallel,
+    dropout,
+    embed_tokens,
     gather_sequence,
+    layer_norm,
     linear_defs,
+    mlp,
+    mlp_defs,
+    norm,
+    norm_defs,
     reduce_partial,
+    rms_norm,
     row_parallel,
+    stream_positions,
 )
 from functron.nn.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy, log_softmax
 from functron.nn.mla import Latents, MLAConfig, mla, mla_absorbed, mla_cache, mla_defs
-from functron.nn.mlp import ACTIVATIONS, Activation, mlp, mlp_defs
 from functron.nn.multi_token import Predictions, ahead, multi_token, multi_token_defs, shifted
-from functron.nn.norm import NormKind, add_norm, layer_norm, norm, norm_defs, rms_norm
-from functron.nn.rope import RopeScaling, apply_rope, rope_table
 
 __all__ = [
     "ACTIVATIONS",

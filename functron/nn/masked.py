@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from functron.core.typing import Bool, Float, Int, Tensor
 from functron.nn.attention import AttentionConfig
-from functron.nn.linear import column_parallel, gather_sequence, row_parallel, weights
+from functron.nn.layers import column_parallel, gather_sequence, row_parallel, weights
 from functron.ops.attention import Visible, attend, attention, block, block_backward, upcast
 from functron.spmd.spec import P
 from functron.transforms.custom_vjp import custom_vjp

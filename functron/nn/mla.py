@@ -32,17 +32,17 @@ import torch
 
 from functron.core.errors import Problem, raise_problems
 from functron.core.typing import Bool, Float, Tensor
-from functron.nn.attention import causal_attention
-from functron.nn.linear import (
+from functron.nn.attention import apply_rope, causal_attention
+from functron.nn.layers import (
     column_parallel,
     gather_sequence,
     linear_defs,
+    norm,
+    norm_defs,
     row_parallel,
     sequence_axes,
     weights,
 )
-from functron.nn.norm import norm, norm_defs
-from functron.nn.rope import apply_rope
 from functron.ops.define import AUTO, Kernels
 from functron.spmd.spec import P
 
@@ -70,8 +70,8 @@ class MLAConfig:
         norm_eps: epsilon of the latents' RMSNorms.
         softmax_factor: multiplies 1 / sqrt(nope_head_dim + rope_head_dim); under yarn
             `RopeScaling.softmax_factor`.
-        interleaved: the layout of the rotated dims; see `functron.nn.rope`. DeepSeek's weights have
-            the interleaved one.
+        interleaved: the layout of the rotated dims; see `functron.nn.attention`. DeepSeek's weights
+            have the interleaved one.
 
     Raises:
         ValueError: a size is not positive, or an odd number of dims would be rotated.

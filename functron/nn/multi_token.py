@@ -23,10 +23,9 @@ from torch.nn import functional as F
 
 from functron.core.errors import Problem, nearest, raise_problems
 from functron.core.typing import Float, Int, Tensor
-from functron.nn import zigzag
-from functron.nn.linear import column_parallel, linear_defs, weights
+from functron.nn import context
+from functron.nn.layers import NormKind, column_parallel, linear_defs, norm, norm_defs, weights
 from functron.nn.loss import IGNORE_INDEX
-from functron.nn.norm import NormKind, norm, norm_defs
 from functron.ops.define import AUTO, Kernels
 from functron.spmd import collectives as lax
 
@@ -201,7 +200,7 @@ def shifted(
         x: integers ``[..., seq]``, this rank's.
         by: how many places, at least 0.
         fill: where the sample, or the document, ends before.
-        order: ``"contiguous"`` and ``"zigzag"`` as in `functron.nn.zigzag`; ``"balanced"``: any,
+        order: ``"contiguous"`` and ``"zigzag"`` as in `functron.nn.context`; ``"balanced"``: any,
             which `positions` and `segments` tell.
         segments: ``[batch, seq]`` document numbers of packed samples; nothing comes from another.
         positions: ``[batch, seq]`` places in the document; read for "balanced" alone.
@@ -230,7 +229,7 @@ def shifted(
     else:
         parts = [_in_order(part, order, axis) for part in parts]
         moved = [_moved(part, by, fill) for part in parts]
-        mine = zigzag.positions(x.shape[-1], order, axis=axis, ulysses=ulysses, device=x.device)
+        mine = context.positions(x.shape[-1], order, axis=axis, ulysses=ulysses, device=x.device)
     out, *documents = (torch.index_select(part, 1, mine) for part in moved)
     out = out.view(x.shape)
     if segments is None:

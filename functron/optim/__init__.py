@@ -32,12 +32,17 @@ from functron.optim.contrib.adam_mini import (
 )
 from functron.optim.contrib.lion import ScaleByLionState, lion, scale_by_lion
 from functron.optim.contrib.soap import ScaleBySoapState, scale_by_soap, soap
-from functron.optim.finite import (
-    ApplyIfFiniteState,
-    all_finite,
-    apply_if_finite,
-    set_to_zero,
-    zero_nans,
+from functron.optim.low_precision import (
+    LOW_PRECISION,
+    MastersState,
+    Quantised,
+    StochasticState,
+    check_blocks,
+    dequantise,
+    quantisable,
+    quantise,
+    with_fp32_masters,
+    with_stochastic_rounding,
 )
 from functron.optim.mask import (
     Group,
@@ -54,7 +59,6 @@ from functron.optim.mask import (
     parse_groups,
     where,
 )
-from functron.optim.masters import LOW_PRECISION, MastersState, with_fp32_masters
 from functron.optim.muon import (
     Matrix,
     ScaleByMuonState,
@@ -64,7 +68,10 @@ from functron.optim.muon import (
     scale_by_muon,
 )
 from functron.optim.norms import (
+    ApplyIfFiniteState,
     Layers,
+    all_finite,
+    apply_if_finite,
     clip,
     clip_by_global_norm,
     global_norm,
@@ -72,9 +79,10 @@ from functron.optim.norms import (
     norm,
     norm_scale,
     norms_by_layer,
+    set_to_zero,
+    zero_nans,
 )
 from functron.optim.offload import offload
-from functron.optim.quantise import Quantised, check_blocks, dequantise, quantisable, quantise
 from functron.optim.schedules import (
     InjectHyperparamsState,
     ScaleByScheduleState,
@@ -92,7 +100,6 @@ from functron.optim.schedules import (
     wsd,
 )
 from functron.optim.sgd import TraceState, sgd, sign_sgd, trace
-from functron.optim.stochastic import StochasticState, with_stochastic_rounding
 from functron.optim.transformation import (
     GradientTransformation,
     apply_updates,

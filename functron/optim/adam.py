@@ -18,8 +18,8 @@ from functron.core.errors import Problem, public, raise_problems
 from functron.ops.adamw import adamw_
 from functron.ops.define import AUTO, Kernels
 from functron.ops.foreach import foreach_
+from functron.optim.low_precision import BLOCK, Quantised, dequantise, quantisable, quantise
 from functron.optim.mask import Mask, add_decayed_weights, mask_leaves
-from functron.optim.quantise import BLOCK, Quantised, dequantise, quantisable, quantise
 from functron.optim.schedules import (
     LearningRate,
     increment_,

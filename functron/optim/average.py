@@ -17,8 +17,7 @@ from functron.optim.transformation import (
     bindable,
     transformation,
 )
-from functron.spmd.shards import cut_tree, join
-from functron.spmd.spec import P
+from functron.spmd.spec import P, cut_tree, join
 
 
 class EmaState(NamedTuple):

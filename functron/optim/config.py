@@ -41,7 +41,12 @@ from functron.optim.contrib.adafactor import adafactor
 from functron.optim.contrib.adam_mini import adam_mini, blocks
 from functron.optim.contrib.lion import lion
 from functron.optim.contrib.soap import soap
-from functron.optim.finite import apply_if_finite
+from functron.optim.low_precision import (
+    check_blocks,
+    quantisable,
+    with_fp32_masters,
+    with_stochastic_rounding,
+)
 from functron.optim.mask import (
     Group,
     Mask,
@@ -50,14 +55,11 @@ from functron.optim.mask import (
     not_norm_or_bias,
     parse_groups,
 )
-from functron.optim.masters import with_fp32_masters
 from functron.optim.muon import SCALES, Scale, matrices, muon
-from functron.optim.norms import clip_by_global_norm
+from functron.optim.norms import apply_if_finite, clip_by_global_norm
 from functron.optim.offload import offload
-from functron.optim.quantise import check_blocks, quantisable
 from functron.optim.schedules import LearningRate, Schedule, inject_hyperparams
 from functron.optim.sgd import sgd
-from functron.optim.stochastic import with_stochastic_rounding
 from functron.optim.transformation import GradientTransformation, chain
 from functron.optim.zero import zero
 from functron.params import Width

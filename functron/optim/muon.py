@@ -18,16 +18,15 @@ from torch.nn import functional as F
 
 from functron.core import tree
 from functron.core.errors import Problem, nearest, public, raise_problems
-from functron.ops.global_norm import squares
+from functron.ops.foreach import squares
 from functron.optim.adam import adamw
 from functron.optim.mask import Mask, add_decayed_weights, where
 from functron.optim.schedules import LearningRate, scale_by_learning_rate
 from functron.optim.transformation import GradientTransformation, bindable, chain, transformation
-from functron.optim.whole import leaf_specs, num_stacked
+from functron.optim.zero import leaf_specs, num_stacked
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all
-from functron.spmd.shards import Cut, Cuts, join, take
-from functron.spmd.spec import P, dim_axes
+from functron.spmd.spec import Cut, Cuts, P, dim_axes, join, take
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Jordan's quintic: steepest at 0, and bounded, rather than convergent, near 1."""

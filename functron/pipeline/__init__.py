@@ -15,16 +15,17 @@ is its `Timeline`.
 """
 
 from functron.pipeline.execute import Pipeline, pipelined
-from functron.pipeline.layout import (
+from functron.pipeline.partition import (
     Layout,
     Part,
+    Partition,
     balanced_layout,
+    collect,
     even_layout,
     format_layout,
     parse_layout,
     whole,
 )
-from functron.pipeline.partition import Partition, collect
 from functron.pipeline.registry import NAMES, make
 from functron.pipeline.schedule import Schedule, Transfer, place
 from functron.pipeline.timeline import Action, Costs, Timeline

@@ -37,7 +37,7 @@ from functron.spmd.primitives import (
     Vary,
 )
 from functron.spmd.ragged import RaggedAllToAll, RaggedCall
-from functron.spmd.replication import as_share, no_share
+from functron.spmd.simulate import as_share, no_share
 from functron.transforms.policies import checkpoint_name
 from functron.transforms.remat import tie
 

@@ -23,8 +23,8 @@ from functron.pipeline.traffic import Boundary, Traffic
 from functron.pipeline.work import Call, Pieces, Pullbacks, StageFunction, Work, check_tensors
 from functron.program.recorder import active
 from functron.spmd.axes import StageAxis, scope
-from functron.transforms.accumulate import microbatches
 from functron.transforms.gradient import share
+from functron.transforms.scan import microbatches
 
 Observer = Callable[[int, Action, float, float], None]
 """Called after each action with rank, action, and when it began and ended, in seconds."""

@@ -23,7 +23,7 @@ from functron.compiler.executable import compile as compile_program
 from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems
 from functron.pipeline.evaluate import ambient, evaluate
-from functron.pipeline.layout import Part
+from functron.pipeline.partition import Part
 from functron.program.equations import Input, Var, contiguous_strides
 from functron.program.program import Program
 from functron.program.recorder import active

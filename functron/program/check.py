@@ -3,7 +3,7 @@
 Types flow through the equations. An input varies over the axes of its spec, and a result over
 whatever its operands do, except that sums, extrema and gathers over an axis make their result equal
 on its ranks, while scatters, exchanges and `vary` make it differ. The simulator's check
-(`functron.spmd.replication`) finds the same by running; this one needs no ranks.
+(`functron.spmd.simulate`) finds the same by running; this one needs no ranks.
 
 Every variation carries its origin, so that a message can tell where it entered the program.
 """
@@ -18,7 +18,7 @@ import torch
 
 from functron.core.errors import Problem, raise_problems
 from functron.program.equations import Block, Code, Equation, Input, Output, Scan, Var
-from functron.spmd.replication import LOSS_FIX, share_problem
+from functron.spmd.simulate import LOSS_FIX, share_problem
 from functron.spmd.spec import spec_axes
 
 _EQUAL_AFTER = {"psum", "pmax", "pmin", "pbroadcast", "all_gather", "assume_replicated"}

@@ -23,8 +23,8 @@ from functron.core.scopes import phase
 from functron.program.recorder import active
 from functron.spmd.axes import BoundAxis, SimulatedAxis, TracedAxis, scope, user_line
 from functron.spmd.mesh import BoundMesh, Mesh
-from functron.spmd.replication import no_share
 from functron.spmd.shard_map import Mapped, shard_map
+from functron.spmd.simulate import no_share
 from functron.spmd.spec import P, dim_axes, num_shards, problems
 
 __all__ = ["check_grads", "full_tracebacks", "print", "visualize_sharding"]

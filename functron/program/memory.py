@@ -31,7 +31,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from functron.core.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, ticks
+from functron.core.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, ticks
 from functron.program.cost import bytes_text, html_table
 from functron.program.equations import Block, Code, Equation, Scan, Var, Where
 from functron.program.text import COLLECTIVES, aligned, short_line

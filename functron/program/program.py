@@ -18,15 +18,7 @@ from functron.core.errors import Problem, public, raise_problems
 from functron.program import text
 from functron.program.check import check
 from functron.program.cost import Cost, cost
-from functron.program.equations import (
-    Block,
-    Code,
-    Equation,
-    Input,
-    Scan,
-    Var,
-    contiguous_strides,
-)
+from functron.program.equations import Block, Code, Equation, Input, Scan, Var, contiguous_strides
 from functron.program.memory import Memory, memory
 from functron.spmd.mesh import Mesh
 from functron.spmd.spec import shard, unshard

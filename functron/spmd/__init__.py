@@ -8,9 +8,8 @@ rows as there are), `shards` (shards of shards) and `donation`.
 """
 
 from functron.spmd import collectives
-from functron.spmd.distributed import gather, shard
 from functron.spmd.mesh import CONTEXT_AXES, DATA_AXES, FSDP_AXES, STANDARD_AXES, BoundMesh, Mesh
-from functron.spmd.shard_map import shard_map
+from functron.spmd.shard_map import gather, shard, shard_map
 from functron.spmd.spec import P, Rules, local_shape, offsets, spec_axes
 
 __all__ = [

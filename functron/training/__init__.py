@@ -12,9 +12,9 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from functron.training.compare import compare
     from functron.training.config import TrainConfig
     from functron.training.plan import Plan, plan
+    from functron.training.records import compare
     from functron.training.train import prepare, train
 
 __all__ = ["Plan", "TrainConfig", "compare", "plan", "prepare", "train"]
@@ -23,7 +23,7 @@ _MEMBERS: Mapping[str, str] = MappingProxyType(
     {
         "Plan": "plan",
         "TrainConfig": "config",
-        "compare": "compare",
+        "compare": "records",
         "plan": "plan",
         "prepare": "train",
         "train": "train",

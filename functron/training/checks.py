@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from functron.core.errors import Problem, raise_problems
-from functron.data.ramp import RampUp
+from functron.data.order import RampUp
 from functron.models.family import TRAINED
 from functron.optim import (
     group_problems,

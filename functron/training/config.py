@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 import tomli_w
 
 from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse
-from functron.data.ramp import RampUp, parse_ramp_up
+from functron.data.order import RampUp, parse_ramp_up
 from functron.models import gpt
 from functron.models.bert import BertConfig
 from functron.models.family import PRESETS, TRAINED, Family, TrainedConfig, family_of

@@ -10,9 +10,9 @@ import torch
 
 from functron import checkpoint, optim
 from functron.core import random, tree
-from functron.core.table import table
+from functron.core.chart import table
 from functron.params import ParamDef, abstract_params, num_params, param_specs
-from functron.pipeline.layout import Part
+from functron.pipeline.partition import Part
 from functron.pipeline.registry import NAMES
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.timeline import Costs, Timeline

@@ -33,16 +33,15 @@ from functron.data import (
     TokenWindows,
     open_tokens,
     split,
-    text_tokenizer,
 )
+from functron.data import tokenizer as text_tokenizer
 from functron.data.blend import ALL, PARTS, parse_blend
 from functron.data.chat import chat_files
 from functron.data.denoising import Spans, Transformed, mask_tokens, spans_of, take_out
-from functron.data.documents import find
+from functron.data.documents import TokenFile, find
 from functron.data.shards import is_tokens, provenance
 from functron.data.sliding import Conversations, Documents, StoredTokens, Texts
-from functron.data.text_tokenizer import BYTES, ByteTokenizer, TextTokenizer
-from functron.data.token_file import TokenFile
+from functron.data.tokenizer import BYTES, ByteTokenizer, TextTokenizer
 from functron.data.windows import check_vocabulary
 from functron.spmd import Mesh
 from functron.training import run_folder

@@ -27,16 +27,21 @@ from functron.ops import use
 from functron.optim import torch_dtype
 from functron.params import ParamDef, abstract_params, decay_mask, param_specs, weight_mask
 from functron.pipeline.execute import pipelined
-from functron.pipeline.layout import Layout, Part, balanced_layout, even_layout, parse_layout
-from functron.pipeline.partition import Partition
+from functron.pipeline.partition import (
+    Layout,
+    Part,
+    Partition,
+    balanced_layout,
+    even_layout,
+    parse_layout,
+)
 from functron.pipeline.registry import make
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.work import are_floats, floats, seeds, with_floats
 from functron.program.program import Program
 from functron.program.trace import trace
 from functron.spmd import FSDP_AXES, BoundMesh, Mesh, P, Rules, shard_map
-from functron.spmd.shards import whole_over
-from functron.spmd.spec import validate
+from functron.spmd.spec import validate, whole_over
 from functron.training.config import TrainConfig
 from functron.training.data import target_length
 from functron.training.step import (

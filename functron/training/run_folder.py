@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 from functron import checkpoint
 from functron.core.errors import Problem, raise_problems
-from functron.data.text_tokenizer import BYTES, kind_of, tokenizers_in
-from functron.data.tokenizer import TOKENIZER, Tokenizer
+from functron.data.tokenizer import BYTES, TOKENIZER, Tokenizer, kind_of, tokenizers_in
 from functron.hub.writer import TOKENIZER_FILES
 from functron.training.config import TrainConfig, dump, load
 from functron.training.records import CONFIG, METRICS, is_run, read

@@ -24,7 +24,7 @@ from functron.pipeline.execute import Pipeline
 from functron.spmd import DATA_AXES, FSDP_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd.axes import AxisNames
 from functron.spmd.shard_map import refuse_idle, unsplit_axes
-from functron.spmd.shards import cut_tree, join, whole_over
+from functron.spmd.spec import cut_tree, join, whole_over
 from functron.transforms import accumulate, sync_gradients, value_and_grad
 from functron.transforms.fsdp import scattered, stand_ins
 

@@ -6,13 +6,12 @@ gives a function a backward of its own; `remat` computes again instead of keepin
 """
 
 from functron.transforms import policies
-from functron.transforms.accumulate import accumulate
 from functron.transforms.custom_vjp import custom_vjp
 from functron.transforms.fsdp import Gather, fsdp
 from functron.transforms.gradient import assume_shares, grad, sync_gradients, value_and_grad, vjp
 from functron.transforms.policies import checkpoint_name
 from functron.transforms.remat import remat
-from functron.transforms.scan import scan
+from functron.transforms.scan import accumulate, scan
 
 __all__ = [
     "Gather",

@@ -1,7 +1,7 @@
 """Functions with a backward of their own, in which ranks may communicate as in forward.
 
 JAX's `custom_vjp`, for per-rank programs: an autograd Function whose forward and backward run with
-the mesh axes rebound at whatever vmap level they are at (`functron.transforms.rerun`), so that
+the mesh axes rebound at whatever vmap level they are at (`functron.transforms.remat`), so that
 `functron.lax` works in both. Needed where the derivative of a function is cheaper than what
 differentiating its operations gives, such as a ring that computes scores again instead of keeping
 those of every step.
@@ -22,7 +22,7 @@ from functron.core.errors import public
 from functron.core.scopes import in_phase
 from functron.spmd.axes import user_line
 from functron.transforms.gradient import rule_vjp
-from functron.transforms.rerun import Site, differentiated, fresh, map_level, partial_of
+from functron.transforms.remat import Site, differentiated, fresh, map_level, partial_of
 
 _Tensors = Sequence[torch.Tensor]
 

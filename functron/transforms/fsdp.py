@@ -49,8 +49,19 @@ from functron.core.scopes import in_phase, in_scopes, named_scope, phase, scope_
 from functron.spmd.axes import Axis, AxisNames, lookup, user_line
 from functron.spmd.mesh import FSDP_AXES
 from functron.spmd.primitives import AllGather, AllGatherAs, Dtypes
-from functron.spmd.shards import BoundCuts, Cuts, bound_cuts, cut_tree, part_shape, scatter_over
-from functron.spmd.spec import P, dim_axes, entry_axes, is_spec, spec_axes
+from functron.spmd.spec import (
+    BoundCuts,
+    Cuts,
+    P,
+    bound_cuts,
+    cut_tree,
+    dim_axes,
+    entry_axes,
+    is_spec,
+    part_shape,
+    scatter_over,
+    spec_axes,
+)
 from functron.transforms.remat import storage_key
 
 _MERGED_BYTES = 1 << 20

@@ -19,7 +19,7 @@ from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase
 from functron.spmd.axes import SimulatedAxis, TracedAxis, scope, user_line
 from functron.spmd.primitives import Psum, Vary
-from functron.spmd.replication import (
+from functron.spmd.simulate import (
     LOSS_FIX,
     as_share,
     lacks_share,
@@ -27,8 +27,7 @@ from functron.spmd.replication import (
     share_problem,
     varying_axes,
 )
-from functron.spmd.shards import cuts_between, scatter
-from functron.spmd.spec import P, is_spec, spec_axes
+from functron.spmd.spec import P, cuts_between, is_spec, scatter, spec_axes
 
 
 @public

@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from functron import Mesh, P, checkpoint, tree
-from functron.checkpoint import database, manifest
+from functron.checkpoint import database
 from functron.checkpoint import database as index
-from functron.checkpoint.manifest import COMMITTED
+from functron.checkpoint import folder as manifest
+from functron.checkpoint.folder import COMMITTED
 from functron.spmd.spec import shard
 
 FLIPS = 200

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from functron import Mesh, P, tree
 from functron.checkpoint.placement import Box, Division, Leaf, Placement, chunk_shape, grid
-from functron.pipeline.layout import layout_of
-from functron.pipeline.partition import Partition
+from functron.pipeline.partition import Partition, layout_of
 from functron.spmd import BoundMesh
-from functron.spmd.shards import pad
-from functron.spmd.spec import shard
+from functron.spmd.spec import pad, shard
 
 
 def on(mesh: Mesh, rank: int) -> BoundMesh:

@@ -21,10 +21,9 @@ from functron.params import weight_mask
 from functron.training import run_folder
 from functron.training.checks import validate
 from functron.training.config import TrainConfig
-from functron.training.convert import convert
+from functron.training.convert import convert, upcycle, upcycle_run
 from functron.training.plan import plan
 from functron.training.train import prepare, train
-from functron.training.upcycle import upcycle, upcycle_run
 
 DECAY, STEPS = 0.7, 4
 RUN = TrainConfig(

@@ -17,11 +17,9 @@ import torch
 from functron import Mesh, P, checkpoint, gpt, optim, random, tree
 from functron.models.config import GPTConfig
 from functron.params import param_specs
-from functron.pipeline.layout import layout_of
-from functron.pipeline.partition import Partition
+from functron.pipeline.partition import Partition, layout_of
 from functron.spmd import BoundMesh, Rules
-from functron.spmd.shards import pad
-from functron.spmd.spec import shard
+from functron.spmd.spec import pad, shard
 from functron.training.step import State, init_state, state_specs
 
 MODEL = GPTConfig(

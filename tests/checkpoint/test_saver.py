@@ -11,11 +11,11 @@ import torch
 
 from functron import Mesh, P, checkpoint
 from functron.checkpoint import folder as folders
-from functron.checkpoint import together
+from functron.checkpoint import saver as together
 from functron.checkpoint.database import Window
 from functron.checkpoint.folder import Keep
 from functron.checkpoint.placement import Division
-from functron.checkpoint.writer import Snapshot
+from functron.checkpoint.saver import Snapshot
 
 
 def saver(path: Path, **settings) -> checkpoint.Saver:

@@ -14,7 +14,7 @@ from functron.compiler import compile as compile_program
 from functron.compiler import inductor
 from functron.compiler.segments import procedure
 from functron.program.trace import trace
-from functron.spmd.donation import Donated
+from functron.spmd.shard_map import Donated
 from tests.compiler.test_compile import assert_same, made, randn
 
 

@@ -16,7 +16,7 @@ from functron import Mesh, P, gpt, random, tree
 from functron.compiler import compile as compile_program
 from functron.compiler.cut import cut, held_bytes, is_effect
 from functron.pipeline.evaluate import ambient, evaluate
-from functron.pipeline.layout import Part
+from functron.pipeline.partition import Part
 from functron.program.equations import Scan, Var
 from functron.program.program import interpret
 from functron.program.trace import trace

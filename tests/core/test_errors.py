@@ -21,7 +21,7 @@ import functron as ft
 from functron import P, bert, gpt, lax, llava, mamba, optim, t5, vit
 from functron.cli.main import main
 from functron.core.errors import Problem, in_library, made_public, nearest, raise_problems
-from functron.models.sequence import require
+from functron.models.options import require
 
 
 def test_a_problem_in_words():

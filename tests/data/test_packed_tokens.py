@@ -24,10 +24,9 @@ from functron.data import (
     verify,
 )
 from functron.data.chat import IGNORED
+from functron.data.documents import TokenFile, last_not_after
 from functron.data.order import shuffled_blocks
-from functron.data.packed import TOGETHER
-from functron.data.packing import best_fit, fill
-from functron.data.token_file import TokenFile, last_not_after
+from functron.data.packing import TOGETHER, best_fit, fill
 from functron.models import gpt
 from functron.params import init_params
 from functron.training import run_folder

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functron.data import ByteText
-from functron.data.order import drawn
-from functron.data.ramp import RampUp, parse_ramp_up
+from functron.data.order import RampUp, drawn, parse_ramp_up
 
 TEXT = ByteText(None, 8, seed=1)
 

@@ -7,16 +7,16 @@ import io
 
 import pytest
 
-from functron.data import documents, text_tokenizer
-from functron.data.text_tokenizer import (
+from functron.data import documents, tokenizer
+from functron.data.tokenizer import (
     SCHEMES,
     ByteTokenizer,
     RankFile,
     SentencePiece,
+    Tokenizer,
     end_of_text,
     open_tokenizer,
 )
-from functron.data.tokenizer import Tokenizer
 from tests.data.chats import WORDS, make_tokenizer
 
 TEXTS = [
@@ -111,7 +111,7 @@ def test_published_schemes(tmp_path, monkeypatch, name):
     ours = open_tokenizer(file)
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode_ordinary(text)
-    scheme = SCHEMES[text_tokenizer.STEMS[name]]
+    scheme = SCHEMES[tokenizer.STEMS[name]]
     assert scheme.special == published["special_tokens"]
 
 

@@ -13,8 +13,7 @@ from functron.hub import files, reader
 from functron.hub.mixtures import DECODERS
 from functron.nn.moe import MoEConfig
 from functron.params import abstract_params
-from functron.pipeline.layout import layout_of
-from functron.pipeline.partition import Partition
+from functron.pipeline.partition import Partition, layout_of
 from functron.spmd.spec import shard
 
 LLAMA = gpt.GPTConfig(

@@ -7,7 +7,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, nn, ops
-from functron.nn.zigzag import to_balanced, to_contiguous
+from functron.nn.context import to_balanced, to_contiguous
 from functron.ops import softmax
 from functron.ops.softmax import LSE_MERGE, LSE_MERGE_BACKWARD, merge
 from tests.kernels.conformance import Case, conform

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from functron.ops import global_norm, moe, norms, quantise_fp8
+from functron.ops import foreach, moe, norms, quantise_fp8
 from functron.ops import moe as moe_sort
 from tests.kernels.emulator import EmulationError, emulated
 
@@ -61,7 +61,7 @@ RUNS = {
         norms._rms_backward_kernel,
         (draw(40, 64), None, draw(40, 64, seed=1), draw(64), draw(40).abs(), 1e-5, False),
     ),
-    "squares": Run(global_norm._kernel, (draw(1, 70_000),)),
+    "squares": Run(foreach._kernel, (draw(1, 70_000),)),
     "quantise": Run(quantise_fp8._kernel, (draw(1, 130, 140), None, 1, 128, False, False, True)),
 }
 

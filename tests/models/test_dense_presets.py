@@ -9,7 +9,7 @@ import pytest
 import functron as ft
 from functron import gpt, hub
 from functron.hub.config import differences, parse
-from functron.models.presets import DENSE_PRESETS
+from functron.models.config import DENSE_PRESETS
 
 # of the published files (tied matrices once)
 COUNTS = {

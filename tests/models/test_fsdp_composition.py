@@ -11,7 +11,7 @@ import torch
 import functron as ft
 from functron import Mesh, P, gpt, tree
 from functron.pipeline import Partition, make, pipelined
-from functron.pipeline.layout import even_layout
+from functron.pipeline.partition import even_layout
 from functron.spmd.spec import spec_axes
 from functron.transforms import Gather
 from tests.models.test_composition import BASE, MODELS, STREAMS, assert_equal, dense

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 import functron as ft
 from functron import bert, gpt, llava, mamba, nn, t5, tree, vit
 from functron.models.generation import Draw
-from functron.models.infilling import respond
+from functron.models.t5 import respond
 from functron.nn.masked import relative_buckets
 
 VOCAB, EMBED, BATCH, SEQ = 61, 32, 4, 12

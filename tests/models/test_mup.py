@@ -9,9 +9,9 @@ import torch
 
 from functron import gpt, optim, params, random, tree
 from functron.models import decoder, mup
-from functron.models.sequence import arranged
+from functron.models.options import arranged
 from functron.nn.moe import MoEConfig
-from functron.pipeline.layout import whole
+from functron.pipeline.partition import whole
 
 SEQ, VOCAB, STDDEV, LAYERS = 12, 32, 0.18, 2
 BASE, M = 16, 4  # the narrow model's width, and how many times as wide the other is

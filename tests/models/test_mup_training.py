@@ -10,8 +10,7 @@ import torch
 from functron import Mesh, gpt, optim, params, random, tree
 from functron.models.lora import LoRA, lora_defs
 from functron.nn.moe import MoEConfig
-from functron.spmd.shards import unpad
-from functron.spmd.spec import is_spec
+from functron.spmd.spec import is_spec, unpad
 from functron.training.checks import validate
 from functron.training.config import TrainConfig
 from functron.training.plan import plan

@@ -17,7 +17,7 @@ import functron as ft
 from functron import Mesh, P, gpt, nn, random
 from functron.models.generation import extend, prefill
 from functron.pipeline import Partition, make, pipelined
-from functron.pipeline.layout import layout_of
+from functron.pipeline.partition import layout_of
 from tests.models.test_composition import BASE, BATCH, SEQ, assert_equal, batch
 from tests.models.test_context_composition import CONTEXTS, packed
 from tests.models.test_hugging_face_architectures import (

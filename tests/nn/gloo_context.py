@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import Mesh, P, lax
-from functron.nn.context import context_attention
-from functron.nn.zigzag import to_balanced, to_contiguous
+from functron.nn.context import context_attention, to_balanced, to_contiguous
 from functron.spmd import spec as sharding
 from tests.ranks import on_the_first
 

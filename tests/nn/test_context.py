@@ -10,8 +10,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, lax
-from functron.nn.context import context_attention, needed_steps
-from functron.nn.zigzag import to_balanced, to_contiguous
+from functron.nn.context import context_attention, needed_steps, to_balanced, to_contiguous
 from functron.ops import attention
 
 BATCH, SEQ, HEADS, DIM = 2, 16, 4, 4

@@ -16,14 +16,7 @@ import functron as ft
 from functron import DATA_AXES, Mesh, P, nn
 from functron.nn.attention import causal_attention
 from functron.nn.context import context_attention
-from functron.nn.mla import (
-    Latents,
-    MLAConfig,
-    mla,
-    mla_absorbed,
-    mla_cache,
-    mla_defs,
-)
+from functron.nn.mla import Latents, MLAConfig, mla, mla_absorbed, mla_cache, mla_defs
 
 BATCH, SEQ, EMBED, HEADS, NOPE, ROPE, V = 4, 8, 6, 8, 3, 4, 5
 CONFIG = MLAConfig(EMBED, HEADS, 7, 9, NOPE, ROPE, V, norm_eps=1e-3)

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
 from functron import nn
-from functron.nn.rope import rope_frequencies
+from functron.nn.attention import rope_frequencies
 
 THETA, HEAD_DIM = 10000.0, 8
 

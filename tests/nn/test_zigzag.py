@@ -7,7 +7,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P
-from functron.nn.zigzag import positions, to_balanced, to_contiguous
+from functron.nn.context import positions, to_balanced, to_contiguous
 
 STREAM = P(None, ("cp", "ulysses"))
 MESHES = [

@@ -15,8 +15,7 @@ from functron import Mesh, P, gpt, optim, random, tree
 from functron.core import compat
 from functron.ops.define import use
 from functron.pipeline import Partition, even_layout, make, pipelined
-from functron.spmd.shards import cut_tree, take, whole_over
-from functron.spmd.spec import is_spec
+from functron.spmd.spec import cut_tree, is_spec, take, whole_over
 from functron.training import step as steps
 from tests.ranks import on_the_first
 

@@ -9,7 +9,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, optim, shard_map, tree
-from functron.spmd.shards import cut_tree, take
+from functron.spmd.spec import cut_tree, take
 
 STEPS = 20
 SHAPES = {"blocks": {"norm": (3, 4), "up": (3, 4, 8)}, "embed": (8, 6)}

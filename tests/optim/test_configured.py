@@ -8,8 +8,7 @@ import torch
 
 from functron import Mesh, optim, random, tree
 from functron.models import gpt
-from functron.spmd.shards import unpad
-from functron.spmd.spec import is_spec
+from functron.spmd.spec import is_spec, unpad
 from functron.training.config import TrainConfig
 from functron.training.plan import plan
 

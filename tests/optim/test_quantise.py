@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functron import Mesh, P, optim, shard_map, tree
-from functron.optim.quantise import values
+from functron.optim.low_precision import values
 from functron.params import Normal, ParamDef, abstract_params
 
 

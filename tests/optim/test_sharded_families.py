@@ -11,8 +11,7 @@ import torch
 import functron as ft
 from functron import Mesh, P, optim, random, shard_map, tree
 from functron.params import Normal, ParamDef
-from functron.spmd.shards import cut_tree, take, unpad
-from functron.spmd.spec import is_spec
+from functron.spmd.spec import cut_tree, is_spec, take, unpad
 
 STEPS = 4
 KIND = (Normal(1.0), torch.float64)

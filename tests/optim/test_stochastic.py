@@ -43,9 +43,9 @@ def train(optimizer, mesh, specs, dtype=BF16, start=None):
     cut = lambda grads: tree.unflatten(
         tree.structure(grads),
         [
-            ft.spmd.shards.take(g, cuts)
+            ft.spmd.spec.take(g, cuts)
             for g, cuts in zip(
-                tree.leaves(grads), ft.spmd.shards.cut_tree(P(), wanted, grads), strict=True
+                tree.leaves(grads), ft.spmd.spec.cut_tree(P(), wanted, grads), strict=True
             )
         ],
     )

@@ -14,8 +14,7 @@ from functron import Mesh, P, gpt, optim, random, tree
 from functron.nn import IGNORE_INDEX
 from functron.pipeline import Partition, even_layout, make, pipelined
 from functron.program.equations import Scan
-from functron.spmd.shards import unpad
-from functron.spmd.spec import is_spec
+from functron.spmd.spec import is_spec, unpad
 from functron.transforms import Gather
 
 TOLERANCE = 1e-10

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random, tree
 from functron.pipeline import Partition, Schedule, collect, make, pipelined
-from functron.pipeline.layout import layout_of
+from functron.pipeline.partition import layout_of
 from functron.spmd import BoundMesh
 from functron.training.step import make_step, pipelined_gradients
 from tests.pipeline.test_composition import (

@@ -18,7 +18,7 @@ import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random, tree
 from functron.nn import IGNORE_INDEX
 from functron.pipeline import NAMES, Partition, Pipeline, Schedule, make, pipelined, whole
-from functron.pipeline.layout import Layout, layout_of
+from functron.pipeline.partition import Layout, layout_of
 from functron.pipeline.work import Pieces, Pullbacks
 from functron.training.step import make_step, pipelined_gradients
 

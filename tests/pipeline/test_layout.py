@@ -17,7 +17,7 @@ from functron.pipeline import (
     parse_layout,
     whole,
 )
-from functron.pipeline.layout import layout_of
+from functron.pipeline.partition import layout_of
 
 COUNTS = st.lists(st.integers(0, 4), min_size=1, max_size=6)
 

@@ -12,7 +12,7 @@ import functron as ft
 from functron import Mesh, gpt, random, tree
 from functron.params import Normal, ParamDef
 from functron.pipeline import Partition, even_layout, make
-from functron.pipeline.layout import layout_of
+from functron.pipeline.partition import layout_of
 from functron.spmd import spec as sharding
 from functron.spmd.mesh import BoundMesh
 

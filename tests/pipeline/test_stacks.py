@@ -14,7 +14,7 @@ import functron as ft
 from functron import Mesh, P, checkpoint, lax, random, tree
 from functron.params import Normal, ParamDef
 from functron.pipeline import Partition, make, pipelined
-from functron.pipeline.layout import layout_of
+from functron.pipeline.partition import layout_of
 from functron.spmd import BoundMesh
 
 DENSE_FIRST = {"embed": "EL", "dense": range(3), "blocks": range(3, 7), "norm": "L"}

@@ -15,7 +15,7 @@ import torch
 import functron as ft
 from functron import Mesh, P, gpt, nn, random
 from functron.pipeline import Partition, make, pipelined
-from functron.pipeline.layout import layout_of
+from functron.pipeline.partition import layout_of
 from tests.models.test_decoder_variants import MODELS
 from tests.models.test_moe_composition import assert_equal
 

@@ -12,7 +12,7 @@ from functron import Mesh, P, gpt, lax, optim, random, tree
 from functron.program.check import check, varying
 from functron.program.equations import Block, Equation, Scan, Var
 from functron.program.trace import trace
-from functron.spmd.replication import varying_axes
+from functron.spmd.simulate import varying_axes
 
 MESH = Mesh(dp=2, tp=2)
 W, X = torch.ones(4, 4), torch.ones(4, 4)

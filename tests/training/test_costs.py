@@ -9,7 +9,7 @@ import pytest
 from functron import random, tree
 from functron.cli.main import main
 from functron.models import gpt
-from functron.pipeline.layout import Part
+from functron.pipeline.partition import Part
 from functron.spmd import Mesh
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, with_model

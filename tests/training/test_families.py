@@ -18,11 +18,11 @@ from functron import bert, checkpoint, mamba, random, t5, tree
 from functron.cli.main import main
 from functron.data import Blend, IndexedWriter, Tokenizer
 from functron.data.denoising import Transformed, spans_of
-from functron.data.text_tokenizer import ByteTokenizer
+from functron.data.tokenizer import ByteTokenizer
 from functron.models.bert import BertConfig
 from functron.models.family import PRESETS, TRAINED, family_of
 from functron.models.generation import Draw
-from functron.models.infilling import Sentinels, respond
+from functron.models.t5 import Sentinels, respond
 from functron.spmd import Mesh
 from functron.training import data as corpus
 from functron.training import run_folder
@@ -465,7 +465,7 @@ import torch
 import torch.distributed as dist
 import functron as ft
 from functron import Mesh, gpt, random, t5
-from functron.models.infilling import respond
+from functron.models.t5 import respond
 from functron.models.generation import Draw
 
 dist.init_process_group("gloo")

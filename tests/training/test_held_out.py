@@ -28,8 +28,7 @@ from functron.training.checks import validate
 from functron.training.config import TrainConfig, dump, load
 from functron.training.data import open_samples
 from functron.training.evaluation import loss_memory_bytes, open_sets
-from functron.training.loop import loop
-from functron.training.train import prepare
+from functron.training.train import loop, prepare
 from tests.data.chats import corpus, make_tokenizer, write_lines
 from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL
 

@@ -10,10 +10,10 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 
-from functron.core import plot
-from functron.training import loop as metrics
+from functron.core import chart as plot
 from functron.training import records
-from functron.training.loop import Meter, exit_code, loop, stop_requests
+from functron.training import train as metrics
+from functron.training.train import Meter, exit_code, loop, stop_requests
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "mfu",

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from functron import random, tree
-from functron.data import text_tokenizer
+from functron.data import tokenizer
 from functron.models import gpt
 from functron.optim import OptimizerConfig
 from functron.optim import config as optim_config
@@ -22,7 +22,7 @@ from tests.data.chats import make_tokenizer
 COUNTED = {
     (gpt.__file__, "defs"),
     (optim_config.__file__, "make_optimizer"),
-    (text_tokenizer.__file__, "open_tokenizer"),
+    (tokenizer.__file__, "open_tokenizer"),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from functron.cli import main
 from functron.data.shards import provenance
-from functron.data.text_tokenizer import ByteTokenizer, RankFile, SentencePiece
+from functron.data.tokenizer import ByteTokenizer, RankFile, SentencePiece
 from functron.training import run_folder
 from functron.training.config import TrainConfig, load
 from functron.training.data import open_tokenizer, with_tokenizer

@@ -12,7 +12,7 @@ from functron import gpt, random, tree
 from functron.cli import main
 from functron.nn.moe import MoEConfig
 from functron.training.config import load
-from functron.training.upcycle import upcycle, upcycled_config
+from functron.training.convert import upcycle, upcycled_config
 
 LLAMA = gpt.GPTConfig(
     vocab_size=48, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, max_seq=12,

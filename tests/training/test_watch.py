@@ -11,7 +11,7 @@ from functron import Mesh, P, gpt, mamba, optim, random, tree
 from functron.compiler.jit import jit
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.params import init_params
-from functron.pipeline.layout import Part
+from functron.pipeline.partition import Part
 from functron.program.trace import trace
 from functron.training.checks import validate
 from functron.training.config import TrainConfig

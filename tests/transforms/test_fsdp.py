@@ -10,7 +10,7 @@ import torch
 import functron as ft
 from functron import Mesh, P, lax, tree
 from functron.transforms import Gather, fsdp, policies, remat, scan
-from functron.transforms.accumulate import accumulate
+from functron.transforms.scan import accumulate
 
 DIM, ROWS, LAYERS = 8, 4, 3
 MESHES = [

@@ -18,7 +18,7 @@ from functron import Mesh, P, checkpoint_name, gpt, lax, policies, random, tree
 from functron.core.compat import is_wrapped
 from functron.program.program import interpret
 from functron.program.trace import trace
-from functron.spmd.donation import Donated
+from functron.spmd.shard_map import Donated
 from functron.transforms.remat import Kept
 
 torch.manual_seed(0)
@@ -133,10 +133,10 @@ MESHES = [
 
 
 def layer(w, x, stream):
-    x = checkpoint_name(ft.nn.linear.gather_sequence(x, stream), "gathered")
+    x = checkpoint_name(ft.nn.gather_sequence(x, stream), "gathered")
     hidden = checkpoint_name(torch.tanh(x @ w["up"]), "hidden")
     return checkpoint_name(
-        ft.nn.linear.reduce_partial(hidden @ w["down"], stream), "out"
+        ft.nn.reduce_partial(hidden @ w["down"], stream), "out"
     ).sin()  # fmt: skip
 
 

@@ -1,17 +1,19 @@
 """Mixtures of experts: layers of which each token uses a few parts."""
 
-from functron.nn.moe.balance import RouterSums, auxiliary, statistics, summary
 from functron.nn.moe.config import MoEConfig
-from functron.nn.moe.experts import ExpertActivation, expert_defs, experts
-from functron.nn.moe.layer import moe, moe_defs
+from functron.nn.moe.layer import ExpertActivation, expert_defs, experts, moe, moe_defs
 from functron.nn.moe.router import (
     Router,
     RouterInput,
     RouterOutput,
+    RouterSums,
     Routing,
+    auxiliary,
     capacity,
     route,
     router_defs,
+    statistics,
+    summary,
 )
 
 __all__ = [

@@ -25,7 +25,7 @@ from functron.optim.transformation import (
     stateless,
     transformation,
 )
-from functron.optim.whole import (
+from functron.optim.zero import (
     Whole,
     flat_specs,
     mean,

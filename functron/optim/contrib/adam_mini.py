@@ -18,7 +18,7 @@ from functron.core.errors import public
 from functron.optim.mask import Mask, add_decayed_weights
 from functron.optim.schedules import LearningRate, new_count, scale_by_learning_rate
 from functron.optim.transformation import GradientTransformation, bindable, chain, transformation
-from functron.optim.whole import Whole, flat_specs, mean, num_stacked, wholes, without
+from functron.optim.zero import Whole, flat_specs, mean, num_stacked, wholes, without
 from functron.spmd.spec import P
 
 

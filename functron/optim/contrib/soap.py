@@ -28,11 +28,10 @@ from functron.optim.transformation import (
     readable,
     transformation,
 )
-from functron.optim.whole import flat_specs, leaf_specs
+from functron.optim.zero import flat_specs, leaf_specs
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all
-from functron.spmd.shards import Cuts, as_entry, fill, join, take, trim
-from functron.spmd.spec import P, dim_axes
+from functron.spmd.spec import Cuts, P, as_entry, dim_axes, fill, join, take, trim
 
 
 class ScaleBySoapState(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from functron import Mesh, P, lax
-from functron.nn.moe.experts import expert_defs, experts
+from functron.nn.moe.layer import expert_defs, experts
 
 EXPERTS, EMBED, HIDDEN = 3, 4, 6
 SIZES = [3, 0, 5]

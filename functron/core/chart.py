@@ -1,4 +1,4 @@
-"""A line chart as SVG text: enough for a loss curve that opens in any browser."""
+"""Charts and tables as text: a line chart as SVG that opens in any browser, and rows in columns."""
 
 from __future__ import annotations
 
@@ -139,3 +139,19 @@ def _line(x1: float, y1: float, x2: float, y2: float) -> str:
 
 def _text(x: float, y: float, text: str, *, anchor: str = "middle", more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(text)}</text>'
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Rows as lines, each column as wide as its widest cell, two spaces apart.
+
+    Args:
+        rows: of as many cells each; a row without cells is an empty line.
+        left: how many columns are aligned to the left, as text is; the others are to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*filter(None, rows), strict=True)]
+    aligned = [
+        [cell.ljust(width) for cell, width in zip(row[:left], widths[:left], strict=True)]
+        + [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
+        for row in ((row or [""] * len(widths)) for row in rows)
+    ]
+    return "\n".join("  ".join(cells).rstrip() for cells in aligned)

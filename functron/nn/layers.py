@@ -1,0 +1,474 @@
+"""Layers of every transformer: linear, embedding, feed-forward, norm and dropout.
+
+They are tensor-parallel (Shoeybi et al. 2019, section 3), with sequence parallelism. The residual
+stream is ``[batch, seq, embed]`` with a spec: ``P(data)`` keeps the sequence whole on every
+tensor-parallel rank, ``P(data, "tp")`` splits it (Korthikanti et al. 2022). Between a column- and a
+row-parallel layer activations are split over heads or features instead.
+
+| layer                     | enters with      | leaves with                                   |
+|---------------------------|------------------|-----------------------------------------------|
+| column-parallel: w splits by columns | the stream | its part of the features; nothing exchanged |
+| row-parallel: w splits by rows | its features | the stream: psum, or psum_scatter along seq |
+
+No backward rule is written anywhere: the transposes of these collectives are the right ones. The
+embedding is split by rows of its vocabulary; norms are over the embedding dim, which is never
+split; masks of dropout are the same on every mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from functron.core import random
+from functron.core.typing import Float, Int, Key, Tensor
+from functron.ops.define import AUTO, Kernels
+from functron.ops.glu import GLU
+from functron.ops.ids import check_ids
+from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from functron.params import Normal, ParamDef, ones, zeros
+from functron.spmd import collectives as lax
+from functron.spmd.spec import P, entry_axes
+
+SEQ_DIM = 1
+
+
+class Adapter(NamedTuple):
+    """A low-rank addition to a matrix w (Hu et al. 2021): x w becomes x w + scale (x a) b.
+
+    It stands beside w in a layer's parameters, as ``"lora"``; see `functron.lora`.
+
+    Attributes:
+        a: ``[*in, rank]``, its leading dims split as w's are.
+        b: ``[rank, *out]``, its other dims split as w's are.
+        scale: a scalar; a tensor, so that parameters say by themselves what they compute.
+    """
+
+    a: Any
+    b: Any
+    scale: Any
+
+
+def sequence_axes(stream: P) -> tuple[str, ...]:
+    """The mesh axes that split the sequence dim of a stream with this spec."""
+    return entry_axes(stream[SEQ_DIM]) if len(stream) > SEQ_DIM else ()
+
+
+def gather_sequence(
+    x: Float[Tensor, "batch seq embed"], stream: P, axis: str = "tp"
+) -> Float[Tensor, "batch whole_seq embed"]:
+    """The stream with its sequence whole over `axis`: ``[B, T / n, D]`` to ``[B, T, D]``.
+
+    Identity unless `stream` splits the sequence by `axis`; then one all-gather of the result's
+    bytes, and in backward one reduce-scatter.
+    """
+    return lax.all_gather(x, axis, axis=SEQ_DIM, tiled=True) if axis in sequence_axes(stream) else x
+
+
+def reduce_partial(
+    y: Float[Tensor, "batch whole_seq embed"], stream: P, axis: str = "tp"
+) -> Float[Tensor, "batch seq embed"]:
+    """The stream from every rank's part of a sum over `axis`.
+
+    One all-reduce of y's bytes; where `stream` splits the sequence by `axis`, one reduce-scatter to
+    ``[B, T / n, D]`` instead. Backward: all-reduce, or all-gather.
+    """
+    if axis in sequence_axes(stream):
+        return lax.psum_scatter(y, axis, scatter_dimension=SEQ_DIM, tiled=True)
+    return lax.psum(y, axis)
+
+
+def _product(x: Tensor, w: Tensor, lora: Adapter | None) -> Tensor:
+    """x w + scale (x a) b for a matrix w ``[in, out]``; w + scale a b is never formed.
+
+    Linear in x and in the rows of w and a, so that it may be any rank's part of a sum.
+    """
+    y = x @ w
+    if lora is None:
+        return y
+    narrow = x @ lora.a.flatten(0, -2)
+    return y + (narrow * lora.scale.to(narrow.dtype)) @ lora.b.flatten(1)
+
+
+def column_parallel(
+    x: Float[Tensor, "*batch embed"],
+    w: Float[Tensor, "embed *features"],
+    bias: Float[Tensor, "*features"] | None = None,
+    lora: Adapter | None = None,
+) -> Float[Tensor, "*outputs"]:
+    """y = x w + b, with the columns of w split.
+
+    Args:
+        x: ``[..., embed]``, the same on all ranks of the axis (call `gather_sequence` first).
+        w: ``[embed, *features]``, this rank's columns; several feature dims are kept apart.
+        bias: ``[*features]``.
+        lora: a low-rank addition to w, this rank's columns of its b.
+
+    Returns:
+        ``[..., *features]``, this rank's features. No collectives.
+    """
+    y = _product(x, w.flatten(1), lora)
+    y = y.unflatten(-1, w.shape[1:]) if w.dim() > 2 else y
+    return y if bias is None else y + bias
+
+
+def row_parallel(
+    x: Float[Tensor, "batch whole_seq *features"],
+    w: Float[Tensor, "*features embed"],
+    bias: Float[Tensor, " embed"] | None = None,
+    lora: Adapter | None = None,
+    *,
+    stream: P,
+    axis: str = "tp",
+) -> Float[Tensor, "batch seq embed"]:
+    """y = sum over ranks of x w, plus b once, with the rows of w split.
+
+    Args:
+        x: ``[batch, seq, *features]``, this rank's features.
+        w: ``[*features, embed]``, this rank's rows.
+        bias: ``[embed]``, replicated.
+        lora: a low-rank addition to w, this rank's rows of its a.
+        stream: the spec of the result; decides between all-reduce and reduce-scatter.
+        axis: the mesh axis that splits the features.
+
+    Returns:
+        ``[batch, seq, embed]`` with spec `stream`. Collectives: as `reduce_partial`.
+    """
+    y = reduce_partial(_product(x.flatten(SEQ_DIM + 1), w.flatten(0, -2), lora), stream, axis)
+    return y if bias is None else y + bias
+
+
+def linear_defs(
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *,
+    stddev: float,
+    bias: tuple[int, ...] | None = None,
+    bias_axes: tuple[str | None, ...] = (),
+    dtype,
+) -> dict[str, ParamDef]:
+    """Defs ``{"w", "b"}`` of a linear layer; without `bias` (its shape) there is no ``"b"``."""
+    defs = {"w": ParamDef(shape, axes, Normal(stddev), dtype)}
+    if bias is not None:
+        defs["b"] = ParamDef(bias, bias_axes, zeros, dtype, decay=False)
+    return defs
+
+
+def weights(layer: dict) -> tuple[Tensor, Tensor | None, Adapter | None]:
+    """The matrix, the bias and the low-rank addition of a linear layer's parameters."""
+    return layer["w"], layer.get("b"), layer.get("lora")
+
+
+def embed_tokens(
+    table: Float[Tensor, "rows embed"],
+    tokens: Int[Tensor, "batch whole_seq"],
+    *,
+    stream: P,
+    axis: str = "tp",
+    scale: float = 1.0,
+    vocab_size: int | None = None,
+) -> Float[Tensor, "batch seq embed"]:
+    """x_t = scale table[token_t], with the rows of the table split over `axis`.
+
+    Every rank looks up the tokens whose rows it holds and contributes zeros for the others.
+
+    Args:
+        table: ``[vocab / n, embed]``, this rank's rows.
+        tokens: ``[batch, seq]`` int64, the whole sequence on every rank.
+        stream: the spec of the result.
+        scale: rounded to the table's dtype before it multiplies, as where it comes from (Gemma).
+        vocab_size: how many rows over all ranks are no padding; None: all.
+
+    Returns:
+        ``[batch, seq, embed]`` with spec `stream`. Collectives: as `reduce_partial`.
+
+    Raises:
+        ValueError: a token is outside of the vocabulary; on CUDA a device-side assertion.
+    """
+    whole = table.shape[0] * lax.axis_size(axis) if vocab_size is None else vocab_size
+    check_ids(tokens, "tokens", whole)
+    rows = tokens - lax.axis_index(axis) * table.shape[0]
+    here = (rows >= 0) & (rows < table.shape[0])
+    found = F.embedding(rows.clamp(0, table.shape[0] - 1), table)
+    if scale != 1:
+        found = found * torch.full((), scale, dtype=found.dtype, device=found.device)
+    zero = torch.zeros((), dtype=found.dtype, device=found.device)
+    return reduce_partial(torch.where(here.unsqueeze(-1), found, zero), stream, axis)
+
+
+def stream_positions(
+    x: Float[Tensor, "batch seq *features"],
+    stream: P,
+    positions: Int[Tensor, "*batch whole_seq"] | None = None,
+    axis: str = "tp",
+) -> Int[Tensor, "*batch seq"]:
+    """The positions in the sequence, int64 ``[seq]``, of the part of the stream that x holds.
+
+    Args:
+        x: this rank's part of the stream.
+        stream: its spec.
+        positions: those of the tokens that all ranks of `axis` hold together, ``[whole_seq]`` or
+            ``[batch, whole_seq]``; None: they are in order (see `functron.nn.context`).
+    """
+    size, axes = x.shape[SEQ_DIM], sequence_axes(stream)
+    if positions is None:
+        return lax.global_index(size, axes, device=x.device)
+    if axis not in axes or lax.axis_size(axis) == 1:
+        return positions
+    return torch.index_select(positions, -1, lax.global_index(size, axis, device=x.device))
+
+
+def add_positions(
+    x: Float[Tensor, "batch seq embed"],
+    table: Float[Tensor, "max_seq embed"],
+    *,
+    stream: P,
+    positions: Int[Tensor, "*batch whole_seq"] | None = None,
+) -> Float[Tensor, "batch seq embed"]:
+    """x_t + table[t] (learned absolute positions; Radford et al. 2019).
+
+    Args:
+        x: ``[batch, seq, embed]`` with spec `stream`.
+        table: ``[max_seq, embed]``, replicated.
+        positions: as in `stream_positions`.
+    """
+    return x + F.embedding(stream_positions(x, stream, positions), table)
+
+
+Activation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
+
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "relu": F.relu,
+        "relu2": lambda x: F.relu(x).square(),
+        "silu": F.silu,
+    }
+)
+
+
+def mlp_defs(
+    embed_dim: int,
+    mlp_dim: int,
+    *,
+    gated: bool,
+    bias: bool,
+    stddev: float,
+    out_stddev: float,
+    dtype: torch.dtype,
+) -> dict:
+    """Defs ``{"up", "gate"?, "down"}``, each ``{"w", "b"?}``."""
+
+    def widen() -> dict:
+        return linear_defs(
+            (embed_dim, mlp_dim),
+            ("embed", "mlp"),
+            stddev=stddev,
+            bias=(mlp_dim,) if bias else None,
+            bias_axes=("mlp",),
+            dtype=dtype,
+        )
+
+    defs = {
+        "up": widen(),
+        "down": linear_defs(
+            (mlp_dim, embed_dim),
+            ("mlp", "embed"),
+            stddev=out_stddev,
+            bias=(embed_dim,) if bias else None,
+            bias_axes=("embed",),
+            dtype=dtype,
+        ),
+    }
+    if gated:
+        defs["gate"] = widen()
+    return defs
+
+
+def mlp(
+    params: dict,
+    x: Float[Tensor, "batch seq embed"],
+    *,
+    activation: Activation,
+    stream: P,
+    axis: str = "tp",
+    kernels: Kernels = AUTO,
+) -> Float[Tensor, "batch seq embed"]:
+    """y = act(x up) down, or (act(x gate) * (x up)) down where there is a gate (Shazeer 2020).
+
+    Args:
+        params: this rank's part of `mlp_defs`.
+        x: ``[batch, seq, embed]`` with spec `stream`.
+        activation: one of `ACTIVATIONS`.
+        kernels: of ``"glu"``.
+
+    Returns:
+        ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce forward and one
+        backward; with a split sequence, all-gather and reduce-scatter each.
+    """
+    x = gather_sequence(x, stream, axis)
+    act = ACTIVATIONS[activation]
+    up = column_parallel(x, *weights(params["up"]))
+    if "gate" in params:
+        gate = column_parallel(x, *weights(params["gate"]))
+        by_kernel = kernels.takes("glu", gate, up)
+        hidden = GLU(gate, up, activation) if by_kernel else act(gate) * up
+    else:
+        hidden = act(up)
+    return row_parallel(hidden, *weights(params["down"]), stream=stream, axis=axis)
+
+
+NormKind = Literal["rms", "layer", "bare_layer"]
+
+
+def norm_defs(
+    size: int,
+    kind: NormKind,
+    *,
+    axis: str | None,
+    dtype: torch.dtype,
+    zero_centered: bool = False,
+) -> dict:
+    """Defs ``{"scale"}`` of an RMSNorm, or ``{"scale", "bias"}`` of a LayerNorm, over `size`.
+
+    A "bare_layer" is a LayerNorm without parameters: ``{}``. The scale starts at 1; with
+    `zero_centered` it is what is added to 1, and starts at 0.
+    """
+    if kind == "bare_layer":
+        return {}
+    start = zeros if zero_centered else ones
+    defs = {"scale": ParamDef((size,), (axis,), start, dtype, decay=False)}
+    if kind == "layer":
+        defs["bias"] = ParamDef((size,), (axis,), zeros, dtype, decay=False)
+    return defs
+
+
+def rms_norm(
+    x: Float[Tensor, "*batch embed"], scale: Float[Tensor, " embed"], *, eps: float
+) -> Float[Tensor, "*batch embed"]:
+    """y = x / sqrt(mean(x^2) + eps) * scale over the last dim (Zhang & Sennrich 2019, eq. 4).
+
+    Args:
+        x: ``[..., embed]``; computed in float32 at least, returned in its own dtype.
+        scale: ``[embed]``.
+    """
+    return F.rms_norm(x, scale.shape, scale, eps)
+
+
+def layer_norm(
+    x: Float[Tensor, "*batch embed"],
+    scale: Float[Tensor, " embed"],
+    bias: Float[Tensor, " embed"],
+    *,
+    eps: float,
+) -> Float[Tensor, "*batch embed"]:
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last dim (Ba et al. 2016).
+
+    Args:
+        x: ``[..., embed]``.
+        scale: ``[embed]``.
+        bias: ``[embed]``.
+    """
+    return F.layer_norm(x, scale.shape, scale, bias, eps)
+
+
+def norm(
+    params: dict,
+    x: Float[Tensor, "*batch embed"],
+    *,
+    eps: float,
+    zero_centered: bool = False,
+    kernels: Kernels = AUTO,
+) -> Float[Tensor, "*batch embed"]:
+    """The norm whose parameters these are: LayerNorm with a bias or nothing, RMSNorm with a scale.
+
+    Args:
+        params: as `norm_defs`; ``{}``: LayerNorm without scale and bias (OLMo; Groeneveld et al.
+            2024), which no kernel computes.
+        x: ``[..., embed]``.
+        zero_centered: multiply by 1 + scale (Gemma; Megatron's zero-centered gamma).
+        kernels: of ``"rms_norm"`` and ``"layer_norm"``.
+    """
+    if not params:
+        return F.layer_norm(x, x.shape[-1:], None, None, eps)
+    scale, bias, dtype = params["scale"], params.get("bias"), x.dtype
+    if kernels.takes("rms_norm" if bias is None else "layer_norm", x, scale, bias):
+        if bias is None:
+            return RMS_NORM(x, scale, eps, zero_centered)[0]
+        return LAYER_NORM(x, scale, bias, eps, zero_centered)[0]
+    if zero_centered:
+        # in bfloat16, 1 + scale would lose the digits that this parametrisation is there to keep
+        wide = torch.promote_types(dtype, torch.float32)
+        x, scale, bias = x.to(wide), 1 + scale.to(wide), None if bias is None else bias.to(wide)
+    if bias is not None:
+        return layer_norm(x, scale, bias, eps=eps).to(dtype)
+    return rms_norm(x, scale, eps=eps).to(dtype)
+
+
+def add_norm(
+    params: dict,
+    x: Float[Tensor, "*batch embed"],
+    residual: Float[Tensor, "*batch embed"],
+    *,
+    eps: float,
+    zero_centered: bool = False,
+    kernels: Kernels = AUTO,
+) -> tuple[Float[Tensor, "*batch embed"], Float[Tensor, "*batch embed"]]:
+    """``(norm(x + residual), x + residual)``: what a residual stream is read as, and goes on as.
+
+    By kernels in one pass over both. Arguments are those of `norm`.
+
+    Args:
+        residual: ``[..., embed]``, as x.
+    """
+    scale, bias = params.get("scale"), params.get("bias")
+    op = "rms_norm" if bias is None else "layer_norm"
+    alike = x.dtype == residual.dtype and x.shape == residual.shape
+    if scale is not None and alike and kernels.takes(op, x, residual, scale, bias):
+        if bias is None:
+            return ADD_RMS_NORM(x, residual, scale, eps, zero_centered)[:2]
+        return ADD_LAYER_NORM(x, residual, scale, bias, eps, zero_centered)[:2]
+    total = x + residual
+    return norm(params, total, eps=eps, zero_centered=zero_centered, kernels=kernels), total
+
+
+def dropout(
+    x: Float[Tensor, "batch seq *features"],
+    key: Key | None,
+    *,
+    rate: float,
+    rows: Int[Tensor, " batch"],
+    stream: P,
+    positions: Int[Tensor, " whole_seq"] | None = None,
+) -> Float[Tensor, "batch seq *features"]:
+    """y = x * mask / (1 - rate), mask ~ Bernoulli(1 - rate) (Srivastava et al. 2014).
+
+    The mask is a function of the key and of the *global* position of each element, so data,
+    sequence and microbatch splits all see the same one. Each rank draws only its own elements.
+
+    Args:
+        x: ``[batch, seq, embed]`` with spec `stream`.
+        key: a key, or None for no dropout (evaluation).
+        rate: the fraction dropped; 0 is the identity.
+        rows: ``[batch]`` int64, the index of each sample within the global batch.
+        stream: the spec of x.
+        positions: as in `stream_positions`, of places in the sample and not in its documents.
+
+    Raises:
+        ValueError: the rate is not in [0, 1).
+    """
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout: got rate={rate}; wanted at least 0 and below 1")
+    if key is None or rate == 0:
+        return x
+    seq = x.shape[SEQ_DIM] * lax.axis_size(sequence_axes(stream))
+    # the batch size does not enter the numbers: the first dim is the slowest of the counter
+    shape = (x.shape[0], seq, *x.shape[SEQ_DIM + 1 :])
+    index = (rows, stream_positions(x, stream, positions), *[None] * (x.dim() - 2))
+    keep = random.bernoulli(key, 1 - rate, shape, index=index)
+    return torch.where(keep, x / (1 - rate), torch.zeros((), dtype=x.dtype, device=x.device))

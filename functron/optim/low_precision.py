@@ -1,0 +1,468 @@
+"""Parameters and moments in few bits: float32 masters, stochastic rounding, and 8-bit moments.
+
+Parameters that are stored in a lower precision have master copies in float32, or updates that are
+rounded stochastically. Moments in 8 bits are quantised blockwise (Dettmers et al. 2022,
+"8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861). Every block of
+consecutive elements along the last dim is divided by its largest magnitude, and every element is
+then the nearest of 256 values that are dense near 0: from 1 down to about 5e-7, with about as many
+values in each decade as its share of a byte's bits allows.
+
+Codes have the parameter's shape and spec, so they are sharded and saved like it; scales have the
+same dims, the last one divided by the block. Which parameters are quantised depends on their global
+shapes only, so that the state has the same leaves on every mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from functron.core import compat, random, tree
+from functron.core.errors import Problem, public, raise_problems
+from functron.ops.adamw import Stochastic, place_of, random_bits, stochastic_round
+from functron.ops.foreach import foreach_
+from functron.optim.schedules import increment_, new_count
+from functron.optim.transformation import Fusion, GradientTransformation, bindable, transformation
+from functron.optim.zero import leaf_specs
+from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.spec import Cut, P, dim_axes, is_spec, num_shards, padded_shape, take
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""The dtypes whose parameters have masters."""
+
+
+class MastersState(NamedTuple):
+    """The state of `with_fp32_masters`.
+
+    Attributes:
+        masters: float32 copies of the bfloat16 and float16 parameters; None where a parameter is
+            its own master.
+        inner: the state of the wrapped transformation.
+    """
+
+    masters: tree.Tree
+    inner: tree.Tree
+
+
+@public
+@bindable
+def with_fp32_masters(
+    inner: GradientTransformation, dtypes: tree.Tree = None
+) -> GradientTransformation:
+    """`inner`, run in float32 on master copies of the low-precision parameters.
+
+    The parameters are the rounded masters, so that updates smaller than their last bit add up
+    instead of being lost. The state holds 4 bytes per low-precision parameter more, and the moments
+    of `inner` become float32; `step_` also makes a float32 copy of those gradients. Parameters that
+    are float32 or float64 already are updated by `inner` directly.
+
+    `update` returns, in float32, the difference between the new rounded masters and `params`.
+    Adding it with `apply_updates` gives the rounded masters exactly when the parameter moves by
+    fewer than 16 binary orders of magnitude (Sterbenz: the difference is then exact); beyond it is
+    off by at most 2^-24 of the larger of the two, until the next update, which starts from the
+    masters. `step_` is always exact. Where `inner` is `adamw` and its kernel is used, `step_` is
+    one pass over memory, without the float32 copies of gradients.
+
+    No collectives beyond `inner`'s.
+
+    Args:
+        inner: what updates the masters.
+        dtypes: of the parameters, a prefix tree of dtypes, which allows `init` to be given what
+            they were rounded from, for masters: see ``functron.init_state(..., masters=)``. None:
+            `init` is given the parameters, which are their own masters at first.
+    """
+
+    def init(params):
+        leaves, structure = tree.flatten(params)
+        own = [leaf.dtype for leaf in leaves]
+        kinds = own if dtypes is None else tree.broadcast_prefix(dtypes, params, what="dtypes")
+        rows = zip(leaves, kinds, strict=True)
+        masters = tree.unflatten(structure, [_master(leaf, kind) for leaf, kind in rows])
+        return MastersState(masters, inner.init(_effective(params, masters)))
+
+    def update(updates, state, params=None):
+        if params is None:
+            raise ValueError(
+                "with_fp32_masters: got params=None; wanted the parameters that the masters round "
+                "to; fix: call update(grads, state, params)"
+            )
+        effective = _effective(params, state.masters)
+        updates, inner_state = inner.update(widen(updates, params), state.inner, effective)
+
+        new = tree.map(lambda now, u: now + u, effective, updates)
+        out = tree.map(
+            lambda p, u, master: master.to(p.dtype).float() - p.float() if is_low(p) else u,
+            params,
+            updates,
+            new,
+        )
+        masters = tree.map(lambda p, master: master if is_low(p) else None, params, new)
+        return out, MastersState(masters, inner_state)
+
+    def one_pass(grads, state, params, fusion):
+        if inner.one_pass is None or fusion.masters is not None:
+            return None
+        fusion = fusion._replace(masters=state.masters)
+        together = inner.one_pass(grads, state.inner, params, fusion)
+        if together is None:
+            return None
+
+        def run():
+            _, inner_state = together()
+            return params, MastersState(state.masters, inner_state)
+
+        return run
+
+    def step_(grads, state, params):
+        together = one_pass(grads, state, params, Fusion())
+        if together is not None:
+            return together()
+        effective = _effective(params, state.masters)
+        effective, inner_state = inner.step_(widen(grads, params), state.inner, effective)
+        pairs = zip(tree.leaves(params), tree.leaves(effective), strict=True)
+        low = [pair for pair in pairs if is_low(pair[0])]
+        foreach_(
+            torch._foreach_copy_,
+            {"params": [param for param, _ in low]},
+            {"masters": [master for _, master in low]},
+        )
+        masters = tree.map(lambda p, m: m if is_low(p) else None, params, effective)
+        return params, MastersState(masters, inner_state)
+
+    return transformation(
+        init,
+        update,
+        specs=lambda param_specs: MastersState(param_specs, inner.specs(param_specs)),
+        step_=step_,
+        grad_specs=inner.grad_specs,
+    )._replace(one_pass=one_pass)
+
+
+def is_low(param: torch.Tensor) -> bool:
+    """Whether a parameter is bfloat16 or float16."""
+    return param.dtype in LOW_PRECISION
+
+
+def _master(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """The master of a parameter of this dtype, from its value or from what it was rounded from."""
+    low = dtype in LOW_PRECISION or is_low(param)
+    return param.detach().to(torch.float32, copy=True) if low else None
+
+
+def _effective(params: tree.Tree, masters: tree.Tree) -> tree.Tree:
+    """The parameters for `inner`: the master where there is one, else the parameter."""
+    return tree.map(lambda param, master: param if master is None else master, params, masters)
+
+
+def widen(updates: tree.Tree, params: tree.Tree) -> tree.Tree:
+    """`updates`, those of parameters of low precision as float32."""
+    return tree.map(lambda u, p: u.float() if is_low(p) else u, updates, params)
+
+
+class StochasticState(NamedTuple):
+    """The state of `with_stochastic_rounding`.
+
+    Attributes:
+        key: of `functron.random`, from which all bits are drawn.
+        count: number of updates so far; int64, 0-dim.
+        inner: the state of the wrapped transformation.
+    """
+
+    key: Any
+    count: Any
+    inner: tree.Tree
+
+
+@public
+@bindable
+def with_stochastic_rounding(
+    inner: GradientTransformation, seed: int = 0, *, defs: tree.Tree = None, specs: tree.Tree = None
+) -> GradientTransformation:
+    """`inner`, run in float32, and low-precision parameters rounded stochastically.
+
+    A parameter becomes one of the two numbers of its dtype around its new value, the nearer one
+    more often, so that it is the new value on average: updates far below the last bit add up, as
+    with `with_fp32_masters`, without the 4 bytes per parameter of a master; each step adds noise of
+    up to one last bit. Moments of `inner` are float32, unless it says otherwise. Parameters in
+    float32 or float64 are updated by `inner` directly.
+
+    The bits belong to an element of a parameter: to its path, its global position and the count of
+    updates. So numbers are the same on every mesh, up to what differs in gradients. A pipeline of
+    processes is the exception: each counts the layers that it holds from 0.
+
+    `update` returns, in float32, the difference between the new parameters and `params`, which
+    `apply_updates` adds as exactly as with masters. With `adamw`'s kernel `step_` is one pass over
+    memory; otherwise it makes float32 copies of parameters and gradients. No collectives beyond
+    `inner`'s.
+
+    Args:
+        inner: such as ``adamw(rate, mu_dtype=torch.bfloat16)``.
+        seed: of the bits; what `init` makes of it is part of the state.
+        defs: the parameters' `ParamDef`s, or anything with global shapes; needed where they are
+            sharded. None: what is seen is whole.
+        specs: how what this sees is sharded, a prefix tree; None: as `bind` says.
+    """
+
+    def init(params):
+        device = tree.leaves(params)[0].device if tree.leaves(params) else None
+        key = random.key(seed, device=device)
+        return StochasticState(key, new_count(params), inner.init(tree.map(_wide, params)))
+
+    def update(updates, state, params=None):
+        if params is None:
+            raise ValueError(
+                "with_stochastic_rounding: got params=None; wanted the parameters to be rounded; "
+                "fix: call update(grads, state, params)"
+            )
+        before, count = tree.map(_wide, params), state.count + 1
+        updates, inner_state = inner.update(widen(updates, params), state.inner, before)
+
+        def one(param, old, change, bits):
+            if bits is None:
+                return change
+            return stochastic_round(old + change, bits, param.dtype).float() - old
+
+        rows = zip(
+            tree.leaves(params), tree.leaves(before), tree.leaves(updates),
+            _bits(state.key, count, params, defs, specs), strict=True,
+        )  # fmt: skip
+        changes = [one(*row) for row in rows]
+        new_state = StochasticState(state.key, count, inner_state)
+        return tree.unflatten(tree.structure(params), changes), new_state
+
+    def one_pass(grads, state, params, fusion):
+        if inner.one_pass is None or fusion.masters is not None or fusion.rounding is not None:
+            return None
+        rounding = _roundings(state.key, params, defs, specs)
+        if rounding is None:
+            return None
+        fusion = fusion._replace(rounding=rounding)
+        together = inner.one_pass(grads, state.inner, params, fusion)
+        if together is None:
+            return None
+
+        def run():
+            _, inner_state = together()
+            increment_([state.count])
+            return params, StochasticState(state.key, state.count, inner_state)
+
+        return run
+
+    def step_(grads, state, params):
+        together = one_pass(grads, state, params, Fusion())
+        if together is not None:
+            return together()
+        increment_([state.count])
+        wide = tree.map(_wide, params)
+        wide, inner_state = inner.step_(widen(grads, params), state.inner, wide)
+        bits = _bits(state.key, state.count, params, defs, specs)
+        rows = zip(tree.leaves(params), tree.leaves(wide), bits, tree.paths(params), strict=True)
+        low = [(*row, word, path) for *row, word, path in rows if word is not None]
+        old, new, words, paths = map(list, zip(*low, strict=True)) if low else ([], [], [], [])
+        read = {"their new values": new, "bits": words}
+        foreach_(_round_, {"params": old}, read, paths=lambda: paths)
+        return params, StochasticState(state.key, state.count, inner_state)
+
+    return transformation(
+        init,
+        update,
+        specs=lambda param_specs: StochasticState(P(), P(), inner.specs(param_specs)),
+        step_=step_,
+        grad_specs=inner.grad_specs,
+    )._replace(one_pass=one_pass)
+
+
+def _wide(param: torch.Tensor) -> torch.Tensor:
+    return param.detach().float() if is_low(param) else param
+
+
+def _round_(params: list, values: list, bits: list) -> None:
+    for param, value, word in zip(params, values, bits, strict=True):
+        param.copy_(stochastic_round(value, word, param.dtype))
+
+
+def _salt(path: str) -> int:
+    """A number of a leaf's path, as in `functron.init_params`."""
+    return zlib.crc32(path.encode())
+
+
+def _whole(params: tree.Tree, defs: tree.Tree, specs: tree.Tree) -> list[tuple]:
+    """Of every leaf its global shape, and the axes that split its dims."""
+    leaves = tree.leaves(params)
+    known = leaves if defs is None else tree.broadcast_prefix(defs, params, what="the defs")
+    flat = leaf_specs(specs, params, "with_stochastic_rounding")
+    return [
+        (tuple(d.shape), dim_axes(spec, len(d.shape))) for d, spec in zip(known, flat, strict=True)
+    ]
+
+
+def _index(shape: Sequence[int], split: Sequence, device: torch.device | None) -> list:
+    """The global positions along every dim that this rank has: None where it has all of them.
+
+    Those of padding are 0, or past the end: it is of zeros, which are rounded to zeros.
+    """
+    return [
+        take(torch.arange(size, device=device), (Cut(-1, axes),)) if axes else None
+        for size, axes in zip(shape, split, strict=True)
+    ]
+
+
+def _bits(
+    key: torch.Tensor, count: torch.Tensor, params: tree.Tree, defs: tree.Tree, specs: tree.Tree
+) -> list[torch.Tensor | None]:
+    """16 bits for every element of the parameters of low precision; None for the others."""
+    step_key = random.fold_in(key, count)
+    rows = zip(tree.paths(params), tree.leaves(params), _whole(params, defs, specs), strict=True)
+    return [
+        random_bits(random.fold_in(step_key, _salt(path)), shape, _index(shape, split, key.device))
+        if is_low(leaf)
+        else None
+        for path, leaf, (shape, split) in rows
+    ]
+
+
+def _roundings(
+    key: torch.Tensor, params: tree.Tree, defs: tree.Tree, specs: tree.Tree
+) -> tree.Tree:
+    """How the kernel rounds each parameter; None where it cannot: in simulation, for one."""
+    if compat.transforms_active():
+        return None
+    found: list[Stochastic | None] = []
+    rows = zip(tree.paths(params), tree.leaves(params), _whole(params, defs, specs), strict=True)
+    for path, leaf, (shape, split) in rows:
+        index = _index(shape, split, torch.device("cpu"))
+        starts = [0 if at is None else int(at[0]) if len(at) else 0 for at in index]
+        place = place_of(shape, starts, leaf.shape)
+        if not is_low(leaf):
+            found.append(None)
+        elif place is None or not _in_order(leaf):
+            return None
+        else:
+            found.append(Stochastic(key, _salt(path), place))
+    return tree.unflatten(tree.structure(params), found)
+
+
+def _in_order(leaf: torch.Tensor) -> bool:
+    """Whether elements lie in memory in the order of their positions, with gaps or without."""
+    strides = [n for n, size in zip(leaf.stride(), leaf.shape, strict=True) if size > 1]
+    return strides == sorted(strides, reverse=True)
+
+
+BLOCK = 64
+"""Elements that share a scale: 1/16 of a byte more per element. The paper has 2048; heads are often
+64 wide, and smaller blocks are more precise."""
+
+LEAST = 4096
+"""Parameters of fewer elements (per layer) stay as they are, as in the paper: they save nothing."""
+
+
+class Quantised(NamedTuple):
+    """A tensor in 8 bits.
+
+    Attributes:
+        codes: uint8, indices into the table of values, with the tensor's shape.
+        scales: float32, the largest magnitude in every block, [..., last / block].
+    """
+
+    codes: Any
+    scales: Any
+
+
+@functools.cache
+def values(signed: bool) -> tuple[float, ...]:
+    """The 256 values of a code, ascending, from -0.993 (unsigned: 0) to 1.
+
+    A decade for each of 7 exponents, 10^-6 to 1, with 1, 2, 4, ... 64 values each (twice as many
+    unsigned): the means of neighbours on an even grid from 0.1 to 1. And 0 and 1 themselves.
+    """
+    found = [0.0, 1.0]
+    for exponent in range(7):
+        count = 2**exponent * (1 if signed else 2)
+        step = 0.9 / count
+        decade = [10.0 ** (exponent - 6) * (0.1 + step * (i + 0.5)) for i in range(count)]
+        found += decade + [-value for value in decade if signed]
+    assert len(found) == 256
+    return tuple(sorted(found))
+
+
+def quantise(x: torch.Tensor, *, signed: bool, block: int = BLOCK) -> Quantised:
+    """`x` in 8 bits, each element off by at most half the distance of neighbouring values.
+
+    Args:
+        x: floating point, its last dim a multiple of `block`.
+        signed: whether it has negative elements.
+        block: consecutive elements of the last dim that share a scale.
+    """
+    blocks = x.to(torch.float32).unflatten(-1, (-1, block))
+    scales = blocks.abs().amax(-1)
+    # all zeros: the code of 0, whatever the scale
+    unit = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    table = torch.tensor(values(signed), device=x.device)
+    codes = torch.bucketize(unit, (table[1:] + table[:-1]) / 2)
+    return Quantised(codes.to(torch.uint8).flatten(-2), scales)
+
+
+def dequantise(q: Quantised, *, signed: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The tensor that `quantise` stored, in `dtype`."""
+    block = q.codes.shape[-1] // q.scales.shape[-1]
+    table = torch.tensor(values(signed), device=q.codes.device)
+    unit = table[q.codes.to(torch.int64)].unflatten(-1, (-1, block))
+    return (unit * q.scales.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def quantisable(defs: tree.Tree, block: int = BLOCK) -> tree.Tree:
+    """A bool per parameter: whether its moments are quantised where 8 bits are asked for.
+
+    True where blocks divide the last dim and there are at least `LEAST` elements, not counting a
+    dim of stacked layers.
+
+    Args:
+        defs: the parameters' `ParamDef`s, or anything with *global* shapes.
+        block: elements that share a scale.
+    """
+
+    def one(d: Any) -> bool:
+        names = getattr(d, "axes", (None,) * len(d.shape))
+        own = [size for size, name in zip(d.shape, names, strict=True) if name != "layers"]
+        return bool(own) and own[-1] % block == 0 and math.prod(own) >= LEAST
+
+    return tree.map(one, defs)
+
+
+def check_blocks(
+    defs: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh, block: int = BLOCK
+) -> None:
+    """Check that no shard of a quantised parameter ends within a block.
+
+    Args:
+        defs: the parameters' `ParamDef`s.
+        specs: of the optimizer's state: the parameters', or those of `optim.shard_specs`.
+        mesh: the ranks.
+        block: elements that share a scale.
+
+    Raises:
+        ValueError: some shard does; all offenders are listed.
+    """
+    raise_problems(
+        "moments in 8 bits cannot be sharded like this", _split(defs, specs, mesh, block)
+    )
+
+
+def _split(defs, specs, mesh, block) -> Iterator[Problem]:
+    flat = tree.broadcast_prefix(specs, defs, is_leaf=is_spec, what="specs", wanted="a P")
+    chosen = tree.leaves(quantisable(defs, block))
+    for path, d, spec, flag in zip(tree.paths(defs), tree.leaves(defs), flat, chosen, strict=True):
+        parts = num_shards(dim_axes(spec, len(d.shape))[-1], mesh) if flag else 1
+        size = padded_shape(d.shape, spec, mesh)[-1] // parts if flag else 0
+        if size % block:
+            yield Problem(
+                path,
+                f"shards of {size} along the last dim of shape {tuple(d.shape)}, split by {spec}",
+                f"a multiple of {block}, the elements that share a scale",
+                "split it over fewer ranks, or choose moments in bfloat16",
+            )
