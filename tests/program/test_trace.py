@@ -97,7 +97,7 @@ def test_in_place_operations_become_pure():
 
     traced = trace(program)(torch.ones(3))
     assert [e.name for e in traced.block.equations] == ["mul", "add", "mul"]
-    assert traced.block.equations[-1].operands == [traced.block.equations[1].results[0]] * 2
+    assert traced.block.equations[-1].operands == (traced.block.equations[1].results[0],) * 2
 
 
 def test_dead_equations_are_dropped():
