@@ -17,8 +17,7 @@ from functron.pipeline import Schedule, make
 from functron.spmd import DATA_AXES, Mesh
 from functron.training import run_folder
 from functron.training.config import BOXES, COMMON, TrainConfig, load, with_model
-from functron.training.costs import parameter_table, step_report
-from functron.training.plan import plan
+from functron.training.plan import parameter_table, plan, step_report
 from functron.training.records import nearest
 
 _SEQ = 2048  # of models that take sequences of any length

@@ -30,9 +30,8 @@ from functron.spmd import Mesh
 from functron.training import records, run_folder
 from functron.training.checks import validate
 from functron.training.config import BOXES, COMMON, TrainConfig, load, with_model
-from functron.training.costs import bubble_note, step_report
 from functron.training.data import is_chat, reader_of, with_tokenizer
-from functron.training.plan import plan
+from functron.training.plan import bubble_note, plan, step_report
 from functron.training.train import Outcome, Run, exit_code, prepare, train
 
 

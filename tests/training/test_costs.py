@@ -13,8 +13,7 @@ from functron.pipeline.partition import Part
 from functron.spmd import Mesh
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, with_model
-from functron.training.costs import bubble_note, pipeline_cost
-from functron.training.plan import plan
+from functron.training.plan import bubble_note, pipeline_cost, plan
 
 CONFIG = TrainConfig(
     gpt=replace(gpt.PRESETS["tiny"], num_layers=8), global_batch=16, microbatches=8, seq=64
