@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tyro
 
-from functron.cli.launch import guarded, mistakes
+from functron.cli.process import guarded, mistakes
 from functron.core.chart import table
 from functron.ops import nvrtc
 from functron.ops.nvrtc import Compiled, CompileError, Defines, Resources, Source

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import tyro
 
-from functron.cli.launch import mistakes
 from functron.cli.options import parse
+from functron.cli.process import mistakes
 from functron.core.errors import refuse
 from functron.training.records import compare
 

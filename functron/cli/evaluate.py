@@ -13,17 +13,9 @@ import torch
 import torch.distributed as dist
 
 from functron import checkpoint
-from functron.cli.launch import (
-    Process,
-    RunOptions,
-    current,
-    device_type,
-    join,
-    launch,
-    leave,
-    mistakes,
-)
+from functron.cli.launch import RunOptions, device_type, join, launch, leave
 from functron.cli.options import parse
+from functron.cli.process import Process, current, mistakes
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems
 from functron.data.sliding import Sliding

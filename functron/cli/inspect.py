@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from functron.cli.launch import mistakes
 from functron.cli.options import parse
+from functron.cli.process import mistakes
 from functron.core.errors import refuse
 from functron.pipeline import Schedule, make
 from functron.spmd import DATA_AXES, Mesh
@@ -129,7 +129,7 @@ def _parse(kind: Any, arguments: Sequence[str], command: str, **fields: Any) -> 
 
     Raises:
         ValueError: there is no such run or preset, or it cannot be read.
-        functron.cli.launch.InputError, SystemExit: as `functron.cli.options.parse`.
+        functron.cli.process.InputError, SystemExit: as `functron.cli.options.parse`.
     """
     run = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     model = _value_of("--model", arguments)

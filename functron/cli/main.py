@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from functron.cli import launch
+from functron.cli import process
 from functron.core.errors import nearest
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -59,7 +59,7 @@ USAGE = f"""usage: functron COMMAND [OPTIONS]
 
 {"".join(f"  {name:10}  {line}{chr(10)}" for name, (_, line) in COMMANDS.items())}
 functron COMMAND --help lists the options, functron --version the version. Mistakes are messages;
-with the environment variable {launch.FULL_TRACEBACKS}=1 they come with their traceback.
+with the environment variable {process.FULL_TRACEBACKS}=1 they come with their traceback.
 """
 
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"functron: {command!r}: {nearest(command, COMMANDS)}", file=sys.stderr)
         return 2
-    return launch.guarded(lambda: _run(command, rest))
+    return process.guarded(lambda: _run(command, rest))
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from functron.cli import launch
+from functron.cli import process
 from functron.core.errors import Problem, raise_problems
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ def parse(
         common: the fields in boxes that --help shows; --help-all shows all. None: all are shown.
 
     Raises:
-        functron.cli.launch.InputError: options that do not exist, each with the nearest that do.
+        functron.cli.process.InputError: options that do not exist, each with the nearest that do.
         SystemExit: arguments that do not parse (code 2), or --help (code 0).
     """
     options = list(options_of(kind if default is None else default))
@@ -134,7 +134,7 @@ def parse(
     )
     known = [option.name for option in options if not option.positional]
     names = [word for word in unknown if word.startswith("-")] or unknown
-    with launch.mistakes():
+    with process.mistakes():
         raise_problems(
             f"functron {command} has no such options",
             [

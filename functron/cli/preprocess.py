@@ -10,8 +10,8 @@ from typing import Annotated
 import tyro
 from tqdm import tqdm
 
-from functron.cli.launch import mistakes
 from functron.cli.options import parse
+from functron.cli.process import mistakes
 from functron.data.preprocess import Progress, Settings, preprocess
 
 

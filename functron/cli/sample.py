@@ -11,17 +11,9 @@ import torch
 
 from functron import checkpoint
 from functron.checkpoint.restore import read_params
-from functron.cli.launch import (
-    Process,
-    RunOptions,
-    current,
-    device_type,
-    join,
-    launch,
-    leave,
-    mistakes,
-)
+from functron.cli.launch import RunOptions, device_type, join, launch, leave
 from functron.cli.options import parse
+from functron.cli.process import Process, current, mistakes
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data import Tokenizer

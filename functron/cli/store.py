@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import tyro
 
 from functron.checkpoint import latest, list_text, show_text, steps, verify_text
-from functron.cli.launch import mistakes
 from functron.cli.options import parse
+from functron.cli.process import mistakes
 from functron.nn.moe import MoEConfig
 from functron.training import config, run_folder
 from functron.training import convert as conversion

@@ -13,17 +13,9 @@ import numpy as np
 import torch.distributed as dist
 import tyro
 
-from functron.cli.launch import (
-    Process,
-    current,
-    device_type,
-    join,
-    launch,
-    leave,
-    mistakes,
-    outside,
-)
+from functron.cli.launch import device_type, join, launch, leave
 from functron.cli.options import parse
+from functron.cli.process import Process, current, mistakes, outside
 from functron.models import lora
 from functron.params import num_params
 from functron.spmd import Mesh
@@ -204,7 +196,7 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
 
     Raises:
         ValueError: an unknown preset, or what `functron.training.config.load` raises.
-        functron.cli.launch.InputError: options that do not exist, with those that were meant.
+        functron.cli.process.InputError: options that do not exist, with those that were meant.
         SystemExit: options that do not parse (code 2), or --help (code 0).
     """
     return _parsed(arguments).options

@@ -17,8 +17,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from functron import checkpoint, tree
-from functron.cli import launch, main
-from functron.cli import launch as process
+from functron.cli import launch, main, process
 from functron.data import IndexedWriter
 from functron.spmd import Mesh
 from functron.training.config import TrainConfig, with_model

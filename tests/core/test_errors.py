@@ -385,9 +385,9 @@ def test_messages_name_what_functron_exports():
 
 def test_private_names_are_found():
     modules = _modules()
-    text = "pass shards.take(specs), launch.join, functron.spmd.axes.lookup, axes.lookup or foo.bar"
+    text = "pass spec.take(specs), launch.join, functron.spmd.axes.lookup, axes.lookup or foo.bar"
     assert list(private_names(text, modules)) == [
-        "shards.take", "launch.join", "functron.spmd.axes.lookup", "axes.lookup",
+        "spec.take", "launch.join", "functron.spmd.axes.lookup", "axes.lookup",
     ]  # fmt: skip
     good = "ft.Gather(specs), optim.adamw, functron.ops.use, functron.data.merge, gpt.loss, e.g. x"
     assert list(private_names(good, modules)) == []

@@ -1,0 +1,151 @@
+"""This process: its place in a job, and what it ends with: an exit code and a message.
+
+The only module that reads environment variables: torchrun's, and `FULL_TRACEBACKS`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from functron.core.errors import Problem, full_tracebacks
+
+MARK = "functron-"
+"""How the run ids begin that `functron.cli.launch` gives to torchrun's launcher."""
+FULL_TRACEBACKS = "FUNCTRON_FULL_TRACEBACKS"
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among those of a job, as torchrun tells it.
+
+    Attributes:
+        rank: from 0, over all machines.
+        local_rank: from 0, on this machine.
+        world_size: the number of processes.
+        error_file: where the launcher looks for why this process failed; empty: nowhere.
+        launched_here: whether `launch.launch` started it, which prints that file.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    error_file: str
+    launched_here: bool
+
+
+def current() -> Process | None:
+    """This process among those that torchrun (or `launch.launch`) started; None where none did."""
+    env = os.environ
+    if not all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")):
+        return None
+    return Process(
+        int(env["RANK"]),
+        int(env["LOCAL_RANK"]),
+        int(env["WORLD_SIZE"]),
+        env.get("TORCHELASTIC_ERROR_FILE", ""),
+        env.get("TORCHELASTIC_RUN_ID", "").startswith(MARK),
+    )
+
+
+class InputError(Exception):
+    """A mistake in what the user asked for: its message is all there is to show."""
+
+
+class OutsideError(Exception):
+    """A failure of what surrounds a run, such as a disk: its message is all there is to show."""
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Turn an OSError in a with block, which begins with good input, into an `OutsideError`."""
+    try:
+        yield
+    except OSError as error:
+        raise OutsideError(_message(error)) from error
+
+
+def _message(error: OSError) -> str:
+    """The message of an error, which has a file's name where the system raised it."""
+    if error.filename is None:
+        return error.strerror or str(error)
+    problem = Problem(
+        str(error.filename),
+        error.strerror or type(error).__name__,
+        "to read or write it",
+        "see that its folder and disk are there, and that this user may; then go on with --resume",
+    )
+    return f"cannot go on\n  - {problem}"
+
+
+@contextmanager
+def mistakes() -> Iterator[None]:
+    """Turn a ValueError or TypeError in a with block, which checks input, into an `InputError`."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise InputError(str(error)) from error
+
+
+def guarded(program: Callable[[], int]) -> int:
+    """The exit code of `program()`: what a process of a job, or a lone one, should end with.
+
+    An `InputError` is printed as its message and gives 2; an `OutsideError` (a full disk) and a
+    FloatingPointError (a loss that is not finite) likewise, and give 1. Anything else is a
+    traceback and 1. Where the environment has `FULL_TRACEBACKS`, which processes inherit, messages
+    come with their traceback too.
+    """
+    here = current()
+    try:
+        with full_tracebacks():  # anything but a message is a bug of functron
+            return program()
+    except SystemExit as error:  # of the option parser, which has printed why
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # the reader of our output has left, as head does; Python must not flush to it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (InputError, OutsideError, FloatingPointError) as error:
+        text, code = f"functron: {error}", 2 if isinstance(error, InputError) else 1
+        if os.environ.get(FULL_TRACEBACKS):
+            text = f"{traceback.format_exc()}{text}"
+        failure: Exception = error
+    except Exception as error:
+        text, code = traceback.format_exc(), 1
+        failure = error
+    if here is not None:
+        record_failure(here, failure, text)
+        # The others may wait for this process in a collective: end without waiting for them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    print(text, file=sys.stderr)
+    return code
+
+
+def record_failure(here: Process, error: BaseException, text: str) -> None:
+    """Leave `text` for the launcher of this process, or print it where none would.
+
+    The file has torch.distributed.elastic's format, so that torchrun's summary shows it too.
+    """
+    if not here.launched_here:
+        lines = "".join(f"rank {here.rank}: {line}\n" for line in text.splitlines())
+        print(lines, end="", file=sys.stderr, flush=True)
+    if here.error_file:
+        now = time.time()
+        info = {"py_callstack": text, "timestamp": str(int(now)), "time": now}
+        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": info}
+        # whole or not at all: the launcher may stop this process while it writes
+        unfinished = Path(here.error_file + ".unfinished")
+        unfinished.write_text(json.dumps({"message": message}), encoding="utf-8")
+        unfinished.replace(here.error_file)
