@@ -43,7 +43,7 @@ from peers import Step, functron_step, functron_training, module_step, plain_ste
 
 from functron import Mesh, gpt, tree
 from functron.compiler.jit import jit
-from functron.training import train as loop
+from functron.training.train import peak_flops
 
 # in order of importance, in case that time runs out
 PROGRAMS = (
@@ -207,7 +207,7 @@ def serve(name: str, shape: Shape, args: argparse.Namespace) -> dict:
     memory = torch.cuda.max_memory_allocated() if cuda else measure.resident("VmHWM") - before
     return {
         "device": torch.cuda.get_device_name() if cuda else platform.machine(),
-        "device_flops": loop.peak_flops(device, torch.bfloat16),
+        "device_flops": peak_flops(device, torch.bfloat16),
         "losses": losses[:WARM_UP],
         "first": times[0],
         "times": times[WARM_UP:],

@@ -108,14 +108,14 @@ def test_a_killed_rank_takes_the_job_down(tmp_path):
 DYING = """
 import os, sys, time
 from functron.cli.main import main
-from functron.checkpoint import writer
-real = writer.write
+from functron.checkpoint import saver
+real = saver.write
 def write(folder, division, source, **settings):
     if division.placement.here == 1:
         open({mark!r}, "w").close()
         os.kill(os.getpid(), 9)
     return real(folder, division, source, **settings)
-writer.write = write
+saver.write = write
 sys.exit(main({arguments}))
 """
 

@@ -12,8 +12,15 @@ import torch
 
 from functron.core import chart as plot
 from functron.training import records
-from functron.training import train as metrics
-from functron.training.train import Meter, exit_code, loop, stop_requests
+from functron.training.train import (
+    Meter,
+    exit_code,
+    loop,
+    measured_flops,
+    peak_flops,
+    peak_memory_bytes,
+    stop_requests,
+)
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "mfu",
@@ -205,13 +212,13 @@ def test_long_charts_stay_small_and_smooth():
 
 
 def test_peak_rates_and_memory(monkeypatch):
-    rate = metrics.measured_flops("cpu", torch.float32, size=256)
+    rate = measured_flops("cpu", torch.float32, size=256)
     assert 1e7 < rate < 1e14
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
-    assert metrics.peak_flops("cuda", torch.bfloat16) == 756e12
+    assert peak_flops("cuda", torch.bfloat16) == 756e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    assert metrics.peak_flops("cuda", torch.float32) == 19.5e12
-    before = metrics.peak_memory_bytes("cpu")
+    assert peak_flops("cuda", torch.float32) == 19.5e12
+    before = peak_memory_bytes("cpu")
     block = torch.ones(64 << 20, dtype=torch.uint8)
     assert before > 50 << 20
-    assert metrics.peak_memory_bytes("cpu") >= max(before, block.numel())
+    assert peak_memory_bytes("cpu") >= max(before, block.numel())
