@@ -29,8 +29,9 @@ from functron.checkpoint import database
 from functron.checkpoint.database import as_array, as_tensor, from_name, name_of
 from functron.checkpoint.placement import Box, Leaf, cells, grid
 from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.program.text import aligned
 
-NAME = "functron.json"
+MANIFEST = "functron.json"
 FORMAT = 1
 COMMITTED = "_CHECKPOINT_METADATA"
 UNFINISHED = "orbax-checkpoint-tmp"
@@ -47,10 +48,10 @@ def is_complete(path: Path) -> bool:
     It is written under a temporary name, and renamed when all is there.
     """
     named = UNFINISHED not in path.name
-    return named and ((path / NAME).is_file() or (path / COMMITTED).is_file())
+    return named and ((path / MANIFEST).is_file() or (path / COMMITTED).is_file())
 
 
-def make(
+def make_manifest(
     folder: Path,
     leaves: Sequence[tuple[Leaf, Sequence[int], Sequence[int]]],
     metadata: Mapping[str, Any],
@@ -82,14 +83,14 @@ def make(
         "files": {name: _entry(folder / name, progress) for name in files(folder)},
     }
     content = json.loads(json.dumps(content))  # as it will be read
-    path = folder / NAME
+    path = folder / MANIFEST
     path.write_text(json.dumps({"crc32": _checksum_of(content), "content": content}))
     sync_all(folder, progress)
 
 
-def read(folder: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
+def read_manifest(folder: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
     """The manifest of a checkpoint, or None where it has none, and what is wrong with it."""
-    path = folder / NAME
+    path = folder / MANIFEST
     fix = "restore an older checkpoint, or copy this one again"
     try:
         text = path.read_bytes()
@@ -114,7 +115,7 @@ def read(folder: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
     return content, []
 
 
-def check(folder: Path, content: Mapping[str, Any]) -> Iterator[Problem]:
+def check_files(folder: Path, content: Mapping[str, Any]) -> Iterator[Problem]:
     """The files that are missing, or differ in length or checksum from the manifest."""
     fix = "restore an older checkpoint, or copy this one again"
     for name, entry in content["files"].items():
@@ -135,7 +136,7 @@ def files(folder: Path) -> list[str]:
     """The files of a checkpoint that its manifest lists, sorted."""
     found = (path for path in folder.rglob("*") if path.is_file())
     names = (path.relative_to(folder).as_posix() for path in found)
-    return sorted(name for name in names if name not in (NAME, *LATER))
+    return sorted(name for name in names if name not in (MANIFEST, *LATER))
 
 
 def sync(path: Path, progress: Callable[[], None] | None = None) -> None:
@@ -225,9 +226,9 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
 
     def __init__(self, path: str | Path):
         self.path = _existing(path)
-        self._content, found = read(self.path)
+        self._content, found = read_manifest(self.path)
         if self._content is not None:
-            found += check(self.path, self._content)
+            found += check_files(self.path, self._content)
         raise_problems(f"the checkpoint {path} is damaged", found)
         self._context = database.context()
         self._driver, names = ("zarr3", self._content["leaves"]) if self._content else self._orbax()
@@ -677,7 +678,7 @@ def clean(folder: Path) -> None:
 def _metadata(path: Path, keep: Keep) -> Mapping[str, Any]:
     if not keep.best:
         return {}
-    content, _ = read(path)
+    content, _ = read_manifest(path)
     return {} if content is None else content["metadata"]
 
 
@@ -697,7 +698,7 @@ def list_text(folder: str | Path) -> str:
     rows = [("step", "bytes", "leaves", "mesh", "made", "metadata")]
     rows += [_row(root / str(step)) for step in steps(root)]
     unfinished = sorted(path.name for path in root.iterdir() if UNFINISHED in path.name)
-    lines = _table(rows) if len(rows) > 1 else ["no complete checkpoint"]
+    lines = aligned(rows) if len(rows) > 1 else ["no complete checkpoint"]
     return "\n".join([*lines, *(f"unfinished: {name}" for name in unfinished)])
 
 
@@ -728,7 +729,7 @@ def show_text(path: str | Path) -> str:
         (leaf.path, leaf.dtype_name, str(leaf.shape), _size(leaf.nbytes), str(leaf.chunk))
         for leaf in stored.values()
     ]
-    return "\n".join([*lines, "leaves", *_indented("\n".join(_table(rows)))])
+    return "\n".join([*lines, "leaves", *_indented("\n".join(aligned(rows)))])
 
 
 def verify_text(path: str | Path) -> str:
@@ -765,14 +766,6 @@ def _row(path: Path) -> tuple[str, ...]:
         made,
         _short(json.dumps(stored.metadata)),
     )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _indented(text: str) -> list[str]:

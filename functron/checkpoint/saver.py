@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 
 from functron.checkpoint import database
-from functron.checkpoint import folder as manifest
 from functron.checkpoint.database import as_array, chunk_key, name_of, storable
-from functron.checkpoint.folder import Keep, clean, prune
+from functron.checkpoint.folder import LATER, Keep, clean, make_manifest, prune, sync, sync_all
 from functron.checkpoint.placement import CHUNK_BYTES, Division, Leaf, Piece, Placement, grid
 from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems, refuse
@@ -113,7 +112,7 @@ def live(tensors: Sequence[torch.Tensor | None]) -> Source:
     return source
 
 
-def write(
+def write_pieces(
     folder: Path,
     division: Division,
     source: Source,
@@ -163,7 +162,7 @@ def write(
     if not mine.exists():  # all of this process's values are other ones' to write
         return {}
     written = _checksums(mine, division, shared)
-    manifest.sync_all(mine, progress)
+    sync_all(mine, progress)
     return written
 
 
@@ -490,14 +489,14 @@ def _lead(order: Order, source: Source, ranks: Ranks) -> None:
                     order.division.placement.leaves, order.division.chunks, strict=True
                 )
             ]
-            manifest.make(folder, leaves, order.metadata, _origin(order), ranks.beat)
+            make_manifest(folder, leaves, order.metadata, _origin(order), ranks.beat)
 
         leaves = order.division.placement.leaves
         commit(order.target, leaves, order.metadata, write, finish)
-        for name in manifest.LATER:
+        for name in LATER:
             if (order.target / name).exists():
-                manifest.sync(order.target / name)
-        manifest.sync(order.target.parent)
+                sync(order.target / name)
+        sync(order.target.parent)
     except BaseException as error:
         for folder in unfinished:
             shutil.rmtree(folder, ignore_errors=True)
@@ -520,7 +519,7 @@ def _follow(order: Order, source: Source, ranks: Ranks) -> None:
 
 def _write(order: Order, folder: Path, source: Source, ranks: Ranks) -> dict[str, int]:
     division, beat = order.division, ranks.beat
-    return write(folder, division, source, in_flight=order.in_flight, progress=beat)
+    return write_pieces(folder, division, source, in_flight=order.in_flight, progress=beat)
 
 
 def _check_target(target: Path) -> None:

@@ -184,7 +184,7 @@ def _ended(tokens: list[int], stops: Collection[int]) -> list[int]:
 def _tokenizer(options: SampleOptions, config: TrainConfig) -> TextTokenizer:
     if options.tokenizer:
         return open_tokenizer(options.tokenizer, pattern=config.tokenizer_pattern)
-    found = data.open_tokenizer(replace(config, out=str(options.run)))
+    found = data.tokenizer_of(replace(config, out=str(options.run)))
     if found is None and data.is_on_disk(config):
         got = "a run on tokens that does not say what made them"
         fix = "name it: --tokenizer FILE, or --tokenizer bytes"

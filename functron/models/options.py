@@ -20,8 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from functron import nn
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.core.typing import Int, Tensor
-from functron.nn import context as zigzag
-from functron.nn.context import context_attention
+from functron.nn.context import context_attention, own_positions, to_balanced
 from functron.ops import AUTO, Kernels
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd import collectives as lax
@@ -179,7 +178,7 @@ def arranged(batch: Batch, context: Context) -> Sequence:
     """This rank's tokens as `context` orders them.
 
     Collectives: none, except that under zigzag every entry of the batch with a sequence is
-    exchanged along cp (`nn.zigzag.to_balanced`).
+    exchanged along cp (`nn.context.to_balanced`).
 
     Raises:
         ValueError: the sequence does not divide.
@@ -188,7 +187,7 @@ def arranged(batch: Batch, context: Context) -> Sequence:
     def moved(x: Int[Tensor, "batch seq *several"] | None) -> Tensor | None:
         if x is None or context.order != "zigzag":
             return x
-        return zigzag.to_balanced(x, 1)
+        return to_balanced(x, 1)
 
     require(batch, "tokens")
     tokens = batch["tokens"]
@@ -196,10 +195,10 @@ def arranged(batch: Batch, context: Context) -> Sequence:
     if rows is None:
         rows = lax.global_index(tokens.shape[0], DATA_AXES, device=tokens.device)
     order = "zigzag" if context.order == "zigzag" else "contiguous"
-    slots = zigzag.positions(tokens.shape[1], order, device=tokens.device)
+    slots = own_positions(tokens.shape[1], order, device=tokens.device)
     positions = moved(batch.get("positions"))
     return Sequence(
-        tokens=tokens if context.order != "zigzag" else zigzag.to_balanced(tokens, 1),
+        tokens=tokens if context.order != "zigzag" else to_balanced(tokens, 1),
         targets=moved(batch.get("targets")),
         rows=rows,
         slots=slots,

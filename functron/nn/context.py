@@ -52,7 +52,7 @@ from functron.transforms.custom_vjp import custom_vjp
 Order = Literal["contiguous", "zigzag"]
 
 
-def positions(
+def own_positions(
     local_seq: int,
     order: Order,
     *,
@@ -62,7 +62,7 @@ def positions(
 ) -> Int[Tensor, " seq"]:
     """The places in the whole sequence, int64 ``[local_seq]``, of this rank's tokens.
 
-    ``positions(2, "zigzag")`` is [0, 1, 6, 7] on both `ulysses` ranks of rank 0 together, on
+    ``own_positions(2, "zigzag")`` is [0, 1, 6, 7] on both `ulysses` ranks of rank 0 together, on
     ``Mesh(cp=2, ulysses=2)``.
 
     Raises:

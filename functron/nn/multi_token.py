@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from functron.core.errors import Problem, nearest, raise_problems
 from functron.core.typing import Float, Int, Tensor
-from functron.nn import context
+from functron.nn.context import own_positions
 from functron.nn.layers import NormKind, column_parallel, linear_defs, norm, norm_defs, weights
 from functron.nn.loss import IGNORE_INDEX
 from functron.ops.define import AUTO, Kernels
@@ -229,7 +229,7 @@ def shifted(
     else:
         parts = [_in_order(part, order, axis) for part in parts]
         moved = [_moved(part, by, fill) for part in parts]
-        mine = context.positions(x.shape[-1], order, axis=axis, ulysses=ulysses, device=x.device)
+        mine = own_positions(x.shape[-1], order, axis=axis, ulysses=ulysses, device=x.device)
     out, *documents = (torch.index_select(part, 1, mine) for part in moved)
     out = out.view(x.shape)
     if segments is None:

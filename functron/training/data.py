@@ -34,14 +34,13 @@ from functron.data import (
     open_tokens,
     split,
 )
-from functron.data import tokenizer as text_tokenizer
 from functron.data.blend import ALL, PARTS, parse_blend
 from functron.data.chat import chat_files
 from functron.data.denoising import Spans, Transformed, mask_tokens, spans_of, take_out
 from functron.data.documents import TokenFile, find
 from functron.data.shards import is_tokens, provenance
 from functron.data.sliding import Conversations, Documents, StoredTokens, Texts
-from functron.data.tokenizer import BYTES, ByteTokenizer, TextTokenizer
+from functron.data.tokenizer import BYTES, ByteTokenizer, TextTokenizer, open_tokenizer
 from functron.data.windows import check_vocabulary
 from functron.spmd import Mesh
 from functron.training import run_folder
@@ -291,7 +290,7 @@ def _is_one(data: str) -> bool:
         return False
 
 
-def open_tokenizer(config: TrainConfig) -> TextTokenizer | None:
+def tokenizer_of(config: TrainConfig) -> TextTokenizer | None:
     """The run's tokenizer; None where it reads text as bytes, or its tokens' maker is not known.
 
     Raises:
@@ -301,7 +300,7 @@ def open_tokenizer(config: TrainConfig) -> TextTokenizer | None:
     if path is None and config.tokenizer == BYTES and is_on_disk(config):
         path = BYTES
     pattern = config.tokenizer_pattern
-    return None if path is None else text_tokenizer.open_tokenizer(path, pattern=pattern)
+    return None if path is None else open_tokenizer(path, pattern=pattern)
 
 
 def with_tokenizer(config: TrainConfig) -> TrainConfig:
@@ -330,7 +329,7 @@ def reader_of(config: TrainConfig) -> TextTokenizer | None:
     Raises:
         ValueError: it cannot be read.
     """
-    found = open_tokenizer(config)
+    found = tokenizer_of(config)
     return found if found is not None or is_on_disk(config) else ByteTokenizer()
 
 

@@ -28,8 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from functron.core import chart
-from functron.core import chart as plot
-from functron.core.chart import table
+from functron.core.chart import line_chart, table
 from functron.core.errors import Problem, raise_problems, refuse
 
 CONFIG = "config.toml"
@@ -102,7 +101,7 @@ def loss_picture(path: Path, before: Sequence[Record] = ()) -> Iterator[Callable
     def draw() -> None:
         names = {"x_label": "step", "y_label": "loss (nats per token)"}
         title = "Training loss"
-        chart = plot.line_chart(steps, losses, title=title, **names, others=held_out)
+        chart = line_chart(steps, losses, title=title, **names, others=held_out)
         path.write_text(chart, encoding="utf-8")
 
     def write(record: Record) -> None:

@@ -20,8 +20,7 @@ import torch
 from functron import Mesh, P, checkpoint, tree
 from functron.checkpoint import database
 from functron.checkpoint import database as index
-from functron.checkpoint import folder as manifest
-from functron.checkpoint.folder import COMMITTED
+from functron.checkpoint.folder import COMMITTED, LATER, MANIFEST
 from functron.spmd.spec import shard
 
 FLIPS = 200
@@ -99,7 +98,7 @@ def test_no_flipped_bit_goes_unnoticed(path):
         at, byte = flip(file, choice)
         found = error_of(checkpoint.verify, path)
         if found is None:
-            assert file.name in manifest.LATER or file.stat().st_size > 1 << 20, file
+            assert file.name in LATER or file.stat().st_size > 1 << 20, file
         else:
             noticed += 1
             for part in ("got", "wanted", str(path)):
@@ -109,7 +108,7 @@ def test_no_flipped_bit_goes_unnoticed(path):
         else:
             assert found is not None
         put_back(file, at, byte)
-    unread = sum(file.name in manifest.LATER for file in files) / len(files)
+    unread = sum(file.name in LATER for file in files) / len(files)
     assert noticed > FLIPS * (1 - unread) * 0.8
     checkpoint.verify(path)
 
@@ -187,7 +186,7 @@ def test_a_checkpoint_without_checksums_of_chunks_says_what_is_not_checked(path)
     """As functron wrote them once: readable, but not called verified."""
     assert checkpoint.Checkpoint(path).unbound == ""
     assert "all files and checksums are right" in checkpoint.verify_text(path)
-    file = path / manifest.NAME
+    file = path / MANIFEST
     content = json.loads(file.read_text())["content"]
     for entry in content["leaves"].values():
         assert all(isinstance(number, int) for number in entry.pop("crc32c"))
@@ -212,7 +211,7 @@ def test_missing_and_truncated_files_are_named(path, tmp_path):
                 target.unlink()
             else:
                 os.truncate(target, target.stat().st_size // 2)
-            if file.name in manifest.LATER:
+            if file.name in LATER:
                 assert_right(checkpoint.restore(copy))  # Orbax's notes, which nothing reads
             else:
                 with pytest.raises(ValueError, match="damaged") as caught:
@@ -234,7 +233,7 @@ def test_all_damaged_files_are_listed(path):
 
 
 def test_a_checkpoint_without_marks_of_completion_does_not_exist(path):
-    for name in (manifest.NAME, COMMITTED):
+    for name in (MANIFEST, COMMITTED):
         (path / name).unlink()
     assert checkpoint.steps(path.parent) == []
     with pytest.raises(ValueError, match="an incomplete checkpoint"):

@@ -109,13 +109,13 @@ DYING = """
 import os, sys, time
 from functron.cli.main import main
 from functron.checkpoint import saver
-real = saver.write
+real = saver.write_pieces
 def write(folder, division, source, **settings):
     if division.placement.here == 1:
         open({mark!r}, "w").close()
         os.kill(os.getpid(), 9)
     return real(folder, division, source, **settings)
-saver.write = write
+saver.write_pieces = write
 sys.exit(main({arguments}))
 """
 

@@ -7,7 +7,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P
-from functron.nn.context import positions, to_balanced, to_contiguous
+from functron.nn.context import own_positions, to_balanced, to_contiguous
 
 STREAM = P(None, ("cp", "ulysses"))
 MESHES = [
@@ -37,11 +37,11 @@ def test_tokens_are_where_positions_say(mesh):
     assert torch.equal(mapped(tokens)[0], 10 * want)
 
     def places(x):
-        return positions(x.shape[1], "zigzag", device=x.device)[None].expand(x.shape)
+        return own_positions(x.shape[1], "zigzag", device=x.device)[None].expand(x.shape)
 
     assert torch.equal(ft.shard_map(places, mesh, STREAM, STREAM)(tokens)[0], want)
     contiguous = ft.shard_map(
-        lambda x: positions(x.shape[1], "contiguous")[None] + 0 * x, mesh, STREAM, STREAM
+        lambda x: own_positions(x.shape[1], "contiguous")[None] + 0 * x, mesh, STREAM, STREAM
     )
     assert torch.equal(contiguous(tokens)[0], torch.arange(seq))
 

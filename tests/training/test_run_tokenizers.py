@@ -12,7 +12,7 @@ from functron.data.shards import provenance
 from functron.data.tokenizer import ByteTokenizer, RankFile, SentencePiece
 from functron.training import run_folder
 from functron.training.config import TrainConfig, load
-from functron.training.data import open_tokenizer, with_tokenizer
+from functron.training.data import tokenizer_of, with_tokenizer
 from tests.data.chats import WORDS, make_tokenizer
 from tests.data.test_text_tokenizer import model, write_ranks  # noqa: F401  (a fixture)
 
@@ -65,7 +65,7 @@ def test_tokens_on_disk_say_what_made_them(text, tmp_path, capsys):
     assert f"tokens {file}" in capsys.readouterr().out
     file.unlink()
     kept = replace(load(run / run_folder.CONFIG), out=str(run))
-    reader = open_tokenizer(kept)
+    reader = tokenizer_of(kept)
     assert isinstance(reader, RankFile)
     assert reader.decode(reader.encode("the quick 12")) == "the quick 12"
     assert sampled(run, capsys).startswith("the quick")
@@ -86,7 +86,7 @@ def test_bytes_made_them(text, tmp_path, capsys):
     assert main.main([*TRAIN, "--data", f"{data}.npy", "--out", str(run)]) == 0
     found = load(run / run_folder.CONFIG)
     assert found.tokenizer == "bytes"
-    assert isinstance(open_tokenizer(found), ByteTokenizer)
+    assert isinstance(tokenizer_of(found), ByteTokenizer)
     assert sampled(run, capsys).startswith("the quick")
 
 
@@ -111,7 +111,7 @@ def test_another_kind_takes_the_place_of_a_kept_one(model, tmp_path):  # noqa: F
     config = TrainConfig(tokenizer=str(model), out=str(run))
     run_folder.write_config(run, config)
     assert run_folder.tokenizer_path(config) == run / "hub"
-    assert isinstance(open_tokenizer(config), SentencePiece)
+    assert isinstance(tokenizer_of(config), SentencePiece)
     run_folder.keep_tokenizer(run, TrainConfig(tokenizer=str(before)))
     assert not list((run / "hub").glob("*.model"))
 
