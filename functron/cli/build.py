@@ -75,7 +75,7 @@ def build(
     """Compile every variant of the sources for every architecture, and give them in this order.
 
     Args:
-        chosen: the nvrtc.
+        chosen: the sources.
         archs: the architectures.
         folder: of the cache; None: the default one.
         jobs: threads, which NVRTC allows; 0: one per processor.

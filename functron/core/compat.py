@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -25,6 +26,21 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
 )
 from torch.utils._python_dispatch import _disable_current_modes
+
+
+class Function(torch.autograd.Function):
+    """`torch.autograd.Function` whose `apply` reads the signature of `forward` once.
+
+    torch binds the arguments of every call to it, and working it out takes longer than a small
+    operation.
+    """
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        forward = vars(cls).get("forward")
+        if isinstance(forward, (staticmethod, classmethod)):
+            function: Any = forward.__func__
+            function.__signature__ = inspect.signature(function)
 
 
 def transforms_active() -> bool:

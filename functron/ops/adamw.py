@@ -18,8 +18,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
-from torch.autograd import Function
 
+from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems
 from functron.core.random import Index, fold_in, sample, threefry
 from functron.ops.define import Launch, define

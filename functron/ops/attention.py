@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import Function
 from torch.nn import functional as F
 
 from functron.core import compat
+from functron.core.compat import Function
 from functron.core.scopes import in_phase
 from functron.core.typing import Bool, Float, Int, Tensor
 from functron.ops.define import AUTO, Kernels

@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd import Function
 
 from functron.core import compat
+from functron.core.compat import Function
 from functron.core.scopes import in_phase
 from functron.core.typing import Bool, Float, Int, Tensor
 from functron.ops.define import (

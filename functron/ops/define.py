@@ -25,9 +25,9 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
-from torch.autograd import Function
 
 from functron.core import compat
+from functron.core.compat import Function
 from functron.core.errors import nearest
 from functron.core.typing import Tensor
 from functron.ops.launch import cuda, usable

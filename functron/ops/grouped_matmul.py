@@ -16,11 +16,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from functron.core import compat
+from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems
 from functron.core.typing import Float, Int, Tensor
 

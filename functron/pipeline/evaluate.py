@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Function
 from torch.utils import _pytree as pytree
 
 from functron.core import compat
+from functron.core.compat import Function
 from functron.core.scopes import in_phase, named_scope
 from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
 from functron.ops.ids import check_ids

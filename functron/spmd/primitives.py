@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.autograd import Function
 
 from functron.core import compat
+from functron.core.compat import Function
 from functron.spmd.axes import Axis, SimulatedAxis
 
 

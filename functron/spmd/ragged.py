@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.autograd import Function
 
 from functron.core import compat
+from functron.core.compat import Function
 from functron.core.errors import public
 from functron.core.typing import Int, Shaped, Tensor
 from functron.spmd.axes import (

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd import Function
 
 from functron.core import compat, tree
+from functron.core.compat import Function
 from functron.core.errors import public
 from functron.core.scopes import in_phase
 from functron.spmd.axes import user_line

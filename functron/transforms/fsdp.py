@@ -40,10 +40,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from functron.core import compat, tree
+from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase, in_scopes, named_scope, phase, scope_names
 from functron.spmd.axes import Axis, AxisNames, lookup, user_line

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import Function
 
 from functron.core import compat
+from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.typing import Tensor
 

@@ -32,12 +32,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch.autograd import Function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functron.core import compat, tree
 from functron.core.closure import hoist
+from functron.core.compat import Function
 from functron.core.errors import nearest, public
 from functron.core.scopes import in_phase, named_scope, scope_names
 from functron.program.recorder import active

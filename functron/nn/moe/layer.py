@@ -34,9 +34,9 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
-from torch.autograd import Function
 
 from functron.core import compat
+from functron.core.compat import Function
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
 from functron.nn.layers import (
