@@ -20,7 +20,7 @@ import torch._guards as guards
 from filelock import FileLock
 from torch import fx
 from torch._inductor import compile_fx as inductor
-from torch._inductor import config
+from torch._inductor import config, cpu_vec_isa
 from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 from torch._inductor.dependencies import Dep, StarDep, WeakDep
 from torch._inductor.loop_body import LoopBody
@@ -48,6 +48,9 @@ def directory(path: Path | None) -> Iterator[Path]:
     if path is None:
         yield Path(cache_dir()) / "functron"
         return
+    if not torch.cuda.is_available():
+        # what the CPU can do is found by compiling, which would be repeated in each new directory
+        cpu_vec_isa.valid_vec_isa_list()
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
     os.environ[name] = str(Path(path).absolute())

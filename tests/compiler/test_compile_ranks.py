@@ -92,16 +92,19 @@ def check_collectives(mesh, **options):
 # --- a training step in Megatron's manner, split over dp and tp
 
 WIDE = Normal(0.3)
-DEFS = {
-    "layers": {
-        "up": ft.ParamDef((3, 8, 16), (None, None, "mlp"), WIDE),
-        "down": ft.ParamDef((3, 16, 8), (None, "mlp", None), WIDE),
-        "scale": ft.ParamDef((3, 8), (None, None), WIDE),
-        "shift": ft.ParamDef((3, 8), (None, None), WIDE),
-    },
-    "head": ft.ParamDef((8, 4), (None, None), WIDE),
-}
 STEPS = 3
+
+
+def defs(num_layers):
+    return {
+        "layers": {
+            "up": ft.ParamDef((num_layers, 8, 16), (None, None, "mlp"), WIDE),
+            "down": ft.ParamDef((num_layers, 16, 8), (None, "mlp", None), WIDE),
+            "scale": ft.ParamDef((num_layers, 8), (None, None), WIDE),
+            "shift": ft.ParamDef((num_layers, 8), (None, None), WIDE),
+        },
+        "head": ft.ParamDef((8, 4), (None, None), WIDE),
+    }
 
 
 def loss(params, batch, key):
@@ -117,10 +120,10 @@ def num_targets(batch):
     return lax.psum(batch["y"].isfinite().sum(), ft.DATA_AXES)
 
 
-def training(mesh):
-    specs = ft.param_specs(DEFS, ft.Rules({"mlp": "tp"}))
+def training(mesh, num_layers=3):
+    specs = ft.param_specs(defs(num_layers), ft.Rules({"mlp": "tp"}))
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), optim.adamw(1e-2))
-    state = ft.init_state(random.key(0), DEFS, specs, optimizer, mesh)
+    state = ft.init_state(random.key(0), defs(num_layers), specs, optimizer, mesh)
     step = ft.make_step(ft.gradients(loss, num_targets), optimizer, mesh, specs)
     return step, state, ft.state_specs(specs, optimizer)
 

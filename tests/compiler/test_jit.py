@@ -13,6 +13,8 @@ import torch
 import functron as ft
 from functron import BoundMesh, Mesh, P, gpt, lax, optim, random, tree
 from functron.spmd.shard_map import Donated
+from tests.compiler.test_compile_ranks import batches as small_batches
+from tests.compiler.test_compile_ranks import training as small_training
 
 X = torch.arange(6.0).reshape(2, 3)
 
@@ -23,7 +25,7 @@ def eager(fn=None, **options):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("kernels")
+    return tmp_path_factory.getbasetemp() / "kernels"
 
 
 # --- what it computes
@@ -230,10 +232,10 @@ def test_a_bound_mesh_inside_is_refused():
 CONFIG = gpt.GPTConfig(
     vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64, max_seq=16
 )
-STEPS = 8
+STEPS = 4
 
 
-def training(mesh, stream=gpt.STREAM, dropout=0.1):
+def training(mesh, stream=gpt.STREAM, dropout=0.1, remat="none"):
     config = dataclasses.replace(CONFIG, dropout=dropout)
     defs = gpt.defs(config)
     specs = ft.param_specs(defs, gpt.rules(config, mesh))
@@ -241,7 +243,7 @@ def training(mesh, stream=gpt.STREAM, dropout=0.1):
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), adamw)
 
     def loss(params, batch, key):
-        return gpt.loss(config, params, batch, ft.ModelOptions(stream=stream), key=key)
+        return gpt.loss(config, params, batch, ft.ModelOptions(stream=stream, remat=remat), key=key)
 
     step = ft.make_step(ft.gradients(loss, gpt.num_targets), optimizer, mesh, specs)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
@@ -269,19 +271,23 @@ def dense(dropout):
     return losses(*training(Mesh(), dropout=dropout))
 
 
+# a step of a mesh in default runs is that of `test_a_step_of_a_simulated_mesh`, which is small
 @pytest.mark.parametrize(
-    ("mesh", "dropout"),
+    ("mesh", "dropout", "remat"),
     [
-        (Mesh(), 0.1),
-        (Mesh(dp=2, tp=2), 0.0),
-        # random bits take long to compile: those of a mesh are evaluated in test_compile_steps.py
-        pytest.param(Mesh(dp=2, tp=2), 0.1, marks=pytest.mark.full),
+        (Mesh(), 0.1, "full"),
+        pytest.param(Mesh(), 0.1, "none", marks=pytest.mark.full),
+        pytest.param(Mesh(dp=2, tp=2), 0.0, "none", marks=pytest.mark.full),
+        pytest.param(Mesh(dp=2, tp=2), 0.1, "none", marks=pytest.mark.full),
     ],
     ids=str,
 )
-def test_compiled_steps(mesh, dropout, cache):
-    step, state = training(mesh, dropout=dropout)
-    found, state = losses(ft.jit(step, donate=0, cache=cache), state)
+def test_compiled_steps(mesh, dropout, remat, cache):
+    step, state = training(mesh, dropout=dropout, remat=remat)
+    compiled = ft.jit(step, donate=0, cache=cache)
+    updated = set(compiled.compile(state, next(batches())).updated)
+    assert {f"0/{path}" for path in tree.paths(state)} - updated <= {"0/key"}
+    found, state = losses(compiled, state)
     want, want_state = dense(dropout)
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
     for name, got, wanted in zip(
@@ -293,6 +299,28 @@ def test_compiled_steps(mesh, dropout, cache):
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-5, msg=name)
 
 
+def test_a_step_of_a_simulated_mesh(cache):
+    """Layers split over tp, batches over dp, in the manner of Megatron: scanned, clipped, AdamW."""
+    mesh = Mesh(dp=2, tp=2)
+    found = {}
+    for name in ("dense", "compiled"):
+        on = mesh if name == "compiled" else Mesh()
+        step, state, _ = small_training(on, num_layers=2)
+        step = ft.jit(step, donate=0, cache=cache) if name == "compiled" else step
+        rows = []
+        for batch in small_batches(on):
+            state, metrics = step(state, batch)
+            rows.append(tree.map(torch.clone, metrics))
+        found[name] = state.params, rows
+    for path, got, want in zip(
+        tree.paths(found["dense"]),
+        tree.leaves(found["compiled"]),
+        tree.leaves(found["dense"]),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda m, at=path: at + m)
+
+
 RANKS = """
 import json, sys, torch, torch.distributed as dist
 sys.path.insert(0, {folder!r})
@@ -302,27 +330,32 @@ from test_jit import losses, training
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 mesh = Mesh(dp=2, tp=2).bind()
-for stream in (gpt.STREAM, gpt.SEQUENCE_PARALLEL_STREAM):
-    for compiled in (False, True):
-        step, state = training(mesh, stream, float(sys.argv[2]))
-        step = ft.jit(step, donate=0, cache=sys.argv[1]) if compiled else step
-        found, _ = losses(step, state, lambda batch: ft.shard(batch, P(ft.DATA_AXES), mesh))
-        if dist.get_rank() == 0:
-            print(json.dumps(found))
+stream = gpt.SEQUENCE_PARALLEL_STREAM if sys.argv[3] == "split" else gpt.STREAM
+step, state = training(mesh, stream, float(sys.argv[2]))
+step = ft.jit(step, donate=0, cache=sys.argv[1])
+found, _ = losses(step, state, lambda batch: ft.shard(batch, P(ft.DATA_AXES), mesh))
+if dist.get_rank() == 0:
+    print(json.dumps(found))
 dist.destroy_process_group()
 """
 
 
-# bits of processes are evaluated in tests/pipeline and test_prefetch_ranks.py
+# bits of processes are evaluated in tests/pipeline and test_prefetch_ranks.py, eager steps of them in
+# tests/models, and compiled ones that reduce whole streams in test_compile_ranks.py
 @pytest.mark.distributed
-@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.1, marks=pytest.mark.full)])
-def test_steps_of_four_processes(torchrun, cache, dropout):
+@pytest.mark.parametrize(
+    ("dropout", "stream"),
+    [
+        (0.0, "split"),
+        pytest.param(0.0, "whole", marks=pytest.mark.full),
+        pytest.param(0.1, "split", marks=pytest.mark.full),
+    ],
+)
+def test_steps_of_four_processes(torchrun, cache, dropout, stream):
     program = RANKS.format(folder=str(Path(__file__).parent))
-    lines = torchrun(program, 4, cache, dropout, timeout=400).stdout.splitlines()
-    runs = [json.loads(line) for line in lines if line.startswith("[")]
-    assert len(runs) == 4
-    for found in runs:
-        torch.testing.assert_close(found, dense(dropout)[0], rtol=1e-5, atol=1e-5)
+    lines = torchrun(program, 4, cache, dropout, stream, timeout=400).stdout.splitlines()
+    (found,) = (json.loads(line) for line in lines if line.startswith("["))
+    torch.testing.assert_close(found, dense(dropout)[0], rtol=1e-5, atol=1e-5)
 
 
 DIFFERS = """
