@@ -13,7 +13,6 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EXAMPLES = [*NOTEBOOKS, *sorted((ROOT / "examples").glob("*.py"))]
-SHORTEST = ROOT / "notebooks" / "08_your_own_parts.ipynb"
 MAX_BYTES = 400 * 1024
 
 
@@ -21,45 +20,8 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-CELLS = """
-import os, sys, nbformat
-from IPython.core.interactiveshell import InteractiveShell
-
-# neither what these tests tell JAX nor what torchrun tells its processes is there for a reader
-for name in ("XLA_FLAGS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-    os.environ.pop(name, None)
-os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
-shell = InteractiveShell.instance()
-num = 0
-for cell in nbformat.read(sys.argv[1], as_version=4).cells:
-    if cell.cell_type == "code":
-        shell.run_cell(cell.source, store_history=True).raise_error()
-        num += 1
-print("cells that ran:", num)
-"""
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "path", [path for path in NOTEBOOKS if path != SHORTEST], ids=lambda path: path.stem
-)
-def test_runs(path, tmp_path, monkeypatch, torchrun):
-    """In IPython's shell, in a fork that has imported torch already."""
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.chdir(tmp_path)
-    out = torchrun(CELLS, 1, path, timeout=300).stdout
-    code = [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
-    assert f"cells that ran: {len(code)}\n" in out
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=() if path == SHORTEST else pytest.mark.full, id=path.stem)
-        for path in NOTEBOOKS
-    ],
-)
-def test_runs_in_jupyter(path, tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs(path, tmp_path, monkeypatch):
     python_path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(python_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
