@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
-from functron.core.errors import made_public
+from functron.core.errors import is_library, made_public
 
 
 def hoist(fn: Callable) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Callable]]:
@@ -62,7 +62,10 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
 
 
 def _parts(fn: types.FunctionType) -> Iterator[Any]:
-    """The values a function closes over: cell contents, defaults, and globals that are data."""
+    """The values a function closes over: cell contents, defaults, and globals that are data.
+
+    Not the globals of functron's functions, nor of the libraries' under it: they have no state.
+    """
     for cell in fn.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -70,6 +73,8 @@ def _parts(fn: types.FunctionType) -> Iterator[Any]:
             continue
     yield from fn.__defaults__ or ()
     yield from (fn.__kwdefaults__ or {}).values()
+    if is_library(fn.__globals__):
+        return
     for name in _global_names(fn.__code__):
         value = fn.__globals__.get(name)
         # a function of another module with nothing closed over holds no tensor of this program

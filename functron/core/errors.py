@@ -114,9 +114,18 @@ F = TypeVar("F", bound=Callable)
 
 def in_library(frame: FrameType) -> bool:
     """Whether a frame runs code of functron or of the libraries under it, not of the user."""
-    name = str(frame.f_globals.get("__name__", ""))
-    filename = frame.f_code.co_filename
-    return name.partition(".")[0] in _LIBRARIES or filename.startswith(_GENERATED)
+    return is_library(frame.f_globals) or frame.f_code.co_filename.startswith(_GENERATED)
+
+
+def is_library(names: dict[str, Any]) -> bool:
+    """Whether these are the globals of a module of functron or of the libraries under it."""
+    return _is_library_name(str(names.get("__name__", "")))
+
+
+@functools.cache
+def _is_library_name(module: str) -> bool:
+    """Asked for each frame of each operation that is traced; there are few modules."""
+    return module.partition(".")[0] in _LIBRARIES
 
 
 @contextlib.contextmanager

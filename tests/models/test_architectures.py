@@ -176,6 +176,13 @@ def assert_equal(value, grads, want_value, want_grads):
         assert error <= TOLERANCE, f"{path}: {error}"
 
 
+def factors(name, mesh, stream, remat, num_microbatches):
+    """Each architecture split by tensor parallelism and not; each of the largest on each mesh."""
+    larger = name if name in LARGEST[:3] else "other"
+    return [{"name": name, "tp": mesh["tp"] > 1}, {"larger": larger, "mesh": mesh}]
+
+
+@pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize(
     ("mesh", "stream", "remat", "num_microbatches"),
     [
@@ -201,7 +208,9 @@ def test_split_over_all_data_ranks(name):
     assert_equal(*f(weights, data, key), value, grads)
 
 
-@pytest.mark.parametrize("name", LARGEST)
+@pytest.mark.parametrize(
+    "name", [pytest.param("bert", marks=pytest.mark.full), "hybrid", "t5", "llava"]
+)
 def test_traced_programs_are_right_and_replicated(name):
     weights, data, key, value, grads = dense(name)
     f = sharded(name, Mesh(dp=2, tp=2), "sequence-parallel", "full")

@@ -90,7 +90,17 @@ TABLE = [
 ]
 
 
-@pytest.mark.pairwise
+def factors(mesh, context, model):
+    """Each mesh with each kind of context and with each order; all three on each kind of mesh."""
+    kind, order = context.split("-")
+    axes = tuple(axis for axis in ("cp", "ulysses", "tp") if mesh[axis] > 1)
+    return [
+        {"mesh": mesh, "kind": kind}, {"mesh": mesh, "order": order},
+        {"model": model, "context": context}, {"context": context, "axes": axes},
+    ]  # fmt: skip
+
+
+@pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize(("model", "context", "mesh"), TABLE, ids=str)
 def test_composition(mesh, context, model):
     config = replace(MODELS[model], dropout=0.3 if model == "gpt2" else 0.0)
@@ -100,7 +110,7 @@ def test_composition(mesh, context, model):
         assert_equal(*run(weights, data, key), value, grads)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("mesh", [Mesh(), *MESHES[1::2]], ids=str)
 @pytest.mark.parametrize("model", ["llama"])
@@ -111,6 +121,7 @@ def test_packed_documents_do_not_see_one_another(mesh, context, model):
     assert_equal(*run(weights, data, key), value, grads)
 
 
+@pytest.mark.pairwise(of=lambda mesh, remat: [{"mesh": mesh}, {"remat": remat}])
 @pytest.mark.parametrize("remat", ["full", "selective", "dots"])
 @pytest.mark.parametrize("mesh", [Mesh(cp=2, tp=2), Mesh(cp=2, ulysses=2)], ids=str)
 def test_remat_and_microbatches(mesh, remat):

@@ -65,6 +65,12 @@ def test_composition(name, mesh, stream, remat):
     assert_equal(*got, value, grads)
 
 
+def factors(name, mesh, context):
+    """Each variant, and on each mesh one with windows and one without."""
+    return [{"name": name}, {"mesh": mesh, "window": MODELS[name].window > 0}]
+
+
+@pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize(("mesh", "context"), LONG, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_sequences_that_are_split(name, mesh, context):
@@ -74,7 +80,7 @@ def test_sequences_that_are_split(name, mesh, context):
     assert_equal(*run(*inputs), value, grads)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("gemma3", marks=pytest.mark.full)])
 def test_packed_documents(name):
     config = MODELS[name]
     *inputs, value, grads = dense_documents(config, True)

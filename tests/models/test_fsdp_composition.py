@@ -83,7 +83,10 @@ def test_split_over_all_data_ranks(mesh, regather):
     assert_equal(*f(weights, data, key), value, grads)
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "selective", "dots"])
+FULL_ONLY = [pytest.param(remat, marks=pytest.mark.full) for remat in ("none", "selective")]
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", *FULL_ONLY])
 def test_traced_programs_are_right_and_replicated(remat):
     config = replace(MODELS["gpt2"], num_layers=2, dropout=0.3, tied=True)
     weights, data, key, value, grads = dense(config)
@@ -112,7 +115,9 @@ def test_differentiated_from_outside():
 # --- pipelines
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(
+    of=lambda mesh, schedule, remat, stream: [{"mesh": mesh}, {"schedule": (schedule, remat)}]
+)
 @pytest.mark.parametrize(
     "mesh", [Mesh(pp=2, fsdp=2), Mesh(pp=2, fsdp=2, tp=2), Mesh(pp=2, dp=2, fsdp=2)], ids=str
 )

@@ -57,6 +57,14 @@ MESHES = ["", "tp=2", "dp=2,tp=2", "fsdp=2", "tp=4"]
 PROMPT, NEW = 5, 4
 
 
+def factors(name, mesh):
+    """Each config on one rank, and with its heads over ranks; each kind of heads on each mesh."""
+    config = CONFIGS[name]
+    kind = config.num_kv_heads, config.kv_rank > 0, config.moe is not None
+    return [{"name": name, "tp": "tp=" in mesh}, {"mesh": mesh, "kind": kind}]
+
+
+@pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize(
     ("name", "mesh"), [*itertools.product(CONFIGS, MESHES), ("experts", "ep=2,tp=2")]
 )

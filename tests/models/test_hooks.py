@@ -187,15 +187,31 @@ MESHES = {
 TABLE = [(name, mesh) for name in HOOKS for mesh in MESHES if mesh != "ep=2" or HOOKS[name][0].moe]
 
 
+def factors(name, mesh):
+    """Each part with and without tensor parallelism, and each mesh with experts and without."""
+    return [
+        {"name": name, "tp": "tp=" in mesh},
+        {"mesh": mesh, "experts": bool(HOOKS[name][0].moe)},
+    ]
+
+
+@pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize(("name", "mesh"), TABLE)
 def test_meshes(name, mesh):
     run = program_on(name, Mesh.parse(mesh), **MESHES[mesh])
     close(*run(dense(name)[0], batch(), random.key(3)), name)
 
 
+@pytest.mark.pairwise(
+    of=lambda name, schedule: [
+        {"name": name},
+        {"schedule": schedule, "defs": "parameters" in name, "experts": name == "router"},
+    ]
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("name", HOOKS)
-def test_pipelines(name):
-    (config, hooks), schedule = HOOKS[name], make("zb-h1", 2, 2)
+def test_pipelines(name, schedule):
+    (config, hooks), schedule = HOOKS[name], make(schedule, 2, 2)
     options = ModelOptions(**hooks)
 
     def stage(part, params, x, data, key, total):
@@ -213,7 +229,7 @@ def test_pipelines(name):
     close(*run(dense(name)[0], batch(), random.key(3)), name)
 
 
-@pytest.mark.parametrize("name", ["attention", "router"])
+@pytest.mark.parametrize("name", [pytest.param("attention", marks=pytest.mark.full), "router"])
 def test_traced_and_compiled(name):
     run = ft.jit(program_on(name, Mesh(tp=2), remat="full"), backend="eager")
     close(*run(dense(name)[0], batch(), random.key(3)), name)

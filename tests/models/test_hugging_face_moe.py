@@ -105,6 +105,7 @@ MESHES = {
 }
 
 
+@pytest.mark.pairwise(of=lambda case, name: [{"case": case}, {"name": name}])
 @pytest.mark.parametrize("name", list(MESHES))
 def test_loss_and_gradients_on_a_mesh(case, name):
     model, config, weights = case

@@ -84,6 +84,9 @@ def check(config, mesh, kernels, stream=gpt.STREAM, remat="none", chunk=0):
         assert error <= TOLERANCE, f"{path}: {error}"
 
 
+@pytest.mark.pairwise(
+    of=lambda model, mesh: [{"model": model, "tp": "tp=" in mesh}, {"mesh": mesh}]
+)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("model", MODELS)
 def test_registered_operations(model, mesh):

@@ -231,8 +231,8 @@ def test_frozen_parameters_cost_no_gradients():
     split = sum(math.prod(d.shape) for d in tree.leaves(chosen) if "embed" in d.axes)
     program = plan(replace(RUN, mesh="fsdp=2", microbatches=2), Mesh(fsdp=2)).program()
     assert traffic(program, "psum_scatter") == 2 * 8 * split
-    whole = plan(replace(RUN, mesh="fsdp=2", microbatches=2, lora_rank=0), Mesh(fsdp=2)).program()
-    assert traffic(whole, "psum_scatter") > 3 * traffic(program, "psum_scatter")
+    everything = sum(math.prod(d.shape) for d in tree.leaves(lora.plain(DEFS)) if "embed" in d.axes)
+    assert everything > 3 * split > 0  # what the gradients of all would be
 
     # of 6 FLOPs per frozen weight and token, the 2 of its gradient are not computed
     full = plan(replace(RUN, lora_rank=0), Mesh()).program().cost().hardware_flops

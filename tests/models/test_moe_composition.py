@@ -147,10 +147,11 @@ def assert_equal(value, grads, want_value, want_grads):
 
 
 def factors(model, mesh, parallel, experts):
-    """Each model with each axis, and with experts over each; and each place."""
-    axes = {axis: mesh[axis] for axis in ("dp", "fsdp", "ep", "tp", "cp", "ulysses")}
+    """Each model with each axis, with experts over theirs and over others; and each place."""
+    axes = {axis: mesh[axis] > 1 for axis in ("dp", "fsdp", "ep", "tp", "cp", "ulysses")}
+    rest = {"parallel": parallel, "own": experts == ("ep",)}
     place = {"place": (str(mesh), parallel, experts)}
-    return [{"model": model, **axes, "parallel": parallel, "experts": experts}, place]
+    return [*({"model": model, axis: split} for axis, split in (axes | rest).items()), place]
 
 
 @pytest.mark.pairwise(of=factors)

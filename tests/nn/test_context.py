@@ -98,6 +98,7 @@ def check(agrees, randn):
     return run
 
 
+@pytest.mark.pairwise
 @KIND
 @BALANCED
 @ON
@@ -105,6 +106,7 @@ def test_causal(check, mesh, kind, balanced):
     check(mesh, kind=kind, balanced=balanced)
 
 
+@pytest.mark.pairwise
 @KIND
 @BALANCED
 @ON
@@ -112,6 +114,7 @@ def test_packed_documents_with_sinks(check, mesh, kind, balanced):
     check(mesh, kind=kind, balanced=balanced, segments=SEGMENTS, sinks=True)
 
 
+@pytest.mark.pairwise
 @KIND
 @BALANCED
 @pytest.mark.parametrize("window", [1, 3, 6, 40])
@@ -176,6 +179,7 @@ def arrangement(lengths, size):
     return torch.tensor(source), torch.tensor([documents]), torch.tensor([place])
 
 
+@pytest.mark.pairwise
 @KIND
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(cp=2, ulysses=2), Mesh(cp=4)], ids=str)
@@ -198,6 +202,7 @@ def test_documents_balanced_by_the_data(agrees, randn, mesh, kind, window):
     agrees(program, dense, args, mesh, (STREAM,) * 3, STREAM, (segments, places), (STREAM,) * 2)
 
 
+@pytest.mark.pairwise
 @BALANCED
 @pytest.mark.parametrize("ring_size", [1, 2, 4])
 @pytest.mark.parametrize("window", [0, 3])
@@ -271,6 +276,7 @@ def both_energies(mesh, kind, balanced, randn):
     return ours, lambda *x: (dense(*x).sin() * weights).sum()
 
 
+@pytest.mark.pairwise
 @KIND
 @BALANCED
 @pytest.mark.parametrize("mesh", [Mesh(cp=4), Mesh(cp=2, ulysses=2)], ids=str)
@@ -340,6 +346,7 @@ def traffic(program):
     }
 
 
+@pytest.mark.pairwise(of=lambda dtype, window, steps: [{"dtype": dtype}, {"window": window}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "steps"), [(0, 3), (3, 2)])
 def test_bytes_of_the_ring(dtype, window, steps):
@@ -413,6 +420,7 @@ def test_a_long_sequence_on_simulated_ranks(randn):
         torch.testing.assert_close(out[0, row, 0].double(), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.pairwise(of=lambda balanced, window: [{"balanced": balanced}, {"window": window}])
 @BALANCED
 @pytest.mark.parametrize("window", [1, 3, 7, 12])
 def test_chunks_out_of_a_windows_reach_are_left_out(check, monkeypatch, balanced, window):

@@ -99,6 +99,7 @@ def check(agrees, draw, specs, randn):
     return run
 
 
+@pytest.mark.pairwise
 @KINDS
 def test_every_gradient(check, mesh, stream, kind):
     check(CONFIGS[kind], mesh, stream, rotary())
@@ -147,6 +148,7 @@ def test_another_core_is_called_with_whole_heads(draw, randn, kind):
 # --- long contexts
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("split", [("cp", "ulysses"), ("cp", "ulysses", "tp")], ids=["", "sp"])
 @pytest.mark.parametrize("mesh", ["cp=2", "ulysses=4", "cp=2,ulysses=2,tp=2", "dp=2,cp=2,tp=2"])
 @pytest.mark.parametrize("kind", ["ring", "gather"])
@@ -171,6 +173,7 @@ def test_sequences_over_ranks(agrees, draw, specs, randn, mesh, split, kind):
 # --- absorbed
 
 
+@pytest.mark.pairwise
 @KINDS
 def test_absorbed_is_the_same(agrees, draw, specs, randn, mesh, stream, kind):
     """Values, and gradients through the cache too."""
@@ -273,6 +276,7 @@ def copied(params: dict, module: torch.nn.Module) -> dict:
     return out
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("scaling", [None, YARN, replace(YARN, mscale=0.707)])
 @pytest.mark.parametrize("q_rank", [0, 7])
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -24,6 +24,7 @@ def test_every_activation_has_a_formula_here():
     assert set(FORMULAS) == set(nn.ACTIVATIONS)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", list(FORMULAS))

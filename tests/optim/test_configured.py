@@ -71,6 +71,7 @@ def dense(name):
     return train(name, "", 0)
 
 
+@pytest.mark.pairwise(of=lambda name, mesh, zero: [{"name": name}, {"mesh": mesh}])
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_is_that_of_one_rank(name, mesh, zero):

@@ -194,7 +194,9 @@ def test_fully_sharded_parameters(mesh, hoist, zero, scatter, num_microbatches):
     close(state.params, want.params)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(
+    of=lambda schedule, stage, hoist: [{"schedule": schedule}, {"stage": stage}, {"hoist": hoist}]
+)
 @pytest.mark.parametrize("hoist", [False, True])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -228,6 +230,7 @@ def test_pipelines(schedule, stage, hoist):
     close(state.params, want.params)
 
 
+@pytest.mark.pairwise(of=lambda mesh, stage: [{"mesh": mesh}, {"stage": stage}])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(dp=3)], ids=str)
 def test_compiled_and_traced(mesh, stage):
@@ -307,6 +310,7 @@ DTYPES = {
 }
 
 
+@pytest.mark.pairwise(of=lambda mesh, dtypes: [{"mesh": mesh}, {"dtypes": dtypes}])
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(dp=3)], ids=str)
 def test_low_precision_with_masters(mesh, dtypes):

@@ -75,19 +75,26 @@ CASES = {
     ],
     "split": [
         Case(PP4, "zb-h1", 5, (1, 1, 1, 0), tied=True),
+        Case(PP2_TP2, "zbv", 3, (0, 1, 0, 1), "sp", remat="full"),
+        Case(DP2_PP2, "dualpipe", 4, (1, 1), tied=True),
+    ],
+    "compiled": [
+        Case(PP2_TP2, "interleaved", 2, (0, 1, 0, 1), "sp", compile=EVALUATED),
+        Case(DP2_PP2, "zb-h1", 2, (1, 1), tied=True, compile=EVALUATED),
+        Case(PP2_TP2, "combined-1f1b", 2, (1, 1), compile=EVALUATED, dropout=0.3),
+    ],
+    "more-split": [
         Case(PP2_TP2, "zb-h1", 2, (1, 1), remat="full"),
         Case(PP4, "zbv", 4, (1, 1, 0, 1, 0, 1, 0, 1), tied=True),
         Case(PP2_TP2, "zbv", 3, (0, 1, 0, 1), "sp", dropout=0.3),
         Case(PP4, "dualpipe", 8, (1, 0, 1, 1)),
         Case(DP2_PP2, "dualpipe", 4, (1, 1), tied=True, dropout=0.3),
     ],
-    "compiled": [
-        Case(PP4, "1f1b", 4, (1, 1, 1, 0), tied=True, compile=EVALUATED),
-        Case(PP2_TP2, "interleaved", 2, (0, 1, 0, 1), "sp", compile=EVALUATED),
+    "more-compiled": [
         Case(DP2_PP2, "zb-h1", 2, (1, 1), tied=True, compile=EVALUATED, dropout=0.3),
+        Case(PP4, "1f1b", 4, (1, 1, 1, 0), tied=True, compile=EVALUATED),
         Case(PP2_TP2, "zbv", 2, (0, 1, 0, 1), "sp", tied=True, compile=EVALUATED),
         Case(DP2_PP2, "dualpipe", 4, (1, 1), compile=EVALUATED),
-        Case(PP2_TP2, "combined-1f1b", 2, (1, 1), compile=EVALUATED),
     ],
 }
 
@@ -253,10 +260,13 @@ def check_inductor(mesh: Mesh = DP2_PP2) -> None:
 
 
 TRAINED = (
+    (DP2_PP2, "dualpipe", 4, (1, 2), True, {}),
+    (PP2_TP2, "1f1b", 4, (1, 2), False, {"compile": EVALUATED}),
+)
+TRAINED_MORE = (
     (PP4, "dualpipe", 8, (1, 0, 1, 1), True, {}),
     (PP2_TP2, "zb-h1", 4, (2, 1), True, {}),
     (DP2_PP2, "interleaved", 2, (1, 0, 1, 1), False, {}),
-    (PP2_TP2, "1f1b", 4, (1, 2), False, {"compile": EVALUATED}),
 )
 
 
@@ -338,6 +348,7 @@ CHECKS = {
     "own-models": check_own_models,
     "inductor": check_inductor,
     "training": check_training,
+    "more-training": lambda: check_training(TRAINED_MORE),
     "forward": check_forward,
 }
 

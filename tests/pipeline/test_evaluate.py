@@ -69,6 +69,7 @@ def gpt_step(mesh, *, sequence_parallel=False, remat="none", num_microbatches=1,
     return step, state, batch
 
 
+@pytest.mark.pairwise(of=lambda mesh, options: [{"mesh": mesh}, {"options": options}])
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2, tp=2)], ids=str)
 @pytest.mark.parametrize(
     "options",

@@ -328,6 +328,7 @@ def layout_and_schedule(name: str, ranks: int, chunks: int, layers: tuple[int, .
     return layout_of(layers), make(name, ranks, 4 if ranks == 2 else 8, None if one else chunks)
 
 
+@pytest.mark.pairwise(of=lambda dp, **case: [{"dp": dp}, {"case": tuple(case.values())}])
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize(("name", "ranks", "chunks", "layers"), COMPOSITIONS)
 def test_the_dense_gradients(name, ranks, chunks, layers, dp):

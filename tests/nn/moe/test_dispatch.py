@@ -137,6 +137,7 @@ def test_one_rank_has_a_row_for_each_assignment_and_no_more(randn):
     assert seen == [((18, EMBED), counts)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("routing", ["random", "limited"])
 @pytest.mark.parametrize("kind", ["alltoall", "gather"])
 @pytest.mark.parametrize("where", ["ep=2", "ep=2,tp=2"])

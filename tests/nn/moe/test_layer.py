@@ -133,13 +133,32 @@ def problem(draw, randn, specs):
     return make
 
 
-@pytest.mark.pairwise
+def skipped(layout, name, kind):
+    return kind == "gather" and (layout.mesh in ("", "tp=2") or name == "all experts")
+
+
+def factors(where, name, kind):
+    """Each layout with each dispatch, and with each kind of routing; each config on each axis."""
+    layout, config = LAYOUTS[where], CONFIGS[name]
+    if skipped(layout, name, kind):
+        return []
+    routing = config.routing, config.capacity_factor > 0
+    axes = {axis: Mesh.parse(layout.mesh)[axis] > 1 for axis in ("dp", "ep", "tp", "cp")}
+    folded = "tp" in layout.axes
+    return [
+        {"where": where, "kind": kind}, {"where": where, "routing": routing},
+        *({"name": name, "kind": kind, axis: size} for axis, size in axes.items()),
+        {"name": name, "folded": folded, "stream": layout.stream},
+    ]  # fmt: skip
+
+
+@pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize("kind", ["alltoall", "gather"])
 @pytest.mark.parametrize("name", list(CONFIGS))
 @pytest.mark.parametrize("where", list(LAYOUTS))
 def test_layer(agrees, problem, oracle, where, name, kind):
     layout = LAYOUTS[where]
-    if kind == "gather" and (layout.mesh in ("", "tp=2") or name == "all experts"):
+    if skipped(layout, name, kind):
         pytest.skip("nothing to gather, or the same as alltoall")
     config = replace(CONFIGS[name], dispatch=kind)
     layer, args, in_specs, others, other_specs = problem(config, layout)
