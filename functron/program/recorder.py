@@ -14,7 +14,7 @@ import contextlib
 import contextvars
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -248,7 +248,7 @@ class Recorder(TorchDispatchMode):
         if func in _SAME and isinstance(args[0], torch.Tensor):
             return self._same(func, args[0])
         self._refuse(func, args, kwargs)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._as_fake, (args, dict(kwargs)))
+        args, kwargs = _map_tensors(self._as_fake, args), _map_tensors(self._as_fake, dict(kwargs))
         if func._schema.is_mutable:
             return self._mutate(func, args, kwargs)
         out = self._run(func, args, kwargs)
@@ -278,10 +278,10 @@ class Recorder(TorchDispatchMode):
             raise ValueError(text) from error
 
     def _record(self, func, args, kwargs, out) -> None:
-        leaves, _ = pytree.tree_flatten(out)
+        leaves = [out] if isinstance(out, torch.Tensor) else pytree.tree_flatten(out)[0]
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves) and leaves:
             return  # a size or a concrete number
-        operands, named = pytree.tree_map_only(torch.Tensor, self.var, (args, kwargs))
+        operands, named = _map_tensors(self.var, args), _map_tensors(self.var, kwargs)
         name = func.name().split("::")[1].split(".")[0]
         outputs = tuple(
             self._new(leaf, name) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
@@ -407,6 +407,21 @@ def live_equations(equations: Sequence[Equation], outputs: Sequence[Any]) -> lis
 def _is_statement(equation: Equation) -> bool:
     ops = torch.ops.functron
     return equation.op in (ops.require_replicated.default, ops.require_share.default)
+
+
+def _map_tensors(of: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """`value` with `of` of its tensors; pytree's own takes a fifth of the time of a trace."""
+    if isinstance(value, torch.Tensor):
+        return of(value)
+    if type(value) in (list, tuple):
+        return type(value)([_map_tensors(of, item) for item in value])
+    if type(value) is dict:
+        return {name: _map_tensors(of, item) for name, item in value.items()}
+    return value if _is_plain(value) else pytree.tree_map_only(torch.Tensor, of, value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (int, float, str, torch.dtype, torch.device))
 
 
 def _line() -> str:

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +13,6 @@ from functron import checkpoint, tree
 pytestmark = pytest.mark.distributed
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
 PROGRAM = HERE / "save_loop.py"
 KILLS = 3
 """How many times a process is killed; more find rarer moments, and --full twice as many."""
@@ -57,30 +50,41 @@ def test_two_processes_save_in_the_background(torchrun, tmp_path):
     assert not list((tmp_path / "checkpoints").glob("*tmp*"))
 
 
-def killed(folder: Path, seed: int) -> list[int]:
+# The launcher of two ranks of the save loop, which kills one of them and tells the other to end as
+# torchrun does.
+KILLING = """
+import os, random, runpy, signal, sys, time
+from pathlib import Path
+program, folder, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+choice, log, ranks = random.Random(seed), folder / "log", []
+for rank in range(2):
+    ranks.append(os.fork())
+    if ranks[-1] == 0:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+        sys.argv = [program, str(folder / "checkpoints"), "100000", str(log)]
+        runpy.run_path(program, run_name="__main__")
+        os._exit(0)
+deadline = time.monotonic() + 90
+while not log.exists():  # the first save is slow and would be hit too often
+    assert time.monotonic() < deadline
+    assert os.waitpid(-1, os.WNOHANG) == (0, 0)
+    time.sleep(0.01)
+time.sleep(choice.uniform(0, 1.0))
+hit = choice.randrange(2)
+assert ranks[hit] == int(Path(f"{log}.{hit}").read_text())
+os.kill(ranks[hit], signal.SIGKILL)
+assert os.waitstatus_to_exitcode(os.waitpid(ranks[hit], 0)[1]) == -signal.SIGKILL
+other = ranks[1 - hit]
+time.sleep(0.1)  # torchrun looks so often
+os.kill(other, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) != 0
+"""
+
+
+def killed(torchrun, folder: Path, seed: int) -> list[int]:
     """Kill a random rank of a save loop at a random moment; the steps known to be complete."""
-    choice = random.Random(seed)
-    log = folder / "log"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(PROGRAM), str(folder / "checkpoints"), "100000", str(log)]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        deadline = time.monotonic() + 90
-        while not log.exists():  # the first save is slow and would be hit too often
-            assert process.poll() is None, process.communicate()[1].decode()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(choice.uniform(0, 1.0))
-        pid = int(Path(f"{log}.{choice.randrange(2)}").read_text())
-        os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode != 0
-    return [int(line) for line in log.read_text().split()]
+    torchrun(KILLING, 1, PROGRAM, folder, seed)
+    return [int(line) for line in (folder / "log").read_text().split()]
 
 
 def check_survivors(folder: Path, known: list[int]) -> None:
@@ -104,6 +108,6 @@ SEEDS = [*range(KILLS), *(pytest.param(n, marks=pytest.mark.full) for n in range
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_killed_process_leaves_the_last_complete_checkpoint(tmp_path, seed):
-    known = killed(tmp_path, seed)
+def test_a_killed_process_leaves_the_last_complete_checkpoint(torchrun, tmp_path, seed):
+    known = killed(torchrun, tmp_path, seed)
     check_survivors(tmp_path / "checkpoints", known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import re
@@ -111,24 +112,26 @@ def test_the_checkpoint_holds_the_state(tmp_path):
 @pytest.mark.distributed
 def test_every_mesh_trains_to_the_same_losses(tmp_path, capsys):
     """In float64, so that rounding is no excuse."""
-    common = ["train", *SMALL, "--gpt.dtype", "float64", "--steps", 12, "--seed", 0]
+    common = ["train", *SMALL, "--gpt.dtype", "float64", "--steps", 4, "--seed", 0]
+    common += ["--data", argparse.__file__, "--learning-rate.name", "constant"]
+    common += ["--learning-rate.peak", 3e-3]
     assert run(*common, "--out", tmp_path / "dense") == 0
     assert "simulated" not in capsys.readouterr().out
     assert run(*common, "--mesh", "dp=2,tp=2", "--out", tmp_path / "simulated") == 0
     assert "4 ranks simulated in this process" in capsys.readouterr().out
     assert run(*common, "--mesh", "dp=2,tp=4", "--sequence-parallel", "--out", tmp_path / "sp") == 0
-    command = [*common, "--nproc", 4, "--mesh", "dp=2,tp=2", "--out", tmp_path / "processes"]
+    command = [*common, "--nproc", 2, "--mesh", "tp=2", "--out", tmp_path / "processes"]
     done = functron(*command)
     assert done.returncode == 0, done.stderr
-    assert "4 processes" in done.stdout
+    assert "2 processes" in done.stdout
     dense = losses(tmp_path / "dense")
-    assert len(dense) == 12
+    assert len(dense) == 4
     assert dense[-1] < dense[0] - 0.5
     for name in ("simulated", "sp", "processes"):
         assert losses(tmp_path / name) == pytest.approx(dense, rel=1e-9)
     # the checkpoint of a mesh is the dense model's
     trees = [
-        checkpoint.restore(tmp_path / name / "checkpoints" / "12")["params"]
+        checkpoint.restore(tmp_path / name / "checkpoints" / "4")["params"]
         for name in ("dense", "processes")
     ]
     for path, a, b in zip(tree.paths(trees[0]), *map(tree.leaves, trees), strict=True):

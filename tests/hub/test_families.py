@@ -6,6 +6,7 @@ agreement than 1e-5 can be asked for; what comes back is equal to the last bit.
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from functools import partial
@@ -27,11 +28,18 @@ def name(request) -> str:
     return request.param
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder of each model that was asked for: none is written to."""
+    return functools.cache(
+        lambda name: tiny.store(tiny.make(name), tmp_path_factory.mktemp("hub") / name, files=3)
+    )
+
+
 @pytest.fixture
-def stored(name, tmp_path):
+def stored(name, folders):
     """A model of transformers and the folder that it is stored in."""
-    model = tiny.make(name)
-    return model, tiny.store(model, tmp_path / "model", files=3)
+    return tiny.make(name), folders(name)
 
 
 def config_of(path, **changes) -> gpt.GPTConfig:

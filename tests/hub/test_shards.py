@@ -88,13 +88,13 @@ class Counting:
         return piece
 
 
-@pytest.fixture(params=list(CONFIGS))
-def stored(request, tmp_path):
+@pytest.fixture(params=list(CONFIGS), scope="module")
+def stored(request, tmp_path_factory):
     """The family, config, parameters with padding of zeros, and folder of a model."""
-    config = CONFIGS[request.param]
+    config, path = CONFIGS[request.param], tmp_path_factory.mktemp("hub") / "model"
     params = ft.init_params(ft.random.key(0), gpt.defs(config))
-    hub.save(tmp_path / "model", config, params, model_type=request.param, max_shard_bytes=9_000)
-    return DECODERS[request.param], config, hub.load(tmp_path / "model", config), tmp_path / "model"
+    hub.save(path, config, params, model_type=request.param, max_shard_bytes=9_000)
+    return DECODERS[request.param], config, hub.load(path, config), path
 
 
 def factors(stored, layout):
