@@ -1,4 +1,4 @@
-"""What every test gets: shape checks, one thread, JAX on eight CPU devices, and `torchrun`."""
+"""The setting of every test: shape checks, one thread, JAX on eight CPU devices, and `torchrun`."""
 
 from __future__ import annotations
 

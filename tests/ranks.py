@@ -128,7 +128,7 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def on_the_first(compute: Callable[[], T]) -> T:
-    """What `compute()` gives in the first process, in every process of the default group.
+    """The result of `compute()` in the first process, in every process of the default group.
 
     For what every process compares with, and each would compute alike. Collective.
     """

@@ -44,7 +44,7 @@ def test_commands_are_one_line_each():
 
 
 def test_ci_runs_the_second_command():
-    """What the README tells people to type is what CI types."""
+    """CI types the commands of the README."""
     ci = (ROOT / ".ci" / "run").read_text()
     for part in blocks("bash")[1].strip().split(" && "):
         assert part in ci

@@ -80,7 +80,7 @@ def put_back(file: Path, at: int, byte: int) -> None:
 
 
 def error_of(fn: Callable, *args) -> str | None:
-    """What the ValueError of a call says, if it raises one."""
+    """The message of the ValueError of a call, if it raises one."""
     try:
         fn(*args)
     except ValueError as error:

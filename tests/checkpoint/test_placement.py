@@ -158,7 +158,7 @@ def test_boxes_are_the_shards_of_the_padded_value(case):
 
 
 def filled(placement, whole: torch.Tensor, rank: int) -> torch.Tensor:
-    """What a process holds, zeros for padding, from its boxes of the whole."""
+    """A process's part, zeros for padding, from its boxes of the whole."""
     (leaf,) = placement.leaves
     shape = placement.local_shape(leaf, rank)
     assert shape is not None

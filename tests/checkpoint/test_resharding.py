@@ -68,7 +68,7 @@ class Layout:
         return checkpoint.Placement.of(like, self.specs, mesh, self.partition)
 
     def held(self, mesh: BoundMesh | Mesh) -> State:
-        """What a rank holds of the whole state."""
+        """A rank's part of the whole state."""
         specs = self.specs
         flat = dict(
             zip(tree.paths(specs, lambda s: isinstance(s, P)), _spec_leaves(specs), strict=True)

@@ -1,4 +1,4 @@
-"""What `functron doctor` says of this machine, and of others."""
+"""`functron doctor` on this machine, and on others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def looked_for() -> dict[str, doctor.Finding]:
 
 
 def told(*command: str) -> str | None:
-    """What a command prints; None where it is not there or fails."""
+    """The output of a command; None where it is not there or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except FileNotFoundError:
@@ -35,7 +35,7 @@ def told(*command: str) -> str | None:
 
 @pytest.fixture(scope="module")
 def here():
-    """What it says of this machine, with nothing patched."""
+    """Its findings on this machine, with nothing patched."""
     return looked_for()
 
 

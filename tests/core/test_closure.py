@@ -196,7 +196,7 @@ def test_the_tensor_is_found_and_replaced(function):
 
 
 def test_gradients_reach_it(function):
-    """What hoisting is for: remat sees only its operands."""
+    """Remat sees only its operands, so closed-over tensors are hoisted."""
     tensors, _ = hoist(function)
     (gradient,) = torch.autograd.grad(ft.remat(function)(X), tensors)
     assert gradient.item() == 2.0

@@ -1,4 +1,4 @@
-"""What Megatron-LM writes, spelt out with struct alone: the oracle of indexed files."""
+"""Megatron-LM's files, spelt out with struct alone: the oracle of indexed files."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def text(tmp_path) -> Path:
 
 
 def documents(folder: Path, texts=TEXTS, end: int | None = END) -> list[list[list[int]]]:
-    """What Megatron is given: a list of sequences for every document."""
+    """Megatron's input: a list of sequences for every document."""
     reader = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     return [[[*reader.encode(t).ids, *([] if end is None else [end])]] for t in texts]
 

@@ -13,7 +13,7 @@ from tests.data.megatron_bytes import expected, write
 
 
 def llm_c(tokens: list[int], magic: int = 20240520, version: int = 1) -> bytes:
-    """What llm.c's write_datafile writes: 256 int32, and the tokens."""
+    """A file as llm.c's write_datafile writes it: 256 int32, and the tokens."""
     header = struct.pack("<3i", magic, version, len(tokens)) + bytes(4 * 253)
     letter = "H" if version == 1 else "I"
     return header + struct.pack(f"<{len(tokens)}{letter}", *tokens)

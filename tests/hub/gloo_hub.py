@@ -71,7 +71,7 @@ def check_kind(folder: Path, name: str, mesh) -> None:
 
 
 def check_failures(folder: Path, mesh) -> None:
-    """What rank 0 cannot do is raised on every rank, and none waits for another."""
+    """A failure of rank 0 is raised on every rank, and none waits for another."""
     config = hub.read_config(folder / "model")
     specs = ft.param_specs(gpt.defs(config), Rules(MEGATRON))
     params = hub.load(folder / "model", config, specs=specs, mesh=mesh)

@@ -145,7 +145,7 @@ def test_published_models(name):
 
 
 def settings_of(table) -> dict:
-    """What transformers makes of a config.json, every entry, with those of rope beside them."""
+    """Every entry that transformers makes of a config.json, with those of rope beside them."""
     made = tiny.transformers.AutoConfig.for_model(**table)
     found = json.loads(made.to_json_string(use_diff=False))
     found |= found.pop("rope_parameters", None) or {}
@@ -213,7 +213,7 @@ def test_windows_of_families_that_have_them_in_all_layers():
 
 @pytest.mark.parametrize("name", list(DECODERS))
 def test_defaults_are_those_of_transformers(name):
-    """What is not in config.json is what transformers takes for it, in every entry."""
+    """Entries that are not in config.json have transformers' defaults."""
     theirs = tiny.transformers.AutoConfig.for_model(name)
     table = json.loads(theirs.to_json_string(use_diff=False))
     assert not differences(parse({"model_type": name}), parse(table))

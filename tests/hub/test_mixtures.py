@@ -107,7 +107,7 @@ def test_a_step_of_training_comes_back(stored, tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "gpt-oss"])
 def test_bfloat16(name, tmp_path):
-    """What balances routers is stored and read in float32 all the same, as transformers has it."""
+    """Routers' biases are stored and read in float32 all the same, as transformers has it."""
     model = tiny.make(name).bfloat16()
     path = tiny.store(model, tmp_path / "model")
     config = config_of(path)

@@ -1,4 +1,4 @@
-"""What cannot be loaded or exported: every offender named, nothing left behind."""
+"""Refusals to load or export: every offender named, nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every op of functron has to do: be the function of its reference under all transforms.
+"""The contract of every op: it is the function of its reference under all transforms.
 
 Float64 on the CPU, where an op computes its reference: so what is tested is the registration, the
 rules and the gradients. Kernels are compared with references elsewhere.

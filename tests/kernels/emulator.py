@@ -234,7 +234,7 @@ def _check_arguments(kinds: str, arguments: Sequence[Any]) -> None:
 
 
 def _check_aliases(parameters: Sequence[Parameter], arguments: Sequence[Any]) -> None:
-    """What is written through one pointer must not be what ``__restrict__`` keeps to another."""
+    """Memory written through one pointer must not be what ``__restrict__`` keeps to another."""
     for i, one in enumerate(parameters):
         for j, other in enumerate(parameters[:i]):
             matters = (one.written or other.written) and (one.restrict or other.restrict)

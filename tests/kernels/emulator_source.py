@@ -69,7 +69,7 @@ class Program(NamedTuple):
 
 
 def missing() -> str | None:
-    """What the emulator lacks on this machine; None if nothing."""
+    """The part of the emulator that this machine lacks; None if nothing."""
     if shutil.which(COMPILER) is None:
         return f"no {COMPILER}"
     if headers() is None:
@@ -198,7 +198,7 @@ def _options(folder: Path) -> list[str]:
 
 @functools.cache
 def _poisoned_locals() -> tuple[str, ...]:
-    """What makes uninitialised variables -1e37 (integers: -2^24 or so), where g++ has it: from 12."""
+    """The flag that makes uninitialised variables -1e37 (integers: about -2^24); g++ has it from 12."""
     option = "-ftrivial-auto-var-init=pattern"
     asked = [COMPILER, option, "-E", "-x", "c++", "/dev/null"]
     known = subprocess.run(asked, capture_output=True).returncode == 0
@@ -206,7 +206,7 @@ def _poisoned_locals() -> tuple[str, ...]:
 
 
 def _processor() -> bytes:
-    """What -march=native means here."""
+    """The meaning of -march=native here."""
     asked = [COMPILER, "-march=native", "-Q", "--help=target"]
     return subprocess.run(asked, capture_output=True, check=True).stdout
 

@@ -1,4 +1,4 @@
-"""What the tests of norms share: rows of many kinds, and comparison with float64."""
+"""The tests of norms' shared parts: rows of many kinds, and comparison with float64."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def loop(rows, weights, slots):
 
 
 def assert_rounded(got, exact, size, terms: int):
-    """What sums of so many terms in float32 are, rounded once; `size` is that of absolute values."""
+    """The tolerance of sums of so many float32 terms, rounded once; `size` is that of absolute values."""
     info = torch.finfo(got.dtype)
     bound = info.eps / 2 * exact.abs() + (terms + 1) * 2**-24 * size + info.tiny * info.eps
     assert ((got.double() - exact).abs() <= bound).all()

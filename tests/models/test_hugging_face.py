@@ -206,7 +206,7 @@ class Case:
 
     @property
     def labels(self) -> torch.Tensor:
-        """What transformers takes: it shifts them itself."""
+        """The labels for transformers, which shifts them itself."""
         labels = self.tokens.clone()
         labels[1, :7], labels[2, 4:] = -100, -100
         return labels

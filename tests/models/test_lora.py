@@ -300,7 +300,7 @@ def test_a_run_from_a_plain_checkpoint_and_its_export(finished, tmp_path, capsys
 
 
 def test_placement_knows_adapters():
-    """What ranks of a pipeline hold is theirs: rows of their layers, optimizer state included."""
+    """Ranks of a pipeline hold rows of their own layers, optimizer state included."""
     config = replace(RUN, mesh="pp=2", microbatches=2)
     where = plan(config, Mesh(pp=2)).pipeline_placement
     shapes = {leaf.path: where.local_shape(leaf, 1) for leaf in where.leaves}

@@ -225,7 +225,7 @@ def test_generation():
 
 
 def test_equal_positions_are_one():
-    """What text has: three positions that are the same, one each, and none given."""
+    """Positions of text: three that are the same, one each, and none given."""
     weights, data, *_ = dense(CONFIG)
     plain = replace(CONFIG, rope_sections=())
     data = packed({n: data[n] for n in ("tokens", "targets", "rows")})

@@ -52,7 +52,7 @@ def step(mesh, options):
 
 
 def check(mesh: Mesh, cases: tuple[dict, ...]) -> None:
-    """What processes compute is their part of what the simulation computes."""
+    """Processes compute their parts of the simulation's results."""
     bound = mesh.bind()
     generator = torch.Generator().manual_seed(0)
     randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)

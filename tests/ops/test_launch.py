@@ -1,4 +1,4 @@
-"""What the launcher tells the driver, and what it refuses; the driver is driver.cpp."""
+"""The launcher: its calls to the driver (driver.cpp), and its refusals."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def clipped(inner, kernels, specs=None):
 
 
 def shares(grads, specs, mesh):
-    """What every rank adds to the gradients: they are whole already, so an equal share of them."""
+    """Each rank's contribution to the gradients: an equal share, as they are whole already."""
     flat = tree.broadcast_prefix(specs, grads, is_leaf=is_spec)
     parts = [math.prod(mesh[n] for n in ("dp", "tp") if n not in spec_axes(s)) for s in flat]
     return tree.map(lambda g, n: g / n, grads, tree.unflatten(tree.structure(grads), parts))

@@ -121,7 +121,7 @@ def test_training_is_that_of_float32_moments(dtypes, bytes_per_parameter, tolera
 
 
 def decoded(moment, signed):
-    """What 8 bits stand for, in float64, by the paper's table."""
+    """The values of the 8-bit codes in float64, by the paper's table."""
     units = np.array(paper_values(signed))[moment.codes.numpy()]
     return units * np.repeat(moment.scales.double().numpy(), 64, -1)
 

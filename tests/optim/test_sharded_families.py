@@ -61,7 +61,7 @@ CASES = [(*case, False) for case in RULES] + [(*case, True) for case in ZERO]
 
 @functools.cache
 def on_one_rank(make):
-    """What `train` ends with where nothing is sharded; not to be changed in place."""
+    """The state that `train` ends with where nothing is sharded; not to be changed in place."""
     return train(make(), values(0), gradients())
 
 

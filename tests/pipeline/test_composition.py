@@ -242,7 +242,7 @@ def test_the_table_has_every_schedule():
 
 @functools.cache
 def pieces(*key: Any) -> Pieces:
-    """What the rows of one model, layout and mesh share: the traced programs of their stages."""
+    """The traced programs of stages, which the rows of one model, layout and mesh share."""
     return Pieces(key[0], True, None, None)
 
 

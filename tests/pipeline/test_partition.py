@@ -90,7 +90,7 @@ def test_who_holds_what(name):
 
 @pytest.mark.parametrize(("uses", "name"), itertools.product([UNTIED, TIED], HELD))
 def test_no_rank_holds_what_it_does_not_use(uses, name):
-    """What the stages of a rank compute, and nothing else, is there; and all of it somewhere."""
+    """A rank holds the parameters that its stages use and no others, and each is somewhere."""
     part, ranks = partition(name, uses), HELD[name][3]
     for rank, (stages, rows, _) in enumerate(ranks):
         parts = [part.layout[stage] for stage in stages]

@@ -1,4 +1,4 @@
-"""What holds of every schedule, for any counts; and that no broken table passes."""
+"""Properties of every schedule, for any counts; and no broken table passes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_blocking_transfers_do_not_deadlock(schedule):
 
 
 def check_inputs(schedule: Schedule, rank: int, cell, arrived) -> None:
-    """What a cell needs from other ranks has been received before it."""
+    """Values that a cell needs from other ranks have been received before it."""
     for action in cell:
         pipe, stage = schedule.stage_of(rank, action.chunk)
         before = {"F": stage - 1, "B": stage + 1, "I": stage + 1}.get(action.kind, -1)

@@ -276,7 +276,7 @@ def layer(number: int, row: Mapping, h: torch.Tensor) -> torch.Tensor:
 
 
 def stage(part, params, x, batch):
-    """What the layers of one stage make of h."""
+    """The result of one stage's layers on h."""
     h = batch["x"] @ params["start"] if part.embed else x
     for number in part.layers:
         row = {}

@@ -67,7 +67,7 @@ def decoder_step(
 
 
 def predicted_and_measured(step: Callable, state, batch, runs: int = 1) -> tuple[Memory, int]:
-    """What `memory` says of a step that donates its state, and the smallest of some measured peaks.
+    """The peak that `memory` predicts of a step that donates its state, and the smallest measured one.
 
     Several runs are for process groups, whose threads let go of what was sent a moment later.
     """

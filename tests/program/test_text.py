@@ -330,7 +330,7 @@ def sharing(block: Block) -> list:
 
 
 def assert_same(a: Program, b: Program) -> None:
-    """What a program means must agree; identities of variables need not."""
+    """Programs must agree in meaning; identities of variables need not."""
     assert [(e.path, e.spec, e.donated, e.role) for e in a.inputs] == [
         (e.path, e.spec, e.donated, e.role) for e in b.inputs
     ]

@@ -1,4 +1,4 @@
-"""What tracing records, at which sizes, and what it refuses."""
+"""Tracing: its equations, their sizes, and its refusals."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What runs train on: blends, splits, documents by themselves, filled middles and random tokens."""
+"""The data of runs: blends, splits, documents by themselves, filled middles and random tokens."""
 
 from __future__ import annotations
 

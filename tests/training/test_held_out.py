@@ -121,7 +121,7 @@ def dense(config, texts):
 EXPERTS = replace(MIXTRAL, num_layers=4, vocab_size=256, dtype="float64", max_seq=32)
 AHEAD = replace(DEEPSEEK, num_layers=4, vocab_size=256, dtype="float64", max_seq=32)
 MODELS = {"dense": MODEL, "tied": replace(MODEL, tied=True), "experts": EXPERTS, "ahead": AHEAD}
-"""What training adds beside the loss of the next token is in none of the numbers."""
+"""Terms that training adds to the loss of the next token are in none of the numbers."""
 SPLIT = {"sequence_parallel": True}
 ROWS = [
     ("dense", "", {}),

@@ -71,7 +71,7 @@ ROWS = [
 
 
 def factors(name, row):
-    """What meets in a row: each axis with each other one and each option, and all with each model; and each row."""
+    """Pairs that meet in a row: each axis with each other one and each option, and all with each model; and each row."""
     mesh, fields = ROWS[row]
     axes = dict.fromkeys(("dp", "fsdp", "ep", "tp", "cp", "pp"), False)
     axes |= {axis.split("=")[0]: True for axis in mesh.split(",")}

@@ -1,4 +1,4 @@
-"""What ``functron train`` says of every step: positions in the data, and layers where asked for."""
+"""The records of ``functron train``: positions in the data, and layers where asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a transformer layer keeps for backward, against the published formulas.
+"""The memory that a transformer layer keeps for backward, against the published formulas.
 
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", table 2:
 bytes per layer of a GPT in 16 bits with dropout, s tokens, b samples, h wide, a heads, t ranks.
@@ -32,7 +32,7 @@ def written_out(q, k, v, *, causal):
 
 
 def kept_bytes(mesh, stream, remat):
-    """What the forward scan hands to the backward one, per layer and rank."""
+    """The bytes that the forward scan hands to the backward one, per layer and rank."""
     config = gpt.GPTConfig(
         vocab_size=64, num_layers=3, embed_dim=H, num_heads=A, mlp_dim=4 * H, max_seq=S,
         activation="gelu", gated=False, norm="layer", positions="learned", bias=True,

@@ -298,7 +298,7 @@ def storages() -> dict[int, torch.UntypedStorage]:
 
 
 def bytes_since(before: dict[int, torch.UntypedStorage]) -> int:
-    """What lives now and did not when ``before``, which keeps its addresses taken, was listed."""
+    """Bytes that live now and did not when ``before``, which keeps its addresses taken, was listed."""
     return sum(s.nbytes() for address, s in storages().items() if address not in before)
 
 
@@ -563,7 +563,7 @@ def test_without_derivatives_nothing_is_remembered():
 
 @every_policy
 def test_integers_among_the_results(policy):
-    """What a layer counts comes out beside what it computes, also in simulation."""
+    """Counts of a layer come out beside its results, also in simulation."""
 
     def layer(w, x):
         hidden = checkpoint_name(torch.sin(x @ w), "hidden")

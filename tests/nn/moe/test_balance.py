@@ -44,7 +44,7 @@ def count(choices, counted, num_experts: int) -> torch.Tensor:
 
 
 def formula(params: dict, x, counted, config: MoEConfig, oracle) -> torch.Tensor:
-    """What the layer adds to the loss of a batch in its original order."""
+    """The layer's addition to the loss of a batch in its original order."""
     routed = oracle(params, x, config)
     plain = oracle({**params, "balance": torch.zeros(EXPERTS).to(x)}, x, config)
     loads = count(plain.choices, counted, EXPERTS)

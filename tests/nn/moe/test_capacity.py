@@ -1,4 +1,4 @@
-"""What experts of limited capacity keep, against filling them one token at a time."""
+"""Experts of limited capacity, against filling them one token at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What describes no mixture of experts is refused, all of it at once and with what to do."""
+"""Impossible mixtures of experts are refused, all mistakes at once and with their fixes."""
 
 from __future__ import annotations
 
