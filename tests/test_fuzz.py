@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from functron.cli.launch import InputError
+from functron.cli.process import InputError
 from tests import fuzz
 
 
