@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, P, gpt, lax, optim, random, tree
+from functron import Mesh, P, lax, tree
 from functron.pipeline.evaluate import ambient, evaluate
 from functron.program.equations import Scan
 from functron.program.program import interpret
 from functron.program.trace import trace
+from tests.program.test_interpret import gpt_step
 
 
 def randn(*shape, seed=0):
@@ -41,32 +42,6 @@ def operations(program):
         (equation.name.replace("_unsafe_view", "view"), equation.where.phase, equation.where.scopes)
         for equation, _ in program.block.walk()
     )
-
-
-def gpt_step(mesh, *, sequence_parallel=False, remat="none", num_microbatches=1, **changes):
-    config = gpt.GPTConfig(
-        vocab_size=40, num_layers=3, embed_dim=32, num_heads=4, mlp_dim=48, max_seq=16,
-        init_stddev=0.2, dtype="float64", **changes,
-    )  # fmt: skip
-    defs = gpt.defs(config)
-    specs = ft.param_specs(defs, gpt.rules(config, mesh))
-    optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), optim.adamw(1e-2))
-    state = ft.init_state(random.key(0), defs, specs, optimizer, mesh)
-    stream = gpt.SEQUENCE_PARALLEL_STREAM if sequence_parallel else gpt.STREAM
-
-    def loss(params, batch, key):
-        key = key if config.dropout else None
-        return gpt.loss(config, params, batch, ft.ModelOptions(stream=stream, remat=remat), key=key)
-
-    step = ft.make_step(
-        ft.gradients(loss, gpt.num_targets, num_microbatches=num_microbatches),
-        optimizer,
-        mesh,
-        specs,
-    )
-    tokens = torch.randint(0, 40, (8, 17), generator=torch.Generator().manual_seed(0))
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(8)}
-    return step, state, batch
 
 
 @pytest.mark.pairwise(of=lambda mesh, options: [{"mesh": mesh}, {"options": options}])

@@ -9,7 +9,7 @@ from functron.program.program import interpret
 from functron.program.trace import trace
 
 
-def make(mesh, *, sequence_parallel=False, remat="none", num_microbatches=1, **changes):
+def gpt_step(mesh, *, sequence_parallel=False, remat="none", num_microbatches=1, **changes):
     config = gpt.GPTConfig(
         vocab_size=40, num_layers=3, embed_dim=32, num_heads=4, mlp_dim=48, max_seq=16,
         init_stddev=0.2, dtype="float64", **changes,
@@ -55,7 +55,7 @@ def assert_equal_trees(got, want):
     ids=lambda options: "-".join(options) or "plain",
 )
 def test_a_traced_step_is_the_eager_step(mesh, options):
-    step, state, batch = make(mesh, **options)
+    step, state, batch = gpt_step(mesh, **options)
     program = trace(step, donate=0)(state, batch)
     got = interpret(program, state, batch)
     assert_equal_trees(got, step(tree.map(torch.clone, state), batch))
