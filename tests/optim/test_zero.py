@@ -68,17 +68,22 @@ def run(step, state, steps=STEPS):
     return state, torch.tensor(history, dtype=torch.float64)
 
 
+def step_of(optimizer, mesh, specs, *, config=CONFIG, options=None, **settings):
+    """A training step of the decoder; `settings` are those of `ft.gradients`."""
+    options = options or ft.ModelOptions()
+
+    def loss(params, batch, key):
+        return gpt.loss(config, params, batch, options)
+
+    return ft.make_step(ft.gradients(loss, gpt.num_targets, **settings), optimizer, mesh, specs)
+
+
 @functools.cache
 def dense(name):
     """One rank, one microbatch, nothing sharded."""
     optimizer = OPTIMIZERS[name](P())
     state = ft.init_state(random.key(1), gpt.defs(CONFIG), P(), optimizer, Mesh())
-    step = ft.make_step(
-        ft.gradients(lambda p, b, key: gpt.loss(CONFIG, p, b), gpt.num_targets),
-        optimizer,
-        Mesh(),
-        P(),
-    )
+    step = step_of(optimizer, Mesh(), P())
     return run(step, state)
 
 
@@ -137,16 +142,13 @@ def test_stages_are_the_dense_training(name, mesh, stream, stage, num_microbatch
     specs = ft.param_specs(defs, ft.Rules(TENSOR))
     optimizer, _ = sharded(name, defs, specs, mesh)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
-    step = ft.make_step(
-        ft.gradients(
-            lambda p, b, key: gpt.loss(CONFIG, p, b, ft.ModelOptions(stream=stream)),
-            gpt.num_targets,
-            num_microbatches=num_microbatches,
-            scatter=stage == 2,
-        ),
+    step = step_of(
         optimizer,
         mesh,
         specs,
+        options=ft.ModelOptions(stream=stream),
+        num_microbatches=num_microbatches,
+        scatter=stage == 2,
     )
     state, history = run(step, state)
     want, want_history = dense(name)
@@ -176,17 +178,14 @@ def test_fully_sharded_parameters(mesh, hoist, zero, scatter, num_microbatches):
         optimizer = OPTIMIZERS["adamw"](specs)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     gather = Gather() if hoist else Gather(specs)
-    step = ft.make_step(
-        ft.gradients(
-            lambda p, b, key: gpt.loss(CONFIG, p, b, ft.ModelOptions(gather=gather)),
-            gpt.num_targets,
-            num_microbatches=num_microbatches,
-            scatter=scatter,
-            hoist=hoist,
-        ),
+    step = step_of(
         optimizer,
         mesh,
         specs,
+        options=ft.ModelOptions(gather=gather),
+        num_microbatches=num_microbatches,
+        scatter=scatter,
+        hoist=hoist,
     )
     state, history = run(step, state)
     want, want_history = dense("adamw")
@@ -238,17 +237,7 @@ def test_compiled_and_traced(mesh, stage):
     defs = gpt.defs(CONFIG)
     optimizer, _ = sharded("adamw", defs, P(), mesh)
     state = ft.init_state(random.key(1), defs, P(), optimizer, mesh)
-    step = ft.make_step(
-        ft.gradients(
-            lambda p, b, key: gpt.loss(CONFIG, p, b),
-            gpt.num_targets,
-            num_microbatches=2,
-            scatter=stage == 2,
-        ),
-        optimizer,
-        mesh,
-        P(),
-    )
+    step = step_of(optimizer, mesh, P(), num_microbatches=2, scatter=stage == 2)
     state, history = run(ft.jit(step, donate=0, backend="eager"), state)
     want, want_history = dense("adamw")
     close(history, want_history)
@@ -275,17 +264,7 @@ def traced(stage, num_microbatches):
     defs = gpt.defs(CONFIG)
     optimizer, _ = sharded("adamw", defs, P(), mesh)
     state = ft.init_state(random.key(1).to("meta"), defs, P(), optimizer, mesh)
-    step = ft.make_step(
-        ft.gradients(
-            lambda p, b, key: gpt.loss(CONFIG, p, b),
-            gpt.num_targets,
-            num_microbatches=num_microbatches,
-            scatter=stage == 2,
-        ),
-        optimizer,
-        mesh,
-        P(),
-    )
+    step = step_of(optimizer, mesh, P(), num_microbatches=num_microbatches, scatter=stage == 2)
     data = tree.map(lambda x: x.to("meta"), batch(0))
     return ft.trace(step, donate=0)(state, data)
 
@@ -328,17 +307,14 @@ def test_low_precision_with_masters(mesh, dtypes):
         optimizer = optim.with_fp32_masters(optim.adamw(1e-2, eps=1e-3))
         optimizer = optim.zero(optimizer, P(), shards) if stage else optimizer
         state = ft.init_state(random.key(1), defs, P(), optimizer, mesh)
-        step = ft.make_step(
-            ft.gradients(
-                lambda p, b, key: gpt.loss(config, p, b),
-                gpt.num_targets,
-                num_microbatches=2,
-                scatter=stage == 2,
-                **DTYPES[dtypes],
-            ),
+        step = step_of(
             optimizer,
             mesh,
             P(),
+            config=config,
+            num_microbatches=2,
+            scatter=stage == 2,
+            **DTYPES[dtypes],
         )
         state, history = run(step, state)
         return state, history, optimizer.specs(shards if not stage else P())
