@@ -362,7 +362,7 @@ def test_configs_of_another_model_or_kind(models, tmp_path):
     with pytest.raises(ValueError, match="max_seq: got 8; wanted nothing"):
         hub.read_config(models("t5-1.0")[0], max_seq=8)
     with pytest.raises(TypeError, match="got str; wanted one of GPTConfig"):
-        hub.family_of("bert")  # type: ignore[arg-type]
+        hub.family_of("bert")
 
 
 @pytest.mark.parametrize("name", ["bert", "nemotron-h", "t5-1.1"])
