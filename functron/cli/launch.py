@@ -90,7 +90,10 @@ def join(
         device = torch.device("cuda", here.local_rank)
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout)
+    if device_type == "cuda":  # groups connect when they are made, and know their device
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
     return mesh.bind(device_type, timeout_seconds), device
 
 

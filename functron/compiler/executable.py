@@ -11,6 +11,7 @@ Results take the memory of arguments that were donated, as `takers` pairs them.
 from __future__ import annotations
 
 import hashlib
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,10 +60,10 @@ def check_agreement(program: Code, mesh: BoundMesh) -> None:
         if len(set(digests)) == 1:
             continue
         texts: list = [None] * size
-        dist.all_gather_object(texts, text.format(program), group=group)
+        dist.all_gather_object(texts, anywhere(program), group=group)
         here = mesh.coordinate[axis]
         other = next(i for i, found in enumerate(digests) if found != mine)
-        changes = text.diff(program, texts[other]).splitlines()
+        changes = text.diff(texts[here], texts[other]).splitlines()
         raise ValueError(
             f"{program.name}: got one program where {axis}_index is {here} and another where it is "
             f"{other}; wanted the same on all ranks, whose collectives would otherwise wait for "
@@ -71,13 +72,27 @@ def check_agreement(program: Code, mesh: BoundMesh) -> None:
         )
 
 
+def anywhere(program: Code) -> str:
+    """A program's text without the numbers of devices, which differ by rank."""
+    return re.sub(r"\bcuda:\d+", "cuda", text.format(program))
+
+
 def digest(program: Code) -> str:
-    """A hash of what a program computes; names and source lines do not count."""
+    """A hash of what a program computes.
+
+    Names and source lines do not count, nor which of its devices a machine gave to a rank: rank 1
+    computes on cuda:1 what rank 0 computes on cuda:0.
+    """
     numbers: dict[Var, str] = {}
 
-    def number(value: Var) -> str:
-        shown = f"%{len(numbers)}:{value.shape}:{value.stride}:{value.dtype}:{value.device}"
+    def number(value: Var | torch.device) -> str:
+        if isinstance(value, torch.device):
+            return value.type
+        shown = f"%{len(numbers)}:{value.shape}:{value.stride}:{value.dtype}:{value.device.type}"
         return numbers.setdefault(value, shown)
+
+    def numbered(values: Any) -> str:
+        return repr(pytree.tree_map_only((Var, torch.device), number, values))
 
     made = hashlib.sha256()
     for value in program.block.inputs:
@@ -88,9 +103,9 @@ def digest(program: Code) -> str:
             op = equation.op
             operands += op.length, op.num_consts, op.num_carry, op.reverse
             operands += op.body.inputs, op.body.outputs
-        made.update(repr((equation.name, pytree.tree_map_only(Var, number, operands))).encode())
+        made.update(numbered((equation.name, operands)).encode())
     outputs = [output.value for output in program.outputs]
-    made.update(repr(pytree.tree_map_only(Var, number, outputs)).encode())
+    made.update(numbered(outputs).encode())
     return made.hexdigest()
 
 

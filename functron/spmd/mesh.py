@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -122,6 +123,10 @@ class Mesh:
         Call it in every process, after `torch.distributed.init_process_group`. Creates one group
         per axis (a collective operation). Returns a value; nothing is stored globally.
 
+        Collectives: on every axis one all-reduce of 4 bytes. The first call on a group of NCCL's
+        connects all of its ranks: if that were a send between two stages of a pipeline, these would
+        wait for the others for ever.
+
         Args:
             device_type: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
             timeout_seconds: after which a collective over an axis gives up on ranks that do not
@@ -155,6 +160,7 @@ class Mesh:
             compat.name_group(groups[name], devices.get_group(name))
             if timeout_seconds is not None:
                 compat.set_group_timeout(devices.get_group(name), timeout_seconds)
+            dist.all_reduce(torch.zeros(1, device=device_type), group=devices.get_group(name))
         return BoundMesh(self, rank, self.coordinate(rank), groups, device_type)
 
 

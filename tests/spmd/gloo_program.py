@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random, tree
+from functron.core import compat
 from functron.spmd import spec as sharding
 
 torch.set_default_dtype(torch.float64)
@@ -246,9 +248,18 @@ def check_training(bound):
         compare("gather", whole, want_last, P(), bound, 1e-9)
 
 
+def bind():
+    """The mesh, each of whose groups has had a collective of all its ranks before anything else."""
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as connect:
+        mesh = MESH.bind()
+    groups = [compat.group(mesh.groups[axis]) for axis in mesh.axis_names]
+    assert [call.kwargs["group"] for call in connect.call_args_list] == groups
+    return mesh
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    mesh = MESH.bind()
+    mesh = bind()
     checks = (
         check_values, check_derivatives, check_bytes_of_broadcasts, check_closures, check_refusals,
         check_that_ranks_agree_on_what_is_checked, check_training,

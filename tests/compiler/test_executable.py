@@ -1,0 +1,50 @@
+"""Programs of ranks, which are the same though each rank has a device of its own."""
+
+import re
+
+import pytest
+import torch
+
+import functron as ft
+from functron.compiler import executable
+from functron.program.parse import parse
+from functron.spmd.mesh import BoundMesh
+
+MESH = ft.Mesh(dp=2)
+
+
+def on(index, shift=1.0):
+    """The program of the rank of `index`, on its device: there is none on this machine."""
+
+    def f(w, x):
+        return (w * x + torch.zeros(3, device=x.device) + shift).sum()
+
+    text = str(ft.trace(f, mesh=MESH, in_specs=(ft.P(), ft.P()))(torch.ones(3), torch.ones(3)))
+    text = re.sub(r"(f32\[\d*\])", rf"\1@cuda:{index}", text)
+    return parse(text.replace("device=cpu", f"device=cuda:{index}"))
+
+
+def agree(monkeypatch, *programs):
+    """`check_agreement` of the first rank, told what the others would tell it."""
+    told = [iter((executable.digest(p), executable.anywhere(p))) for p in programs]
+
+    def all_gather_object(found, mine, group):
+        found[:] = [mine, *(next(other) for other in told[1:])]
+
+    monkeypatch.setattr(executable.dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(executable.compat, "group", lambda name: None)
+    mesh = BoundMesh(MESH, 0, {"dp": 0}, {"dp": "a group"}, "cuda")
+    executable.check_agreement(programs[0], mesh)
+
+
+def test_devices_of_ranks_do_not_count(monkeypatch):
+    assert str(on(0)) != str(on(1))
+    agree(monkeypatch, on(0), on(1))
+
+
+def test_only_what_differs_is_shown(monkeypatch):
+    with pytest.raises(ValueError, match="one program where dp_index is 0 and another") as caught:
+        agree(monkeypatch, on(0), on(1, shift=2.0))
+    changes = [line for line in str(caught.value).splitlines() if line[:1] in "+-"]
+    assert [line[0] for line in changes] == ["-", "+"]
+    assert all("add" in line for line in changes)
