@@ -76,11 +76,6 @@ class TextConfig:
     dtype: Dtype
 
     @property
-    def random(self) -> bool:
-        """Whether training draws random numbers."""
-        return self.dropout > 0
-
-    @property
     def padded_vocab(self) -> int:
         """Rows of the embedding: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

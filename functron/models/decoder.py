@@ -484,6 +484,12 @@ StageOutput = Tensor | tuple[Tensor, Auxiliary | Activations]
 """The result of a stage of a pipeline: the stream, in a pair with what layers gave beside it."""
 
 
+def drawing_key(config: GPTConfig, options: ModelOptions, key: Key | None) -> Key | None:
+    """`key` where the model draws random numbers, or a hook may; None saves making keys of it."""
+    own = any(options.hook(name) is not None for name in ("block", "router"))
+    return key if config.random or own else None
+
+
 def stream(
     config: GPTConfig,
     part: Part,
@@ -500,6 +506,7 @@ def stream(
     check_positions(sequence, config.rope_sections, options.context)
     x, beside = received if isinstance(received, tuple) else (received, None)
     auxiliary, squares = beside if isinstance(beside, Activations) else (beside, None)
+    key = drawing_key(config, options, key)
     keys = None if key is None else random.split(key, config.num_layers + 1)
     if part.embed:
         with named_scope("embed"):
@@ -694,6 +701,7 @@ def _predict_ahead(
         head: ``(stream, targets) -> losses``: the model's unembedding and loss.
     """
     assert sequence.targets is not None
+    key = drawing_key(config, options, key)
     gather, stacked = options.gather.at("mtp").rows(), weights["mtp"]
     rows = [tree.map(lambda w, k=k: w[k], stacked) for k in range(config.mtp_depth)]
     without = ("embed_norm", "stream_norm", "norm") if config.norm == "bare_layer" else ()

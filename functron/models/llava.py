@@ -72,11 +72,6 @@ class LlavaConfig:
             found.append(Problem("vision.dtype and text.dtype", got, "the same", "change one"))
         raise_problems("LlavaConfig describes no model", found)
 
-    @property
-    def random(self) -> bool:
-        """Whether training draws random numbers."""
-        return self.text.random
-
 
 _CLIP = ViTConfig(
     image_size=336, patch_size=14, num_layers=23, embed_dim=1024, num_heads=16, mlp_dim=4096,
@@ -235,6 +230,7 @@ def _stream(
         which, here = (nn.stream_positions(x, text.stream, y) for y in (which, here.long()))
         placed = patches.gather(1, which.unsqueeze(-1).expand(-1, -1, patches.shape[2]))
         x = torch.where(here.unsqueeze(-1) != 0, placed.to(x.dtype), x)
+        key = decoder.drawing_key(config.text, options, key)
         last = None if key is None else random.split(key, config.text.num_layers + 1)[-1]
         return (
             text,

@@ -64,7 +64,8 @@ class Stack:
 
     def at(self, name: str) -> Stack:
         """The same for that entry of the parameters, with a key of its own."""
-        key = None if self.key is None else random.fold_in(self.key, zlib.crc32(name.encode()))
+        key = self.key if self.rate else None
+        key = None if key is None else random.fold_in(key, zlib.crc32(name.encode()))
         return replace(self, options=replace(self.options, gather=self.gather.at(name)), key=key)
 
     def core(self, core: Callable) -> Callable:
@@ -88,7 +89,7 @@ class Stack:
 
     def keys(self, count: int) -> Tensor | None:
         """A key for each of `count` layers, int64 ``[count, 2]``; None without dropout."""
-        return None if self.key is None else random.split(self.key, count)
+        return random.split(self.key, count) if self.key is not None and self.rate else None
 
     def over(self, layer: Callable, x: Tensor, weights: Tree, keys: Tensor | None) -> Tensor:
         """x through layers whose parameters are stacked.

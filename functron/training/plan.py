@@ -268,7 +268,6 @@ class Plan:
         return self._stage(part, params, x, batch, key, total)
 
     def _stage(self, part, params, x, batch, key, total, watch: bool = False) -> Any:
-        key = key if self.model.random else None
         options = replace(self.options, watch=watch)
         y = gpt.stage_loss(self.config.gpt, part, params, x, batch, options, key=key)
         if not part.loss:
@@ -510,7 +509,6 @@ class Plan:
         summed: Callable = gpt.loss_and_details if details else self.family.loss
 
         def loss(params, batch, key):
-            key = key if self.model.random else None
             return summed(self.model, params, batch, options, key=key)
 
         return gradients(

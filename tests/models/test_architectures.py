@@ -201,6 +201,20 @@ def test_composition(name, mesh, stream, remat, num_microbatches):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_without_dropout_a_key_costs_nothing(name, no_random_numbers):
+    model = MODELS[name]
+    config = model.config
+    if model.module is llava:
+        config = replace(config, text=replace(config.text, dropout=0.0))
+    elif model.module is not vit:
+        config = replace(config, dropout=0.0)
+    weights, data, key, *_ = dense(name)
+    with no_random_numbers():
+        value = model.module.loss(config, weights, data, key=key)
+    assert value == model.module.loss(config, weights, data)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_split_over_all_data_ranks(name):
     """ZeRO-3 over dp and fsdp together."""
     weights, data, key, value, grads = dense(name)

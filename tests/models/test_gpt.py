@@ -288,6 +288,26 @@ def test_dropout_differs_between_rows_layers_and_keys():
     assert not torch.allclose(out, gpt.forward(config, weights, tokens, key=random.key(2)))
 
 
+def test_without_dropout_a_key_costs_nothing(no_random_numbers):
+    experts = nn.moe.MoEConfig(num_experts=4, top_k=2, expert_dim=8)
+    config = replace(SMALL, moe=experts, dense_layers=1, mtp_depth=1)
+    weights, tokens = weights_of(config), tokens_of(config)
+    batch = {"tokens": tokens, "targets": tokens.roll(-1, 1), "rows": torch.arange(4)}
+    with no_random_numbers():
+        value = gpt.loss(config, weights, batch, key=random.key(1))
+    assert value == gpt.loss(config, weights, batch)
+
+
+def test_jitter_needs_the_key():
+    experts = nn.moe.MoEConfig(num_experts=4, top_k=2, expert_dim=8, jitter=0.5)
+    config = replace(SMALL, moe=experts)
+    weights, tokens = weights_of(config), tokens_of(config)
+    assert not torch.equal(
+        gpt.forward(config, weights, tokens, key=random.key(1)),
+        gpt.forward(config, weights, tokens),
+    )
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dtypes(dtype):
     config = replace(SMALL, dtype=dtype)
