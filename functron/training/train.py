@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -249,6 +250,7 @@ def loop(
     agree: Callable[[int], int] = int,
     watch: Watch | None = None,
     stop: Request | None = None,
+    ahead: int = 0,
 ) -> Outcome:
     """Take steps `start` to ``steps - 1``, record each, and save at the end.
 
@@ -276,6 +278,9 @@ def loop(
         watch: what is taken in place of `step` where it is due; its records have ``layers`` too.
         stop: what `stop_requests` of the caller says, who has more to end than the steps; None: the
             loop listens itself.
+        ahead: how many steps are started before the numbers of one are read. Where a device
+            computes while Python goes on, 1 keeps it busy: reading waits for it. What is to be
+            saved or evaluated has been read.
 
     Returns:
         The `Outcome`; its records are those of `Meter.record`.
@@ -289,37 +294,81 @@ def loop(
     with ExitStack() as stack:
         request = stack.enter_context(stop_requests()) if stop is None else stop
         writers = [stack.enter_context(reporter) for reporter in bar]
+        taken: deque[_Taken] = deque()
+        settled = time.perf_counter()
         for index in range(start, steps):
             began = time.perf_counter()
             batch = batches(index)
             watched = watch if watch is not None and watch.due(index) else None
             state, metrics = (step if watched is None else watched.step)(state, batch)
-            # reading the numbers waits for the device, so the time is that of the whole step
-            values = {name: float(metrics[name]) for name in METRICS if name in metrics}
-            record = meter.record(index, batch, values, time.perf_counter() - began)
-            if meter.details is not None:
-                record |= meter.details(metrics["aux"])
-            if watched is not None:
-                record["layers"] = watched.layers(metrics)
-            due = evaluate is not None and _is_due(index + 1, evaluate_every, steps, record)
-            if evaluate is not None and due and not agree(request.signal or 0):  # it may take long
-                record[records.EVAL] = evaluate(state)
-            history.append(record)
-            for write in writers:
-                write(record)
-            _check_finite(record)
+            taken.append(_Taken.of(index, batch, metrics, watched, began))
             stopped_by = agree(request.signal or 0)
-            due = save_every and (index + 1) % save_every == 0
-            if save is not None and (stopped_by or due or index + 1 == steps):
+            last = index + 1 == steps
+            evaluating = evaluate is not None and _is_due(index + 1, evaluate_every, steps)
+            saving = last or bool(save_every and (index + 1) % save_every == 0)
+            left = 0 if evaluating or saving or stopped_by else ahead
+            while len(taken) > left:
+                record = taken.popleft().record(meter, settled)
+                finite = math.isfinite(record["loss"])  # all ranks agree on that
+                if evaluate is not None and evaluating and not (taken or stopped_by) and finite:
+                    record[records.EVAL] = evaluate(state)
+                    stopped_by = agree(request.signal or 0)  # it may have taken long
+                history.append(record)
+                for write in writers:
+                    write(record)
+                _check_finite(record)
+                settled = time.perf_counter()
+            if save is not None and (saving or stopped_by):
                 save(state, index + 1)
+                settled = time.perf_counter()
             if stopped_by:
                 return Outcome(state, history, stopped_by)
     return Outcome(state, history, None)
 
 
-def _is_due(step: int, every: int, steps: int, record: Mapping[str, Any]) -> bool:
-    """Whether to evaluate after `step`: all ranks agree on it, as they do on the loss."""
-    return every > 0 and (step % every == 0 or step == steps) and math.isfinite(record["loss"])
+@dataclass(frozen=True)
+class _Taken:
+    """A step whose numbers are on their way to the host, which may go on meanwhile."""
+
+    index: int
+    batch: Any
+    metrics: Any
+    arrived: torch.cuda.Event | None
+    watched: Watch | None
+    began: float
+
+    @classmethod
+    def of(
+        cls, index: int, batch: Any, metrics: Any, watched: Watch | None, began: float
+    ) -> _Taken:
+        on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in tree.leaves(metrics))
+        if not on_gpu:
+            return cls(index, batch, metrics, None, watched, began)
+        # copied before the next step starts: a copy that is asked for later waits for that step
+        metrics = tree.map(
+            lambda x: x.to("cpu", non_blocking=True) if isinstance(x, torch.Tensor) else x, metrics
+        )
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(index, batch, metrics, arrived, watched, began)
+
+    def record(self, meter: Meter, settled: float) -> dict[str, Any]:
+        """The step's record: its time began when the step before it was `settled`, or later."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        values = {name: float(self.metrics[name]) for name in METRICS if name in self.metrics}
+        seconds = time.perf_counter() - max(self.began, settled)
+        record = meter.record(self.index, self.batch, values, seconds)
+        if meter.details is not None:
+            record |= meter.details(self.metrics["aux"])
+        if self.watched is not None:
+            record["layers"] = self.watched.layers(self.metrics)
+        return record
+
+
+def _is_due(step: int, every: int, steps: int) -> bool:
+    """Whether to evaluate after `step`."""
+    return every > 0 and (step % every == 0 or step == steps)
 
 
 def _count(batch: Any) -> int | None:
@@ -389,13 +438,16 @@ class Run:
         return self.on_device(self.host_batch(step))
 
     def host_batch(self, step: int) -> dict[str, torch.Tensor]:
-        """This process's part of the batch of `step`, in host memory."""
+        """This process's part of the batch of `step`, in host memory: pinned for a GPU."""
         first, size = self.batches.first_sample(step), self.batches.batch_size(step)
-        return own_part(self.mesh, lambda part: drawn(self.text, first, size, part))
+        batch = own_part(self.mesh, lambda part: drawn(self.text, first, size, part))
+        if self.device.type != "cuda":
+            return batch
+        return {name: value.pin_memory() for name, value in batch.items()}
 
     def on_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A batch on the device of the state."""
-        return {name: value.to(self.device) for name, value in batch.items()}
+        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
     def evaluate(self, state: State) -> dict[str, dict[str, float]]:
         """The loss, perplexity and number of targets of every held-out set, by its name.
@@ -511,11 +563,14 @@ def train(run: Run, out: Path | None) -> Outcome:
     bound = isinstance(mesh, BoundMesh)
     main = not isinstance(mesh, BoundMesh) or mesh.rank == 0
 
+    # numbers of the host: NCCL's groups would have it wait for the GPU
+    hosts = dist.new_group(backend="gloo") if bound and device.type == "cuda" else None
+
     def across(number: float, operation: Any) -> float:
         if not bound:
             return number
-        value = torch.tensor(number, dtype=torch.float64, device=device)
-        dist.all_reduce(value, operation)
+        value = torch.tensor(number, dtype=torch.float64)
+        dist.all_reduce(value, operation, group=hosts)
         return float(value)
 
     if main and out is not None:
@@ -554,6 +609,7 @@ def train(run: Run, out: Path | None) -> Outcome:
             agree=lambda number: int(across(number, dist.ReduceOp.MAX)),
             watch=run.watch,
             stop=stop,
+            ahead=int(device.type == "cuda"),
         )
 
 

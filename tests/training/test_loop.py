@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import xml.etree.ElementTree as ET
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -123,6 +124,47 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, value):
     assert saved == []
     assert [json.loads(line)["loss"] for line in (tmp_path / "m.jsonl").open()] == [1.0, 1.0, None]
     assert ET.parse(tmp_path / "loss.svg")
+
+
+def test_steps_are_started_ahead_of_the_numbers_that_are_read():
+    """But before a step's state is saved or evaluated, its numbers are read and written."""
+    events = []
+
+    def step(state, batch):
+        events.append(f"start {state}")
+        return state + 1, {"loss": torch.tensor(1.0 + state)}
+
+    @contextmanager
+    def reporter():
+        yield lambda record: events.append(f"read {record['step'] - 1}")
+
+    def evaluate(state):
+        events.append(f"evaluate {state}")
+        return {}
+
+    given = {"save": lambda state, taken: events.append(f"save {taken}"), "save_every": 2}
+    given |= {"evaluate": evaluate, "evaluate_every": 5}
+    _, history, _ = loop(step, 0, batch, steps=5, reporters=[reporter()], ahead=1, **given)
+    assert events == [
+        "start 0", "start 1", "read 0", "read 1", "save 2",
+        "start 2", "start 3", "read 2", "read 3", "save 4",
+        "start 4", "evaluate 5", "read 4", "save 5",
+    ]  # fmt: skip
+    assert [record["loss"] for record in history] == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_step_that_was_ahead_of_a_loss_that_is_not_finite_is_not_saved():
+    saved = []
+
+    def step(state, batch):
+        return state + 1, {"loss": torch.tensor(float("nan") if state == 1 else 1.0)}
+
+    with pytest.raises(FloatingPointError, match="step 2: got loss nan"):
+        loop(step, 0, batch, steps=9, reporters=[], save=lambda *a: saved.append(a), ahead=1)
+    given = {"save": lambda state, taken: saved.append(taken), "save_every": 3}
+    with pytest.raises(FloatingPointError, match="step 2: got loss nan"):
+        loop(step, 0, batch, steps=9, reporters=[], ahead=5, **given)
+    assert saved == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
