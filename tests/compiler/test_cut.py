@@ -492,6 +492,13 @@ def gpt_stage(name, mesh, *, sequence_parallel=False, remat="none", dtype="float
     return ft.shard_map(joint, mesh, places, out, check=False), (params, x, batch, ct), out, places
 
 
+@pytest.mark.pairwise(
+    of=lambda part, options, mesh: [
+        {"part": part, "options": options},
+        {"mesh": mesh, "split": "sequence_parallel" in options},
+        {"mesh": mesh, "dropout": "dropout" in options},
+    ]
+)
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), Mesh(dp=2, tp=2)], ids=str)
 @pytest.mark.parametrize(
     ("part", "options"),

@@ -13,8 +13,6 @@ import torch
 import functron as ft
 from functron import BoundMesh, Mesh, P, gpt, lax, optim, random, tree
 from functron.spmd.shard_map import Donated
-from tests.compiler.test_compile_ranks import batches as small_batches
-from tests.compiler.test_compile_ranks import training as small_training
 
 X = torch.arange(6.0).reshape(2, 3)
 
@@ -49,13 +47,21 @@ def test_compiles_once_and_computes_what_the_function_does(cache):
 
 
 def test_gradients_of_scans(cache):
-    w = torch.randn(4, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    """With dropout, whose random bits are those of eager layers, in what is computed again."""
+    w = torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = X.double()
 
-    def loss(w):
-        return ft.scan(lambda x, w: (torch.tanh(x @ w), None), x, w)[0].sum()
+    @ft.remat
+    def layer(x, row):
+        w, key = row
+        return torch.where(random.bernoulli(key, 0.7, x.shape), torch.tanh(x @ w), 0.0), None
 
-    torch.testing.assert_close(ft.jit(ft.grad(loss), cache=cache)(w), torch.func.grad(loss)(w))
+    def loss(w, key):
+        return ft.scan(layer, x, (w, random.split(key, 2)))[0].sum()
+
+    compiled = ft.jit(ft.grad(loss), cache=cache)
+    for key in random.split(random.key(1), 2):
+        torch.testing.assert_close(compiled(w, key), torch.func.grad(loss)(w, key))
 
 
 def test_inside_a_larger_program_it_is_the_function():
@@ -271,14 +277,16 @@ def dense(dropout):
     return losses(*training(Mesh(), dropout=dropout))
 
 
-# a step of a mesh in default runs is that of `test_a_step_of_a_simulated_mesh`, which is small
+# in default runs the compiled step of a model is that of processes, below, and those of scans with
+# remat and dropout and of a simulated mesh are small
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "dropout", "remat"),
     [
         (Mesh(), 0.1, "full"),
-        pytest.param(Mesh(), 0.1, "none", marks=pytest.mark.full),
-        pytest.param(Mesh(dp=2, tp=2), 0.0, "none", marks=pytest.mark.full),
-        pytest.param(Mesh(dp=2, tp=2), 0.1, "none", marks=pytest.mark.full),
+        (Mesh(), 0.1, "none"),
+        (Mesh(dp=2, tp=2), 0.0, "none"),
+        (Mesh(dp=2, tp=2), 0.1, "none"),
     ],
     ids=str,
 )
@@ -300,24 +308,32 @@ def test_compiled_steps(mesh, dropout, remat, cache):
 
 
 def test_a_step_of_a_simulated_mesh(cache):
-    """Layers split over tp, batches over dp, in the manner of Megatron: scanned, clipped, AdamW."""
-    mesh = Mesh(dp=2, tp=2)
-    found = {}
-    for name in ("dense", "compiled"):
-        on = mesh if name == "compiled" else Mesh()
-        step, state, _ = small_training(on, num_layers=2)
-        step = ft.jit(step, donate=0, cache=cache) if name == "compiled" else step
+    """A layer split over tp, batches over dp, in the manner of Megatron: clipped, AdamW."""
+    mesh, specs = Mesh(dp=2, tp=2), {"up": P(None, "tp"), "down": P("tp")}
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), optim.adamw(1e-2))
+    data = torch.linspace(-1, 1, 24).view(4, 6)
+
+    def loss(params, x, key):
+        y = lax.psum(torch.tanh(x @ params["up"]) @ params["down"], "tp")
+        return lax.psum(y.square().sum(), ft.DATA_AXES)
+
+    count = lambda x: lax.psum(x.isfinite().sum(), ft.DATA_AXES)
+    found = []
+    for on in (Mesh(), mesh):
+        step = ft.make_step(ft.gradients(loss, count), optimizer, on, specs)
+        params = {"up": torch.full((6, 8), 0.3), "down": torch.full((8, 3), 0.2)}
+        zero = torch.zeros((), dtype=torch.int64)
+        state = ft.State(zero, params, optimizer.init(params), random.key(0))
+        if on == mesh:
+            step = ft.jit(step, donate=0, cache=cache)
+            updated = set(step.compile(state, data).updated)
+            assert {f"0/{path}" for path in tree.paths(state)} - updated <= {"0/key"}
         rows = []
-        for batch in small_batches(on):
-            state, metrics = step(state, batch)
+        for _ in range(2):
+            state, metrics = step(state, data)
             rows.append(tree.map(torch.clone, metrics))
-        found[name] = state.params, rows
-    for path, got, want in zip(
-        tree.paths(found["dense"]),
-        tree.leaves(found["compiled"]),
-        tree.leaves(found["dense"]),
-        strict=True,
-    ):
+        found.append((state.params, rows))
+    for path, want, got in zip(tree.paths(found[0]), *map(tree.leaves, found), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda m, at=path: at + m)
 
 

@@ -9,10 +9,11 @@ import functron as ft
 from functron import Mesh, P, gpt, lax, random, tree
 from functron.compiler import compile as compile_program
 from functron.compiler import driver
+from functron.compiler.segments import procedure
 from functron.training.config import TrainConfig
 from functron.training.plan import plan
 from tests.compiler.late_collectives import collectives, lone
-from tests.compiler.test_prefetch import CONFIG, batch, training
+from tests.compiler.test_prefetch import CONFIG, batch, loops, training
 
 STEPS = 2
 
@@ -37,17 +38,22 @@ def repeated(compiled, state, data, *lates):
 
 
 CASES = {
-    "fsdp": (Mesh(fsdp=2), "inductor", {}),
-    "remat": (Mesh(fsdp=2), "eager", {"remat": "full", "microbatches": 2}),
-    "several": (
-        Mesh(dp=2, fsdp=2, tp=2), "eager", {"stream": gpt.SEQUENCE_PARALLEL_STREAM},
-    ),
-}  # fmt: skip
+    "fsdp": (Mesh(fsdp=2), {}),
+    "remat": (Mesh(fsdp=2), {"remat": "full", "microbatches": 2}),
+    "several": (Mesh(dp=2, fsdp=2, tp=2), {"stream": gpt.SEQUENCE_PARALLEL_STREAM}),
+}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_results_that_come_at_the_wait_give_the_same_numbers(case, monkeypatch):
-    mesh, backend, options = CASES[case]
+# what is compiled for good is small below: a scan that gathers ahead, and gradients in one bucket
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        *((case, "eager") for case in CASES),
+        pytest.param("fsdp", "inductor", marks=pytest.mark.full),
+    ],
+)
+def test_results_that_come_at_the_wait_give_the_same_numbers(case, backend, monkeypatch):
+    mesh, options = CASES[case]
     with lone(mesh, monkeypatch) as bound:
         assert_agreement(*runs(bound, backend, True, False, **options))
 
@@ -82,15 +88,40 @@ def test_steps_of_training_give_the_same_numbers(case, monkeypatch):
         assert_agreement(*repeated(compiled, state, data, True, False))
 
 
+def test_a_compiled_scan_that_gathers_ahead_gives_the_same_numbers(monkeypatch):
+    """Layers split over fsdp: forward and backward gather one ahead, backward reduces one behind."""
+    spec = P(None, "fsdp")
+
+    layer = ft.fsdp(lambda w, x: torch.tanh(x @ w), P("fsdp"))
+
+    def step(params, x):
+        def loss(params):
+            y, _ = ft.scan(lambda x, w: (layer(w, x), None), x, params)
+            return lax.psum(y.sum(), "fsdp")
+
+        value, grads = ft.value_and_grad(loss)(params)
+        return params - 1e-3 * grads, {"loss": value}
+
+    with lone(Mesh(fsdp=2), monkeypatch) as bound:
+        mapped = ft.shard_map(step, bound, (spec, P("fsdp")), (spec, P()))
+        given = ft.shard((torch.full((3, 4, 4), 0.3), torch.eye(4)), (spec, P("fsdp")), bound)
+        program = ft.trace(mapped, donate=0)(*given)
+        cut = list(loops(procedure(program.block, program.block.outputs, prefetch=True)))
+        assert [(loop.ahead is None, loop.behind is None) for loop in cut] == [
+            (False, True), (False, False),
+        ]  # fmt: skip
+        compiled = compile_program(program, bound)
+        assert_agreement(*repeated(compiled, *given, True, False))
+
+
 def test_gradients_in_one_bucket_give_the_same_numbers(monkeypatch):
     """Compiled for good, reductions over dp are merged and in place, those over tp moved about."""
-    specs = {"up": P(None, "tp"), "bias": P("tp"), "down": P("tp"), "scale": P(), "shift": P()}
-    sizes = {"up": (6, 8), "bias": (8,), "down": (8, 5), "scale": (5,), "shift": (5,)}
+    specs = {"up": P(None, "tp"), "down": P("tp")}
+    sizes = {"up": (6, 8), "down": (8, 5)}
     params = {name: torch.full(size, 0.3) for name, size in sizes.items()}
 
     def loss(params, x):
-        h = torch.tanh(x @ params["up"] + params["bias"])
-        y = lax.psum(h @ params["down"], "tp") * params["scale"] + params["shift"]
+        y = lax.psum(torch.tanh(x @ params["up"]) @ params["down"], "tp")
         return lax.psum(y.square().sum(), ft.DATA_AXES)
 
     def step(params, x):

@@ -107,7 +107,9 @@ def test_chunked_losses_of_torch(mesh, chunk):
     check(MODELS["gemma"], mesh, AUTO, chunk=chunk)
 
 
-def test_the_step_compiles_with_them():
+# tests/kernels compiles each operation for good, with what derives it
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_the_step_compiles_with_them(backend):
     config = replace(BASE, dtype="float32")
     weights, data = ft.init_params(random.key(0), gpt.defs(config)), batch()
 
@@ -119,7 +121,7 @@ def test_the_step_compiles_with_them():
 
         return ft.value_and_grad(loss)(weights)
 
-    value, grads = ft.jit(functools.partial(step, use("kernel")))(weights, data)
+    value, grads = ft.jit(functools.partial(step, use("kernel")), backend=backend)(weights, data)
     want, want_grads = step(use("reference"), weights, data)
     torch.testing.assert_close(value, want, rtol=1e-5, atol=0)
     for a, b in zip(tree.leaves(grads), tree.leaves(want_grads), strict=True):

@@ -332,10 +332,19 @@ def step(mesh, program, num_args=3):
     return ft.shard_map(run, mesh, specs, (P(), specs[:3]))
 
 
-def test_compiled(randn):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_compiled(randn, backend):
     args = tuple(randn(1, SEQ, heads, DIM) for heads in (2, 1, 1))
     run = step(Mesh(cp=2, ulysses=2), layer(True))
-    torch.testing.assert_close(ft.jit(run)(*args), run(*args), rtol=1e-10, atol=1e-10)
+    got = ft.jit(run, backend=backend)(*args)
+    torch.testing.assert_close(got, run(*args), rtol=1e-10, atol=1e-10)
+
+
+def test_a_compiled_ring(randn):
+    """Forward: the backward of a ring is compiled in tests/transforms/test_custom_vjp.py."""
+    args = tuple(randn(1, 4, 1, 2) for _ in range(3))
+    run = ft.shard_map(layer(True), Mesh(cp=2), STREAM, STREAM)
+    torch.testing.assert_close(ft.jit(run)(*args), formula()(*args), rtol=1e-10, atol=1e-10)
 
 
 def traffic(program):

@@ -11,7 +11,7 @@ from functron.program.trace import trace
 
 def gpt_step(mesh, *, sequence_parallel=False, remat="none", num_microbatches=1, **changes):
     config = gpt.GPTConfig(
-        vocab_size=40, num_layers=3, embed_dim=32, num_heads=4, mlp_dim=48, max_seq=16,
+        vocab_size=40, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=48, max_seq=16,
         init_stddev=0.2, dtype="float64", **changes,
     )  # fmt: skip
     defs = gpt.defs(config)
@@ -41,6 +41,14 @@ def assert_equal_trees(got, want):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+# what an option adds to a trace meets each way of splitting the stream
+@pytest.mark.pairwise(
+    of=lambda mesh, options: [
+        {"options": options},
+        {"mesh": mesh, "split": "sequence_parallel" in options},
+        {"tp": mesh["tp"] > 1, "remat": options.get("remat")},
+    ]
+)
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2, tp=2), Mesh(tp=4)], ids=str)
 @pytest.mark.parametrize(
     "options",
