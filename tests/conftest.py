@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 from jaxtyping import config as annotations
-from jaxtyping import install_import_hook
 
+from tests import shapes
 from tests.ranks import Ranks, environment, launcher
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +35,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Only these: they are where tensors meet, and below them functions take "anything, or else a
 # taught error", which a checker would preempt with its own. Checking takes a quarter of the time of a
 # test, so it is for some cases of each: see `_with_shapes`.
-install_import_hook(["functron.nn", "functron.models", "functron.ops"], "beartype.beartype")
+shapes.install(["functron.nn", "functron.models", "functron.ops"])
 
 torch.set_num_threads(1)  # the tests run in parallel processes
 
