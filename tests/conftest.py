@@ -205,7 +205,7 @@ def in_processes(torchrun: Run) -> Run:
     """Run `functron *arguments` in several processes, which cost less than those that --nproc starts.
 
     `in_processes(nproc, *arguments)` is `torchrun` of that command. Tests of --nproc are in
-    test_launch.py and test_cli.py.
+    test_launch.py.
     """
     return functools.partial(torchrun, COMMAND, timeout=300)
 
