@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 from jaxtyping import config as annotations
-from jaxtyping import install_import_hook
 
+from tests import shapes
 from tests.ranks import Ranks, environment, launcher
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +35,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Only these: they are where tensors meet, and below them functions take "anything, or else a
 # taught error", which a checker would preempt with its own. Checking takes a quarter of the time of a
 # test, so it is for some cases of each: see `_with_shapes`.
-install_import_hook(["functron.nn", "functron.models", "functron.ops"], "beartype.beartype")
+shapes.install(["functron.nn", "functron.models", "functron.ops"])
 
 torch.set_num_threads(1)  # the tests run in parallel processes
 
@@ -72,6 +72,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     annotations.update("jaxtyping_disable", some is not None and item.nodeid not in some)
 
 
+ANNOTATED = ("tests/nn/", "tests/models/", "tests/ops/", "tests/core/test_typing.py")
 SHAPES = pytest.StashKey[set[str] | None]()
 
 
@@ -86,8 +87,13 @@ def _left_out(items: list[pytest.Item]) -> set[str]:
 
 
 def _with_shapes(items: list[pytest.Item]) -> set[str]:
-    """The cases whose calls are held against the annotations: of each test, one with each value."""
-    return _covering(items, _values)
+    """The cases whose calls are held against the annotations.
+
+    Of each test of what is annotated, one with each value; of each other test, one.
+    """
+    own = [item for item in items if item.nodeid.startswith(ANNOTATED)]
+    rest = [item for item in items if not item.nodeid.startswith(ANNOTATED)]
+    return _covering(own, _values) | _covering(rest, lambda _: frozenset([()]))
 
 
 def _covering(
@@ -199,7 +205,7 @@ def in_processes(torchrun: Run) -> Run:
     """Run `functron *arguments` in several processes, which cost less than those that --nproc starts.
 
     `in_processes(nproc, *arguments)` is `torchrun` of that command. Tests of --nproc are in
-    test_launch.py and test_cli.py.
+    test_launch.py.
     """
     return functools.partial(torchrun, COMMAND, timeout=300)
 

@@ -120,7 +120,7 @@ def held_out(alone, tmp_path_factory):
     "changes",
     [
         {},
-        {"mesh": "dp=2,tp=2"},
+        pytest.param({"mesh": "dp=2,tp=2"}, marks=pytest.mark.full),
         {"mesh": "fsdp=2", "gather": "step"},
         {"mesh": "dp=3", "zero": 1},  # divides no dim: parts are padded
         {"mesh": "dp=2,tp=2", "zero": 2, "microbatches": 2},

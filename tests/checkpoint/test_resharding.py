@@ -169,6 +169,12 @@ AROUND = [*LAYOUTS, next(iter(LAYOUTS))]  # the others as well, once from and on
 PAIRS = list(dict.fromkeys([*itertools.product(MATRIX, MATRIX), *itertools.pairwise(AROUND)]))
 
 
+def factors(frm, to):
+    """Each layout from one device and from several, and to one and to several."""
+    return [{"frm": frm, "one": to == "single"}, {"to": to, "one": frm == "single"}]
+
+
+@pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize(("frm", "to"), PAIRS)
 def test_one_layout_restores_another(saved, on_ranks, frm, to):
     path = saved(frm, on_ranks)

@@ -295,6 +295,9 @@ ROWS = [
 ]
 
 
+@pytest.mark.pairwise(
+    of=lambda mesh, config, sizes, multiple: [{"mesh": mesh}, {"config": config}, {"sizes": sizes}]
+)
 @pytest.mark.parametrize(("mesh", "config", "sizes", "multiple"), ROWS, ids=str)
 def test_trains_as_on_every_document_by_itself(mesh, config, sizes, multiple):
     rows = mesh["dp"] * mesh["fsdp"]

@@ -178,6 +178,12 @@ ROWS = [
 ]
 
 
+def factors(mesh, context, config, stream):
+    """Each model with each kind of context, and each mesh with a ring."""
+    return [{"kind": context.kind, "config": config}, {"mesh": mesh}, {"stream": stream}]
+
+
+@pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize(("mesh", "context", "config", "stream"), ROWS, ids=str)
 def test_trains_as_on_every_document_by_itself(mesh, context, config, stream):
     batch = balance(pack(texts(LENGTHS_OF_TEXTS), SEQ), mesh["cp"], seq=SEQ + 32)

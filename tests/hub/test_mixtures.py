@@ -90,6 +90,7 @@ def test_a_step_of_training_comes_back(stored, tmp_path):
         optim.sgd(0.5),
         ft.Mesh(),
         ft.P(),
+        check=False,
     )
     start = ft.State(
         torch.zeros((), dtype=torch.int64), weights, optim.sgd(0.5).init(weights), ft.random.key(0)

@@ -118,7 +118,13 @@ def test_composition(model, mesh, stream, remat, tied, dropout):
     assert_equal(*got, value, grads)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(
+    of=lambda model, mesh, remat, num: [
+        {"model": model},
+        {"remat": remat, "num": num},
+        {"mesh": mesh, "num": num},
+    ]
+)
 @pytest.mark.parametrize("num", [2, 4])
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), Mesh(dp=2), Mesh(dp=2, tp=4)], ids=str)
 @pytest.mark.parametrize("remat", ["none", "full", "selective", "dots"])

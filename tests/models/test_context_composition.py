@@ -91,12 +91,12 @@ TABLE = [
 
 
 def factors(mesh, context, model):
-    """Each mesh with each kind of context and with each order; all three on each kind of mesh."""
+    """Each mesh; each kind of context and each order on each kind of mesh, and with each model."""
     kind, order = context.split("-")
     axes = tuple(axis for axis in ("cp", "ulysses", "tp") if mesh[axis] > 1)
     return [
-        {"mesh": mesh, "kind": kind}, {"mesh": mesh, "order": order},
-        {"model": model, "context": context}, {"context": context, "axes": axes},
+        {"mesh": mesh}, {"model": model, "context": context},
+        {"kind": kind, "axes": axes}, {"order": order, "axes": axes},
     ]  # fmt: skip
 
 

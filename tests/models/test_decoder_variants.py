@@ -56,6 +56,7 @@ LONG = [
 ]
 
 
+@pytest.mark.pairwise(of=lambda name, mesh, stream, remat: [{"name": name}, {"mesh": mesh}])
 @pytest.mark.parametrize(("mesh", "stream", "remat"), MESHES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_composition(name, mesh, stream, remat):

@@ -83,10 +83,10 @@ def test_split_over_all_data_ranks(mesh, regather):
     assert_equal(*f(weights, data, key), value, grads)
 
 
-FULL_ONLY = [pytest.param(remat, marks=pytest.mark.full) for remat in ("none", "selective")]
+FULL_ONLY = [pytest.param(name, marks=pytest.mark.full) for name in ("none", "dots", "selective")]
 
 
-@pytest.mark.parametrize("remat", ["full", "dots", *FULL_ONLY])
+@pytest.mark.parametrize("remat", ["full", *FULL_ONLY])
 def test_traced_programs_are_right_and_replicated(remat):
     config = replace(MODELS["gpt2"], num_layers=2, dropout=0.3, tied=True)
     weights, data, key, value, grads = dense(config)
@@ -187,6 +187,9 @@ def test_each_rank_holds_its_share_and_gathers_a_layer_at_a_time():
     assert 6 * block < kept.peak_bytes - memory.peak_bytes < 8 * block
 
 
+@pytest.mark.pairwise(
+    of=lambda microbatches, regather: [{"microbatches": microbatches}, {"regather": regather}]
+)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("regather", [True, False])
 def test_bytes_sent_are_those_of_the_formula(microbatches, regather):

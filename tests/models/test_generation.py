@@ -58,10 +58,10 @@ PROMPT, NEW = 5, 4
 
 
 def factors(name, mesh):
-    """Each config on one rank, and with its heads over ranks; each kind of heads on each mesh."""
+    """Each config; each kind of heads on one rank, and over ranks; and each mesh."""
     config = CONFIGS[name]
-    kind = config.num_kv_heads, config.kv_rank > 0, config.moe is not None
-    return [{"name": name, "tp": "tp=" in mesh}, {"mesh": mesh, "kind": kind}]
+    kind = config.num_kv_heads, config.kv_rank > 0, config.moe is not None, config.sinks
+    return [{"name": name}, {"kind": kind, "tp": "tp=" in mesh}, {"mesh": mesh}]
 
 
 @pytest.mark.pairwise(of=factors)
@@ -85,7 +85,9 @@ def test_logits_are_those_of_forward(name, mesh):
             logits, cache = step(weights, cache, tokens[rows, places], places)
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "fsdp=2,tp=2"])
+@pytest.mark.parametrize(
+    "mesh", ["dp=2", pytest.param("tp=2", marks=pytest.mark.full), "fsdp=2,tp=2"]
+)
 def test_draws_are_the_same_on_every_mesh(mesh):
     weights = ft.init_params(random.key(0), gpt.defs(BASE))
     tokens = torch.randint(0, 37, (4, 3), generator=torch.Generator().manual_seed(2))
@@ -96,7 +98,7 @@ def test_draws_are_the_same_on_every_mesh(mesh):
     )
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2,tp=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("dp=2", marks=pytest.mark.full), "fsdp=2,tp=2"])
 def test_a_mesh_goes_on_beyond_the_context(mesh):
     weights = ft.init_params(random.key(0), gpt.defs(BASE))
     tokens = torch.randint(0, 37, (2, 11), generator=torch.Generator().manual_seed(2))
@@ -107,6 +109,7 @@ def test_a_mesh_goes_on_beyond_the_context(mesh):
     )
 
 
+@pytest.mark.pairwise(of=lambda mesh, tied: [{"mesh": mesh}, {"tied": tied}])
 @pytest.mark.parametrize("mesh", ["", "dp=2,tp=2", "fsdp=2,tp=4"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_t5_says_with_a_cache_what_it_decodes(tied, mesh):

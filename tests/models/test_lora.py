@@ -174,14 +174,14 @@ def test_steps_are_those_of_torch_optim(alone):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mesh": "dp=2", "microbatches": 2},
-        {"mesh": "tp=2"},
+        pytest.param({"mesh": "dp=2", "microbatches": 2}, marks=pytest.mark.full),
+        pytest.param({"mesh": "tp=2"}, marks=pytest.mark.full),
         {"mesh": "dp=2,tp=2", "sequence_parallel": True, "remat": "full"},
-        {"mesh": "fsdp=2", "microbatches": 2},
+        pytest.param({"mesh": "fsdp=2", "microbatches": 2}, marks=pytest.mark.full),
         {"mesh": "fsdp=2,tp=2", "remat": "full"},
         {"mesh": "fsdp=2", "gather": "step", "microbatches": 2},
         {"mesh": "dp=2", "zero": 1},
-        {"mesh": "dp=2", "zero": 2, "microbatches": 2},
+        pytest.param({"mesh": "dp=2", "zero": 2, "microbatches": 2}, marks=pytest.mark.full),
         {"mesh": "dp=2,tp=2", "zero": 2, "remat": "dots"},
         {"mesh": "dp=2", "zero": 3},
         {"mesh": "pp=2", "microbatches": 2},

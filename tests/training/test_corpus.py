@@ -107,7 +107,9 @@ def masked(prefixes, tmp_path_factory):
 
 
 @pytest.mark.parametrize("mesh", [
-    ("dp=2,cp=2",), ("dp=2,tp=2", "--sequence-parallel"), ("pp=2", "--microbatches", "2"),
+    ("dp=2,cp=2",),
+    pytest.param(("dp=2,tp=2", "--sequence-parallel"), marks=pytest.mark.full),
+    pytest.param(("pp=2", "--microbatches", "2"), marks=pytest.mark.full),
 ], ids=lambda x: x[0])  # fmt: skip
 def test_masked_documents_train_equally_on_every_mesh(masked, tmp_path, mesh):
     options, wanted = masked

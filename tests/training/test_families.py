@@ -445,6 +445,7 @@ def sampled(run, *options) -> list[str]:
     return ["sample", str(run), "--prompt", prompt, "--tokens", "20", *options]
 
 
+@pytest.mark.pairwise(of=lambda name, mesh: [{"name": name}, {"mesh": mesh}])
 @pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2,tp=2"])
 @pytest.mark.parametrize("name", ["adapted", "restoring"])
 def test_the_text_is_the_same_on_every_mesh(name, mesh, request, capsys):

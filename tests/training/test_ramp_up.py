@@ -92,7 +92,7 @@ def test_records_count_what_there_was(alone):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mesh": "dp=2", "microbatches": 2},
+        pytest.param({"mesh": "dp=2", "microbatches": 2}, marks=pytest.mark.full),
         {"mesh": "dp=2,tp=2", "zero": 2, "microbatches": 2, "prefetch": 0},
         {"mesh": "fsdp=2", "microbatches": 2, "gather": "step"},
         {"mesh": "pp=2,dp=2", "microbatches": 2},
@@ -167,7 +167,7 @@ def test_checkpoints_say_what_was_seen(whole):
         assert counts == [FIRST[step] - FIRST[step] // 4, FIRST[step] // 4]
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", [*(pytest.param(n, marks=pytest.mark.full) for n in (1, 2)), 3])
 def test_goes_on_to_the_bit_from_any_step(step, whole, tmp_path):
     cut = cut_after(whole, step, tmp_path / "cut")
     assert command("--out", cut, "--resume") == 0

@@ -62,8 +62,8 @@ def test_goes_on_to_the_bit(whole, cut, capsys):
     "options",
     [
         "--mesh dp=2,tp=2 --sequence-parallel",
-        "--mesh dp=4 --zero 1 --microbatches 2",
-        "--mesh dp=2,tp=2 --zero 2 --remat full",
+        pytest.param("--mesh dp=4 --zero 1 --microbatches 2", marks=pytest.mark.full),
+        pytest.param("--mesh dp=2,tp=2 --zero 2 --remat full", marks=pytest.mark.full),
         "--mesh dp=2,fsdp=2 --zero 1 --microbatches 2 --gather step",
         "--mesh dp=2,tp=2 --zero 3",
         "--mesh pp=2,dp=2 --zero 2 --schedule gpipe --microbatches 2",

@@ -127,8 +127,8 @@ def whole(folder, tmp_path_factory):
     data = write_lines(place / "chat.jsonl", lines)
     shutil.copytree(folder, place / "tokenizer")
     assert train(
-        "--data", data, "--tokenizer", place / "tokenizer", "--mesh", "dp=2,tp=2",
-        "--seq", 32, "--global-batch", 8, "--microbatches", 2, "--steps", 32, "--save-every", 28,
+        "--data", data, "--tokenizer", place / "tokenizer", "--mesh", "dp=2",
+        "--seq", 32, "--global-batch", 8, "--steps", 32, "--save-every", 28,
         "--gpt.vocab-size", 300, "--gpt.num-layers", 1, "--gpt.embed-dim", 64, "--gpt.num-heads", 2,
         "--gpt.num-kv-heads", 2, "--gpt.mlp-dim", 64, "--gpt.tied", "--learning-rate.peak", 0.02,
         "--learning-rate.warmup-steps", 2, "--out", place / "run",

@@ -140,6 +140,14 @@ ROWS = [
 ]
 
 
+def factors(name, mesh, fields):
+    """Each model with each axis, and each option."""
+    axes = fields.get("mesh", mesh).split(",")
+    options = [{"option": option} for option in fields.items() if option[0] != "mesh"]
+    return [*({"name": name, "axis": axis} for axis in axes), *options]
+
+
+@pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize(("name", "mesh", "fields"), ROWS, ids=str)
 def test_every_mesh_says_what_one_device_says(hand, name, mesh, fields):
     fields = dict(fields)
