@@ -168,8 +168,8 @@ def torchrun(tmp_path: Path, _ranks: Callable[[], Ranks]) -> Run:
 
     `program` is the path of a script, or the source of one. Standard output and error come back
     as text. A failure fails the test with both; a program that takes longer than `timeout` seconds
-    is killed with all its processes and fails the test. The processes are forks of one that
-    torchrun starts once a session: see `tests.ranks`. With ``check=False`` torchrun starts some for
+    is killed with all its processes and fails the test. The processes are forks of one that starts
+    once a session: see `tests.ranks`. With ``check=False`` torchrun starts some for
     this program alone, and how it ends a program that fails is returned.
     """
 

@@ -1,4 +1,4 @@
-"""A process that torchrun starts once a session, and whose forks run one program after another.
+"""A process that starts once a session, and whose forks run one program after another.
 
 Importing torch and functron is what a short program in four processes costs most. Here one process
 imports them once, with the compiler and the headers that it compiles first, and each rank of each
@@ -49,7 +49,7 @@ class Job:
 
 
 class Ranks:
-    """A process under torchrun, which runs programs for the process that made this.
+    """A process that runs programs, as torchrun does, for the process that made this.
 
     Args:
         folder: for what the processes print.
@@ -60,9 +60,9 @@ class Ranks:
         self._folder, self._root, self._num_jobs = folder, root, 0
         server = socket.create_server(("127.0.0.1", 0))
         server.settimeout(START_SECONDS)
-        command = [*launcher(1), __file__, str(server.getsockname()[1])]
+        command = [sys.executable, __file__, str(server.getsockname()[1])]
         log = (folder / "ranks.log").open("w")
-        self._launcher = subprocess.Popen(
+        self._process = subprocess.Popen(
             command, stdout=log, stderr=log, env=environment(root), start_new_session=True
         )
         log.close()
@@ -108,7 +108,7 @@ class Ranks:
     def close(self) -> None:
         """End the process."""
         self._ranks.close()
-        self._launcher.wait(START_SECONDS)
+        self._process.wait(START_SECONDS)
 
 
 def launcher(nproc: int) -> list[str]:
@@ -206,8 +206,8 @@ def _run(job: Job, rank: int) -> int:
     size, there = str(job.nproc), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.port)}
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), size)
     sizes |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-    # the launcher's store has the keys of the program before, and its files are for its failures
-    own = {"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_ERROR_FILE": ""}
+    # the store is the first process's own, as there is no launcher that would have one
+    own = {"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RUN_ID": "tests"}
     os.environ.update({**job.environment, **sizes, **there, **own})
     sys.argv = [job.script, *job.arguments]
     sys.path[0] = str(Path(job.script).parent)

@@ -191,22 +191,13 @@ def check_shapes(name: str, mesh: BoundMesh, leaves: Sequence[Any], paths: Seque
         for path, leaf in rows
         if isinstance(leaf, torch.Tensor)
     }
-    groups = {
-        axis: compat.group(mesh.groups[axis]) for axis, size in mesh.shape.items() if size > 1
-    }
     number = zlib.crc32(repr(mine).encode())
     with compat.no_transforms(), compat.no_dispatch_modes():
-        ends = torch.tensor([number, -number], device=mesh.device_type)
-        for axis, group in groups.items():
-            try:
-                dist.all_reduce(ends, dist.ReduceOp.MAX, group)
-            except RuntimeError as error:
-                raise_lost(error, f"the call of {name} over {axis!r} at {user_line()}")
-                raise
-        if ends[0] == -ends[1]:
+        highest, lowest = _largest(name, mesh, number, -number)
+        if highest == -lowest:
             return
         everywhere: Any = [(mesh.coordinate, mine)]
-        for group in groups.values():
+        for group in _groups(mesh).values():
             parts: list = [None] * dist.get_world_size(group)
             dist.all_gather_object(parts, everywhere, group)
             everywhere = [row for part in parts for row in part]
@@ -221,6 +212,36 @@ def check_shapes(name: str, mesh: BoundMesh, leaves: Sequence[Any], paths: Seque
             fix = "cut global values with functron.shard, which gives every rank the same shapes"
             found.append(Problem(f"argument {path}", got, "one shape on all ranks", fix))
     raise_problems(f"{name} at {user_line()}: ranks disagree about its arguments", found)
+
+
+def _groups(mesh: BoundMesh) -> dict[str, dist.ProcessGroup]:
+    return {axis: compat.group(mesh.groups[axis]) for axis, size in mesh.shape.items() if size > 1}
+
+
+def _largest(name: str, mesh: BoundMesh, *numbers: int) -> list[int]:
+    """The largest of all ranks' numbers, by an all-reduce per axis, for the call of `name`."""
+    found = torch.tensor(numbers, device=mesh.device_type)
+    for axis, group in _groups(mesh).items():
+        try:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group)
+        except RuntimeError as error:
+            raise_lost(error, f"the call of {name} over {axis!r} at {user_line()}")
+            raise
+    return found.tolist()
+
+
+def _on_the_first(
+    name: str, mesh: BoundMesh, check: Callable[[], Exception | None]
+) -> Exception | None:
+    """What `check()` finds on the first rank; where that is anything, each rank's own.
+
+    For a check that simulates all ranks: each would do the same work, and those that share a
+    machine would be in each other's way. Collectives: an all-reduce of 8 bytes per axis.
+    """
+    found = check() if mesh.rank == 0 else None
+    with compat.no_transforms(), compat.no_dispatch_modes():
+        (any_found,) = _largest(name, mesh, int(found is not None))
+    return check() if any_found and mesh.rank != 0 else found
 
 
 def _differentiated(value: Any) -> bool:
@@ -659,7 +680,8 @@ class Mapped:
         if key in self._checked:
             return
         paths = tree.paths(tree.unflatten(structure, leaves))
-        if not compat.dispatch_modes_active():  # a recorder refuses what runs on processes
+        alone = compat.dispatch_modes_active()  # a recorder refuses what runs on processes
+        if not alone:
             check_shapes(self.name, mesh, leaves, paths)
         abstract = [
             _Abstract(sharding.global_shape(leaf.shape, spec, mesh), leaf.dtype, leaf.device)
@@ -667,17 +689,26 @@ class Mapped:
             else leaf
             for leaf, spec in zip(leaves, specs, strict=True)
         ]
-        try:
-            self._check_abstractly(mesh.mesh, abstract, structure, specs)
-        except VaryingOutputError as error:
-            raise ValueError(str(error)) from None
-        except RuntimeError as error:
+
+        def check() -> Exception | None:
+            try:
+                self._check_abstractly(mesh.mesh, abstract, structure, specs)
+            except Exception as error:
+                return error
+            return None
+
+        error = check() if alone else _on_the_first(self.name, mesh, check)
+        if isinstance(error, VaryingOutputError):
+            raise ValueError(str(error))
+        if isinstance(error, RuntimeError):
             warnings.warn(
                 f"shard_map: the replication of {self.name} could not be checked without data "
                 f"({taught(error) or error}); simulate it on a Mesh to check it, or pass "
                 "check=False",
                 stacklevel=4,
             )
+        elif error is not None:
+            raise error
         self._remember(key)
 
     def _remember(self, key: Any) -> None:

@@ -7,7 +7,7 @@ meant to be read, copied into a notebook, and changed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -136,7 +136,7 @@ class Shares(NamedTuple):
         dtype: the one to sum them over ranks in; None: their own.
         copies: how many ranks of a pipeline hold each parameter.
         axis: of a pipeline's ranks.
-        in_programs: whether they are computed by compiled programs of their own.
+        compile: where they are computed by compiled programs of their own, the settings of these.
     """
 
     of: Callable
@@ -147,7 +147,7 @@ class Shares(NamedTuple):
     dtype: torch.dtype | None = None
     copies: tree.Tree = 1
     axis: str | None = None
-    in_programs: bool = False
+    compile: Mapping[str, Any] | None = None
 
 
 Sharing = Callable[[Mesh | BoundMesh, tree.Tree, tree.Tree], Shares]
@@ -283,7 +283,7 @@ def pipelined_gradients(
             return sum(x[0] if isinstance(x, tuple) else x for x in found)
 
         facts = (num_targets, schedule.num_microbatches, reduce_dtype, partition.copies(rank), axis)
-        return Shares(of, arrived, total, *facts, stages.compile is not None)
+        return Shares(of, arrived, total, *facts, stages.compile)
 
     return shares
 
@@ -375,7 +375,7 @@ def make_step(
         return state, _metrics(value, found)
 
     look = _sum_check(shares, mesh, specs, batch_specs) if check else None
-    if not shares.in_programs or not isinstance(mesh, BoundMesh):
+    if shares.compile is None or not isinstance(mesh, BoundMesh):
         mapped = shard_map(
             step,
             mesh,
@@ -391,7 +391,8 @@ def make_step(
     # every rank's own shares leave the first program as they are, and enter the second
     split = functools.partial(shard_map, mesh=mesh, stages=axis, check=False)
     made = split(first, in_specs=(layout, batch_specs), out_specs=P())
-    taken = jit(split(second, in_specs=(layout, shares.specs), out_specs=(layout, P())), donate=0)
+    rest = split(second, in_specs=(layout, shares.specs), out_specs=(layout, P()))
+    taken = jit(rest, donate=0, **shares.compile)
 
     def two_programs(state: State, batch: tree.Tree) -> tuple[State, dict]:
         value, grads = made(state, batch)

@@ -345,10 +345,10 @@ from functron import Mesh, P, gpt
 from test_jit import losses, training
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-mesh = Mesh(dp=2, tp=2).bind()
+mesh = Mesh.parse(sys.argv[4]).bind()
 stream = gpt.SEQUENCE_PARALLEL_STREAM if sys.argv[3] == "split" else gpt.STREAM
 step, state = training(mesh, stream, float(sys.argv[2]))
-step = ft.jit(step, donate=0, cache=sys.argv[1])
+step = ft.jit(step, donate=0, cache=sys.argv[1], backend=sys.argv[5])
 found, _ = losses(step, state, lambda batch: ft.shard(batch, P(ft.DATA_AXES), mesh))
 if dist.get_rank() == 0:
     print(json.dumps(found))
@@ -357,20 +357,23 @@ dist.destroy_process_group()
 
 
 # bits of processes are evaluated in tests/pipeline and test_prefetch_ranks.py, eager steps of them in
-# tests/models, and compiled ones that reduce whole streams in test_compile_ranks.py
+# tests/models; Inductor's of a decoder are in test_prefetch_ranks.py, and those of collectives over two
+# axes in test_compile_ranks.py
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("dropout", "stream"),
+    ("dropout", "stream", "mesh", "backend"),
     [
-        (0.0, "split"),
-        pytest.param(0.0, "whole", marks=pytest.mark.full),
-        pytest.param(0.1, "split", marks=pytest.mark.full),
+        (0.0, "split", "tp=2", "eager"),
+        pytest.param(0.0, "split", "dp=2,tp=2", "inductor", marks=pytest.mark.full),
+        pytest.param(0.0, "whole", "dp=2,tp=2", "inductor", marks=pytest.mark.full),
+        pytest.param(0.1, "split", "dp=2,tp=2", "inductor", marks=pytest.mark.full),
     ],
 )
-def test_steps_of_four_processes(torchrun, cache, dropout, stream):
+def test_steps_of_processes(torchrun, cache, dropout, stream, mesh, backend):
     program = RANKS.format(folder=str(Path(__file__).parent))
-    lines = torchrun(program, 4, cache, dropout, stream, timeout=400).stdout.splitlines()
-    (found,) = (json.loads(line) for line in lines if line.startswith("["))
+    arguments = cache, dropout, stream, mesh, backend
+    done = torchrun(program, Mesh.parse(mesh).size, *arguments, timeout=400)
+    (found,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
     torch.testing.assert_close(found, dense(dropout)[0], rtol=1e-5, atol=1e-5)
 
 

@@ -43,7 +43,7 @@ def check_steps() -> None:
 
 def check_compiled() -> None:
     """Stages compiled for good."""
-    check_inductor(PP2)
+    check_inductor(PP2, ("1f1b",))
 
 
 def losses(config: TrainConfig, mesh: Any) -> list[list[float]]:

@@ -35,7 +35,10 @@ SOON = 30  # seconds in which a job must have ended
         ("classic", "own-tables", "own-models", "forward"),
         ("split", "training"),
         ("compiled", "inductor"),
-        pytest.param(("more-split", "more-compiled", "more-training"), marks=pytest.mark.full),
+        pytest.param(
+            ("more-split", "more-compiled", "more-inductor", "more-training"),
+            marks=pytest.mark.full,
+        ),
     ],
     ids="-".join,
 )

@@ -15,7 +15,6 @@ from functron.program.memory import CATEGORIES, memory
 from functron.program.trace import trace
 from functron.training.step import State
 from tests.program.measured_memory import (
-    GLOO,
     decoder_step,
     measured_peak,
     predicted_and_measured,
@@ -319,11 +318,20 @@ def test_peaks_that_are_known_to_be_missed(run):
 
 
 @pytest.mark.distributed
-def test_predicted_peak_of_a_rank_is_the_measured_one(torchrun):
-    done = torchrun(Path(__file__).with_name("measured_memory.py"), 2, timeout=180)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("dp microbatches", "tp sequence"),
+        # less of the same axes
+        pytest.param(("dp", "tp", "tp tied"), marks=pytest.mark.full),
+    ],
+    ids=",".join,
+)
+def test_predicted_peak_of_a_rank_is_the_measured_one(torchrun, names):
+    done = torchrun(Path(__file__).with_name("measured_memory.py"), 2, *names, timeout=180)
     rows = dict(line.split(": ") for line in done.stdout.splitlines() if ": " in line)
-    assert set(GLOO) <= rows.keys()
-    for name in GLOO:
+    assert set(names) <= rows.keys()
+    for name in names:
         predicted, measured = map(int, rows[name].split())
         assert predicted == pytest.approx(measured, rel=0.05), name
 
