@@ -60,3 +60,54 @@ def test_what_needs_no_torch_does_not_import_it(program, code):
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "functron" in imported
     assert not imported & {"torch", "numpy", "tyro", "jax"}
+
+
+ALONE = r"""
+import re
+import sys
+from importlib.metadata import packages_distributions, requires
+
+def needed(package):
+    rows = (row for row in requires(package) if "extra ==" not in row)
+    return {re.split(r"[^\w-]", row)[0] for row in rows}
+
+
+absent = needed("functron") - needed("torch") - {"torch", "numpy", *sys.argv[1:]}
+assert "tyro" in absent, absent
+names = {name for name, owners in packages_distributions().items() if absent & set(owners)}
+
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Absent())
+import torch
+import functron as ft
+import functron.checkpoint, functron.data, functron.hub, functron.pipeline, functron.training.train
+from functron.cli.main import main
+
+config = ft.gpt.PRESETS["tiny"]
+defs, optimizer = ft.gpt.defs(config), ft.optim.adamw(1e-3)
+specs = ft.param_specs(defs, ft.gpt.rules(config, ft.Mesh()))
+loss = lambda params, batch, key: ft.gpt.loss(config, params, batch)
+step = ft.make_step(ft.gradients(loss, ft.gpt.num_targets), optimizer, ft.Mesh(), specs)
+state = ft.init_state(ft.random.key(0), defs, specs, optimizer, ft.Mesh())
+tokens = torch.zeros(2, 4, dtype=torch.long)
+state, metrics = step(state, {"tokens": tokens, "targets": tokens, "rows": torch.arange(2)})
+assert metrics["loss"].isfinite()
+sys.exit(main(["params"]))
+"""
+
+
+def test_a_step_needs_torch_numpy_and_optree_alone():
+    """From the source tree, on a machine that has these: the command line says what it lacks."""
+    command = [sys.executable, "-c", ALONE]
+    done = subprocess.run([*command, "optree"], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "params: got no tyro; wanted functron installed" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "functron: got no optree; wanted it beside torch and numpy" in done.stderr

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import ml_dtypes
 import numpy as np
 import torch
 
@@ -33,13 +32,13 @@ _CHECKSUM = 4  # bytes, at the end of a chunk
 
 # --- dtypes and arrays
 
-# dtypes that NumPy lacks: the integers of their size, and ml_dtypes' type for them
+# dtypes that NumPy lacks, which ml_dtypes has by the same name, and the integers of their size
 _FOREIGN = {
-    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
-    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
-    torch.float8_e4m3fnuz: (torch.uint8, ml_dtypes.float8_e4m3fnuz),
-    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
-    torch.float8_e5m2fnuz: (torch.uint8, ml_dtypes.float8_e5m2fnuz),
+    torch.bfloat16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
 }
 _NATIVE = (
     *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -68,8 +67,10 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     """A CPU tensor as a NumPy array over the same memory, strides included."""
     tensor = tensor.detach()
     if tensor.dtype in _FOREIGN:
-        bits, kind = _FOREIGN[tensor.dtype]
-        return tensor.view(bits).numpy().view(kind)
+        import ml_dtypes
+
+        kind = getattr(ml_dtypes, name_of(tensor.dtype))
+        return tensor.view(_FOREIGN[tensor.dtype]).numpy().view(kind)
     return tensor.numpy()
 
 

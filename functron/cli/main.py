@@ -84,5 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:
-    module, _, function = COMMANDS[command][0].partition(".")
-    return getattr(importlib.import_module(f"functron.cli.{module}"), function)(arguments)
+    name, _, function = COMMANDS[command][0].partition(".")
+    try:
+        module = importlib.import_module(f"functron.cli.{name}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("functron"):
+            raise
+        raise process.InputError(
+            f"{command}: got no {error.name}; wanted functron installed with what it depends on; "
+            "fix: pip install functron"
+        ) from None
+    return getattr(module, function)(arguments)

@@ -10,10 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import torch
 
 from functron.core.errors import Problem, raise_problems
+
+try:
+    import optree
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "functron: got no optree; wanted it beside torch and numpy, which is all that a "
+        "training step needs; fix: pip install optree",
+        name="optree",
+    ) from error
 
 Tree = Any
 Structure = optree.PyTreeSpec

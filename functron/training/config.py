@@ -19,8 +19,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-import tomli_w
-
 from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse
 from functron.data.order import RampUp, parse_ramp_up
 from functron.models import gpt
@@ -444,6 +442,8 @@ def dump(config: TrainConfig) -> str:
 
     Only an architecture that is not in force, and nobody changed, is left out.
     """
+    import tomli_w
+
     table = dataclasses.asdict(config)
     if config.architecture is not config.gpt and config.gpt == TrainConfig().gpt:
         del table["gpt"]

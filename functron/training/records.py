@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from functron.core import chart
 from functron.core.chart import line_chart, table
 from functron.core.errors import Problem, raise_problems, refuse
@@ -45,6 +43,8 @@ REDRAW_SECONDS = 10.0
 @contextmanager
 def progress(steps: int, start: int = 0) -> Iterator[Callable[[Record], None]]:
     """A bar on standard error: loss, gradient norm, tokens per second, losses of held-out sets."""
+    from tqdm import tqdm
+
     # into a file or a pipe, a line every ten seconds is enough
     interval = 0.1 if sys.stderr.isatty() else REDRAW_SECONDS
     with tqdm(
