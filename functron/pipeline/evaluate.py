@@ -296,8 +296,7 @@ def _operation(equation: Equation) -> Callable:
         return _STRIDED[op]
     if compat.transforms_active():
         if op in _BATCHED and equation.kwargs.get("attn_mask") is None:
-            fixed = functools.partial(op, **equation.kwargs)
-            return lambda *args, **_: _Folded.apply(fixed, *args)
+            return lambda *args, **kwargs: _folded(op, *args, **kwargs)
         if op._schema.name.startswith("aten::_foreach_"):
             return lambda *args, **kwargs: _foreach(op, args, kwargs)
     return op
@@ -324,39 +323,50 @@ _STRIDED: Mapping[Any, Callable] = {
     _aten.as_strided_scatter.default: _as_strided_scatter,
 }
 
-_BATCHED = frozenset(
-    (
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    )
-)
-"""Operations without a batching rule whose tensors, all but a mask, lead with a dim of samples."""
+_BATCHED: Mapping[Any, int] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: 2,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 3,
+    _aten._scaled_dot_product_flash_attention.default: 2,
+    _aten._scaled_dot_product_flash_attention_backward.default: 3,
+}
+"""Operations without a batching rule, and how many of their results there are without dropout.
+
+These results lead with a dim of samples, and so do the operands that are no vectors.
+"""
+
+
+def _folded(op: Any, *args: Any, **kwargs: Any) -> list:
+    """An operation of `_BATCHED` under vmaps; None for the results that dropout has."""
+    found = _Folded.apply(functools.partial(op, **kwargs), _BATCHED[op], *args)
+    return [*found, *[None] * (len(op._schema.returns) - len(found))]
 
 
 class _Folded(Function):
-    """An operation of `_BATCHED`, with the ranks of simulated axes among the samples."""
+    """The first `count` results of an operation, with simulated ranks among the samples."""
 
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(op, *args):
-        return op(*args)
+    def forward(op, count, *args):
+        return tuple(op(*args)[:count])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         pass
 
     @staticmethod
-    def vmap(info, in_dims, op, *args):
+    def vmap(info, in_dims, op, count, *args):
         size = info.batch_size
 
         def fold(x: torch.Tensor, dim: int | None) -> torch.Tensor:
+            if dim is None and x.dim() == 1:
+                return x  # what dropout would need
             x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
             return x.flatten(0, 1)
 
-        rows = zip(args, in_dims[1:], strict=True)
+        rows = zip(args, in_dims[2:], strict=True)
         folded = [fold(x, dim) if isinstance(x, torch.Tensor) else x for x, dim in rows]
-        out: Any = _Folded.apply(op, *folded)
+        out: Any = _Folded.apply(op, count, *folded)
         return tuple(x.unflatten(0, (size, -1)) for x in out), (0,) * len(out)
 
 

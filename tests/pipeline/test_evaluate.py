@@ -11,6 +11,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, lax, tree
+from functron.ops.attention import attention
 from functron.pipeline.evaluate import ambient, evaluate
 from functron.program.equations import Scan
 from functron.program.program import interpret
@@ -68,6 +69,26 @@ def test_whole_steps(options, mesh):
     assert_same(got, interpret(program, state, batch), 1e-10)
     assert_same(got, interpret(again, state, batch), 1e-10)
     assert_same(got, step(tree.map(torch.clone, state), batch), 1e-10)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_attention_and_its_gradient_on_simulated_ranks(device):
+    """torch has no batching rule for its flash kernels, of a CPU or a GPU: ranks join the samples."""
+    mesh, dtype = Mesh(dp=2), torch.float32 if device == "cpu" else torch.bfloat16
+    operands = [randn(4, 8, 2, 16, seed=seed).to(device, dtype) for seed in range(3)]
+
+    def loss(operands):
+        return attention(*operands, causal=True).float().square().sum()
+
+    def gradients(*operands):
+        return ft.grad(lambda operands: lax.psum(loss(operands), "dp"))(operands)
+
+    specs = (P("dp"),) * 3
+    program = trace(ft.shard_map(gradients, mesh, specs, specs))(*operands)
+    assert "flash_attention" in str(program)
+    mapped = ft.shard_map(lambda *args: evaluated(program, *args), mesh, specs, specs)
+    tolerance = 1e-5 if device == "cpu" else 2e-2
+    assert_same(mapped(*operands), torch.func.grad(loss)(tuple(operands)), tolerance)
 
 
 COLLECTIVES = {
