@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -56,6 +57,8 @@ def run(arguments: Sequence[str]) -> int:
                 print(report_text)
             return 0
         kind = device_type(config.device, config.nproc)
+    if config.deterministic:  # cuBLAS reads it when it makes its first product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if here is None and config.nproc:
         return launch(config.nproc, ["-m", "functron", "train", *arguments])
     with mistakes():

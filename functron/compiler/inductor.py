@@ -91,6 +91,7 @@ def _key(graph: fx.GraphModule, operands: Sequence[Var], options: Options) -> st
     facts = [
         torch.__version__, torch.version.git_version, torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(), str(cuda), sorted(settings.items()),
+        torch.are_deterministic_algorithms_enabled(),
         sorted((k, _text(v)) for k, v in options.items()), str(graph.graph),
         [(v.shape, v.stride, str(v.dtype), str(v.device)) for v in operands],
     ]  # fmt: skip

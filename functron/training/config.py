@@ -136,6 +136,9 @@ class TrainConfig:
         loss_chunk_tokens: make logits of so many of a rank's tokens at a time, and again in
             backward, so that they take little memory; 0: of all at once.
         compile: compile the step with Inductor before the first one, which then takes longer.
+        deterministic: a GPU makes the same bits in every run on the same mesh, as CPUs do anyway:
+            by torch's deterministic algorithms, some of which are slower (backward of attention, of
+            embeddings, and what scatters); an operation that has none is an error.
         seed: of initial parameters, order of the data, and dropout.
         out: run folder, new or empty; empty: the next free runs/MODEL-1, runs/MODEL-2, ...
         resume: go on from the newest complete step of the run in the folder `out`, or begin with it
@@ -206,6 +209,7 @@ class TrainConfig:
     kernels: Choice = "auto"
     loss_chunk_tokens: int = 0
     compile: bool = False
+    deterministic: bool = False
     seed: int = 0
     out: str = ""
     resume: bool | Literal["auto"] = False
@@ -292,7 +296,7 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
         *(f"{family}.dtype" for family in TRAINED), "optimizer.fp32_masters",
         "optimizer.stochastic_rounding", "optimizer.mu_dtype", "optimizer.nu_dtype",
         "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.muon.dtype", "remat",
-        "loss_chunk_tokens", "kernels", "compile", "device",
+        "loss_chunk_tokens", "kernels", "compile", "deterministic", "device",
     ),
     "optimizer": ("steps", "seed", "optimizer", "learning_rate"),
     "checkpoint": ("out", "resume", "save_every", "keep_last", "keep_every"),

@@ -589,6 +589,8 @@ def train(run: Run, out: Path | None) -> Outcome:
         position=lambda steps: seen(run, steps),
     )
     with ExitStack() as stack:
+        if config.deterministic:
+            stack.enter_context(deterministic())
         stop = stack.enter_context(stop_requests())  # until the last save is complete
         save = stack.enter_context(_saving(run, out, stop)) if out is not None else None
         # the copy to the device stays in this thread: which GPU is current is a thread's own affair
@@ -611,6 +613,28 @@ def train(run: Run, out: Path | None) -> Outcome:
             stop=stop,
             ahead=int(device.type == "cuda"),
         )
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Torch's operations give the same bits in every run inside this with block, or raise.
+
+    Torch has that as a setting of the process. Products of cuBLAS want CUBLAS_WORKSPACE_CONFIG in
+    the environment of the process as well, and say so; `functron train` puts it there.
+    """
+    filled = torch.utils.deterministic
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        filled.fill_uninitialized_memory,
+    )
+    try:
+        torch.use_deterministic_algorithms(True)
+        filled.fill_uninitialized_memory = False  # nobody reads it, and it would be written twice
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        filled.fill_uninitialized_memory = before[2]
 
 
 def seen(run: Run, steps: int) -> dict[str, Any]:

@@ -7,12 +7,15 @@ import os
 import signal
 import xml.etree.ElementTree as ET
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 from functron.core import chart as plot
+from functron.spmd import Mesh
 from functron.training import records
+from functron.training.config import TrainConfig
 from functron.training.train import (
     Meter,
     exit_code,
@@ -20,7 +23,9 @@ from functron.training.train import (
     measured_flops,
     peak_flops,
     peak_memory_bytes,
+    prepare,
     stop_requests,
+    train,
 )
 
 KEYS = [
@@ -208,6 +213,25 @@ def test_another_ranks_signal_stops_this_one():
 
     outcome = loop(halve, torch.tensor(1.0), batch, steps=9, reporters=[], agree=agree)
     assert (len(outcome.history), outcome.stopped_by) == (2, signal.SIGTERM)
+
+
+def test_steps_of_a_deterministic_run_are_deterministic_and_nothing_after():
+    """A CPU makes the same bits either way."""
+    seen, losses = [], []
+    for chosen in (False, True):
+        config = TrainConfig(steps=2, global_batch=2, seq=16, deterministic=chosen)
+        run = prepare(config, Mesh())
+
+        def step(state, batch, run=run):
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            return run.step(state, batch)
+
+        _, history, _ = train(replace(run, step=step), None)
+        losses.append([record["loss"] for record in history])
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.utils.deterministic.fill_uninitialized_memory
+    assert seen == [False, False, True, True]
+    assert losses[0] == losses[1]
 
 
 def test_handlers_of_others_survive():
