@@ -28,8 +28,10 @@ os.environ["XLA_FLAGS"] = (
 ).strip()
 
 # Inductor reads this when it is first imported. One kernel at a time is compiled without processes
-# for it, each of which would import torch: the tests are parallel processes already.
+# for it, each of which would import torch: the tests are parallel processes already. That the
+# compiler knows this processor's vectors is not tried first, which takes five seconds.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # Checks the annotations of every function in these packages, so it must precede their import.
 # Only these: they are where tensors meet, and below them functions take "anything, or else a
@@ -169,8 +171,8 @@ def torchrun(tmp_path: Path, _ranks: Callable[[], Ranks]) -> Run:
     `program` is the path of a script, or the source of one. Standard output and error come back
     as text. A failure fails the test with both; a program that takes longer than `timeout` seconds
     is killed with all its processes and fails the test. The processes are forks of one that starts
-    once a session: see `tests.ranks`. With ``check=False`` torchrun starts some for
-    this program alone, and how it ends a program that fails is returned.
+    once a session: see `tests.ranks`. With ``check=False`` it is returned how a program ends that
+    fails; with ``own=True`` torchrun itself starts the processes, for this program alone.
     """
 
     def run(
@@ -179,15 +181,14 @@ def torchrun(tmp_path: Path, _ranks: Callable[[], Ranks]) -> Run:
         *args: object,
         timeout: float = 120,
         check: bool = True,
+        own: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         script = program if isinstance(program, Path) else tmp_path / "program.py"
         if not isinstance(program, Path):
             script.write_text(program)
         try:
-            if check:
-                done = _ranks().run(script, nproc, args, timeout)
-            else:
-                done = _own(script, nproc, args, timeout)
+            start = _own if own else _ranks().run
+            done = start(script, nproc, args, timeout)
         except subprocess.TimeoutExpired as late:
             pytest.fail(f"no end after {timeout} s: {script}\n{late.stdout}\n{late.stderr}")
         if check:

@@ -89,7 +89,8 @@ class Ranks:
         pids: list[int] = self._ranks.recv()
         until, codes, late = time.monotonic() + timeout, [], False
         while len(codes) < nproc:
-            late = late or not self._ranks.poll(max(0.0, until - time.monotonic()))
+            if not (late or any(codes)):
+                late = not self._ranks.poll(max(0.0, until - time.monotonic()))
             if late or any(codes):
                 for pid in pids:
                     _kill(pid)

@@ -60,6 +60,7 @@ def start(script: Path, nproc: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=90, env=ENV)
 
 
+@pytest.mark.full  # as a failing stage in tests/pipeline/test_processes.py
 def test_a_failing_rank_takes_the_job_down_with_its_traceback_first(tmp_path):
     script = tmp_path / "failing.py"
     fault = "raise RuntimeError('injected ' + 'fault')"
@@ -135,14 +136,13 @@ def test_a_rank_killed_during_a_save_ends_the_job_soon(tmp_path):
     assert seconds < 20  # 31 where nothing but the launcher's SIGKILL ends it
 
 
-def test_a_rank_that_hangs_ends_the_job_after_the_timeout(tmp_path):
+def test_a_rank_that_hangs_ends_the_job_after_the_timeout(torchrun, tmp_path):
     script = tmp_path / "failing.py"
-    # it dies of SIGTERM, as one that was stopped does not: the launcher gives that 30 seconds
-    fault = "import signal, time; signal.signal(15, signal.SIG_DFL); time.sleep(600)"
+    fault = "import time; time.sleep(600)"
     arguments = [*TRAIN, "--mesh", "dp=2", "--prefetch", "0", "--timeout-seconds", "4"]
     arguments += ["--out", str(tmp_path / "r")]
     script.write_text(FAILING.format(fault=fault, arguments=arguments))
-    done = start(script, 2)
+    done = torchrun(script, 2, check=False)
     assert done.returncode == 1
     assert "Timed out waiting 4000ms" in done.stderr
 
@@ -302,7 +302,7 @@ def test_torchrun_and_its_wrong_process_count(torchrun, tmp_path):
     done = torchrun(program, 2, *TRAIN[:5], "--mesh", "tp=2", "--steps", 2, "--out", tmp_path / "r")
     assert done.stdout.count("2 processes") == 1
     assert checkpoint.steps(tmp_path / "r" / "checkpoints") == [2]
-    done = torchrun(program, 2, *TRAIN, "--out", tmp_path / "s", check=False)
+    done = torchrun(program, 2, *TRAIN, "--out", tmp_path / "s", check=False, own=True)
     assert done.returncode != 0
     assert "mesh: got 2 processes for a mesh of 3; wanted one process per rank" in done.stderr
     assert not (tmp_path / "s").exists()

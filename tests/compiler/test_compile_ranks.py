@@ -53,11 +53,14 @@ VALUES = {
     ),
 }
 ROUGH = ("pmax", "pmin", "psum_int")
-# one of each kind, for Inductor, which takes long
+# one of each kind, for Inductor, which takes long: all of them in --full. No collective is in what it
+# compiles, so a few show how its results come to them: whole, strided, and inside a loop
 SOME = (
-    "psum", "psum_int", "pmin_bool", "all_gather_tiled", "psum_scatter_inner", "all_to_all_tuple",
+    "psum", "pmin_bool", "all_gather_tiled", "psum_scatter_inner", "all_to_all_tuple",
     "ppermute_open", "pbroadcast", "axis_index", "scanned",
 )  # fmt: skip
+FEW = ("psum", "all_gather_tiled", "scanned")
+REST = tuple(name for name in VALUES if name not in FEW)
 
 
 def everything(x, names):
@@ -99,7 +102,7 @@ def check_collectives(mesh, names=tuple(VALUES), **options):
 # --- a training step in Megatron's manner, split over dp and tp
 
 WIDE = Normal(0.3)
-STEPS = 3
+STEPS = 2
 
 
 def defs(num_layers):
@@ -127,7 +130,7 @@ def num_targets(batch):
     return lax.psum(batch["y"].isfinite().sum(), ft.DATA_AXES)
 
 
-def training(mesh, num_layers=3, update=None):
+def training(mesh, num_layers=2, update=None):
     """A step with AdamW, or another update; a state, and its specs."""
     specs = ft.param_specs(defs(num_layers), ft.Rules({"mlp": "tp"}))
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), update or optim.adamw(1e-2))
@@ -212,9 +215,9 @@ def main(cache, backend, *axes):
         check_collectives(mesh, backend="eager")
     else:
         with each_kernel_once():
-            check_collectives(mesh, SOME, cache=cache)
+            check_collectives(mesh, SOME if backend == "inductor" else FEW, cache=cache)
             check_training(mesh, cache=cache, overlap=True, backend="inductor")
-        check_collectives(mesh, overlap=False, backend="eager")
+        check_collectives(mesh, REST, overlap=False, backend="eager")
         check_training(mesh, cache=cache, overlap=False, backend=backend)
     print(f"rank {dist.get_rank()}: ok\n", end="")
     dist.destroy_process_group()

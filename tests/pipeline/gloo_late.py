@@ -6,6 +6,7 @@ Steps must give the dense numbers in float64 all the same, and planted mistakes 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -61,13 +62,10 @@ def check_vocabulary() -> None:
     """Embeddings that are gathered before a step, and their gradients dealt out after it."""
     model = replace(CONFIG, num_layers=2, vocab_multiple=2)
     config = TrainConfig(gpt=model, global_batch=8, seq=8)
-    for schedule in ("1f1b", "zb-h1"):
-        divided = replace(
-            config, mesh="pp=2", schedule=schedule, microbatches=4, vocab_over_pp=True
-        )
-        got = losses(divided, PP2.bind())
-        want = on_the_first(lambda: losses(config, Mesh()))
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
+    divided = replace(config, mesh="pp=2", schedule="zb-h1", microbatches=4, vocab_over_pp=True)
+    got = losses(divided, PP2.bind())
+    want = on_the_first(lambda: losses(config, Mesh()))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
 
 
 # --- planted mistakes
@@ -151,14 +149,17 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with transfers() as late:
-        for check in (check_steps, check_vocabulary, check_compiled):
+        for check in (
+            (check_compiled,) if "compiled" in sys.argv else (check_steps, check_vocabulary)
+        ):
             check()
             assert not late.found, late.found
             assert late.started["to", 1 - dist.get_rank()]
             late.started.clear()
             if dist.get_rank() == 0:
                 print(f"{check.__name__}: ok", flush=True)
-        check_mistakes(late)
-        if dist.get_rank() == 0:
-            print("check_mistakes: ok", flush=True)
+        if "compiled" not in sys.argv:
+            check_mistakes(late)
+            if dist.get_rank() == 0:
+                print("check_mistakes: ok", flush=True)
     dist.destroy_process_group()

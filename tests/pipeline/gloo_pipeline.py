@@ -81,7 +81,7 @@ CASES = {
     "compiled": [
         Case(PP2_TP2, "interleaved", 2, (0, 1, 0, 1), "sp", compile=EVALUATED),
         Case(DP2_PP2, "zb-h1", 2, (1, 1), tied=True, compile=EVALUATED),
-        Case(PP2_TP2, "combined-1f1b", 2, (1, 1), compile=EVALUATED, dropout=0.3),
+        Case(PP2_TP2, "combined-1f1b", 2, (1, 1), compile=EVALUATED),
     ],
     "more-split": [
         Case(PP2_TP2, "zb-h1", 2, (1, 1), remat="full"),
