@@ -46,7 +46,7 @@ settings.load_profile("functron")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seeds", type=int, help="configurations that test_fuzz.py draws: 8, or 100")
+    parser.addoption("--seeds", type=int, help="configurations that test_fuzz.py draws: 5, or 100")
     parser.addoption("--full", action="store_true", help="whole products of parameters, 100 seeds")
 
 

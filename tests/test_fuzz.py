@@ -14,7 +14,7 @@ from tests import fuzz
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
         seeds, full = map(metafunc.config.getoption, ("--seeds", "--full"))
-        default = 100 if full else 8
+        default = 100 if full else 5
         metafunc.parametrize("seed", range(default if seeds is None else seeds))
 
 

@@ -143,11 +143,10 @@ def test_small_functions(fn, layout):
 def test_small_functions_through_inductor(cache):
     chosen = [fn for fn in SMALL if fn is not of_views]
 
-    def everything(x):
-        return [fn(x) for fn in chosen]
+    def everything(x, y):
+        return [fn(x) for fn in chosen], of_views(y)
 
-    check(everything, randn(8, 12)[::2, ::2], backend="inductor", cache=cache)
-    check(of_views, randn(4, 6), backend="inductor", cache=cache)
+    check(everything, randn(8, 12)[::2, ::2], randn(4, 6), backend="inductor", cache=cache)
 
 
 def test_without_tensors_and_with_static_arguments():
@@ -266,7 +265,7 @@ def test_long_sums_through_inductor_are_close_to_float64(cache):
 
 
 def test_scans_through_inductor(cache):
-    chosen = ["plain", "gradient_of_both", "ys_whole_and_scanned", "carries_swap", "ys_are_views"]
+    chosen = ["gradient_of_both", "ys_whole_and_scanned", "carries_swap", "ys_are_views"]
 
     def everything(c, x, w):
         return {name: SCANS[name](c, x, w) for name in chosen}
@@ -321,7 +320,7 @@ def body_of(rows, matrices, pick, steps):
     return body
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.lists(STEP, min_size=1, max_size=6), st.booleans())
 def test_random_programs(steps, differentiate):
     def program(row, matrix):

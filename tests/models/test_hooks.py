@@ -231,7 +231,7 @@ def test_pipelines(name, schedule):
 
 @pytest.mark.parametrize("name", [pytest.param("attention", marks=pytest.mark.full), "router"])
 def test_traced_and_compiled(name):
-    run = ft.jit(program_on(name, Mesh(tp=2), remat="full"), backend="eager")
+    run = ft.jit(program_on(name, Mesh(tp=2)), backend="eager")
     close(*run(dense(name)[0], batch(), random.key(3)), name)
 
 

@@ -603,7 +603,8 @@ def test_every_action_is_observed_once(name):
     assert times[0] < times[-1]
 
 
-def test_a_compiled_step():
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_a_compiled_step(backend):
     """As one program, in which backwards that are split are traced as well."""
     mesh, optimizer = Mesh(pp=2), optim.sgd(0.1)
 
@@ -618,7 +619,7 @@ def test_a_compiled_step():
         schedule = make("zb-h1", 2, 2)
         stages = pipelined(stage, Partition(layout_of((1, 1)), schedule.pipes, MLP_USES), schedule)
         step = make_step(pipelined_gradients(stages, count), optimizer, mesh, P())
-        step = ft.jit(step, donate=0) if compiled else step
+        step = ft.jit(step, donate=0, backend=backend) if compiled else step
         params = layers_of_mlp(2)
         zero = torch.zeros((), dtype=torch.int64)
         state = ft.State(zero, params, optimizer.init(params), random.key(0))

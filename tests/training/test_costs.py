@@ -74,7 +74,8 @@ def test_trace_shows_pipelines(capsys):
     ("model", "gather"),
     [
         pytest.param("tiny", "step", marks=pytest.mark.full),
-        ("mixtral-tiny", "use"),
+        ("tiny", "use"),
+        pytest.param("mixtral-tiny", "use", marks=pytest.mark.full),
         ("deepseek-v3-tiny", "step"),
     ],
 )
