@@ -535,6 +535,7 @@ template <class T> T __ldcs(const T* at) { return *at; }
 template <class T> T __ldcg(const T* at) { return *at; }
 template <class T> T __ldlu(const T* at) { return *at; }
 template <class T> T __ldcv(const T* at) { return *at; }
+template <class T> void __stwb(T* at, std::type_identity_t<T> value) { *at = value; }
 template <class T> void __stcs(T* at, std::type_identity_t<T> value) { *at = value; }
 template <class T> void __stcg(T* at, std::type_identity_t<T> value) { *at = value; }
 template <class T> void __stwt(T* at, std::type_identity_t<T> value) { *at = value; }

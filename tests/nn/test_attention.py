@@ -152,23 +152,16 @@ def test_gradients_of_shared_key_heads_survive_compilation():
     params = ft.init_params(ft.random.key(0), defs)
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     mesh, specs = Mesh(dp=2, tp=4), ft.param_specs(defs, ft.Rules({"heads": "tp"}))
-    shared, own = {"k", "v"}, {"q", "out"}
-    (keys, key_specs), (rest, rest_specs) = (
-        [{name: part[name] for name in names} for part in (params, specs)]
-        for names in (shared, own)
-    )
 
-    def squared(keys, rest, x):
-        params = {**keys, **rest}
+    def squared(params, x):
         y = nn.self_attention(params, x, c, rope=None, stream=ft.P(ft.DATA_AXES))
         return ft.lax.psum(y.square().sum(), ft.DATA_AXES)
 
-    def program(keys, rest, x):
-        return ft.sync_gradients(ft.grad(squared)(keys, rest, x), key_specs)
+    def program(params, x):
+        return ft.sync_gradients(ft.value_and_grad(squared)(params, x)[1], specs)
 
-    data = ft.P(ft.DATA_AXES)
-    mapped = ft.shard_map(program, mesh, (key_specs, rest_specs, data), key_specs)
-    want = torch.func.grad(squared)(keys, rest, x)
-    got = ft.jit(mapped)(keys, rest, x)
+    mapped = ft.shard_map(program, mesh, (specs, ft.P(ft.DATA_AXES)), specs)
+    want = torch.func.grad(squared)(params, x)
+    got = ft.jit(mapped)(params, x)
     for a, b in zip(ft.tree.leaves(got), ft.tree.leaves(want), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
