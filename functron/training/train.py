@@ -622,7 +622,7 @@ def deterministic() -> Iterator[None]:
     Torch has that as a setting of the process. Products of cuBLAS want CUBLAS_WORKSPACE_CONFIG in
     the environment of the process as well, and say so; `functron train` puts it there.
     """
-    filled = torch.utils.deterministic
+    filled: Any = torch.utils.deterministic
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
