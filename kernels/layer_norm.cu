@@ -54,7 +54,9 @@ struct Forward {
 #pragma unroll
                 for (int k = 0; k < SIZE; ++k) s.at[k] += more.at[k];
                 part = rounded<T>(s);
-                store_part<PACKED>(sum_row, column, dim, part);
+                // kept packs are stored as a whole without being told; told, there would be too few registers
+                if constexpr (PACKED) *reinterpret_cast<uint4*>(sum_row + column) = part.words;
+                else store_part<PACKED>(sum_row, column, dim, part);
                 s = floats_of(part);
             }
 #pragma unroll

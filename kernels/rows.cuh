@@ -45,9 +45,11 @@ template <bool PACKED, class T> __device__ inline Part<T> load_part(const T* fro
         return {*reinterpret_cast<const uint4*>(&part)};
     }
 }
+// To global memory.
 template <bool PACKED, class T> __device__ inline void store_part(T* to, int at, int end, const Part<T>& part) {
     if constexpr (PACKED) {
-        if (at < end) *reinterpret_cast<uint4*>(to + at) = part.words;
+        // a plain store of what was computed word by word, with nothing between, becomes four stores of a word
+        if (at < end) __stwb(reinterpret_cast<uint4*>(to + at), part.words);
     } else {
         const Pack<T> elements = *reinterpret_cast<const Pack<T>*>(&part);
 #pragma unroll

@@ -6,6 +6,8 @@ import itertools
 import re
 import subprocess
 import sys
+import sysconfig
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +35,7 @@ _ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(__launch_bounds__\(.+?
 
 
 FULL = pytest.mark.full
+DISASSEMBLER = Path(sysconfig.get_path("platlib")) / "nvidia/cu13/bin/nvdisasm"
 ROTATED = [nvrtc.ARCHS[turn:] + nvrtc.ARCHS[:turn] for turn in range(3)]
 
 
@@ -96,6 +99,62 @@ def test_every_variant_compiles_and_keeps_to_registers(name, turn, cache):
         used = {one.kernel for one in built.compiled.resources}
         assert used == {entry for _, entry in entries}
         assert all(0 < one.registers <= 255 for one in built.compiled.resources)
+
+
+@pytest.mark.skipif(not DISASSEMBLER.is_file(), reason="nvidia-cuda-nvdisasm is not installed")
+@pytest.mark.parametrize("name", nvrtc.names())
+def test_packs_are_stored_as_a_whole(name, cache):
+    """No 16 bytes that are stored together are stored word by word, which is four times the work."""
+    source = nvrtc.read(name)
+    for defines in _some(source, nvrtc.names().index(name)):
+        file = cache / "one.cubin"
+        file.write_bytes(nvrtc.cubin(source, defines, "sm_90a", cache).cubin)
+        command = [DISASSEMBLER, "-c", file]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "STG" in done.stdout
+        # the sum of rows too wide to be kept: told to store packs, the kernel runs out of registers
+        allowed = {"layer_norm_forward": 1}
+        assert _split_stores(done.stdout) == {k: n for k, n in allowed.items() if name in k}
+
+
+def test_split_stores_are_found():
+    text = """
+.text.kernel:
+    STG.E desc[UR4][R2.64], R9 ;
+    STG.E desc[UR4][R2.64+0x8], R9 ;
+    IADD3 R4, R4, 0x1, RZ ;
+    STG.E desc[UR4][R2.64+0xc], R9 ;
+    STG.E desc[UR4][R2.64+0x4], R9 ;
+    STG.E.128 desc[UR4][R2.64+0x10], R8 ;
+    BRA `(.L_x_1) ;
+    @P0 STG.E desc[UR4][R2.64], R9 ;
+    @P1 STG.E desc[UR4][R2.64+0x4], R9 ;
+    @P2 STG.E desc[UR4][R2.64+0x8], R9 ;
+    @P3 STG.E desc[UR4][R2.64+0xc], R9 ;
+"""
+    assert _split_stores(text) == {"kernel": 1}
+
+
+_STORE = re.compile(r"(@!?U?P\d+)?\s*STG\.E\S* .*\[(R\d+)(?:\.64)?(?:\+(-?0x[0-9a-f]+))?\]")
+
+
+def _split_stores(text: str) -> dict[str, int]:
+    """By kernel, how often four words in a row are stored one by one, under one condition."""
+    found: Counter[str] = Counter()
+    kernel, at = "", defaultdict(set)
+    for line in text.splitlines():
+        if (start := re.match(r"\s*\.text\.(\w+):", line)) is not None:
+            kernel = start[1]
+        if re.match(r"\s*\.(L_|text)", line) or re.search(r"\b(BRA|EXIT|BAR)\b", line):
+            at.clear()  # what follows may run without what came before
+        store = _STORE.search(line)
+        if store is None or re.search(r"STG\.E\.(64|128|U8|U16)", line):
+            continue
+        word, here = int(store[3] or "0", 16), at[store[1], store[2]]
+        here.add(word)
+        starts = range(word - 12, word + 1, 4)
+        found[kernel] += sum({s, s + 4, s + 8, s + 12} <= here for s in starts)
+    return {kernel: count for kernel, count in found.items() if count}
 
 
 def _some(source: nvrtc.Source, number: int) -> tuple[nvrtc.Defines, ...]:
