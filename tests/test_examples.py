@@ -32,7 +32,7 @@ def losses(printed: str) -> dict[int, float]:
 
 
 def simulate(*args: str, script: Path = PRETRAIN) -> str:
-    """What an example prints that is run here as a script, where importing costs nothing."""
+    """The output of an example that is run here as a script, where importing costs nothing."""
     small = SMALL if script == PRETRAIN else SMALL_BERT
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):

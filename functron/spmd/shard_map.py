@@ -233,7 +233,7 @@ def _largest(name: str, mesh: BoundMesh, *numbers: int) -> list[int]:
 def _on_the_first(
     name: str, mesh: BoundMesh, check: Callable[[], Exception | None]
 ) -> Exception | None:
-    """What `check()` finds on the first rank; where that is anything, each rank's own.
+    """The error that `check()` finds on the first rank; where it finds one, each rank's own.
 
     For a check that simulates all ranks: each would do the same work, and those that share a
     machine would be in each other's way. Collectives: an all-reduce of 8 bytes per axis.

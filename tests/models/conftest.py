@@ -1,4 +1,4 @@
-"""What tests of models share."""
+"""A fixture of the tests of models."""
 
 from __future__ import annotations
 
