@@ -253,7 +253,7 @@ def quantise_by_tensor(g: Given) -> Case:
 def dequantise(g: Given) -> Case:
     x = g.normal(1, g.sizes.tokens, g.sizes.dim)
     y, scales, *_ = QUANTISE_FP8.reference(x, None, 1, 128, False, False, False)
-    args = (y, scales, x[:0, :0, :0].reshape(-1), 1, 128)
+    args = (y, scales.mT, x[:0, :0, :0].reshape(-1), 1, 128)
     return Case(DEQUANTISE_FP8, args, shape_of(x), nbytes(x, y, scales))
 
 
