@@ -402,7 +402,7 @@ def _by_kernel(
     fusion: Fusion,
     count: torch.Tensor,
     rate: float | torch.Tensor,
-    numbers: Mapping[str, float],
+    numbers: Mapping[str, Any],
 ) -> tuple[tree.Tree, tree.Tree, tree.Tree, tree.Tree]:
     """`_by_kernel_` of a traced program: one operation per leaf, and new values."""
     scalars: dict[tuple, dict[str, torch.Tensor | None]] = {}
