@@ -406,7 +406,7 @@ def quantise(x: torch.Tensor, *, signed: bool, block: int = BLOCK) -> Quantised:
     scales = blocks.abs().amax(-1)
     # all zeros: the code of 0, whatever the scale
     unit = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
-    table = torch.tensor(values(signed), device=x.device)
+    table = compat.constant(values(signed), x.device)
     codes = torch.bucketize(unit, (table[1:] + table[:-1]) / 2)
     return Quantised(codes.to(torch.uint8).flatten(-2), scales)
 
@@ -414,7 +414,7 @@ def quantise(x: torch.Tensor, *, signed: bool, block: int = BLOCK) -> Quantised:
 def dequantise(q: Quantised, *, signed: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The tensor that `quantise` stored, in `dtype`."""
     block = q.codes.shape[-1] // q.scales.shape[-1]
-    table = torch.tensor(values(signed), device=q.codes.device)
+    table = compat.constant(values(signed), q.codes.device)
     unit = table[q.codes.to(torch.int64)].unflatten(-1, (-1, block))
     return (unit * q.scales.unsqueeze(-1)).flatten(-2).to(dtype)
 
