@@ -9,8 +9,10 @@ import torch
 from torch.func import grad, jvp, vjp, vmap
 
 from functron.ops import attention
-from functron.ops import attention as chunked
-from functron.ops.attention import Implementation, Visible, block, block_backward, merge
+from functron.ops import chunked_attention as chunked
+from functron.ops.attention import Implementation, block, block_backward
+from functron.ops.chunked_attention import Visible
+from functron.ops.softmax import merge
 
 BATCH, SEQ, KEYS, DIM = 2, 7, 5, 4
 SCALE = 0.3
