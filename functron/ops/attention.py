@@ -240,15 +240,15 @@ def implementation(
             return Implementation("flex", "one kernel for masks and caps")
         if cap or q.device.type != "cpu" or kernels.takes("softmax", q, v):
             return Implementation("formula", why_not)
-    kind, dtype = q.device.type, _of(q.dtype)
+    kind = q.device.type
     bare = not (logsumexp or compat.transforms_active())
+    if bare and torch.compiler.is_compiling():
+        return Implementation("sdpa", "dynamo knows no Functions with a rule for forward mode")
     if kind == "cpu":
         if active() is not None and not compat.flash_attention_traces(q.dtype):
-            return Implementation(
-                "formula", f"torch {torch.__version__} cannot trace it in {dtype}"
-            )
-        whole = q.shape[1] == k.shape[1] and q.shape[-1] == v.shape[-1]
-        if bare and (whole or torch.compiler.is_compiling()):
+            version = f"torch {torch.__version__}"
+            return Implementation("formula", f"{version} cannot trace it in {_of(q.dtype)}")
+        if bare and q.shape[1] == k.shape[1] and q.shape[-1] == v.shape[-1]:
             return Implementation("sdpa", "torch's choice for a CPU")
         return Implementation("flash", "the kernel of a CPU")
     why_not = f"no flash attention for {kind}" if kind != "cuda" else _no_flash(q, v, on)
@@ -603,6 +603,12 @@ def attention(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    operands = _grouped(*_padded(q, k, v))
-    out = F.scaled_dot_product_attention(*operands, is_causal=causal, scale=scale)
+    operands = _padded(q, k, v)
+    shared = q.shape[1] > k.shape[1]
+    # flash and cuDNN's kernels read shared heads; where these are not taken, SDPA copies them
+    native = shared and (q.device.type == "cpu" or not _no_flash(q, v, None))
+    if shared and not native:
+        operands = _grouped(*operands)
+    options: dict[str, Any] = {"enable_gqa": True} if native else {}
+    out = F.scaled_dot_product_attention(*operands, is_causal=causal, scale=scale, **options)
     return narrow(out, v).reshape(*q.shape[:3], v.shape[-1])

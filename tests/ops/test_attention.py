@@ -287,6 +287,18 @@ def test_kernels_of_a_gpu_are_given_the_shared_heads(monkeypatch, name):
     assert (heads, heads_back) == ([6, 2, 2], [6, 6, 2, 2, 6] + [6] * (name == "cudnn"))
 
 
+def test_dynamo_is_given_sdpa(monkeypatch):
+    # it cannot look into Functions with a rule for forward mode
+    q, k, v = qkv()
+    k, v = k[:, :, :1], v[:, :, :1, :2]
+    each = attention(q, k, v, causal=True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    assert implementation(*heads, logsumexp=False).name == "sdpa"
+    assert implementation(*heads).name == "flash"
+    close(attention(q, k, v, causal=True), each)
+
+
 @CAUSAL
 def test_bfloat16(causal):
     operands = [x.bfloat16() for x in qkv()]
