@@ -94,6 +94,8 @@ def _key(graph: fx.GraphModule, operands: Sequence[Var], options: Options) -> st
         torch.are_deterministic_algorithms_enabled(),
         sorted((k, _text(v)) for k, v in options.items()), str(graph.graph),
         [(v.shape, v.stride, str(v.dtype), str(v.device)) for v in operands],
+        # what higher-order operations call has no text in the graph's own
+        *(str(part.graph) for part in graph.children() if isinstance(part, fx.GraphModule)),
     ]  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 

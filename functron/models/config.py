@@ -137,8 +137,8 @@ class GPTConfig(TextConfig):
         attention_scale: multiplies attention scores; 0: 1 / sqrt(head_dim).
         attention_gate: what heads say is multiplied by the sigmoid of another projection of what
             attention reads (Qwen3-Next).
-        score_cap: attention scores s are cap tanh(s / cap) (Gemma 2); 0: as they are. No kernel
-            computes that: it is the formula, in chunks.
+        score_cap: attention scores s are cap tanh(s / cap) (Gemma 2); 0: as they are. On CPUs no
+            kernel computes that: it is the formula, in chunks.
         logit_cap: and logits likewise.
         kv_rank: keys and values are made of so many numbers per token, which is all that
             generation keeps of it beside a rotary key: multi-head latent attention (DeepSeek-V2,

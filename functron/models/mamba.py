@@ -473,8 +473,7 @@ def _attention_step(config: MambaConfig, mixer: dict, x: Tensor, kept: tuple) ->
         if kept:
             k, v = (torch.cat(pair, 1) for pair in zip(kept, (k, v), strict=True))
         all_of_them[:] = k, v
-        group = q.shape[2] // k.shape[2]
-        return attention(q, *(y.repeat_interleave(group, 2) for y in (k, v)), causal=False)
+        return attention(q, k, v, causal=False)
 
     y = nn.self_attention(mixer, x, config.attention, rope=None, stream=P(), core=core)
     return y, tuple(all_of_them)

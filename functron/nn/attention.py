@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.nn import functional as F
 
 from functron.core.typing import Float, Int, Tensor
 from functron.nn.layers import (
@@ -300,32 +299,13 @@ def causal_attention(
 ) -> Float[Tensor, "batch seq heads value_dim"]:
     """`functron.ops.attention.attention` of whole sequences, each query seeing keys up to its own.
 
-    Kernels want one width: the narrower of keys and values end in zeros, which add nothing to
-    scores and come out as zeros, but are multiplied.
-
     Args:
         q: ``[batch, seq, heads, head_dim]``.
         k: ``[batch, seq, kv_heads, head_dim]``; each head serves ``heads / kv_heads`` of q's.
         v: as `k`; its width may be another.
         scale: of the scores; None for 1 / sqrt(head_dim).
     """
-    width, value_dim = q.shape[-1], v.shape[-1]
-    wide = max(width, value_dim)
-    # `attention` divides by the root of the width that it is given
-    by = math.sqrt(wide / width) if scale is None else scale / (1 / math.sqrt(wide))
-    q = q if by == 1 else q * by
-    if wide > width:
-        q, k = (F.pad(x, (0, wide - width)) for x in (q, k))
-    elif wide > value_dim:
-        v = F.pad(v, (0, wide - value_dim))
-    group = q.shape[-2] // k.shape[-2]
-    if group > 1:
-        k, v = (
-            x.unsqueeze(-2).expand(*x.shape[:-1], group, x.shape[-1]).flatten(-3, -2)
-            for x in (k, v)
-        )
-    y = attention(q, k, v, causal=True)
-    return y if value_dim == wide else y[..., :value_dim]
+    return attention(q, k, v, causal=True, scale=scale)
 
 
 def self_attention(

@@ -45,8 +45,10 @@ from functron.core import compat
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.typing import Float, Int, Tensor
 from functron.nn.attention import causal_attention
-from functron.ops.attention import Visible, block, block_backward, merge, upcast
+from functron.ops.attention import block, block_backward
+from functron.ops.chunked_attention import Visible
 from functron.ops.define import AUTO, Kernels
+from functron.ops.softmax import merge, upcast
 from functron.spmd import collectives as lax
 from functron.transforms.custom_vjp import custom_vjp
 
@@ -188,7 +190,7 @@ class Ring:
             them.
         window: how many keys a query sees, where chunks at a distance are out of its reach; else 0.
         scale: of the scores.
-        kernels: of ``"softmax"`` and ``"lse_merge"``.
+        kernels: of ``"attention"``, ``"softmax"`` and ``"lse_merge"``.
         cap: of the scores; see `functron.ops.attention.block`.
     """
 
@@ -245,7 +247,7 @@ class Part:
         queries: which half of its rows: False the early, True the late one; None for all.
         keys: which half.
         valid: whether there is anything to see.
-        apart: as in `functron.ops.attention.Visible`.
+        apart: as in `functron.ops.chunked_attention.Visible`.
     """
 
     queries: Flag | None = None
@@ -568,13 +570,12 @@ def context_attention(
         balanced: every rank of `axis` holds an early half and a late half of every document, as
             `functron.nn.context.to_balanced` arranges them; else consecutive parts.
         scale: of the scores; None for 1 / sqrt(head_dim).
-        cap: scores s are cap tanh(s / cap) before masks (Gemma 2); 0: as they are. No kernel
-            computes that: it is the formula, in chunks.
+        cap: scores s are cap tanh(s / cap) before masks (Gemma 2); 0: as they are.
         axis: along which keys travel.
         ulysses: along which heads are exchanged; it must divide them.
         ring_size: only the aligned groups of so many ranks of `axis` exchange keys: sequences, or
             packed documents, that span no more. Static; a divisor of its size. None for all.
-        kernels: of ``"softmax"``, for masked blocks, and of ``"lse_merge"``.
+        kernels: of ``"attention"`` and ``"softmax"``, for masked blocks, and of ``"lse_merge"``.
 
     Returns:
         ``[batch, seq, heads, value_dim]`` in q's dtype.

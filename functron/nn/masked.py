@@ -18,7 +18,9 @@ from functron.core import compat
 from functron.core.typing import Bool, Float, Int, Tensor
 from functron.nn.attention import AttentionConfig
 from functron.nn.layers import column_parallel, gather_sequence, row_parallel, weights
-from functron.ops.attention import Visible, attend, attention, block, block_backward, upcast
+from functron.ops.attention import attention, block, block_backward
+from functron.ops.chunked_attention import Visible, attend
+from functron.ops.softmax import upcast
 from functron.spmd.spec import P
 from functron.transforms.custom_vjp import custom_vjp
 

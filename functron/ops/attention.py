@@ -1,324 +1,56 @@
 """Scaled dot-product attention that torch.func can map and differentiate at the speed of SDPA.
 
-O = softmax(Q K^T / sqrt(d) + causal mask) V (Vaswani et al. 2017, eq. 1; computed as in Dao 2023).
-Under plain autograd `attention` is `torch.nn.functional.scaled_dot_product_attention`, which picks
-the device's best kernel. Under torch.func transforms SDPA has no batching rule and would run one
-call per rank; there it is `block`, whose autograd Functions call torch's flash kernels with
-simulated ranks folded into the batch dim: on the CPU all, masked ones in chunks; on CUDA in half
-precision those without masks. Others are the formula.
+O = softmax(Q K^T / sqrt(d) + causal mask) V (Vaswani et al. 2017, eq. 1; computed as in Dao 2023),
+where several heads of queries may share one of keys, which is then read, not copied. One function,
+`implementation`, says what computes it: a kernel of torch's that gives the logsumexp (cuDNN's or
+FlashAttention on CUDA, in half precision; flash attention on CPUs), by autograd Functions that fold
+simulated ranks into the batch dim; SDPA, where neither the logsumexp is wanted nor a transform of
+torch.func runs (SDPA has no batching rule, and would run one call per rank); or the formula.
 
 Attention over keys that are split into blocks is computed block by block: every block gives its own
 softmax and its logsumexp, `functron.ops.softmax.merge` joins two of them, and `block_backward`
 takes the logsumexp of the whole, which makes each block's cotangents exact without the others (Liu
 et al. 2023, ring attention; Dao et al. 2022).
 
-Masks by document and by window, which may differ between ranks, exist for one chunk of queries and
-one chunk of keys at a time, and so do scores (online softmax: Milakov & Gimelshein 2018). A chunk
-is computed by a kernel, or by `attend`, the formula in plain operations for every dtype and device,
-with derivatives of every order.
+Masks by document and by window, which may differ between ranks, and caps of scores are one kernel
+on CUDA (`functron.ops.flex_attention`); elsewhere they exist for one chunk of queries and one chunk
+of keys at a time (`functron.ops.chunked_attention`), each computed by a kernel or the formula.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
 
 from functron.core import compat
 from functron.core.compat import Function
-from functron.core.scopes import in_phase
-from functron.core.typing import Bool, Float, Int, Tensor
-from functron.ops.define import AUTO, Kernels
-from functron.ops.softmax import (
-    SOFTMAX,
-    SOFTMAX_,
-    SOFTMAX_BLOCK_BACKWARD,
-    SOFTMAX_BLOCK_BACKWARD_,
-    finite,
-    merge,
-    upcast,
+from functron.core.typing import Float, Tensor
+from functron.ops.chunked_attention import (
+    CHUNK,
+    Visible,
+    attend,
+    attend_backward,
+    chunked_block,
+    chunked_block_backward,
 )
+from functron.ops.define import AUTO, Kernels
+from functron.ops.flex_attention import (
+    MASKED_ATTENTION,
+    MASKED_ATTENTION_BACKWARD,
+    fold,
+    laid_out,
+    narrow,
+    tests_of,
+    unfold,
+)
+from functron.ops.softmax import finite, upcast
 from functron.program.recorder import active
-
-CHUNK = 512
-"""Queries and keys of one chunk; scores take batch * heads * CHUNK ** 2 numbers."""
-
-
-@dataclass(frozen=True, eq=False)
-class Visible:
-    """Which keys a query may see, besides causality by place: a test of integers per pair.
-
-    A key is visible if it is of the query's segment and, with a window, at most window - 1
-    positions before it. Each is ``[batch or 1, seq]``, or None where it is not tested.
-
-    Attributes:
-        query_segments: document numbers of the queries.
-        key_segments: of the keys.
-        query_positions: positions of the queries; needed with a window only.
-        key_positions: of the keys.
-        window: how many keys a query sees at most, itself included; 0 for all. An int, or an
-            integer scalar tensor.
-        apart: at least so many positions lie between a query and the key of its number, on every
-            rank; with an int for a window, chunks out of reach are not computed. None: not known.
-    """
-
-    query_segments: Int[Tensor, "_ seq"] | None = None
-    key_segments: Int[Tensor, "_ keys"] | None = None
-    query_positions: Int[Tensor, "_ seq"] | None = None
-    key_positions: Int[Tensor, "_ keys"] | None = None
-    window: int | Int[Tensor, ""] = 0
-    apart: int | None = None
-
-    def reaches(self, rows: slice, columns: slice) -> bool:
-        """Whether some of these queries may see some of these keys."""
-        if self.apart is None or isinstance(self.window, Tensor) or not self.window:
-            return True
-        return self.apart + rows.start - (columns.stop - 1) < self.window
-
-    def chunk(self, rows: slice, columns: slice) -> Bool[Tensor, "_ rows columns"] | None:
-        """The test for a chunk of queries and of keys; None where all pass."""
-        passed = None
-        if self.query_segments is not None and self.key_segments is not None:
-            passed = self.query_segments[:, rows, None] == self.key_segments[:, None, columns]
-        if self.query_positions is None or self.key_positions is None:
-            return passed
-        distance = self.query_positions[:, rows, None] - self.key_positions[:, None, columns]
-        near = distance < self.window
-        if isinstance(self.window, Tensor):
-            near = near | (self.window == 0)
-        return near if passed is None else passed & near
-
-
-def slices(size: int) -> Iterator[slice]:
-    """The chunks of a dim."""
-    return (slice(start, min(start + CHUNK, size)) for start in range(0, size, CHUNK))
-
-
-@dataclass(frozen=True, eq=False)
-class _Mask:
-    visible: Visible | None
-    causal: bool
-    device: torch.device
-
-    def past(self, rows: slice, size: int) -> Iterator[slice]:
-        """The chunks of keys that some of these queries may see."""
-        for columns in slices(size):
-            later = self.causal and columns.start >= rows.stop
-            if not later and (self.visible is None or self.visible.reaches(rows, columns)):
-                yield columns
-
-    def hidden(self, rows: slice, columns: slice) -> Tensor | None:
-        """The masked pairs, ``[batch or 1, 1, rows, columns]``; None where there are none."""
-        seen = None if self.visible is None else self.visible.chunk(rows, columns)
-        hidden = None if seen is None else ~seen
-        if self.causal and columns.stop - 1 > rows.start:
-            queries = torch.arange(rows.start, rows.stop, device=self.device)
-            keys = torch.arange(columns.start, columns.stop, device=self.device)
-            later = (keys[None, :] > queries[:, None])[None]
-            hidden = later if hidden is None else hidden | later
-        return None if hidden is None else hidden[:, None]
-
-
-def _folded(x: Tensor, kv_heads: int) -> Tensor:
-    """``[batch, heads, rows, ...]`` as ``[batch, kv_heads, group * rows, ...]``."""
-    return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads)).flatten(2, 3)
-
-
-def _unfolded(x: Tensor, heads: int) -> Tensor:
-    """The inverse of `_folded`."""
-    return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
-
-
-def _scores(
-    q: Tensor, k: Tensor, hidden: Tensor | None, scale: float, cap: float
-) -> tuple[Tensor, Tensor | None]:
-    """Masked scores ``[batch, kv_heads, group * rows, columns]``, float32 at least.
-
-    And the derivative of capping, 1 - (s / cap)^2; None where nothing is capped.
-    """
-    heads, kv_heads = q.shape[1], k.shape[1]
-    s, slope = upcast(_folded(q, kv_heads) @ k.mT) * scale, None
-    if cap:
-        bent = torch.tanh(s / cap)
-        s, slope = bent * cap, 1 - bent.square()
-    if hidden is None:
-        return s, slope
-    return _folded(_unfolded(s, heads).masked_fill(hidden, float("-inf")), kv_heads), slope
-
-
-def attend(
-    q: Float[Tensor, "batch heads seq head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys value_dim"],
-    hidden: Bool[Tensor, "#batch 1 seq keys"] | None,
-    scale: float,
-    kernels: Kernels = AUTO,
-    cap: float = 0.0,
-) -> tuple[Float[Tensor, "batch heads seq value_dim"], Float[Tensor, "batch heads seq"]]:
-    """softmax(scale q k^T) v without the keys that are `hidden`, and the logsumexp.
-
-    The whole matrix of scores at once; softmax by the op ``"softmax"`` where `kernels` takes it.
-    Both float32 at least; 0 and -inf in rows that see nothing. With a `cap` other than 0 scores s
-    are cap tanh(s / cap), which no kernel computes (Gemma 2).
-    """
-    if not cap and kernels.takes("softmax", q, k, v):
-        s = _unfolded(_folded(q, k.shape[1]) @ k.mT, q.shape[1])
-        if compat.unobserved():
-            weights, lse = s, SOFTMAX_(s, scale, hidden, False, None)
-        else:
-            weights, lse = SOFTMAX(s, scale, hidden, False, None)
-        out = upcast(_folded(weights, k.shape[1]) @ v)
-        return _unfolded(out, q.shape[1]), lse
-    scores, _ = _scores(q, k, hidden, scale, cap)
-    top = finite(scores.amax(-1, keepdim=True).detach())
-    weights = (scores - top).exp()
-    total = weights.sum(-1, keepdim=True)
-    positive = torch.where(total == 0, 1, total)
-    out = upcast(weights.to(v.dtype) @ v) / positive
-    lse = torch.where(total == 0, float("-inf"), top + positive.log())
-    return _unfolded(out, q.shape[1]), _unfolded(lse.squeeze(-1), q.shape[1])
-
-
-def attend_backward(
-    cotangent: Float[Tensor, "batch heads seq value_dim"],
-    q: Float[Tensor, "batch heads seq head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys value_dim"],
-    out: Float[Tensor, "batch heads seq value_dim"],
-    lse: Float[Tensor, "batch heads seq"],
-    hidden: Bool[Tensor, "#batch 1 seq keys"] | None,
-    scale: float,
-    kernels: Kernels = AUTO,
-    cap: float = 0.0,
-) -> tuple[
-    Float[Tensor, "batch heads seq head_dim"],
-    Float[Tensor, "batch kv_heads keys head_dim"],
-    Float[Tensor, "batch kv_heads keys value_dim"],
-]:
-    """The cotangents of q, k and v, from the result and the logsumexp over all keys.
-
-    P = exp(S - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = scale dS K, dK = scale
-    dS^T Q, all of these summed over the queries that share a key head (Dao et al. 2022, section
-    B.2). All float32 at least. With a `cap`, dS is multiplied by 1 - (S / cap)^2 besides.
-    """
-    delta = (upcast(cotangent) * upcast(out)).sum(-1)
-    if not cap and kernels.takes("softmax", q, k, v):
-        return _chunk_backward(cotangent, q, k, v, delta, lse, hidden, scale)
-    lse, delta = (_folded(x, k.shape[1]).unsqueeze(-1) for x in (finite(lse), delta))
-    queries, given = (_folded(x, k.shape[1]) for x in (q, cotangent))
-    with in_phase("recompute"):
-        scores, slope = _scores(q, k, hidden, scale, cap)
-    p = (scores - lse).exp()
-    ds = p * (upcast(given @ v.mT) - delta) * scale
-    ds = (ds if slope is None else ds * slope).to(q.dtype)
-    dv = p.to(v.dtype).mT @ given
-    return _unfolded(upcast(ds @ k), q.shape[1]), upcast(ds.mT @ queries), upcast(dv)
-
-
-def _chunk_backward(
-    cotangent: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    delta: Tensor,
-    lse: Tensor,
-    hidden: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_backward` by the op, from delta = rowsum(dO O)."""
-    heads, kv_heads = q.shape[1], k.shape[1]
-    queries, given = _folded(q, kv_heads), _folded(cotangent.to(v.dtype), kv_heads)
-    with in_phase("recompute"):
-        s = _unfolded(queries @ k.mT, heads)
-    dp = _unfolded(given @ v.mT, heads)
-    if compat.unobserved():
-        SOFTMAX_BLOCK_BACKWARD_(s, dp, lse, delta, scale, hidden, False)
-        p, ds = s, dp
-    else:
-        p, ds = SOFTMAX_BLOCK_BACKWARD(s, dp, lse, delta, scale, hidden, False)
-    p, ds = (_folded(x, kv_heads) for x in (p, ds))
-    return _unfolded(upcast(ds @ k), heads), upcast(ds.mT @ queries), upcast(p.mT @ given)
-
-
-def chunked_block(
-    q: Float[Tensor, "batch heads seq head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys value_dim"],
-    visible: Visible | None,
-    causal: bool,
-    scale: float,
-    fn: Callable = attend,
-    kernels: Kernels = AUTO,
-) -> tuple[Float[Tensor, "batch heads seq value_dim"], Float[Tensor, "batch heads seq"]]:
-    """`block`, every chunk by `fn`, which is as `attend`.
-
-    Memory grows with CHUNK squared. `kernels` is that of merges; that of `fn` is its own.
-    """
-    mask = _Mask(visible, causal, q.device)
-    outs, sums = [], []
-    for rows in slices(q.shape[2]):
-        mine = q[..., rows, :]
-        total: tuple[Tensor, Tensor] | None = None
-        for columns in mask.past(rows, k.shape[2]):
-            there = k[..., columns, :], v[..., columns, :]
-            part = fn(mine, *there, mask.hidden(rows, columns), scale)
-            total = part if total is None else merge(*total, *part, kernels=kernels)
-        if total is None:
-            nothing = torch.zeros_like(upcast(mine[..., :1]))
-            out = nothing.expand(*mine.shape[:-1], v.shape[-1])
-            total = out, torch.full_like(nothing[..., 0], float("-inf"))
-        outs.append(total[0].to(q.dtype))
-        sums.append(total[1])
-    return torch.cat(outs, 2), torch.cat(sums, 2)
-
-
-def chunked_block_backward(
-    cotangent: Float[Tensor, "batch heads seq value_dim"],
-    q: Float[Tensor, "batch heads seq head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys value_dim"],
-    out: Float[Tensor, "batch heads seq value_dim"],
-    lse: Float[Tensor, "batch heads seq"],
-    visible: Visible | None,
-    causal: bool,
-    scale: float,
-    fn: Callable = attend_backward,
-) -> tuple[
-    Float[Tensor, "batch heads seq head_dim"],
-    Float[Tensor, "batch kv_heads keys head_dim"],
-    Float[Tensor, "batch kv_heads keys value_dim"],
-]:
-    """`block_backward`, every chunk by `fn`, which is as `attend_backward`."""
-    mask = _Mask(visible, causal, q.device)
-    dq: dict[int, Tensor] = {}
-    dk: dict[int, Tensor] = {}
-    dv: dict[int, Tensor] = {}
-    for rows in slices(q.shape[2]):
-        given, mine, out_mine = (x[..., rows, :] for x in (cotangent, q, out))
-        for columns in mask.past(rows, k.shape[2]):
-            there = k[..., columns, :], v[..., columns, :]
-            moved = fn(
-                given, mine, *there, out_mine, lse[..., rows], mask.hidden(rows, columns), scale
-            )
-            places = (rows.start, columns.start, columns.start)
-            for total, at, part in zip((dq, dk, dv), places, moved, strict=True):
-                total[at] = upcast(part) + total[at] if at in total else upcast(part)
-    return _joined(dq, q), _joined(dk, k), _joined(dv, v)
-
-
-def _joined(parts: dict[int, Tensor], like: Tensor) -> Tensor:
-    """The chunks by their starts, joined; zeros where there is none."""
-    chunks = [
-        parts[c.start].to(like.dtype) if c.start in parts else torch.zeros_like(like[..., c, :])
-        for c in slices(like.shape[2])
-    ]
-    return torch.cat(chunks, 2)
-
 
 _aten = torch.ops.aten
 
@@ -341,23 +73,27 @@ def block(
         k: ``[batch, kv_heads, keys, head_dim]``; each key head serves heads / kv_heads consecutive
             query heads.
         v: as `k`; its width may be another.
-        visible: which keys to see; None for all. Memory is then that of one chunk.
+        visible: which keys to see; None for all. Memory is then that of one chunk at most.
         causal: mask, besides, the keys that come after the query by their places in this block.
         scale: of the scores.
-        cap: scores s are cap tanh(s / cap), by the formula; 0: as they are.
-        kernels: of ``"softmax"``, for blocks with masks that no kernel of torch takes (if chosen
-            outright, all with masks), and of ``"lse_merge"``.
+        cap: scores s are cap tanh(s / cap); 0: as they are.
+        kernels: of ``"attention"``, one kernel for masks and caps (if chosen outright, an op that
+            on CPUs is the formula); of ``"softmax"``, for blocks with masks that neither this nor a
+            kernel of torch takes (if chosen outright, all with masks); and of ``"lse_merge"``.
 
     Returns:
         ``(out, lse)`` in q's dtype and in float32 at least. Rows that see nothing give 0 and -inf.
         No collectives.
     """
-    if cap or not _has_kernel(q, v, visible, kernels):
+    chosen = implementation(q, k, v, visible, cap=cap, kernels=kernels)
+    if chosen.name == "flex":
+        return MASKED_ATTENTION(*laid_out(q, k, v), *tests_of(q, k, visible), causal, scale, cap)
+    if chosen.name == "formula":
         fn = functools.partial(attend, kernels=kernels, cap=cap)
         return chunked_block(q, k, v, visible, causal, scale, fn, kernels)
     if visible is not None:
         return chunked_block(q, k, v, visible, causal, scale, _attend, kernels)
-    both: Any = _Flash.apply(q, k, v, None, causal, scale)
+    both: Any = _Flash.apply(q, k, v, None, causal, scale, chosen.name)
     return both
 
 
@@ -392,79 +128,266 @@ def block_backward(
         summed over the heads that share them. In the dtypes of q, k and v. No collectives.
     """
     operands = (cotangent, q, k, v, out, lse)
-    if cap or not _has_kernel(q, v, visible, kernels):
+    chosen = implementation(q, k, v, visible, cap=cap, kernels=kernels)
+    if chosen.name == "flex":
+        laid = laid_out(cotangent.to(q.dtype), q, k, v, out)
+        return MASKED_ATTENTION_BACKWARD(
+            *laid, lse, None, *tests_of(q, k, visible), causal, scale, cap
+        )
+    if chosen.name == "formula":
         backward = functools.partial(attend_backward, kernels=kernels, cap=cap)
         return chunked_block_backward(*operands, visible, causal, scale, backward)
     if visible is not None:
         return chunked_block_backward(*operands, visible, causal, scale, _attend_backward)
-    grads: Any = _FlashBackward.apply(*operands, None, causal, scale)
+    grads: Any = _FlashBackward.apply(*operands, None, causal, scale, chosen.name)
     return grads
 
 
 def _attend(q, k, v, hidden, scale) -> Any:
-    return _Flash.apply(q, k, v, hidden, False, scale)
+    return _Flash.apply(q, k, v, hidden, False, scale, "flash")
 
 
 def _attend_backward(cotangent, q, k, v, out, lse, hidden, scale) -> Any:
     # as in _Flash.backward
-    return _FlashBackward.apply(cotangent, q, k, v, out, finite(lse), hidden, False, scale)
+    operands = (cotangent, q, k, v, out, finite(lse))
+    return _FlashBackward.apply(*operands, hidden, False, scale, "flash")
 
 
-def _has_kernel(q: Tensor, v: Tensor, visible: Visible | None, kernels: Kernels) -> bool:
-    """Whether torch's flash kernel is to compute a block."""
-    if visible is not None and kernels.takes("softmax", q, v):
-        return False
-    if q.device.type == "cpu":
-        return active() is None or compat.flash_attention_traces(q.dtype)
-    if visible is not None:
-        return False
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    return q.device.type == "cuda" and half and max(q.shape[-1], v.shape[-1]) <= 256
+Name = Literal["sdpa", "cudnn", "flash", "flex", "formula"]
 
 
-def _kernel_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The operands as kernels want them: one head of keys per query head, all of one width."""
-    batch, kv_heads = k.shape[:2]
-    group = q.shape[1] // kv_heads
+@dataclass(frozen=True)
+class Implementation:
+    """What computes an attention; `implementation` chooses it.
+
+    Attributes:
+        name: ``"cudnn"`` and ``"flash"`` are kernels of torch that give the logsumexp (the latter
+            also on CPUs, where blocks with masks are computed by it chunk by chunk); ``"flex"`` is
+            one kernel for all masks and caps, torch's FlexAttention; ``"sdpa"`` is
+            `torch.nn.functional.scaled_dot_product_attention`, which gives no logsumexp;
+            ``"formula"`` is written in plain operations, in chunks.
+        reason: why it is this one, and why no faster one.
+    """
+
+    name: Name
+    reason: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the choice of a kernel depends on, besides the operands.
+
+    Attributes:
+        capability: of the device, such as (9, 0).
+        cudnn: the version of cuDNN as torch gives it, such as 91900; 0 where there is none or the
+            process forbids it for attention (`torch.backends.cuda.enable_cudnn_sdp`).
+        flash: the FlashAttention that computes torch's operation: "FA2", or what the process
+            activated by `torch.nn.attention.activate_flash_attention_impl`.
+        deterministic: whether `torch.use_deterministic_algorithms` is on.
+        triton: whether kernels can be made for it.
+    """
+
+    capability: tuple[int, int]
+    cudnn: int = 0
+    flash: str = "FA2"
+    deterministic: bool = False
+    triton: bool = True
+
+
+def gpu(device: torch.device) -> Gpu | None:
+    """The facts of a GPU of CUDA and of this process; None where torch has none to ask."""
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    allowed = torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()
+    return Gpu(
+        torch.cuda.get_device_capability(device),
+        (torch.backends.cudnn.version() or 0) if allowed else 0,
+        torch.nn.attention.current_flash_attention_impl() or "FA2",
+        torch.are_deterministic_algorithms_enabled(),
+        importlib.util.find_spec("triton") is not None,
+    )
+
+
+compat.mark_constant(gpu)
+
+
+def implementation(
+    q: Float[Tensor, "batch heads seq head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    visible: Visible | None = None,
+    *,
+    cap: float = 0.0,
+    logsumexp: bool = True,
+    kernels: Kernels = AUTO,
+    on: Gpu | None = None,
+) -> Implementation:
+    """What computes this attention, here and now, and why no faster kernel does.
+
+    `attention` and `block` ask it, which every other attention is made of: over a ring, and of
+    simulated ranks. It looks at shapes, dtypes and devices, at the transforms of torch.func and the
+    trace that run where it is called, and at nothing else of the operands.
+
+    Args:
+        q, k, v, visible, cap, kernels: as in `block`.
+        logsumexp: whether that is wanted, as `block` does; `attention` does not.
+        on: the GPU to choose for; None for that of q (or, where torch has none, one of which
+            nothing is known).
+    """
+    if cap or visible is not None:
+        why_not = _no_flex(q, k, v, kernels, on)
+        if not why_not:
+            return Implementation("flex", "one kernel for masks and caps")
+        if cap or q.device.type != "cpu" or kernels.takes("softmax", q, v):
+            return Implementation("formula", why_not)
+    kind = q.device.type
+    bare = not (logsumexp or compat.transforms_active())
+    if bare and torch.compiler.is_compiling():
+        return Implementation("sdpa", "dynamo knows no Functions with a rule for forward mode")
+    if kind == "cpu":
+        if active() is not None and not compat.flash_attention_traces(q.dtype):
+            version = f"torch {torch.__version__}"
+            return Implementation("formula", f"{version} cannot trace it in {_of(q.dtype)}")
+        if bare and q.shape[1] == k.shape[1] and q.shape[-1] == v.shape[-1]:
+            return Implementation("sdpa", "torch's choice for a CPU")
+        return Implementation("flash", "the kernel of a CPU")
+    why_not = f"no flash attention for {kind}" if kind != "cuda" else _no_flash(q, v, on)
+    if why_not:
+        return Implementation("sdpa" if bare else "formula", why_not)
+    on = on or gpu(q.device)
+    if on is None:
+        return Implementation("flash", "no GPU here to ask for a faster kernel")
+    if on.flash != "FA2":
+        return Implementation("flash", f"{on.flash}, which the process activated")
+    slower = _no_cudnn(q, k, v, on)
+    if slower:
+        return Implementation("flash", f"{on.flash}, not cuDNN: {slower}")
+    return Implementation("cudnn", f"the fastest on compute capability {on.capability}")
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _no_flash(q: Tensor, v: Tensor, on: Gpu | None) -> str:
+    """Why no flash kernel of a GPU computes a block; empty where one does."""
+    width = max(q.shape[-1], v.shape[-1])
+    if q.dtype not in _HALF:
+        return f"flash attention wants float16 or bfloat16, and this is {_of(q.dtype)}"
+    if width > 256:
+        return f"flash attention wants heads of 256 dims at most, and these have {width}"
+    on = on or gpu(q.device)
+    if on is not None and on.capability < (8, 0):
+        return f"flash attention wants compute capability 8.0, and this GPU has {on.capability}"
+    return ""
+
+
+def _no_flex(q: Tensor, k: Tensor, v: Tensor, kernels: Kernels, on: Gpu | None) -> str:
+    """Why FlexAttention does not compute a masked block; empty where it does."""
+    asked = kernels.by_op.get("attention")
+    if "reference" in (asked, kernels.choice if asked is None else asked):
+        return "the reference is asked for"
+    if asked == "kernel":
+        return ""
+    if kernels.by_op.get("softmax") == "kernel":
+        return "chunks by functron's softmax kernel are asked for"
+    if q.device.type != "cuda":
+        return f"no kernel for {q.device.type} takes masks and caps at once"
+    on = on or gpu(q.device)
+    widths = q.shape[-1], v.shape[-1]
+    if on is not None and not (on.triton and on.capability >= (8, 0)):
+        return "FlexAttention wants Triton and compute capability 8.0"
+    if q.dtype not in _HALF:
+        return f"FlexAttention has no tensor cores in {_of(q.dtype)}"
+    if min(widths) < 16 or max(widths) > 256:
+        return f"FlexAttention wants heads of 16 to 256 dims, and these have {widths}"
+    if max(q.shape[2], k.shape[2]) <= CHUNK:
+        return f"{CHUNK} queries and keys are one chunk of the formula"
+    if compat.pushing_forward():
+        return "forward-mode differentiation is of the formula"
+    return ""
+
+
+def _no_cudnn(q: Tensor, k: Tensor, v: Tensor, on: Gpu) -> str:
+    """Why cuDNN does not compute a block; empty where it does.
+
+    These are torch's conditions (`sdp_utils.cpp`, 2.11 to 2.13): what it can, and where it is both
+    right for all lengths and faster, which is what torch's own choice goes by.
+    """
+    major, minor = on.capability
+    widest = 256 if on.capability == (9, 0) else 128
+    if not on.cudnn:
+        return "there is none, or this process forbids it"
+    if on.cudnn <= 91500:
+        return f"its version is {on.cudnn}, and lengths that 128 does not divide want 9.15.1"
+    if major not in (9, 10) or minor not in (0, 3):
+        return f"it is no faster on compute capability {on.capability}"
+    if on.deterministic:
+        return "its gradients are not deterministic"
+    if max(q.shape[-1], v.shape[-1]) > widest:
+        return f"it wants heads of {widest} dims at most here"
+    if k.shape[2] == 1 or max(q.shape[:2]) > 65535:
+        return "it wants several keys, and no more than 65535 samples and heads"
+    return ""
+
+
+def _wide(x: Tensor, width: int) -> Tensor:
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands with heads of one width: zeros add nothing to scores, and come out as such."""
     width = max(q.shape[-1], v.shape[-1])
     if q.device.type == "cuda":
         width = -(-width // 8) * 8
-    q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))
-    if group > 1:  # the group's heads read one head of keys, which is not copied
-        q = q.reshape(batch * kv_heads, group, *q.shape[2:])
-        k, v = (
-            x.reshape(batch * kv_heads, 1, *x.shape[2:]).expand(-1, group, -1, -1) for x in (k, v)
-        )
+    return _wide(q, width), _wide(k, width), _wide(v, width)
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands with the heads of a group for heads, which read one head of keys, not copied."""
+    batch, kv_heads = k.shape[:2]
+    group = q.shape[1] // kv_heads
+    if group == 1:
+        return q, k, v
+    q = q.reshape(batch * kv_heads, group, *q.shape[2:])
+    k, v = (x.reshape(batch * kv_heads, 1, *x.shape[2:]).expand(-1, group, -1, -1) for x in (k, v))
     return q, k, v
 
 
-def _bias(hidden: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The bias that a kernel adds to the scores: -inf where hidden."""
+def _bias(hidden: Tensor | None, q: Tensor, groups: int = 1) -> Tensor | None:
+    """The bias that a kernel adds to the scores: -inf where hidden; of each group of a sample."""
     if hidden is None:
         return None
-    if hidden.shape[0] > 1 and q.shape[1] > k.shape[1]:
-        hidden = hidden.repeat_interleave(k.shape[1], 0)
+    if hidden.shape[0] > 1 and groups > 1:
+        hidden = hidden.repeat_interleave(groups, 0)
     return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(
         hidden, float("-inf")
     )
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, scale: float, name: Name
 ) -> tuple[Tensor, Tensor]:
-    operands = _kernel_operands(q, k, v)
+    operands = _padded(q, k, v)
     if q.device.type == "cpu":
         flash = _aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = flash(*operands, 0.0, causal, attn_mask=_bias(hidden, q, k), scale=scale)
+        out, lse = flash(*operands, 0.0, causal, attn_mask=_bias(hidden, q), scale=scale)
+    elif name == "cudnn":
+        operands = laid_out(*operands)
+        out, lse = _aten._scaled_dot_product_cudnn_attention(
+            *operands, None, True, 0.0, causal, False, scale=scale
+        )[:2]
+        lse = lse.reshape(q.shape[:3])
     else:
         out, lse = _aten._scaled_dot_product_flash_attention(
             *operands, 0.0, causal, False, scale=scale
         )[:2]
-    out = out[..., : v.shape[-1]].reshape(*q.shape[:3], v.shape[-1])
-    lse = lse.reshape(q.shape[:3])
     if hidden is not None:  # the kernel says 0
         lse = lse.masked_fill(hidden.all(-1), float("-inf"))
-    return out, lse
+    return narrow(out, v), lse
 
 
 def _backward(
@@ -477,33 +400,43 @@ def _backward(
     hidden: Tensor | None,
     causal: bool,
     scale: float,
+    name: Name,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide_q, wide_k, wide_v = _kernel_operands(q, k, v)
-    pad = (0, wide_q.shape[-1] - v.shape[-1])
-    cotangent, out = (F.pad(x, pad).reshape(wide_q.shape) for x in (cotangent, out))
-    operands = (cotangent, wide_q, wide_k, wide_v, out, lse.reshape(wide_q.shape[:-1]))
+    wide = _padded(q, k, v)
+    cotangent, out = (_wide(x, wide[2].shape[-1]) for x in (cotangent, out))
     if q.device.type == "cpu":
-        flash = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-        bias = _bias(hidden, q, k)
-        dq, dk, dv = flash(*operands, 0.0, causal, attn_mask=bias, scale=scale)
+        # the kernel takes grouped heads, but would add up the group's cotangents in another order
+        # than autograd does where keys are expanded
+        wide = _grouped(*wide)
+        given, made = (x.reshape(wide[0].shape) for x in (cotangent, out))
+        bias = _bias(hidden, q, wide[0].shape[0] // q.shape[0])
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            given, *wide, made, lse.reshape(wide[0].shape[:-1]), 0.0, causal,
+            attn_mask=bias, scale=scale,
+        )  # fmt: skip
+        if k.shape[1] != q.shape[1]:
+            dk, dv = (upcast(x).sum(1).to(x.dtype) for x in (dk, dv))
+        dq, dk, dv = (
+            x.reshape(*y.shape[:3], x.shape[-1])
+            for x, y in zip((dq, dk, dv), (q, k, v), strict=True)
+        )
+    elif name == "cudnn":
+        # it wants the layout of forward's result; without dropout it reads no random state, but
+        # that must be there
+        given, *wide, made = laid_out(cotangent, *wide, out)
+        nothing = torch.zeros(1, dtype=torch.int64, device=q.device)
+        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+            given, *wide, made, lse.contiguous().unsqueeze(-1), nothing, nothing, None, None, None,
+            q.shape[2], k.shape[2], 0.0, causal, scale=scale,
+        )  # fmt: skip
     else:
         # without dropout the kernel reads neither the lengths of a packed batch nor random state
         nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            *operands, None, None, q.shape[2], k.shape[2], 0.0, causal, nothing, nothing[:0],
-            scale=scale,
+            cotangent, *wide, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal,
+            nothing, nothing, scale=scale,
         )  # fmt: skip
-    if k.shape[1] != q.shape[1]:
-        dk, dv = (upcast(x).sum(1).to(x.dtype) for x in (dk, dv))
-    dk, dv = (x.reshape(*k.shape[:3], x.shape[-1]) for x in (dk, dv))
-    dq = dq.reshape(*q.shape[:3], dq.shape[-1])
-    return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
-
-
-def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """`x` with its vmap dim folded into the batch dim."""
-    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.flatten(0, 1)
+    return narrow(dq, q), narrow(dk, k), narrow(dv, v)
 
 
 def _fold_mask(hidden: Tensor | None, dim: int | None, size: int, batch: int) -> Tensor | None:
@@ -514,23 +447,19 @@ def _fold_mask(hidden: Tensor | None, dim: int | None, size: int, batch: int) ->
     return hidden.expand(size, batch, *hidden.shape[2:]).flatten(0, 1)
 
 
-def _unfold(outputs: Any, size: int) -> tuple[Tensor, ...]:
-    return tuple(x.unflatten(0, (size, -1)) for x in outputs)
-
-
 class _Flash(Function):
     """(out, logsumexp) of torch's flash attention; cotangents of both count."""
 
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(q, k, v, hidden, causal, scale):
-        return _forward(q, k, v, hidden, causal, scale)
+    def forward(q, k, v, hidden, causal, scale, name):
+        return _forward(q, k, v, hidden, causal, scale, name)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, causal, scale = inputs
-        ctx.static = causal, scale
+        *tensors, causal, scale, name = inputs
+        ctx.static, ctx.name = (causal, scale), name
         ctx.save_for_backward(*tensors, *output)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
@@ -540,15 +469,17 @@ class _Flash(Function):
         q, k, v, hidden, out, lse = _saved(ctx)
         d_out, d_lse = cotangents
         if d_out is None and d_lse is None:
-            return (None,) * 6
+            return (None,) * 7
         if d_lse is None:  # as in training, where only merged results are differentiated
             # the logsumexp of a row that sees nothing must be finite: its scores are all -inf
             known = lse if hidden is None else finite(lse)
-            grads: Any = _FlashBackward.apply(d_out, q, k, v, out, known, hidden, *ctx.static)
-            return *grads, None, None, None
+            grads: Any = _FlashBackward.apply(
+                d_out, q, k, v, out, known, hidden, *ctx.static, ctx.name
+            )
+            return *grads, None, None, None, None
         d_out = torch.zeros_like(out) if d_out is None else d_out
         pullback = torch.func.vjp(_formula(hidden, *ctx.static), q, k, v)[1]
-        return *pullback((d_out, d_lse)), None, None, None
+        return *pullback((d_out, d_lse)), None, None, None, None
 
     @staticmethod
     def jvp(ctx, *tangents) -> Any:
@@ -557,11 +488,11 @@ class _Flash(Function):
         return _push(_formula(hidden, *ctx.static), primals, tangents)
 
     @staticmethod
-    def vmap(info, in_dims, q, k, v, hidden, causal, scale):
+    def vmap(info, in_dims, q, k, v, hidden, *static):
         size = info.batch_size
-        folded = [_fold(x, d, size) for x, d in zip((q, k, v), in_dims[:3], strict=True)]
+        folded = [fold(x, d, size) for x, d in zip((q, k, v), in_dims[:3], strict=True)]
         mask = _fold_mask(hidden, in_dims[3], size, folded[0].shape[0] // size)
-        return _unfold(_Flash.apply(*folded, mask, causal, scale), size), (0, 0)
+        return unfold(_Flash.apply(*folded, mask, *static), size), (0, 0)
 
 
 class _FlashBackward(Function):
@@ -570,12 +501,12 @@ class _FlashBackward(Function):
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(cotangent, q, k, v, out, lse, hidden, causal, scale):
-        return _backward(cotangent, q, k, v, out, lse, hidden, causal, scale)
+    def forward(cotangent, q, k, v, out, lse, hidden, causal, scale, name):
+        return _backward(cotangent, q, k, v, out, lse, hidden, causal, scale, name)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, causal, scale = inputs
+        *tensors, causal, scale, _ = inputs
         ctx.static = causal, scale
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
@@ -584,7 +515,7 @@ class _FlashBackward(Function):
     def backward(ctx, *cotangents) -> Any:
         *saved, hidden = _saved(ctx)
         pullback = torch.func.vjp(_formula_backward(hidden, *ctx.static), *saved)[1]
-        return *pullback(tuple(cotangents)), None, None, None
+        return *pullback(tuple(cotangents)), None, None, None, None
 
     @staticmethod
     def jvp(ctx, *tangents) -> Any:
@@ -594,11 +525,11 @@ class _FlashBackward(Function):
 
     @staticmethod
     def vmap(info, in_dims, *operands):
-        *tensors, hidden, causal, scale = operands
+        *tensors, hidden, causal, scale, name = operands
         size = info.batch_size
-        folded = [_fold(x, d, size) for x, d in zip(tensors, in_dims[:6], strict=True)]
+        folded = [fold(x, d, size) for x, d in zip(tensors, in_dims[:6], strict=True)]
         mask = _fold_mask(hidden, in_dims[6], size, folded[0].shape[0] // size)
-        return _unfold(_FlashBackward.apply(*folded, mask, causal, scale), size), (0, 0, 0)
+        return unfold(_FlashBackward.apply(*folded, mask, causal, scale, name), size), (0, 0, 0)
 
 
 def _saved(ctx: Any) -> list:
@@ -641,26 +572,43 @@ def _push(formula: Any, primals: Any, tangents: Any) -> Any:
 
 def attention(
     q: Float[Tensor, "batch seq heads head_dim"],
-    k: Float[Tensor, "batch keys heads head_dim"],
-    v: Float[Tensor, "batch keys heads head_dim"],
+    k: Float[Tensor, "batch keys kv_heads head_dim"],
+    v: Float[Tensor, "batch keys kv_heads value_dim"],
     *,
     causal: bool,
-) -> Float[Tensor, "batch seq heads head_dim"]:
-    """softmax(q k^T / sqrt(head_dim)) v per head, each query seeing keys up to its own position.
+    scale: float | None = None,
+) -> Float[Tensor, "batch seq heads value_dim"]:
+    """softmax(scale q k^T) v per head, each query seeing keys up to its own position.
+
+    Neither keys nor values are copied for the query heads that share them.
 
     Args:
         q: ``[batch, seq, heads, head_dim]``.
-        k: ``[batch, seq, heads, head_dim]``; repeat the heads of grouped keys first.
-        v: as `k`.
+        k: ``[batch, keys, kv_heads, head_dim]``; each key head serves heads / kv_heads consecutive
+            query heads.
+        v: as `k`; its width may be another.
         causal: mask keys after the query.
+        scale: of the scores; None for 1 / sqrt(head_dim).
 
     Returns:
-        ``[batch, seq, heads, head_dim]`` in q's dtype. No collectives.
+        ``[batch, seq, heads, value_dim]`` in q's dtype. No collectives.
     """
     q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
-    traces = active() is None or compat.flash_attention_traces(q.dtype)
-    if traces and not compat.transforms_active():
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    by = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if implementation(q, k, v, logsumexp=False).name == "sdpa":
+        out = _sdpa(q, k, v, causal, by)
     else:
-        out, _ = block(q, k, v, causal=causal, scale=1 / math.sqrt(q.shape[-1]))
+        out, _ = block(q, k, v, causal=causal, scale=by)
     return out.transpose(-3, -2)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    operands = _padded(q, k, v)
+    shared = q.shape[1] > k.shape[1]
+    # flash and cuDNN's kernels read shared heads; where these are not taken, SDPA copies them
+    native = shared and (q.device.type == "cpu" or not _no_flash(q, v, None))
+    if shared and not native:
+        operands = _grouped(*operands)
+    options: dict[str, Any] = {"enable_gqa": True} if native else {}
+    out = F.scaled_dot_product_attention(*operands, is_causal=causal, scale=scale, **options)
+    return narrow(out, v).reshape(*q.shape[:3], v.shape[-1])

@@ -440,6 +440,7 @@ def use(choice: Choice = "auto", **by_op: Choice) -> Kernels:
 OPERATIONS = frozenset(
     {
         "adamw",
+        "attention",
         "cross_entropy",
         "global_norm",
         "glu",
@@ -454,7 +455,8 @@ OPERATIONS = frozenset(
         "softmax",
     }
 )
-"""The names of operations that have kernels: those of the files of ``kernels/``."""
+"""The names of operations that have kernels: those of the files of ``kernels/``, and
+``"attention"`` with masks or caps, torch's FlexAttention."""
 
 
 FORWARD_THREADS = 1024

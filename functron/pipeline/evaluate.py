@@ -328,6 +328,8 @@ _BATCHED: Mapping[Any, int] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 3,
     _aten._scaled_dot_product_flash_attention.default: 2,
     _aten._scaled_dot_product_flash_attention_backward.default: 3,
+    _aten._scaled_dot_product_cudnn_attention.default: 2,
+    _aten._scaled_dot_product_cudnn_attention_backward.default: 3,
 }
 """Operations without a batching rule, and how many of their results there are without dropout.
 

@@ -47,21 +47,31 @@ def attended(seq: int, window: int = 0, *, whole: bool = False) -> float:
 
 
 def _flash(q, k, v, *args, out_shape=None, **kwargs) -> int:
-    return sdpa_flop_count(q, k, v)
+    return sdpa_flop_count(q, *_of_each_head(q, k, v))
 
 
 def _flash_backward(grad_out, q, k, v, *args, out_shape=None, **kwargs) -> int:
-    return sdpa_backward_flop_count(grad_out, q, k, v)
+    return sdpa_backward_flop_count(grad_out, q, *_of_each_head(q, k, v))
+
+
+def _of_each_head(q, k, v) -> list[tuple[int, ...]]:
+    """The shapes of keys and values were there as many of their heads as of queries."""
+    return [(x[0], q[1], *x[2:]) for x in (k, v)]
 
 
 FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = MappingProxyType(
     {
         _aten._scaled_dot_product_flash_attention_for_cpu: _flash,
         _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+        _aten._scaled_dot_product_flash_attention: _flash,
+        _aten._scaled_dot_product_flash_attention_backward: _flash_backward,
+        _aten._scaled_dot_product_cudnn_attention: _flash,
+        _aten._scaled_dot_product_cudnn_attention_backward: _flash_backward,
     }
 )
-"""Formulas on shapes that torch's counter lacks; pass them on as ``FlopCounterMode(custom_mapping=
-dict(FLOP_FORMULAS))``. Like torch's for its other attention kernels, they ignore causality."""
+"""Formulas on shapes that torch's counter lacks, or has (2.11) for as many heads of keys as of
+queries; pass them on as ``FlopCounterMode(custom_mapping=dict(FLOP_FORMULAS))``. Like torch's for
+its other attention kernels, they ignore causality."""
 
 _SENT: Mapping[str, Callable[[int], float]] = MappingProxyType(
     {
@@ -257,7 +267,7 @@ def _model_flops(equation: Equation, computed: int) -> tuple[int, int]:
     given = dict(zip(names, equation.args, strict=False)) | dict(equation.kwargs)
     q, k, v = (given[name].shape for name in ("query", "key", "value"))
     # backward has twice the products of forward, and computes one of these again
-    needed = sdpa_flop_count(q, k, v) * (2 if "backward" in equation.name else 1)
+    needed = _flash(q, k, v) * (2 if "backward" in equation.name else 1)
     return needed // 2 if given.get("is_causal") else needed, needed
 
 

@@ -52,7 +52,7 @@ DOTS = frozenset(
         "_flash_attention_forward",
         "_efficient_attention_forward",
     )
-) | {"functron::grouped_matmul"}
+) | {"functron::grouped_matmul", "functron::masked_attention"}
 """The operations whose results `dots` keeps; einsum and matmul are made of the first ones."""
 
 

@@ -7,8 +7,8 @@ import torch
 
 from functron import ops
 from functron.ops import attention, softmax
-from functron.ops import attention as chunked
-from functron.ops.attention import Visible
+from functron.ops import chunked_attention as chunked
+from functron.ops.chunked_attention import Visible
 from functron.ops.softmax import (
     SOFTMAX,
     SOFTMAX_,

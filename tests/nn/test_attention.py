@@ -122,6 +122,30 @@ def test_the_future_does_not_matter(draw, randn):
     assert not torch.allclose(run(x)[:, 5:], run(changed)[:, 5:])
 
 
+def test_shared_key_heads_are_neither_copied_nor_kept():
+    # the numbers of keys that are expanded, to the last bit, in the memory of those that are not
+    sizes = ((6, 8), (2, 8), (2, 8))
+    operands = [torch.randn(2, 70, *size, dtype=torch.bfloat16).requires_grad_() for size in sizes]
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y = nn.causal_attention(*operands)
+    tensors = (*operands, y)
+    assert sum(kept.values()) == sum(2 * x.numel() for x in tensors) + 4 * 2 * 70 * 6
+    q, *shared = operands
+    each = (x.unsqueeze(3).expand(-1, -1, -1, 3, -1).flatten(2, 3) for x in shared)
+    wide = [x.transpose(1, 2) for x in (q, *each)]
+    want = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True).transpose(1, 2)
+    assert torch.equal(y, want)
+    cotangent = torch.randn_like(y)
+    gradients = [torch.autograd.grad(out, operands, cotangent) for out in (y, want)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def test_defs():
     c = config(2, bias=True, out_bias=True, qk_norm=True)
     defs = nn.attention_defs(c, stddev=0.1, out_stddev=0.05, dtype=torch.float32)

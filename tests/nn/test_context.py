@@ -11,7 +11,7 @@ import torch
 import functron as ft
 from functron import Mesh, P, lax
 from functron.nn.context import context_attention, needed_steps, to_balanced, to_contiguous
-from functron.ops import attention
+from functron.ops import chunked_attention
 
 BATCH, SEQ, HEADS, DIM = 2, 16, 4, 4
 STREAM = P("dp", ("cp", "ulysses"))
@@ -415,7 +415,7 @@ def test_long_sequences_make_no_matrix_of_scores():
     program = lambda q, k, v, s: context_attention(q, k, v, segments=s, window=2000)
     masked = ft.trace(step(Mesh(cp=16), program, 4))(*args, segments)
     local = 2**15 // 16
-    assert most_numbers(masked) == attention.CHUNK**2 < local**2 / 8  # a mask
+    assert most_numbers(masked) == chunked_attention.CHUNK**2 < local**2 / 8  # a mask
 
 
 def test_a_long_sequence_on_simulated_ranks(randn):
@@ -433,7 +433,7 @@ def test_a_long_sequence_on_simulated_ranks(randn):
 @BALANCED
 @pytest.mark.parametrize("window", [1, 3, 7, 12])
 def test_chunks_out_of_a_windows_reach_are_left_out(check, monkeypatch, balanced, window):
-    monkeypatch.setattr(attention, "CHUNK", 2)
+    monkeypatch.setattr(chunked_attention, "CHUNK", 2)
     segments = torch.cat([SEGMENTS, 6 + SEGMENTS], 1)
     for mesh in (Mesh(), Mesh(cp=2), Mesh(cp=4)):
         check(mesh, balanced=balanced, window=window, seq=32)

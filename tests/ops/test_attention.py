@@ -6,11 +6,14 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functron as ft
-from functron.ops.attention import attention
+from functron.ops import attention as room
+from functron.ops.attention import Gpu, attention, implementation
 
 BATCH, SEQ, HEADS, DIM = 2, 5, 3, 4
 CAUSAL = pytest.mark.parametrize("causal", [True, False])
@@ -218,6 +221,82 @@ def test_functron_grad_of_grad():
         return transform(lambda q: (inner(q) * t).sum())(q)
 
     close(product(attention, ft.grad), product(formula, grad))
+
+
+def of_a_gpu(dtype=torch.bfloat16, dim=16, value_dim=16, keys=64):
+    """Operands that only have shapes, with three heads for each head of keys."""
+    sizes = ((6, 64, dim), (2, keys, dim), (2, keys, value_dim))
+    return [torch.empty(2, n, h, d, dtype=dtype, device="cuda") for h, n, d in sizes]
+
+
+HOPPER = Gpu((9, 0), cudnn=91900)
+CHOICES = [
+    ({}, HOPPER, "cudnn", "fastest on compute capability"),
+    ({"dim": 192, "value_dim": 128}, HOPPER, "cudnn", "fastest"),
+    ({"dim": 192}, Gpu((10, 0), cudnn=91900), "flash", "cuDNN: it wants heads of 128 dims"),
+    ({"keys": 1}, HOPPER, "flash", "several keys"),
+    ({}, Gpu((9, 0), cudnn=91500), "flash", "its version is 91500"),
+    ({}, Gpu((9, 0)), "flash", "there is none"),
+    ({}, Gpu((8, 0), cudnn=91900), "flash", "no faster on compute capability"),
+    ({}, Gpu((9, 0), 91900, deterministic=True), "flash", "not deterministic"),
+    ({}, Gpu((9, 0), 91900, "FA3"), "flash", "FA3, which the process activated"),
+    ({}, None, "flash", "no GPU here"),
+    ({}, Gpu((7, 5), 91900), "sdpa", "wants compute capability 8.0"),
+    ({"dtype": torch.float32}, HOPPER, "sdpa", "wants float16 or bfloat16, and this is float32"),
+    ({"dim": 264}, HOPPER, "sdpa", "256 dims at most, and these have 264"),
+]
+
+
+def test_the_choice_of_an_implementation():
+    with FakeTensorMode():
+        for shapes, on, name, reason in CHOICES:
+            operands = [x.transpose(1, 2) for x in of_a_gpu(**shapes)]
+            bare = implementation(*operands, on=on, logsumexp=False)
+            assert bare.name == name
+            assert reason in bare.reason
+            # the same where the logsumexp is wanted, as of a ring, or of simulated ranks
+            ringed = implementation(*operands, on=on)
+            assert ringed.name == name.replace("sdpa", "formula")
+            mapped = []
+            vmap(lambda *x: mapped.append(implementation(*x, on=on, logsumexp=False)) or x[0])(  # noqa: B023
+                *(x.unsqueeze(0) for x in operands)
+            )
+            assert mapped == [ringed]
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+def test_kernels_of_a_gpu_are_given_the_shared_heads(monkeypatch, name):
+    monkeypatch.setattr(room, "implementation", lambda *_, **__: room.Implementation(name, ""))
+    asked = []
+
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if "attention" in str(op):
+                asked.append((op, [x.shape[1] for x in args if getattr(x, "ndim", 0) == 4]))
+            return op(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Asked():
+        q, k, v = (x.transpose(1, 2) for x in of_a_gpu())
+        out, lse = room.block(q, k, v, causal=True, scale=0.3)
+        grads = room.block_backward(out, q, k, v, out, lse, causal=True, scale=0.3)
+    assert [x.shape for x in (out, *grads)] == [x.shape for x in (q, q, k, v)]
+    assert lse.shape == q.shape[:3]
+    (forward, heads), (backward, heads_back) = asked
+    assert f"_{name}_attention" in str(forward)
+    assert f"_{name}_attention_backward" in str(backward)
+    assert (heads, heads_back) == ([6, 2, 2], [6, 6, 2, 2, 6] + [6] * (name == "cudnn"))
+
+
+def test_dynamo_is_given_sdpa(monkeypatch):
+    # it cannot look into Functions with a rule for forward mode
+    q, k, v = qkv()
+    k, v = k[:, :, :1], v[:, :, :1, :2]
+    each = attention(q, k, v, causal=True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    assert implementation(*heads, logsumexp=False).name == "sdpa"
+    assert implementation(*heads).name == "flash"
+    close(attention(q, k, v, causal=True), each)
 
 
 @CAUSAL

@@ -9,11 +9,14 @@ import torch
 from torch.func import grad, jvp, vjp, vmap
 
 from functron.ops import attention
-from functron.ops import attention as chunked
-from functron.ops.attention import Visible, block, block_backward, merge
+from functron.ops import chunked_attention as chunked
+from functron.ops.attention import Implementation, block, block_backward
+from functron.ops.chunked_attention import Visible
+from functron.ops.softmax import merge
 
 BATCH, SEQ, KEYS, DIM = 2, 7, 5, 4
 SCALE = 0.3
+FORMULA = Implementation("formula", "")
 HEADS = pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
 
 
@@ -22,7 +25,7 @@ def route(monkeypatch, request):
     """By torch's kernels and without, in chunks that end inside of the blocks."""
     monkeypatch.setattr(chunked, "CHUNK", 3)
     if request.param == "formula":
-        monkeypatch.setattr(attention, "_has_kernel", lambda *_: False)
+        monkeypatch.setattr(attention, "implementation", lambda *_, **__: FORMULA)
 
 
 def operands(heads=(4, 2), keys=KEYS, value_dim=DIM, lead=(), dtype=torch.float64):
@@ -271,7 +274,9 @@ def test_large_scores_do_not_overflow():
 @pytest.mark.gpu
 @HEADS
 @pytest.mark.parametrize("causal", [False, True])
-def test_cuda_kernels(heads, causal):
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+def test_cuda_kernels(monkeypatch, heads, causal, name):
+    monkeypatch.setattr(attention, "implementation", lambda *_, **__: Implementation(name, ""))
     x = operands(heads, SEQ, value_dim=6, dtype=torch.bfloat16)
     there = [y.cuda() for y in x]
     out, lse = ours(None, causal)(*there)
