@@ -112,7 +112,7 @@ class RecordedStreams(Streams):
 
     def read_by_host(self, tensor: torch.Tensor) -> None:
         """See that what wrote these bytes is over."""
-        self.run(Stream("host", self.host), "read", [tensor], [])
+        self.run(Stream("host", self.host, self.host), "read", [tensor], [])
 
     def watching(self) -> TorchDispatchMode:
         return _Watch(self)
