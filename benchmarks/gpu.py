@@ -47,7 +47,8 @@ from functron.training.train import peak_flops
 
 # in order of importance, in case that time runs out
 PROGRAMS = (
-    "functron jit", "torch.compile", "functron eager", "Hugging Face", "Hugging Face compiled",
+    "functron jit", "torch.compile", "functron graph", "functron eager", "Hugging Face",
+    "Hugging Face compiled", "Hugging Face Liger",
 )  # fmt: skip
 OUT_OF_TIME = "not run (out of time)"
 WARM_UP = 4
@@ -99,17 +100,29 @@ def maker(name: str) -> Callable[..., Step]:
     """``(config, batch, device=...) -> step`` of the program of this name."""
     return {
         "functron jit": partial(functron_step, mesh=Mesh(), compile_with=partial(jit, donate=0)),
+        "functron graph": partial(
+            functron_step, mesh=Mesh(), compile_with=partial(jit, donate=0, graph=True)
+        ),
         "functron eager": partial(functron_step, mesh=Mesh()),
         "torch.compile": partial(plain_step, compiled=True),
         "Hugging Face": partial(hugging_face_step, compiled=False),
         "Hugging Face compiled": partial(hugging_face_step, compiled=True),
+        "Hugging Face Liger": partial(hugging_face_step, compiled=False, liger=True),
     }[name]
 
 
-def hugging_face_step(c: gpt.GPTConfig, batch: dict, device: str, *, compiled: bool) -> Step:
-    """`LlamaForCausalLM` with SDPA attention and its own loss, from functron's initial weights."""
+def hugging_face_step(
+    c: gpt.GPTConfig, batch: dict, device: str, *, compiled: bool, liger: bool = False
+) -> Step:
+    """`LlamaForCausalLM` with SDPA attention and its own loss, from functron's initial weights.
+
+    With `liger` its norms, rotations, gated activations and loss are those of Liger-Kernel.
+    """
     try:
         from transformers import AutoModelForCausalLM, LlamaConfig
+
+        if liger:
+            from liger_kernel.transformers import apply_liger_kernel_to_llama
     except ImportError as error:
         raise SystemExit(f"skip: {error}") from None
     config = LlamaConfig(
@@ -124,6 +137,8 @@ def hugging_face_step(c: gpt.GPTConfig, batch: dict, device: str, *, compiled: b
         )
     model.load_state_dict(hugging_face_weights(c, device))
     model.train()
+    if liger:
+        apply_liger_kernel_to_llama(model=model)
     if compiled:
         # as one graph it would build a mask, which keeps SDPA from its fast causal kernels
         for layer in model.model.layers:
