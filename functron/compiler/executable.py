@@ -23,7 +23,9 @@ import torch.distributed as dist
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from functron.compiler import graph as cuda_graph
 from functron.compiler.driver import Compiled, Routine, routine
+from functron.compiler.graph import Graph
 from functron.compiler.lower import graph_module
 from functron.compiler.lower import unroll as unrolled
 from functron.compiler.segments import Kernel, Procedure, procedure
@@ -154,6 +156,7 @@ def warn_unused(program: Code, taken: Mapping[Var, Var]) -> None:
 
 Backend = Literal["inductor", "eager"]
 
+_INDUCTOR_GRAPHS = "triton.cudagraphs"
 _BUCKET_MEGABYTES = 25.0  # torch's DistributedDataParallel has found it good
 
 
@@ -170,7 +173,7 @@ class Executable:
     program: Code
     code: tuple[str, ...]
     updated: tuple[str, ...]
-    _routine: Routine
+    _routine: Routine | Graph
     _donated: Mapping[int, str]
     _hidden: tuple[torch.Tensor, ...]
 
@@ -236,6 +239,7 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
     overlap: bool = True,
     prefetch: bool = True,
     unroll: bool = False,
+    graph: bool = False,
     backend: Backend = "inductor",
 ) -> Executable:
     """The executable of a program, for this process's rank.
@@ -246,22 +250,27 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
         cache: where artefacts are kept; None: where `torch.compile` keeps its own. On a mesh, all
             processes of a machine should have the same: each compiles a part of the kernels and
             reads the others'.
-        options: of Inductor (`torch._inductor.config`), such as ``{"triton.cudagraphs": True}``.
+        options: of Inductor (`torch._inductor.config`), such as ``{"max_autotune": True}``.
         overlap: issue collectives early and wait for them late, and merge small reductions.
         prefetch: gather the parameters of a scanned layer while the one before is computed, and
             reduce its gradients while the next one is; see `functron.compiler.segments`.
         unroll: compile scans as one long graph instead of their body once: compile time then grows
             with depth, and kernels may fuse across iterations.
+        graph: launch the whole program as one CUDA graph after its first calls; see
+            `functron.compiler.graph`.
         backend: "eager" runs the same graphs without compiling them, for tests.
 
     Raises:
         ValueError: the mesh is not the program's, an option is unknown, a donated argument is a
-            constant of the program, or an operation cannot be lowered.
+            constant of the program, an operation cannot be lowered, or it cannot be in a graph.
     """
     from functron.compiler import inductor  # takes two seconds, and only compiling needs it
 
     settings = _settings(options, overlap and program.mesh.size > 1)
     _check(program, mesh, settings, backend, inductor.known_options())
+    if graph:
+        title = f"{program.name} cannot be recorded as a CUDA graph"
+        raise_problems(title, cuda_graph.problems(program))
     if isinstance(mesh, BoundMesh):
         check_agreement(program, mesh)
     if unroll:
@@ -273,12 +282,15 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
     arguments = [given for given in program.inputs if given.role == "argument"]
     inside = set(steps.inside.values()) | {v for v in steps.outputs if isinstance(v, Var)}
     warn_unused(program, donations)
+    donated = {i: given.path for i, given in enumerate(arguments) if given.donated}
+    kernels = {kernel: function for kernel, (function, _) in made.items()}
+    ready = routine(steps, kernels, _groups(mesh))
     return Executable(
         program,
         tuple(dict.fromkeys(text for _, text in made.values())),
         tuple(given.path for given in arguments if given.donated and given.var in inside),
-        routine(steps, {kernel: function for kernel, (function, _) in made.items()}, _groups(mesh)),
-        {i: given.path for i, given in enumerate(arguments) if given.donated},
+        Graph(ready.run, donated, program.name) if graph else ready,
+        donated,
         tuple(_hidden(program, mesh)),
     )
 
@@ -305,6 +317,9 @@ def _check(program: Code, mesh, settings: Mapping[str, Any], backend, known: set
         for name in settings
         if name not in known
     ]
+    if settings.get(_INDUCTOR_GRAPHS):  # it finds no arguments that stay where they are
+        fix = "leave it out, and say graph=True"
+        found.append(Problem("options", _INDUCTOR_GRAPHS, "a graph of the whole program", fix))
     if backend not in get_args(Backend):
         wanted = " or ".join(map(repr, get_args(Backend)))
         found.append(Problem("backend", repr(backend), wanted))

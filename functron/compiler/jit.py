@@ -33,6 +33,7 @@ def jit(
     overlap: bool = True,
     prefetch: bool = True,
     unroll: bool = False,
+    graph: bool = False,
     backend: Backend = "inductor",
 ) -> Callable:
     """The function that computes `fn` as one compiled program; see `Jitted`.
@@ -58,11 +59,13 @@ def jit(
             for, at most, with the same static arguments. The next one raises: compiling takes long,
             and a shape that changes is more often a mistake than a wish.
         cache: where compiled code is kept for later processes; None: where torch.compile keeps its.
-        options: of Inductor (`torch._inductor.config`), such as ``{"triton.cudagraphs": True}``.
+        options: of Inductor (`torch._inductor.config`), such as ``{"max_autotune": True}``.
         overlap: issue collectives early and wait for them late, and merge small reductions.
         prefetch: gather the parameters of a scanned layer while the one before is computed, and
             reduce its gradients while the next one is; see `functron.compiler.segments`.
         unroll: write scans out instead of compiling their body once; see `compile`.
+        graph: launch the whole program as one CUDA graph, from the third call with a signature on.
+            Give the donated arguments as the last call returned them: their memory is the graph's.
         backend: "eager" runs the same graphs without compiling them, for tests.
 
     Raises:
@@ -74,6 +77,7 @@ def jit(
         "overlap": overlap,
         "prefetch": prefetch,
         "unroll": unroll,
+        "graph": graph,
         "backend": backend,
     }
     if fn is None:

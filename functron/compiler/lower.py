@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -70,11 +71,20 @@ def _like(x, *args):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _mm_into(out, a, b):
+    """out = a b, in out's memory; its dims may be those of the product split further."""
+    torch.mm(a, b, out=out.view(a.shape[0], b.shape[1]))
+
+
+LIBRARY.define("mm_into(Tensor(a!) out, Tensor a, Tensor b) -> ()")
+LIBRARY.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
+torch.library.register_fake("functron::mm_into", lambda out, a, b: None, lib=LIBRARY)
 LIBRARY.impl("permute_ranks", _permute_ranks, "CompositeExplicitAutograd")
 torch.library.register_fake("functron::permute_ranks", _like, lib=LIBRARY)
 
 
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+_SPLITS = (*_VIEWS, _aten.reshape.default)
 _STRIDED = (_aten.as_strided.default, _aten.as_strided_scatter.default)
 
 
@@ -88,13 +98,45 @@ def graph_module(kernel: Kernel, groups: Groups) -> fx.GraphModule:
     nodes: dict[Var, fx.Node] = {}
     for position, value in enumerate(kernel.reads):
         nodes[value] = graph.placeholder(f"operand_{position}")
+    placed, gone = _placed(kernel)
     for equation in kernel.equations:
-        _equation(graph, equation, nodes, groups)
+        if equation in placed:
+            args = [nodes[v] for v in (placed[equation], *equation.operands)]
+            graph.call_function(torch.ops.functron.mm_into.default, tuple(args))
+        elif equation not in gone:
+            _equation(graph, equation, nodes, groups)
     for target, value in kernel.updates:
-        graph.call_function(_aten.copy_.default, (nodes[target], nodes[value]))
+        if target not in placed.values():
+            graph.call_function(_aten.copy_.default, (nodes[target], nodes[value]))
     # other kernels were traced, and are compiled, for results in torch's own layout
     graph.output(tuple(_laid_out(graph, nodes[value], value) for value in kernel.results))
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _placed(kernel: Kernel) -> tuple[dict[Equation, Var], set[Equation]]:
+    """Products that are written where they are to be, and the views on the way that are not made.
+
+    A weight's gradient is a product of matrices that nothing else reads, and overwrites a row of
+    the gradients of all layers. Inductor would compute it elsewhere and copy it.
+    """
+    read = [*kernel.results, *(v for e in kernel.equations for v in e.operands)]
+    uses = Counter([*read, *(value for _, value in kernel.updates)])
+    made = {value: equation for equation in kernel.equations for value in equation.results}
+    placed: dict[Equation, Var] = {}
+    gone: set[Equation] = set()
+    for target, value in kernel.updates:
+        way: list[Equation] = []
+        while value in made and made[value].op in _SPLITS and uses[value] == 1:
+            way.append(made[value])
+            value = way[-1].operands[0]
+        product = made.get(value)
+        if product is None or product.op is not _aten.mm.default or uses[value] != 1:
+            continue
+        contiguous = target.stride == contiguous_strides(target.shape)
+        if contiguous and target.dtype == value.dtype and target not in uses:
+            placed[product] = target
+            gone.update(way)
+    return placed, gone
 
 
 def _equation(

@@ -26,7 +26,8 @@ element that it scales. Such equations are not compiled into the kernel around t
 
 Tried and dropped: letting the driver write weight gradients straight into the rows of their stack,
 instead of a copy in the kernel. It keeps the factors of all products alive until the kernel ends,
-and on CPUs the fresh memory costs more than the copies (a step took 4% to 10% longer).
+and on CPUs the fresh memory costs more than the copies (a step took 4% to 10% longer). The kernel
+does it itself (`functron.compiler.lower`).
 """
 
 from __future__ import annotations

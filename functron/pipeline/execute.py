@@ -253,9 +253,17 @@ def pipelined(
     several ranks hold, one exchange of their gradients. At the first call of a signature, shapes.
 
     Raises:
-        ValueError: the schedule is not valid, or not the partition's.
+        ValueError: the schedule is not valid, or not the partition's; or `compile` has ``graph``.
     """
     schedule.validate()
+    if compile is not None and compile.get("graph"):
+        refuse(
+            "pipelined runs stage by stage",
+            "compile['graph']",
+            "True",
+            "settings of one stage's program",
+            "leave it out: a CUDA graph holds a whole step, without pp on processes",
+        )
     if schedule.pipes != partition.pipes:
         refuse(
             f"the partition is not for the schedule {schedule.name!r}",

@@ -146,6 +146,9 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
     if config.context != TrainConfig.context and mesh["cp"] == 1:
         wanted = "nothing without cp in the mesh"
         yield Problem("context", repr(config.context), wanted, "leave it out, or add cp=N")
+    if config.cuda_graph and mesh["pp"] > 1 and (config.nproc or processes):
+        got, fix = f"true with pp={mesh['pp']} on processes", "leave it out"
+        yield Problem("cuda_graph", got, "a step that is one program on every rank", fix)
     if config.nproc and config.nproc != mesh.size:
         fix = f"set nproc={mesh.size}, or 0 to simulate, or change the mesh"
         got = f"{config.nproc} for a mesh of {mesh.size}"
@@ -264,6 +267,9 @@ def _number_problems(config: TrainConfig) -> Iterator[Problem]:
             yield Problem(name, str(value), f"at least {smallest}")
     if not 1 <= config.timeout_seconds < float("inf"):
         yield Problem("timeout_seconds", f"{config.timeout_seconds:g}", "at least 1, and finite")
+    if config.cuda_graph and not (config.compile and config.device != "cpu"):
+        got, fix = "true without compile on a GPU", "add --compile, or leave it out"
+        yield Problem("cuda_graph", got, "a compiled step of a CUDA GPU", fix)
     if config.loss_chunk_tokens and config.gpt.logit_cap:
         got = f"{config.loss_chunk_tokens} with gpt.logit_cap"
         yield Problem("loss_chunk_tokens", got, "0: capped logits are made at once", "leave it out")

@@ -136,6 +136,7 @@ class TrainConfig:
         loss_chunk_tokens: make logits of so many of a rank's tokens at a time, and again in
             backward, so that they take little memory; 0: of all at once.
         compile: compile the step with Inductor before the first one, which then takes longer.
+        cuda_graph: launch a compiled step as one CUDA graph, from the third step on.
         deterministic: a GPU makes the same bits in every run on the same mesh, as CPUs do anyway:
             by torch's deterministic algorithms, some of which are slower (backward of attention, of
             embeddings, and what scatters); an operation that has none is an error.
@@ -209,6 +210,7 @@ class TrainConfig:
     kernels: Choice = "auto"
     loss_chunk_tokens: int = 0
     compile: bool = False
+    cuda_graph: bool = False
     deterministic: bool = False
     seed: int = 0
     out: str = ""
@@ -296,7 +298,8 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
         *(f"{family}.dtype" for family in TRAINED), "optimizer.fp32_masters",
         "optimizer.stochastic_rounding", "optimizer.mu_dtype", "optimizer.nu_dtype",
         "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.muon.dtype", "remat",
-        "loss_chunk_tokens", "kernels", "compile", "deterministic", "device",
+        "loss_chunk_tokens", "kernels", "compile", "cuda_graph", "deterministic",
+        "device",
     ),
     "optimizer": ("steps", "seed", "optimizer", "learning_rate"),
     "checkpoint": ("out", "resume", "save_every", "keep_last", "keep_every"),

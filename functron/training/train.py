@@ -497,7 +497,8 @@ def prepare(
         state = _restored(begin_from, made, key, where)
     step, watch = made.step, made.watch
     if config.compile and made.rank is None:  # stages on processes are compiled one by one
-        compiled = functools.partial(jit, donate=0, num_signatures=len(config.batches.sizes))
+        sizes = len(config.batches.sizes)
+        compiled = functools.partial(jit, donate=0, num_signatures=sizes, graph=config.cuda_graph)
         step = compiled(step)
         if watch is not None:
             watch = dataclasses.replace(watch, step=compiled(watch.step))

@@ -12,6 +12,7 @@ import functron as ft
 from functron import BoundMesh, Mesh, P, gpt, lax, optim, random, tree
 from functron.compiler import compile as compile_program
 from functron.compiler import inductor
+from functron.compiler.lower import graph_module
 from functron.compiler.segments import procedure
 from functron.program.trace import trace
 from functron.spmd.shard_map import Donated
@@ -322,3 +323,19 @@ def test_meshes_that_do_not_fit_are_refused():
         compile_program(program, other, backend="eager")
     simulated = compile_program(trace(fn, simulate=True)(X), backend="eager")
     assert torch.equal(simulated(X), X[:1] + X[1:])
+
+
+def test_gradients_of_weights_are_written_where_they_are_kept():
+    """A layer's own, but of vectors: into its row of the gradients of all layers."""
+    step, state = training(Mesh(), 3)
+    block = trace(step, donate=0)(state, batch_of(0)).block
+    steps = procedure(block, block.outputs)
+    graphs = [graph_module(kernel, {}).graph for kernel in steps.kernels()]
+    (layer,) = [
+        graph
+        for graph in graphs
+        if graph.find_nodes(op="call_function", target=torch.ops.functron.mm_into.default)
+    ]
+    copies = layer.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    products = layer.find_nodes(op="call_function", target=torch.ops.functron.mm_into.default)
+    assert (len(products), len(copies)) == (7, 2)

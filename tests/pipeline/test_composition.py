@@ -784,3 +784,10 @@ def test_gradients_of_a_table_without_backward_are_refused():
     pipeline = mlp_pipeline(make("forward", 2, 2), (1, 1))
     with pytest.raises(ValueError, match=r"'forward', which has no backward.*call forward"):
         pipeline.value_and_grad(layers_of_mlp(2), mlp_batch(2), 0.1)
+
+
+def test_a_graph_of_one_stage_is_refused():
+    with pytest.raises(
+        ValueError, match=r"compile\['graph'\]: got True.*a CUDA graph holds a whole"
+    ):
+        mlp_pipeline(make("gpipe", 2, 2), (1, 1), compile={"graph": True})

@@ -198,6 +198,7 @@ def test_every_problem_is_reported_at_once(tmp_path):
         optimizer=OptimizerConfig(name="adamw2"),
         learning_rate=ScheduleConfig(name="cosin"),
         save_every=-1,
+        cuda_graph=True,
     )
     before = dataclasses.asdict(config)
     text = problems(config)
@@ -213,6 +214,8 @@ def test_every_problem_is_reported_at_once(tmp_path):
         "optimizer.name: got 'adamw2'; wanted an optimizer; fix: did you mean 'adamw'?",
         "learning_rate.name: got 'cosin'; wanted a learning-rate schedule; fix: did you mean 'cosine'?",
         "save_every: got -1; wanted at least 0",
+        "cuda_graph: got true with pp=2 on processes; wanted a step that is one program",
+        "cuda_graph: got true without compile on a GPU; wanted a compiled step of a CUDA GPU",
     ):
         assert line in text
     assert dataclasses.asdict(config) == before
