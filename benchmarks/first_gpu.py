@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.util
 import json
 import os
@@ -202,7 +203,7 @@ def bandwidth(args: argparse.Namespace) -> dict:
     """Five kernels against the time in which a copy moves as many bytes: `kernels.py`."""
     import torch
 
-    import kernels
+    kernels: Any = importlib.import_module("kernels")  # of this folder, not the sources
 
     device = torch.device(args.device)
     given = kernels.Given(kernels.TINY if args.tiny else kernels.FULL, torch.bfloat16, device)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.util
 import json
 import os
@@ -32,6 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if importlib.util.find_spec("functron") is None:  # a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -121,8 +123,7 @@ def hugging_face_step(
     try:
         from transformers import AutoModelForCausalLM, LlamaConfig
 
-        if liger:
-            from liger_kernel.transformers import apply_liger_kernel_to_llama
+        patched: Any = importlib.import_module("liger_kernel.transformers") if liger else None
     except ImportError as error:
         raise SystemExit(f"skip: {error}") from None
     config = LlamaConfig(
@@ -137,8 +138,8 @@ def hugging_face_step(
         )
     model.load_state_dict(hugging_face_weights(c, device))
     model.train()
-    if liger:
-        apply_liger_kernel_to_llama(model=model)
+    if patched is not None:
+        patched.apply_liger_kernel_to_llama(model=model)
     if compiled:
         # as one graph it would build a mask, which keeps SDPA from its fast causal kernels
         for layer in model.model.layers:
