@@ -231,8 +231,8 @@ def _functron(equation: Equation, args: Sequence[Any], kwargs: Mapping[str, Any]
     if name == "pbroadcast":
         return [Broadcast.call(x, found[0], source=sizes[1])]
     if name == "ragged_all_to_all":
-        _, sends, receives, capacity = sizes
-        call = RaggedCall(found[0], capacity)
+        _, sends, receives, capacity, *room = sizes
+        call = RaggedCall(found[0], capacity, room=sum(room))
         return [RaggedAllToAll.apply(x, sends, receives, found[0].token, call)]
     return [_COLLECTIVES[name].call(x, found[0], **kwargs)]
 

@@ -78,6 +78,7 @@ ExpertActivation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu", "clampe
 """Those of `nn.mlp`, and that of GPT-OSS, which needs a gate; see `clamped_swiglu`."""
 
 _LIMIT, _SLOPE = 7.0, 1.702
+_PADDED = 1.5  # times the rows: so many are sent before waiting for how many there are is better
 _BIAS_WIDTH = 8  # the inner dim of a product with ones: whole 16 bytes for kernels
 
 
@@ -374,7 +375,7 @@ def dispatched(
         made = compute(permuted, order.sizes)
     else:
         room = min(x.shape[0] * experts.shape[1], num_experts // ranks * most)
-        made = _exchanged(permuted, order.sizes, compute, axes, ranks * room, meanwhile, kernels)
+        made = _exchanged(permuted, order.sizes, compute, axes, ranks, room, meanwhile, kernels)
     return unpermute(made, weights, order, kernels=kernels).to(x.dtype)
 
 
@@ -383,25 +384,31 @@ def _exchanged(
     sizes: Tensor,
     compute: Compute,
     axes: tuple[str, ...],
-    capacity: int,
+    num_ranks: int,
+    room: int,
     meanwhile: Callable[[], None],
     kernels: Kernels,
 ) -> Tensor:
     """The experts' outputs of this rank's rows, sorted by expert over all ranks: there and back.
 
-    `capacity` bounds the rows that one rank's experts have.
+    `room` bounds the rows that one rank has for the experts of another.
     """
+    capacity = num_ranks * room
+    if capacity > _PADDED * rows.shape[0]:  # of static sizes: the same on all ranks
+        room = 0
     found = lookup(axes)
     ranks = tuple(axis.size for axis in found)
     by_rank = tuple(range(len(ranks) + 1))  # dims of sizes: the other rank, then the expert there
     by_expert = (by_rank[-1], *by_rank[:-1])
     outgoing = sizes.view(*ranks, sizes.shape[0] // lax.axis_size(axes))
-    there, incoming, layout = exchange(rows, outgoing, found, capacity=capacity, wait=False)
+    there, incoming, layout = exchange(
+        rows, outgoing, found, capacity=capacity, room=room, wait=False
+    )
     meanwhile()
     there = _reordered(arrived(there, found), incoming, layout, by_expert, kernels)
     made = compute(there, incoming.flatten(0, -2).sum(0))
     made = _reordered(made, incoming, by_expert, by_rank, kernels)
-    back, returned, layout = exchange(made, incoming, found, capacity=rows.shape[0])
+    back, returned, layout = exchange(made, incoming, found, capacity=rows.shape[0], room=room)
     back = _reordered(back, returned, layout, by_rank, kernels)
     missing = rows.shape[0] - back.shape[0]  # processes return only what they were sent
     return torch.cat([back, back.new_zeros(missing, back.shape[1])]) if missing else back
