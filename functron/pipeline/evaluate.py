@@ -264,7 +264,7 @@ _OTHERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "check_ids": _check_ids,
     "checkpoint_name": lambda x, name: [checkpoint_name(x, name)],
     "debug_print": _debug_print,
-    "grouped_matmul": lambda x, w, sizes: [grouped_matmul(x, w, sizes)],
+    "grouped_matmul": lambda *args: [grouped_matmul(*args)],
     "grouped_matmul_weight": lambda *args: [grouped_matmul_weight(*args)],
     "assume_share": lambda x: [as_share(x)],
     "require_share": lambda x, axes: [no_share(x, axes)],

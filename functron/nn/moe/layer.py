@@ -178,25 +178,34 @@ def experts(
         ValueError: see `check_activation`.
     """
     check_activation(activation, gated="gate" in params)
-    up = _linear(params["up"], rows, sizes)
+    # of rows of no expert, nobody reads what is between the first and the last product
+    up = _linear(params["up"], rows, sizes, zeros=False)
     if "gate" in params:
-        gate = _linear(params["gate"], rows, sizes)
+        gate = _linear(params["gate"], rows, sizes, zeros=False)
         by_kernel = kernels.takes("glu", gate, up)
         hidden = GLU(gate, up, activation) if by_kernel else GATED[activation](gate, up)
     else:
         hidden = ACTIVATIONS[cast(Activation, activation)](up)
-    return _linear(params["down"], hidden, sizes, parts)
+    return _linear(params["down"], hidden, sizes, parts, zeros_back=False)
 
 
-def _linear(layer: dict, rows: Tensor, sizes: Tensor, parts: int = 1) -> Tensor:
-    y = grouped_matmul(rows, layer["w"], sizes)
+def _linear(
+    layer: dict,
+    rows: Tensor,
+    sizes: Tensor,
+    parts: int = 1,
+    *,
+    zeros: bool = True,
+    zeros_back: bool = True,
+) -> Tensor:
+    y = grouped_matmul(rows, layer["w"], sizes, zeros, zeros_back)
     if "b" not in layer:
         return y
     # as a product with ones: no row outside of all groups gets one, and its gradient is a sum of
     # rows by group, in a fixed order
     bias = layer["b"].unsqueeze(1) / parts
     bias = torch.nn.functional.pad(bias, (0, 0, 0, _BIAS_WIDTH - 1))
-    return y + grouped_matmul(rows.new_ones(rows.shape[0], _BIAS_WIDTH), bias, sizes)
+    return y + grouped_matmul(rows.new_ones(rows.shape[0], _BIAS_WIDTH), bias, sizes, zeros)
 
 
 Compute = Callable[[Tensor, Tensor], Tensor]
