@@ -12,7 +12,7 @@ import torch
 from kernel_case import Case, Given, Program, backward_of, liger, nbytes, shape_of
 from torch.nn import functional as F
 
-from functron.ops.adamw import ADAMW
+from functron.ops.adamw import ADAMW_
 from functron.ops.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD_
 from functron.ops.foreach import SUM_OF_SQUARES
 from functron.ops.glu import GLU, GLU_BACKWARD
@@ -214,7 +214,7 @@ def adamw(g: Given, *, master: bool = True) -> Case:
     )  # fmt: skip
     floor = nbytes(param, grad, *moments, *moments) + nbytes(args[1], args[1])
     floor += 0 if master else nbytes(param)
-    return Case(ADAMW, args, shape_of(grad), floor, builtin=_fused_adamw(wide))
+    return Case(ADAMW_, args, shape_of(grad), floor, builtin=_fused_adamw(wide))
 
 
 def _fused_adamw(like: torch.Tensor) -> Program:
@@ -253,7 +253,7 @@ def quantise_by_tensor(g: Given) -> Case:
 def dequantise(g: Given) -> Case:
     x = g.normal(1, g.sizes.tokens, g.sizes.dim)
     y, scales, *_ = QUANTISE_FP8.reference(x, None, 1, 128, False, False, False)
-    args = (y, scales, x[:0, :0, :0].reshape(-1), 1, 128)
+    args = (y, scales.mT, x[:0, :0, :0].reshape(-1), 1, 128)
     return Case(DEQUANTISE_FP8, args, shape_of(x), nbytes(x, y, scales))
 
 

@@ -7,91 +7,71 @@
 // pass; else it is the parameter. Everything that changes from step to step is read from memory, so
 // that the host never waits for the device and a captured graph can be replayed.
 //
-// Element types are data: there are 54 combinations of them, and a pass over memory has time to
-// choose. Loads of either width are predicated, so all of a thread's are in flight at once.
-#include "numeric.cuh"
+// Element types are known when it is compiled, and every operand is read and written 16 bytes at a time: a thread has as
+// many elements as fit into one access of the narrowest operand, and asks for all of them before it computes.
+// build: PARAM = float, __half, __nv_bfloat16
+// build: GRAD = float, __half, __nv_bfloat16
+// build: MU = float, __half, __nv_bfloat16
+// build: NU = float, __half, __nv_bfloat16
+// build: MASTER = 0, 1
+#include "rows.cuh"
 
 constexpr int THREADS = 256;
-constexpr int QUAD = 4;  // consecutive elements of a thread: 16 bytes of float32
+constexpr bool NARROW = sizeof(PARAM) == 2 || sizeof(GRAD) == 2 || sizeof(MU) == 2 || sizeof(NU) == 2;
+constexpr int SIZE = NARROW ? 8 : 4;  // consecutive elements of a thread
 
-enum Type : i64 { FLOAT = 0, HALF = 1, BFLOAT16 = 2 };  // as in functron/ops/adamw.py
-
-// Four elements as they lie in memory; of 16-bit ones the first two words are used.
-struct Bits {
-    unsigned word[QUAD];
+struct Numbers {
+    float at[SIZE];
 };
 
-__device__ inline Bits fetch(const void* base, i64 type, i64 at, i64 count, bool packed) {
-    Bits out = {};
-    if (packed && count >= QUAD) {
-        if (type == FLOAT) {
-            const uint4 v = *reinterpret_cast<const uint4*>(static_cast<const float*>(base) + at);
-            out.word[0] = v.x, out.word[1] = v.y, out.word[2] = v.z, out.word[3] = v.w;
-        } else {
-            const uint2 v = *reinterpret_cast<const uint2*>(static_cast<const unsigned short*>(base) + at);
-            out.word[0] = v.x, out.word[1] = v.y;
+// A thread's elements of one operand.
+template <class T> struct Lot {
+    static constexpr int PARTS = SIZE / Pack<T>::size;
+    Part<T> part[PARTS];
+
+    __device__ Numbers numbers() const {
+        Numbers out;
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            const Floats<T> some = floats_of(part[i]);
+#pragma unroll
+            for (int k = 0; k < Pack<T>::size; ++k) out.at[i * Pack<T>::size + k] = some.at[k];
         }
         return out;
     }
+};
+
+// The first `left` elements at `from`; zeros after them.
+template <bool PACKED, class T> __device__ inline Lot<T> fetch(const T* from, int left) {
+    Lot<T> out;
 #pragma unroll
-    for (int k = 0; k < QUAD; ++k) {
-        if (k >= count) continue;
-        if (type == FLOAT) out.word[k] = static_cast<const unsigned*>(base)[at + k];
-        else out.word[k / 2] |= (unsigned)static_cast<const unsigned short*>(base)[at + k] << (k % 2 * 16);
-    }
+    for (int i = 0; i < Lot<T>::PARTS; ++i) out.part[i] = load_part<PACKED>(from, i * Pack<T>::size, left);
     return out;
 }
-
-__device__ inline void put(void* base, i64 type, i64 at, i64 count, bool packed, const Bits& bits) {
-    if (packed && count >= QUAD) {
-        if (type == FLOAT)
-            *reinterpret_cast<uint4*>(static_cast<float*>(base) + at) =
-                make_uint4(bits.word[0], bits.word[1], bits.word[2], bits.word[3]);
-        else
-            *reinterpret_cast<uint2*>(static_cast<unsigned short*>(base) + at) =
-                make_uint2(bits.word[0], bits.word[1]);
-        return;
-    }
+template <bool PACKED, class T> __device__ inline void put(T* to, int left, const Numbers& values) {
 #pragma unroll
-    for (int k = 0; k < QUAD; ++k) {
-        if (k >= count) continue;
-        if (type == FLOAT) static_cast<unsigned*>(base)[at + k] = bits.word[k];
-        else static_cast<unsigned short*>(base)[at + k] = (unsigned short)(bits.word[k / 2] >> (k % 2 * 16));
+    for (int i = 0; i < Lot<T>::PARTS; ++i) {
+        Floats<T> some;
+#pragma unroll
+        for (int k = 0; k < Pack<T>::size; ++k) some.at[k] = values.at[i * Pack<T>::size + k];
+        store_part<PACKED>(to, i * Pack<T>::size, left, rounded<T>(some));
     }
 }
 
-__device__ inline float widen(const Bits& bits, i64 type, int k) {
-    if (type == FLOAT) return __uint_as_float(bits.word[k]);
-    const unsigned short half = (unsigned short)(bits.word[k / 2] >> (k % 2 * 16));
-    return type == HALF ? __half2float(__ushort_as_half(half)) : __uint_as_float((unsigned)half << 16);
+// That of the two neighbours of `value` among numbers of the type, the farther from 0 with the probability that makes the
+// mean `value`; `random` has 16 bits. What is not finite stays.
+__device__ inline float rounded_randomly(float value, unsigned, float) { return value; }
+__device__ inline float rounded_randomly(float value, unsigned random, __nv_bfloat16) {
+    const unsigned whole = __float_as_uint(value);
+    return (whole & 0x7fffffffu) >= 0x7f800000u ? value : __uint_as_float((whole + random) & 0xffff0000u);
 }
-
-// Sets element k, rounded to nearest.
-__device__ inline void narrow(Bits& bits, i64 type, int k, float value) {
-    if (type == FLOAT) {
-        bits.word[k] = __float_as_uint(value);
-        return;
-    }
-    const unsigned half = type == HALF ? __half_as_ushort(__float2half_rn(value))
-                                       : __bfloat16_as_ushort(__float2bfloat16_rn(value));
-    bits.word[k / 2] |= half << (k % 2 * 16);
-}
-
-// One of the two neighbours of `value`, the farther from 0 with the probability that makes the mean
-// `value`; `random` has 16 bits. What is not finite is rounded to nearest.
-__device__ inline void narrow_randomly(Bits& bits, i64 type, int k, float value, unsigned random) {
+__device__ inline float rounded_randomly(float value, unsigned random, __half) {
     const unsigned whole = __float_as_uint(value), size = whole & 0x7fffffffu;
-    if (type == FLOAT || size >= 0x7f800000u) return narrow(bits, type, k, value);
-    unsigned half;
-    if (type == BFLOAT16) {
-        half = (whole + random) >> 16;
-    } else if (size >= 0x38800000u) {  // 2^-14 and more: 13 bits of the significand are dropped
-        half = __half_as_ushort(__float2half_rn(__uint_as_float((whole + (random & 0x1fffu)) & ~0x1fffu)));
-    } else {  // an even grid of 2^-24
-        const unsigned steps = (unsigned)(__uint_as_float(size) * 0x1p40f);
-        half = whole >> 31 << 15 | (steps + random) >> 16;
-    }
-    bits.word[k / 2] |= half << (k % 2 * 16);
+    if (size >= 0x7f800000u) return value;
+    if (size >= 0x38800000u)  // 2^-14 and more: 13 bits of the significand are dropped
+        return __uint_as_float((whole + (random & 0x1fffu)) & ~0x1fffu);
+    const unsigned steps = (unsigned)(__uint_as_float(size) * 0x1p40f);  // an even grid of 2^-24
+    return copysignf((float)((steps + random) >> 16) * 0x1p-24f, value);
 }
 
 // Threefry-2x32 with 20 rounds of a counter, as functron/threefry.py computes it.
@@ -158,54 +138,83 @@ __device__ inline Scalars scalars(const float* rate, const float* clip, const i6
     return out;
 }
 
-// size: elements. packed: every operand can be accessed QUAD elements at a time. found_inf (or
-// null): where it is not 0 nothing is touched. key (or null): round the parameter stochastically.
-extern "C" __global__ void __launch_bounds__(THREADS)
-adamw(void* __restrict__ param, float* __restrict__ master, void* __restrict__ mu, void* __restrict__ nu,
-      const void* __restrict__ grad, i64 param_type, i64 mu_type, i64 nu_type, i64 grad_type,
-      i64 size, i64 packed,
-      const float* rate, const float* clip, const float* found_inf, const i64* count,
-      float c1, float c2, float eps, float decay,
-      const i64* key, i64 salt, i64 offset, i64 n0, i64 p1, i64 n1, i64 p2, i64 n2, i64 p3) {
-    if (found_inf && *found_inf != 0.f) return;
-    __shared__ Scalars shared;
-    if (threadIdx.x == 0) shared = scalars(rate, clip, count, key, salt, c1, c2);
-    __syncthreads();
-    const Scalars s = shared;
-    const float b1 = (float)(1 - (double)c1), b2 = (float)(1 - (double)c2);
-    const Place place = {offset, n0, p1, n1, p2, n2, p3};
-    const i64 stride = (i64)gridDim.x * THREADS * QUAD;
-    for (i64 at = ((i64)blockIdx.x * THREADS + threadIdx.x) * QUAD; at < size; at += stride) {
-        const i64 left = size - at;
-        const Bits g4 = fetch(grad, grad_type, at, left, packed);
-        const Bits m4 = fetch(mu, mu_type, at, left, packed);
-        const Bits v4 = fetch(nu, nu_type, at, left, packed);
-        const Bits p4 = master ? fetch(master, FLOAT, at, left, packed) : fetch(param, param_type, at, left, packed);
-        Bits new_m = {}, new_v = {}, new_p = {}, new_master = {};
-        const bool together = key && (at + QUAD <= n0 || at % n0 + QUAD <= n0);
+// The operands, and what is the same for all of their elements.
+struct Task {
+    PARAM* param;
+    float* master;
+    MU* mu;
+    NU* nu;
+    const GRAD* grad;
+    float c1, c2, eps, decay;
+    Place place;
+
+    // Elements [at, at + left), at most SIZE.
+    template <bool PACKED, bool RANDOM> __device__ void step(const Scalars& s, i64 at, int left) const {
+        const auto grads = fetch<PACKED>(grad + at, left);
+        const auto means = fetch<PACKED>(mu + at, left);
+        const auto squares = fetch<PACKED>(nu + at, left);
+#if MASTER
+        const auto own = fetch<PACKED>(master + at, left);
+#else
+        const auto own = fetch<PACKED>(param + at, left);
+#endif
+        const Numbers g4 = grads.numbers(), m4 = means.numbers(), v4 = squares.numbers(), p4 = own.numbers();
+        const float b1 = (float)(1 - (double)c1), b2 = (float)(1 - (double)c2);
+        const bool together = RANDOM && (at + SIZE <= place.n0 || at % place.n0 + SIZE <= place.n0);
         const i64 first = together ? place.at(at) : 0;
+        Numbers new_m, new_v, new_p, result;
 #pragma unroll
-        for (int k = 0; k < QUAD; ++k) {
-            const float g = s.clip * widen(g4, grad_type, k);
-            const float m = fmaf(b1, widen(m4, mu_type, k), c1 * g);
-            const float v = fmaf(b2, widen(v4, nu_type, k), c2 * g * g);
-            const float p = widen(p4, master ? FLOAT : param_type, k);
+        for (int k = 0; k < SIZE; ++k) {
+            const float g = s.clip * g4.at[k], p = p4.at[k];
+            const float m = fmaf(b1, m4.at[k], c1 * g);
+            const float v = fmaf(b2, v4.at[k], c2 * g * g);
             const float direction = m * s.bias1 / (sqrtf(v * s.bias2) + eps);
             const float value = fmaf(-s.rate, fmaf(decay, p, direction), p);
-            narrow(new_m, mu_type, k, m);
-            narrow(new_v, nu_type, k, v);
-            if (master) narrow(new_master, FLOAT, k, value);
-            if (key) {
+            new_m.at[k] = m, new_v.at[k] = v, new_p.at[k] = result.at[k] = value;
+            if constexpr (RANDOM) {
                 const i64 position = together ? first + k : place.at(at + k);
                 const uint2 words = threefry(s.key, (unsigned)(position >> 32), (unsigned)position);
-                narrow_randomly(new_p, param_type, k, value, (words.x ^ words.y) & 0xffffu);
-            } else {
-                narrow(new_p, param_type, k, value);
+                result.at[k] = rounded_randomly(value, (words.x ^ words.y) & 0xffffu, PARAM());
             }
         }
-        put(mu, mu_type, at, left, packed, new_m);
-        put(nu, nu_type, at, left, packed, new_v);
-        if (master) put(master, FLOAT, at, left, packed, new_master);
-        put(param, param_type, at, left, packed, new_p);
+        put<PACKED>(mu + at, left, new_m);
+        put<PACKED>(nu + at, left, new_v);
+#if MASTER
+        put<PACKED>(master + at, left, new_p);
+#endif
+        put<PACKED>(param + at, left, result);
     }
+};
+
+// A block's part of all elements. size: elements. packed: every operand is aligned to 16 bytes. found_inf (or null):
+// where it is not 0 nothing is touched. key: of stochastic rounding.
+template <bool RANDOM> __device__ inline void run(const Task& task, i64 size, bool packed, const float* rate, const float* clip,
+                                                  const float* found_inf, const i64* count, const i64* key, i64 salt) {
+    if (found_inf && *found_inf != 0.f) return;
+    __shared__ Scalars shared;
+    if (threadIdx.x == 0) shared = scalars(rate, clip, count, key, salt, task.c1, task.c2);
+    __syncthreads();
+    const Scalars s = shared;
+    const i64 stride = (i64)gridDim.x * THREADS * SIZE;
+    for (i64 at = ((i64)blockIdx.x * THREADS + threadIdx.x) * SIZE; at < size; at += stride) {
+        if (packed && size - at >= SIZE) task.step<true, RANDOM>(s, at, SIZE);
+        else task.step<false, RANDOM>(s, at, (int)min(size - at, (i64)SIZE));
+    }
+}
+
+// Rounds the parameter to nearest. As many blocks per processor as the launcher counts on.
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
+adamw(PARAM* __restrict__ param, float* __restrict__ master, MU* __restrict__ mu, NU* __restrict__ nu,
+      const GRAD* __restrict__ grad, i64 size, i64 packed, const float* rate, const float* clip, const float* found_inf,
+      const i64* count, float c1, float c2, float eps, float decay) {
+    run<false>({param, master, mu, nu, grad, c1, c2, eps, decay, {}}, size, packed != 0, rate, clip, found_inf, count, nullptr, 0);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+adamw_stochastic(PARAM* __restrict__ param, float* __restrict__ master, MU* __restrict__ mu, NU* __restrict__ nu,
+                 const GRAD* __restrict__ grad, i64 size, i64 packed, const float* rate, const float* clip,
+                 const float* found_inf, const i64* count, float c1, float c2, float eps, float decay,
+                 const i64* key, i64 salt, i64 offset, i64 n0, i64 p1, i64 n1, i64 p2, i64 n2, i64 p3) {
+    run<true>({param, master, mu, nu, grad, c1, c2, eps, decay, {offset, n0, p1, n1, p2, n2, p3}}, size, packed != 0, rate,
+              clip, found_inf, count, key, salt);
 }

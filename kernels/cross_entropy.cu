@@ -18,6 +18,13 @@ __device__ inline int counted(const i64* valid, i64 valid_stride, i64 row, i64 c
     return (int)(valid == nullptr ? columns : max(0ll, min(columns, valid[row * valid_stride])));
 }
 
+__device__ inline void add_pack(ExpSum& sum, const Vector& pack) {
+    float terms[PACK];
+#pragma unroll
+    for (int k = 0; k < PACK; ++k) terms[k] = to_float(pack.at[k]);
+    add_terms(sum, terms);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 cross_entropy_forward(const ELEMENT* logits, const i64* ids, const i64* valid, float* lse, float* target, i64 columns,
                       i64 logits_stride, i64 valid_stride) {
@@ -26,13 +33,13 @@ cross_entropy_forward(const ELEMENT* logits, const i64* ids, const i64* valid, f
     const int width = counted(valid, valid_stride, row, columns);
     const int head = before_boundary(x, width), packs = (width - head) / PACK, tail = head + packs * PACK;
     ExpSum sum = no_terms();
-#pragma unroll 2
-    for (int i = threadIdx.x; i < packs; i += blockDim.x) {
+    // two at a time, both on their way before the first is added: its exponentials wait for a maximum
+    for (int i = threadIdx.x; i < packs; i += 2 * blockDim.x) {
+        const int next = i + blockDim.x;
         const Vector pack = load_pack(x + head + i * PACK);
-        float terms[PACK];
-#pragma unroll
-        for (int k = 0; k < PACK; ++k) terms[k] = to_float(pack.at[k]);
-        add_terms(sum, terms);
+        const Vector after = next < packs ? load_pack(x + head + next * PACK) : pack;
+        add_pack(sum, pack);
+        if (next < packs) add_pack(sum, after);
     }
     // fewer than a pack before and after; blocks have at least a warp
     if (threadIdx.x < head) {
@@ -61,6 +68,10 @@ struct Row {
         const float share = column < width ? __expf(x - lse) * d_lse : 0.f;
         return column == id ? share + d_target : share;
     }
+    __device__ void move(Vector& pack, int first) const {
+#pragma unroll
+        for (int k = 0; k < PACK; ++k) pack.at[k] = from_float<ELEMENT>(moved(to_float(pack.at[k]), first + k));
+    }
 };
 
 // `out` may be `logits`: every element is read and written by one thread, in this order.
@@ -74,17 +85,21 @@ cross_entropy_backward(const float* d_lse, const float* d_target, const ELEMENT*
     // an ignored token's logits are not read
     row.width = row.d_lse == 0.f ? 0 : counted(valid, valid_stride, at, columns);
     const int n = (int)columns, head = before_boundary(x, n, y), packs = (n - head) / PACK, tail = head + packs * PACK;
-#pragma unroll 2
-    for (int i = threadIdx.x; i < packs; i += blockDim.x) {
-        const int first = head + i * PACK;
-        Vector pack;
-        if (first < row.width) pack = load_pack(x + first);
-#pragma unroll
-        for (int k = 0; k < PACK; ++k) {
-            const float value = first < row.width ? to_float(pack.at[k]) : 0.f;
-            pack.at[k] = from_float<ELEMENT>(row.moved(value, first + k));
+    // two at a time, as above; a pack of padding alone is not read
+    const unsigned gap = blockDim.x * PACK, end = tail, read = min(tail, row.width);
+    for (unsigned first = head + threadIdx.x * PACK; first < end; first += 2 * gap) {
+        const unsigned second = first + gap;
+        Vector pack = {}, after = {};
+        if (second < read) {
+            pack = load_pack(x + first), after = load_pack(x + second);
+        } else if (first < read) {
+            pack = load_pack(x + first);
         }
+        row.move(pack, first);
         store_pack(y + first, pack);
+        if (second >= end) break;
+        row.move(after, second);
+        store_pack(y + second, after);
     }
     for (int i = threadIdx.x; i < head; i += blockDim.x) y[i] = from_float<ELEMENT>(row.moved(to_float(x[i]), i));
     for (int i = tail + threadIdx.x; i < n; i += blockDim.x) y[i] = from_float<ELEMENT>(row.moved(to_float(x[i]), i));

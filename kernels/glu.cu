@@ -1,6 +1,6 @@
 // Gated activations and their backward:
 //     hidden = act(gate) lift(up)      d_gate = d_hidden lift(up) act'(gate)      d_up = d_hidden act(gate) lift'(up)
-// where lift is the identity but for clamped_swiglu. Rows have strides of their own: gate and up may be halves of one
+// and with these hidden again, for who has not kept it. lift is the identity but for clamped_swiglu. Rows have strides of their own: gate and up may be halves of one
 // tensor, and so may their gradients. Everything is computed in float32 and rounded once.
 // build: ELEMENT = float, __half, __nv_bfloat16
 #include "rows.cuh"
@@ -93,14 +93,14 @@ struct Forward {
 
 struct Backward {
     const T *d_hidden, *gate, *up;
-    T *d_gate, *d_up;
+    T *d_gate, *d_up, *hidden;  // null: not wanted
     i64 rows, d_hidden_stride, gate_stride, up_stride, out_stride, lanes;
     int dim, kind;
 
-    // (d_gate, d_up)
-    template <int KIND> __device__ float2 of(float d, float g, float u) const {
+    // (d_gate, d_up, hidden)
+    template <int KIND> __device__ float3 of(float d, float g, float u) const {
         const Jet a = act<KIND>(g, kind), b = lift<KIND>(u, kind);
-        return make_float2(d * b.value * a.slope, d * a.value * b.slope);
+        return make_float3(d * b.value * a.slope, d * a.value * b.slope, a.value * b.value);
     }
 
     template <int KIND> __device__ void packs() const {
@@ -108,22 +108,24 @@ struct Backward {
             const Floats<T> d = floats_of(load_part<true>(d_hidden + row * d_hidden_stride, at, dim));
             const Floats<T> g = floats_of(load_part<true>(gate + row * gate_stride, at, dim));
             const Floats<T> u = floats_of(load_part<true>(up + row * up_stride, at, dim));
-            Floats<T> of_gate, of_up;
+            Floats<T> of_gate, of_up, again;
 #pragma unroll
             for (int k = 0; k < SIZE; ++k) {
-                const float2 both = of<KIND>(d.at[k], g.at[k], u.at[k]);
-                of_gate.at[k] = both.x, of_up.at[k] = both.y;
+                const float3 all = of<KIND>(d.at[k], g.at[k], u.at[k]);
+                of_gate.at[k] = all.x, of_up.at[k] = all.y, again.at[k] = all.z;
             }
             store_part<true>(d_gate + row * out_stride, at, dim, rounded<T>(of_gate));
             store_part<true>(d_up + row * out_stride, at, dim, rounded<T>(of_up));
+            if (hidden != nullptr) store_part<true>(hidden + row * dim, at, dim, rounded<T>(again));
         });
     }
     __device__ void elements() const {
         each_place<1>(lanes, rows, dim, [&](i64 row, int at) {
             const float d = to_float(d_hidden[row * d_hidden_stride + at]);
             const float g = to_float(gate[row * gate_stride + at]), u = to_float(up[row * up_stride + at]);
-            const float2 both = of<ANY>(d, g, u);
-            d_gate[row * out_stride + at] = from_float<T>(both.x), d_up[row * out_stride + at] = from_float<T>(both.y);
+            const float3 all = of<ANY>(d, g, u);
+            d_gate[row * out_stride + at] = from_float<T>(all.x), d_up[row * out_stride + at] = from_float<T>(all.y);
+            if (hidden != nullptr) hidden[row * dim + at] = from_float<T>(all.z);
         });
     }
 };
@@ -150,9 +152,9 @@ glu_forward(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict_
 
 extern "C" __global__ void __launch_bounds__(256)
 glu_backward(const T* __restrict__ d_hidden, const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ d_gate,
-             T* __restrict__ d_up, i64 rows, i64 dim, i64 d_hidden_stride, i64 gate_stride, i64 up_stride, i64 out_stride,
-             i64 lanes, i64 kind, i64 packed) {
-    dispatch(Backward{d_hidden, gate, up, d_gate, d_up, rows, d_hidden_stride, gate_stride, up_stride, out_stride, lanes,
+             T* __restrict__ d_up, T* __restrict__ hidden, i64 rows, i64 dim, i64 d_hidden_stride, i64 gate_stride,
+             i64 up_stride, i64 out_stride, i64 lanes, i64 kind, i64 packed) {
+    dispatch(Backward{d_hidden, gate, up, d_gate, d_up, hidden, rows, d_hidden_stride, gate_stride, up_stride, out_stride, lanes,
                       (int)dim, (int)kind},
              packed != 0);
 }

@@ -11,6 +11,9 @@ using T = ELEMENT;
 using Vector = Part<T>;
 constexpr int SIZE = Pack<T>::size;
 
+template <class X> constexpr bool is_half = false;
+template <> constexpr bool is_half<__half> = true;
+
 struct Forward {
     const T *x, *residual;
     Shared<T> scale, bias;
@@ -46,7 +49,7 @@ struct Forward {
         const T *x_row = x + row * x_stride, *residual_row = residual + row * residual_stride;
         T *sum_row = sum + row * dim, *y_row = y + row * dim;
         float total = 0.f;
-        const auto add = [&](const Vector& x_part, const Vector& residual_part, int column) {
+        const auto add = [&](const Vector& x_part, const Vector& residual_part, int column, bool kept) {
             Floats<T> s = floats_of(x_part);
             Vector part = x_part;
             if (residual != nullptr) {
@@ -54,8 +57,9 @@ struct Forward {
 #pragma unroll
                 for (int k = 0; k < SIZE; ++k) s.at[k] += more.at[k];
                 part = rounded<T>(s);
-                // kept packs are stored as a whole without being told; told, there would be too few registers
-                if constexpr (PACKED) *reinterpret_cast<uint4*>(sum_row + column) = part.words;
+                // kept packs are stored as a whole without being told; told, there would be too few registers, as for
+                // other packs of float16 on sm_80
+                if (PACKED && (kept || is_half<T>)) *reinterpret_cast<uint4*>(sum_row + column) = part.words;
                 else store_part<PACKED>(sum_row, column, dim, part);
                 s = floats_of(part);
             }
@@ -65,12 +69,12 @@ struct Forward {
         };
 #pragma unroll
         for (int n = 0; n < KEPT; ++n)
-            if (own.column_of<T>(n) < dim) now.x[n] = add(now.x[n], now.residual[n], own.column_of<T>(n));
+            if (own.column_of<T>(n) < dim) now.x[n] = add(now.x[n], now.residual[n], own.column_of<T>(n), true);
 #pragma unroll 1
         for (int at = own.column_of<T>(KEPT); at < dim; at += own.count * SIZE) {
             Vector other;
             if (residual != nullptr) other = load_part<PACKED>(residual_row, at, dim);
-            add(load_part<PACKED>(x_row, at, dim), other, at);
+            add(load_part<PACKED>(x_row, at, dim), other, at, false);
         }
         const float m = row_sum(total, own) / dim;
         // the sum at these columns was written by this thread

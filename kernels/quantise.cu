@@ -5,61 +5,67 @@
 // a weight contract the other dim than the forward pass, so the transpose is needed as well, and
 // where blocks lie along one dim it has other scales: it cannot be made of the quantised matrix.
 //
-// One thread block has a tile of 128x128, which it reads once, into shared memory.
+// One thread block has a tile of 128x128, which it reads once, into shared memory. Bytes of the transpose are turned
+// there too, and leave 16 at a time.
+//
+// Scales lie as products of matrices want them (`torch.nn.functional.scaled_mm`): those of blocks of 1x128 column by
+// column, so that neighbouring rows' are neighbours; rows of those of 128x128 padded with zeros to a multiple of 4.
 //
 // build: ELEMENT = float, __half, __nv_bfloat16
 // build: FORMAT = __NV_E4M3, __NV_E5M2
 #include <cuda_fp8.h>
-#include "numeric.cuh"
+#include "rows.cuh"
 
 constexpr int TILE = 128, THREADS = 256, WARPS = THREADS / 32;
 constexpr int PITCH = TILE + 4 / sizeof(ELEMENT);  // an odd number of words: columns meet all banks
-constexpr int AHEAD = 4;                           // rows that a warp asks for before it uses the first
+using Lot = Pack<ELEMENT>;                         // what a lane reads of a row at a time
+constexpr int LOT = Lot::size, LANES = TILE / LOT, TURN = THREADS / LANES;  // elements; lanes of a row; rows at a time
+constexpr int AHEAD = 4;                           // rows that a lane asks for before it uses the first
+constexpr int MX = 32, PAD = 4;
 constexpr float MOST = FORMAT == __NV_E4M3 ? 448.f : 57344.f;
 constexpr float LARGEST = 3.40282347e38f;
 constexpr unsigned INFINITE = 0x7f800000u;
 
 typedef unsigned char byte;
 
-struct alignas(4 * sizeof(ELEMENT)) Quad {
-    ELEMENT at[4];
-};
-
-// Elements [col, col + 4) of a row of `cols`, zeros beyond its end.
-__device__ inline Quad read(const ELEMENT* row, i64 col, i64 cols, bool packed) {
-    if (packed && col + 4 <= cols) return *reinterpret_cast<const Quad*>(row + col);
-    Quad out;
+// Elements [col, col + LOT) of a row of `cols`, zeros beyond its end.
+__device__ inline Lot read(const ELEMENT* row, i64 col, i64 cols, bool packed) {
+    if (packed && col + LOT <= cols) return load_pack(row + col);
+    Lot out;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) out.at[k] = col + k < cols ? row[col + k] : from_float<ELEMENT>(0.f);
+    for (int k = 0; k < LOT; ++k) out.at[k] = col + k < cols ? row[col + k] : from_float<ELEMENT>(0.f);
     return out;
 }
 
 // Into and out of the tile in words, as its rows are aligned to no more.
-__device__ inline void stash(ELEMENT* to, const Quad& quad) {
-    const unsigned* words = reinterpret_cast<const unsigned*>(&quad);
+__device__ inline void stash(ELEMENT* to, const Lot& lot) {
+    const unsigned* words = reinterpret_cast<const unsigned*>(&lot);
 #pragma unroll
-    for (int k = 0; k < (int)sizeof(ELEMENT); ++k) reinterpret_cast<unsigned*>(to)[k] = words[k];
+    for (int k = 0; k < 4; ++k) reinterpret_cast<unsigned*>(to)[k] = words[k];
 }
-__device__ inline Quad stashed(const ELEMENT* from) {
-    Quad out;
+__device__ inline Lot stashed(const ELEMENT* from) {
+    Lot out;
     unsigned* words = reinterpret_cast<unsigned*>(&out);
 #pragma unroll
-    for (int k = 0; k < (int)sizeof(ELEMENT); ++k) words[k] = reinterpret_cast<const unsigned*>(from)[k];
+    for (int k = 0; k < 4; ++k) words[k] = reinterpret_cast<const unsigned*>(from)[k];
     return out;
 }
 
 // The bits of |x|, ordered as magnitudes are, with infinity and then NaN the largest.
 __device__ inline unsigned magnitude(ELEMENT x) { return __float_as_uint(to_float(x)) & 0x7fffffffu; }
-__device__ inline unsigned magnitude(const Quad& x) {
-    return max(max(magnitude(x.at[0]), magnitude(x.at[1])), max(magnitude(x.at[2]), magnitude(x.at[3])));
+__device__ inline unsigned magnitude(const Lot& x) {
+    unsigned most = 0;
+#pragma unroll
+    for (int k = 0; k < LOT; ++k) most = max(most, magnitude(x.at[k]));
+    return most;
 }
 
-// The largest among groups of 8 or all 32 lanes of a warp.
-__device__ inline unsigned largest(unsigned value, bool all) {
-    value = max(value, __shfl_xor_sync(0xffffffffu, value, 1));
-    value = max(value, __shfl_xor_sync(0xffffffffu, value, 2));
-    value = max(value, __shfl_xor_sync(0xffffffffu, value, 4));
-    return all ? __reduce_max_sync(0xffffffffu, value) : value;
+// The largest among groups of so many lanes of a warp, a power of two.
+__device__ inline unsigned largest(unsigned value, int lanes) {
+#pragma unroll
+    for (int other = 1; other < 32; other *= 2)
+        if (other < lanes) value = max(value, __shfl_xor_sync(0xffffffffu, value, other));
+    return value;
 }
 
 struct Scale {
@@ -87,23 +93,23 @@ __device__ inline unsigned quantised(float x, float y, Scale scale) {
     return __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, FORMAT);
 }
 
-__device__ inline void put(byte* to, const Quad& x, Scale scale, i64 left, bool packed) {
-    const unsigned word = quantised(to_float(x.at[0]), to_float(x.at[1]), scale) |
-                          quantised(to_float(x.at[2]), to_float(x.at[3]), scale) << 16;
-    if (packed && left >= 4) {
-        *reinterpret_cast<unsigned*>(to) = word;
+__device__ inline void put(byte* to, const Lot& x, Scale scale, i64 left, bool packed) {
+    unsigned words[LOT / 4];
+#pragma unroll
+    for (int k = 0; k < LOT / 4; ++k)
+        words[k] = quantised(to_float(x.at[4 * k]), to_float(x.at[4 * k + 1]), scale) |
+                   quantised(to_float(x.at[4 * k + 2]), to_float(x.at[4 * k + 3]), scale) << 16;
+    if (packed) {
+        if constexpr (LOT == 8) *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[LOT / 4 - 1]);
+        else *reinterpret_cast<unsigned*>(to) = words[0];
         return;
     }
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-        if (k < left) to[k] = (byte)(word >> 8 * k);
+    for (int k = 0; k < LOT; ++k)
+        if (k < left) to[k] = (byte)(words[k / 4] >> 8 * (k % 4));
 }
 
-// Scales are float32, or bytes that are their exponents (E8M0).
-__device__ inline void put_scale(void* scales, i64 at, float scale, bool e8m0) {
-    if (e8m0) static_cast<byte*>(scales)[at] = (byte)(__float_as_uint(scale) >> 23);
-    else static_cast<float*>(scales)[at] = scale;
-}
+__device__ inline byte exponent(float power) { return (byte)(__float_as_uint(power) >> 23); }  // E8M0
 
 __device__ inline float power_of_two(byte e8m0) {
     if (e8m0 == 255) return CUDART_NAN_F;
@@ -112,130 +118,163 @@ __device__ inline float power_of_two(byte e8m0) {
 
 __device__ inline float widened(byte x) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, FORMAT))); }
 
-// x: [batch, rows, cols], elements of a row together; y: the same shape, and turned: [batch, cols,
-// rows], or null, both without gaps. block: 32 or 128 elements of a row of y (of turned: of its
-// rows); 0: whole tiles where `given` is null, with scales [batch, row tiles, column tiles] for y
-// and transposed for turned; else whole matrices, scaled by given[batch] as it is, whose largest
-// magnitudes are collected in amax[batch], zeros so far. Grid: batch * tiles.
+// x: [batch, rows, cols], elements of a row together; y: the same shape, and turned: [batch, cols, rows], or null, both
+// without gaps. block: 32 or 128 elements of a row of y (of turned: of its rows); 0: whole tiles where `given` is null;
+// else whole matrices, scaled by given[batch] as it is, whose largest magnitudes are collected in amax[batch], zeros so
+// far. Scales of y, and transposed those of turned: of 32, bytes [batch, rows, blocks]; of 128, [batch, blocks, rows];
+// of tiles [batch, row tiles, column tiles padded]. Grid: batch * tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 quantise(const ELEMENT* __restrict__ x, const float* __restrict__ given, byte* __restrict__ y,
          void* __restrict__ scales, byte* __restrict__ turned, void* __restrict__ turned_scales,
          float* __restrict__ amax, i64 rows, i64 cols, i64 batch_stride, i64 row_stride, i64 block,
-         i64 power, i64 e8m0, i64 packed, i64 packed_out) {
+         i64 power, i64 packed, i64 packed_out, i64 packed_turned) {
     extern __shared__ ELEMENT tile[];
     __shared__ unsigned warp_most[WARPS];
+    __shared__ float of_rows[TILE], of_cols[TILE];  // scales of blocks of 128
+    __shared__ uint4 columns[WARPS][4][TILE / 16];  // bytes of the transpose
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const i64 row_tiles = (rows + TILE - 1) / TILE, col_tiles = (cols + TILE - 1) / TILE;
     const i64 batch = blockIdx.x / (row_tiles * col_tiles), number = blockIdx.x % (row_tiles * col_tiles);
-    const i64 row0 = number / col_tiles * TILE, col0 = number % col_tiles * TILE;
+    const i64 row_tile = number / col_tiles, col_tile = number % col_tiles;
+    const i64 row0 = row_tile * TILE, col0 = col_tile * TILE;
     const int num_rows = rows - row0 < TILE ? (int)(rows - row0) : TILE;
     const int num_cols = cols - col0 < TILE ? (int)(cols - col0) : TILE;
-    const i64 col = col0 + 4 * lane;
+    const int own = threadIdx.x / LANES, place = threadIdx.x % LANES * LOT;  // of this lane in the tile
+    const i64 col = col0 + place, left = cols - col;
     x += batch * batch_stride + row0 * row_stride;
     y += (batch * rows + row0) * cols + col;
 
     // Rows: read, and where blocks lie along them, written at once.
-    const int shift = block == TILE ? 7 : 5;
-    const i64 per_row = ((cols - 1) >> shift) + 1;
+    const i64 per_row = (cols + MX - 1) / MX, per_col = (rows + MX - 1) / MX;
     unsigned most = 0;
 #pragma unroll 1
-    for (int first = warp; first < TILE; first += WARPS * AHEAD) {
-        Quad ahead[AHEAD];
+    for (int first = own; first < TILE; first += TURN * AHEAD) {
+        Lot ahead[AHEAD];
 #pragma unroll
         for (int j = 0; j < AHEAD; ++j) {
-            const int row = first + WARPS * j;
+            const int row = first + TURN * j;
             ahead[j] = read(x + row * row_stride, col, row < num_rows ? cols : 0, packed);
         }
 #pragma unroll
         for (int j = 0; j < AHEAD; ++j) {
-            const int row = first + WARPS * j;
-            stash(tile + row * PITCH + 4 * lane, ahead[j]);
-            unsigned here = magnitude(ahead[j]);
+            const int row = first + TURN * j;
+            stash(tile + row * PITCH + place, ahead[j]);
+            const unsigned here = magnitude(ahead[j]);
             if (!block) {
                 most = max(most, here);
                 continue;
             }
-            const Scale scale = scale_of(largest(here, block == TILE), power);
-            if (row >= num_rows || col >= cols) continue;
-            put(y + row * cols, ahead[j], scale, cols - col, packed_out);
-            if (4 * lane % (1 << shift) == 0)
-                put_scale(scales, (batch * rows + row0 + row) * per_row + (col >> shift), scale.back, e8m0);
+            const Scale scale = scale_of(largest(here, (int)block / LOT), power);
+            if (row >= num_rows || left <= 0) continue;
+            put(y + row * cols, ahead[j], scale, left, packed_out);
+            if (block == TILE && place == 0) of_rows[row] = scale.back;
+            if (block == MX && place % MX == 0)
+                static_cast<byte*>(scales)[(batch * rows + row0 + row) * per_row + col / MX] = exponent(scale.back);
         }
     }
     Scale one = {1.f, 1.f};  // of the tile
     if (!block) {
-        most = largest(most, true);
+        most = largest(most, 32);
         if (lane == 0) warp_most[warp] = most;
     }
     __syncthreads();
+    if (block == TILE && threadIdx.x < num_rows)
+        static_cast<float*>(scales)[(batch * col_tiles + col_tile) * rows + row0 + threadIdx.x] = of_rows[threadIdx.x];
     if (!block) {
 #pragma unroll
         for (int other = 0; other < WARPS; ++other) most = max(most, warp_most[other]);
         one = given ? Scale{given[batch], 1.f} : scale_of(most, power);
         if (threadIdx.x == 0 && given) atomicMax(reinterpret_cast<unsigned*>(amax) + batch, most);
-        if (threadIdx.x == 0 && !given) {
-            put_scale(scales, blockIdx.x, one.back, e8m0);
-            const i64 across = (batch * col_tiles + col0 / TILE) * row_tiles + row0 / TILE;
-            if (turned) put_scale(turned_scales, across, one.back, e8m0);
+        if (threadIdx.x < PAD && !given) {  // the last tile of a row of them writes the padding
+            const i64 across = (col_tiles + PAD - 1) / PAD * PAD, down = (row_tiles + PAD - 1) / PAD * PAD;
+            const i64 at_col = col_tile + threadIdx.x, at_row = row_tile + threadIdx.x;
+            const float mine = threadIdx.x == 0 ? one.back : 0.f;
+            if (threadIdx.x == 0 || (col_tile + 1 == col_tiles && at_col < across))
+                static_cast<float*>(scales)[(batch * row_tiles + row_tile) * across + at_col] = mine;
+            if (turned && (threadIdx.x == 0 || (row_tile + 1 == row_tiles && at_row < down)))
+                static_cast<float*>(turned_scales)[(batch * col_tiles + col_tile) * down + at_row] = mine;
         }
 #pragma unroll 1
-        for (int row = warp; row < num_rows; row += WARPS)
-            if (col < cols) put(y + row * cols, stashed(tile + row * PITCH + 4 * lane), one, cols - col, packed_out);
+        for (int row = own; row < num_rows; row += TURN)
+            if (left > 0) put(y + row * cols, stashed(tile + row * PITCH + place), one, left, packed_out);
     }
     if (!turned) return;
 
-    // Columns: lane l has rows l, l + 32, ...
-    const i64 per_col = ((rows - 1) >> shift) + 1;
+    // Columns, four of a warp at a time: lane l has rows l, l + 32, ...
     turned += (batch * cols + col0) * rows + row0;
 #pragma unroll 1
-    for (int c = warp; c < num_cols; c += WARPS) {
-        ELEMENT value[4];
-        unsigned here[4], all = 0;
+    for (int first = 4 * warp; first < num_cols; first += 4 * WARPS) {
+#pragma unroll 1
+        for (int j = 0; j < 4 && first + j < num_cols; ++j) {
+            const int c = first + j;
+            ELEMENT value[4];
+            unsigned here[4], all = 0;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            value[k] = tile[(lane + 32 * k) * PITCH + c];
-            here[k] = magnitude(value[k]);
-            all = max(all, here[k]);
-        }
-        if (block == TILE) all = __reduce_max_sync(0xffffffffu, all);
+            for (int k = 0; k < 4; ++k) {
+                value[k] = tile[(lane + 32 * k) * PITCH + c];
+                here[k] = magnitude(value[k]);
+                all = max(all, here[k]);
+            }
+            Scale scale = block == TILE ? scale_of(__reduce_max_sync(0xffffffffu, all), power) : one;
+            if (block == TILE && lane == 0) of_cols[c] = scale.back;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            Scale scale = one;
-            if (block == TILE) scale = scale_of(all, power);
-            else if (block) scale = scale_of(__reduce_max_sync(0xffffffffu, here[k]), power);
-            const int row = lane + 32 * k;
-            if (row >= num_rows) continue;
-            turned[c * rows + row] = (byte)quantised(to_float(value[k]), 0.f, scale);
-            if (block && row % (1 << shift) == 0)
-                put_scale(turned_scales, (batch * cols + col0 + c) * per_col + ((row0 + row) >> shift),
-                          scale.back, e8m0);
+            for (int k = 0; k < 4; ++k) {
+                if (block == MX) scale = scale_of(__reduce_max_sync(0xffffffffu, here[k]), power);
+                reinterpret_cast<byte*>(columns[warp][j])[lane + 32 * k] = (byte)quantised(to_float(value[k]), 0.f, scale);
+                if (block == MX && lane == 0 && MX * k < num_rows)
+                    static_cast<byte*>(turned_scales)[(batch * cols + col0 + c) * per_col + row0 / MX + k] =
+                        exponent(scale.back);
+            }
         }
+        __syncwarp();
+        if (packed_turned) {
+            const int j = lane / 8, part = lane % 8;
+            if (first + j < num_cols && 16 * part < num_rows)
+                *reinterpret_cast<uint4*>(turned + (first + j) * rows + 16 * part) = columns[warp][j][part];
+        } else {
+            for (int j = 0; j < 4 && first + j < num_cols; ++j)
+                for (int row = lane; row < num_rows; row += 32)
+                    turned[(first + j) * rows + row] = reinterpret_cast<const byte*>(columns[warp][j])[row];
+        }
+        __syncwarp();  // the next four are written where these have been read
     }
+    if (block != TILE) return;
+    __syncthreads();
+    if (threadIdx.x < num_cols)
+        static_cast<float*>(turned_scales)[(batch * row_tiles + row_tile) * cols + col0 + threadIdx.x] = of_cols[threadIdx.x];
 }
 
-// y = x times its block's scale, rounded to nearest. x: [rows, cols] without gaps; blocks of
-// 2^row_shift x 2^col_shift elements, at least 4 in a row. Grid: any.
+// y = x times its block's scale, rounded to nearest. x: [matrices, rows, cols] without gaps; blocks of
+// 2^row_shift x 2^col_shift elements, at least 16 in a row, whose scales are so many elements apart. Grid: any.
 extern "C" __global__ void __launch_bounds__(THREADS)
-dequantise(const byte* __restrict__ x, const void* __restrict__ scales, ELEMENT* __restrict__ y,
-           i64 rows, i64 cols, i64 row_shift, i64 col_shift, i64 e8m0, i64 packed) {
-    const i64 per_row = ((cols - 1) >> col_shift) + 1;
-    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-        for (i64 col = threadIdx.x * 4; col < cols; col += THREADS * 4) {
-            const i64 where = (row >> row_shift) * per_row + (col >> col_shift), left = cols - col;
+dequantise(const byte* __restrict__ x, const void* __restrict__ scales, ELEMENT* __restrict__ y, i64 matrices, i64 rows,
+           i64 cols, i64 row_shift, i64 col_shift, i64 matrix_stride, i64 row_stride, i64 col_stride, i64 e8m0, i64 packed) {
+    constexpr int MANY = 16;
+    for (i64 at = blockIdx.x; at < matrices * rows; at += gridDim.x) {
+        const i64 start = at / rows * matrix_stride + (at % rows >> row_shift) * row_stride;
+        for (i64 col = threadIdx.x * MANY; col < cols; col += THREADS * MANY) {
+            const i64 where = start + (col >> col_shift) * col_stride;
             const float scale = e8m0 ? power_of_two(static_cast<const byte*>(scales)[where])
                                      : static_cast<const float*>(scales)[where];
-            const byte* from = x + row * cols + col;
-            ELEMENT* to = y + row * cols + col;
-            unsigned word = 0;
-            if (packed) word = *reinterpret_cast<const unsigned*>(from);
-            else
-                for (int k = 0; k < 4 && k < left; ++k) word |= (unsigned)from[k] << 8 * k;
-            Quad out;
+            const byte* from = x + at * cols + col;
+            ELEMENT* to = y + at * cols + col;
+            if (!packed) {
+#pragma unroll 1
+                for (int k = 0; k < MANY && col + k < cols; ++k) to[k] = from_float<ELEMENT>(widened(from[k]) * scale);
+                continue;
+            }
+            const uint4 four = *reinterpret_cast<const uint4*>(from);
+            const unsigned words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-            for (int k = 0; k < 4; ++k) out.at[k] = from_float<ELEMENT>(widened((byte)(word >> 8 * k)) * scale);
-            if (packed) *reinterpret_cast<Quad*>(to) = out;
-            else
-                for (int k = 0; k < 4 && k < left; ++k) to[k] = out.at[k];
+            for (int part = 0; part < MANY / LOT; ++part) {
+                Floats<ELEMENT> out;
+#pragma unroll
+                for (int k = 0; k < LOT; ++k) {
+                    const int i = part * LOT + k;
+                    out.at[k] = widened((byte)(words[i / 4] >> 8 * (i % 4))) * scale;
+                }
+                store_part<true>(to, part * LOT, MANY, rounded<ELEMENT>(out));
+            }
         }
     }
 }

@@ -4,6 +4,10 @@ A traced program says ``psum(x, "tp")``; here that becomes torch's functional al
 group of ``tp``, which Inductor knows, overlaps with compute and merges. Group names are the same on
 all ranks, and nothing else depends on the rank, so all ranks lower to the same graph.
 
+An operation of functron's with a twin that writes over its operands (``adamw`` and ``adamw_``) is
+lowered to the twin, where nothing reads these afterwards: a traced program is pure, and so keeps a
+large operand beside its successor.
+
 `unroll` writes out every iteration of scans.
 """
 
@@ -99,14 +103,17 @@ def graph_module(kernel: Kernel, groups: Groups) -> fx.GraphModule:
     for position, value in enumerate(kernel.reads):
         nodes[value] = graph.placeholder(f"operand_{position}")
     placed, gone = _placed(kernel)
+    overwriting = in_place(kernel)
     for equation in kernel.equations:
         if equation in placed:
             args = [nodes[v] for v in (placed[equation], *equation.operands)]
             graph.call_function(torch.ops.functron.mm_into.default, tuple(args))
+        elif equation in overwriting:
+            _overwrite(graph, equation, overwriting[equation], nodes)
         elif equation not in gone:
             _equation(graph, equation, nodes, groups)
     for target, value in kernel.updates:
-        if target not in placed.values():
+        if target not in placed.values() and nodes[target] is not nodes[value]:
             graph.call_function(_aten.copy_.default, (nodes[target], nodes[value]))
     # other kernels were traced, and are compiled, for results in torch's own layout
     graph.output(tuple(_laid_out(graph, nodes[value], value) for value in kernel.results))
@@ -180,6 +187,58 @@ def _equation(
     for position, value in enumerate(equation.outputs):
         if value is not None:
             nodes[value] = graph.call_function(operator.getitem, (node, position))
+
+
+def in_place(kernel: Kernel) -> dict[Equation, Any]:
+    """The equations of a kernel that may write over operands, and the operation that does.
+
+    A twin's written operands are, in order, what the pure operation returns. Each must be a whole
+    value that no later equation reads and no result shows, in memory that the kernel made, or that
+    of an operand of the kernel which the result is to overwrite anyhow.
+    """
+    given = {value.storage for value in kernel.reads}
+    ends = (*kernel.results, *(value for _, value in kernel.updates))
+    wanted = {value.storage for value in ends}
+    found: dict[Equation, Any] = {}
+    for equation in reversed(kernel.equations):
+        twin = _twin(equation.op)
+        operands = [value.storage for value in equation.operands]
+        if twin is not None:
+            pairs = [pair for pair in _written(equation, twin) if pair[0] is not None]
+            if all(
+                old.storage not in wanted
+                and operands.count(old.storage) == 1
+                and old.nbytes == old.storage_bytes
+                and (old.shape, old.stride, old.dtype) == (new.shape, new.stride, new.dtype)
+                and (old.storage not in given or (old, new) in kernel.updates)
+                for old, new in pairs
+            ):
+                found[equation] = twin
+        wanted.update(operands)
+    return found
+
+
+def _twin(op: Any) -> Any:
+    """The operation that does in place what `op` does, and returns nothing; None: none does."""
+    if isinstance(op, Scan) or op.namespace != "functron":
+        return None
+    packet = getattr(torch.ops.functron, f"{op._opname}_", None)
+    return None if packet is None or packet.default._schema.returns else packet.default
+
+
+def _written(equation: Equation, twin: Any) -> list[tuple[Any, Any]]:
+    """The operands that the twin writes to, and the result that each becomes."""
+    arguments = zip(twin._schema.arguments, equation.args, strict=True)
+    written = [value for argument, value in arguments if argument.is_write]
+    return list(zip(written, equation.outputs, strict=True))
+
+
+def _overwrite(graph: fx.Graph, equation: Equation, twin: Any, nodes: dict[Var, fx.Node]) -> None:
+    args = pytree.tree_map_only(Var, nodes.__getitem__, equation.args)
+    graph.call_function(twin, args)
+    for old, new in _written(equation, twin):
+        if old is not None:
+            nodes[new] = nodes[old]
 
 
 def _is_long(equation: Equation) -> bool:

@@ -90,6 +90,30 @@ def refuse_nested_jvp() -> None:
         )
 
 
+def constant(value: Any, device: torch.device | str) -> torch.Tensor:
+    """`torch.tensor(value, device=device)` for which neither the host nor the device waits.
+
+    torch copies numbers from memory that the system may move, for which the host waits until all
+    that it launched before has run.
+
+    Args:
+        value: a number, numbers in lists, or a 0-dim tensor, such as a traced program's place on an
+            axis, of any device.
+        device: where it is wanted.
+    """
+    device = torch.device(device)
+    if isinstance(value, torch.Tensor):
+        if value.device == device:
+            return value
+        nothing = torch.zeros((), dtype=value.dtype, device=device)
+        return nothing | value if value.dtype == torch.bool else nothing + value
+    if not isinstance(value, (list, tuple)):
+        return torch.full((), value, device=device)
+    if device.type != "cuda" or dispatch_modes_active():
+        return torch.tensor(value, device=device)
+    return torch.tensor(value).pin_memory().to(device, non_blocking=True)
+
+
 def level_of(value: torch.Tensor) -> int:
     """The torch.func level of a wrapped tensor; -1 for a plain one."""
     return functorch.maybe_get_level(value)

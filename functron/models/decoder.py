@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import nn, params
-from functron.core import random, tree
+from functron.core import compat, random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.scopes import named_scope
 from functron.core.typing import Float, Key, Scalar, Tensor
@@ -422,9 +422,9 @@ def patterns(config: GPTConfig, device: torch.device) -> dict[str, Tensor]:
     """
     found = {}
     if config.global_every:
-        found["window"] = torch.tensor(config.windows, device=device)
+        found["window"] = compat.constant(config.windows, device)
     if config.nope_every:
-        found["unrotated"] = torch.tensor(config.unrotated, device=device)
+        found["unrotated"] = compat.constant(config.unrotated, device)
     return found
 
 

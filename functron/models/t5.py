@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import nn, params
-from functron.core import tree
+from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.scopes import named_scope
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
@@ -653,7 +653,7 @@ def respond(
     def steps() -> Steps:
         cache, last = first(params, tokens), start[:, 0]
         for index in range(num_tokens):
-            place = torch.tensor(index, device=tokens.device)
+            place = compat.constant(index, tokens.device)
             found, cache = later(params, cache, last, place)
             last = yield found.float()
 

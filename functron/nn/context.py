@@ -41,6 +41,7 @@ from typing import Any, Literal
 
 import torch
 
+from functron.core import compat
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.typing import Float, Int, Tensor
 from functron.nn.attention import causal_attention
@@ -140,7 +141,7 @@ def _routes(size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 def _ordered(even: Tensor, odd: Tensor, axis: str, dim: int) -> Tensor:
     """(even, odd) joined on ranks of even number, (odd, even) on the others; its own inverse."""
-    is_even = torch.as_tensor(lax.axis_index(axis) % 2 == 0, device=even.device)
+    is_even = compat.constant(lax.axis_index(axis) % 2 == 0, even.device)
     return torch.cat([torch.where(is_even, even, odd), torch.where(is_even, odd, even)], dim)
 
 
@@ -294,18 +295,20 @@ def take(x: Any, half: Flag | None, dim: int) -> Any:
     return torch.where(half, late, early)
 
 
-def parts(ring: Ring, step: int) -> list[Part]:
-    """The blocks of a step that some rank needs."""
+def parts(ring: Ring, step: int, device: torch.device) -> list[Part]:
+    """The blocks of a step that some rank needs, with flags on the device of the keys."""
     if step == 0:
         return [Part(apart=0 if ring.window else None)]
     from_before = ring.rank() >= step  # or else the ring has closed, and it is a rank after mine
+    if isinstance(from_before, Tensor):
+        from_before = compat.constant(from_before, device)
     if ring.balanced:
         after = _not(from_before)
         halves = [(True, False, True), (after, after, True)]
     else:
         # a tensor on every mesh: a rank that left a block out would differ from the others in
         # which collectives the derivatives of this have
-        halves = [(None, None, torch.as_tensor(from_before))]
+        halves = [(None, None, compat.constant(from_before, device))]
     chunk = ring.seq // 2 if ring.balanced else ring.seq
     return [
         Part(*which, distance * chunk if ring.window else None)
@@ -397,7 +400,7 @@ class _Gathered(_Keys):
         self.given: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _of(self, x: Tensor, step: int) -> Tensor:
-        source = torch.as_tensor((self.ring.rank() - step) % self.ring.size, device=x.device)
+        source = compat.constant((self.ring.rank() - step) % self.ring.size, x.device)
         return torch.index_select(x, 0, source.reshape(1)).squeeze(0)
 
     def own(self) -> tuple[Tensor, Tensor]:
@@ -425,7 +428,7 @@ def _start(ring: Ring, k: Tensor, v: Tensor) -> tuple[_Keys, Part, dict[str, Any
     """The keys of all steps, the block of the first, and the options of all blocks."""
     gathered = ring.kind == "gather" and ring.size > 1
     keys = _Gathered(ring, k, v) if gathered else _Keys(ring, k, v)
-    (whole,) = parts(ring, 0)
+    (whole,) = parts(ring, 0, k.device)
     return keys, whole, {"scale": ring.scale, "cap": ring.cap, "kernels": ring.kernels}
 
 
@@ -434,7 +437,7 @@ def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: T
     first = block(q, *keys.own(), tests.visible(0, whole), causal=True, **options)
     out, lse = (_Rows(upcast(x), ring.balanced) for x in first)
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
-        for part in parts(ring, step):
+        for part in parts(ring, step, q.device):
             there = take(k_there, part.keys, 2), take(v_there, part.keys, 2)
             visible = tests.visible(number, part)
             mine = take(q, part.queries, 2)
@@ -457,7 +460,7 @@ def _backward(ring: Ring, residuals: tuple, cotangent: Tensor):
     dq, own = _Rows(upcast(dq_first), ring.balanced), [upcast(x) for x in own]
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
         given = [_Rows(torch.zeros_like(upcast(x)), ring.balanced) for x in (k_there, v_there)]
-        for part in parts(ring, step):
+        for part in parts(ring, step, q.device):
             there = take(k_there, part.keys, 2), take(v_there, part.keys, 2)
             visible = tests.visible(number, part)
             d_mine, q_mine, out_mine, lse_mine = (take(x, part.queries, 2) for x in rows)
@@ -670,7 +673,7 @@ def _from_sources(ring: Ring, x: Tensor, ulysses: str) -> list[Tensor]:
     if ring.kind == "ring":
         return [x, *(ring.shift(x, step) for step in ring.steps)]
     everywhere, rank = lax.all_gather(x, ring.axis), ring.rank()
-    sources = [torch.as_tensor((rank - step) % ring.size, device=x.device) for step in ring.steps]
+    sources = [compat.constant((rank - step) % ring.size, x.device) for step in ring.steps]
     return [x, *(torch.index_select(everywhere, 0, s.reshape(1)).squeeze(0) for s in sources)]
 
 

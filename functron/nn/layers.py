@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from functron.core import random
 from functron.core.typing import Float, Int, Key, Tensor
 from functron.ops.define import AUTO, Kernels
-from functron.ops.glu import GLU
+from functron.ops.glu import GLU, glu_linear
 from functron.ops.ids import check_ids
 from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from functron.params import Normal, ParamDef, ones, zeros
@@ -316,8 +316,14 @@ def mlp(
     up = column_parallel(x, *weights(params["up"]))
     if "gate" in params:
         gate = column_parallel(x, *weights(params["gate"]))
-        by_kernel = kernels.takes("glu", gate, up)
-        hidden = GLU(gate, up, activation) if by_kernel else act(gate) * up
+        w, bias, lora = weights(params["down"])
+        if not kernels.takes("glu", gate, up):
+            hidden = act(gate) * up
+        elif lora is None:
+            y = reduce_partial(glu_linear(gate, up, w, activation), stream, axis)
+            return y if bias is None else y + bias
+        else:
+            hidden = GLU(gate, up, activation)
     else:
         hidden = act(up)
     return row_parallel(hidden, *weights(params["down"]), stream=stream, axis=axis)

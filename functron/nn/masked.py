@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from functron.core import compat
 from functron.core.typing import Bool, Float, Int, Tensor
 from functron.nn.attention import AttentionConfig
 from functron.nn.layers import column_parallel, gather_sequence, row_parallel, weights
@@ -265,7 +266,7 @@ def relative_buckets(
     count = num_buckets // 2 if bidirectional else num_buckets
     distance = ahead.abs() if bidirectional else (-ahead).clamp(min=0)
     exact = count // 2
-    starts = torch.tensor(_starts(exact, count - exact, max_distance), device=device)
+    starts = compat.constant(_starts(exact, count - exact, max_distance), places.device)
     far = exact + torch.bucketize(distance, starts, right=True)
     bucket = torch.where(distance < exact, distance, far)
     return bucket + (ahead > 0) * count if bidirectional else bucket

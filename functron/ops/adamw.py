@@ -13,16 +13,17 @@ do in a float32 master copy, which costs 4 bytes per parameter; to nearest they 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems
 from functron.core.random import Index, fold_in, sample, threefry
-from functron.ops.define import Launch, define
+from functron.ops.define import PACK_BYTES, Launch, define, leading, one_by_one, type_name
+from functron.ops.foreach import laid_out
 
 _SMALLEST_NORMAL = 2.0**-14  # of float16
 _STEP = 2.0**-24  # between its subnormal numbers
@@ -94,11 +95,8 @@ class _Bits(Function):
 
 
 _THREADS = 256
-_QUAD = 4  # elements of a thread at a time, as in kernels/adamw.cu
-_BLOCKS = 3  # per processor: what fits with its registers, so scalars are worked out once
-_TYPES: Mapping[torch.dtype, int] = MappingProxyType(
-    {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-)
+# per processor, as many as kernels/adamw.cu bounds registers for, so scalars are worked out once
+_BLOCKS, _STOCHASTIC_BLOCKS = 3, 2
 _WHOLE = (0, 1 << 62, 0, 1, 0, 1, 0)
 _LEVELS = 4
 
@@ -171,6 +169,8 @@ def adamw_(
 ) -> None:
     """One step of AdamW on one leaf, in place; nothing is read back to the host.
 
+    `adamw` is the pure function, which traced programs have: compiled, it is in place as well.
+
     ``mu = b1 mu + (1 - b1) g``, ``nu = b2 nu + (1 - b2) g^2`` with ``g = clip * grad``, and ``p = p
     - rate (mu / (1 - b1^count) / (sqrt(nu / (1 - b2^count)) + eps) + weight_decay p)``, in float32
     (float64 where param is), with each moment rounded to its dtype after its use. p is `master`
@@ -199,10 +199,51 @@ def adamw_(
     scalars = {"count": count, "rate": rate, "clip": clip, "found_inf": found_inf}
     _check(param, operands, scalars, rounding)
     key, salt, place = rounding or (None, 0, ())
-    ADAMW(
+    ADAMW_(
         param, master, mu, nu, grad, rate, clip, found_inf, count, key, b1, b2, eps, weight_decay,
         salt, list(place or _WHOLE),
     )  # fmt: skip
+
+
+def adamw(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    mu: torch.Tensor,
+    nu: torch.Tensor,
+    *,
+    count: torch.Tensor,
+    rate: torch.Tensor,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    master: torch.Tensor | None = None,
+    clip: torch.Tensor | None = None,
+    rounding: Stochastic | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """The parameter, master, mu and nu that `adamw_` would leave, as new tensors.
+
+    Arguments are those of `adamw_`, in any layout, also where vmap batches them; one operation of a
+    traced program. No derivative, no collectives.
+    """
+    order = sorted(range(param.dim()), key=param.stride, reverse=True)
+    straight = order == sorted(order)
+
+    def dense(x: torch.Tensor | None) -> Any:
+        return x if x is None else (x if straight else x.permute(order)).contiguous()
+
+    key, salt, place = rounding or (None, 0, ())
+    out = ADAMW(
+        *map(dense, (param, master, mu, nu, grad)), rate, clip, None, count, key, b1, b2, eps,
+        weight_decay, salt, list(place or _WHOLE),
+    )  # fmt: skip
+    back = [order.index(dim) for dim in range(len(order))]
+
+    def like(x: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        return laid_out(x if straight else x.permute(back), old)
+
+    new_master = None if master is None else like(out[1], master)
+    return like(out[0], param), new_master, like(out[2], mu), like(out[3], nu)
 
 
 def _check(param: torch.Tensor, operands: dict, scalars: dict, rounding: Stochastic | None) -> None:
@@ -246,21 +287,20 @@ def _kernel(
     size = param.numel()
     if not size:
         return
-    operands = [param, mu, nu, grad]
-    unknown = [str(x.dtype) for x in operands if x.dtype not in _TYPES]
-    if unknown:
-        raise TypeError(
-            f"adamw_: got {', '.join(unknown)}; wanted float32, float16 or bfloat16; fix: pass "
-            'kernels=functron.ops.use("reference")'
-        )
+    operands = {"PARAM": param, "GRAD": grad, "MU": mu, "NU": nu}
+    defines = {name: type_name(x, "adamw_") for name, x in operands.items()}
     packed = all(
-        x.data_ptr() % (_QUAD * x.element_size()) == 0 for x in (*operands, master) if x is not None
+        x.data_ptr() % PACK_BYTES == 0 for x in (*operands.values(), master) if x is not None
     )
-    blocks = min(-(-size // (_THREADS * _QUAD)), launch.processors(param.device) * _BLOCKS)
+    lot = PACK_BYTES // min(x.element_size() for x in operands.values())  # elements of a thread
+    resident = _BLOCKS if key is None else _STOCHASTIC_BLOCKS
+    blocks = min(-(-size // (_THREADS * lot)), launch.processors(param.device) * resident)
     launch(
-        "adamw", "adamw", blocks, _THREADS,
-        param, master, mu, nu, grad, *(_TYPES[x.dtype] for x in operands), size, int(packed),
-        rate, clip, found_inf, count, 1 - b1, 1 - b2, float(eps), float(decay), key, salt, *place,
+        "adamw", "adamw" if key is None else "adamw_stochastic", blocks, _THREADS,
+        param, master, mu, nu, grad, size, int(packed),
+        rate, clip, found_inf, count, 1 - b1, 1 - b2, float(eps), float(decay),
+        *(() if key is None else (key, salt, *place)),
+        defines={**defines, "MASTER": str(int(master is not None))},
     )  # fmt: skip
 
 
@@ -301,12 +341,47 @@ def _positions(size: int, place: Sequence[int], device: torch.device) -> torch.T
     return total + i * p3
 
 
-ADAMW = define(
-    "adamw_(Tensor(a!) param, Tensor(b!)? master, Tensor(c!) mu, Tensor(d!) nu, Tensor grad, "
-    "Tensor rate, Tensor? clip, Tensor? found_inf, Tensor count, Tensor? key, float b1, float b2, "
-    "float eps, float decay, int salt, int[] place) -> ()",
+def _made(update: Callable, param, master, mu, nu, *rest) -> tuple:
+    """What `update`, which is in place, makes of copies; an empty one where there is no master."""
+    new = [None if x is None else x.clone() for x in (param, master, mu, nu)]
+    update(*new, *rest)
+    return _with_master(*new)
+
+
+def _with_master(param, master, mu, nu) -> tuple:
+    return param, param.new_empty(0) if master is None else master, mu, nu
+
+
+def _fake(*args) -> tuple:
+    return _with_master(*[None if x is None else torch.empty_like(x) for x in args[:4]])
+
+
+def _batch(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:
+    """One step of all that is mapped, unless what it shares is mapped, or bits go by positions."""
+    if any(dim is not None for dim in in_dims[5:10]) or args[9] is not None:
+        return one_by_one(size, (*in_dims[:10], *[None] * len(args[10:])), args, op)
+    rows = zip(args[:5], in_dims[:5], strict=True)
+    leaves = [None if x is None else leading(x, dim, size).contiguous() for x, dim in rows]
+    return op(*leaves, *args[5:]), (0, None if args[1] is None else 0, 0, 0)
+
+
+_REST = """Tensor grad, Tensor rate, Tensor? clip, Tensor? found_inf, Tensor count, Tensor? key,
+    float b1, float b2, float eps, float decay, int salt, int[] place"""
+
+ADAMW_ = define(
+    f"adamw_(Tensor(a!) param, Tensor(b!)? master, Tensor(c!) mu, Tensor(d!) nu, {_REST}) -> ()",
     kernel=_kernel,
     reference=_reference,
     fake=lambda *args: None,
 )
 """`adamw_` without its checks; `place` is that of `place_of`, or (0, 2^62, 0, 1, 0, 1, 0)."""
+
+ADAMW = define(
+    f"adamw(Tensor param, Tensor? master, Tensor mu, Tensor nu, {_REST}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    kernel=lambda launch, *args: _made(functools.partial(_kernel, launch), *args),
+    reference=functools.partial(_made, _reference),
+    fake=_fake,
+    batch=_batch,
+)
+"""What `ADAMW_` leaves in its first four operands, in new tensors; for no master an empty one."""

@@ -108,9 +108,7 @@ def logits_cotangent(
 
 
 def _number(valid: Tensor | int | None, logits: Tensor) -> Tensor | None:
-    if isinstance(valid, int):
-        return torch.full((), valid, dtype=torch.int64, device=logits.device)
-    return None if valid is None else valid.to(logits.device)
+    return None if valid is None else compat.constant(valid, logits.device)
 
 
 def _mask(valid: Tensor | None, logits: Tensor) -> Tensor | None:

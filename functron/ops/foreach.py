@@ -139,6 +139,16 @@ def _dense_row(row: Row, num_mutated: int, copied: list) -> Row:
     return tuple(out)
 
 
+def laid_out(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`x` as `like` lies in memory, its batch dims under vmap included; `x` itself if it does.
+
+    So a traced program returns what takes the memory of `like`, a donated argument.
+    """
+    if not compat.is_wrapped(x) and not compat.is_wrapped(like) and x.stride() == like.stride():
+        return x
+    return torch.empty_like(like, dtype=x.dtype).copy_(x)
+
+
 def _physical_columns(
     columns: list[Column], names: list[str], num_mutated: int, paths: Paths
 ) -> list[Column]:

@@ -2,18 +2,23 @@
 
 Gate and up are tensors of their own, `GLU`, or halves of one, `GLU_PACKED`, whose gradient is then
 made as one as well. Autograd of the plain formula keeps act(gate) beside both and reads them thrice
-in backward; this keeps gate and up alone, and computes act(gate) again.
+in backward; this keeps gate and up alone, and computes act(gate) again. The product that follows
+would keep hidden, a third of what an MLP keeps; `glu_linear` computes that again too, in the pass
+that makes the gradients of gate and up. As this reads the cotangent, no compiler takes the second
+computation for the first one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from functron.core import compat
 from functron.core.errors import nearest
-from functron.core.typing import Tensor
+from functron.core.typing import Float, Int, Tensor
 from functron.ops.define import (
     PACK_BYTES,
     Gradient,
@@ -26,6 +31,8 @@ from functron.ops.define import (
     type_name,
     upcast,
 )
+from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
+from functron.transforms.custom_vjp import custom_vjp
 
 GLU_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
 """In the order by which kernels number them. The last is (u + 1) g sigmoid(1.702 g) of g =
@@ -43,7 +50,9 @@ def _number(activation: str) -> int:
     return GLU_ACTIVATIONS.index(activation)
 
 
-def _launch(launch: Launch, kernel: str, tensors: Sequence[Tensor], rest: Sequence[int], kind: str):
+def _launch(
+    launch: Launch, kernel: str, tensors: Sequence[Any], rest: Sequence[int], kind: str
+) -> None:
     """Run a kernel on rows: of `tensors` the first has the shape, all decide on packs."""
     rows, dim = tensors[0].shape
     check_columns(dim, "glu")
@@ -68,12 +77,20 @@ def _kernel(launch: Launch, gate: Tensor, up: Tensor, activation: str) -> Tensor
 
 
 def _backward_into(
-    launch: Launch, d_hidden: Tensor, gate: Tensor, up: Tensor, out: Sequence[Tensor], kind: str
+    launch: Launch,
+    d_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    out: Sequence[Tensor],
+    kind: str,
+    hidden: Tensor | None = None,
 ) -> None:
-    """The gradients of gate and up, to rows `out` of one stride."""
+    """The gradients of gate and up, to rows `out` of one stride; and to `hidden` what it is."""
     d_hidden, gate, up = (rows_of(x) for x in (d_hidden, gate, up))
-    tensors = d_hidden, gate, up, *out
-    _launch(launch, "glu_backward", tensors, [x.stride(0) for x in tensors[:4]], kind)
+    tensors = d_hidden, gate, up, *out, hidden
+    _launch(
+        launch, "glu_backward", tensors, [x.stride(0) for x in (d_hidden, gate, up, *out[:1])], kind
+    )
 
 
 def _backward_kernel(
@@ -83,6 +100,16 @@ def _backward_kernel(
     if gate.numel():
         flat = [rows_of(x) for x in out]
         _backward_into(launch, d_hidden, gate, up, flat, activation)
+    return out
+
+
+def _again_kernel(
+    launch: Launch, d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = gate.new_empty(gate.shape), gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+    if gate.numel():
+        *flat, hidden = (rows_of(x) for x in out)
+        _backward_into(launch, d_hidden, gate, up, flat, activation, hidden)
     return out
 
 
@@ -151,6 +178,12 @@ def _backward(d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str) -> tu
     return d_gate.to(gate.dtype).contiguous(), d_up.to(up.dtype).contiguous()
 
 
+def _again(
+    d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *_backward(d_hidden, gate, up, activation), _reference(gate, up, activation)
+
+
 def _packed_backward(d_hidden: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     return torch.cat(_backward(d_hidden, *_halves(gate_up), activation), -1)
 
@@ -164,6 +197,17 @@ GLU_BACKWARD = define(
     gradient=_backward,
 )
 """(d_gate, d_up) = d_hidden (up act'(gate), act(gate))."""
+
+GLU_BACKWARD_AGAIN = define(
+    "glu_backward_again(Tensor d_hidden, Tensor gate, Tensor up, str activation) "
+    "-> (Tensor, Tensor, Tensor)",
+    kernel=_again_kernel,
+    reference=_again,
+    fake=lambda d_hidden, gate, *rest: tuple(gate.new_empty(gate.shape) for _ in range(3)),
+    batch=of_rows(whole=()),
+    gradient=_again,
+)
+"""(d_gate, d_up, hidden): `GLU_BACKWARD`, and `GLU` again."""
 
 GLU = define(
     "glu(Tensor gate, Tensor up, str activation) -> Tensor",
@@ -198,3 +242,49 @@ GLU_PACKED = define(
     ),
 )
 """`GLU` of the halves of ``[..., 2 dim]``: gate's columns, then up's."""
+
+
+def glu_linear(
+    gate: Float[Tensor, "*batch inner"],
+    up: Float[Tensor, "*batch inner"],
+    w: Float[Tensor, "*groups inner outer"],
+    activation: str,
+    sizes: Int[Tensor, " groups"] | None = None,
+) -> Float[Tensor, "*batch outer"]:
+    """``GLU(gate, up, activation) @ w``, of which gate, up and w alone are kept for backward.
+
+    The same gradients, bit for bit. No collectives; where w has a part of the rows of a matrix, the
+    result is a part of a sum.
+
+    Args:
+        gate, up: of one shape and dtype.
+        w: of that dtype.
+        activation: one of `GLU_ACTIVATIONS`.
+        sizes: of groups of rows ``[R, inner]``, each with a w of its own: see `grouped_matmul`.
+            Gradients of gate and up in rows of no group may be anything: nobody may read them.
+    """
+
+    def product(gate, up, w, sizes):
+        hidden = GLU(gate, up, activation)
+        return hidden @ w if sizes is None else grouped_matmul(hidden, w, sizes)
+
+    def forward(gate, up, w, sizes):
+        return product(gate, up, w, sizes), (gate, up, w, sizes)
+
+    def backward(residuals, dy):
+        gate, up, w, sizes = residuals
+        rows = dy.flatten(0, -2)
+        flat = rows @ w.mT if sizes is None else grouped_matmul(rows, w.mT, sizes, False)
+        d_hidden = flat.view(gate.shape)
+        if not trained:
+            return *GLU_BACKWARD(d_hidden, gate, up, activation), None, None
+        d_gate, d_up, hidden = GLU_BACKWARD_AGAIN(d_hidden, gate, up, activation)
+        again = hidden.flatten(0, -2)
+        if sizes is None:
+            return d_gate, d_up, again.mT @ rows, None
+        return d_gate, d_up, grouped_matmul_weight(again, rows, sizes, w.shape[0]), None
+
+    if compat.pushing_forward():  # which custom_vjp has no rule for
+        return product(gate, up, w, sizes)
+    trained = compat.differentiating() or compat.requires_grad(w)
+    return custom_vjp(product, forward, backward)(gate, up, w, sizes)

@@ -16,7 +16,6 @@ operations on small tensors: keep the states of many tensors in one, and update 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -24,8 +23,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from functron.core.errors import Problem, nearest, raise_problems
-from functron.ops.define import Launch, define, type_name
+from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.ops.define import PACK_BYTES, Launch, define, type_name
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 FORMATS: Mapping[str, torch.dtype] = MappingProxyType({"e4m3": E4M3, "e5m2": E5M2})
@@ -36,7 +35,7 @@ _MACROS = {E4M3: "__NV_E4M3", E5M2: "__NV_E5M2"}
 _BLOCKS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"1x128": (1, 128), "128x128": (128, 128), "mx": (1, 32)}
 )
-_TILE, _THREADS = 128, 256
+_TILE, _THREADS, _PAD = 128, 256, 4
 _LARGEST = torch.finfo(torch.float32).max
 _NAN = 0x7F  # in both formats
 _ROWS_OF_A_GRID = 1 << 20
@@ -56,6 +55,36 @@ class Quantised(NamedTuple):
     values: torch.Tensor
     scales: torch.Tensor
     blocks: str
+
+    def mm_scales(self) -> torch.Tensor:
+        """The scales of a matrix in the layout that `torch.nn.functional.scaled_mm` takes.
+
+        No copy of what `quantise_fp8` made. Of ``values`` ``[rows, cols]``, as the left operand, or
+        as ``values.mT`` the right one: of 1x128 (``ScalingType.BlockWise1x128``) ``[rows, cols /
+        128]`` with strides ``[1, rows]``; of 128x128 (``BlockWise128x128``) ``[padded, rows /
+        128]`` with strides ``[1, padded]``, where padded is ``cols / 128`` rounded up to 4.
+
+        Raises:
+            ValueError: a batch of matrices, or "mx", whose scales it wants in another order
+                (``SwizzleType.SWIZZLE_32_4_4``).
+        """
+        if self.blocks == "mx" or self.scales.dim() != 2:
+            got = f"blocks of {self.blocks} and scales of shape {tuple(self.scales.shape)}"
+            wanted = 'one matrix, by blocks of "1x128" or "128x128"'
+            refuse("no layout for scaled_mm", "quantised", got, wanted, "multiply one at a time")
+        tall, wide = self.scales.shape
+        if self.blocks == "1x128":
+            turned = self.scales.mT.contiguous()
+            return turned.as_strided((tall, wide), (1, tall), turned.storage_offset())
+        whole, padded = self.scales, -(-wide // _PAD) * _PAD
+        known = all(
+            size == 1 or found == made
+            for size, found, made in zip((tall, wide), whole.stride(), (padded, 1), strict=True)
+        )
+        end = (whole.storage_offset() + tall * padded) * whole.element_size()
+        if not known or whole.untyped_storage().nbytes() < end:
+            whole = F.pad(whole, (0, padded - wide))
+        return whole.as_strided((padded, tall), (1, padded), whole.storage_offset())
 
 
 def quantise_fp8(
@@ -90,11 +119,18 @@ def quantise_fp8(
     y, scales, turned, turned_scales, _ = QUANTISE_FP8(
         x.reshape(-1, *x.shape[-2:]), None, rows, cols, format == "e5m2", power, transpose
     )
-    if blocks == "mx":
-        scales, turned_scales = scales.view(E8M0), turned_scales.view(E8M0)
-    whole = functools.partial(_with_lead, x.shape[:-2])
-    second = Quantised(whole(turned), whole(turned_scales), blocks) if transpose else None
-    return Quantised(whole(y), whole(scales), blocks), second
+
+    def whole(values: torch.Tensor, scales: torch.Tensor) -> Quantised:
+        if blocks == "mx":
+            scales = scales.view(E8M0)
+        elif blocks == "1x128":
+            scales = scales.mT
+        else:
+            scales = scales[..., : -(-values.shape[-1] // cols)]
+        lead = x.shape[:-2]
+        return Quantised(_with_lead(lead, values), _with_lead(lead, scales), blocks)
+
+    return whole(y, scales), whole(turned, turned_scales) if transpose else None
 
 
 def cast_fp8(
@@ -178,7 +214,6 @@ def _kernel(launch: Launch, x, given, block_rows, block_cols, e5m2, power, trans
     if not x.numel():
         return out
     x = x if x.stride(2) == 1 or cols == 1 else x.contiguous()
-    quad = 4 * x.element_size()
     aligned = [x.data_ptr(), *(x.stride(i) * x.element_size() for i in (0, 1) if x.shape[i] > 1)]
     tiles = batch * -(-rows // _TILE) * -(-cols // _TILE)
     pitch = _TILE + 4 // x.element_size()
@@ -186,8 +221,9 @@ def _kernel(launch: Launch, x, given, block_rows, block_cols, e5m2, power, trans
         "quantise", "quantise", tiles, _THREADS,
         x, given, y.view(torch.uint8), scales, turned.view(torch.uint8) if transpose else None,
         turned_scales, amax, rows, cols, x.stride(0), x.stride(1),
-        0 if block_rows != 1 else block_cols, int(power), int(scales.dtype == torch.uint8),
-        int(not any(n % quad for n in aligned)), int(cols % 4 == 0),
+        0 if block_rows != 1 else block_cols, int(power),
+        int(not any(n % PACK_BYTES for n in aligned)),
+        int(cols * x.element_size() % PACK_BYTES == 0), int(rows % PACK_BYTES == 0),
         defines={"ELEMENT": type_name(x, "quantise_fp8"), "FORMAT": _MACROS[y.dtype]},
         shared_bytes=_TILE * pitch * x.element_size(),
     )  # fmt: skip
@@ -200,9 +236,9 @@ def _fake(x, given, block_rows, block_cols, e5m2, power, transpose) -> tuple:
     kind = torch.uint8 if block_cols == 32 else torch.float32
     sizes = back = (0, 0)
     if block_rows:
-        sizes = (-(-rows // block_rows), -(-cols // block_cols))
+        sizes = _as_stored(-(-rows // block_rows), -(-cols // block_cols), block_rows, block_cols)
     if block_rows and transpose:
-        back = (-(-cols // block_rows), -(-rows // block_cols))
+        back = _as_stored(-(-cols // block_rows), -(-rows // block_cols), block_rows, block_cols)
     return (
         x.new_empty((batch, rows, cols), dtype=dtype),
         x.new_empty((batch, *sizes), dtype=kind),
@@ -210,6 +246,13 @@ def _fake(x, given, block_rows, block_cols, e5m2, power, transpose) -> tuple:
         x.new_empty((batch, *back), dtype=kind),
         x.new_empty(batch if given is not None else 0, dtype=torch.float32),
     )
+
+
+def _as_stored(tall: int, wide: int, block_rows: int, block_cols: int) -> tuple[int, int]:
+    """How a matrix of scales lies in memory: turned for 1x128, padded for 128x128."""
+    if block_cols != _TILE:
+        return tall, wide
+    return (wide, tall) if block_rows == 1 else (tall, -(-wide // _PAD) * _PAD)
 
 
 def _reference(x, given, block_rows, block_cols, e5m2, power, transpose) -> tuple:
@@ -247,6 +290,10 @@ def _by_blocks(x: torch.Tensor, rows: int, cols: int, dtype: torch.dtype, power:
     y = _cast(parts, by[:, :, None, :, None], dtype).reshape(padded.shape)
     if cols == 32:
         back = (back.view(torch.int32) >> 23).to(torch.uint8)
+    elif rows == 1:
+        back = back.mT
+    else:
+        back = F.pad(back, (0, -wide % _PAD))
     return _copy(y.view(torch.uint8)[:, :height, :width]).view(dtype), _copy(back)
 
 
@@ -288,20 +335,17 @@ def _batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
 def _dequantise(launch: Launch, x, scales, like, block_rows, block_cols) -> torch.Tensor:
     y = x.new_empty(x.shape, dtype=like.dtype)
     batch, rows, cols = x.shape
-    x, scales = x.contiguous(), scales.contiguous()
+    x = x.contiguous()
     if not x.numel():
         return y
-    packed = cols % 4 == 0 and x.data_ptr() % 4 == 0
-    kind = {"ELEMENT": type_name(like, "dequantise_fp8"), "FORMAT": _MACROS[x.dtype]}
-    whole = rows % block_rows == 0  # no block has rows of two matrices
-    for part in [slice(None)] if whole else [slice(i, i + 1) for i in range(batch)]:
-        height = len(x[part]) * rows
-        launch(
-            "quantise", "dequantise", min(height, _ROWS_OF_A_GRID), _THREADS,
-            x[part].view(torch.uint8), scales[part], y[part], height, cols,
-            block_rows.bit_length() - 1, block_cols.bit_length() - 1,
-            int(scales.dtype == torch.uint8), int(packed), defines=kind,
-        )  # fmt: skip
+    packed = cols % PACK_BYTES == 0 and x.data_ptr() % PACK_BYTES == 0
+    launch(
+        "quantise", "dequantise", min(batch * rows, _ROWS_OF_A_GRID), _THREADS,
+        x.view(torch.uint8), scales, y, batch, rows, cols,
+        block_rows.bit_length() - 1, block_cols.bit_length() - 1, *scales.stride(),
+        int(scales.dtype == torch.uint8), int(packed),
+        defines={"ELEMENT": type_name(like, "dequantise_fp8"), "FORMAT": _MACROS[x.dtype]},
+    )  # fmt: skip
     return y
 
 

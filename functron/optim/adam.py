@@ -15,6 +15,7 @@ import torch
 
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems
+from functron.ops.adamw import adamw as adamw_op
 from functron.ops.adamw import adamw_
 from functron.ops.define import AUTO, Kernels
 from functron.ops.foreach import foreach_
@@ -23,6 +24,7 @@ from functron.optim.mask import Mask, add_decayed_weights, mask_leaves
 from functron.optim.schedules import (
     LearningRate,
     increment_,
+    incremented,
     new_count,
     rate_and_count,
     scale_by_learning_rate,
@@ -32,8 +34,10 @@ from functron.optim.transformation import (
     GradientTransformation,
     chain,
     transformation,
+    with_one_pass,
     with_step,
 )
+from functron.program.recorder import active
 from functron.spmd.spec import P
 
 MomentDtype = torch.dtype | Literal["int8"] | None
@@ -166,23 +170,24 @@ def adamw(
         if not _one_pass(kernels, columns):
             return None
         rate, count = rate_and_count(learning_rate, schedule)
-        if _batched(adam.count, rate, fusion.factor):
+        if _batched(adam.count, rate, fusion.factor) or _differentiated(columns):
             return None
         counts = [adam.count] if count is None else [adam.count, count]
         decays = [weight_decay if flag else 0.0 for flag in mask_leaves(mask, params)]
 
         def run():
-            increment_(counts)
+            steps, *scheduled = incremented(counts)
             numbers = {"b1": b1, "b2": b2, "eps": eps}
-            _by_kernel_(params, columns, decays, fusion, adam.count, rate, numbers)
-            return params, state
+            by_kernel = _by_kernel_ if active() is None else _by_kernel
+            new, mu, nu, masters = by_kernel(
+                params, adam, columns, decays, fusion, steps, rate, numbers
+            )
+            later = schedule._replace(count=scheduled[0]) if scheduled else schedule
+            return new, (ScaleByAdamState(steps, mu, nu), state[1], later), masters
 
         return run
 
     def step_(grads, state, params):
-        together = one_pass(grads, state, params, Fusion())
-        if together is not None:
-            return together()
         adam, decay, schedule = state
         rate, count = rate_and_count(learning_rate, schedule)
         columns = _columns(grads, adam, params)
@@ -204,7 +209,7 @@ def adamw(
             )
         return params, (adam, decay, schedule)
 
-    return with_step(plain, step_)._replace(one_pass=one_pass)
+    return with_one_pass(with_step(plain, step_), one_pass)
 
 
 @public
@@ -287,13 +292,23 @@ def _batched(*scalars: float | torch.Tensor | None) -> bool:
     return any(isinstance(x, torch.Tensor) and compat.is_wrapped(x) for x in scalars)
 
 
+def _differentiated(columns: list[list]) -> bool:
+    """Whether a program is traced that differentiates through the step: the kernel has no rule."""
+    if active() is None:
+        return False
+    return compat.differentiating() or any(
+        compat.requires_grad(leaf) for column in columns for leaf in column
+    )
+
+
 def _quantised(columns: list[list]) -> bool:
     return any(isinstance(leaf, Quantised) for column in columns for leaf in column)
 
 
 def _one_pass(kernels: Kernels, columns: list[list]) -> bool:
     """Whether the kernel is to compute the step of these leaves."""
-    return not _quantised(columns) and kernels.takes("adamw", *itertools.chain(*columns))
+    leaves = list(itertools.chain(*columns))
+    return bool(leaves) and not _quantised(columns) and kernels.takes("adamw", *leaves)
 
 
 def _fusable(columns: list[list], count: torch.Tensor, rate: float | torch.Tensor) -> bool:
@@ -320,17 +335,19 @@ def _fused(steps: torch.Tensor, rate: float | torch.Tensor, b1, b2, eps, weight_
 
 def _by_kernel_(
     params: tree.Tree,
+    adam: ScaleByAdamState,
     columns: Sequence[Sequence[torch.Tensor]],
     decays: Sequence[float],
     fusion: Fusion,
     count: torch.Tensor,
     rate: float | torch.Tensor,
     numbers: Mapping[str, float],
-) -> None:
-    """Overwrites parameters, moments and masters, by `functron.ops.adamw`.
+) -> tuple[tree.Tree, tree.Tree, tree.Tree, tree.Tree]:
+    """Overwrites parameters, moments and masters, and returns them, by `functron.ops.adamw`.
 
     Args:
         params: the parameters.
+        adam: whose moments are theirs.
         columns: the leaves of parameters, gradients, first and second moments.
         decays: the weight decay of each leaf.
         fusion: the work of other transformations; roundings are of elements in memory's order.
@@ -338,10 +355,8 @@ def _by_kernel_(
         rate: the learning rate.
         numbers: b1, b2 and eps.
     """
-    structure, paths = tree.structure(params), tree.paths(params)
-    none = [None] * len(decays)
-    own = none if fusion.masters is None else structure.flatten_up_to(fusion.masters)
-    roundings = none if fusion.rounding is None else structure.flatten_up_to(fusion.rounding)
+    paths = tree.paths(params)
+    own, roundings = _beside(params, fusion)
     rows = list(zip(*columns, own, strict=True))
 
     def kind(i: int) -> Any:  # what one call can have
@@ -377,6 +392,54 @@ def _by_kernel_(
             paths=lambda chosen=chosen: [paths[i] for i in chosen],
             dense=True,
         )
+    return params, adam.mu, adam.nu, fusion.masters
+
+
+def _by_kernel(
+    params: tree.Tree,
+    adam: ScaleByAdamState,
+    columns: Sequence[Sequence[torch.Tensor]],
+    decays: Sequence[float],
+    fusion: Fusion,
+    count: torch.Tensor,
+    rate: float | torch.Tensor,
+    numbers: Mapping[str, Any],
+) -> tuple[tree.Tree, tree.Tree, tree.Tree, tree.Tree]:
+    """`_by_kernel_` of a traced program: one operation per leaf, and new values."""
+    scalars: dict[tuple, dict[str, torch.Tensor | None]] = {}
+
+    def scalars_of(leaf: torch.Tensor) -> dict[str, Any]:
+        real = torch.float64 if leaf.dtype == torch.float64 else torch.float32
+        if (leaf.device, real) not in scalars:
+            clip = None if fusion.factor is None else _scalar(fusion.factor, real, leaf.device)
+            made = {"rate": _scalar(rate, real, leaf.device), "clip": clip}
+            scalars[leaf.device, real] = {"count": count.to(leaf.device), **made}
+        return scalars[leaf.device, real]
+
+    rows = zip(*columns, *_beside(params, fusion), decays, strict=True)
+    found = [
+        adamw_op(
+            p, g, mu, nu, **scalars_of(p), **numbers, master=master, rounding=rounding,
+            weight_decay=decay,
+        )
+        for p, g, mu, nu, master, rounding, decay in rows
+    ]  # fmt: skip
+    structure = tree.structure(params)
+    new, masters, mu, nu = (
+        tree.unflatten(structure, list(column)) for column in zip(*found, strict=True)
+    )
+    return new, mu, nu, masters
+
+
+def _beside(params: tree.Tree, fusion: Fusion) -> tuple[list, list]:
+    """Of each parameter its master and its rounding; None where there is none."""
+    structure = tree.structure(params)
+    none = [None] * len(tree.leaves(params))
+    masters, rounding = (
+        none if part is None else structure.flatten_up_to(part)
+        for part in (fusion.masters, fusion.rounding)
+    )
+    return masters, rounding
 
 
 def _scalar(value: float | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -26,9 +26,15 @@ from functron.core import compat, random, tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.ops.adamw import Stochastic, place_of, random_bits, stochastic_round
 from functron.ops.foreach import foreach_
-from functron.optim.schedules import increment_, new_count
-from functron.optim.transformation import Fusion, GradientTransformation, bindable, transformation
+from functron.optim.schedules import increment_, incremented, new_count
+from functron.optim.transformation import (
+    GradientTransformation,
+    bindable,
+    transformation,
+    with_one_pass,
+)
 from functron.optim.zero import leaf_specs
+from functron.program.recorder import active
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import Cut, P, dim_axes, is_spec, num_shards, padded_shape, take
 
@@ -113,15 +119,12 @@ def with_fp32_masters(
             return None
 
         def run():
-            _, inner_state = together()
-            return params, MastersState(state.masters, inner_state)
+            new, inner_state, masters = together()
+            return new, MastersState(masters, inner_state), None
 
         return run
 
     def step_(grads, state, params):
-        together = one_pass(grads, state, params, Fusion())
-        if together is not None:
-            return together()
         effective = _effective(params, state.masters)
         effective, inner_state = inner.step_(widen(grads, params), state.inner, effective)
         pairs = zip(tree.leaves(params), tree.leaves(effective), strict=True)
@@ -134,14 +137,15 @@ def with_fp32_masters(
         masters = tree.map(lambda p, m: m if is_low(p) else None, params, effective)
         return params, MastersState(masters, inner_state)
 
-    return transformation(
+    plain = transformation(
         init,
         update,
         specs=lambda param_specs: MastersState(param_specs, inner.specs(param_specs)),
         step_=step_,
         grad_specs=inner.grad_specs,
         elementwise=inner.elementwise,
-    )._replace(one_pass=one_pass)
+    )
+    return with_one_pass(plain, one_pass)
 
 
 def is_low(param: torch.Tensor) -> bool:
@@ -248,16 +252,13 @@ def with_stochastic_rounding(
             return None
 
         def run():
-            _, inner_state = together()
-            increment_([state.count])
-            return params, StochasticState(state.key, state.count, inner_state)
+            new, inner_state, _ = together()
+            count = incremented([state.count])[0]
+            return new, StochasticState(state.key, count, inner_state), None
 
         return run
 
     def step_(grads, state, params):
-        together = one_pass(grads, state, params, Fusion())
-        if together is not None:
-            return together()
         increment_([state.count])
         wide = tree.map(_wide, params)
         wide, inner_state = inner.step_(widen(grads, params), state.inner, wide)
@@ -269,13 +270,14 @@ def with_stochastic_rounding(
         foreach_(_round_, {"params": old}, read, paths=lambda: paths)
         return params, StochasticState(state.key, state.count, inner_state)
 
-    return transformation(
+    plain = transformation(
         init,
         update,
         specs=lambda param_specs: StochasticState(P(), P(), inner.specs(param_specs)),
         step_=step_,
         grad_specs=inner.grad_specs,
-    )._replace(one_pass=one_pass)
+    )
+    return with_one_pass(plain, one_pass)
 
 
 def _wide(param: torch.Tensor) -> torch.Tensor:
@@ -330,11 +332,13 @@ def _bits(
 def _roundings(
     key: torch.Tensor, params: tree.Tree, defs: tree.Tree, specs: tree.Tree
 ) -> tree.Tree:
-    """How the kernel rounds each parameter; None where it cannot: in simulation, for one."""
-    if compat.transforms_active():
-        return None
+    """How the kernel rounds each parameter; None where it cannot: in simulation, for one, or
+    of shards in a traced program."""
+    whole = _whole(params, defs, specs)
+    if compat.transforms_active() or (active() is not None and any(any(cut) for _, cut in whole)):
+        return None  # a program is the same on every rank, and does not say which part it has
     found: list[Stochastic | None] = []
-    rows = zip(tree.paths(params), tree.leaves(params), _whole(params, defs, specs), strict=True)
+    rows = zip(tree.paths(params), tree.leaves(params), whole, strict=True)
     for path, leaf, (shape, split) in rows:
         index = _index(shape, split, torch.device("cpu"))
         starts = [0 if at is None else int(at[0]) if len(at) else 0 for at in index]
@@ -403,7 +407,7 @@ def quantise(x: torch.Tensor, *, signed: bool, block: int = BLOCK) -> Quantised:
     scales = blocks.abs().amax(-1)
     # all zeros: the code of 0, whatever the scale
     unit = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
-    table = torch.tensor(values(signed), device=x.device)
+    table = compat.constant(values(signed), x.device)
     codes = torch.bucketize(unit, (table[1:] + table[:-1]) / 2)
     return Quantised(codes.to(torch.uint8).flatten(-2), scales)
 
@@ -411,7 +415,7 @@ def quantise(x: torch.Tensor, *, signed: bool, block: int = BLOCK) -> Quantised:
 def dequantise(q: Quantised, *, signed: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The tensor that `quantise` stored, in `dtype`."""
     block = q.codes.shape[-1] // q.scales.shape[-1]
-    table = torch.tensor(values(signed), device=q.codes.device)
+    table = compat.constant(values(signed), q.codes.device)
     unit = table[q.codes.to(torch.int64)].unflatten(-1, (-1, block))
     return (unit * q.scales.unsqueeze(-1)).flatten(-2).to(dtype)
 

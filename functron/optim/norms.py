@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron.core import tree
+from functron.core import compat, tree
 from functron.core.errors import public, refuse
 from functron.ops.define import AUTO, Kernels
 from functron.ops.foreach import foreach_, squares, sum_of_squares
@@ -317,7 +317,7 @@ def _by_part(leaves: Sequence[tuple], layers: Layers, over: Sequence[str]) -> to
     for position, place in enumerate(places):
         order[place] = position
     zero = pieces[0].new_zeros(1)
-    index = torch.tensor(order, device=zero.device)
+    index = compat.constant(order, zero.device)
     return torch.cat([*pieces, zero]).index_select(0, index)
 
 

@@ -33,6 +33,7 @@ from functron.optim.transformation import (
     scale,
     transformation,
 )
+from functron.program.recorder import active
 from functron.spmd.spec import P
 
 Schedule = Callable[[int | torch.Tensor], Any]
@@ -444,6 +445,14 @@ def rate_and_count(
 def increment_(counts: list[torch.Tensor]) -> None:
     """Adds 1 to each count, in place."""
     foreach_(lambda values: torch._foreach_add_(values, 1), {"counts": counts})
+
+
+def incremented(counts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each count and 1 more: the counts themselves, unless the program is traced."""
+    if active() is not None:
+        return [count + 1 for count in counts]
+    increment_(counts)
+    return counts
 
 
 def new_count(params: tree.Tree) -> torch.Tensor:

@@ -62,7 +62,12 @@ class Norm(NamedTuple):
     value: Callable[[Updates], torch.Tensor]
 
 
-OnePass = Callable[[Updates, State, Params, Fusion], Callable[[], tuple[Params, State]] | None]
+OnePass = Callable[
+    [Updates, State, Params, Fusion], Callable[[], tuple[Params, State, Params]] | None
+]
+"""``(grads, state, params, fusion)`` to what computes the step; None: another way must. That gives
+the new parameters, state and masters: those that it was given, overwritten, unless the program is
+traced."""
 
 
 class GradientTransformation(NamedTuple):
@@ -212,6 +217,19 @@ def with_step(plain: GradientTransformation, step_: Callable) -> GradientTransfo
     return plain._replace(step_=step)
 
 
+def with_one_pass(plain: GradientTransformation, one_pass: OnePass) -> GradientTransformation:
+    """`plain`, whose `step_` is one pass where that can be, in a traced program too."""
+
+    def step_(grads, state, params):
+        together = one_pass(grads, state, params, Fusion())
+        if together is None:
+            return plain.step_(grads, state, params)
+        params, new, _ = together()
+        return params, _with_dtypes(new, state)
+
+    return plain._replace(step_=step_, one_pass=one_pass)
+
+
 def _with_dtypes(new: State, state: State) -> State:
     """`new` in the dtypes of `state`, whose leaves `new` may have for its own."""
     before, after = tree.leaves(state), tree.leaves(new)
@@ -315,9 +333,10 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             by = factor(updates, **({} if before else norm))
             together = one_pass(updates, state[-1], params, Fusion(by))
             if together is None:
-                params, last = last_step_(multiply_(updates, by), state[-1], params)
+                scaled = (multiply_ if active() is None else multiply)(updates, by)
+                params, last = last_step_(scaled, state[-1], params)
             else:
-                params, last = together()
+                params, last, _ = together()
             return params, (*kept, state[-2], last)
         methods = [*(t.update_ for t in transformations[:-1]), last_step_]
         return run(methods, grads, state, params, **norm)
@@ -335,15 +354,16 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         return chain(*reversed(bound))
 
     unbound = any(t.with_specs is not None for t in transformations)
-    return transformation(
+    plain = transformation(
         init=lambda params: tuple(t.init(params) for t in transformations),
         update=update,
         specs=lambda param_specs: tuple(t.specs(param_specs) for t in transformations),
         update_=update_,
-        step_=step_ if transformations else None,
         grad_specs=grad_specs,
         elementwise=all(t.elementwise for t in transformations),
-    )._replace(
+    )
+    return plain._replace(
+        step_=step_ if transformations else plain.step_,  # what it calls is pure where traced
         norm=transformations[0].norm if transformations else None,
         with_specs=with_specs if unbound else None,
     )

@@ -32,8 +32,8 @@ import torch
 
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems, refuse
-from functron.ops.foreach import foreach_
-from functron.optim.transformation import GradientTransformation, apply_updates, applying
+from functron.ops.foreach import foreach_, laid_out
+from functron.optim.transformation import GradientTransformation, applying
 from functron.program.recorder import active
 from functron.spmd.axes import axis_size, scope
 from functron.spmd.collectives import psum, psum_stages
@@ -177,15 +177,13 @@ def zero(
         return whole(updates, params), state
 
     def step_(grads, state, params, **norm):
-        mine = parts(params)
-        if active() is not None:  # a traced program is pure
-            updates, state = inner.update(grads, state, mine, **norm)
-            return whole(apply_updates(mine, updates), params), state
-        mine, state = inner.step_(grads, state, mine, **norm)
-        return written(mine, params), state
+        mine, state = inner.step_(grads, state, parts(params), **norm)
+        return joined(mine, params), state
 
-    def written(mine: tree.Tree, params: tree.Tree) -> tree.Tree:
-        """`params`, overwritten by what all ranks' parts are now."""
+    def joined(mine: tree.Tree, params: tree.Tree) -> tree.Tree:
+        """What all ranks' parts are now: `params`, overwritten, unless the program is traced."""
+        if active() is not None:
+            return tree.map(laid_out, whole(mine, params), params)
         rows = zip(
             tree.paths(params), tree.leaves(params), tree.leaves(mine), cut(params), strict=True
         )
@@ -203,8 +201,8 @@ def zero(
             return None
 
         def run():
-            new, inner_state = together()
-            return written(new, params), inner_state
+            new, inner_state, _ = together()
+            return joined(new, params), inner_state, None
 
         return run
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from functron.core import tree
+from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.spmd.axes import (
     Axis,
@@ -333,7 +333,7 @@ def ppermute(x: tree.Tree, axis_name: AxisNames, perm: Sequence[tuple[int, int]]
             sources[target] = source
         ranks = torch.arange(size, device=leaf.device)
         mine = ranks == axis_index(axis_name)
-        source = (torch.tensor(sources, device=leaf.device) * mine).sum()
+        source = (compat.constant(sources, leaf.device) * mine).sum()
         gathered = all_gather(leaf, axis_name)
         ranks = ranks.view(-1, *[1] * leaf.dim())
         zero = torch.zeros((), dtype=leaf.dtype, device=leaf.device)
@@ -375,7 +375,7 @@ def pbroadcast(x: tree.Tree, axis_name: AxisNames, source: int) -> tree.Tree:
     def one(leaf: torch.Tensor) -> torch.Tensor:
         if size == 1:
             return leaf
-        here = torch.as_tensor(mine == source, device=leaf.device)
+        here = compat.constant(mine == source, leaf.device)
         out = torch.where(here, leaf, torch.zeros((), dtype=leaf.dtype, device=leaf.device))
         for axis, position in zip(axes, positions, strict=True):
             out = Broadcast.call(out, axis, source=position)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from functron.core import tree
+from functron.core import compat, tree
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.spmd.axes import Axis, axis_index, axis_size, lookup
 from functron.spmd.collectives import all_gather
@@ -342,7 +342,7 @@ def take(x: torch.Tensor, cuts: Cuts) -> torch.Tensor:
             x = x.narrow(dim, index * size, size)
         else:
             rows = x.unflatten(dim, (count, size)).movedim(dim - 1, 0)
-            x = rows.index_select(0, index.to(x.device).reshape(1)).squeeze(0)
+            x = rows.index_select(0, compat.constant(index, x.device).reshape(1)).squeeze(0)
     return x
 
 

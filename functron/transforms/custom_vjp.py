@@ -38,8 +38,8 @@ def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
     own cotangent of a replicated output (their sum is its cotangent), must be linear in
     cotangents, and returns every rank's own share, as `functron.grad` does.
 
-    Only arguments, residuals and outputs are kept between forward and backward. Residuals that
-    are arguments or outputs cost nothing more. Where nothing is differentiated `f` itself runs.
+    Only arguments and residuals are kept between forward and backward. Residuals that are arguments
+    or outputs cost nothing more. Where nothing is differentiated `f` itself runs.
 
     Derivatives of derivatives, in reverse mode, differentiate the operations of `forward` and
     `backward`, as in JAX.
@@ -94,6 +94,11 @@ class _Rule:
         self.out_structure: Any = None
         self._kept_structure: Any = None
         self._recipe: list[tuple[str, Any]] = []
+
+    @property
+    def read(self) -> set[int]:
+        """Which of what forward makes are residuals."""
+        return {at for pool, at in self._recipe if pool == "made"}
 
     def forward(self, operands: _Tensors) -> tuple[torch.Tensor, ...]:
         """The outputs, then what else backward needs."""
@@ -227,7 +232,10 @@ class _CustomVjp(Function):
         rule = ctx.level.rule
         still = [i for i in range(rule.num_outputs) if i not in rule.floats]
         ctx.mark_non_differentiable(*(output[i] for i in still), *output[rule.num_outputs :])
-        ctx.save_for_backward(*inputs[1:], *output)
+        read = rule.read
+        # of an output that backward does not read, the shape alone
+        made = [x if i in read else x.new_empty(()).expand(x.shape) for i, x in enumerate(output)]
+        ctx.save_for_backward(*inputs[1:], *made)
         ctx.set_materialize_grads(False)
 
     @staticmethod

@@ -7,7 +7,16 @@ import math
 import pytest
 import torch
 
-from functron.ops.glu import GLU, GLU_ACTIVATIONS, GLU_BACKWARD, GLU_PACKED, GLU_PACKED_BACKWARD
+import functron as ft
+from functron.ops.glu import (
+    GLU,
+    GLU_ACTIVATIONS,
+    GLU_BACKWARD,
+    GLU_BACKWARD_AGAIN,
+    GLU_PACKED,
+    GLU_PACKED_BACKWARD,
+    glu_linear,
+)
 from tests.kernels.conformance import Case, conform
 from tests.kernels.emulator import Emulator, emulated, missing
 from tests.kernels.norms import FEWER, LAYOUTS, Draw, conform_uncompiled, near, seeds
@@ -58,6 +67,8 @@ def test_against_float64(shape, dtype, activation):
     wanted = gradients(gate, up, d_hidden, activation)
     for got, exact in zip(grads, wanted, strict=True):
         near(got, exact, dtype)
+    again = emulated(GLU_BACKWARD_AGAIN.kernel, d_hidden, gate, up, activation, seeds=(0,))
+    assert all(map(torch.equal, again, (*grads, hidden)))
     both = torch.cat([gate, up], -1)
     assert torch.equal(emulated(GLU_PACKED.kernel, both, activation, seeds=(0,)), hidden)
     together = emulated(GLU_PACKED_BACKWARD.kernel, d_hidden, both, activation, seeds=(0,))
@@ -90,6 +101,86 @@ def test_what_is_not_finite_goes_through_and_what_is_large_stays_finite(activati
     torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=1e-6, equal_nan=True)
     for grad in emulated(GLU_BACKWARD.kernel, up, gate, up, activation):
         assert grad[0, 1:4].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_product_keeps_gate_and_up_alone(dtype):
+    """The bits of what autograd gives, which keeps hidden too; traced and scanned as well."""
+    draw, layers = Draw(3), 3
+    x, d_y = draw(2, 64, 8, dtype=dtype), draw(2, 64, 8, dtype=dtype)
+    params = {
+        "gate": draw(layers, 8, 64, dtype=dtype),
+        "up": draw(layers, 8, 64, dtype=dtype),
+        "down": draw(layers, 64, 8, dtype=dtype),
+    }
+
+    def loss_of(product):
+        def layer(x, w):
+            return x + product(x @ w["gate"], x @ w["up"], w["down"]), ()
+
+        return lambda params, x: (ft.scan(layer, x, params)[0] * d_y).float().sum()
+
+    plain = loss_of(lambda g, u, w: GLU(g, u, "silu") @ w)
+    ours = loss_of(lambda g, u, w: glu_linear(g, u, w, "silu"))
+    want = ft.grad(plain, (0, 1))(params, x)
+    jitted = ft.jit(ft.grad(ours, (0, 1)), backend="eager")
+    for grads in (
+        ft.grad(ours, (0, 1))(params, x),
+        torch.func.grad(ours, (0, 1))(params, x),
+        jitted(params, x),
+    ):
+        assert all(map(torch.equal, ft.tree.leaves(grads), ft.tree.leaves(want)))
+
+    def growth(loss):  # of the peak, by three more layers
+        deeper = ft.tree.map(lambda w: torch.cat([w, w]), params)
+        program = ft.trace(ft.grad(loss, (0, 1)))
+        return program(deeper, x).memory().peak_bytes - program(params, x).memory().peak_bytes
+
+    if dtype == torch.bfloat16:
+        hidden = 2 * 64 * 64 * dtype.itemsize
+        assert growth(plain) - growth(ours) == layers * hidden
+
+    kept: dict[int, int] = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    shapes = (2, 5, 64), (2, 5, 64), (64, 8)
+    gate, up, w = (draw(*shape, dtype=dtype).requires_grad_() for shape in shapes)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        glu_linear(gate, up, w, "silu")
+    assert sum(kept.values()) <= gate.nbytes + up.nbytes + w.nbytes + 64  # and what has no elements
+
+
+def test_a_product_with_a_frozen_matrix_has_no_gradient_of_it():
+    draw = Draw(5)
+    args = draw(3, 5), draw(3, 5), draw(5, 2)
+    loss = lambda *args: glu_linear(*args, "silu").sum()
+    names = [
+        {equation.name for equation in ft.trace(ft.grad(loss, moving))(*args).block.equations}
+        for moving in ((0, 1), (0, 1, 2))
+    ]
+    assert ["glu_backward_again" in found for found in names] == [False, True]
+    grads = ft.grad(loss, (0, 1, 2))(*args)
+    assert all(map(torch.equal, ft.grad(loss, (0, 1))(*args), grads))
+
+
+def test_a_product_has_second_derivatives():
+    draw = Draw(4)
+    args = draw(3, 5).double(), draw(3, 5).double(), draw(5, 2).double()
+
+    def twice(product):
+        def penalty(*args):
+            grads = torch.func.grad(lambda *a: product(*a).sin().sum(), (0, 1, 2))(*args)
+            return sum(g.square().sum() for g in grads)
+
+        return torch.func.grad(penalty, (0, 1, 2))(*args)
+
+    got = twice(lambda g, u, w: glu_linear(g, u, w, "silu"))
+    want = twice(lambda g, u, w: FORMULAS["silu"](g, u) @ w)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
 def test_what_is_refused():
@@ -126,6 +217,9 @@ def _other_cases() -> list[Case]:
     def plain(d_hidden, gate, up, name):
         return torch.func.vjp(FORMULAS[name], gate, up)[1](d_hidden)
 
+    def again(d_hidden, gate, up, name):
+        return *plain(d_hidden, gate, up, name), FORMULAS[name](gate, up)
+
     def plain_packed(d_hidden, x, name):
         return torch.func.vjp(lambda x: _halved(name)(x, name), x)[1](d_hidden)
 
@@ -139,6 +233,7 @@ def _other_cases() -> list[Case]:
         Case(GLU_PACKED, _halved("gelu_tanh"), (both, "gelu_tanh"), (0,)),
         Case(GLU_BACKWARD, plain, (*args, "clamped_swiglu"), (0, 1, 2)),
         Case(GLU_BACKWARD, plain, (*args, "gelu"), (0, 1, 2)),
+        Case(GLU_BACKWARD_AGAIN, again, (*(x / 3 for x in args), "silu"), (0, 1, 2)),
         Case(GLU_PACKED_BACKWARD, plain_packed, (d_hidden, both, "silu"), (0, 1)),
     ]
 

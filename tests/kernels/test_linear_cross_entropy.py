@@ -8,6 +8,8 @@ from torch.func import grad, hessian, jacfwd, jvp, vjp, vmap
 
 import functron as ft
 from functron import DATA_AXES, Mesh, P, lax, nn, ops
+from functron.compiler.lower import graph_module
+from functron.compiler.segments import procedure
 from functron.ops.cross_entropy import linear_log_sum_exp_and_target
 from functron.program.cost import cost
 from functron.program.memory import memory
@@ -260,6 +262,12 @@ def test_traced_and_run_as_a_program(kernels):
     torch.testing.assert_close(parts(*operands), expected)
     program = ft.jit(parts, backend="eager")
     torch.testing.assert_close(program(*operands), expected)
+    if kernels.takes("cross_entropy", *operands):  # cotangents lie over the logits, block by block
+        traced = program.trace(*operands)
+        made = procedure(traced.block, traced.block.outputs).kernels()
+        nodes = [n for k in made for n in graph_module(k, {}).graph.nodes]
+        found = [str(n.target) for n in nodes if "cross_entropy_backward" in str(n.target)]
+        assert set(found) == {"functron.cross_entropy_backward_.default"}
 
 
 def test_work():

@@ -62,7 +62,7 @@ RUNS = {
         (draw(40, 64), None, draw(40, 64, seed=1), draw(64), draw(40).abs(), 1e-5, False),
     ),
     "squares": Run(foreach._kernel, (draw(1, 70_000),)),
-    "quantise": Run(quantise_fp8._kernel, (draw(1, 130, 140), None, 1, 128, False, False, True)),
+    "quantise": Run(quantise_fp8._kernel, (draw(1, 144, 140), None, 1, 128, False, False, True)),
 }
 
 READ = "    __syncthreads();  // an earlier call may still be reading\n    if (lane == 0) parts[warp] = x;"
@@ -121,8 +121,13 @@ BUGS = {
     "an earlier sum still read": ("layer norm", READ, READ.split("\n")[1]),
     "sums before zeros": ("rms norm backward", COLUMNS + "    __syncthreads();\n", COLUMNS),
     "a block that gives up": ("squares", FIRST, FIRST + "\n    if (blockIdx.x == 1) return;"),
+    "bytes that are still being turned": (
+        "quantise", "        __syncwarp();\n        if (packed_turned)", "        if (packed_turned)"
+    ),
     "columns before rows": (
-        "quantise", "    __syncthreads();\n    if (!block) {", "    if (!block) {"
+        "quantise",
+        "    __syncthreads();\n    if (block == TILE && threadIdx.x < num_rows)",
+        "    if (block == TILE && threadIdx.x < num_rows)",
     ),
 }  # fmt: skip
 

@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import ScalingType
 
 from functron.ops import quantise_fp8 as ops
 from functron.ops.quantise_fp8 import (
@@ -44,6 +46,13 @@ def matrix(shape, dtype=F32, seed=0):
 def kernel_args(x, blocks, name, power=False, transpose=True):
     rows, cols = BLOCKS[blocks]
     return x, None, rows, cols, name == "e5m2", power or blocks == "mx", transpose
+
+
+def by_block(scales, blocks, cols):
+    """The op's scales, as they lie, with a row for every row of blocks."""
+    if blocks == "1x128":
+        return scales.mT
+    return scales if blocks == "mx" else scales[..., : -(-cols // 128)]
 
 
 def same(got, want):
@@ -93,7 +102,7 @@ def test_reference_is_the_definition(name, power, blocks):
         assert np.array_equal(got.scales.float().numpy(), scales)
 
 
-SHAPES = [(1, 1, 1), (2, 128, 128), (1, 130, 132), (1, 33, 7), (3, 5, 260)]
+SHAPES = [(1, 1, 1), (2, 128, 128), (1, 130, 132), (1, 33, 7), (3, 5, 260), (1, 144, 40)]
 
 
 @pytest.mark.parametrize("power", [False, True])
@@ -147,7 +156,7 @@ def test_extreme_magnitudes(blocks, power):
         QUANTISE_FP8(*kernel_args(x[None], blocks, "e5m2", power))[:2],
     ):
         kind = E8M0 if blocks == "mx" else F32
-        y = Quantised(got[0][0], got[1][0].view(kind), blocks)
+        y = Quantised(got[0][0], by_block(got[1], blocks, 32)[0].view(kind), blocks)
         assert (y.scales.float() > 0).all()
         assert y.scales.float().isfinite().all()
         back = dequantise_fp8(y, F32)
@@ -188,7 +197,8 @@ def test_dequantise(dtype, name, blocks):
     """The kernel's bits are the reference's, which are a product in float64, rounded once or twice."""
     rows, cols = BLOCKS[blocks]
     for shape in SHAPES:
-        y, scales, *_ = QUANTISE_FP8(*kernel_args(matrix(shape, dtype), blocks, name))
+        y, stored, *_ = QUANTISE_FP8(*kernel_args(matrix(shape, dtype), blocks, name))
+        scales = by_block(stored, blocks, shape[2])
         if blocks != "mx":
             scales[0, 0, 0] = math.nan
         else:
@@ -202,6 +212,51 @@ def test_dequantise(dtype, name, blocks):
         assert torch.equal(
             want.double().nan_to_num(), exact.float().to(dtype).double().nan_to_num()
         )
+
+
+@pytest.mark.parametrize("blocks", ["1x128", "128x128"])
+def test_scales_lie_as_products_want_them(blocks):
+    """Of both operands, the transposed ones included; `scaled_mm` checks that of tensors on a GPU."""
+    recipe = {"1x128": ScalingType.BlockWise1x128, "128x128": ScalingType.BlockWise128x128}
+    m, k, n = 256, 640, 384
+    shapes = {"activations": (m, k), "weights": (n, k), "weights of gradients": (k, n)}
+    made = {}
+    for name, shape in shapes.items():
+        kind = "1x128" if name == "activations" else blocks
+        x = matrix(shape, BF16)
+        y, turned = quantise_fp8(x, kind, transpose=True)
+        made[name] = (turned if name == "weights of gradients" else y, kind)
+        for one in (y, turned):
+            got = one.mm_scales()
+            assert got.untyped_storage().data_ptr() == one.scales.untyped_storage().data_ptr()
+            whole = got if kind == "1x128" else got[: one.scales.shape[1]].mT
+            assert torch.equal(whole, one.scales)
+            if kind == "128x128":
+                assert (got[one.scales.shape[1] :] == 0).all()
+            loose = one._replace(scales=one.scales.contiguous().clone())
+            assert torch.equal(loose.mm_scales(), got)
+            assert loose.mm_scales().stride() == got.stride()
+    fake = FakeTensorMode()
+
+    def product(a, a_scales, b, b_scales, kind):
+        operands = []
+        for x in (a, b.mT, a_scales, b_scales):
+            with fake:
+                device = {"dtype": x.dtype, "device": "cuda"}
+                operands.append(torch.empty_strided(x.shape, x.stride(), **device))
+        left, right, *scales = operands
+        recipes = recipe["1x128"], recipe[kind]
+        with fake:
+            return torch.nn.functional.scaled_mm(
+                left, right, scales[0], recipes[0], scales[1], recipes[1]
+            )
+
+    a, _ = made["activations"]
+    for name in ("weights", "weights of gradients"):
+        b, kind = made[name]
+        assert product(a.values, a.mm_scales(), b.values, b.mm_scales(), kind).shape == (m, n)
+        with pytest.raises(RuntimeError, match="blockwise scaling"):
+            product(a.values, a.scales.contiguous(), b.values, b.scales.contiguous(), kind)
 
 
 def test_leading_dims_and_round_trip():
@@ -281,6 +336,8 @@ def test_errors():
         match=r"cast_fp8: got scale of torch.float32 and shape \(2,\); wanted float32 of shape \(3,\)",
     ):
         cast_fp8(torch.ones(3, 4, 4), torch.ones(2))
+    with pytest.raises(ValueError, match=r"(?s)no layout for scaled_mm.*blocks of mx"):
+        quantise_fp8(torch.ones(32, 32), "mx")[0].mm_scales()
     with pytest.raises(ValueError, match="length=0"):
         delayed_scale(0)
 

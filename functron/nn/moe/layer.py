@@ -65,7 +65,7 @@ from functron.nn.moe.router import (
     statistics,
 )
 from functron.ops.define import AUTO, Kernels
-from functron.ops.glu import GLU
+from functron.ops.glu import glu_linear
 from functron.ops.grouped_matmul import grouped_matmul
 from functron.ops.moe import PERMUTE, SORT, UNPERMUTE, sorted_assignments
 from functron.params import Normal, ParamDef, zeros
@@ -182,8 +182,10 @@ def experts(
     up = _linear(params["up"], rows, sizes, zeros=False)
     if "gate" in params:
         gate = _linear(params["gate"], rows, sizes, zeros=False)
-        by_kernel = kernels.takes("glu", gate, up)
-        hidden = GLU(gate, up, activation) if by_kernel else GATED[activation](gate, up)
+        if kernels.takes("glu", gate, up):
+            y = glu_linear(gate, up, params["down"]["w"], activation, sizes)
+            return _biased(y, params["down"], sizes, parts)
+        hidden = GATED[activation](gate, up)
     else:
         hidden = ACTIVATIONS[cast(Activation, activation)](up)
     return _linear(params["down"], hidden, sizes, parts, zeros_back=False)
@@ -199,13 +201,17 @@ def _linear(
     zeros_back: bool = True,
 ) -> Tensor:
     y = grouped_matmul(rows, layer["w"], sizes, zeros, zeros_back)
+    return _biased(y, layer, sizes, parts, zeros)
+
+
+def _biased(y: Tensor, layer: dict, sizes: Tensor, parts: int, zeros: bool = True) -> Tensor:
     if "b" not in layer:
         return y
     # as a product with ones: no row outside of all groups gets one, and its gradient is a sum of
     # rows by group, in a fixed order
     bias = layer["b"].unsqueeze(1) / parts
     bias = torch.nn.functional.pad(bias, (0, 0, 0, _BIAS_WIDTH - 1))
-    return y + grouped_matmul(rows.new_ones(rows.shape[0], _BIAS_WIDTH), bias, sizes, zeros)
+    return y + grouped_matmul(y.new_ones(y.shape[0], _BIAS_WIDTH), bias, sizes, zeros)
 
 
 Compute = Callable[[Tensor, Tensor], Tensor]

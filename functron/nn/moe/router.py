@@ -706,7 +706,7 @@ def _against_load(
     def backward(excess, _):
         # counts, not a share of the cotangent; where ranks of tp have the same tokens, of the first
         once = "tp" in sequence_axes(stream) or lax.axis_index("tp") == 0
-        return torch.where(torch.as_tensor(once, device=excess.device), excess, 0.0), None
+        return torch.where(compat.constant(once, excess.device), excess, 0.0), None
 
     counts = zero if compat.pushing_forward() else custom_vjp(zero, forward, backward)
     return counts(balance, excess).to(routing.logits.dtype)
