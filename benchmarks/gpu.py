@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.util
 import json
 import os
@@ -32,6 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if importlib.util.find_spec("functron") is None:  # a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -47,7 +49,8 @@ from functron.training.train import peak_flops
 
 # in order of importance, in case that time runs out
 PROGRAMS = (
-    "functron jit", "torch.compile", "functron eager", "Hugging Face", "Hugging Face compiled",
+    "functron jit", "torch.compile", "functron graph", "functron eager", "Hugging Face",
+    "Hugging Face compiled", "Hugging Face Liger",
 )  # fmt: skip
 OUT_OF_TIME = "not run (out of time)"
 WARM_UP = 4
@@ -99,17 +102,28 @@ def maker(name: str) -> Callable[..., Step]:
     """``(config, batch, device=...) -> step`` of the program of this name."""
     return {
         "functron jit": partial(functron_step, mesh=Mesh(), compile_with=partial(jit, donate=0)),
+        "functron graph": partial(
+            functron_step, mesh=Mesh(), compile_with=partial(jit, donate=0, graph=True)
+        ),
         "functron eager": partial(functron_step, mesh=Mesh()),
         "torch.compile": partial(plain_step, compiled=True),
         "Hugging Face": partial(hugging_face_step, compiled=False),
         "Hugging Face compiled": partial(hugging_face_step, compiled=True),
+        "Hugging Face Liger": partial(hugging_face_step, compiled=False, liger=True),
     }[name]
 
 
-def hugging_face_step(c: gpt.GPTConfig, batch: dict, device: str, *, compiled: bool) -> Step:
-    """`LlamaForCausalLM` with SDPA attention and its own loss, from functron's initial weights."""
+def hugging_face_step(
+    c: gpt.GPTConfig, batch: dict, device: str, *, compiled: bool, liger: bool = False
+) -> Step:
+    """`LlamaForCausalLM` with SDPA attention and its own loss, from functron's initial weights.
+
+    With `liger` its norms, rotations, gated activations and loss are those of Liger-Kernel.
+    """
     try:
         from transformers import AutoModelForCausalLM, LlamaConfig
+
+        patched: Any = importlib.import_module("liger_kernel.transformers") if liger else None
     except ImportError as error:
         raise SystemExit(f"skip: {error}") from None
     config = LlamaConfig(
@@ -124,6 +138,8 @@ def hugging_face_step(c: gpt.GPTConfig, batch: dict, device: str, *, compiled: b
         )
     model.load_state_dict(hugging_face_weights(c, device))
     model.train()
+    if patched is not None:
+        patched.apply_liger_kernel_to_llama(model=model)
     if compiled:
         # as one graph it would build a mask, which keeps SDPA from its fast causal kernels
         for layer in model.model.layers:

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,65 +37,111 @@ from functron.checkpoint.folder import LATER, Keep, clean, make_manifest, prune,
 from functron.checkpoint.placement import CHUNK_BYTES, Division, Leaf, Piece, Placement, grid
 from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.streams import CUDA, Streams
 
 Source = Callable[[int, Piece], np.ndarray]
 """``source(leaf index, piece)``: the values of a piece on the host, which stay as they are."""
 
 
+_LOCKED_BYTES = 256 << 20  # locked at once: so long a first copy may wait
+
+
 class Snapshot:
     """Copies of a process's pieces in host memory, which later snapshots use again.
 
-    From a GPU the copies are asynchronous, into page-locked memory: the GPU goes on with what comes
-    after them, and a reader of the snapshot waits for them first.
+    From a GPU the copies are asynchronous, into page-locked memory, on a stream of their own: a
+    reader waits for the memory that its piece lies in, the GPU's next work for all of them. For
+    what that is may be the next step, which a compiled program takes as a whole: it overwrites the
+    state at its end, and has no place before that where it could wait.
+
+    Args:
+        division: who writes what.
+        streams: through which copies are made.
     """
 
-    def __init__(self, division: Division):
-        self._pieces = division.pieces
-        self._leaves = division.placement.leaves
-        self._buffer: torch.Tensor | None = None
-        self._views: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
-        self._copied: Any = None
+    def __init__(self, division: Division, streams: Streams = CUDA):
+        self._division, self._streams = division, streams
+        self._parts: list[list[tuple[int, Piece, int]]] = []  # and where in its memory each lies
+        self._sizes: list[int] = []
+        for index, pieces in enumerate(division.pieces):
+            itemsize = division.placement.leaves[index].dtype.itemsize
+            for piece in pieces:
+                size = _aligned(database.nbytes_of(piece.size, itemsize))
+                if not self._sizes or self._sizes[-1] + size > _LOCKED_BYTES:
+                    self._parts.append([])
+                    self._sizes.append(0)
+                self._parts[-1].append((index, piece, self._sizes[-1]))
+                self._sizes[-1] += size
+        self._memory: list[Future[torch.Tensor]] = []
+        self._views: dict[tuple[int, tuple[int, ...]], tuple[int, torch.Tensor]] = {}
+        self._copied: list[Any] = []
+        self._side: Any = None
 
     @property
     def nbytes(self) -> int:
         """The host memory that it takes."""
-        return sum(_aligned(size) for _, _, size in self._sizes())
+        return sum(self._sizes)
+
+    def reserve(self, *, locked: bool) -> None:
+        """Begin to allocate the memory, in a thread; page-locked, for copies from a GPU."""
+        if not self._memory:
+            make = self._streams.pinned if locked else _unlocked
+            thread = ThreadPoolExecutor(1, "memory of snapshots")
+            self._memory = [thread.submit(make, size) for size in self._sizes]
+            thread.shutdown(wait=False)
 
     def take(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy this process's pieces of its tensors, one per leaf (None where it has none)."""
-        device = next((t.device for t in tensors if t is not None and t.is_cuda), None)
-        if self._buffer is None:
-            self._allocate(pinned=device is not None)
-        with torch.no_grad():
-            for index, tensor in enumerate(tensors):
-                for piece in self._pieces[index]:
-                    assert tensor is not None
-                    view = self._views[index, piece.cell]
-                    view.copy_(tensor[piece.slices()], non_blocking=True)
+        """Copy this process's pieces of its tensors, one per leaf (None where it has none).
+
+        Raises:
+            MemoryError: so much host memory cannot be locked.
+        """
+        found = (t.device for t in tensors if t is not None and self._streams.on_device(t))
+        device = next(found, None)
+        self.reserve(locked=device is not None)
+        self._copied = []
         if device is not None:
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(device))
+            compute = self._streams.current(device)
+            self._side = self._streams.new(device) if self._side is None else self._side
+            self._side.wait_event(compute.record_event())
+        for number, part in enumerate(self._parts):
+            for index, piece, at in part:
+                view = self._view(number, index, piece, at)
+                values = _values(tensors, index, piece)
+                if device is None:
+                    view.copy_(values)
+                else:
+                    self._streams.copy_(self._side, view, values)
+            if device is not None:
+                self._copied.append(self._side.record_event())
+        if device is not None:
+            compute.wait_event(self._side.record_event())
 
     def source(self, index: int, piece: Piece) -> np.ndarray:
         """The copy of a piece; a `Source`."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return as_array(self._views[index, piece.cell])
+        number, view = self._views[index, piece.cell]
+        if self._copied:
+            self._copied[number].synchronize()
+        return as_array(view)
 
-    def _sizes(self) -> list[tuple[int, Piece, int]]:
-        return [
-            (index, piece, database.nbytes_of(piece.size, self._leaves[index].dtype.itemsize))
-            for index, pieces in enumerate(self._pieces)
-            for piece in pieces
-        ]
+    def _view(self, number: int, index: int, piece: Piece, at: int) -> torch.Tensor:
+        """Where a piece is copied to; waits until that part of the memory is there."""
+        if (index, piece.cell) not in self._views:
+            dtype = self._division.placement.leaves[index].dtype
+            size = database.nbytes_of(piece.size, dtype.itemsize)
+            flat = self._memory[number].result()[at : at + size].view(dtype)
+            self._views[index, piece.cell] = number, flat.view(piece.size)
+        return self._views[index, piece.cell][1]
 
-    def _allocate(self, pinned: bool) -> None:
-        self._buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
-        at = 0
-        for index, piece, size in self._sizes():
-            flat = self._buffer[at : at + size].view(self._leaves[index].dtype)
-            self._views[index, piece.cell] = flat.view(piece.size)
-            at += _aligned(size)
+
+def _unlocked(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _values(tensors: Sequence[torch.Tensor | None], index: int, piece: Piece) -> torch.Tensor:
+    tensor = tensors[index]
+    assert tensor is not None
+    return tensor.detach()[piece.slices()]
 
 
 def _aligned(size: int) -> int:
@@ -105,9 +152,7 @@ def live(tensors: Sequence[torch.Tensor | None]) -> Source:
     """The values of the tensors themselves, for a caller that waits until they are written."""
 
     def source(index: int, piece: Piece) -> np.ndarray:
-        tensor = tensors[index]
-        assert tensor is not None
-        return as_array(tensor.detach()[piece.slices()].cpu())
+        return as_array(_values(tensors, index, piece).cpu())
 
     return source
 
@@ -646,6 +691,8 @@ class Saver:
             them, asked by the saving thread while it waits: fewer once this process is to end, say.
         chunk_bytes: how large the chunks are that leaves are cut into.
         in_flight: bytes that this process writes at the same time.
+        device: of the state; on a GPU host memory for the copies is locked from now on, in the
+            background, and not by the first save, which would wait for it.
 
     Raises:
         ValueError: the state cannot be stored; all offenders are listed.
@@ -661,13 +708,16 @@ class Saver:
         timeout: float | Callable[[], float] = TIMEOUT,
         chunk_bytes: int = CHUNK_BYTES,
         in_flight: int = database.IN_FLIGHT,
+        device: torch.device | str | None = None,
     ):
         self._folder = Path(folder).absolute()
         self._placement = placement
         self._division = _divide(placement, chunk_bytes)
         self._keep = Keep() if keep is None else keep
         self._in_flight = in_flight
-        self._snapshot = Snapshot(self._division)
+        self._snapshot = Snapshot(self._division, CUDA)
+        if device is not None and torch.device(device).type == "cuda":
+            self._snapshot.reserve(locked=True)
         self._ranks = _ranks(placement, store, timeout)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

@@ -319,9 +319,9 @@ def _ppermute(graph, groups, x, axis, size, sources: Sequence[int], destinations
     return graph.call_function(op, (x, groups[axis], list(sources), list(destinations)))
 
 
-def _ragged(graph, groups, x, axis, size, sends, receives, capacity: int):
+def _ragged(graph, groups, x, axis, size, sends, receives, capacity: int, room: int = 0):
     op = torch.ops.functron.ragged_ranks.default
-    return graph.call_function(op, (x, groups[axis], sends, receives, capacity))
+    return graph.call_function(op, (x, groups[axis], sends, receives, capacity, room))
 
 
 def _same(graph, groups, x, *axes):

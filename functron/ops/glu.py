@@ -261,6 +261,7 @@ def glu_linear(
         w: of that dtype.
         activation: one of `GLU_ACTIVATIONS`.
         sizes: of groups of rows ``[R, inner]``, each with a w of its own: see `grouped_matmul`.
+            Gradients of gate and up in rows of no group may be anything: nobody may read them.
     """
 
     def product(gate, up, w, sizes):
@@ -273,7 +274,7 @@ def glu_linear(
     def backward(residuals, dy):
         gate, up, w, sizes = residuals
         rows = dy.flatten(0, -2)
-        flat = rows @ w.mT if sizes is None else grouped_matmul(rows, w.mT, sizes)
+        flat = rows @ w.mT if sizes is None else grouped_matmul(rows, w.mT, sizes, False)
         d_hidden = flat.view(gate.shape)
         if not trained:
             return *GLU_BACKWARD(d_hidden, gate, up, activation), None, None

@@ -25,7 +25,7 @@ from functron.core.errors import Problem, raise_problems
 from functron.core.typing import Float, Int, Tensor
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
-_LIBRARY.define("grouped_matmul(Tensor x, Tensor w, Tensor sizes) -> Tensor")
+_LIBRARY.define("grouped_matmul(Tensor x, Tensor w, Tensor sizes, bool zeros=True) -> Tensor")
 _LIBRARY.define("grouped_matmul_weight(Tensor x, Tensor y, Tensor sizes, int groups) -> Tensor")
 
 _OPS = torch.ops.functron
@@ -35,6 +35,8 @@ def grouped_matmul(
     x: Float[Tensor, "rows inner"],
     w: Float[Tensor, "groups inner outer"],
     sizes: Int[Tensor, " groups"],
+    zeros: bool = True,
+    zeros_back: bool = True,
 ) -> Float[Tensor, "rows outer"]:
     """y[r] = x[r] w[g], where g is the group of row r; zeros in rows that belong to none.
 
@@ -44,6 +46,9 @@ def grouped_matmul(
         x: ``[M, D]``, sorted by group: the first ``sizes[0]`` rows are those of group 0.
         w: ``[G, D, F]`` of x's dtype, in any layout.
         sizes: int64 ``[G]``, whose sum is at most M.
+        zeros: False: what a kernel leaves in rows of no group, which may be anything, stays there,
+            for a caller who never reads them: a pass over the result less.
+        zeros_back: the same for the derivative of x; whoever has it must not read those rows.
 
     Returns:
         ``[M, F]``. No collectives. Traced, it is one operation of 2 M D F FLOPs.
@@ -52,7 +57,7 @@ def grouped_matmul(
         ValueError: shapes or dtypes that do not fit; on the CPU also sizes whose sum exceeds M.
     """
     _check(x, w, sizes)
-    out: Any = _Grouped.apply(x, w, sizes)
+    out: Any = _Grouped.apply(x, w, sizes, zeros, zeros_back)
     return out
 
 
@@ -110,9 +115,9 @@ def _spans(rows: int, sizes: Tensor) -> list[tuple[int, int]]:
     return spans
 
 
-def _product(x: Tensor, w: Tensor, sizes: Tensor) -> Tensor:
+def _product(x: Tensor, w: Tensor, sizes: Tensor, zeros: bool = True) -> Tensor:
     if has_kernel(x, w, sizes):
-        return kernel_product(x, w, sizes)
+        return kernel_product(x, w, sizes, zeros)
     y, done = x.new_empty(x.shape[0], w.shape[2]), 0
     for index, (start, stop) in enumerate(_spans(x.shape[0], sizes)):
         y[done:start].zero_()  # what a block has beyond its last group
@@ -153,11 +158,12 @@ def has_kernel(x: Tensor, y: Tensor, sizes: Tensor) -> bool:
     )
 
 
-def kernel_product(x: Tensor, w: Tensor, sizes: Tensor) -> Tensor:
+def kernel_product(x: Tensor, w: Tensor, sizes: Tensor, zeros: bool = True) -> Tensor:
     """`grouped_matmul` by torch's kernel; nothing waits for sizes."""
     ends = sizes.cumsum(0)
     y = F.grouped_mm(x.contiguous(), w, offs=ends.to(torch.int32))
-    # the kernel leaves rows beyond the last group as it finds them
+    if not zeros:  # the kernel leaves rows beyond the last group as it finds them
+        return y
     real = torch.arange(x.shape[0], device=x.device) < ends[-1]
     return torch.where(real.unsqueeze(1), y, torch.zeros((), dtype=y.dtype, device=y.device))
 
@@ -175,7 +181,7 @@ _LIBRARY.impl("grouped_matmul_weight", _weight_product, "CompositeExplicitAutogr
 
 
 @torch.library.register_fake("functron::grouped_matmul", lib=_LIBRARY)
-def _fake_product(x, w, sizes):
+def _fake_product(x, w, sizes, zeros=True):
     return x.new_empty(x.shape[0], w.shape[2])
 
 
@@ -203,38 +209,41 @@ class _Grouped(Function):
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(x, w, sizes):
-        return _OPS.grouped_matmul(x, w, sizes)
+    def forward(x, w, sizes, zeros, zeros_back):
+        return _OPS.grouped_matmul(x, w, sizes, *(() if zeros else (False,)))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+        *tensors, ctx.zeros, ctx.zeros_back = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx, *cotangents) -> Any:
         x, w, sizes = ctx.saved_tensors
         (dy,) = cotangents
-        for_x, for_w, _ = ctx.needs_input_grad
-        dx = _Grouped.apply(dy, w.mT, sizes) if for_x else None
-        return dx, _GroupedWeight.apply(x, dy, sizes, w.shape[0]) if for_w else None, None
+        for_x, for_w = ctx.needs_input_grad[:2]
+        dx = _Grouped.apply(dy, w.mT, sizes, ctx.zeros_back, True) if for_x else None
+        dw = _GroupedWeight.apply(x, dy, sizes, w.shape[0]) if for_w else None
+        return dx, dw, None, None, None
 
     @staticmethod
     def jvp(ctx, *tangents) -> Any:
         compat.refuse_nested_jvp()
         x, w, sizes = ctx.saved_tensors
         dx, dw = tangents[:2]
-        parts: list[Any] = [] if dx is None else [_Grouped.apply(dx, w, sizes)]
-        parts += [] if dw is None else [_Grouped.apply(x, dw, sizes)]
+        flags = ctx.zeros, ctx.zeros_back
+        parts: list[Any] = [] if dx is None else [_Grouped.apply(dx, w, sizes, *flags)]
+        parts += [] if dw is None else [_Grouped.apply(x, dw, sizes, *flags)]
         return sum(parts[1:], parts[0]) if parts else None
 
     @staticmethod
-    def vmap(info, in_dims, x, w, sizes):
+    def vmap(info, in_dims, x, w, sizes, zeros, zeros_back):
         size = info.batch_size
         shares = in_dims[1] is None
         x, sizes = _fold_rows(x, in_dims[0], sizes, in_dims[2], size, outer=shares)
         w = w if shares else _fold_weight(w.movedim(in_dims[1], 0), sizes.shape[1])
-        out: Any = _Grouped.apply(x, w, sizes)
+        out: Any = _Grouped.apply(x, w, sizes, zeros, zeros_back)
         return _unfold_rows(out, sizes.shape[0], size, outer=shares), 0
 
 
@@ -258,8 +267,8 @@ class _GroupedWeight(Function):
         x, y, sizes = ctx.saved_tensors
         (dw,) = cotangents
         for_x, for_y = ctx.needs_input_grad[:2]
-        dx = _Grouped.apply(y, dw.mT, sizes) if for_x else None
-        return dx, _Grouped.apply(x, dw, sizes) if for_y else None, None, None
+        dx = _Grouped.apply(y, dw.mT, sizes, True, True) if for_x else None
+        return dx, _Grouped.apply(x, dw, sizes, True, True) if for_y else None, None, None
 
     @staticmethod
     def jvp(ctx, *tangents) -> Any:

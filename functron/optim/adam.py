@@ -124,6 +124,7 @@ def scale_by_adam(
         init,
         update,
         specs=lambda param_specs: ScaleByAdamState(P(), param_specs, param_specs),
+        elementwise="int8" not in (mu_dtype, nu_dtype),
     )
 
 

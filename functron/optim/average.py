@@ -58,7 +58,8 @@ def ema(
         kept = tree.map(lambda m, before: m.to(before.dtype), kept, state.ema)
         return out, EmaState(count, kept)
 
-    return transformation(init, update, specs=lambda param_specs: EmaState(P(), param_specs))
+    specs = lambda param_specs: EmaState(P(), param_specs)  # noqa: E731
+    return transformation(init, update, specs, elementwise=True)
 
 
 def _stored(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -145,6 +146,7 @@ def with_average(
         lambda specs: AverageState(P(), P(), specs, inner.specs(specs)),
         step_=step_,
         grad_specs=inner.grad_specs,
+        elementwise=inner.elementwise,
     )
 
 

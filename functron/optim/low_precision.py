@@ -143,6 +143,7 @@ def with_fp32_masters(
         specs=lambda param_specs: MastersState(param_specs, inner.specs(param_specs)),
         step_=step_,
         grad_specs=inner.grad_specs,
+        elementwise=inner.elementwise,
     )
     return with_one_pass(plain, one_pass)
 

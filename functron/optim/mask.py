@@ -63,8 +63,13 @@ def add_decayed_weights(
             flags,
         )
 
+    # of another function nobody knows whether it looks at shapes
+    elementwise = not callable(mask) or mask is not_norm_or_bias
     if not callable(weight_decay):
-        return stateless(lambda u, p: decay(u, p, weight_decay) if _some(weight_decay) else u)
+        return stateless(
+            lambda u, p: decay(u, p, weight_decay) if _some(weight_decay) else u,
+            elementwise=elementwise,
+        )
 
     def update(updates, state, params=None):
         out = decay(updates, params, weight_decay(state.count))
@@ -74,6 +79,7 @@ def add_decayed_weights(
         lambda params: ScaleByScheduleState(new_count(params)),
         update,
         specs=lambda param_specs: ScaleByScheduleState(P()),
+        elementwise=elementwise,
     )
 
 
@@ -117,6 +123,7 @@ def only(inner: GradientTransformation, mask: tree.Tree) -> GradientTransformati
         step_,
         inner.grad_specs,
         norm=norm_of_part(inner.norm, chosen),
+        elementwise=inner.elementwise,
     )
 
 
@@ -330,6 +337,7 @@ def _side_by_side(
         update_=wrap([t.update_ for t in several]),
         step_=step_,
         grad_specs=grad_specs,
+        elementwise=all(t.elementwise for t in several),
     )._replace(
         norm=norm_of_part(clipping and clipping.norm, own),
         with_specs=with_specs if any(t.with_specs is not None for t in several) else None,

@@ -209,6 +209,7 @@ def clip(max_delta: float) -> GradientTransformation:
     return stateless(
         lambda updates, params: tree.map(lambda u: u.clamp(-max_delta, max_delta), updates),
         in_place,
+        elementwise=True,
     )
 
 
@@ -444,9 +445,9 @@ def zero_nans() -> GradientTransformation:
     def fill(u: torch.Tensor) -> torch.Tensor:
         return torch.where(u.isnan(), torch.zeros_like(u), u)
 
-    return stateless(lambda updates, params: tree.map(fill, updates))
+    return stateless(lambda updates, params: tree.map(fill, updates), elementwise=True)
 
 
 def set_to_zero() -> GradientTransformation:
     """Updates that are 0: what is to stay as it is, in `multi_transform` or `where`."""
-    return stateless(lambda updates, params: tree.map(torch.zeros_like, updates))
+    return stateless(lambda updates, params: tree.map(torch.zeros_like, updates), elementwise=True)

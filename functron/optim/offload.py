@@ -1,33 +1,47 @@
-"""Optimizer state in host memory, brought to the device a few parameters at a time."""
+"""Optimizer state in host memory, brought to the device piece by piece while it computes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from functron.core import tree
+from functron.core import compat, tree
 from functron.core.errors import public
+from functron.core.streams import CUDA, Streams
 from functron.optim.transformation import GradientTransformation, bindable
 from functron.program.recorder import active
 from functron.spmd.spec import P, is_spec
 
 _GROUP_BYTES = 64 << 20
+_ALIGNED = 256  # bytes, as of what torch allocates
+
+Box = tuple[slice, ...]
+"""A part of a leaf: ``leaf[box]``; ``()``: all of it."""
+
+Piece = dict[int, Box]
+"""What is updated at a time: parts of leaves, by the leaf's number."""
 
 
 @public
 @bindable
 def offload(
-    inner: GradientTransformation, *, group_bytes: int = _GROUP_BYTES
+    inner: GradientTransformation, *, group_bytes: int = _GROUP_BYTES, streams: Streams = CUDA
 ) -> GradientTransformation:
     """`inner`, with its state in host memory (ZeRO-Offload's placement, computed on the device).
 
-    The state is made, and updated by `step_`, for a group of parameters at a time: what belongs to
-    them is copied to their device, used, and copied back. So the device needs memory for the state
-    of one group, and every step moves all of it twice: with AdamW on masters 24 bytes per parameter
-    over the bus. Where parameters are on the CPU themselves nothing moves. Counters stay with the
-    parameters. On CUDA the host's memory is pinned, and `step_` returns when it has the new state.
+    The state is made, and updated by `step_`, for some parameters at a time: what belongs to them
+    is copied to their device, used, and copied back. Where `inner` is elementwise (it says so:
+    AdamW, Lion, SGD, also on masters) leaves are cut into pieces of `group_bytes`; where it is not,
+    or nobody says, they stay whole, for its numbers are `inner`'s. On CUDA two pieces have state
+    there (one, where a leaf that stays whole is larger): one is updated while the last is copied
+    back and the next is copied in, tensor by tensor, on streams of their own. Every step
+    moves all of the state twice: with AdamW on masters 24 bytes per parameter over the bus. Where
+    parameters are on the CPU themselves nothing moves and nothing is cut. Counters stay with the
+    parameters. On CUDA the host's memory is page-locked, and `step_` returns when it has the new
+    state.
 
     The structure, specs and numbers of the state are `inner`'s, and so is what a checkpoint holds;
     only the device differs. A state that was restored to another device is used where it is. Under
@@ -36,47 +50,72 @@ def offload(
     Args:
         inner: what it does to a parameter depends on no other one (not `clip_by_global_norm`: chain
             that before).
-        group_bytes: the bytes of parameters, and at least one, whose state is there at a time.
+        group_bytes: of parameters, at most of a piece, unless it is one leaf that is not cut.
+        streams: through which copies are made.
 
     Raises:
         ValueError: (when called) in a program that is traced or compiled, whose tensors are on one
             device, with state on another.
     """
 
-    def marked(params: tree.Tree) -> tuple[list[int | None], tree.Structure]:
+    def marked(params: tree.Tree) -> tuple[list[int | None], tree.Structure, set[int]]:
         """Of every part of a state the parameter that it belongs to (None: a counter).
 
         A part is what stands where the state's specs have one: a tensor, None, or a few tensors.
         It belongs to parameter i if a state of some of the parameters has it just when i is among
-        them; made of those with each bit of their numbers, there are few to look at.
+        them; made of those with each bit of their numbers, there are few to look at. Last come the
+        parameters that have state of other shapes than their own.
         """
         leaves, structure = tree.flatten(params)
         like = [torch.empty_like(leaf, device="meta") for leaf in leaves]
         _, parts = tree.flatten(inner.specs(tree.unflatten(structure, [P()] * len(like))), is_spec)
 
-        def has(group: list[int]) -> list[bool]:
+        def state_of(group: Sequence[int]) -> list[list[torch.Tensor]]:
             state = inner.init(_only(structure, like, group))
-            return [bool(tree.leaves(part)) for part in parts.flatten_up_to(state)]
+            return [tree.leaves(part) for part in parts.flatten_up_to(state)]
 
-        owners: list[int | None] = [None if always else 0 for always in has([])]
+        owners: list[int | None] = [None if always else 0 for always in map(bool, state_of([]))]
         for bit in range(len(like).bit_length()):
-            here = has([i for i in range(len(like)) if i >> bit & 1])
+            here = state_of([i for i in range(len(like)) if i >> bit & 1])
             owners = [
-                None if i is None else i | (on << bit) for i, on in zip(owners, here, strict=True)
+                None if i is None else i | (bool(on) << bit)
+                for i, on in zip(owners, here, strict=True)
             ]
-        return owners, parts
+        rows = zip(owners, state_of(range(len(like))), strict=True)
+        other = {i for i, of in rows if i is not None for x in of if x.shape != like[i].shape}
+        return owners, parts, other
+
+    def moving(leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether state moves by streams: under transforms, as in simulation, it does in line."""
+        return not compat.transforms_active() and any(map(streams.on_device, leaves))
+
+    def pieces_of(leaves: Sequence[torch.Tensor], other: set[int]) -> list[Piece]:
+        limits = [
+            group_bytes
+            if inner.elementwise and i not in other and streams.on_device(x) and x.is_contiguous()
+            else None
+            for i, x in enumerate(leaves)
+        ]
+        return _pieces(leaves, limits if moving(leaves) else [None] * len(leaves), group_bytes)
 
     def init(params):
         leaves, structure = tree.flatten(params)
-        owners, parts = marked(params)
+        owners, parts, other = marked(params)
         found: list[Any] = [None] * len(owners)
-        for group in _groups(leaves, group_bytes):
-            made = parts.flatten_up_to(inner.init(_only(structure, leaves, group)))
+        for piece in pieces_of(leaves, other):
+            made = parts.flatten_up_to(inner.init(_cut(structure, leaves, piece)))
             for position, i in enumerate(owners):
                 if i is None:
                     found[position] = made[position]
-                elif i in group:
-                    found[position] = tree.map(_host, made[position])
+                elif i in piece:
+                    room = lambda x, i=i, box=piece[i]: _room(streams, x, leaves[i].shape, box)  # noqa: E731
+                    if found[position] is None:
+                        found[position] = tree.map(room, made[position])
+                    tree.map(
+                        lambda kept, x, box=piece[i]: kept if kept is x else kept[box].copy_(x),
+                        found[position],
+                        made[position],
+                    )
         return tree.unflatten(parts, found)
 
     def whole(method, updates, state, params):
@@ -95,23 +134,47 @@ def offload(
             return inner.step_(grads, state, params)
         leaves, structure = tree.flatten(params)
         gradients = tree.same_structure(params, grads, names=("params", "grads"))
-        owners, parts = marked(params)
+        owners, parts, other = marked(params)
         before = parts.flatten_up_to(state)
         after = list(before)
-        for group in _groups(leaves, group_bytes):
-            near = [_near(part, leaves, i, group) for part, i in zip(before, owners, strict=True)]
+        pieces = pieces_of(leaves, other)
+
+        def part(position: int, piece: Piece) -> tree.Tree:
+            """What a part of the state has of a piece; of a counter a copy."""
+            i = owners[position]
+            if i is None:
+                return tree.map(torch.Tensor.clone, before[position])
+            if i not in piece:
+                return None
+            return tree.map(lambda x: x[piece[i]] if piece[i] else x, before[position])
+
+        def step(piece: Piece, near: list[tree.Tree]) -> list[tree.Tree]:
             _, new = inner.step_(
-                _only(structure, gradients, group),
+                _cut(structure, gradients, piece),
                 tree.unflatten(parts, near),
-                _only(structure, leaves, group),
+                _cut(structure, leaves, piece),
             )
-            for position, result in enumerate(parts.flatten_up_to(new)):
-                if owners[position] is None:
-                    after[position] = result
-                elif owners[position] in group:
-                    after[position] = tree.map(_back, before[position], result)
-        if any(leaf.is_cuda for leaf in leaves):
-            torch.cuda.current_stream().synchronize()
+            new = parts.flatten_up_to(new)
+            for position, i in enumerate(owners):
+                if i is None:
+                    after[position] = new[position]
+            return new
+
+        positions = range(len(owners))
+        if moving(leaves):
+            far = [[part(position, piece) for position in positions] for piece in pieces]
+            _by_streams(streams, leaves, owners, group_bytes, pieces, far, step)
+            return params, tree.unflatten(parts, after)
+        for piece in pieces:
+            near = [part(position, piece) for position in positions]
+            near = [
+                x if i is None else tree.map(lambda x, to=leaves[i].device: x.to(to), x)
+                for x, i in zip(near, owners, strict=True)
+            ]
+            new = step(piece, near)
+            for position in positions:
+                if owners[position] in piece:
+                    after[position] = tree.map(_back, before[position], new[position])
         return params, tree.unflatten(parts, after)
 
     return GradientTransformation(
@@ -124,17 +187,46 @@ def offload(
     )
 
 
-def _groups(leaves: Sequence[torch.Tensor], group_bytes: int) -> list[list[int]]:
-    """Consecutive leaves of so many bytes together, or of one that is larger."""
-    groups: list[list[int]] = []
+def _pieces(
+    leaves: Sequence[torch.Tensor], limits: Sequence[int | None], group_bytes: int
+) -> list[Piece]:
+    """Consecutive parts of leaves, of so many bytes together, or one that is larger.
+
+    Args:
+        leaves: whole.
+        limits: of each the bytes that a part may have; None: it is one part.
+        group_bytes: of a piece.
+    """
+    pieces: list[Piece] = []
     size = 0
-    for index, leaf in enumerate(leaves):
-        if not groups or size + leaf.nbytes > group_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(index)
-        size += leaf.nbytes
-    return groups
+    for i, (leaf, limit) in enumerate(zip(leaves, limits, strict=True)):
+        for box in _boxes(leaf.shape, leaf.element_size(), limit):
+            nbytes = leaf[box].nbytes
+            if not pieces or size + nbytes > group_bytes or i in pieces[-1]:
+                pieces.append({})
+                size = 0
+            pieces[-1][i] = box
+            size += nbytes
+    return pieces
+
+
+def _boxes(shape: Sequence[int], itemsize: int, limit: int | None) -> Iterator[Box]:
+    """Boxes, each without gaps in memory, that make up a contiguous tensor, in its order."""
+    row = math.prod(shape[1:]) * itemsize
+    if limit is None or not shape or row * shape[0] <= limit:
+        yield ()
+        return
+    step = max(1, limit // row)
+    for first in range(0, shape[0], step):
+        rows = slice(first, min(first + step, shape[0]))
+        for box in _boxes(shape[1:], itemsize, limit if row > limit else None):
+            yield (rows, *box)
+
+
+def _cut(structure: tree.Structure, leaves: Sequence[torch.Tensor], piece: Piece) -> tree.Tree:
+    """A tree of the parts of its leaves that a piece has; None in the places of others."""
+    parts = [(x[piece[i]] if piece[i] else x) if i in piece else None for i, x in enumerate(leaves)]
+    return tree.unflatten(structure, parts)
 
 
 def _only(structure: tree.Structure, leaves: Sequence[Any], group: Sequence[int]) -> tree.Tree:
@@ -142,26 +234,109 @@ def _only(structure: tree.Structure, leaves: Sequence[Any], group: Sequence[int]
     return tree.unflatten(structure, [x if i in chosen else None for i, x in enumerate(leaves)])
 
 
-def _near(part: tree.Tree, params: Sequence[torch.Tensor], owner: int | None, group) -> tree.Tree:
-    """A part of the state where its parameter is, if that is in `group`; of a counter a copy."""
-    if owner is None:
-        return tree.map(torch.Tensor.clone, part)
-    if owner not in group:
-        return None
-    return tree.map(lambda x: x.to(params[owner].device, non_blocking=True), part)
+def _room(streams: Streams, x: torch.Tensor, shape: Sequence[int], box: Box) -> torch.Tensor:
+    """Page-locked memory for state, all of it or a box in a shape, that is now `x` on a GPU."""
+    if not streams.on_device(x):
+        return x
+    if compat.is_wrapped(x):
+        return torch.empty_like(x, device="cpu", pin_memory=True)
+    like = torch.empty(shape, dtype=x.dtype, device="meta") if box else x
+    return _carved(streams.pinned(like.nbytes), like)
 
 
-def _host(leaf: torch.Tensor) -> torch.Tensor:
-    if not leaf.is_cuda:
-        return leaf
-    return torch.empty_like(leaf, device="cpu", pin_memory=True).copy_(leaf)
+def _carved(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The first bytes of `memory` as a tensor like another one."""
+    strides = torch.empty_like(like, device="meta").stride()
+    return memory[: like.nbytes].view(like.dtype).as_strided(like.shape, strides)
+
+
+def _by_streams(
+    streams: Streams,
+    leaves: Sequence[torch.Tensor],
+    owners: Sequence[int | None],
+    group_bytes: int,
+    pieces: Sequence[Piece],
+    far: Sequence[Sequence[tree.Tree]],
+    step: Callable[[Piece, list[tree.Tree]], list[tree.Tree]],
+) -> None:
+    """Runs ``step(piece, its state)``, which returns the new state, on each; `far` is overwritten.
+
+    Three streams, in each of which one thing follows the other: copies in, steps, copies back. What
+    one needs of another it waits for by an event: a step for its state; a copy back for the step; a
+    copy in for the copies back of what lay in its place, two pieces ago.
+    """
+    device = next(leaf.device for leaf in leaves if streams.on_device(leaf))
+    compute, into, out = streams.current(device), streams.new(device), streams.new(device)
+    moves = [i is not None and streams.on_device(leaves[i]) for i in owners]
+    # of each piece what moves, and the first and last byte of where to
+    rows: list[list[tuple[torch.Tensor, int, int]]] = []
+    for state in far:
+        end, row = 0, []
+        for part, one in zip(state, moves, strict=True):
+            for x in tree.leaves(part) if one else ():
+                if not streams.on_device(x):
+                    row.append((x, end, end + x.nbytes))
+                    end += -(-x.nbytes // _ALIGNED) * _ALIGNED
+        rows.append(row)
+    sizes = [row[-1][2] if row else 0 for row in rows]
+    alone = any(sum(leaves[i][box].nbytes for i, box in p.items()) > group_bytes for p in pieces)
+    count = 1 if alone else 2
+    buffers = [streams.empty(max(sizes[b::count], default=0), device) for b in range(count)]
+    leaving: list[list[tuple[int, int, Any]]] = [[] for _ in buffers]
+    into.wait_event(compute.record_event())  # what had the buffers' memory before
+
+    def fetch(k: int) -> tuple[list[torch.Tensor], Any]:
+        """Begin to copy the state of a piece in; and when it is there."""
+        found, at = [], k % len(buffers)
+        for x, start, end in rows[k]:
+            for leave in [it for it in leaving[at] if it[0] < end and start < it[1]]:
+                into.wait_event(leave[2])
+                leaving[at].remove(leave)
+            found.append(_carved(buffers[at][start:], x))
+            streams.copy_(into, found[-1], x)
+        return found, into.record_event()
+
+    def put(k: int, near: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
+        """Begin to copy a piece's new state back."""
+        for x, result in zip(near, new, strict=True):
+            if result.data_ptr() != x.data_ptr():
+                x.copy_(result)
+        out.wait_event(compute.record_event())
+        for (x, start, end), result in zip(rows[k], near, strict=True):
+            streams.copy_(out, x, result)
+            leaving[k % len(buffers)].append((start, end, out.record_event()))
+
+    try:
+        coming = fetch(0) if pieces else ([], None)
+        for k, piece in enumerate(pieces):
+            near, ready = coming
+            if not alone and k + 1 < len(pieces):
+                coming = fetch(k + 1)
+            compute.wait_event(ready)
+            places = {id(x): y for (x, _, _), y in zip(rows[k], near, strict=True)}
+            state = [tree.map(lambda x, to=places: to.get(id(x), x), part) for part in far[k]]
+            new = step(piece, state)
+            moved = []
+            for i, old, result in zip(owners, far[k], new, strict=True):
+                for x, y in zip(tree.leaves(old), tree.leaves(result), strict=True):
+                    if id(x) in places:
+                        moved.append(y)
+                    elif i is not None and x.data_ptr() != y.data_ptr():
+                        x.copy_(y)
+            put(k, near, moved)
+            if alone and k + 1 < len(pieces):
+                coming = fetch(k + 1)
+    finally:
+        for stream in (into, out):  # the buffers go back to what computes
+            compute.wait_event(stream.record_event())
+        out.synchronize()
 
 
 def _back(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """`after` where `before` is, in its memory if that is another device's."""
     if before.device == after.device:
         return after
-    return before.copy_(after, non_blocking=True)
+    return before.copy_(after)
 
 
 def _refuse_traced(state: tree.Tree, near: tree.Tree) -> None:

@@ -428,6 +428,7 @@ def scale_by_learning_rate(
         update,
         specs=lambda param_specs: ScaleByScheduleState(P()),
         update_=update_,
+        elementwise=True,
     )
 
 
@@ -568,6 +569,7 @@ def _injected(build: Callable, schedules: Mapping, numbers: Mapping) -> Gradient
         update_=lambda updates, state, params=None: run("update_", updates, state, params),
         step_=lambda grads, state, params: run("step_", grads, state, params),
         grad_specs=lambda param_specs: anything().grad_specs(param_specs),
+        elementwise=anything().elementwise,
     )._replace(with_specs=with_specs)
 
 

@@ -51,6 +51,7 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
         init=lambda params: TraceState(tree.map(torch.zeros_like, params)),
         update=update,
         specs=lambda param_specs: TraceState(param_specs),
+        elementwise=True,
     )
 
 
@@ -97,7 +98,10 @@ def sign_sgd(learning_rate: float) -> GradientTransformation:
     Bernstein et al. 2018; Optax's `sign_sgd`. What balances the load of experts without a loss is
     updated so (DeepSeek-V3, section 2.1.2). Works on tensors as small as those; nothing is fused.
     """
-    return stateless(lambda updates, params: tree.map(lambda g: -learning_rate * g.sign(), updates))
+    return stateless(
+        lambda updates, params: tree.map(lambda g: -learning_rate * g.sign(), updates),
+        elementwise=True,
+    )
 
 
 def _step_(grads, traces, params, rate, momentum, nesterov) -> None:

@@ -88,6 +88,9 @@ class GradientTransformation(NamedTuple):
         norm: of the updates, where `update` clips by one; None: it does not. Where there is one,
             `update`, `update_` and `step_` take its value as the keyword argument `norm`, and
             compute it only if they are not given it.
+        elementwise: whether an element of a parameter, of its update and of its state depends on
+            that element, its gradient and its state alone, besides counters and the leaf's path:
+            parts of leaves give parts of the results. False: it does not, or nobody says.
         with_specs: ``with_specs(param_specs, copies)``: the same for parameters with these specs;
             None: it needs none, or has them. Call `bind`.
     """
@@ -101,6 +104,7 @@ class GradientTransformation(NamedTuple):
     factor: Callable[..., torch.Tensor] | None = None
     one_pass: OnePass | None = None
     norm: Norm | None = None
+    elementwise: bool = False
     with_specs: Callable[[tree.Tree, tree.Tree], GradientTransformation] | None = None
 
     def bind(self, specs: tree.Tree, copies: tree.Tree = 1) -> GradientTransformation:
@@ -160,6 +164,7 @@ def transformation(
     update_: Callable[..., tuple[Updates, State]] | None = None,
     step_: Callable[[Updates, State, Params], tuple[Params, State]] | None = None,
     grad_specs: Callable[[tree.Tree], tree.Tree] | None = None,
+    elementwise: bool = False,
 ) -> GradientTransformation:
     """A transformation from the functions that its author cares about; the rest follow.
 
@@ -168,6 +173,7 @@ def transformation(
 
     `update_` defaults to `update` (with leaves copied that are at once an update and state),
     `step_` to `update_` followed by `apply_updates_`, and `grad_specs` to the parameters' specs.
+    Say `elementwise` where it is (see `GradientTransformation`).
     """
 
     def pure(updates, state, params=None, **norm):
@@ -190,7 +196,9 @@ def transformation(
         updates, state = donating(grads, state, params, **norm)
         return apply_updates_(params, updates), state
 
-    plain = GradientTransformation(init, pure, specs, donating, update_and_apply)
+    plain = GradientTransformation(
+        init, pure, specs, donating, update_and_apply, elementwise=elementwise
+    )
     if grad_specs is not None:
         plain = plain._replace(grad_specs=grad_specs)
     return with_step(plain, step_ or update_and_apply)
@@ -236,12 +244,15 @@ def _with_dtypes(new: State, state: State) -> State:
 def stateless(
     fn: Callable[[Updates, Params | None], Updates],
     fn_: Callable[[Updates, Params | None], Updates] | None = None,
+    *,
+    elementwise: bool = False,
 ) -> GradientTransformation:
     """The transformation whose updates are ``fn(updates, params)`` and whose state is ``()``.
 
     Args:
         fn: pure.
         fn_: the same function, free to overwrite `updates`.
+        elementwise: see `GradientTransformation`.
     """
     return transformation(
         init=lambda params: (),
@@ -250,13 +261,14 @@ def stateless(
         update_=None
         if fn_ is None
         else lambda updates, state, params=None: (fn_(updates, params), ()),
+        elementwise=elementwise,
     )
 
 
 @public
 def identity() -> GradientTransformation:
     """The transformation that changes nothing: plain gradient *ascent* when applied."""
-    return stateless(lambda updates, params: updates)
+    return stateless(lambda updates, params: updates, elementwise=True)
 
 
 @public
@@ -265,6 +277,7 @@ def scale(step_size: float) -> GradientTransformation:
     return stateless(
         lambda updates, params: multiply(updates, step_size),
         lambda updates, params: multiply_(updates, step_size),
+        elementwise=True,
     )
 
 
@@ -347,6 +360,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         specs=lambda param_specs: tuple(t.specs(param_specs) for t in transformations),
         update_=update_,
         grad_specs=grad_specs,
+        elementwise=all(t.elementwise for t in transformations),
     )
     return plain._replace(
         step_=step_ if transformations else plain.step_,  # what it calls is pure where traced

@@ -231,8 +231,8 @@ def _functron(equation: Equation, args: Sequence[Any], kwargs: Mapping[str, Any]
     if name == "pbroadcast":
         return [Broadcast.call(x, found[0], source=sizes[1])]
     if name == "ragged_all_to_all":
-        _, sends, receives, capacity = sizes
-        call = RaggedCall(found[0], capacity)
+        _, sends, receives, capacity, *room = sizes
+        call = RaggedCall(found[0], capacity, room=sum(room))
         return [RaggedAllToAll.apply(x, sends, receives, found[0].token, call)]
     return [_COLLECTIVES[name].call(x, found[0], **kwargs)]
 
@@ -264,7 +264,7 @@ _OTHERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "check_ids": _check_ids,
     "checkpoint_name": lambda x, name: [checkpoint_name(x, name)],
     "debug_print": _debug_print,
-    "grouped_matmul": lambda x, w, sizes: [grouped_matmul(x, w, sizes)],
+    "grouped_matmul": lambda *args: [grouped_matmul(*args)],
     "grouped_matmul_weight": lambda *args: [grouped_matmul_weight(*args)],
     "assume_share": lambda x: [as_share(x)],
     "require_share": lambda x, axes: [no_share(x, axes)],

@@ -233,7 +233,7 @@ def _permute(xs, size, sources, destinations):
     return out
 
 
-def _ragged(xs, size, sends, receives, capacity):
+def _ragged(xs, size, sends, receives, capacity, room=0):
     blocks = [x[: sum(sizes)].split(sizes) for x, s in zip(xs, sends, strict=True)
               for sizes in (s.tolist(),)]  # fmt: skip
     out = []

@@ -211,11 +211,12 @@ class _Add(_Moved):
 _c10d = torch.ops._c10d_functional
 
 LIBRARY.define(
-    "ragged_all_to_all(Tensor x, str axis, int size, Tensor sends, Tensor receives, int capacity)"
-    " -> Tensor"
+    "ragged_all_to_all(Tensor x, str axis, int size, Tensor sends, Tensor receives, int capacity, "
+    "int room=0) -> Tensor"
 )
 LIBRARY.define(
-    "ragged_ranks(Tensor x, str group, Tensor sends, Tensor receives, int capacity) -> Tensor"
+    "ragged_ranks(Tensor x, str group, Tensor sends, Tensor receives, int capacity, int room=0) "
+    "-> Tensor"
 )
 
 
@@ -226,6 +227,7 @@ def ragged_all_to_all(
     axis_name: AxisNames,
     *,
     capacity: int,
+    room: int = 0,
 ) -> tuple[Shaped[Tensor, "capacity *rest"], Int[Tensor, " ranks"]]:
     """Send the first ``send_sizes[0]`` rows of x to rank 0, the next ``send_sizes[1]`` to rank 1...
 
@@ -235,7 +237,8 @@ def ragged_all_to_all(
     ``[2, 1]``.
 
     On a bound mesh one all-to-all of sizes and one of exactly these rows, whose sizes the host
-    waits for; traced, an operation of at most x's bytes. Backward: the same with sizes exchanged.
+    waits for; traced, an operation of at most x's bytes. With `room`, on GPUs, the host waits for
+    nothing, and `room` rows go from each rank to each. Backward: the same with sizes exchanged.
     Over several axes (row-major ranks) axis by axis, major first, as `lax.all_to_all`: what has to
     cross both a node and a rank within it is sent twice, each time on the fitting link.
 
@@ -245,6 +248,7 @@ def ragged_all_to_all(
         axis_name: one axis, or several, major to minor.
         capacity: the rows of the result: a bound on what any rank can receive, whatever the data.
             Sizes are not known when shapes have to be, so it must hold for the worst case.
+        room: a bound on what one rank sends to another, whatever the data; 0: none is known.
 
     Returns:
         rows: ``[capacity, ...]``: those from rank 0 first, zeros after the last.
@@ -257,7 +261,7 @@ def ragged_all_to_all(
     axes = lookup(axis_name)
     _check(send_sizes, math.prod(axis.size for axis in axes))
     sizes = send_sizes.view(*(axis.size for axis in axes), 1)
-    rows, received, layout = exchange(x, sizes, axes, capacity=capacity)
+    rows, received, layout = exchange(x, sizes, axes, capacity=capacity, room=room)
     if len(axes) > 1:
         natural = tuple(layout.index(dim) for dim in range(received.dim()))
         order = swap_blocks(received.permute(layout), natural, rows.shape[0])
@@ -276,7 +280,13 @@ def _check(sizes: Tensor, ranks: int) -> None:
 
 
 def exchange(
-    x: Tensor, sizes: Tensor, axes: Sequence[Axis], *, capacity: int, wait: bool = True
+    x: Tensor,
+    sizes: Tensor,
+    axes: Sequence[Axis],
+    *,
+    capacity: int,
+    room: int = 0,
+    wait: bool = True,
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """`ragged_all_to_all` for rows that are sorted by destination and then by something else.
 
@@ -286,11 +296,13 @@ def exchange(
             of K kinds; blocks of rows are in row-major order.
         axes: the axes, major to minor.
         capacity: a bound on what any rank can receive.
+        room: a bound on what one rank can send to another, worth sending always; 0: none is.
         wait: for the rows; otherwise they may still be on their way, and only `arrived` may touch
             them, after whatever does not need them.
 
     Returns:
-        rows: ``[capacity, ...]``; on processes, outside of a trace, exactly the rows that came.
+        rows: ``[capacity, ...]``; on processes, outside of a trace and without `room`, exactly the
+            rows that came.
         sizes: int64 ``[n0, n1, ..., K]``, by the rank that sent them.
         layout: the order of the dims of `sizes` by which the rows are sorted.
     """
@@ -313,7 +325,9 @@ def exchange(
         if later > 1 and not isinstance(axis, BoundAxis):  # whose ranks may differ in rows by now
             bound = min(bound, rows.shape[0] * axis.size)
         last = position == len(axes) - 1
-        call = RaggedCall(axis, _exactly(receives, axis, bound), wait or not last)
+        passing = room * math.prod(axis.size for axis in axes) // axis.size
+        call = RaggedCall(axis, bound, wait or not last, passing if _pads(x, axis) else 0)
+        call = _exactly(sends, receives, call)
         sent: Any = RaggedAllToAll.apply(rows, sends, receives, axis.token, call)
         rows, sizes = sent, incoming.movedim(0, position)
     return rows, sizes, layout
@@ -337,13 +351,18 @@ def _resized(x: Tensor, sizes: Tensor, capacity: int) -> Tensor:
     return torch.where(real.view(-1, *[1] * (x.dim() - 1)), x, zero)
 
 
-def _exactly(receives: Tensor, axis: Axis, bound: int) -> int:
-    """How many rows arrive where that is a fact already, or else the bound."""
-    if not isinstance(axis, BoundAxis) or compat.physical(receives)[1]:
-        return bound
-    total = int(compat.plain(receives).sum())
-    _check_capacity(total, bound)
-    return total
+def _pads(x: Tensor, axis: Axis) -> bool:
+    """Whether sending what there is room for is better than waiting for how much there is."""
+    return x.is_cuda or isinstance(axis, TracedAxis)
+
+
+def _exactly(sends: Tensor, receives: Tensor, call: RaggedCall) -> RaggedCall:
+    """The call with the number of rows that arrive, where that is a fact already."""
+    if not isinstance(call.axis, BoundAxis) or call.room or compat.physical(receives)[1]:
+        return call
+    outgoing, incoming = torch.stack([compat.plain(sends), compat.plain(receives)]).tolist()
+    _check_capacity(sum(incoming), call.capacity)
+    return replace(call, capacity=sum(incoming), counts=(outgoing, incoming))
 
 
 def _check_capacity(total: int, capacity: int) -> None:
@@ -363,11 +382,15 @@ class RaggedCall:
         axis: the mesh axis.
         capacity: the rows of the result.
         wait: for them; see `exchange`.
+        room: of rows from one rank to another; 0: exactly as many as there are.
+        counts: of rows to each rank, and from each, where the host knows them.
     """
 
     axis: Axis
     capacity: int
     wait: bool = True
+    room: int = 0
+    counts: tuple[list[int], list[int]] | None = None
 
 
 class RaggedAllToAll(Function):
@@ -404,7 +427,8 @@ class RaggedAllToAll(Function):
         if cotangents[0] is None:
             return None, None, None, None, None
         sends, receives = ctx.saved_tensors
-        call = replace(ctx.call, capacity=ctx.rows, wait=True)
+        counts = ctx.call.counts and ctx.call.counts[::-1]
+        call = replace(ctx.call, capacity=ctx.rows, wait=True, counts=counts)
         back = RaggedAllToAll.apply(cotangents[0], receives, sends, ctx.token, call)
         return back, None, None, None, None
 
@@ -464,19 +488,50 @@ def _send(x: Tensor, sends: Tensor, receives: Tensor, call: RaggedCall) -> Tenso
     axis = call.axis
     if isinstance(axis, TracedAxis):
         op = torch.ops.functron.ragged_all_to_all
-        return op(x, axis.name, axis.size, sends, receives, call.capacity)
+        room = (call.room,) if call.room else ()
+        return op(x, axis.name, axis.size, sends, receives, call.capacity, *room)
     assert isinstance(axis, BoundAxis)
-    return _ragged_ranks(x, axis.group, sends, receives, call.capacity, call.wait)
+    if call.room:
+        return padded(x, axis.group, sends, receives, call.capacity, call.room)
+    counts = call.counts or torch.stack([sends, receives]).tolist()
+    return _exact(x, axis.group, counts, call.capacity, call.wait)
 
 
 def _ragged_ranks(
-    x: Tensor, group: str, sends: Tensor, receives: Tensor, capacity: int, wait: bool = True
+    x: Tensor, group: str, sends: Tensor, receives: Tensor, capacity: int, room: int = 0
 ) -> Tensor:
     """The exchange between the processes of a group.
 
-    One operation for the compiler, since how much is sent where is data. The host waits for sizes.
+    One operation for the compiler, since how much is sent where is data. On CPUs, and where no
+    bound is known, the host waits for sizes.
     """
-    outgoing, incoming = torch.stack([sends, receives]).tolist()
+    if room and x.is_cuda:
+        return padded(x, group, sends, receives, capacity, room)
+    return _exact(x, group, torch.stack([sends, receives]).tolist(), capacity)
+
+
+def padded(
+    x: Tensor, group: str, sends: Tensor, receives: Tensor, capacity: int, room: int
+) -> Tensor:
+    """The exchange of `room` rows with each rank: real ones, then zeros; sizes stay unread."""
+    places, ranks = torch.arange(room, device=x.device), sends.shape[0]
+    first = (sends.cumsum(0) - sends).unsqueeze(1)
+    at = torch.where(places < sends.unsqueeze(1), first + places, -1)
+    rows = pick(x, at.flatten())
+    got = _c10d.all_to_all_single(rows, [room] * ranks, [room] * ranks, group)
+    got = _c10d.wait_tensor(got)
+    # of each row that arrives the block, and its place there
+    block, each = blocks_of(receives, capacity), torch.arange(capacity, device=x.device)
+    starts = torch.cat([receives.cumsum(0) - receives, receives.new_zeros(1)])
+    at = block * room + each - starts.index_select(0, block)
+    return pick(got, torch.where(block < ranks, at, -1))
+
+
+def _exact(
+    x: Tensor, group: str, counts: Sequence[list[int]], capacity: int, wait: bool = True
+) -> Tensor:
+    """The exchange of as many rows as there are, to and from each rank."""
+    outgoing, incoming = counts
     total = sum(incoming)
     _check_capacity(total, capacity)
     real = x[: sum(outgoing)].contiguous()
@@ -512,11 +567,11 @@ class _Wait(Function):
         return _Wait.apply(x), in_dims[0]
 
 
-def _traced(x, axis, size, sends, receives, capacity):
+def _traced(x, axis, size, sends, receives, capacity, room=0):
     return x.new_empty(capacity, *x.shape[1:])
 
 
-def _fake_ranks(x, group, sends, receives, capacity):
+def _fake_ranks(x, group, sends, receives, capacity, room=0):
     return x.new_empty(capacity, *x.shape[1:])
 
 

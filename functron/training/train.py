@@ -662,7 +662,8 @@ def _saving(run: Run, out: Path, stop: Request) -> Iterator[Callable[[State, int
         limit = config.timeout_seconds
         return limit if stop.signal is None else min(limit, _HURRIED)
 
-    with checkpoint.Saver(folder, run.plan.placement, keep=keep, timeout=timeout) as saver:
+    placement, device = run.plan.placement, run.device
+    with checkpoint.Saver(folder, placement, keep=keep, timeout=timeout, device=device) as saver:
 
         def save(state: State, step: int) -> None:
             samples = run.batches.first_sample(step)

@@ -16,6 +16,7 @@ from functron.checkpoint.database import Window
 from functron.checkpoint.folder import Keep
 from functron.checkpoint.placement import Division
 from functron.checkpoint.saver import Snapshot
+from tests.streams import RecordedStreams
 
 
 def saver(path: Path, **settings) -> checkpoint.Saver:
@@ -140,6 +141,50 @@ def test_a_snapshot_uses_its_memory_again():
     second = snapshot.source(0, piece)
     assert second.ctypes.data == first.ctypes.data
     assert second.tolist() == (tensor + 1).tolist()
+
+
+def test_copies_from_a_device_are_ordered_with_what_comes_before_and_after(tmp_path, monkeypatch):
+    """Steps in place before and after a save, and the thread that writes, whose memory is locked."""
+    streams, main, real = RecordedStreams(), threading.get_ident(), together.save_together
+    monkeypatch.setattr(together, "CUDA", streams)
+    monkeypatch.setattr(together, "_LOCKED_BYTES", 4096)
+    begun = threading.Event()
+
+    def pinned(nbytes: int) -> torch.Tensor:
+        assert threading.get_ident() != main
+        begun.set()
+        return RecordedStreams.pinned(streams, nbytes)
+
+    def saved(order, source, ranks):
+        def read(index, piece):
+            values = source(index, piece)
+            streams.read_by_host(torch.from_numpy(values.view("uint8")))
+            return values
+
+        real(order, read, ranks)
+
+    monkeypatch.setattr(streams, "pinned", pinned)
+    monkeypatch.setattr(together, "save_together", saved)
+    x = streams.empty(8000, torch.device("cpu")).view(torch.float32)  # known to the streams
+    state = {"half": x[:1000], "t": x[1000:].view(10, 100).t()}
+    placement = checkpoint.Placement.of(state)
+    with checkpoint.Saver(tmp_path, placement, chunk_bytes=1024, device="cuda") as one:
+        assert begun.wait(30)  # before there is anything to save
+        for step in (1, 2):
+            with streams.watching():
+                x.fill_(step)
+            one.save(step, state)
+            with streams.watching():
+                x.fill_(7.0)
+            one.wait()
+    sizes = [memory.nbytes for memory in streams.far]
+    assert sum(sizes) == 8 * 1024  # pieces of 1000 bytes, aligned
+    assert max(sizes) <= 4096
+    for step in (1, 2):
+        for leaf in checkpoint.restore(tmp_path / str(step)).values():
+            assert leaf.eq(step).all()
+    copies = {op.stream for op in streams.log if op.name == "copy"}
+    assert copies == {"1"}
 
 
 def test_ranks_copy_only_what_they_write():

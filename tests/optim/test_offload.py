@@ -1,11 +1,14 @@
 """State in host memory: the numbers of the optimizer itself, one group of parameters at a time."""
 
+import itertools
+
 import pytest
 import torch
 
 import functron as ft
 from functron import Mesh, P, optim, shard_map, tree
 from functron.spmd import spec_axes
+from tests.streams import RecordedStreams
 
 SHAPES = {"a": (8, 6), "blocks": {"norm": (3, 4), "up": (3, 4, 128)}, "z": (5,)}
 SPECS = {"a": P("tp"), "blocks": {"norm": P(), "up": P(None, "tp")}, "z": P()}
@@ -55,6 +58,73 @@ def test_numbers_and_structure_are_the_optimizers(name, dtype, group_bytes):
         # a group without any 8-bit moments runs fused, which rounds float32 in another order
         rtol = 1e-6 if name == "int8" and dtype == torch.float32 else 0
         torch.testing.assert_close(a, b, rtol=rtol, atol=rtol, msg=lambda m, at=path: at + m)
+
+
+CUT = {
+    "adamw": (4, OPTIMIZERS["adamw"]),
+    "masters": (12, OPTIMIZERS["masters"]),
+    "momentum": (2, OPTIMIZERS["momentum"]),
+    "lion": (8, optim.with_fp32_masters(optim.lion(RATE, mask=MASK))),
+    "chain": (4, optim.chain(
+        optim.zero_nans(), optim.clip(0.5), optim.ema(0.9), optim.add_decayed_weights(RATE),
+        optim.sgd(RATE, 0.9, nesterov=True))),
+    "average": (6, optim.with_average(optim.chain(optim.trace(0.9), optim.sign_sgd(0.1)), 0.9)),
+    "groups": (4, optim.where(tree.map(lambda _: True, MASK), optim.adam(RATE), optim.scale(1))),
+    "injected": (4, optim.inject_hyperparams(optim.adamw, "mask")(
+        RATE, mask=optim.not_norm_or_bias)),
+}  # fmt: skip
+"""And the bytes of state of a bfloat16 parameter."""
+WHOLE = {
+    "int8": OPTIMIZERS["int8"],
+    "muon": OPTIMIZERS["muon"],
+    "soap": optim.soap(RATE, MATRICES, frequency=2),
+    "adafactor": optim.adafactor(0.1, 4, momentum=0.9),
+    "adam-mini": optim.adam_mini(RATE, tree.map(lambda m: optim.Block((0,)), MASK)),
+    "stochastic": optim.with_stochastic_rounding(optim.adamw(RATE)),
+    "any mask": optim.adamw(RATE, mask=lambda params: tree.map(lambda p: len(p) > 3, params)),
+    "state of other shapes": optim.adafactor(0.1, 4)._replace(elementwise=True),
+}
+
+
+@pytest.mark.parametrize("name", [*CUT, *WHOLE])
+def test_by_streams_in_pieces(name):
+    """Bit for bit the inner one's; nothing is overwritten early; two pieces' state at most."""
+    size, inner = CUT.get(name) or (None, WHOLE[name])
+    dtype, group = torch.bfloat16, 1024
+    want = train(inner, values(0, dtype))
+    streams = RecordedStreams()
+    with streams.watching():
+        got = train(optim.offload(inner, group_bytes=group, streams=streams), values(0, dtype))
+    assert tree.paths(got) == tree.paths(want)
+    for path, a, b in zip(tree.paths(want), tree.leaves(got), tree.leaves(want), strict=True):
+        assert torch.equal(a, b), path
+    for path, leaf in zip(tree.paths(got[1]), tree.leaves(got[1]), strict=True):
+        assert not leaf.dim() or "key" in path or not streams.on_device(leaf)
+        streams.read_by_host(leaf)
+    if size is None:  # one buffer a step, for the leaf of 3 KiB
+        assert len(streams.near) == 3
+        return
+    assert [x.numel() for x in streams.near] == [group // 2 * size] * 2 * 3
+    num_params = sum(p.numel() for p in tree.leaves(values(0)))
+    assert sum(x.numel() for x in streams.far) == num_params * size
+    # copies in, updates and copies back overlap, each with each
+    lanes = [[op for op in streams.log if op.stream == lane] for lane in ("1", "compute", "2")]
+    for these, those in itertools.combinations(lanes, 2):
+        assert any(not (a.after(b) or b.after(a)) for a in these for b in those)
+
+
+def test_buffers_of_a_step_that_fails_are_free_when_the_copies_are_over():
+    inner, streams = OPTIMIZERS["adamw"], RecordedStreams()
+
+    def fails(grads, state, params):
+        raise FloatingPointError
+
+    params = values(0)
+    state = optim.offload(inner, group_bytes=1024, streams=streams).init(params)
+    failing = optim.offload(inner._replace(step_=fails), group_bytes=1024, streams=streams)
+    with pytest.raises(FloatingPointError):
+        failing.step_(values(1), state, params)
+    streams.run(streams.current(torch.device("cpu")), "what has the memory next", [], streams.near)
 
 
 def test_pure_updates():

@@ -234,7 +234,7 @@ def test_errors():
     optimizer = optim.adafactor(0.1)
     with pytest.raises(ValueError, match=r"defs: got None; wanted the parameters' defs, for specs"):
         optimizer.specs({"w": P("tp")})
-    assert optimizer.specs({"w": P()})[0].v == P()
+    assert optimizer.specs({"w": P()})[0].v == {"w": P()}
     optimizer = optim.adafactor(
         0.1, defs=DEFS, specs={**DEFS, "blocks": P(), "embed": P("tp"), "norm": P()}
     )

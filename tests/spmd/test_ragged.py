@@ -125,7 +125,7 @@ def test_traced(case):
 
     def step(x, sizes):
         def loss(x):
-            rows, _ = lax.ragged_all_to_all(x, sizes, axes, capacity=capacity)
+            rows, _ = lax.ragged_all_to_all(x, sizes, axes, capacity=capacity, room=ROWS)
             return lax.psum((rows.sin() * torch.arange(capacity)[:, None]).sum(), mesh.axis_names)
 
         return ft.value_and_grad(loss)(x)

@@ -78,6 +78,7 @@ ExpertActivation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu", "clampe
 """Those of `nn.mlp`, and that of GPT-OSS, which needs a gate; see `clamped_swiglu`."""
 
 _LIMIT, _SLOPE = 7.0, 1.702
+_PADDED = 1.5  # times the rows: so many are sent before waiting for how many there are is better
 _BIAS_WIDTH = 8  # the inner dim of a product with ones: whole 16 bytes for kernels
 
 
@@ -177,30 +178,40 @@ def experts(
         ValueError: see `check_activation`.
     """
     check_activation(activation, gated="gate" in params)
-    up = _linear(params["up"], rows, sizes)
+    # of rows of no expert, nobody reads what is between the first and the last product
+    up = _linear(params["up"], rows, sizes, zeros=False)
     if "gate" in params:
-        gate = _linear(params["gate"], rows, sizes)
+        gate = _linear(params["gate"], rows, sizes, zeros=False)
         if kernels.takes("glu", gate, up):
             y = glu_linear(gate, up, params["down"]["w"], activation, sizes)
             return _biased(y, params["down"], sizes, parts)
         hidden = GATED[activation](gate, up)
     else:
         hidden = ACTIVATIONS[cast(Activation, activation)](up)
-    return _linear(params["down"], hidden, sizes, parts)
+    return _linear(params["down"], hidden, sizes, parts, zeros_back=False)
 
 
-def _linear(layer: dict, rows: Tensor, sizes: Tensor, parts: int = 1) -> Tensor:
-    return _biased(grouped_matmul(rows, layer["w"], sizes), layer, sizes, parts)
+def _linear(
+    layer: dict,
+    rows: Tensor,
+    sizes: Tensor,
+    parts: int = 1,
+    *,
+    zeros: bool = True,
+    zeros_back: bool = True,
+) -> Tensor:
+    y = grouped_matmul(rows, layer["w"], sizes, zeros, zeros_back)
+    return _biased(y, layer, sizes, parts, zeros)
 
 
-def _biased(y: Tensor, layer: dict, sizes: Tensor, parts: int) -> Tensor:
+def _biased(y: Tensor, layer: dict, sizes: Tensor, parts: int, zeros: bool = True) -> Tensor:
     if "b" not in layer:
         return y
     # as a product with ones: no row outside of all groups gets one, and its gradient is a sum of
     # rows by group, in a fixed order
     bias = layer["b"].unsqueeze(1) / parts
     bias = torch.nn.functional.pad(bias, (0, 0, 0, _BIAS_WIDTH - 1))
-    return y + grouped_matmul(y.new_ones(y.shape[0], _BIAS_WIDTH), bias, sizes)
+    return y + grouped_matmul(y.new_ones(y.shape[0], _BIAS_WIDTH), bias, sizes, zeros)
 
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -379,7 +390,7 @@ def dispatched(
         made = compute(permuted, order.sizes)
     else:
         room = min(x.shape[0] * experts.shape[1], num_experts // ranks * most)
-        made = _exchanged(permuted, order.sizes, compute, axes, ranks * room, meanwhile, kernels)
+        made = _exchanged(permuted, order.sizes, compute, axes, ranks, room, meanwhile, kernels)
     return unpermute(made, weights, order, kernels=kernels).to(x.dtype)
 
 
@@ -388,25 +399,31 @@ def _exchanged(
     sizes: Tensor,
     compute: Compute,
     axes: tuple[str, ...],
-    capacity: int,
+    num_ranks: int,
+    room: int,
     meanwhile: Callable[[], None],
     kernels: Kernels,
 ) -> Tensor:
     """The experts' outputs of this rank's rows, sorted by expert over all ranks: there and back.
 
-    `capacity` bounds the rows that one rank's experts have.
+    `room` bounds the rows that one rank has for the experts of another.
     """
+    capacity = num_ranks * room
+    if capacity > _PADDED * rows.shape[0]:  # of static sizes: the same on all ranks
+        room = 0
     found = lookup(axes)
     ranks = tuple(axis.size for axis in found)
     by_rank = tuple(range(len(ranks) + 1))  # dims of sizes: the other rank, then the expert there
     by_expert = (by_rank[-1], *by_rank[:-1])
     outgoing = sizes.view(*ranks, sizes.shape[0] // lax.axis_size(axes))
-    there, incoming, layout = exchange(rows, outgoing, found, capacity=capacity, wait=False)
+    there, incoming, layout = exchange(
+        rows, outgoing, found, capacity=capacity, room=room, wait=False
+    )
     meanwhile()
     there = _reordered(arrived(there, found), incoming, layout, by_expert, kernels)
     made = compute(there, incoming.flatten(0, -2).sum(0))
     made = _reordered(made, incoming, by_expert, by_rank, kernels)
-    back, returned, layout = exchange(made, incoming, found, capacity=rows.shape[0])
+    back, returned, layout = exchange(made, incoming, found, capacity=rows.shape[0], room=room)
     back = _reordered(back, returned, layout, by_rank, kernels)
     missing = rows.shape[0] - back.shape[0]  # processes return only what they were sent
     return torch.cat([back, back.new_zeros(missing, back.shape[1])]) if missing else back

@@ -35,7 +35,7 @@ from functron.optim.zero import (
     wholes,
     without,
 )
-from functron.spmd.spec import P
+from functron.spmd.spec import P, is_spec
 
 
 class FactoredState(NamedTuple):
@@ -145,12 +145,12 @@ def _columns(like: tree.Tree, rows: list[tuple], count: int) -> list[tree.Tree]:
     return [tree.unflatten(structure, [row[i] for row in rows]) for i in range(count)]
 
 
-def _replicated(param_specs: tree.Tree) -> P:
-    sharded = [s for s in tree.leaves(param_specs, lambda x: isinstance(x, P)) if any(s)]
+def _replicated(param_specs: tree.Tree) -> tree.Tree:
+    sharded = [s for s in tree.leaves(param_specs, is_spec) if any(s)]
     if sharded:
         wanted = f"the parameters' defs, for specs such as {sharded[0]}"
         refuse("adafactor cannot tell how its state is sharded", "defs", "None", wanted)
-    return P()
+    return tree.map(lambda _: P(), param_specs, is_leaf=is_spec)
 
 
 def _specs(spec: P | None, dims: tuple[int, int] | None) -> tuple:

@@ -67,6 +67,7 @@ def scale_by_lion(
         update,
         specs=lambda param_specs: ScaleByLionState(P(), param_specs),
         update_=update_,
+        elementwise=True,
     )
 
 

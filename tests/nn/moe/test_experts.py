@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from functron import Mesh, P, lax
+from functron import Mesh, P, lax, tree
 from functron.nn.moe.layer import expert_defs, experts
+from functron.ops import grouped_matmul as grouped
 
 EXPERTS, EMBED, HIDDEN = 3, 4, 6
 SIZES = [3, 0, 5]
@@ -110,3 +111,53 @@ def test_refusals(draw, randn):
     sizes = torch.tensor([1, 1])
     with pytest.raises(ValueError, match="there is none"):
         experts(draw(defs), randn(2, 4), sizes, activation="clamped_swiglu")
+
+
+def grouped_mm(x, w, offs):
+    """As torch's kernel: rows of no group, and what empty groups have, are as they are found."""
+    spans = list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
+    if w.dim() == 3:
+        y = torch.full((len(x), w.shape[2]), torch.nan, dtype=x.dtype)
+        for matrix, (start, stop) in zip(w, spans, strict=True):
+            y[start:stop] = x[start:stop] @ matrix
+        return y
+    parts = [x[:, start:stop] @ w[start:stop] for start, stop in spans]
+    return torch.stack(
+        [y if b > a else y + torch.nan for y, (a, b) in zip(parts, spans, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_a_kernel_leaves_in_rows_of_no_expert_is_read_by_nobody(bias, monkeypatch):
+    """Also backward; and not zeroed between the products, but where they begin and end."""
+    kind = {"gated": True, "bias": bias, "stddev": 1.0, "out_stddev": 1.0}
+    defs = expert_defs(EXPERTS, EMBED, HIDDEN, **kind, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    params, rows = tree.map(lambda d: draw(*d.shape), defs), draw(ROWS, EMBED)
+    params, rows = tree.map(torch.Tensor.requires_grad_, (params, rows))
+    weights = draw(ROWS, EMBED)
+
+    def results():
+        out = experts(params, rows, torch.tensor(SIZES), activation="silu")
+        return [out, *torch.autograd.grad((out * weights).sum(), [rows, *tree.leaves(params)])]
+
+    want = results()
+    monkeypatch.setattr(grouped, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm)
+    passes, where = [], torch.where
+
+    def counted(*args):
+        out = where(*args)
+        passes.extend([out.shape] if out.dim() == 2 else [])  # others are of weights
+        return out
+
+    monkeypatch.setattr(torch, "where", counted)
+    got = results()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    # the last product, also of its bias, and the derivatives of rows by two products
+    assert passes == [(ROWS, EMBED)] * (4 if bias else 3)

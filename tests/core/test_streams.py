@@ -1,0 +1,42 @@
+"""Page-locked memory: locked before it is used, and until nothing uses it any more."""
+
+import types
+
+import pytest
+import torch
+
+from functron.core.streams import CUDA
+
+
+def test_memory_is_locked_exactly_as_long_as_it_is_used(monkeypatch):
+    locked, codes = {}, [0]
+
+    def register(address, nbytes, flags):
+        locked[address] = nbytes
+        return codes[-1]
+
+    calls = types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=locked.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
+    memory = CUDA.pinned(1000)
+    view = memory[8:16].view(torch.float32).numpy()
+    assert locked == {memory.data_ptr(): 1000}
+    del memory
+    assert len(locked) == 1
+    del view
+    assert not locked
+    codes.append(2)
+    with pytest.raises(MemoryError, match="got CUDA's error 2 for 8 bytes; wanted them locked"):
+        CUDA.pinned(8)
+
+
+@pytest.mark.gpu
+def test_cuda_knows_that_memory_is_locked():
+    memory = CUDA.pinned(1 << 20)
+    assert memory.is_pinned()
+    assert memory[5:].is_pinned()
+    stream = CUDA.new(torch.device("cuda"))
+    near = torch.arange(1 << 18, device="cuda")
+    stream.wait_event(CUDA.current(near.device).record_event())
+    CUDA.copy_(stream, memory.view(torch.int32)[: 1 << 18], near.int())
+    stream.synchronize()
+    assert torch.equal(memory.view(torch.int32), near.cpu().int())
