@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from functron.ops.adamw import ADAMW_
 from functron.ops.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD_
 from functron.ops.foreach import SUM_OF_SQUARES
-from functron.ops.glu import GLU, GLU_BACKWARD
+from functron.ops.glu import GLU, GLU_BACKWARD, GLU_BACKWARD_AGAIN
 from functron.ops.moe import PERMUTE, ROUTER, ROUTER_BACKWARD, SORT, UNPERMUTE, UNPERMUTE_BACKWARD
 from functron.ops.norms import (
     ADD_RMS_NORM,
@@ -336,6 +336,12 @@ def glu_backward(g: Given, activation: str) -> Case:
     )  # fmt: skip
 
 
+def glu_backward_again(g: Given, activation: str) -> Case:
+    gate, up = g.normal(g.sizes.tokens, g.sizes.dim), g.normal(g.sizes.tokens + 1, g.sizes.dim)[1:]
+    dy, floor = gate.flip(0).contiguous(), 6 * nbytes(gate)
+    return Case(GLU_BACKWARD_AGAIN, (dy, gate, up, activation), shape_of(gate), floor)
+
+
 CASES: Mapping[str, Callable[[Given], Case]] = MappingProxyType(
     {
         "rms_norm": rms_norm,
@@ -349,6 +355,7 @@ CASES: Mapping[str, Callable[[Given], Case]] = MappingProxyType(
         "qk_norm + rope backward": rope_backward,
         "swiglu": functools.partial(glu, activation="silu"),
         "swiglu backward": functools.partial(glu_backward, activation="silu"),
+        "swiglu backward + hidden": functools.partial(glu_backward_again, activation="silu"),
         "geglu": functools.partial(glu, activation="gelu_tanh"),
         "geglu backward": functools.partial(glu_backward, activation="gelu_tanh"),
         "cross_entropy": cross_entropy,

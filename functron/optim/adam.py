@@ -1,7 +1,7 @@
 """Adam and AdamW, in Optax's terms; their `step_` runs fused over all leaves.
 
 By torch's kernel; or, on a GPU, by that of `functron.ops.adamw`, in one pass over memory with what
-the transformations around it do (`Fusion`).
+the transformations around it do (`Fusion`), which a traced program has as one operation per leaf.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def adamw(
     splits them); where that cannot be used (moments of another dtype than the gradients, or a
     learning rate that a vmap batches) it is `update` and `apply_updates_`. On a GPU it is one pass
     of functron's kernel instead (`functron.ops.adamw`), which has every combination of dtypes but
-    moments in 8 bits, and does the clipping before it and the masters around it in the same pass.
-    No collectives.
+    moments in 8 bits, and does the clipping before it and the masters around it in the same pass;
+    in traced and compiled programs too. No collectives.
 
     Args:
         learning_rate: a number, or a schedule: a function of the count of updates so far.

@@ -341,6 +341,10 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         methods = [*(t.update_ for t in transformations[:-1]), last_step_]
         return run(methods, grads, state, params, **norm)
 
+    def typed_step_(grads, state, params, **norm):
+        params, new = step_(grads, state, params, **norm)
+        return params, _with_dtypes(new, state)
+
     def grad_specs(param_specs):
         for t in reversed(transformations):
             param_specs = t.grad_specs(param_specs)
@@ -363,7 +367,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         elementwise=all(t.elementwise for t in transformations),
     )
     return plain._replace(
-        step_=step_ if transformations else plain.step_,  # what it calls is pure where traced
+        step_=typed_step_ if transformations else plain.step_,  # what it calls is pure if traced
         norm=transformations[0].norm if transformations else None,
         with_specs=with_specs if unbound else None,
     )
