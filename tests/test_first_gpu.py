@@ -14,7 +14,7 @@ import first_gpu
 
 @pytest.mark.parametrize(
     "chosen",
-    [["profile", "check", "steps"], pytest.param([*first_gpu.PARTS], marks=pytest.mark.full)],
+    [["profile", "check"], pytest.param([*first_gpu.PARTS], marks=pytest.mark.full)],
 )
 def test_parts_run_and_a_failing_one_leaves_its_traceback(chosen, tmp_path, monkeypatch, capsys):
     def fails(args):
@@ -31,10 +31,10 @@ def test_parts_run_and_a_failing_one_leaves_its_traceback(chosen, tmp_path, monk
     result = {name: part.get("result") for name, part in parts.items()}
     assert result["profile"]["promised_bytes"] > 1 << 20
     assert any("flash" in name for name in result["profile"]["attention"])
-    assert [row["program"] for row in result["steps"]["programs"]] == ["functron eager"]
     said = capsys.readouterr().out
     assert "failed: FloatingPointError: planted" in said
     if "bandwidth" in chosen:
+        assert [row["program"] for row in result["steps"]["programs"]] == ["functron eager"]
         assert {*first_gpu.KERNELS} < result["bandwidth"].keys()
         assert "% of it" in said
         assert set(result["conformance"].values()) == {0}  # kernels are their references here

@@ -31,7 +31,7 @@ WARM_UP_CALLS = 2
 
 _MOVES = 4  # recordings after which a donated argument that still moves is a mistake
 
-_HOST = frozenset(("ragged_all_to_all", "debug_print"))
+_RAGGED = "ragged_all_to_all"
 _GROUPED = frozenset(("grouped_matmul", "grouped_matmul_weight"))
 _READS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
@@ -56,13 +56,11 @@ def problems(program: Code) -> Iterator[Problem]:
 def _reason(equation: Equation) -> tuple[str, str] | None:
     """Why an equation cannot be recorded, and what to do instead."""
     assert not isinstance(equation.op, Scan)
-    if equation.name in _HOST or _READS.intersection(equation.op.tags):
-        fix = (
-            "put every expert on every rank"
-            if equation.name == "ragged_all_to_all"
-            else "leave it out"
-        )
-        return "numbers that the host reads", f"{fix}, or graph=False"
+    if equation.name == _RAGGED and not any(equation.args[6:]):  # the room for rows of each rank
+        fix = "bound what ranks send, such as by capacity_factor, or graph=False"
+        return "as many rows as there are, which the host reads", fix
+    if equation.name == "debug_print" or _READS.intersection(equation.op.tags):
+        return "numbers that the host reads", "leave it out, or graph=False"
     if equation.name in _GROUPED and not _by_kernel(equation):
         fix = "compute in bfloat16 with rows of whole 16 bytes, or graph=False"
         return "sizes of groups that the host reads", fix

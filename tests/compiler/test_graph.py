@@ -149,7 +149,8 @@ def test_a_donated_argument_that_no_result_takes_is_copied(recorded):
 
 def on_cuda(fn, *args):
     """The program of a GPU, which this machine may not have."""
-    text = re.sub(r"(f32\[[\d,]*\]|i64\[[\d,]*\])", r"\1@cuda:0", str(ft.trace(fn)(*args)))
+    text = str(ft.trace(fn)(*args))
+    text = re.sub(r"(f32\[[\d,]*\]|i64\[[\d,]*\])", r"\1@cuda:0", text)
     return parse(text.replace("device=cpu", "device=cuda:0"))
 
 
@@ -175,6 +176,18 @@ def test_programs_that_wait_for_the_host_are_refused():
     refused(on_cuda(prints, x), "debug_print at", "the host reads", "test_graph.py")
     refused(on_cuda(grouped, x, torch.ones(2, 8, 8), sizes), "grouped_matmul at", "bfloat16")
     assert not list(graph.problems(on_cuda(lambda x: x * 2, x)))
+
+
+@pytest.mark.parametrize("room", [0, 4])
+def test_exchanges_of_as_many_rows_as_there_are_are_refused(room):
+    def exchange(x, sizes):
+        return ft.lax.ragged_all_to_all(x, sizes, "ep", capacity=8, room=room)
+
+    mapped = ft.shard_map(exchange, ft.Mesh(ep=2), (ft.P("ep"), ft.P("ep")), ft.P("ep"))
+    program = on_cuda(mapped, torch.ones(8, 3), torch.ones(4, dtype=torch.int64))
+    found = list(graph.problems(program))
+    assert len(found) == (0 if room else 1)
+    assert all("as many rows as there are" in problem.got for problem in found)
 
 
 def test_graphs_of_inductor_are_refused():

@@ -54,12 +54,15 @@ def strays(equation: Equation) -> Iterator[str]:
 
 
 CASES = {
-    "llama3-tiny": [{"mesh": "dp=2,tp=2", "zero": 1}, {"mesh": "cp=2,fsdp=2"}],
+    "llama3-tiny": [
+        {"mesh": "dp=2,tp=2", "zero": 1, "log_layers_every": 1},
+        {"mesh": "cp=2,fsdp=2"},
+    ],
     "qwen3-moe-tiny": [{"mesh": "pp=2,ep=2", "schedule": "zb-h1"}],
     "mixtral-tiny": [{"mesh": "ep=2,tp=2", "zero": 3, "remat": "full"}],
     "deepseek-v3-tiny": [{"mesh": "ep=2"}],
     "gpt-oss-tiny": [{"mesh": "cp=2", "zigzag": False, "optimizer": SMALL}],
-    "gemma2-tiny": [{"mesh": "cp=2,tp=2", "context": "gather", "log_layers_every": 1}],
+    "gemma2-tiny": [{"mesh": "cp=2,tp=2", "context": "gather"}],
     "gpt2-tiny": [{"mesh": "pp=2,tp=2", "loss_chunk_tokens": 8, "optimizer": MUON}],
     "mamba2-hybrid-tiny": [{"mesh": "tp=2"}],
     "bert-tiny": [{"mesh": "dp=2"}],
