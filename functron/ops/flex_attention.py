@@ -14,7 +14,6 @@ is a formula of torch's: the tests compare it with ours. torch 2.11 to 2.13.
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,8 +71,8 @@ def _compiled(is_backward: bool, operands: tuple[Tensor, ...], static: Static) -
 @functools.cache
 def _program(is_backward: bool, facts: tuple, static: Static) -> Callable[[list], Sequence]:
     """The function that Inductor makes of `graph`."""
-    # takes two seconds, and only this needs it
-    inductor = importlib.import_module("functron.compiler.inductor")
+    from functron.compiler import inductor  # takes two seconds, and only this needs it
+
     variables = []
     for i, (shape, stride, dtype, device) in enumerate(facts):
         elements = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
@@ -91,9 +90,10 @@ def graph(is_backward: bool, facts: Sequence[tuple], static: Static) -> fx.Graph
     Its operands are, in order, q, k, v; for backward the cotangent, the result, the logsumexp and
     its cotangent; the tests.
     """
-    fake = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode()
-    make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
-    with compat.no_dispatch_modes(), compat.no_transforms(), torch.no_grad(), fake:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # as above
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with compat.no_dispatch_modes(), compat.no_transforms(), torch.no_grad(), FakeTensorMode():
         operands = [
             torch.empty_strided(shape, stride, dtype=dtype, device=device)
             for shape, stride, dtype, device in facts
@@ -105,7 +105,11 @@ def graph(is_backward: bool, facts: Sequence[tuple], static: Static) -> fx.Graph
 
 
 def _computed(is_backward: bool, static: Static, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor):
-    flex = importlib.import_module("torch._higher_order_ops.flex_attention")
+    from torch._higher_order_ops.flex_attention import (  # as above
+        flex_attention,
+        flex_attention_backward,
+    )
+
     tests = rest[4:] if is_backward else rest
     mask = _block_mask(q, k, tests, static, is_backward)
     # ROWS_GUARANTEED_SAFE: whether every query sees something
@@ -117,14 +121,14 @@ def _computed(is_backward: bool, static: Static, q: Tensor, k: Tensor, v: Tensor
     score = functools.partial(_score, static.cap)
     if not is_backward:
         settings = score, mask, static.scale, options, (), tests
-        out, lse, _ = flex.flex_attention(q, k, v, *settings)
+        out, lse, _ = flex_attention(q, k, v, *settings)
         return out, lse * _LN2
     cotangent, out, lse, lse_cotangent = rest[:4]
     joint = functools.partial(_score_backward, static.cap)
     settings = score, joint, mask, static.scale, options, (), tests
     # kernels differentiate with respect to the logsumexp of base 2
     given = out, lse / _LN2, cotangent, lse_cotangent * _LN2
-    return flex.flex_attention_backward(q, k, v, *given, *settings)[:3]
+    return flex_attention_backward(q, k, v, *given, *settings)[:3]
 
 
 def _score(cap: float, score: Tensor, batch, head, query, key) -> Tensor:
@@ -149,13 +153,14 @@ def _seen(static: Static, batch, head, query, key, *tests: Tensor) -> Tensor:
 
 def _block_mask(q: Tensor, k: Tensor, tests: Sequence[Tensor], static: Static, both: bool) -> tuple:
     """The chunks in the form in which torch's operation takes them; `both`: also those of keys."""
-    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    from torch.nn.attention.flex_attention import BlockMask  # as above
+
     needed = chunks(q.shape[0], q.shape[2], k.shape[2], tests, static, q.device).unsqueeze(1)
     found: list[Tensor | None] = [*_listed(needed)]
     found += [None, None, *(_listed(needed.mT) if both else (None, None)), None, None]
     seen = functools.partial(_seen, static)
     lengths = q.shape[2], k.shape[2]
-    return flex.BlockMask(lengths, *found, BLOCK_SIZE=(SIZE, SIZE), mask_mod=seen).as_tuple()
+    return BlockMask(lengths, *found, BLOCK_SIZE=(SIZE, SIZE), mask_mod=seen).as_tuple()
 
 
 def _listed(needed: Tensor) -> tuple[Tensor, Tensor]:

@@ -117,7 +117,7 @@ def test_a_program_per_size(alone, monkeypatch):
     found = taken(replace(config, compile=True))
     assert found[1]["tokens"] == (4 + 12) * 12
     close([record["loss"] for record in found], [record["loss"] for record in taken(config)])
-    assert seen == [{"donate": 0, "num_signatures": 2}]
+    assert seen == [{"donate": 0, "num_signatures": 2, "graph": False}]
 
 
 # --- as a command ---------------------------------------------------------------------------------

@@ -22,9 +22,10 @@ SBH, AS2B = S * B * H, A * S * S * B
 GATHERED = 2 * 2 * SBH * 3 // 4
 
 
-def written_out(q, k, v, *, causal):
+def written_out(q, k, v, *, causal, scale):
     """Attention as the paper has it: the scores exist. Its dropout there keeps 3 a s^2 b more."""
     assert causal
+    assert scale is None
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
     scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(mask, -torch.inf)
