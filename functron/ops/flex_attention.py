@@ -124,7 +124,7 @@ def _computed(is_backward: bool, static: Static, q: Tensor, k: Tensor, v: Tensor
         out, lse, _ = flex_attention(q, k, v, *settings)
         return out, lse * _LN2
     cotangent, out, lse, lse_cotangent = rest[:4]
-    joint = functools.partial(_score_backward, static.cap)
+    joint: Any = functools.partial(_score_backward, static.cap)
     settings = score, joint, mask, static.scale, options, (), tests
     # kernels differentiate with respect to the logsumexp of base 2
     given = out, lse / _LN2, cotangent, lse_cotangent * _LN2
@@ -156,7 +156,7 @@ def _block_mask(q: Tensor, k: Tensor, tests: Sequence[Tensor], static: Static, b
     from torch.nn.attention.flex_attention import BlockMask  # as above
 
     needed = chunks(q.shape[0], q.shape[2], k.shape[2], tests, static, q.device).unsqueeze(1)
-    found: list[Tensor | None] = [*_listed(needed)]
+    found: list[Any] = [*_listed(needed)]
     found += [None, None, *(_listed(needed.mT) if both else (None, None)), None, None]
     seen = functools.partial(_seen, static)
     lengths = q.shape[2], k.shape[2]
