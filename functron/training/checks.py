@@ -22,6 +22,7 @@ from functron.optim import (
     schedule_problems,
     width_problems,
 )
+from functron.precision import POLICIES
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
 from functron.training import data, evaluation, records, run_folder
 from functron.training.config import TrainConfig, load
@@ -97,6 +98,7 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
     problems += _number_problems(config)
     problems += _try(lambda: list(problems_of(config, mesh)), messages) or []
     problems += adapters
+    problems += _precision_problems(config)
     problems += optimizer_problems(config.optimizer) or _fit_problems(config, defs)
     if config.steps >= 1:
         problems += schedule_problems(config.rate_schedule, "learning_rate")
@@ -235,6 +237,24 @@ def _lora_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
         if config.vocab_over_pp:
             fix = "leave one of them out"
             yield Problem("vocab_over_pp", "true with lora_rank", "all parameters to train", fix)
+
+
+def _precision_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Problems of the dtypes with the policy that is named, and with one another."""
+    where, policy = f"{config.family.name}.dtype", config.policy
+    named = POLICIES.get(config.precision)
+    if named is not None and named.params != policy.params:
+        fix = "leave one of them out; in Python, with_precision(config, name) fills the others"
+        wanted = f"{named.params!r}, as precision={config.precision!r} has it"
+        yield Problem(where, repr(policy.params), wanted, fix)
+    if policy.params == "float16":
+        for name, value, wanted in (
+            ("fp32_masters", policy.masters == "float32", "true"),
+            ("loss_scale.initial", policy.loss_scale > 0, "65536.0"),
+        ):
+            if not value:
+                fix = "--precision fp16 sets it"
+                yield Problem(f"optimizer.{name}", "none with float16", wanted, fix)
 
 
 def _fit_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:

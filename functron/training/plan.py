@@ -470,8 +470,17 @@ class Plan:
     @cached_property
     def watch(self) -> Watch | None:
         """The twin of `step` that also measures layers, if it is asked for."""
-        if not self.config.log_layers_every:
-            return None
+        every = self.config.log_layers_every
+        return self._watching(every) if every else None
+
+    def overflowing(self, state: State, batch: Any) -> list[str]:
+        """The layers whose gradients are not finite; takes a step, and gives up the state."""
+        watch = self._watching(1)
+        _, metrics = watch.step(state, batch)
+        norms = watch.layers(metrics).items()
+        return [name for name, row in norms if not math.isfinite(row.get("grad_norm", 0.0))]
+
+    def _watching(self, every: int) -> Watch:
         rows = None
         if self.is_pipelined:
             stacked = (n for n in self.whole_defs if self.partition.stack(n) is not None)
@@ -479,7 +488,7 @@ class Plan:
         chosen, _ = tree.partition(self.whole_defs, self.trained(self.whole_defs))
         layers = optim.layers_of(tree.partition(chosen, weight_mask(self.whole_defs))[0], rows)
         names = gpt.watched_names(self.config.gpt) if self.family.name == "gpt" else ()
-        return Watch(self._step(layers), self.config.log_layers_every, layers.names, names)
+        return Watch(self._step(layers), every, layers.names, names)
 
     def _step(self, layers: optim.Layers | None) -> Callable:
         return make_step(
