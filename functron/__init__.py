@@ -151,7 +151,8 @@ __all__ = [
 _MODULES: Mapping[str, str] = MappingProxyType({
     name: f"functron{package}.{name}"
     for package, names in {
-        "": "checkpoint data hub models nn ops optim params pipeline precision spmd training transforms",
+        "": "checkpoint data hub models nn ops optim params pipeline precision spmd training "
+        "transforms",
         ".core": "random tree",
         ".models": "bert gpt llava lora mamba t5 vit",
         ".program": "debug",
