@@ -35,6 +35,7 @@ operations on small tensors: keep the states of many tensors in one, and update 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -179,6 +180,11 @@ class Quantised(NamedTuple):
     scales: torch.Tensor
     blocks: str
     whole: torch.Tensor | None = None
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """As of `Format`."""
+        return _SQUARES.get(self.blocks, (1, 1))
 
     def mm_scales(self) -> torch.Tensor:
         """The scales of a matrix in the layout that `torch.nn.functional.scaled_mm` takes.
@@ -576,10 +582,11 @@ def quantise(
     """
     _check_format(x, format, amax, draw)
     batch, (rows, cols) = x.shape[:-2], x.shape[-2:]
-    flat = amax if amax is None else amax.reshape(-1, *([rows] if format.shared == "row" else []))
+    many = math.prod(batch)
+    flat = amax if amax is None else amax.reshape(many, *amax.shape[len(batch) :])
     key, outer, inner = draw or (None, None, None)
     values, scales, whole = QUANTISE(
-        x.reshape(-1, rows, cols), flat, key, outer, inner, str(format), emulate
+        x.reshape(many, rows, cols), flat, key, outer, inner, str(format), emulate
     )
     parts = [_with_lead(batch, part) for part in (values, scales, whole)]
     two_levels = format.blocks in _TWO_LEVELS
@@ -591,11 +598,11 @@ def dequantise(x: Quantised) -> torch.Tensor:
 
     In torch's operations. The scale of a block is ``scales * whole`` where there are two levels.
     """
-    values, scales, blocks, whole = x
+    values, scales, _, whole = x
     if values.dtype == E2M1:
         values = unpacked(values)
     scales = scales.float() if whole is None else scales.float() * whole
-    rows, cols = _SQUARES.get(blocks, (1, 1))
+    rows, cols = x.block
     scales = scales.repeat_interleave(rows, -2) if rows > 1 else scales
     scales = scales.repeat_interleave(cols, -1) if cols > 1 else scales
     return values.float() * scales[..., : values.shape[-2], : values.shape[-1]]

@@ -22,6 +22,7 @@ A grouped product multiplies each group of rows by a matrix of its own, as
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -63,8 +64,9 @@ def scaled_matmul(
 
 
 def _flat(x: Quantised) -> list[Any]:
+    many = math.prod(x.values.shape[:-2])
     parts = (x.values, x.scales, x.whole)
-    return [part if part is None else part.reshape(-1, *part.shape[-2:]) for part in parts]
+    return [part if part is None else part.reshape(many, *part.shape[-2:]) for part in parts]
 
 
 def why_not(
@@ -178,25 +180,27 @@ def on_cuda(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:
     (rows, cols), columns = a.values.shape, b.values.shape[0]
     if not rows or not columns or not cols:
         return a.values.new_zeros(rows, columns, dtype=dtype)
+    deeper = -cols % _ALIGNED if a.block == (1, 1) else 0
     # rows of the result may be any; its columns are the right operand's rows
-    short = -columns % _ALIGNED
-    if short and b.blocks in ("tensor", "row", *_SQUARE, "1x32"):
-        b = _longer(b, short)
+    more = 0 if b.blocks == "128x128" else -columns % _ALIGNED
+    a, b = _padded(a, 0, deeper), _padded(b, more, deeper)
     left, right = operands(a), operands(b, wide=a)
     y = F.scaled_mm(
         a.values.contiguous(), b.values.contiguous().mT, *left[:2], *right[:2],
         swizzle_a=left[2], swizzle_b=right[2], output_dtype=dtype,
     )  # fmt: skip
-    return y[:, :columns] if short else y
+    return y.narrow(1, 0, columns) if more else y
 
 
-def _longer(x: Quantised, more: int) -> Quantised:
-    """With so many rows of zeros behind."""
-    values = F.pad(x.values.view(torch.uint8), (0, 0, 0, more)).view(x.values.dtype)
-    if x.blocks in ("tensor", "16x16"):
+def _padded(x: Quantised, rows: int, cols: int) -> Quantised:
+    """With so many rows and columns of zeros more."""
+    if not rows and not cols:
+        return x
+    values = F.pad(x.values.view(torch.uint8), (0, cols, 0, rows)).view(x.values.dtype)
+    if not rows or x.blocks in ("tensor", "16x16"):
         return x._replace(values=values)
     raw = x.scales if x.scales.dtype == torch.float32 else x.scales.view(torch.uint8)
-    scales = F.pad(raw, (0, 0, 0, more)).view(x.scales.dtype)
+    scales = F.pad(raw, (0, 0, 0, rows)).view(x.scales.dtype)
     return x._replace(values=values, scales=scales)
 
 

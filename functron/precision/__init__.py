@@ -1,0 +1,10 @@
+"""Precision: what products are computed in, as values that steps and layers are given.
+
+`Recipe` says which products of a linear layer are quantised and how; `product` makes of it the
+function ``(x, w) -> y`` that a layer takes in place of ``x @ w``.
+"""
+
+from functron.precision.product import product
+from functron.precision.recipe import RECIPES, Contraction, Recipe
+
+__all__ = ["RECIPES", "Contraction", "Recipe", "product"]
