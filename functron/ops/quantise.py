@@ -45,8 +45,8 @@ import torch
 from torch.nn import functional as F
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.core.random import threefry
-from functron.ops.define import PACK_BYTES, Launch, define, leading, one_by_one, type_name
+from functron.core.random import fold_in, threefry
+from functron.ops.define import PACK_BYTES, Launch, define, leading, type_name
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 E2M1 = torch.float4_e2m1fn_x2
@@ -524,18 +524,20 @@ DEQUANTISE_FP8 = define(
 class Draw(NamedTuple):
     """The bits for stochastic rounding, which belong to an element's place in the whole tensor.
 
-    Element (i, j) has 16 bits of the counter ``outer[i] + inner[j]``: ``random.bits(key,
-    shape, bit_width=16)`` at its position where these are that of rows and of columns.
+    Element (i, j) has those of the counter ``outer[i] + inner[j]``: ``random.bits(fold_in(key,
+    salt), shape, bit_width=16)`` at its position where these are that of rows and of columns.
 
     Attributes:
         key: of `functron.random`, int64 [2].
         outer: int64, [rows].
         inner: int64, [cols].
+        salt: in [0, 2^32); tells this tensor from others.
     """
 
     key: torch.Tensor
     outer: torch.Tensor
     inner: torch.Tensor
+    salt: int = 0
 
 
 def magnitude(x: torch.Tensor, format: Format) -> torch.Tensor | None:  # noqa: A002
@@ -549,9 +551,8 @@ def magnitude(x: torch.Tensor, format: Format) -> torch.Tensor | None:  # noqa: 
     x = x.detach().abs()
     dims = (-1,) if format.shared == "row" else (-2, -1)
     most = x.amax(dims) if x.numel() else x.sum(dims)
-    most = most.float()
     # a maximum over ranks may lose NaN, but not infinity
-    return torch.where(most.isfinite(), most, torch.full_like(most, torch.inf))
+    return most.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def quantise(
@@ -584,9 +585,10 @@ def quantise(
     batch, (rows, cols) = x.shape[:-2], x.shape[-2:]
     many = math.prod(batch)
     flat = amax if amax is None else amax.reshape(many, *amax.shape[len(batch) :])
-    key, outer, inner = draw or (None, None, None)
+    places = [None] * 3 if draw is None else [part.expand(many, -1) for part in draw[:3]]
+    salt = 0 if draw is None else draw.salt
     values, scales, whole = QUANTISE(
-        x.reshape(many, rows, cols), flat, key, outer, inner, str(format), emulate
+        x.reshape(many, rows, cols), flat, *places, salt, str(format), emulate
     )
     parts = [_with_lead(batch, part) for part in (values, scales, whole)]
     two_levels = format.blocks in _TWO_LEVELS
@@ -635,28 +637,66 @@ WIDTH = 16
 """Elements that `hadamard` mixes."""
 
 
-def hadamard(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+def hadamard(x: torch.Tensor, key: torch.Tensor, places: torch.Tensor, salt: int) -> torch.Tensor:
     """Each 16 consecutive elements of rows times a Hadamard matrix of random signs, orthogonal.
 
     ``x_j' = sum_i signs_i (-1)^popcount(i & j) x_i / 4``: one large element becomes 16 of a quarter
     of its size. The product of two matrices whose rows are mixed with the same signs is that of
-    the matrices (Ashkboos et al. 2024, QuaRot). In float32, sums in a fixed order.
+    the matrices (Ashkboos et al. 2024, QuaRot). Sums in a fixed order; one equation of a traced
+    program. No derivative.
+
+    A sign is minus where the lowest bit of ``random.bits(fold_in(key, salt), ...)`` is 1 at the
+    column's place.
 
     Args:
-        x: [..., cols], 16 dividing cols.
-        signs: float32 [cols], 1 or -1, as `random_signs` makes them.
+        x: [..., rows, cols], 16 dividing cols.
+        key: of `functron.random`, int64 [2].
+        places: int64 [cols], the columns' global positions.
+        salt: in [0, 2^32).
+
+    Returns:
+        float32, of x's shape.
+
+    Raises:
+        ValueError: 16 does not divide the columns.
     """
-    x = (x.float() * signs).unflatten(-1, (-1, *[2] * 4))
+    if x.shape[-1] % WIDTH:
+        refuse("hadamard", "dim -1 of x", *undivided(x.shape[-1], WIDTH, f"1x{WIDTH}"))
+    many = math.prod(x.shape[:-2])
+    flat = x.reshape(many, *x.shape[-2:])
+    return HADAMARD(flat, key.expand(many, -1), places.expand(many, -1), salt).reshape(x.shape)
+
+
+def _hadamard(x, key, places, salt) -> torch.Tensor:
+    words = [_words(fold_in(k, salt), place) for k, place in zip(key, places, strict=True)]
+    signs = 1.0 - 2.0 * (torch.stack(words) & 1).float()
+    x = (x.float() * signs.unsqueeze(1)).unflatten(-1, (-1, *[2] * 4))
     for dim in range(-4, 0):
         a, b = x.unbind(dim)
         x = torch.stack([a + b, a - b], dim)
-    return x.flatten(-5) / 4
+    return (x.flatten(-5) / 4).contiguous()
 
 
-def random_signs(key: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """1 or -1 for each global position, float32: the lowest bit of ``random.bits`` there."""
-    hi, lo = threefry(key, (places >> 32).to(torch.int32), places.to(torch.int32))
-    return 1.0 - 2.0 * ((hi ^ lo) & 1).float()
+HADAMARD = define(
+    "hadamard(Tensor x, Tensor key, Tensor places, int salt) -> Tensor",
+    kernel=lambda launch, *args: _hadamard(*args),
+    reference=_hadamard,
+    fake=lambda x, key, places, salt: x.new_empty(x.shape, dtype=torch.float32),
+    batch=lambda size, in_dims, args, op: as_batch(3, size, in_dims, args, op),
+)
+"""Of x [batch, rows, cols], with keys [batch, 2] and places [batch, cols]."""
+
+
+def as_batch(tensors: int, size: int, in_dims: tuple, args: tuple, op) -> tuple:
+    """The rule of an op on many matrices, whose first arguments are tensors: more of them."""
+    parts = [
+        part if part is None else leading(part, dim, size).flatten(0, 1)
+        for part, dim in zip(args[:tensors], in_dims[:tensors], strict=True)
+    ]
+    out = op(*parts, *args[tensors:])
+    if isinstance(out, torch.Tensor):
+        return out.unflatten(0, (size, len(out) // size)), 0
+    return tuple(part.unflatten(0, (size, len(part) // size)) for part in out), (0,) * len(out)
 
 
 def _check_format(
@@ -701,10 +741,12 @@ _MANTISSA: Mapping[torch.dtype, tuple[int, int]] = MappingProxyType(
 """Bits of the mantissa, and the exponent below which the grid is even."""
 
 
-def _format_reference(x, amax, key, outer, inner, text, emulate) -> tuple:
+def _format_reference(x, amax, key, outer, inner, salt, text, emulate) -> tuple:
     f = Format.parse(text)
     x = x.float()
-    bits = None if key is None else _bits_at(key, outer, inner)
+    bits = None
+    if key is not None:
+        bits = torch.stack([_bits_at(*one, salt) for one in zip(key, outer, inner, strict=True)])
     (rows, cols), (height, width) = f.block, x.shape[1:]
     parts = x.reshape(len(x), height // rows, rows, width // cols, cols)
     whole = x.new_empty(len(x), 0, 0)
@@ -723,7 +765,8 @@ def _format_reference(x, amax, key, outer, inner, text, emulate) -> tuple:
         scaled = x * by + x * 0
     if f.blocks == "1x32":
         scales = (scales.view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
-    return _rounded(scaled, f.dtype, bits), scales.clone(), whole.clone()
+    values = _rounded(scaled, f.dtype, bits)
+    return tuple(part if part.is_contiguous() else _copy(part) for part in (values, scales, whole))
 
 
 def _largest(parts: torch.Tensor) -> torch.Tensor:
@@ -746,10 +789,15 @@ def _two_levels(amax: torch.Tensor, of_tensor: torch.Tensor) -> tuple[torch.Tens
     return 1.0 / whole / scales.float(), scales, whole
 
 
-def _bits_at(key: torch.Tensor, outer: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
-    place = outer.unsqueeze(1) + inner
+def _bits_at(
+    key: torch.Tensor, outer: torch.Tensor, inner: torch.Tensor, salt: int
+) -> torch.Tensor:
+    return _words(fold_in(key, salt), outer.unsqueeze(1) + inner) & 0xFFFF
+
+
+def _words(key: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     hi, lo = threefry(key, (place >> 32).to(torch.int32), place.to(torch.int32))
-    return (hi ^ lo) & 0xFFFF
+    return hi ^ lo
 
 
 def _rounded(x: torch.Tensor, dtype: torch.dtype, bits: torch.Tensor | None) -> torch.Tensor:
@@ -768,7 +816,7 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype, bits: torch.Tensor | None) -> 
     return y.to(dtype).view(torch.uint8).masked_fill(x.isnan(), _NAN).view(dtype)
 
 
-def _format_kernel(launch: Launch, x, amax, key, outer, inner, text, emulate) -> tuple:
+def _format_kernel(launch: Launch, x, amax, key, outer, inner, salt, text, emulate) -> tuple:
     f = Format.parse(text)
     known = f.blocks in _BLOCKS or f.blocks == "tensor"
     if (
@@ -778,7 +826,7 @@ def _format_kernel(launch: Launch, x, amax, key, outer, inner, text, emulate) ->
         or f.element == "e2m1"
         or x.dtype not in _KERNEL_DTYPES
     ):
-        return _format_reference(x, amax, key, outer, inner, text, emulate)
+        return _format_reference(x, amax, key, outer, inner, salt, text, emulate)
     whole = x.new_empty(len(x), 0, 0, dtype=torch.float32)
     given, scales = None, None
     if f.blocks == "tensor":
@@ -803,7 +851,7 @@ def _format_kernel(launch: Launch, x, amax, key, outer, inner, text, emulate) ->
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _format_fake(x, amax, key, outer, inner, text, emulate) -> tuple:
+def _format_fake(x, amax, key, outer, inner, salt, text, emulate) -> tuple:
     f = Format.parse(text)
     batch, height, width = x.shape
     rows, cols = f.block
@@ -817,28 +865,16 @@ def _format_fake(x, amax, key, outer, inner, text, emulate) -> tuple:
     )
 
 
-def _format_batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
-    """More matrices; where what bits are for is mapped, one after the other."""
-    if any(dim is not None for dim in in_dims[2:5]):
-        return one_by_one(size, in_dims, args, op)
-    x, amax, *rest = args
-    x = leading(x, in_dims[0], size)
-    if amax is not None:
-        amax = leading(amax, in_dims[1], size).flatten(0, 1)
-    out = op(x.flatten(0, 1), amax, *rest)
-    return tuple(part.unflatten(0, (size, x.shape[1])) for part in out), (0,) * 3
-
-
 QUANTISE = define(
-    "quantise(Tensor x, Tensor? amax, Tensor? key, Tensor? outer, Tensor? inner, str format, "
-    "bool emulate) -> (Tensor, Tensor, Tensor)",
+    "quantise(Tensor x, Tensor? amax, Tensor? key, Tensor? outer, Tensor? inner, int salt, "
+    "str format, bool emulate) -> (Tensor, Tensor, Tensor)",
     kernel=_format_kernel,
     reference=_format_reference,
     fake=_format_fake,
-    batch=_format_batch,
+    batch=functools.partial(as_batch, 5),
 )
 """Of x, [batch, rows, cols]: values, scales, and the scale of all, empty where there is none; amax
-is [batch] or [batch, rows]."""
+is [batch] or [batch, rows], and what bits are drawn by is of each matrix its own."""
 
 
 Of = Literal["max", "latest"]

@@ -22,6 +22,7 @@ A grouped product multiplies each group of rows by a matrix of its own, as
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -30,8 +31,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from functron.core.errors import refuse
-from functron.ops.define import Launch, define, leading
-from functron.ops.quantise import E2M1, Format, Quantised, dequantise
+from functron.ops.define import Launch, define
+from functron.ops.quantise import E2M1, Format, Quantised, as_batch, dequantise
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BY_128 = (("1x128", "1x128"), ("1x128", "128x128"), ("128x128", "1x128"))
@@ -250,15 +251,6 @@ def _fake(
     return a.new_empty((a.shape[0], a.shape[1], b.shape[1]), dtype=dtype)
 
 
-def _batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
-    parts = [
-        x if x is None else leading(x, dim, size).flatten(0, 1)
-        for x, dim in zip(args[:6], in_dims[:6], strict=True)
-    ]
-    y = op(*parts, *args[6:])
-    return y.unflatten(0, (size, len(y) // size)), 0
-
-
 _OPERAND = "Tensor {0}, Tensor {0}_scales, Tensor? {0}_whole"
 
 SCALED_MATMUL = define(
@@ -267,7 +259,7 @@ SCALED_MATMUL = define(
     kernel=_kernel,
     reference=_reference,
     fake=_fake,
-    batch=_batch,
+    batch=functools.partial(as_batch, 6),
 )
 """Of a ``[batch, M, K]`` and b ``[batch, N, K]``: ``[batch, M, N]``."""
 

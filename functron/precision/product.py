@@ -34,7 +34,6 @@ from typing import NamedTuple
 
 import torch
 
-from functron.core import random
 from functron.core.errors import public, refuse
 from functron.core.random import Index
 from functron.core.typing import Tensor
@@ -46,7 +45,6 @@ from functron.ops.quantise import (
     hadamard,
     magnitude,
     quantise,
-    random_signs,
 )
 from functron.ops.scaled_matmul import scaled_matmul
 from functron.precision.recipe import Contraction, Recipe, Scaling, check_sizes
@@ -302,7 +300,7 @@ class _Layer(NamedTuple):
         made = []
         for side, ((name, matrix), form) in enumerate(sides):
             if where is not None and part.hadamard:
-                matrix = hadamard(matrix, where.signs(number))
+                matrix = hadamard(matrix, *where.summed(number))
             draw = None
             if where is not None and form.stochastic:
                 draw = where.draw(number, side, name)
@@ -335,14 +333,13 @@ class _Places:
         self._outputs = lax.global_index(w[1], split.outer, device=device)
         self._sizes = (w[0] * lax.axis_size(split.inner), w[1] * lax.axis_size(split.outer))
 
-    def signs(self, number: int) -> Tensor:
-        """Of what product `number` sums over: the same for both of its operands."""
-        summed = (self._inputs, self._outputs, self._tokens)[number]
-        return random_signs(random.fold_in(self._key, 8 + number), summed)
+    def summed(self, number: int) -> tuple[Tensor, Tensor, int]:
+        """What signs of product `number` are drawn by: of what it sums over, for both operands."""
+        return self._key, (self._inputs, self._outputs, self._tokens)[number], 8 + number
 
     def draw(self, number: int, side: int, name: str) -> Draw:
         """Of an operand, with what product `number` sums over last."""
-        key = random.fold_in(self._key, 2 * number + side)
+        salt = 2 * number + side
         if name == "w":
             by, along = self._inputs * self._sizes[1], self._outputs
         else:
@@ -350,4 +347,4 @@ class _Places:
             by, along = self._tokens * width, self._inputs if name == "x" else self._outputs
         # as tables they have tokens, or inputs of w, first; dgrad alone sums over what is second
         straight = {"x": number == 0, "w": number == 1, "dy": number == 1}[name]
-        return Draw(key, by, along) if straight else Draw(key, along, by)
+        return Draw(self._key, *((by, along) if straight else (along, by)), salt)

@@ -125,7 +125,7 @@ def test_formats_by_kernel(blocks):
     form = Format("e4m3", blocks)
     for operand in (x, x.mT):
         amax = magnitude(operand, form)
-        args = (operand, amax, None, None, None, str(form), False)
+        args = (operand, amax, None, None, None, 0, str(form), False)
         same(emulated(ops._format_kernel, *args, seeds=(0,)), QUANTISE(*args))
 
 

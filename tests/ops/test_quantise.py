@@ -26,7 +26,6 @@ from functron.ops.quantise import (
     hadamard,
     magnitude,
     quantise,
-    random_signs,
     unpacked,
 )
 from functron.ops.scaled_matmul import swizzled
@@ -134,12 +133,20 @@ def test_bits_belong_to_global_positions():
     """A shard is rounded as the whole tensor is; the bits are `random.bits`'."""
     x, key = matrix(32, 64), random.key(3)
     at = torch.arange(32) * 64, torch.arange(64)
-    whole = made(x, "e4m3@1x32+stochastic", Draw(key, *at))
-    part = made(x[8:24, 32:], "e4m3@1x32+stochastic", Draw(key, at[0][8:24], at[1][32:]))
+    whole = made(x, "e4m3@1x32+stochastic", Draw(key, *at, 5))
+    part = made(x[8:24, 32:], "e4m3@1x32+stochastic", Draw(key, at[0][8:24], at[1][32:], 5))
     assert np.array_equal(codes(part.values), codes(whole.values)[8:24, 32:])
-    drawn = random.bits(key, (32, 64), bit_width=16).to(torch.int32)
-    assert torch.equal(ops._bits_at(key, *at), drawn)
+    drawn = random.bits(random.fold_in(key, 5), (32, 64), bit_width=16).to(torch.int32)
+    assert torch.equal(ops._bits_at(key, *at, 5), drawn)
     assert (codes(whole.values) != codes(made(x, "e4m3@1x32").values)).any()
+    keys = random.split(key, 2)
+    mapped = torch.func.vmap(
+        lambda k, i, j: made(x[:16, :32], "e2m1@16x16+stochastic", Draw(k, i, j)).values
+    )(keys, at[0].reshape(2, 16), at[1].reshape(2, 32))
+    for i in range(2):
+        draw = Draw(keys[i], at[0][16 * i :][:16], at[1][32 * i :][:32])
+        want = made(x[:16, :32], "e2m1@16x16+stochastic", draw).values
+        assert np.array_equal(codes(mapped[i]), codes(want))
 
 
 GOLDEN = json.loads((Path(__file__).parent / "torchao_quantised.json").read_text())
@@ -224,24 +231,31 @@ def test_error_and_what_is_not_finite(text):
     assert (dequantise(zeros) == 0).all()
     assert zeros.scales.float().isfinite().all()
     assert (zeros.scales.float() > 0).all()
-    mapped = torch.func.vmap(lambda x: dequantise(made(x, text)), 1)(x.transpose(0, 1))
-    assert torch.equal(mapped, dequantise(made(x, text)))
+    parts = [0, 1, 3] if f.blocks in ("1x16", "16x16") else [0, 1]
+    mapped = torch.func.vmap(lambda x: [made(x, text)[i] for i in parts], 1)(x.transpose(0, 1))
+    again = Quantised(mapped[0], mapped[1], f.blocks, *mapped[2:])
+    assert torch.equal(dequantise(again), dequantise(made(x, text)))
 
 
 def test_hadamard():
     """The matrix of that name, orthogonal; products are kept; signs belong to positions."""
-    key = random.key(1)
-    signs = random_signs(key, torch.arange(64))
+    key, at = random.key(1), torch.arange(64)
+    signs = 1 - 2.0 * (random.bits(random.fold_in(key, 3), (64,)).to(torch.int64) % 2)
     x, y = matrix(5, 64), matrix(7, 64, seed=1)
     sylvester = [[(-1) ** (i & j).bit_count() for j in range(WIDTH)] for i in range(WIDTH)]
     dense = np.kron(np.eye(4), np.array(sylvester) / 4) * signs.numpy()[:, None]
     assert np.allclose(dense @ dense.T, np.eye(64))
-    got = hadamard(x, signs)
-    assert np.allclose(got.numpy(), x.double().numpy() @ dense, atol=1e-6)
-    torch.testing.assert_close(got @ hadamard(y, signs).T, x @ y.T, rtol=1e-5, atol=1e-5)
-    assert torch.equal(random_signs(key, torch.arange(32, 64)), signs[32:])
-    assert torch.equal(signs < 0, random.bits(key, (64,)).to(torch.int64) % 2 == 1)
     assert 16 < (signs > 0).sum() < 48
+    got = hadamard(x, key, at, 3)
+    assert np.allclose(got.numpy(), x.double().numpy() @ dense, atol=1e-6)
+    # five roundings of each mixed number, relative to the norm of its sixteen
+    kept = (got.double() @ hadamard(y, key, at, 3).double().T - x.double() @ y.double().T).abs()
+    assert (kept <= 10 * 2.0**-24 * x.norm(dim=1)[:, None] * y.norm(dim=1)).all()
+    assert torch.equal(hadamard(x[:, 32:], key, at[32:], 3), got[:, 32:])
+    mapped = torch.func.vmap(lambda x, at: hadamard(x, key, at, 3), (1, 0), 1)
+    assert torch.equal(mapped(x.reshape(5, 2, 32), at.reshape(2, 32)).reshape(5, 64), got)
+    with pytest.raises(ValueError, match=r"dim -1 of x: got 24; .*make it 16 or 32"):
+        hadamard(x[:, :24], key, at[:24], 3)
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (130, 5), (16, 3), (300, 9)], ids=str)
