@@ -17,7 +17,10 @@ which one does: so that a run can be refused before it starts. Rules are those o
 | 1x32 (MXFP8), 1x16 and 16x16 (NVFP4)      | 10.0 and later        |
 
 A grouped product multiplies each group of rows by a matrix of its own, as
-`functron.ops.grouped_matmul` does: the experts of a layer.
+`functron.ops.grouped_matmul` does: the experts of a layer. There every row of activations is a
+matrix for `quantise`, so that rows of one group can share a scale. Tensor cores have it on Hopper,
+for e4m3 with scales per row, which those of a group's tensor are too; and not for gradients of
+weights, whose groups would have to begin at multiples of 16 rows.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from functron.core.errors import refuse
-from functron.ops.define import Launch, define
+from functron.ops.define import Launch, define, one_by_one
+from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
 from functron.ops.quantise import E2M1, Format, Quantised, as_batch, dequantise
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -89,11 +93,11 @@ def why_not(
     if a.element == b.element == "e5m2":
         return f"no GPU multiplies e5m2 by e5m2 ({name}); let one operand be e4m3"
     if grouped:
-        fits = blocks == ("row", "row") and (a.element, b.element) == ("e4m3", "e4m3")
+        fits = {*blocks} <= {"tensor", "row"} and (a.element, b.element) == ("e4m3", "e4m3")
         if not fits or dtype != torch.bfloat16 or capability[0] != 9:
             return (
-                f"grouped products on GPUs are of e4m3@row with results in bfloat16, on compute "
-                f"capability 9.x; not of {name} on {_dotted(capability)}"
+                "grouped products on GPUs are of e4m3 by tensors or rows with results in bfloat16, "
+                f"on compute capability 9.x; not of {name} in {dtype} on {_dotted(capability)}"
             )
         return None
     if blocks in (("tensor", "tensor"), ("row", "row")):
@@ -231,14 +235,17 @@ def _kernel(
             a, a_scales, a_whole, b, b_scales, b_whole, a_blocks, b_blocks, dtype, emulate
         )
     formats = [Format(_element(x), blocks) for x, blocks in ((a, a_blocks), (b, b_blocks))]
-    reason = why_not(formats[0], formats[1], dtype, torch.cuda.get_device_capability(a.device))
-    if reason is not None:
-        fix = 'another recipe, or kernels=functron.ops.use("reference") to compute it slowly'
-        refuse("a quantised product", "recipe", reason, "one that this GPU has", fix)
+    _refuse(why_not(formats[0], formats[1], dtype, torch.cuda.get_device_capability(a.device)))
     left = _matrices((a, a_scales, a_whole), a_blocks)
     right = _matrices((b, b_scales, b_whole), b_blocks)
     made = [on_cuda(x, w, dtype) for x, w in zip(left, right, strict=True)]
     return made[0].contiguous().unsqueeze(0) if len(made) == 1 else torch.stack(made)
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        fix = 'another recipe, or kernels=functron.ops.use("reference") to compute it slowly'
+        refuse("a quantised product", "recipe", reason, "one that this GPU has", fix)
 
 
 def _element(x: torch.Tensor) -> str:
@@ -271,3 +278,163 @@ def _flops(a, a_scales, a_whole, b, *args, out_val=None, **kwargs) -> int:
 
 def _width(x: torch.Tensor) -> int:
     return x.shape[-1] * (2 if x.dtype == E2M1 else 1)
+
+
+# --- products of groups of rows
+
+
+def scaled_grouped_matmul(
+    a: Quantised,
+    b: Quantised,
+    sizes: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    zeros: bool = True,
+    emulate: bool = False,
+) -> torch.Tensor:
+    """y[r] = a[r] b[g]^T in `dtype`, where g is the group of row r; see `grouped_matmul`.
+
+    Args:
+        a: ``[R, 1, K]``, sorted by group: every row is a matrix.
+        b: ``[G, N, K]``.
+        sizes: int64 ``[G]``.
+        dtype: of the result.
+        zeros: False: rows of no group may be anything.
+        emulate: on CUDA too the reference.
+
+    Returns:
+        ``[R, N]``. No derivative, no collectives; one equation of 2 R N K FLOPs.
+
+    Raises:
+        ValueError: on CUDA, a product that the device does not have; see `why_not`.
+    """
+    parts = (a.values, a.scales, a.whole, b.values, b.scales, b.whole)
+    return SCALED_GROUPED_MATMUL(*parts, sizes, a.blocks, b.blocks, dtype, zeros, emulate)
+
+
+def scaled_grouped_weight(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    y: torch.Tensor,
+    y_scales: torch.Tensor,
+    sizes: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    emulate: bool = False,
+) -> torch.Tensor:
+    """w[g] = sum over the rows r of group g of x[r]^T y[r], of values times scales.
+
+    Args:
+        x: float8 ``[R, D]``, sorted by group.
+        x_scales: float32, ``[R, 1]`` or ``[R, D]``.
+        y: float8 ``[R, F]``.
+        y_scales: as those of x.
+        sizes: int64 ``[G]``.
+        dtype: of the result.
+        emulate: on CUDA too, where there is no other.
+
+    Returns:
+        ``[G, D, F]``. No derivative, no collectives; one equation of 2 R D F FLOPs.
+    """
+    return SCALED_GROUPED_WEIGHT(x, x_scales, y, y_scales, sizes, dtype, emulate)
+
+
+def _grouped_reference(
+    a, a_scales, a_whole, b, b_scales, b_whole, sizes, a_blocks, b_blocks, dtype, zeros, emulate
+) -> torch.Tensor:
+    wide = torch.promote_types(dtype, torch.float32)
+    rows = dequantise(Quantised(a, a_scales, a_blocks, a_whole)).to(wide).squeeze(1)
+    w = dequantise(Quantised(b, b_scales, b_blocks, b_whole)).to(wide)
+    return grouped_matmul(rows, w.mT, sizes, zeros).to(dtype)
+
+
+def _grouped_kernel(
+    launch: Launch, a, a_scales, a_whole, b, b_scales, b_whole, sizes, a_blocks, b_blocks, dtype,
+    zeros, emulate,
+) -> torch.Tensor:  # fmt: skip
+    if emulate:
+        return _grouped_reference(
+            a, a_scales, a_whole, b, b_scales, b_whole, sizes, a_blocks, b_blocks, dtype, zeros,
+            emulate,
+        )  # fmt: skip
+    formats = [Format(_element(x), blocks) for x, blocks in ((a, a_blocks), (b, b_blocks))]
+    capability = torch.cuda.get_device_capability(a.device)
+    _refuse(why_not(formats[0], formats[1], dtype, capability, grouped=True))
+    return grouped_on_cuda(a, a_scales, b, b_scales, sizes, dtype, zeros)
+
+
+def grouped_on_cuda(
+    a: torch.Tensor,
+    a_scales: torch.Tensor,
+    b: torch.Tensor,
+    b_scales: torch.Tensor,
+    sizes: torch.Tensor,
+    dtype: torch.dtype,
+    zeros: bool,
+) -> torch.Tensor:
+    """`scaled_grouped_matmul` by torch's kernel; nothing waits for sizes."""
+    ends = sizes.cumsum(0)
+    y = torch._scaled_grouped_mm(
+        a.squeeze(1).contiguous(),
+        b.contiguous().mT,
+        a_scales.reshape(-1).contiguous(),
+        b_scales.squeeze(-1).expand(b.shape[:2]).contiguous(),
+        offs=ends.to(torch.int32),
+        out_dtype=dtype,
+    )
+    if not zeros:
+        return y
+    real = torch.arange(len(a), device=a.device) < ends[-1]
+    return torch.where(real.unsqueeze(1), y, torch.zeros((), dtype=dtype, device=a.device))
+
+
+def _grouped_fake(
+    a, a_scales, a_whole, b, b_scales, b_whole, sizes, a_blocks, b_blocks, dtype, zeros, emulate
+) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+SCALED_GROUPED_MATMUL = define(
+    f"scaled_grouped_matmul({_OPERAND.format('a')}, {_OPERAND.format('b')}, Tensor sizes, "
+    "str a_blocks, str b_blocks, ScalarType dtype, bool zeros, bool emulate) -> Tensor",
+    kernel=_grouped_kernel,
+    reference=_grouped_reference,
+    fake=_grouped_fake,
+    batch=one_by_one,
+)
+"""Of a ``[R, 1, K]`` and b ``[G, N, K]``: ``[R, N]``."""
+
+
+def _weight_reference(x, x_scales, y, y_scales, sizes, dtype, emulate) -> torch.Tensor:
+    wide = torch.promote_types(dtype, torch.float32)
+    left, right = ((v.float() * s).to(wide) for v, s in ((x, x_scales), (y, y_scales)))
+    return grouped_matmul_weight(left, right, sizes, len(sizes)).to(dtype)
+
+
+def _weight_kernel(launch: Launch, x, x_scales, y, y_scales, sizes, dtype, emulate) -> torch.Tensor:
+    if not emulate:
+        _refuse("gradients of experts' weights have no quantised product on GPUs; take wgrad=high")
+    return _weight_reference(x, x_scales, y, y_scales, sizes, dtype, emulate)
+
+
+SCALED_GROUPED_WEIGHT = define(
+    "scaled_grouped_weight(Tensor x, Tensor x_scales, Tensor y, Tensor y_scales, Tensor sizes, "
+    "ScalarType dtype, bool emulate) -> Tensor",
+    kernel=_weight_kernel,
+    reference=_weight_reference,
+    fake=lambda x, x_scales, y, y_scales, sizes, dtype, emulate: x.new_empty(
+        (len(sizes), x.shape[1], y.shape[1]), dtype=dtype
+    ),
+    batch=one_by_one,
+)
+"""Of x ``[R, D]`` and y ``[R, F]``: ``[G, D, F]``."""
+
+
+@register_flop_formula(torch.ops.functron.scaled_grouped_matmul, get_raw=True)
+def _grouped_flops(a, a_scales, a_whole, b, *args, out_val=None, **kwargs) -> int:
+    return 2 * a.shape[0] * b.shape[1] * _width(a)
+
+
+@register_flop_formula(torch.ops.functron.scaled_grouped_weight, get_raw=True)
+def _weight_flops(x, x_scales, y, *args, out_val=None, **kwargs) -> int:
+    return 2 * x.shape[0] * x.shape[1] * y.shape[1]

@@ -30,6 +30,7 @@ the mesh.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from functron.core.errors import public, refuse
 from functron.core.random import Index
 from functron.core.typing import Tensor
 from functron.ops.define import AUTO, Kernels
+from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
 from functron.ops.quantise import (
     Draw,
     Format,
@@ -46,7 +48,11 @@ from functron.ops.quantise import (
     magnitude,
     quantise,
 )
-from functron.ops.scaled_matmul import scaled_matmul
+from functron.ops.scaled_matmul import (
+    scaled_grouped_matmul,
+    scaled_grouped_weight,
+    scaled_matmul,
+)
 from functron.precision.recipe import Contraction, Recipe, Scaling, check_sizes
 from functron.spmd import collectives as lax
 from functron.spmd.axes import SimulatedAxis, scope
@@ -348,3 +354,184 @@ class _Places:
         # as tables they have tokens, or inputs of w, first; dgrad alone sums over what is second
         straight = {"x": number == 0, "w": number == 1, "dy": number == 1}[name]
         return Draw(self._key, *((by, along) if straight else (along, by)), salt)
+
+
+# --- experts
+
+
+@public
+def grouped_product(
+    recipe: Recipe,
+    *,
+    experts: Axes = ("ep",),
+    inner: Axes = (),
+    outer: Axes = (),
+    path: str = "experts",
+    kernels: Kernels = AUTO,
+) -> Callable[..., Tensor]:
+    """What stands for `functron.ops.grouped_matmul` where its three products are quantised.
+
+    ``(x [rows, inputs], w [experts, inputs, outputs], sizes, zeros, zeros_back)`` to ``[rows,
+    outputs]``; see there. Every expert has scales of its own: of "tensor" formats, and the scales
+    over those of FP4's blocks, from the largest magnitude of its rows over all ranks that hold it.
+    The recipe is ``recipe.grouped()``, whose wgrad has one scale for each expert and feature
+    instead of blocks along rows. Collectives, with ``scaling=global``: one pmax of what experts
+    share for x and w and one for dy, of 4 bytes per expert (wgrad by rows: and feature).
+
+    Args:
+        recipe: of the three products.
+        experts: the mesh axes that split experts.
+        inner: those that split their inputs.
+        outer: those that split their outputs.
+        path: of the layer, for messages.
+        kernels: of ``"scaled_matmul"``; as of `product`.
+
+    Raises:
+        ValueError: where the function is called: sizes that blocks do not divide, or a GPU without
+            such products.
+    """
+    recipe = recipe.grouped()
+    emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
+    split = _Split(_named(inner), _named(outer), None, _named(experts))
+    layer = _Experts(recipe, split, emulate)
+
+    def multiply(
+        x: Tensor, w: Tensor, sizes: Tensor, zeros: bool = True, zeros_back: bool = True
+    ) -> Tensor:
+        check_sizes(recipe, tuple(x.shape), (w.shape[1], w.shape[2]), path=path)
+
+        def value(x: Tensor, w: Tensor, sizes: Tensor) -> Tensor:
+            return layer.forward(x, w, sizes, zeros)
+
+        def forward(x: Tensor, w: Tensor, sizes: Tensor) -> tuple[Tensor, tuple]:
+            return layer.forward(x, w, sizes, zeros), (x, w, sizes)
+
+        def backward(residuals: tuple, dy: Tensor) -> tuple:
+            return (*layer.backward(*residuals, dy, zeros_back), None)
+
+        return custom_vjp(value, forward, backward)(x, w, sizes)
+
+    return multiply
+
+
+class _Experts(NamedTuple):
+    """The three products of experts.
+
+    Attributes:
+        recipe: `Recipe.grouped`.
+        split: of one expert; as ``partial`` it has the axes that split experts, over which nothing
+            of one is anywhere else.
+        emulate: as of `product`.
+    """
+
+    recipe: Recipe
+    split: _Split
+    emulate: bool
+
+    def forward(self, x: Tensor, w: Tensor, sizes: Tensor, zeros: bool) -> Tensor:
+        """The rows' products."""
+        if self.recipe.fprop is None:
+            return grouped_matmul(x, w, sizes, zeros)
+        return self._rows(x, w.mT, sizes, self.recipe.fprop, self.split.inner, zeros)
+
+    def backward(
+        self, x: Tensor, w: Tensor, sizes: Tensor, dy: Tensor, zeros_back: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The cotangents of x and w."""
+        recipe = self.recipe
+        if recipe.dgrad is None:
+            dx = grouped_matmul(dy, w.mT, sizes, zeros_back)
+        else:
+            dx = self._rows(dy, w, sizes, recipe.dgrad, self.split.outer, zeros_back)
+        if recipe.wgrad is None:
+            return dx, grouped_matmul_weight(x, dy, sizes, len(w))
+        groups = _groups(x, sizes)
+        forms = recipe.wgrad.left, recipe.wgrad.right
+        sides = zip((x, dy), forms, strict=True)
+        most = self._shared(
+            [(_of_groups(m, f, groups, len(w), along=True), f) for m, f in sides],
+            self.split.tokens(),
+        )
+        sides = zip((x, dy), forms, most, strict=True)
+        flat: list[Tensor] = []
+        for matrix, form, amax in sides:
+            assert amax is not None, form
+            each = amax.index_select(0, groups).expand(matrix.shape)  # of every element
+            column = form if form.blocks == "row" else replace(form, blocks="row")
+            made = quantise(matrix.reshape(-1, 1), column, each.reshape(-1), emulate=self.emulate)
+            flat += [part.reshape(matrix.shape) for part in made[:2]]
+        dw = scaled_grouped_weight(*flat, sizes, w.dtype, emulate=self.emulate)
+        return dx, dw
+
+    def _rows(
+        self,
+        rows: Tensor,
+        w: Tensor,
+        sizes: Tensor,
+        part: Contraction,
+        summed: tuple[str, ...],
+        zeros: bool,
+    ) -> Tensor:
+        """Rows times their expert's w, ``[experts, outputs, summed]``."""
+        groups = _groups(rows, sizes)
+        left = _of_groups(rows, part.left, groups, len(w))
+        right = magnitude(w, part.right)
+        amax, of_w = self._shared([(left, part.left), (right, part.right)], summed)
+        if amax is not None and part.left.shared == "tensor":
+            amax = amax.index_select(0, groups).reshape(-1)
+        elif amax is not None:
+            amax = amax.unsqueeze(1)
+        a = quantise(rows.unsqueeze(1), part.left, amax, emulate=self.emulate)
+        b = quantise(w, part.right, of_w, emulate=self.emulate)
+        return scaled_grouped_matmul(a, b, sizes, rows.dtype, zeros=zeros, emulate=self.emulate)
+
+    def _shared(
+        self, found: Sequence[tuple[Tensor | None, Format]], summed: tuple[str, ...]
+    ) -> list[Tensor | None]:
+        """Magnitudes over the ranks that have parts of the same experts."""
+        out: list[Tensor | None] = [most for most, _ in found]
+        if self.recipe.scaling == "local":
+            return out
+        for kind, axes in (("tensor", self.split.everywhere()), ("row", summed)):
+            at = [i for i, (m, f) in enumerate(found) if m is not None and f.shared == kind]
+            parts = [part for i in at if (part := out[i]) is not None]
+            if not parts or lax.axis_size(axes) == 1:
+                continue
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            whole = lax.pmax(flat, axes).split([part.numel() for part in parts])
+            for i, part, value in zip(at, parts, whole, strict=True):
+                out[i] = value.reshape(part.shape)
+        return out
+
+
+def _groups(rows: Tensor, sizes: Tensor) -> Tensor:
+    """The group of each row, int64 [R]; of rows that belong to none, how many groups there are."""
+    at = torch.arange(rows.shape[0], device=rows.device)
+    return (at.unsqueeze(1) >= sizes.cumsum(0)).sum(1)
+
+
+def _of_groups(
+    x: Tensor, form: Format, groups: Tensor, num: int, *, along: bool = False
+) -> Tensor | None:
+    """The magnitudes that rows need: [num + 1, 1] of groups, [R] of rows, or None.
+
+    Args:
+        x: ``[R, D]``; rows of no group may be anything, and count in the last of the results.
+        form: what they are quantised to.
+        groups: of each row.
+        num: how many there are.
+        along: what is summed are rows: "row" is one of each group and column, [num + 1, D].
+    """
+    if form.shared == "row" and not along:
+        return magnitude(x, form)
+    if not form.shared:
+        return None
+    size = x.detach().abs().float().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if form.shared == "tensor":
+        size = size.amax(1, keepdim=True)
+    at = groups.unsqueeze(1).expand(size.shape)
+    start = torch.zeros_like(size[:1]).expand(num + 1, -1)
+    most = start.scatter_reduce(0, at, size, "amax")
+    # what rows of no group hold is no magnitude of anything
+    own = torch.arange(num + 1, device=x.device).unsqueeze(1) < num
+    return torch.where(own, most, torch.ones_like(most))

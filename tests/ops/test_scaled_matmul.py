@@ -10,7 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from functron.ops.quantise import Format, Quantised, dequantise, magnitude, quantise
-from functron.ops.scaled_matmul import on_cuda, scaled_matmul, why_not
+from functron.ops.scaled_matmul import (
+    grouped_on_cuda,
+    on_cuda,
+    scaled_grouped_matmul,
+    scaled_grouped_weight,
+    scaled_matmul,
+    why_not,
+)
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 M, N, K = 128, 256, 384
@@ -158,3 +165,35 @@ def test_flops():
         with FlopCounterMode(display=False) as counter:
             scaled_matmul(a, b, F32)
         assert counter.get_total_flops() == 2 * M * N * K
+
+
+def test_groups_of_rows(monkeypatch):
+    """The reference by a loop; what tensor cores are given passes torch's checks; FLOPs."""
+    sizes = torch.tensor([3, 0, 9])
+    x, w = matrix(16, K), matrix(3, N, K, seed=1)
+    rows = Format.parse("e4m3@row")
+    a, b = quantise(x.unsqueeze(1), rows, magnitude(x.unsqueeze(1), rows)), made(w, "e4m3@tensor")
+    with FlopCounterMode(display=False) as counter:
+        y = scaled_grouped_matmul(a, b, sizes, F32)
+    assert counter.get_total_flops() == 2 * 16 * N * K
+    for g, at in ((0, slice(0, 3)), (2, slice(3, 12))):
+        want = dequantise(a)[at, 0] @ dequantise(b)[g].mT
+        assert torch.equal(y[at], want)
+    assert (y[12:] == 0).all()
+    with FlopCounterMode(display=False) as counter:
+        dw = scaled_grouped_weight(
+            a.values[:, 0], a.scales[:, 0], a.values[:, 0], a.scales[:, 0], sizes, F32
+        )
+    assert counter.get_total_flops() == 2 * 16 * K * K
+    flat = dequantise(a)[:, 0]
+    torch.testing.assert_close(dw[2], flat[3:12].mT @ flat[3:12])
+    real = torch._scaled_grouped_mm
+
+    def double(*args, offs, out_dtype):
+        with FAKE:
+            made = real(*map(on_fake, args), offs=on_fake(offs), out_dtype=out_dtype)
+        return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", double)
+    y = grouped_on_cuda(a.values, a.scales, b.values, b.scales, sizes, BF16, True)
+    assert (y.shape, y.dtype) == ((16, N), BF16)

@@ -8,6 +8,8 @@ from torch import Tensor
 
 import functron as ft
 from functron import DATA_AXES, P, lax, nn, random, tree
+from functron.nn.moe import MoEConfig, moe, moe_defs
+from functron.nn.moe import layer as moe_layer
 from functron.ops.quantise import (
     Draw,
     Format,
@@ -16,8 +18,8 @@ from functron.ops.quantise import (
     magnitude,
     quantise,
 )
-from functron.precision import RECIPES, Recipe, product
-from functron.spmd import Mesh, spec_axes
+from functron.precision import RECIPES, Recipe, grouped_product, product
+from functron.spmd import Mesh, Rules, spec_axes
 
 BATCH, SEQ, EMBED, MLP = 2, 256, 256, 512
 KEY = random.key(7)
@@ -365,3 +367,94 @@ def test_compiled_and_traced():
     # operands are the same bits, so codes and sums are
     want, got = step(x, w, dy), ft.jit(step)(x, w, dy)
     assert all(map(torch.equal, tree.leaves(got), tree.leaves(want)))
+
+
+# --- experts
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts_by_hand(name):
+    """Each expert's products are those of its rows alone, by the recipe for rows; others have none.
+
+    Rows of no expert hold NaN, which reaches nothing.
+    """
+    recipe = RECIPES[name].grouped()
+    sizes, rows = torch.tensor([5, 0, 7]), 15
+    x, w, dy = randn(rows, 128), randn(3, 128, 256, seed=1), randn(rows, 256, seed=2)
+    x[:5] *= 9
+    x[12:] = dy[12:] = torch.nan
+    y, pull = torch.func.vjp(lambda x, w: grouped_product(RECIPES[name])(x, w, sizes), x, w)
+    dx, dw = pull(dy)
+    assert (dw[1] == 0).all()
+    for g, at in ((0, slice(0, 5)), (2, slice(5, 12))):
+        ops = {"fprop": (x[at], w[g].mT), "dgrad": (dy[at], w[g]), "wgrad": (x[at].mT, dy[at].mT)}
+        got = {"fprop": y[at], "dgrad": dx[at], "wgrad": dw[g]}
+        for part, (a, b) in ops.items():
+            how = getattr(recipe, part)
+            want = decoded(a, how.left) @ decoded(b, how.right).mT
+            torch.testing.assert_close(got[part], want, rtol=1e-12, atol=1e-11)
+
+
+EXPERTS, HIDDEN = 4, 128
+LAYOUTS = {  # mesh, axes of experts, stream
+    "ep=2": (("ep",), WHOLE),
+    "dp=2,ep=2,tp=2": (("ep",), WHOLE),
+    "ep=2,tp=2 folded": (("ep", "tp"), SEQUENCE),
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        pytest.param(recipe, name, marks=[] if name == (by_default or name) else pytest.mark.full)
+        for recipe, by_default in (
+            ("fp8-tensor", ""), ("fp8-row", "dp=2,ep=2,tp=2"), ("mxfp8", "ep=2,tp=2 folded"),
+        )
+        for name in LAYOUTS
+    ],
+)  # fmt: skip
+def test_a_layer_of_experts_on_every_mesh(recipe, name, monkeypatch):
+    """Rows sorted by expert, from all ranks: the numbers of one device, and their gradients."""
+    config = MoEConfig(num_experts=EXPERTS, top_k=2, expert_dim=HIDDEN, renormalise=True)
+    axes, stream = LAYOUTS[name]
+    defs = moe_defs(config, 32, gated=True, stddev=1.0, out_stddev=1.0, dtype=torch.float64)
+    params = tree.map(lambda d: randn(*d.shape, seed=len(d.shape) + d.shape[-1]) / 6, defs)
+    x, dy = randn(4, 16, 32), randn(4, 16, 32, seed=1)
+
+    def products(axes):
+        split = () if "tp" in axes else ("tp",)
+
+        def grouped(rows, w, *rest):
+            of = {"outer": split} if rows.shape[1] == 32 else {"inner": split}
+            return grouped_product(RECIPES[recipe], experts=axes, **of)(rows, w, *rest)
+
+        monkeypatch.setattr(moe_layer, "grouped_matmul", grouped)
+
+    def layer(params, x, rows, positions):
+        y, _, _ = moe(
+            params, x, config, activation="silu", stream=stream, axes=axes, rows=rows,
+            positions=positions, counted=positions >= 0,
+        )  # fmt: skip
+        return y
+
+    rest = torch.arange(4), torch.arange(16).expand(4, 16)
+    products(("ep",))
+    want, pull = torch.func.vjp(lambda *moving: layer(*moving, *rest), params, x)
+    products(axes)
+    mesh = Mesh.parse(name.split()[0])
+    rules = {"expert": axes, "expert_mlp": None if "tp" in axes else "tp", "mlp": "tp"}
+    in_specs = ft.param_specs(defs, Rules(rules)), stream
+    specs = (*in_specs, P(DATA_AXES), stream)
+
+    def inside(dy, params, x, *rest):
+        def loss(*moving):
+            return lax.psum((layer(*moving, *rest) * dy).sum(), spec_axes(stream))
+
+        grads = ft.grad(loss, (0, 1))(params, x)
+        return layer(params, x, *rest), ft.sync_gradients(grads, in_specs)
+
+    step = ft.shard_map(inside, mesh, (stream, *specs), (stream, in_specs))
+    got, gradients = step(dy, params, x, *rest)
+    close(got, want)
+    for a, b in zip(tree.leaves(gradients), tree.leaves(pull(dy)), strict=True):
+        close(a, b)
