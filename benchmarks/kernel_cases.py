@@ -25,7 +25,7 @@ from functron.ops.norms import (
     RMS_NORM_BACKWARD,
 )
 from functron.ops.qk_norm_rope import QK_NORM_ROPE, QK_NORM_ROPE_, QK_NORM_ROPE_BACKWARD
-from functron.ops.quantise_fp8 import DEQUANTISE_FP8, QUANTISE_FP8
+from functron.ops.quantise import DEQUANTISE_FP8, QUANTISE_FP8
 from functron.ops.softmax import LSE_MERGE, LSE_MERGE_BACKWARD, SOFTMAX, SOFTMAX_BACKWARD
 
 
