@@ -219,6 +219,8 @@ class AttentionConfig:
         clip: queries, keys and values are brought into [-clip, clip] before all else (MPT; OLMo);
             0: they are not.
         interleaved: rotated dims lie in pairs next to each other; see `apply_rope`.
+        fused: queries, keys and values are one product, of one matrix ``[embed, kv_heads, group +
+            2, head_dim]``: a key head's queries, its key, its value (Megatron's linear_qkv).
     """
 
     embed_dim: int
@@ -236,28 +238,43 @@ class AttentionConfig:
     gate: bool = False
     clip: float = 0.0
     interleaved: bool = False
+    fused: bool = False
 
 
 def attention_defs(
     config: AttentionConfig, *, stddev: float, out_stddev: float, dtype: torch.dtype
 ) -> dict:
-    """Defs ``{"q", "k", "v", "out", "q_norm"?, "k_norm"?, "sinks"?, "gate"?}``."""
+    """Defs ``{"q", "k", "v", "out", "q_norm"?, "k_norm"?, "sinks"?, "gate"?}``.
 
-    def projection(num_heads: int, axis: str) -> dict:
-        shape = (num_heads, config.head_dim)
+    With `AttentionConfig.fused`, ``"qkv"`` in place of the first three.
+    """
+
+    def projection(num_heads: int, axis: str, pieces: tuple[tuple[str, int], ...] = ()) -> dict:
+        apart = (sum(size for _, size in pieces),) if pieces else ()
+        shape = (num_heads, *apart, config.head_dim)
+        axes = (axis, *(None for _ in apart), None)
         return linear_defs(
             (config.embed_dim, *shape),
-            ("embed", axis, None),
+            ("embed", *axes),
             stddev=stddev,
             bias=shape if config.bias else None,
-            bias_axes=(axis, None),
+            bias_axes=axes,
             dtype=dtype,
+            pieces=pieces,
         )
 
-    defs = {
-        "q": projection(config.num_heads, "heads"),
-        "k": projection(config.num_kv_heads, "kv_heads"),
-        "v": projection(config.num_kv_heads, "kv_heads"),
+    group = config.num_heads // config.num_kv_heads
+    pieces = (("q", group), ("k", 1), ("v", 1))
+    defs = (
+        {"qkv": projection(config.num_kv_heads, "kv_heads", pieces)}
+        if config.fused
+        else {
+            "q": projection(config.num_heads, "heads"),
+            "k": projection(config.num_kv_heads, "kv_heads"),
+            "v": projection(config.num_kv_heads, "kv_heads"),
+        }
+    )
+    defs |= {
         "out": linear_defs(
             (config.num_heads, config.head_dim, config.embed_dim),
             ("heads", None, "embed"),
@@ -338,7 +355,7 @@ def self_attention(
         With `qk_norm_across`, two all-reduces of one number per token besides, in either direction.
     """
     x = gather_sequence(x, stream, axis)
-    q, k, v = (column_parallel(x, *weights(params[n])) for n in ("q", "k", "v"))
+    q, k, v = projected(params, x)
     if config.clip:
         q, k, v = (y.clamp(-config.clip, config.clip) for y in (q, k, v))
     q, k = _placed(params, q, k, config, rope, kernels, axis)
@@ -349,6 +366,24 @@ def self_attention(
     if config.gate:
         y = y * torch.sigmoid(column_parallel(x, *weights(params["gate"])))
     return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
+
+
+def projected(
+    params: dict, x: Float[Tensor, "batch seq embed"]
+) -> tuple[
+    Float[Tensor, "batch seq heads head_dim"],
+    Float[Tensor, "batch seq kv_heads head_dim"],
+    Float[Tensor, "batch seq kv_heads head_dim"],
+]:
+    """Queries, keys and values of this rank's heads: of three products, or of one."""
+    if "qkv" not in params:
+        q, k, v = (column_parallel(x, *weights(params[name])) for name in ("q", "k", "v"))
+        return q, k, v
+    groups = column_parallel(x, *weights(params["qkv"]))
+    pieces = groups.split((groups.shape[-2] - 2, 1, 1), -2)
+    # views of what is kept of one of them for backward would keep all
+    q, k, v = (piece.flatten(-3, -2).contiguous() for piece in pieces)
+    return q, k, v
 
 
 def _placed(
