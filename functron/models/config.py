@@ -156,7 +156,7 @@ class GPTConfig(TextConfig):
         fused_projections: queries, keys and values are one product of one matrix, and gate and up
             another, of experts too: fewer launches, and x is read once. The layout of parameters
             alone: values begin, and are computed, as without, and hub folders have neither.
-            Optimizers that look at whole leaves (Adafactor, SOAP, LAMB) see one for two or three.
+            Optimizers that look at whole leaves (Adafactor, SOAP) see one for two or three.
             Latent attention stays as it is.
         tied: one matrix for embedding and unembedding.
         embed_scale: multiplies the embedding of a token, not the unembedding; sqrt(embed_dim) in
