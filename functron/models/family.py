@@ -92,7 +92,10 @@ class Family:
         return isinstance(config, GPTConfig) and config.has_details
 
 
-_GPT_FREE = ("dropout", "z_loss", "init_stddev", "vocab_multiple", "dtype", "mtp_weight")
+_GPT_FREE = (
+    "dropout", "z_loss", "init_stddev", "vocab_multiple", "dtype", "mtp_weight",
+    "fused_projections",
+)  # fmt: skip
 MOE_FREE = (
     "aux_loss", "aux", "z_loss", "balance_rate", "jitter", "router_dtype", "dispatch",
     "capacity_factor", "drop",

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from functron.core import random
 from functron.core.typing import Float, Int, Key, Tensor
 from functron.ops.define import AUTO, Kernels
-from functron.ops.glu import GLU, glu_linear
+from functron.ops.glu import glu, glu_linear, halves
 from functron.ops.ids import check_ids
 from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from functron.params import Normal, ParamDef, ones, zeros
@@ -150,11 +150,15 @@ def linear_defs(
     bias: tuple[int, ...] | None = None,
     bias_axes: tuple[str | None, ...] = (),
     dtype,
+    pieces: tuple[tuple[str, int], ...] = (),
 ) -> dict[str, ParamDef]:
-    """Defs ``{"w", "b"}`` of a linear layer; without `bias` (its shape) there is no ``"b"``."""
-    defs = {"w": ParamDef(shape, axes, Normal(stddev), dtype)}
+    """Defs ``{"w", "b"}`` of a linear layer; without `bias` (its shape) there is no ``"b"``.
+
+    With `pieces` it is several that are joined; see `ParamDef`.
+    """
+    defs = {"w": ParamDef(shape, axes, Normal(stddev), dtype, pieces=pieces)}
     if bias is not None:
-        defs["b"] = ParamDef(bias, bias_axes, zeros, dtype, decay=False)
+        defs["b"] = ParamDef(bias, bias_axes, zeros, dtype, decay=False, pieces=pieces)
     return defs
 
 
@@ -252,6 +256,10 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 
+GATE_UP = (("gate", 1), ("up", 1))
+"""The pieces of ``"gate_up"``, in the last dim but one."""
+
+
 def mlp_defs(
     embed_dim: int,
     mlp_dim: int,
@@ -261,21 +269,26 @@ def mlp_defs(
     stddev: float,
     out_stddev: float,
     dtype: torch.dtype,
+    fused: bool = False,
 ) -> dict:
-    """Defs ``{"up", "gate"?, "down"}``, each ``{"w", "b"?}``."""
+    """Defs ``{"up", "gate"?, "down"}``, each ``{"w", "b"?}``.
 
-    def widen() -> dict:
+    With `fused`, where there is a gate, ``"gate_up"`` in place of both: ``[embed, 2, mlp]``.
+    """
+
+    def widen(*joined: int, pieces: tuple[tuple[str, int], ...] = ()) -> dict:
+        apart = (None,) * len(joined)
         return linear_defs(
-            (embed_dim, mlp_dim),
-            ("embed", "mlp"),
+            (embed_dim, *joined, mlp_dim),
+            ("embed", *apart, "mlp"),
             stddev=stddev,
-            bias=(mlp_dim,) if bias else None,
-            bias_axes=("mlp",),
+            bias=(*joined, mlp_dim) if bias else None,
+            bias_axes=(*apart, "mlp"),
             dtype=dtype,
+            pieces=pieces,
         )
 
-    defs = {
-        "up": widen(),
+    down = {
         "down": linear_defs(
             (mlp_dim, embed_dim),
             ("mlp", "embed"),
@@ -283,11 +296,11 @@ def mlp_defs(
             bias=(embed_dim,) if bias else None,
             bias_axes=("embed",),
             dtype=dtype,
-        ),
+        )
     }
-    if gated:
-        defs["gate"] = widen()
-    return defs
+    if gated and fused:
+        return {"gate_up": widen(2, pieces=GATE_UP), **down}
+    return {"up": widen(), **down, **({"gate": widen()} if gated else {})}
 
 
 def mlp(
@@ -313,20 +326,23 @@ def mlp(
     """
     x = gather_sequence(x, stream, axis)
     act = ACTIVATIONS[activation]
-    up = column_parallel(x, *weights(params["up"]))
-    if "gate" in params:
-        gate = column_parallel(x, *weights(params["gate"]))
-        w, bias, lora = weights(params["down"])
-        if not kernels.takes("glu", gate, up):
-            hidden = act(gate) * up
-        elif lora is None:
-            y = reduce_partial(glu_linear(gate, up, w, activation), stream, axis)
-            return y if bias is None else y + bias
-        else:
-            hidden = GLU(gate, up, activation)
+    w, bias, lora = weights(params["down"])
+    if "gate_up" in params:
+        gate, up = column_parallel(x, *weights(params["gate_up"])).flatten(-2), None
     else:
-        hidden = act(up)
-    return row_parallel(hidden, *weights(params["down"]), stream=stream, axis=axis)
+        up = column_parallel(x, *weights(params["up"]))
+        if "gate" not in params:
+            return row_parallel(act(up), w, bias, lora, stream=stream, axis=axis)
+        gate = column_parallel(x, *weights(params["gate"]))
+    if not kernels.takes("glu", gate, up):
+        gate, up = halves(gate, up)
+        hidden = act(gate) * up
+    elif lora is None:
+        y = reduce_partial(glu_linear(gate, up, w, activation), stream, axis)
+        return y if bias is None else y + bias
+    else:
+        hidden = glu(gate, up, activation)
+    return row_parallel(hidden, w, bias, lora, stream=stream, axis=axis)
 
 
 NormKind = Literal["rms", "layer", "bare_layer"]

@@ -29,9 +29,12 @@ import torch.distributed as dist
 from functron import checkpoint, optim
 from functron.compiler.jit import jit
 from functron.core import random, tree
+from functron.core.errors import refuse
 from functron.data import Blend, Samples
 from functron.data.order import RampUp, drawn
 from functron.models import gpt, lora
+from functron.models.config import GPTConfig
+from functron.models.family import TrainedConfig
 from functron.params import init_params
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.training import data, records, run_folder
@@ -540,6 +543,7 @@ def prepare(
 
 def _restored(path: Path, plan: Plan, key: torch.Tensor, device: torch.device) -> State:
     names, where = list(checkpoint.Checkpoint(path)), plan.placement
+    _check_layout(names, plan.config.architecture)
     adapted = lora.has_adapters(leaf.path for leaf in where.leaves)
     new = adapted and not lora.has_adapters(names)
     like = plan.init(key.to("meta"))
@@ -562,6 +566,19 @@ def _restored(path: Path, plan: Plan, key: torch.Tensor, device: torch.device) -
         adapters = init_params(init_key, defs, plan.stored_specs, plan.mesh)
         params = tree.join(params, adapters)
     return plan.init(key.to(device), params)
+
+
+def _check_layout(names: Sequence[str], model: TrainedConfig) -> None:
+    """Refuse parameters that are joined where the model's are not, or the other way."""
+    stored = any({"qkv", "gate_up"} & {*name.split("/")} for name in names)
+    if isinstance(model, GPTConfig) and stored != model.fused_projections:
+        way = "" if stored else " --fused-projections"
+        fix = (
+            f"leave it {stored}, or convert the parameters: functron convert run:RUN hf:MODEL, "
+            f"then functron convert hf:MODEL run:NEW{way}"
+        )
+        title, got = "the checkpoint has another layout", str(model.fused_projections)
+        refuse(title, "gpt.fused_projections", got, f"{stored}, as in the checkpoint", fix)
 
 
 def _named(params: tree.Tree) -> Iterator[tuple[str, torch.Tensor]]:

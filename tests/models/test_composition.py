@@ -38,6 +38,7 @@ MODELS = {
         embed_scale=5.0,
     ),
     "gpt2": GPT2,
+    "llama-fused": replace(BASE, num_kv_heads=4, qk_norm=True, fused_projections=True),
 }
 MESHES = [
     Mesh(dp=2), Mesh(dp=8), Mesh(tp=2), Mesh(tp=4), Mesh(tp=8), Mesh(dp=2, tp=2),
@@ -54,6 +55,7 @@ TABLE = [
     for model, mesh, stream, remat, tied, dropout in itertools.product(
         MODELS, MESHES, STREAMS, ["none", "full"], [False, True], [0.0, 0.3]
     )
+    if not (MODELS[model].fused_projections and mesh["tp"] > MODELS[model].kv_heads)  # refused
 ]  # fmt: skip
 
 

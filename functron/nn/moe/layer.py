@@ -29,7 +29,7 @@ experts are feed-forward layers in three stacked weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -41,6 +41,7 @@ from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
 from functron.nn.layers import (
     ACTIVATIONS,
+    GATE_UP,
     SEQ_DIM,
     Activation,
     gather_sequence,
@@ -65,10 +66,9 @@ from functron.nn.moe.router import (
     statistics,
 )
 from functron.ops.define import AUTO, Kernels
-from functron.ops.glu import glu_linear
+from functron.ops.glu import glu_linear, halves
 from functron.ops.grouped_matmul import grouped_matmul
 from functron.ops.moe import PERMUTE, SORT, UNPERMUTE, sorted_assignments
-from functron.params import Normal, ParamDef, zeros
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
 from functron.spmd.ragged import add_rows, arrived, copy_rows, exchange, pick, swap_blocks
@@ -92,30 +92,34 @@ def expert_defs(
     stddev: float,
     out_stddev: float,
     dtype: torch.dtype,
+    fused: bool = False,
 ) -> dict:
     """Defs ``{"up", "gate"?, "down"}``, each ``{"w": [E, in, out], "b"?: [E, out]}``.
 
     The hidden dim has the logical axis "expert_mlp": split by a tensor-parallel axis (over which
-    tokens are not), each rank holds a part of every one of its experts.
+    tokens are not), each rank holds a part of every one of its experts. With `fused`, where there
+    is a gate, ``"gate_up"`` in place of both, with a dim of 2 before the hidden one.
     """
 
-    def layer(sizes: tuple[int, int], axes: tuple[str, str], stddev: float) -> dict:
-        w = ParamDef((num_experts, *sizes), ("expert", *axes), Normal(stddev), dtype)
-        if not bias:
-            return {"w": w}
-        b = ParamDef((num_experts, sizes[1]), ("expert", axes[1]), zeros, dtype, decay=False)
-        return {"w": w, "b": b}
+    def layer(sizes: Sequence[int], axes: Sequence, stddev: float, pieces: tuple = ()) -> dict:
+        shape = (num_experts, *sizes)
+        bias_axes = ("expert", *axes[1:])
+        return linear_defs(
+            shape,
+            ("expert", *axes),
+            stddev=stddev,
+            bias=(num_experts, *sizes[1:]) if bias else None,
+            bias_axes=bias_axes,
+            dtype=dtype,
+            pieces=pieces,
+        )
 
-    def widen() -> dict:
-        return layer((embed_dim, expert_dim), ("embed", "expert_mlp"), stddev)
-
-    defs = {
-        "up": widen(),
-        "down": layer((expert_dim, embed_dim), ("expert_mlp", "embed"), out_stddev),
-    }
-    if gated:
-        defs["gate"] = widen()
-    return defs
+    down = {"down": layer((expert_dim, embed_dim), ("expert_mlp", "embed"), out_stddev)}
+    if gated and fused:
+        axes = ("embed", None, "expert_mlp")
+        return {"gate_up": layer((embed_dim, 2, expert_dim), axes, stddev, GATE_UP), **down}
+    wide = layer((embed_dim, expert_dim), ("embed", "expert_mlp"), stddev)
+    return {"up": wide, **down, **({"gate": wide} if gated else {})}
 
 
 def clamped_swiglu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*shape"]) -> Tensor:
@@ -177,17 +181,22 @@ def experts(
     Raises:
         ValueError: see `check_activation`.
     """
-    check_activation(activation, gated="gate" in params)
+    check_activation(activation, gated="up" not in params or "gate" in params)
     # of rows of no expert, nobody reads what is between the first and the last product
-    up = _linear(params["up"], rows, sizes, zeros=False)
-    if "gate" in params:
-        gate = _linear(params["gate"], rows, sizes, zeros=False)
-        if kernels.takes("glu", gate, up):
-            y = glu_linear(gate, up, params["down"]["w"], activation, sizes)
-            return _biased(y, params["down"], sizes, parts)
-        hidden = GATED[activation](gate, up)
+    if "gate_up" in params:
+        both = {name: leaf.flatten(-2) for name, leaf in params["gate_up"].items()}
+        gate, up = _linear(both, rows, sizes, zeros=False), None
     else:
+        up = _linear(params["up"], rows, sizes, zeros=False)
+        gate = _linear(params["gate"], rows, sizes, zeros=False) if "gate" in params else None
+    if gate is None:
+        assert up is not None
         hidden = ACTIVATIONS[cast(Activation, activation)](up)
+    elif kernels.takes("glu", gate, up):
+        y = glu_linear(gate, up, params["down"]["w"], activation, sizes)
+        return _biased(y, params["down"], sizes, parts)
+    else:
+        hidden = GATED[activation](*halves(gate, up))
     return _linear(params["down"], hidden, sizes, parts, zeros_back=False)
 
 
@@ -478,6 +487,7 @@ def moe_defs(
     out_stddev: float,
     dtype: torch.dtype,
     router: dict | None = None,
+    fused: bool = False,
 ) -> dict:
     """Defs ``{"router", "experts", "shared"?, "shared_gate"?, "latent"?}`` of a layer of experts.
 
@@ -489,10 +499,11 @@ def moe_defs(
         out_stddev: of weights that write to it.
         dtype: of all parameters but the router's balancing bias.
         router: defs of a router of one's own; None: those of `router_defs`. See `Router`.
+        fused: gate and up of experts are one product; see `nn.mlp_defs`.
     """
     c, width = config, config.latent_dim or embed_dim
     stddevs = {"stddev": stddev, "out_stddev": out_stddev, "dtype": dtype}
-    kind = {"gated": gated, "bias": c.expert_bias, **stddevs}
+    kind = {"gated": gated, "bias": c.expert_bias, "fused": fused, **stddevs}
     defs = {
         "router": router or router_defs(c, embed_dim, stddev=stddev, dtype=dtype),
         "experts": expert_defs(c.num_experts, width, c.expert_dim, **kind),
