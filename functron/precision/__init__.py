@@ -6,7 +6,7 @@ in place of ``x @ w``, and `grouped_product` that of a layer's experts.
 """
 
 from functron.precision.policy import POLICIES, Policy
-from functron.precision.product import grouped_product, product
+from functron.precision.product import grouped_product, product, quantised
 from functron.precision.recipe import RECIPES, Contraction, Recipe
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "Recipe",
     "grouped_product",
     "product",
+    "quantised",
 ]

@@ -1,14 +1,17 @@
 """Policies of mixed precision: which dtypes parameters, sums, masters and moments have, by name.
 
-| name      | parameters, activations | masters               | sums of gradients | moments  |
-|-----------|-------------------------|-----------------------|-------------------|----------|
-| float32   | float32                 | themselves            | float32           | float32  |
-| bf16      | bfloat16                | float32               | float32           | float32  |
-| bf16-pure | bfloat16                | stochastic rounding   | bfloat16          | bfloat16 |
-| fp16      | float16                 | float32               | float32           | float32  |
+| name      | parameters, activations | masters             | gradients' sum | moments  | products |
+|-----------|-------------------------|---------------------|----------------|----------|----------|
+| float32   | float32                 | themselves          | float32        | float32  | float32  |
+| bf16      | bfloat16                | float32             | float32        | float32  | bfloat16 |
+| bf16-pure | bfloat16                | stochastic rounding | bfloat16       | bfloat16 | bfloat16 |
+| fp16      | float16                 | float32             | float32        | float32  | float16  |
+| fp8-tensor, ... | bfloat16          | float32             | float32        | float32  | a recipe |
 
-Norms, softmax, losses and routers compute in float32 in all of them. Under fp16 the loss is scaled,
-by a number that follows overflows (Micikevicius et al. 2018, "Mixed Precision Training",
+The last are those of `functron.precision.RECIPES`, of the projections of attention, feed-forward
+layers and experts. Embedding, unembedding, norms, softmax, losses and routers are not quantised,
+and compute in float32 inside in all of them, or as parameters are stored. Under fp16 the loss is
+scaled, by a number that follows overflows (Micikevicius et al. 2018, "Mixed Precision Training",
 https://arxiv.org/abs/1710.03740).
 """
 
@@ -18,6 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
+
+from functron.precision.recipe import RECIPES, Recipe
 
 Low = Literal["", "float32", "bfloat16"]
 Masters = Literal["", "float32", "stochastic"]
@@ -37,6 +42,7 @@ class Policy:
         mu: of the optimizer's mean of gradients; empty: that of the masters, or of parameters.
         nu: of the mean of their squares, likewise.
         loss_scale: the first factor of the loss, which then follows overflows; 0: none.
+        products: the `Recipe` of quantised products, as text; empty: none are quantised.
     """
 
     params: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
@@ -46,6 +52,7 @@ class Policy:
     mu: Literal["", "float32", "bfloat16", "int8"] = ""
     nu: Literal["", "float32", "bfloat16", "int8"] = ""
     loss_scale: float = 0.0
+    products: str = ""
 
     def __str__(self) -> str:
         low = self.params in ("bfloat16", "float16")
@@ -64,6 +71,8 @@ class Policy:
         ]
         if self.loss_scale:
             parts.append(f"loss times {self.loss_scale:g} at first")
+        if self.products:
+            parts.append(f"products {Recipe.parse(self.products)}")
         return "; ".join(parts)
 
 
@@ -72,5 +81,6 @@ POLICIES: Mapping[str, Policy] = MappingProxyType({
     "bf16": Policy("bfloat16", "float32", grads="float32", reduce="float32"),
     "bf16-pure": Policy("bfloat16", "stochastic", mu="bfloat16", nu="bfloat16"),
     "fp16": Policy("float16", "float32", "float32", "float32", loss_scale=2.0**16),
+    **{name: Policy("bfloat16", "float32", "float32", "float32", products=name) for name in RECIPES}
 })  # fmt: skip
 """By name."""

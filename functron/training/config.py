@@ -33,7 +33,10 @@ from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.optim.config import moments_of
 from functron.precision import POLICIES, Policy
 
-Precision = Literal["auto", "float32", "bf16", "bf16-pure", "fp16"]
+Precision = Literal[
+    "auto", "float32", "bf16", "bf16-pure", "fp16",
+    "fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "nvfp4",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -134,10 +137,14 @@ class TrainConfig:
         lora_alpha: they are multiplied by lora_alpha / lora_rank.
         lora_targets: the linear layers that have them: patterns of paths, separated by commas.
         precision: which dtypes compute, sum and keep, by name: float32, bf16 (float32 masters and
-            sums), bf16-pure (neither; updates are rounded stochastically) or fp16 (float32 masters
-            and sums, and a loss scale that follows overflows). It fills the options beside it,
-            which change it where they are given. auto: bf16 on a GPU, where nothing else names a
-            dtype; otherwise these options as they are.
+            sums), bf16-pure (neither; updates are rounded stochastically), fp16 (float32 masters
+            and sums, and a loss scale that follows overflows), or as bf16 with quantised products:
+            fp8-tensor, fp8-row, fp8-block, mxfp8, nvfp4. It fills the options beside it, which
+            change it where they are given. auto: bf16 on a GPU, where nothing else names a dtype;
+            otherwise these options as they are.
+        products: how products of attention's projections, feed-forward layers and experts are
+            quantised, as functron.precision.Recipe: a name such as fp8-block, or a line such as
+            "fprop=e4m3@row*e4m3@row dgrad=high wgrad=high"; empty: they are not.
         remat: what backward computes again: none, full (all of a block but its input), selective
             (the core of attention) or dots (all but matrix products and attention).
         kernels: auto: functron's CUDA kernels compute what they can on a GPU; reference: torch's
@@ -216,6 +223,7 @@ class TrainConfig:
     lora_alpha: float = LoRA.alpha
     lora_targets: str = ",".join(LoRA.targets)
     precision: Precision = "auto"
+    products: str = ""
     remat: gpt.Remat = "none"
     kernels: Choice = "auto"
     loss_chunk_tokens: int = 0
@@ -292,6 +300,7 @@ class TrainConfig:
             moments.get("mu_dtype", ""),
             moments.get("nu_dtype", ""),
             own.loss_scale.initial,
+            self.products,
         )
 
     @property
@@ -320,7 +329,8 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "microbatches", "schedule", "chunks", "layout", "vocab_over_pp", "zero", "gather",
     ),
     "precision": (
-        "precision", *(f"{family}.dtype" for family in TRAINED), "optimizer.fp32_masters",
+        "precision", "products", *(f"{family}.dtype" for family in TRAINED),
+        "optimizer.fp32_masters",
         "optimizer.stochastic_rounding", "optimizer.mu_dtype", "optimizer.nu_dtype",
         "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.loss_scale",
         "optimizer.muon.dtype", "remat",
@@ -376,8 +386,9 @@ def with_precision(config: TrainConfig, name: str) -> TrainConfig:
         loss_scale=dataclasses.replace(own.loss_scale, initial=policy.loss_scale),
         **{name: value for name, value in moments.items() if name in has},
     )
-    model = {config.family.name: dataclasses.replace(config.architecture, dtype=policy.params)}
-    return dataclasses.replace(config, precision=name, optimizer=optimizer, **model)
+    model = dataclasses.replace(config.architecture, dtype=policy.params)
+    own: dict[str, Any] = {config.family.name: model, "products": policy.products}
+    return dataclasses.replace(config, precision=name, optimizer=optimizer, **own)
 
 
 def _tables(architecture: TrainedConfig) -> dict[str, Any]:
