@@ -5,7 +5,7 @@ function ``(x, w) -> y`` that a layer takes in place of ``x @ w``, and `grouped_
 layer's experts.
 """
 
-from functron.precision.product import grouped_product, product
+from functron.precision.product import grouped_product, history_def, product
 from functron.precision.recipe import RECIPES, Contraction, Recipe
 
-__all__ = ["RECIPES", "Contraction", "Recipe", "grouped_product", "product"]
+__all__ = ["RECIPES", "Contraction", "Recipe", "grouped_product", "history_def", "product"]

@@ -24,7 +24,10 @@ such axes are named in ``partial``, which sums it first, and a program that does
 refused where it is simulated.
 
 With ``scaling=local`` magnitudes are this rank's: nothing is sent for them, and numbers depend on
-the mesh.
+the mesh. With ``scaling=delayed`` they are those of the steps before: the function takes a third
+operand, a float32 ``[3, 256]`` of histories for x, w and dy (`history_def`), and what it saw comes
+back as that operand's cotangent, as histograms whose sum over ranks, microbatches and layers the
+update of the step reads (`functron.ops.quantise.remember`; see there). Nothing else is sent.
 """
 
 from __future__ import annotations
@@ -41,18 +44,22 @@ from functron.core.typing import Tensor
 from functron.ops.define import AUTO, Kernels
 from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
 from functron.ops.quantise import (
+    HISTORY,
     Draw,
     Format,
     Quantised,
     hadamard,
+    histogram,
     magnitude,
     quantise,
+    remembered,
 )
 from functron.ops.scaled_matmul import (
     scaled_grouped_matmul,
     scaled_grouped_weight,
     scaled_matmul,
 )
+from functron.params import ParamDef, zeros
 from functron.precision.recipe import Contraction, Recipe, Scaling, check_sizes
 from functron.spmd import collectives as lax
 from functron.spmd.axes import SimulatedAxis, scope
@@ -60,8 +67,9 @@ from functron.spmd.spec import P, dim_axes, spec_axes
 from functron.transforms.custom_vjp import custom_vjp
 
 Axes = str | tuple[str, ...]
-Product = Callable[[Tensor, Tensor], Tensor]
-"""``(x [..., inputs], w [inputs, outputs])`` to ``[..., outputs]``."""
+Product = Callable[..., Tensor]
+"""``(x [..., inputs], w [inputs, outputs])`` to ``[..., outputs]``; with ``scaling=delayed`` it takes
+a history too."""
 
 
 @public
@@ -110,24 +118,58 @@ def product(
     emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
     layer = _Layer(recipe, split, path, emulate)
 
-    def value(x: Tensor, w: Tensor, places: tuple) -> Tensor:
-        return layer.forward(x, w, places)[0]
+    def value(x: Tensor, w: Tensor, history: Tensor | None, places: tuple) -> Tensor:
+        return layer.forward(x, w, _known(history), places)[0]
 
-    def forward(x: Tensor, w: Tensor, places: tuple) -> tuple[Tensor, tuple]:
+    def forward(
+        x: Tensor, w: Tensor, history: Tensor | None, places: tuple
+    ) -> tuple[Tensor, tuple]:
         layer.check(x, w)
-        y, known = layer.forward(x, w, places)
+        y, known = layer.forward(x, w, _known(history), places)
         return y, (x, w, places, known)
 
     def backward(residuals: tuple, dy: Tensor) -> tuple:
-        return (*layer.backward(*residuals, dy), None)
+        dx, dw, seen = layer.backward(*residuals, dy)
+        return dx, dw, seen, None
 
     call = custom_vjp(value, forward, backward)
 
-    def multiply(x: Tensor, w: Tensor) -> Tensor:
+    def multiply(x: Tensor, w: Tensor, history: Tensor | None = None) -> Tensor:
         check_sizes(recipe, tuple(x.shape), (w.shape[0], w.shape[1]), path=path, backward=False)
-        return call(x, w, (key, None if index is None else tuple(index)))
+        _check_history(recipe, history, path)
+        return call(x, w, history, (key, None if index is None else tuple(index)))
 
     return multiply
+
+
+def history_def(layers: int | None = None) -> ParamDef:
+    """What a layer with ``scaling=delayed`` remembers: of x, w and dy the magnitudes of 256 steps.
+
+    A leaf of the state beside the layer's weight, replicated, in float32 on every device. It is no
+    weight: its cotangent is a histogram, it has no part in the gradients' norm (``balance``), and
+    the optimizer replaces it by `functron.ops.quantise.remember`.
+
+    Args:
+        layers: of stacked layers, how many; None: of one.
+    """
+    lead = () if layers is None else ((layers, "layers"),)
+    dims = (*lead, (len(_REMEMBERED), None), (HISTORY, None))
+    sizes, axes = zip(*dims, strict=True)
+    return ParamDef(sizes, axes, zeros, torch.float32, decay=False, balance=True)
+
+
+_REMEMBERED = ("x", "w", "dy")
+
+
+def _check_history(recipe: Recipe, history: Tensor | None, path: str) -> None:
+    wanted = (len(_REMEMBERED), HISTORY) if recipe.scaling == "delayed" else None
+    fits = history is None or history.dtype == torch.float32
+    got = None if history is None else tuple(history.shape)
+    if got != wanted or not fits:
+        what = "None" if history is None else f"{history.dtype} of shape {got}"
+        known = "None" if wanted is None else f"float32 of shape {wanted}"
+        fix = "give a third operand, as history_def says, to recipes with scaling=delayed alone"
+        refuse(f"a quantised product of {path}", "history", what, known, fix)
 
 
 def _named(axes: Axes) -> tuple[str, ...]:
@@ -188,6 +230,11 @@ class _Operand(NamedTuple):
         return f"{state}{self.name} of product {self.number}"
 
 
+def _known(history: Tensor | None) -> dict[str, Tensor]:
+    """The magnitudes that histories tell."""
+    return {} if history is None else dict(zip(_REMEMBERED, remembered(history), strict=True))
+
+
 def maxima(
     operands: Sequence[_Operand],
     known: Mapping[str, Tensor],
@@ -243,23 +290,25 @@ class _Layer(NamedTuple):
                     f"name it in partial=({name!r},), or split x or w by it",
                 )
 
-    def forward(self, x: Tensor, w: Tensor, places: tuple) -> tuple[Tensor, dict[str, Tensor]]:
-        """The result, and the magnitudes of x and w as whole tensors."""
+    def forward(
+        self, x: Tensor, w: Tensor, known: dict[str, Tensor], places: tuple
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The result, and the magnitudes of whole tensors that are known by then."""
         part = self.recipe.fprop
         if part is None:
-            return x @ w, {}
+            return x @ w, known
         pair = self._pair(
             0, part, ("x", x.flatten(0, -2)), ("w", w.mT), self.split.inner, x, w, places
         )
-        known = maxima(pair, {}, self.split.everywhere(), self.recipe.scaling)
+        known = maxima(pair, known, self.split.everywhere(), self.recipe.scaling)
         y = self._multiplied(pair, known, x.dtype)
-        kept = {name: value for name, value in known.items() if name in ("x", "w")}
+        kept = {name: value for name, value in known.items() if name in _REMEMBERED}
         return y.unflatten(0, x.shape[:-1]), kept
 
     def backward(
         self, x: Tensor, w: Tensor, places: tuple, known: dict[str, Tensor], dy: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """This rank's shares of the cotangents of x and w."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """This rank's shares of the cotangents of x and w, and histograms of what was seen."""
         split, recipe = self.split, self.recipe
         if split.partial:
             dy = lax.psum(dy, split.partial)
@@ -277,7 +326,11 @@ class _Layer(NamedTuple):
         if split.partial:  # each of the ranks that are the same has its share
             size = lax.axis_size(split.partial)
             dx, dw = dx / size, dw / size
-        return dx, dw
+        if recipe.scaling != "delayed":
+            return dx, dw, None
+        whole = Format("e4m3", "tensor")
+        seen = [magnitude(m.flatten(0, -2), whole) for m in (x, w, dy)]
+        return dx, dw, histogram(torch.stack([most for most in seen if most is not None]))
 
     def _multiplied(
         self, pair: Sequence[_Operand], known: Mapping[str, Tensor], dtype: torch.dtype
@@ -391,6 +444,9 @@ def grouped_product(
             such products.
     """
     recipe = recipe.grouped()
+    if recipe.scaling == "delayed":
+        fix = "take the same recipe with scaling=global for experts"
+        refuse(f"a quantised product of {path}", "scaling", "delayed", "global or local", fix)
     emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
     split = _Split(_named(inner), _named(outer), None, _named(experts))
     layer = _Experts(recipe, split, emulate)
