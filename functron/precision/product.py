@@ -68,8 +68,8 @@ from functron.transforms.custom_vjp import custom_vjp
 
 Axes = str | tuple[str, ...]
 Product = Callable[..., Tensor]
-"""``(x [..., inputs], w [inputs, outputs])`` to ``[..., outputs]``; with ``scaling=delayed`` it takes
-a history too."""
+"""``(x [..., inputs], w [inputs, outputs])`` to ``[..., outputs]``; with ``scaling=delayed`` also
+of a history."""
 
 
 @public
@@ -129,7 +129,8 @@ def product(
         return y, (x, w, places, known)
 
     def backward(residuals: tuple, dy: Tensor) -> tuple:
-        dx, dw, seen = layer.backward(*residuals, dy)
+        x, w, places, known = residuals
+        dx, dw, seen = layer.backward(x, w, places, known, dy)
         return dx, dw, seen, None
 
     call = custom_vjp(value, forward, backward)
@@ -354,7 +355,7 @@ class _Layer(NamedTuple):
         places: tuple,
     ) -> tuple[_Operand, _Operand]:
         """The operands of a product, mixed where it says so."""
-        where = _Places(self.split, x.shape, w.shape, *places, x.device) if part.draws else None
+        where = _Places(self.split, x.shape, w.shape, places, x.device) if part.draws else None
         sides = zip((left, right), (part.left, part.right), strict=True)
         made = []
         for side, ((name, matrix), form) in enumerate(sides):
@@ -375,12 +376,11 @@ class _Places:
         split: _Split,
         x: Sequence[int],
         w: Sequence[int],
-        key: Tensor,
-        index: Sequence[Tensor | None] | None,
+        places: tuple,
         device: torch.device,
     ):
         assert split.rows is not None
-        self._key = key
+        self._key, index = places
         lead = tuple(x[:-1])
         given = index or [None] * len(lead)
         place = torch.zeros(1, dtype=torch.int64, device=device)
@@ -463,7 +463,8 @@ def grouped_product(
             return layer.forward(x, w, sizes, zeros), (x, w, sizes)
 
         def backward(residuals: tuple, dy: Tensor) -> tuple:
-            return (*layer.backward(*residuals, dy, zeros_back), None)
+            x, w, sizes = residuals
+            return (*layer.backward(x, w, sizes, dy, zeros_back), None)
 
         return custom_vjp(value, forward, backward)(x, w, sizes)
 
@@ -509,14 +510,15 @@ class _Experts(NamedTuple):
             self.split.tokens(),
         )
         sides = zip((x, dy), forms, most, strict=True)
-        flat: list[Tensor] = []
+        flat: list[tuple[Tensor, Tensor]] = []
         for matrix, form, amax in sides:
             assert amax is not None, form
             each = amax.index_select(0, groups).expand(matrix.shape)  # of every element
             column = form if form.blocks == "row" else replace(form, blocks="row")
             made = quantise(matrix.reshape(-1, 1), column, each.reshape(-1), emulate=self.emulate)
-            flat += [part.reshape(matrix.shape) for part in made[:2]]
-        dw = scaled_grouped_weight(*flat, sizes, w.dtype, emulate=self.emulate)
+            flat.append((made.values.reshape(matrix.shape), made.scales.reshape(matrix.shape)))
+        left, right = flat
+        dw = scaled_grouped_weight(*left, *right, sizes, w.dtype, emulate=self.emulate)
         return dx, dw
 
     def _rows(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -157,13 +159,16 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def operands():
+def problem():
+    """Parameters, activations and a cotangent, of magnitudes that differ between ranks."""
     params = {"up": randn(EMBED, MLP) / 16, "down": randn(MLP, EMBED, seed=1) / 22}
-    x = randn(4 * BATCH // 2, SEQ, EMBED, seed=2)
-    x[1] *= 3  # so that ranks' magnitudes differ
+    x = randn(4, SEQ, EMBED, seed=2)
+    x[1] *= 3
     params["up"][:, : MLP // 2] *= 2
     return params, x, randn(*x.shape, seed=3)
+
+
+operands = pytest.fixture(scope="module")(problem)
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +215,13 @@ def test_every_mesh_has_the_numbers_of_one_device(recipe, name, operands, alone)
     value, pull = torch.func.vjp(mapped, params, x)
     close(value, y)
     close(pull(dy), gradients)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_processes(torchrun):
+    done = torchrun(Path(__file__).with_name("gloo_product.py"), 4, timeout=180)
+    assert all(f"{name}: ok" in done.stdout for name in ("fp8-tensor", "fp8-row", "nvfp4"))
 
 
 def test_local_scaling_depends_on_the_mesh(operands, alone):
