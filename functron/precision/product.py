@@ -16,6 +16,10 @@ for that of w, each by its formats. Nothing is kept for backward but x, w and th
 * Random numbers belong to global positions, so ``rows`` must say how tokens are split, and
   ``index`` where they are, if not in order.
 
+A magnitude is of the tokens that a layer is given at once. So with current scaling of tensors the
+numbers depend on how many microbatches a batch is cut into, on one device as on any mesh; by rows
+and blocks, and with delayed scaling, they do not.
+
 **What must not be quantised** is a part of a sum. The cotangents of column- and row-parallel
 products are whole on every rank: that of a column-parallel y is split as y is; that of a
 row-parallel one went through the transpose of the sum after it. The cotangent of a y that an axis
@@ -32,6 +36,7 @@ update of the step reads (`functron.ops.quantise.remember`; see there). Nothing 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -82,6 +87,7 @@ def product(
     partial: Axes = (),
     key: Tensor | None = None,
     index: Index = None,
+    runs: int = 1,
     path: str = "product",
     kernels: Kernels = AUTO,
 ) -> Product:
@@ -102,6 +108,8 @@ def product(
             a sum; one psum of a cotangent's bytes each.
         key: of what is drawn: one of this layer and step.
         index: of each leading dim of x the global positions, or None where `rows` tells them.
+        runs: of how many runs of consecutive tokens this rank's part of a sequence consists: 2 in
+            the zigzag order of context parallelism. No block along tokens may lie in two.
         path: of the layer, for messages.
         kernels: of ``"scaled_matmul"``: "reference" computes exactly on GPUs too, slowly.
 
@@ -116,7 +124,7 @@ def product(
         refuse(f"a quantised product of {path}", missing, "None", wanted, fix)
     split = _Split(_named(inner), _named(outer), rows, _named(partial))
     emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
-    layer = _Layer(recipe, split, path, emulate)
+    layer = _Layer(recipe, split, runs, path, emulate)
 
     def value(x: Tensor, w: Tensor, history: Tensor | None, places: tuple) -> Tensor:
         return layer.forward(x, w, _known(history), places)[0]
@@ -271,12 +279,14 @@ class _Layer(NamedTuple):
 
     recipe: Recipe
     split: _Split
+    runs: int
     path: str
     emulate: bool
 
     def check(self, x: Tensor, w: Tensor) -> None:
         """Refuse what cannot be differentiated: sizes, and cotangents that are parts of sums."""
-        check_sizes(self.recipe, tuple(x.shape), (w.shape[0], w.shape[1]), path=self.path)
+        sizes = (w.shape[0], w.shape[1])
+        check_sizes(self.recipe, tuple(x.shape), sizes, path=self.path, runs=self.runs)
         if self.recipe.dgrad is None and self.recipe.wgrad is None:
             return
         for name, axis in scope().axes.items():
@@ -298,9 +308,9 @@ class _Layer(NamedTuple):
         part = self.recipe.fprop
         if part is None:
             return x @ w, known
-        pair = self._pair(
-            0, part, ("x", x.flatten(0, -2)), ("w", w.mT), self.split.inner, x, w, places
-        )
+        where = _Places(self.split, x.shape, w.shape, places, x.device)
+        sides = ("x", x.flatten(0, -2)), ("w", w.mT)
+        pair = self._pair(0, part, *sides, self.split.inner, where)
         known = maxima(pair, known, self.split.everywhere(), self.recipe.scaling)
         y = self._multiplied(pair, known, x.dtype)
         kept = {name: value for name, value in known.items() if name in _REMEMBERED}
@@ -314,12 +324,13 @@ class _Layer(NamedTuple):
         if split.partial:
             dy = lax.psum(dy, split.partial)
         flat, d = x.flatten(0, -2), dy.flatten(0, -2)
+        where = _Places(split, x.shape, w.shape, places, x.device)
         for_x, for_w = (), ()
         if recipe.dgrad is not None:
-            for_x = self._pair(1, recipe.dgrad, ("dy", d), ("w", w), split.outer, x, w, places)
+            for_x = self._pair(1, recipe.dgrad, ("dy", d), ("w", w), split.outer, where)
         if recipe.wgrad is not None:
             tokens = split.tokens()
-            for_w = self._pair(2, recipe.wgrad, ("x", flat.mT), ("dy", d.mT), tokens, x, w, places)
+            for_w = self._pair(2, recipe.wgrad, ("x", flat.mT), ("dy", d.mT), tokens, where)
         known = maxima((*for_x, *for_w), known, split.everywhere(), recipe.scaling)
         dx = self._multiplied(for_x, known, x.dtype) if for_x else d @ w.mT
         dw = self._multiplied(for_w, known, w.dtype) if for_w else flat.mT @ d
@@ -350,19 +361,16 @@ class _Layer(NamedTuple):
         left: tuple[str, Tensor],
         right: tuple[str, Tensor],
         summed: tuple[str, ...],
-        x: Tensor,
-        w: Tensor,
-        places: tuple,
+        where: _Places,
     ) -> tuple[_Operand, _Operand]:
         """The operands of a product, mixed where it says so."""
-        where = _Places(self.split, x.shape, w.shape, places, x.device) if part.draws else None
         sides = zip((left, right), (part.left, part.right), strict=True)
         made = []
         for side, ((name, matrix), form) in enumerate(sides):
-            if where is not None and part.hadamard:
+            if part.hadamard:
                 matrix = hadamard(matrix, *where.summed(number))
             draw = None
-            if where is not None and form.stochastic:
+            if form.stochastic:
                 draw = where.draw(number, side, name)
             made.append(_Operand(number, name, matrix, form, part.hadamard, summed, draw))
         return made[0], made[1]
@@ -379,18 +387,29 @@ class _Places:
         places: tuple,
         device: torch.device,
     ):
-        assert split.rows is not None
-        self._key, index = places
-        lead = tuple(x[:-1])
-        given = index or [None] * len(lead)
-        place = torch.zeros(1, dtype=torch.int64, device=device)
-        for size, axes, at in zip(lead, dim_axes(split.rows, len(lead)), given, strict=True):
-            own = lax.global_index(size, axes, device=device) if at is None else at
-            place = (place.unsqueeze(-1) * (size * lax.axis_size(axes)) + own).reshape(-1)
-        self._tokens = place
-        self._inputs = lax.global_index(w[0], split.inner, device=device)
-        self._outputs = lax.global_index(w[1], split.outer, device=device)
+        self._split, self._lead, self._device = split, tuple(x[:-1]), device
+        self._key, self._index = places
         self._sizes = (w[0] * lax.axis_size(split.inner), w[1] * lax.axis_size(split.outer))
+        self._local = w
+
+    @functools.cached_property
+    def _tokens(self) -> Tensor:
+        lead, rows = self._lead, self._split.rows
+        assert rows is not None
+        given = self._index or [None] * len(lead)
+        place = torch.zeros(1, dtype=torch.int64, device=self._device)
+        for size, axes, at in zip(lead, dim_axes(rows, len(lead)), given, strict=True):
+            own = lax.global_index(size, axes, device=self._device) if at is None else at
+            place = (place.unsqueeze(-1) * (size * lax.axis_size(axes)) + own).reshape(-1)
+        return place
+
+    @functools.cached_property
+    def _inputs(self) -> Tensor:
+        return lax.global_index(self._local[0], self._split.inner, device=self._device)
+
+    @functools.cached_property
+    def _outputs(self) -> Tensor:
+        return lax.global_index(self._local[1], self._split.outer, device=self._device)
 
     def summed(self, number: int) -> tuple[Tensor, Tensor, int]:
         """What signs of product `number` are drawn by: of what it sums over, for both operands."""

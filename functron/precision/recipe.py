@@ -219,7 +219,13 @@ def problems_on(
 
 
 def check_sizes(
-    recipe: Recipe, x: tuple[int, ...], w: tuple[int, int], *, path: str, backward: bool = True
+    recipe: Recipe,
+    x: tuple[int, ...],
+    w: tuple[int, int],
+    *,
+    path: str,
+    backward: bool = True,
+    runs: int = 1,
 ) -> None:
     """Refuse sizes of a linear layer on one rank that a recipe's blocks do not divide.
 
@@ -229,6 +235,7 @@ def check_sizes(
         w: the shape of this rank's weight, [inputs, outputs].
         path: of the layer, for the message.
         backward: whether gradients are taken.
+        runs: of consecutive tokens, of one length, that x's are.
 
     Raises:
         ValueError: with every dim, the nearest sizes that fit, and for which product.
@@ -239,7 +246,7 @@ def check_sizes(
     for name, part in recipe.products():
         if name != "fprop" and not backward:
             continue
-        rows = [(*sizes[name], part.depth)]
+        rows = [(*sizes[name], part.depth * (runs if name == "wgrad" and part.depth > 1 else 1))]
         if name in across:
             rows.append((*across[name], part.right.block[0]))
         for dim, size, block in rows:
