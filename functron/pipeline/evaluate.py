@@ -23,6 +23,7 @@ from functron.ops.ids import check_ids
 from functron.program import debug
 from functron.program.equations import Block, Equation, Input, Scan, Var, Where, contiguous_strides
 from functron.program.recorder import Recorder, active
+from functron.program.text import COLLECTIVES
 from functron.spmd.axes import Axis, TracedAxis, lookup
 from functron.spmd.primitives import (
     AllGather,
@@ -216,6 +217,8 @@ def _functron(equation: Equation, args: Sequence[Any], kwargs: Mapping[str, Any]
     name = equation.name
     if name in _OTHERS:
         return _OTHERS[name](*args)
+    if name not in COLLECTIVES and name not in _STATEMENTS:  # it brings its own vmap rule
+        return pytree.tree_leaves(equation.op(*args, **kwargs))
     x, axis, *sizes = args
     found = lookup(axis)
     if name in _STATEMENTS:
