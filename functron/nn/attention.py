@@ -380,14 +380,14 @@ def _placed(
     made = [column_parallel(x, *weights(params[name])) for name in names]
     if clip:
         made = [y.clamp(-clip, clip) for y in made]
-    if rope is not None and whole and not config.qk_norm_across:
-        if kernels.takes("qk_norm_rope", *made[:2], *rope):
-            names = ("q_norm", "k_norm") if config.qk_norm else ()
-            q_scale, k_scale = [params[name]["scale"] for name in names] or (None, None)
-            rest = q_scale, k_scale, *rope, eps, zero_centered, config.interleaved
-            if "qkv" in params:
-                return qkv_norm_rope(made[0], *rest)
-            return *QK_NORM_ROPE(*made[:2], *rest), made[2]
+    at_once = whole and not config.qk_norm_across
+    if rope is not None and at_once and kernels.takes("qk_norm_rope", *made[:2], *rope):
+        norms = ("q_norm", "k_norm") if config.qk_norm else ()
+        q_scale, k_scale = [params[name]["scale"] for name in norms] or (None, None)
+        rest = q_scale, k_scale, *rope, eps, zero_centered, config.interleaved
+        if "qkv" in params:
+            return qkv_norm_rope(made[0], *rest)
+        return *QK_NORM_ROPE(*made[:2], *rest), made[2]
     q, k, v = made if "qkv" not in params else _apart(made[0])
     if config.qk_norm_across:
         q = _norm_across(params["q_norm"], q, config.num_heads, config, axis)
