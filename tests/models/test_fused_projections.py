@@ -94,6 +94,7 @@ def test_it_begins_and_computes_as_apart(name, choice):
     begun = [init_params(random.key(0), gpt.defs(c)) for c in (plain, config)]
     torch.testing.assert_close(apart(begun[1], group), begun[0], rtol=0, atol=0)
     assert len(tree.leaves(begun[1])) < len(tree.leaves(begun[0]))
+    assert gpt.flops_per_token(config, 16) == gpt.flops_per_token(plain, 16)
 
     options, params = ft.ModelOptions(kernels=ops.use(choice)), drawn(config)
     loss = lambda config, w: gpt.loss(config, w, batch(), options)
