@@ -31,7 +31,7 @@ from functron.ops.qk_norm_rope import (
     QKV_NORM_ROPE,
     QKV_NORM_ROPE_BACKWARD,
 )
-from functron.ops.quantise_fp8 import DEQUANTISE_FP8, QUANTISE_FP8
+from functron.ops.quantise import DEQUANTISE_FP8, QUANTISE_FP8
 from functron.ops.softmax import LSE_MERGE, LSE_MERGE_BACKWARD, SOFTMAX, SOFTMAX_BACKWARD
 
 

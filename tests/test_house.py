@@ -19,7 +19,7 @@ FLOORS = (
     ("compiler",),
     ("transforms",),
     ("ops",),
-    ("nn", "optim", "pipeline", "data"),
+    ("nn", "optim", "pipeline", "data", "precision"),
     ("models",),
     ("checkpoint",),
     ("hub",),

@@ -21,7 +21,7 @@ Config = TypeVar("Config")
 Positions = Literal["rope", "learned", "none"]
 RopePairs = Literal["halves", "neighbours"]
 Norms = Literal["before", "after", "both"]
-Dtype = Literal["float32", "float64", "bfloat16"]
+Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 _CHOICES = MappingProxyType(
     {
         "norm": nn.NormKind,
@@ -173,7 +173,7 @@ class GPTConfig(TextConfig):
             number.
         vocab_multiple: the vocabulary is padded to a multiple of it; every tensor-parallel size
             that divides it fits, and the padding takes no part in the loss.
-        dtype: of parameters and activations: ``float32``, ``float64`` or ``bfloat16``.
+        dtype: of parameters and activations: ``float32``, ``float64``, ``bfloat16`` or ``float16``.
     """
 
     vocab_size: int = 256

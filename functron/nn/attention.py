@@ -7,15 +7,18 @@ interleaved one of the paper and of DeepSeek. A model's weights belong to one of
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from functron.core.typing import Float, Int, Tensor
 from functron.nn.layers import (
+    PRODUCTS,
+    Products,
     column_parallel,
     gather_sequence,
     linear_defs,
@@ -335,6 +338,7 @@ def self_attention(
     axis: str = "tp",
     core: Callable = causal_attention,
     kernels: Kernels = AUTO,
+    products: Products = PRODUCTS,
 ) -> Float[Tensor, "batch seq embed"]:
     """Causal self-attention over the stream, with the heads split over `axis`.
 
@@ -348,6 +352,7 @@ def self_attention(
             example `context_attention`, where axes of the mesh split the sequence, or where there
             are sinks, which it is given as ``sinks=``.
         kernels: of ``"qk_norm_rope"`` and ``"rms_norm"``.
+        products: what computes the projections.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce of the result's
@@ -355,19 +360,32 @@ def self_attention(
         With `qk_norm_across`, two all-reduces of one number per token besides, in either direction.
     """
     x = gather_sequence(x, stream, axis)
-    q, k, v = _placed(params, x, config, rope, kernels, axis)
+    projected = functools.partial(_projected, params, x, config, axis, products)
+    q, k, v = _placed(params, projected, config, rope, kernels, axis)
     if config.scale:  # what computes scores divides them by the root of their width
         q = q * (config.scale * math.sqrt(config.head_dim))
     k, v = (_own_heads(y, q.shape[-2], config, axis) for y in (k, v))
     y = core(q, k, v, sinks=params["sinks"]) if config.sinks else core(q, k, v)
     if config.gate:
-        y = y * torch.sigmoid(column_parallel(x, *weights(params["gate"])))
-    return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
+        y = y * torch.sigmoid(projected("gate"))
+    out: Any = {"name": "attention/out", "products": products}
+    return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis, **out)
+
+
+def _projected(
+    params: dict, x: Tensor, config: AttentionConfig, axis: str, products: Products, name: str
+) -> Tensor:
+    """Heads of queries, keys, values, or of the gate; keys may be the same on all ranks."""
+    w, bias, lora = weights(params[name])
+    several = name in ("k", "v") and lax.axis_size(axis) > 1
+    whole = several and w.shape[1] == config.num_kv_heads
+    where: Any = {"name": f"attention/{name}", "axis": axis, "replicated": whole}
+    return column_parallel(x, w, bias, lora, products=products, **where)
 
 
 def _placed(
     params: dict,
-    x: Tensor,
+    projected: Callable[[str], Tensor],
     config: AttentionConfig,
     rope: tuple[Tensor, Tensor] | None,
     kernels: Kernels,
@@ -377,7 +395,7 @@ def _placed(
     eps, zero_centered, clip = config.norm_eps, config.zero_centered_norm, config.clip
     whole = rope is not None and 2 * rope[0].shape[-1] == config.head_dim
     names = ("q", "k", "v") if "qkv" not in params else ("qkv",)
-    made = [column_parallel(x, *weights(params[name])) for name in names]
+    made = [projected(name) for name in names]
     if clip:
         made = [y.clamp(-clip, clip) for y in made]
     at_once = whole and not config.qk_norm_across

@@ -2,9 +2,9 @@
 
 `define` registers an op from its reference, shapes, vmap rule, gradient and CUDA kernel; `use`
 makes the `Kernels` that choose reference or kernel, op by op. Each op has a module: `attention`,
-`softmax`, `norms`, `glu`, `qk_norm_rope`, `cross_entropy`, `moe`, `grouped_matmul`, `quantise_fp8`,
-`adamw`, `global_norm`, `ids`, `foreach`; `nvrtc` compiles the files of ``kernels/`` and `launch`
-runs them.
+`softmax`, `norms`, `glu`, `qk_norm_rope`, `cross_entropy`, `moe`, `grouped_matmul`, `quantise`,
+`scaled_matmul`, `adamw`, `global_norm`, `ids`, `foreach`; `nvrtc` compiles the files of
+``kernels/`` and `launch` runs them.
 """
 
 from functron.ops.define import AUTO, Gradient, Kernels, Op, define, use

@@ -124,7 +124,10 @@ def _equation(equation: Equation, values: dict[Var, Any], last: Sequence[Var]) -
     kwargs = {name: _filled(value, values) for name, value in equation.kwargs.items()}
     if equation.op.namespace == "functron":
         return _functron(equation, args, kwargs)
-    out = _operation(equation)(*args, **kwargs)
+    return _leaves(_operation(equation)(*args, **kwargs))
+
+
+def _leaves(out: Any) -> list:
     return [out] if isinstance(out, torch.Tensor) else pytree.tree_leaves(out)
 
 
@@ -216,6 +219,8 @@ def _functron(equation: Equation, args: Sequence[Any], kwargs: Mapping[str, Any]
     name = equation.name
     if name in _OTHERS:
         return _OTHERS[name](*args)
+    if name not in _OVER_AXES:  # of functron.ops, which have rules of their own for every life
+        return _leaves(equation.op(*args, **kwargs))
     x, axis, *sizes = args
     found = lookup(axis)
     if name in _STATEMENTS:
@@ -282,6 +287,7 @@ _COLLECTIVES: Mapping[str, Any] = {
     "psum_scatter": PsumScatter,
     "all_to_all": AllToAll,
 }
+_OVER_AXES = {*_STATEMENTS, *_COLLECTIVES, "ppermute", "pbroadcast", "ragged_all_to_all"}
 
 
 # --- operations of torch that need more than a call

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import (
 
 from functron.core.scopes import Phase
 from functron.program.equations import Code, Equation, Scan, Var
-from functron.program.text import aligned, axis_of, payload_bytes
+from functron.program.text import aligned, axis_of, dtype_text, payload_bytes
 
 _aten = torch.ops.aten
 
@@ -132,6 +132,8 @@ class Cost:
             itself; fused, they move less.
         flops_by_op: the hardware FLOPs of each operation, most first.
         collectives: by axis, operation and phase.
+        flops_by_dtype: the hardware FLOPs of operations on each dtype, of an operation with several
+            the first operand's, most first.
     """
 
     name: str
@@ -141,6 +143,7 @@ class Cost:
     bytes_accessed: int
     flops_by_op: Mapping[str, int]
     collectives: tuple[Traffic, ...]
+    flops_by_dtype: Mapping[torch.dtype, int]
 
     @property
     def arithmetic_intensity(self) -> float:
@@ -154,12 +157,17 @@ class Cost:
     def rows(self) -> list[list[str]]:
         """Labels, values and remarks, as text."""
         share = [f"{op} {count / self.hardware_flops:.0%}" for op, count in self._heaviest()]
+        kinds = [
+            [f"of {dtype_text(dtype)}", count_text(count), f"{count / self.hardware_flops:.0%}"]
+            for dtype, count in self.flops_by_dtype.items()
+        ]
         return [
             ["model FLOPs", count_text(self.model_flops),
              f"{self.model_flops:,}; causal attention as half"],
             ["with whole attention", count_text(self.model_flops_whole),
              f"{self.model_flops_whole:,}; for tables that count it so"],
             ["hardware FLOPs", count_text(self.hardware_flops), ", ".join(share)],
+            *(kinds if len(kinds) > 1 else []),
             ["bytes accessed", bytes_text(self.bytes_accessed), "unfused"],
             ["arithmetic intensity", f"{self.arithmetic_intensity:.1f}", "FLOPs per byte"],
         ]  # fmt: skip
@@ -200,6 +208,7 @@ def cost(program: Code) -> Cost:
     total on an eager run of the same function the hardware FLOPs equal.
     """
     total: Counter[str] = Counter()
+    by_dtype: Counter[torch.dtype] = Counter()
     model = whole = 0
     traffic: dict[tuple[str, str, Phase], list[int]] = {}
     accessed = 0
@@ -209,6 +218,7 @@ def cost(program: Code) -> Cost:
         found = equation_flops(equation)
         if found:
             total[equation.name] += found * times
+            by_dtype[equation.operands[0].dtype] += found * times
             if equation.where.phase != "recompute":
                 half, needed = _model_flops(equation, found)
                 model, whole = model + half * times, whole + needed * times
@@ -236,6 +246,7 @@ def cost(program: Code) -> Cost:
             )
             for (axis, op, phase), (count, payload) in sorted(traffic.items())
         ),
+        MappingProxyType(dict(by_dtype.most_common())),
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from functron.ops import foreach, moe, norms, quantise_fp8
+from functron.ops import foreach, moe, norms, quantise
 from functron.ops import moe as moe_sort
 from tests.kernels.emulator import EmulationError, emulated
 
@@ -62,7 +62,7 @@ RUNS = {
         (draw(40, 64), None, draw(40, 64, seed=1), draw(64), draw(40).abs(), 1e-5, False),
     ),
     "squares": Run(foreach._kernel, (draw(1, 70_000),)),
-    "quantise": Run(quantise_fp8._kernel, (draw(1, 144, 140), None, 1, 128, False, False, True)),
+    "quantise": Run(quantise._kernel, (draw(1, 144, 140), None, 1, 128, False, False, True)),
 }
 
 READ = "    __syncthreads();  // an earlier call may still be reading\n    if (lane == 0) parts[warp] = x;"

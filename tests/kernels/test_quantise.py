@@ -12,25 +12,28 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType
 
-from functron.ops import quantise_fp8 as ops
-from functron.ops.quantise_fp8 import (
+from functron.ops import quantise as ops
+from functron.ops.quantise import (
     DEQUANTISE_FP8,
     E8M0,
     FORMATS,
     MOST,
+    QUANTISE,
     QUANTISE_FP8,
+    Format,
     Quantised,
     advance,
     cast_fp8,
     delayed_scale,
     dequantise_fp8,
+    magnitude,
     quantise_fp8,
 )
 from tests.kernels.conformance import Case, conform
 from tests.kernels.emulator import emulated
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-BLOCKS = {"1x128": (1, 128), "128x128": (128, 128), "mx": (1, 32)}
+BLOCKS = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}
 VARIANTS = [(BF16, "e4m3"), (F32, "e5m2")]  # of six; each costs a compilation
 NUMPY = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
@@ -45,14 +48,14 @@ def matrix(shape, dtype=F32, seed=0):
 
 def kernel_args(x, blocks, name, power=False, transpose=True):
     rows, cols = BLOCKS[blocks]
-    return x, None, rows, cols, name == "e5m2", power or blocks == "mx", transpose
+    return x, None, rows, cols, name == "e5m2", power or blocks == "1x32", transpose
 
 
 def by_block(scales, blocks, cols):
     """The op's scales, as they lie, with a row for every row of blocks."""
     if blocks == "1x128":
         return scales.mT
-    return scales if blocks == "mx" else scales[..., : -(-cols // 128)]
+    return scales if blocks == "1x32" else scales[..., : -(-cols // 128)]
 
 
 def same(got, want):
@@ -76,7 +79,7 @@ def by_hand(x, blocks, name, power):
         amax = np.abs(part).max()
         if amax == 0:
             by, back = np.float32(1), np.float32(1)
-        elif power or blocks == "mx":
+        elif power or blocks == "1x32":
             exponent = math.ceil(math.log2(float(amax) / most))
             by, back = np.float32(2.0**-exponent), np.float32(2.0**exponent)
         else:
@@ -98,7 +101,7 @@ def test_reference_is_the_definition(name, power, blocks):
     for got, value in ((first, x), (second, x.T)):
         want, scales = by_hand(value, blocks, name, power)
         assert np.array_equal(got.values.view(torch.uint8).numpy(), want.view(np.uint8))
-        assert got.scales.dtype == (E8M0 if blocks == "mx" else F32)
+        assert got.scales.dtype == (E8M0 if blocks == "1x32" else F32)
         assert np.array_equal(got.scales.float().numpy(), scales)
 
 
@@ -113,6 +116,17 @@ def test_kernel_is_the_reference_bit_for_bit(dtype, name, blocks, power):
         for transpose in (False, True):
             args = kernel_args(matrix(shape, dtype), blocks, name, power, transpose)
             same(emulated(ops._kernel, *args, seeds=(0, 1)), QUANTISE_FP8(*args))
+
+
+@pytest.mark.parametrize("blocks", ["tensor", "row", *BLOCKS])
+def test_formats_by_kernel(blocks):
+    """Those that it has, of rows and of columns; the others are computed in torch's operations."""
+    x = matrix((2, 128, 256), BF16)
+    form = Format("e4m3", blocks)
+    for operand in (x, x.mT):
+        amax = magnitude(operand, form)
+        args = (operand, amax, None, None, None, 0, str(form), False)
+        same(emulated(ops._format_kernel, *args, seeds=(0,)), QUANTISE(*args))
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
@@ -146,7 +160,7 @@ EXTREMES = [0.0, 1e-45, 1e-40, 2.0**-126, 1.2e-36, 448.0, 448.00003, 464.0, 6550
 
 
 @pytest.mark.parametrize("power", [False, True])
-@pytest.mark.parametrize("blocks", ["1x128", "mx"])
+@pytest.mark.parametrize("blocks", ["1x128", "1x32"])
 def test_extreme_magnitudes(blocks, power):
     """Every scale is finite and positive, and what comes back is x to the format's precision."""
     x = torch.tensor(EXTREMES)[:, None].repeat(1, 32)
@@ -155,13 +169,13 @@ def test_extreme_magnitudes(blocks, power):
         emulated(ops._kernel, *kernel_args(x[None], blocks, "e5m2", power))[:2],
         QUANTISE_FP8(*kernel_args(x[None], blocks, "e5m2", power))[:2],
     ):
-        kind = E8M0 if blocks == "mx" else F32
+        kind = E8M0 if blocks == "1x32" else F32
         y = Quantised(got[0][0], by_block(got[1], blocks, 32)[0].view(kind), blocks)
         assert (y.scales.float() > 0).all()
         assert y.scales.float().isfinite().all()
         back = dequantise_fp8(y, F32)
         assert torch.allclose(
-            back, x, rtol=2**-3, atol=1e-43 if not (power or blocks == "mx") else 1e-39
+            back, x, rtol=2**-3, atol=1e-43 if not (power or blocks == "1x32") else 1e-39
         )
 
 
@@ -180,7 +194,7 @@ def test_what_is_not_finite_makes_its_block_nan(blocks, bad):
             131 // cols * cols : 131 // cols * cols + cols,
         ] = True
         assert torch.equal(y[0].float().isnan(), want)
-        scales = scales.view(E8M0) if blocks == "mx" else scales
+        scales = scales.view(E8M0) if blocks == "1x32" else scales
         assert scales.float().isnan().sum() == 1
         across = torch.zeros(140, 140, dtype=torch.bool)  # [cols, rows]
         across[
@@ -199,14 +213,14 @@ def test_dequantise(dtype, name, blocks):
     for shape in SHAPES:
         y, stored, *_ = QUANTISE_FP8(*kernel_args(matrix(shape, dtype), blocks, name))
         scales = by_block(stored, blocks, shape[2])
-        if blocks != "mx":
+        if blocks != "1x32":
             scales[0, 0, 0] = math.nan
         else:
             scales.view(-1)[:2] = torch.tensor([255, 0], dtype=torch.uint8)[: scales.numel()]
         args = (y, scales, torch.empty(0, dtype=dtype), rows, cols)
         want = DEQUANTISE_FP8(*args)
         same([emulated(ops._dequantise, *args, seeds=(0, 1)).float()], [want.float()])
-        real = (scales.view(E8M0) if blocks == "mx" else scales).double()
+        real = (scales.view(E8M0) if blocks == "1x32" else scales).double()
         i, j = torch.arange(shape[1]) // rows, torch.arange(shape[2]) // cols
         exact = y.double() * real[:, i][:, :, j]
         assert torch.equal(
@@ -336,8 +350,8 @@ def test_errors():
         match=r"cast_fp8: got scale of torch.float32 and shape \(2,\); wanted float32 of shape \(3,\)",
     ):
         cast_fp8(torch.ones(3, 4, 4), torch.ones(2))
-    with pytest.raises(ValueError, match=r"(?s)no layout for scaled_mm.*blocks of mx"):
-        quantise_fp8(torch.ones(32, 32), "mx")[0].mm_scales()
+    with pytest.raises(ValueError, match=r"(?s)no layout for scaled_mm.*blocks of 1x32"):
+        quantise_fp8(torch.ones(32, 32), "1x32")[0].mm_scales()
     with pytest.raises(ValueError, match="length=0"):
         delayed_scale(0)
 

@@ -29,6 +29,7 @@ experts are feed-forward layers in three stacked weights.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -42,8 +43,10 @@ from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
 from functron.nn.layers import (
     ACTIVATIONS,
     GATE_UP,
+    PRODUCTS,
     SEQ_DIM,
     Activation,
+    Products,
     gather_sequence,
     linear_defs,
     mlp,
@@ -162,7 +165,10 @@ def experts(
     *,
     activation: ExpertActivation,
     parts: int = 1,
+    axes: tuple[str, ...] = ("ep",),
+    axis: str = "tp",
     kernels: Kernels = AUTO,
+    products: Products = PRODUCTS,
 ) -> Float[Tensor, "rows embed"]:
     """y = act(x up) down, or (act(x gate) * (x up)) down, by the expert of each row.
 
@@ -173,43 +179,56 @@ def experts(
         activation: one of `ACTIVATIONS`, or "clamped_swiglu" for gated experts.
         parts: among how many ranks the hidden dim is split. Their results are then parts of a sum,
             and each adds its part of the last bias.
+        axes: the mesh axes that divide experts, and
+        axis: the one that splits the hidden dim if it is none of these: what `products` is told.
         kernels: of ``"glu"``.
+        products: what computes the products; see `nn.mlp`.
 
     Returns:
-        ``[R, embed]``; zeros in rows that belong to no expert. No collectives.
+        ``[R, embed]``; zeros in rows that belong to no expert. No collectives but those of
+        `products`.
 
     Raises:
         ValueError: see `check_activation`.
     """
     check_activation(activation, gated="up" not in params or "gate" in params)
+    split = () if axis in axes else axis
+    where = {"experts": axes, "inner": (), "outer": split}
+    wide = functools.partial(_linear, products, where, rows=rows, sizes=sizes, zeros=False)
     # of rows of no expert, nobody reads what is between the first and the last product
     if "gate_up" in params:
         both = {name: leaf.flatten(-2) for name, leaf in params["gate_up"].items()}
-        gate, up = _linear(both, rows, sizes, zeros=False), None
+        gate, up = wide("gate_up", both), None
     else:
-        up = _linear(params["up"], rows, sizes, zeros=False)
-        gate = _linear(params["gate"], rows, sizes, zeros=False) if "gate" in params else None
+        up = wide("up", params["up"])
+        gate = wide("gate", params["gate"]) if "gate" in params else None
     if gate is None:
         assert up is not None
         hidden = ACTIVATIONS[cast(Activation, activation)](up)
-    elif kernels.takes("glu", gate, up):
+    elif products is PRODUCTS and kernels.takes("glu", gate, up):
         y = glu_linear(gate, up, params["down"]["w"], activation, sizes)
         return _biased(y, params["down"], sizes, parts)
     else:
         hidden = GATED[activation](*halves(gate, up))
-    return _linear(params["down"], hidden, sizes, parts, zeros_back=False)
+    where = {"experts": axes, "inner": split, "outer": ()}
+    given: Any = {"rows": hidden, "sizes": sizes, "parts": parts, "zeros_back": False}
+    return _linear(products, where, "down", params["down"], **given)
 
 
 def _linear(
+    products: Products,
+    where: Mapping[str, Any],
+    name: str,
     layer: dict,
+    *,
     rows: Tensor,
     sizes: Tensor,
     parts: int = 1,
-    *,
     zeros: bool = True,
     zeros_back: bool = True,
 ) -> Tensor:
-    y = grouped_matmul(rows, layer["w"], sizes, zeros, zeros_back)
+    own = {"name": f"experts/{name}", **where}
+    y = products.grouped(rows, layer["w"], sizes, zeros, zeros_back, **own)
     return _biased(y, layer, sizes, parts, zeros)
 
 
@@ -538,6 +557,7 @@ def moe(
     axis: str = "tp",
     router: Router | None = None,
     kernels: Kernels = AUTO,
+    products: Products = PRODUCTS,
 ) -> tuple[Float[Tensor, "batch seq embed"], Scalar, RouterSums]:
     """y = sum over a token's experts of weight times expert of x, plus the shared expert of x.
 
@@ -556,6 +576,7 @@ def moe(
         axis: the tensor-parallel axis.
         router: one of your own, in place of `route` and `auxiliary`; see `Router`.
         kernels: those of `route`, `dispatched`, `experts` and `nn.mlp`.
+        products: what computes the products of `experts` and `nn.mlp`; the router's is torch's.
 
     Returns:
         y: ``[batch, seq, embed]`` with spec `stream`.
@@ -587,11 +608,11 @@ def moe(
 
     def meanwhile() -> None:
         if config.shared_dim:
-            shared.append(_shared(params, x, activation, stream, axis, kernels))
+            shared.append(_shared(params, x, activation, stream, axis, kernels, products))
 
     y = _routed(
         params["experts"], narrow, routing, config, activation, stream, axes, axis, meanwhile,
-        kernels,
+        kernels, products,
     )  # fmt: skip
     if config.latent_dim:
         y = y @ params["latent"]["up"]["w"]
@@ -610,6 +631,7 @@ def _routed(
     axis: str,
     meanwhile: Callable[[], None],
     kernels: Kernels,
+    products: Products,
 ) -> Tensor:
     """The weighted sum of each token's experts; with spec `stream`."""
     parts = 1 if axis in axes else lax.axis_size(axis)
@@ -625,7 +647,8 @@ def _routed(
         most = batch * min(capacity(config, whole), seq)
 
     def compute(rows: Tensor, sizes: Tensor) -> Tensor:
-        return experts(params, rows, sizes, activation=activation, parts=parts, kernels=kernels)
+        own: Any = {"axes": axes, "axis": axis, "kernels": kernels, "products": products}
+        return experts(params, rows, sizes, activation=activation, parts=parts, **own)
 
     y = dispatched(
         x.flatten(0, 1),
@@ -642,7 +665,13 @@ def _routed(
 
 
 def _shared(
-    params: dict, x: Tensor, activation: ExpertActivation, stream: P, axis: str, kernels: Kernels
+    params: dict,
+    x: Tensor,
+    activation: ExpertActivation,
+    stream: P,
+    axis: str,
+    kernels: Kernels,
+    products: Products,
 ) -> Tensor:
     if activation not in ACTIVATIONS:
         raise ValueError(
@@ -650,7 +679,8 @@ def _shared(
             f"wanted one of {', '.join(ACTIVATIONS)}"
         )
     known = cast(Activation, activation)
-    y = mlp(params["shared"], x, activation=known, stream=stream, axis=axis, kernels=kernels)
+    own: Any = {"stream": stream, "axis": axis, "kernels": kernels, "products": products}
+    y = mlp(params["shared"], x, activation=known, **own)
     if "shared_gate" in params:
         y = y * (x @ params["shared_gate"]["w"]).sigmoid()
     return y

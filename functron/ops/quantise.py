@@ -1,0 +1,941 @@
+"""Quantisation to floating point of 8 and 4 bits: by tensors, rows and blocks, and back.
+
+The quantised values are ``x * by``, rounded to nearest with ties to even, and come with ``1 / by``.
+Numbers beyond the largest one of the format become that one; by blocks there are none, as the
+largest magnitude of a block becomes it. What is not finite becomes NaN, with all of its block,
+whose scale is NaN too: nothing that overflowed is hidden. Blocks of zeros have scale 1.
+
+`Format` names what an operand of a product can be, and `quantise` makes it:
+
+| format       | scales                                    | where it is from                   |
+|--------------|-------------------------------------------|------------------------------------|
+| e4m3@tensor  | one float32, of a magnitude that is given | Transformer Engine, current scales |
+| e4m3@row     | one float32 per row                       | torchao, "rowwise"                 |
+| e4m3@1x128   | float32                                   | DeepSeek-V3's activations          |
+| e4m3@128x128 | float32                                   | DeepSeek-V3's weights              |
+| e4m3@1x32    | E8M0: powers of two, rounded up           | OCP's Microscaling formats, MXFP8  |
+| e2m1@1x16    | E4M3 under one float32 of the tensor      | NVFP4                              |
+| e2m1@16x16   | the same, in squares                      | NVFP4's weights                    |
+
+(https://arxiv.org/abs/2412.19437, https://arxiv.org/abs/2509.25149.) Blocks lie along rows, which
+are what a product sums over. Scales of MX are rounded up as in NVIDIA's libraries, so that nothing
+saturates (OCP's conversion rounds down). Magnitudes of tensors and rows are given, as a rank has
+but a part of a tensor that is split, whose magnitude is that of the whole.
+
+Stochastic rounding takes bits that belong to the global position of an element, as `optim`'s does,
+and so do the signs of `hadamard`, which spreads large elements over their neighbours: shards of a
+tensor are rounded as the whole tensor is.
+
+Delayed scaling is the recipe of NVIDIA's Transformer Engine: to know a tensor's
+largest magnitude before it is cast takes a pass over it; so the scale is that of the steps before,
+and the cast finds the magnitude for those to come in the same pass (`cast_fp8`). All in torch's
+operations on small tensors: keep the states of many tensors in one, and update them together.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.core.random import fold_in, threefry
+from functron.ops.define import PACK_BYTES, Launch, define, leading, type_name
+
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+E2M1 = torch.float4_e2m1fn_x2
+"""Two numbers in a byte, the first in its low bits."""
+
+FORMATS: Mapping[str, torch.dtype] = MappingProxyType({"e4m3": E4M3, "e5m2": E5M2})
+ELEMENTS: Mapping[str, torch.dtype] = MappingProxyType({**FORMATS, "e2m1": E2M1})
+MOST: Mapping[torch.dtype, float] = MappingProxyType({E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0})
+"""The largest number of each format."""
+
+_MACROS = {E4M3: "__NV_E4M3", E5M2: "__NV_E5M2"}
+_BLOCKS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}
+)
+_SQUARES: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {**_BLOCKS, "1x16": (1, 16), "16x16": (16, 16)}
+)
+_TWO_LEVELS = ("1x16", "16x16")
+_GIVEN = ("tensor", "row", *_TWO_LEVELS)  # scales need a magnitude that the caller knows
+_TILE, _THREADS, _PAD = 128, 256, 4
+_LARGEST = torch.finfo(torch.float32).max
+_NAN = 0x7F  # in both formats
+_ROWS_OF_A_GRID = 1 << 20
+
+
+@dataclass(frozen=True)
+class Format:
+    """What the numbers of an operand are stored as: ``Format("e4m3", "1x128")``.
+
+    As text ``e4m3@1x128``, with ``+stochastic`` and ``+pow2`` where these hold; `Format.parse`
+    reads it back.
+
+    Attributes:
+        element: "e4m3" (three bits of mantissa, to 448), "e5m2" (two, to 57344) or "e2m1" (one, to
+            6).
+        blocks: what shares a scale: the "tensor", a "row", or "1x128", "128x128", "1x32", "1x16"
+            or "16x16" elements; see the module.
+        stochastic: rounded to one of the two neighbours with the probability that makes the mean
+            the number, by bits of its global position; False: to nearest, ties to even.
+        power_of_two: scales are rounded up to powers of two, which lose no digits.
+
+    Raises:
+        ValueError: an unknown element or blocks, or two that no device and no paper has together.
+    """
+
+    element: str
+    blocks: str
+    stochastic: bool = False
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        found = []
+        if self.element not in ELEMENTS:
+            found.append(
+                Problem(
+                    "element",
+                    repr(self.element),
+                    "one of 8 or 4 bits",
+                    nearest(self.element, ELEMENTS),
+                )
+            )
+        if self.blocks not in ("tensor", "row", *_SQUARES):
+            known = ("tensor", "row", *_SQUARES)
+            found.append(
+                Problem("blocks", repr(self.blocks), "known ones", nearest(self.blocks, known))
+            )
+        if not found and self.element == "e2m1" and self.blocks not in ("1x32", *_TWO_LEVELS):
+            fix = "take 1x16, 16x16 (of weights) or 1x32, or e4m3"
+            found.append(Problem("blocks", self.blocks, "small blocks for 4 bits", fix))
+        if not found and self.element != "e2m1" and self.blocks in _TWO_LEVELS:
+            fix = "take 1x32, or e2m1"
+            found.append(Problem("element", self.element, f"e2m1 by blocks of {self.blocks}", fix))
+        if not found and self.power_of_two and self.blocks in ("1x32", *_TWO_LEVELS):
+            fix = "leave pow2 out: scales of 1x32 always are powers of two, those of e2m1 in E4M3"
+            found.append(Problem("power_of_two", "True", "scales in float32", fix))
+        raise_problems("a format", found)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The values' dtype; of "e2m1" each is two numbers."""
+        return ELEMENTS[self.element]
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of a block; (1, 1) where the tensor or the row shares a scale."""
+        return _SQUARES.get(self.blocks, (1, 1))
+
+    @property
+    def shared(self) -> Literal["tensor", "row", ""]:
+        """Whose largest magnitude `quantise` must be given; "" where blocks find their own."""
+        if self.blocks == "row":
+            return "row"
+        return "tensor" if self.blocks in _GIVEN else ""
+
+    def __str__(self) -> str:
+        flags = "+stochastic" * self.stochastic + "+pow2" * self.power_of_two
+        return f"{self.element}@{self.blocks}{flags}"
+
+    @classmethod
+    @functools.cache
+    def parse(cls, text: str) -> Format:
+        """The format of its text.
+
+        Raises:
+            ValueError: it is none; see also the class.
+        """
+        body, *flags = text.strip().split("+")
+        element, at, blocks = body.partition("@")
+        bad = [flag for flag in flags if flag not in ("stochastic", "pow2")]
+        if not at or bad or len({*flags}) != len(flags):
+            wanted = "ELEMENT@BLOCKS, +stochastic, +pow2"
+            refuse(
+                "a format", "text", repr(text), wanted, "such as e4m3@1x128 or e2m1@1x16+stochastic"
+            )
+        return cls(element, blocks, "stochastic" in flags, "pow2" in flags)
+
+
+class Quantised(NamedTuple):
+    """A matrix, or a batch of them, in floating point of 8 or 4 bits.
+
+    Attributes:
+        values: float8, [..., rows, cols]; of FP4 [..., rows, cols / 2].
+        scales: what the values of each block are to be multiplied by: float32; E8M0 of "1x32";
+            E4M3 of "1x16" and "16x16". A matrix with one number for each block, their
+            counts rounded up; of "tensor" [..., 1, 1], of "row" [..., rows, 1].
+        blocks: what shares a scale, as `Format` says.
+        whole: of "1x16" and "16x16" what all scales are to be multiplied by, float32 [..., 1, 1].
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    blocks: str
+    whole: torch.Tensor | None = None
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """As of `Format`."""
+        return _SQUARES.get(self.blocks, (1, 1))
+
+    def mm_scales(self) -> torch.Tensor:
+        """The scales of a matrix in the layout that `torch.nn.functional.scaled_mm` takes.
+
+        No copy of what `quantise_fp8` made. Of ``values`` ``[rows, cols]``, as the left operand, or
+        as ``values.mT`` the right one: of 1x128 (``ScalingType.BlockWise1x128``) ``[rows, cols /
+        128]`` with strides ``[1, rows]``; of 128x128 (``BlockWise128x128``) ``[padded, rows /
+        128]`` with strides ``[1, padded]``, where padded is ``cols / 128`` rounded up to 4.
+
+        Raises:
+            ValueError: a batch of matrices, or other blocks (of those of 32 and 16 it wants scales
+                in another order: `swizzled`).
+        """
+        if self.blocks not in ("1x128", "128x128") or self.scales.dim() != 2:
+            got = f"blocks of {self.blocks} and scales of shape {tuple(self.scales.shape)}"
+            wanted = 'one matrix, by blocks of "1x128" or "128x128"'
+            refuse("no layout for scaled_mm", "quantised", got, wanted, "multiply one at a time")
+        tall, wide = self.scales.shape
+        if self.blocks == "1x128":
+            turned = self.scales.mT.contiguous()
+            return turned.as_strided((tall, wide), (1, tall), turned.storage_offset())
+        whole, padded = self.scales, -(-wide // _PAD) * _PAD
+        known = all(
+            size == 1 or found == made
+            for size, found, made in zip((tall, wide), whole.stride(), (padded, 1), strict=True)
+        )
+        end = (whole.storage_offset() + tall * padded) * whole.element_size()
+        if not known or whole.untyped_storage().nbytes() < end:
+            whole = F.pad(whole, (0, padded - wide))
+        return whole.as_strided((padded, tall), (1, padded), whole.storage_offset())
+
+
+def quantise_fp8(
+    x: torch.Tensor,
+    blocks: str = "1x128",
+    format: str = "e4m3",  # noqa: A002  (what it is called)
+    *,
+    power_of_two: bool = False,
+    transpose: bool = False,
+) -> tuple[Quantised, Quantised | None]:
+    """x in 8 bits, and its transpose in 8 bits, from one pass over x.
+
+    Every block's scale is its largest magnitude over that of the format, 448 or 57344. Blocks of
+    the transpose lie along its rows, that is x's columns, so that of "1x128" and "1x32" it holds
+    other values; of "128x128" it is the transpose. See the module for what is not finite. No
+    derivative: it is piecewise constant. No collectives.
+
+    Args:
+        x: [..., rows, cols], of any size; bfloat16, float16 or float32.
+        blocks: what shares a scale: "1x128", "128x128", or "1x32": 1x32 with scales in E8M0. At the
+            edges they are smaller.
+        format: "e4m3", or "e5m2" with more range and less precision.
+        power_of_two: round scales up to powers of two, which lose no digits; always so with "1x32".
+        transpose: whether to make the second result, None without.
+
+    Raises:
+        ValueError: x is no matrix or of another dtype, or unknown blocks or format.
+    """
+    _check(x, blocks, format)
+    rows, cols = _BLOCKS[blocks]
+    power = power_of_two or blocks == "1x32"
+    y, scales, turned, turned_scales, _ = QUANTISE_FP8(
+        x.reshape(-1, *x.shape[-2:]), None, rows, cols, format == "e5m2", power, transpose
+    )
+
+    def whole(values: torch.Tensor, scales: torch.Tensor) -> Quantised:
+        if blocks == "1x32":
+            scales = scales.view(E8M0)
+        elif blocks == "1x128":
+            scales = scales.mT
+        else:
+            scales = scales[..., : -(-values.shape[-1] // cols)]
+        lead = x.shape[:-2]
+        return Quantised(_with_lead(lead, values), _with_lead(lead, scales), blocks)
+
+    return whole(y, scales), whole(turned, turned_scales) if transpose else None
+
+
+def cast_fp8(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    format: str = "e4m3",  # noqa: A002
+    *,
+    transpose: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """``x * scale`` in 8 bits, saturating; its transpose; and the largest magnitude of x.
+
+    One pass over x. The last result is not finite where an element of x is not; such elements
+    become NaN, alone. No derivative, no collectives.
+
+    Args:
+        x: [..., rows, cols].
+        scale: float32, [...]: one per matrix.
+        format: "e4m3" or "e5m2".
+        transpose: whether to make the second result, None without.
+
+    Returns:
+        float8 [..., rows, cols], float8 [..., cols, rows] or None, and float32 [...].
+
+    Raises:
+        ValueError: x is no matrix or of another dtype; scale is not float32 or of another shape.
+    """
+    _check(x, "1x128", format)
+    lead = x.shape[:-2]
+    if scale.dtype != torch.float32 or scale.shape != lead:
+        raise ValueError(
+            f"cast_fp8: got scale of {scale.dtype} and shape {tuple(scale.shape)}; wanted float32 "
+            f"of shape {tuple(lead)}, one per matrix; fix: scale.float().expand(x.shape[:-2])"
+        )
+    y, _, turned, _, amax = QUANTISE_FP8(
+        x.reshape(-1, *x.shape[-2:]), scale.reshape(-1), 0, 0, format == "e5m2", False, transpose
+    )
+    turned = _with_lead(lead, turned) if transpose else None
+    return _with_lead(lead, y), turned, _with_lead(lead, amax)
+
+
+def dequantise_fp8(x: Quantised, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """``values * scales`` of every block, in float32, rounded to `dtype`. No derivative.
+
+    Raises:
+        TypeError: on CUDA, a dtype that is none of bfloat16, float16 and float32.
+    """
+    values, scales, blocks, _ = x
+    rows, cols = _BLOCKS[blocks]
+    lead = values.shape[:-2]
+    scales = scales.view(torch.uint8) if blocks == "1x32" else scales
+    like = torch.empty(0, dtype=dtype, device=values.device)
+    y = DEQUANTISE_FP8(
+        values.reshape(-1, *values.shape[-2:]), scales.reshape(-1, *scales.shape[-2:]), like,
+        rows, cols,
+    )  # fmt: skip
+    return y.reshape(*lead, *y.shape[1:])
+
+
+def _with_lead(lead: Sequence[int], part: torch.Tensor) -> torch.Tensor:
+    return part.reshape(*lead, *part.shape[1:])
+
+
+def _check(x: torch.Tensor, blocks: str, name: str) -> None:
+    found = []
+    if x.dim() < 2:
+        found.append(Problem("x", f"shape {tuple(x.shape)}", "a matrix", "use x[None]"))
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        wanted = "bfloat16, float16 or float32"
+        found.append(Problem("x", str(x.dtype), wanted, "use x.float()"))
+    for what, value, known in (("blocks", blocks, _BLOCKS), ("format", name, FORMATS)):
+        if value not in known:
+            found.append(Problem(what, repr(value), "a known one", nearest(value, known)))
+    raise_problems("FP8", found)
+
+
+def _kernel(launch: Launch, x, given, block_rows, block_cols, e5m2, power, transpose) -> tuple:
+    out = _fake(x, given, block_rows, block_cols, e5m2, power, transpose)
+    y, scales, turned, turned_scales, amax = out
+    amax.zero_()
+    batch, rows, cols = x.shape
+    if not x.numel():
+        return out
+    x = x if x.stride(2) == 1 or cols == 1 else x.contiguous()
+    aligned = [x.data_ptr(), *(x.stride(i) * x.element_size() for i in (0, 1) if x.shape[i] > 1)]
+    tiles = batch * -(-rows // _TILE) * -(-cols // _TILE)
+    pitch = _TILE + 4 // x.element_size()
+    launch(
+        "quantise", "quantise", tiles, _THREADS,
+        x, given, y.view(torch.uint8), scales, turned.view(torch.uint8) if transpose else None,
+        turned_scales, amax, rows, cols, x.stride(0), x.stride(1),
+        0 if block_rows != 1 else block_cols, int(power),
+        int(not any(n % PACK_BYTES for n in aligned)),
+        int(cols * x.element_size() % PACK_BYTES == 0), int(rows % PACK_BYTES == 0),
+        defines={"ELEMENT": type_name(x, "quantise_fp8"), "FORMAT": _MACROS[y.dtype]},
+        shared_bytes=_TILE * pitch * x.element_size(),
+    )  # fmt: skip
+    return out
+
+
+def _fake(x, given, block_rows, block_cols, e5m2, power, transpose) -> tuple:
+    batch, rows, cols = x.shape
+    dtype = E5M2 if e5m2 else E4M3
+    kind = torch.uint8 if block_cols == 32 else torch.float32
+    sizes = back = (0, 0)
+    if block_rows:
+        sizes = _as_stored(-(-rows // block_rows), -(-cols // block_cols), block_rows, block_cols)
+    if block_rows and transpose:
+        back = _as_stored(-(-cols // block_rows), -(-rows // block_cols), block_rows, block_cols)
+    return (
+        x.new_empty((batch, rows, cols), dtype=dtype),
+        x.new_empty((batch, *sizes), dtype=kind),
+        x.new_empty((batch, cols, rows) if transpose else (batch, 0, 0), dtype=dtype),
+        x.new_empty((batch, *back), dtype=kind),
+        x.new_empty(batch if given is not None else 0, dtype=torch.float32),
+    )
+
+
+def _as_stored(tall: int, wide: int, block_rows: int, block_cols: int) -> tuple[int, int]:
+    """How a matrix of scales lies in memory: turned for 1x128, padded for 128x128."""
+    if block_cols != _TILE:
+        return tall, wide
+    return (wide, tall) if block_rows == 1 else (tall, -(-wide // _PAD) * _PAD)
+
+
+def _reference(x, given, block_rows, block_cols, e5m2, power, transpose) -> tuple:
+    dtype = E5M2 if e5m2 else E4M3
+    x = x.float()
+    none = x.new_empty((len(x), 0, 0), dtype=dtype)
+    if given is not None:
+        y = _cast(x, given[:, None, None], dtype)
+        amax = x.abs().flatten(1).amax(1) if x[0:1].numel() else x.new_zeros(len(x))
+        empty = x.new_empty((len(x), 0, 0))
+        turned = _copy(y.view(torch.uint8).mT).view(dtype) if transpose else none
+        return y, empty, turned, empty.clone(), amax
+    y, scales = _by_blocks(x, block_rows, block_cols, dtype, power)
+    turned, turned_scales = none, scales.new_empty((len(x), 0, 0))
+    if transpose:
+        turned, turned_scales = _by_blocks(x.mT, block_rows, block_cols, dtype, power)
+    return y, scales, turned, turned_scales, x.new_empty(0)
+
+
+def _copy(y: torch.Tensor) -> torch.Tensor:
+    """In memory of its own, with the strides that a new tensor has: also of dims of size 1."""
+    return torch.empty(y.shape, dtype=y.dtype, device=y.device).copy_(y)
+
+
+def _by_blocks(x: torch.Tensor, rows: int, cols: int, dtype: torch.dtype, power: bool) -> tuple:
+    batch, height, width = x.shape
+    padded = F.pad(x, (0, -width % cols, 0, -height % rows))
+    tall, wide = padded.shape[1] // rows, padded.shape[2] // cols
+    parts = padded.reshape(batch, tall, rows, wide, cols)
+    if parts.numel():
+        amax = parts.abs().amax((2, 4))
+    else:
+        amax = x.new_zeros(batch, tall, wide)
+    by, back = _scales(amax, MOST[dtype], power)
+    y = _cast(parts, by[:, :, None, :, None], dtype).reshape(padded.shape)
+    if cols == 32:
+        back = (back.view(torch.int32) >> 23).to(torch.uint8)
+    elif rows == 1:
+        back = back.mT
+    else:
+        back = F.pad(back, (0, -wide % _PAD))
+    return _copy(y.view(torch.uint8)[:, :height, :width]).view(dtype), _copy(back)
+
+
+def _scales(amax: torch.Tensor, largest: float, power: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factor of each block, and its inverse."""
+    most = torch.full_like(amax, largest)  # torch divides numbers by their reciprocals
+    if power:
+        ratio = (amax / most).view(torch.int32)
+        exponent = ((ratio >> 23) + ((ratio & 0x7FFFFF) != 0)).clamp(1, 253)
+        by, back = ((254 - exponent) << 23, exponent << 23)
+        by, back = by.to(torch.int32).view(torch.float32), back.to(torch.int32).view(torch.float32)
+    else:
+        by = (most / amax).clamp(max=_LARGEST)
+        back = torch.ones_like(by) / by
+    zero, bad = amax == 0, ~amax.isfinite()
+    nan = torch.full_like(amax, torch.nan)
+    by, back = (torch.where(bad, nan, part.masked_fill(zero, 1.0)) for part in (by, back))
+    return by, back
+
+
+def _cast(x: torch.Tensor, by: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    scaled = x * by + x * 0  # NaN of infinities
+    most = MOST[dtype]
+    y = scaled.clamp(-most, most).to(dtype)
+    return y.view(torch.uint8).masked_fill(scaled.isnan(), _NAN).view(dtype)
+
+
+def _batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
+    x, given, *rest = args
+    x = x.movedim(in_dims[0], 0) if in_dims[0] is not None else x.expand(size, *x.shape)
+    if given is not None:
+        given = given.expand(size, -1) if in_dims[1] is None else given.movedim(in_dims[1], 0)
+        given = given.reshape(-1)
+    out = op(x.reshape(-1, *x.shape[2:]), given, *rest)
+    parts = [part.reshape(size, len(part) // size, *part.shape[1:]) for part in out]
+    return tuple(parts), (0,) * 5
+
+
+def _dequantise(launch: Launch, x, scales, like, block_rows, block_cols) -> torch.Tensor:
+    y = x.new_empty(x.shape, dtype=like.dtype)
+    batch, rows, cols = x.shape
+    x = x.contiguous()
+    if not x.numel():
+        return y
+    packed = cols % PACK_BYTES == 0 and x.data_ptr() % PACK_BYTES == 0
+    launch(
+        "quantise", "dequantise", min(batch * rows, _ROWS_OF_A_GRID), _THREADS,
+        x.view(torch.uint8), scales, y, batch, rows, cols,
+        block_rows.bit_length() - 1, block_cols.bit_length() - 1, *scales.stride(),
+        int(scales.dtype == torch.uint8), int(packed),
+        defines={"ELEMENT": type_name(like, "dequantise_fp8"), "FORMAT": _MACROS[x.dtype]},
+    )  # fmt: skip
+    return y
+
+
+def _dequantise_reference(x, scales, like, block_rows, block_cols) -> torch.Tensor:
+    if scales.dtype == torch.uint8:
+        scales = scales.view(E8M0).float()
+    rows = scales.repeat_interleave(block_rows, 1)[:, : x.shape[1]]
+    return (x.float() * rows.repeat_interleave(block_cols, 2)[:, :, : x.shape[2]]).to(like.dtype)
+
+
+def _dequantise_batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
+    x, scales, like, *rest = args
+    x, scales = (
+        y.expand(size, *y.shape) if dim is None else y.movedim(dim, 0)
+        for y, dim in zip((x, scales), in_dims[:2], strict=True)
+    )
+    y = op(x.reshape(-1, *x.shape[2:]), scales.reshape(-1, *scales.shape[2:]), like, *rest)
+    return y.reshape(x.shape), 0
+
+
+QUANTISE_FP8 = define(
+    "quantise_fp8(Tensor x, Tensor? scale, int block_rows, int block_cols, bool e5m2, "
+    "bool power_of_two, bool transpose) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    kernel=_kernel,
+    reference=_reference,
+    fake=_fake,
+    batch=_batch,
+)
+"""Of x, [batch, rows, cols]: values, scales, those of the transpose, amax; empty where not asked
+for. With `scale`, [batch], blocks are 0; MX scales are bytes."""
+
+DEQUANTISE_FP8 = define(
+    "dequantise_fp8(Tensor values, Tensor scales, Tensor like, int block_rows, int block_cols) "
+    "-> Tensor",
+    kernel=_dequantise,
+    reference=_dequantise_reference,
+    fake=lambda x, scales, like, block_rows, block_cols: x.new_empty(x.shape, dtype=like.dtype),
+    batch=_dequantise_batch,
+)
+"""Of values [batch, rows, cols], in the dtype of `like`."""
+
+
+# --- any format
+
+
+class Draw(NamedTuple):
+    """The bits for stochastic rounding, which belong to an element's place in the whole tensor.
+
+    Element (i, j) has those of the counter ``outer[i] + inner[j]``: ``random.bits(fold_in(key,
+    salt), shape, bit_width=16)`` at its position where these are that of rows and of columns.
+
+    Attributes:
+        key: of `functron.random`, int64 [2].
+        outer: int64, [rows].
+        inner: int64, [cols].
+        salt: in [0, 2^32); tells this tensor from others.
+    """
+
+    key: torch.Tensor
+    outer: torch.Tensor
+    inner: torch.Tensor
+    salt: int = 0
+
+
+def magnitude(x: torch.Tensor, format: Format) -> torch.Tensor | None:  # noqa: A002
+    """The largest magnitude that `quantise` wants of x: of each matrix, of each row, or None.
+
+    float32 [...] or [..., rows]; infinite where an element is not finite. Of a part of a tensor
+    take the maximum over the ranks that have the other parts.
+    """
+    if not format.shared:
+        return None
+    x = x.detach().abs()
+    dims = (-1,) if format.shared == "row" else (-2, -1)
+    most = x.amax(dims) if x.numel() else x.sum(dims)
+    # a maximum over ranks may lose NaN, but not infinity
+    return most.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def quantise(
+    x: torch.Tensor,
+    format: Format,  # noqa: A002
+    amax: torch.Tensor | None = None,
+    draw: Draw | None = None,
+    *,
+    emulate: bool = False,
+) -> Quantised:
+    """The matrix x in this format, blocks along its last dim; an equation of a traced program.
+
+    Scales: of "tensor" and "row" ``amax / most``, with `most` the largest number of the format. Of
+    "1x16" and "16x16" the tensor's is ``amax / (6 * 448)`` and a block's is the E4M3 number nearest
+    to ``its magnitude / 6 / the tensor's``, at least 2^-6, so that a block may saturate by as much
+    as that rounding, 1/16. No derivative, no collectives.
+
+    Args:
+        x: [..., rows, cols], floating point; blocks divide both.
+        format: of the result.
+        amax: as `magnitude` makes it; None for blocks that find their own.
+        draw: the bits, for a stochastic format.
+        emulate: on CUDA too in torch's operations.
+
+    Raises:
+        ValueError: blocks do not divide x; or amax or draw are missing, superfluous or of another
+            shape.
+    """
+    _check_format(x, format, amax, draw)
+    batch, (rows, cols) = x.shape[:-2], x.shape[-2:]
+    many = math.prod(batch)
+    flat = amax if amax is None else amax.reshape(many, *amax.shape[len(batch) :])
+    places = [None] * 3 if draw is None else [part.expand(many, -1) for part in draw[:3]]
+    salt = 0 if draw is None else draw.salt
+    values, scales, whole = QUANTISE(
+        x.reshape(many, rows, cols), flat, *places, salt, str(format), emulate
+    )
+    parts = [_with_lead(batch, part) for part in (values, scales, whole)]
+    two_levels = format.blocks in _TWO_LEVELS
+    return Quantised(parts[0], parts[1], format.blocks, parts[2] if two_levels else None)
+
+
+def dequantise(x: Quantised) -> torch.Tensor:
+    """``values * scales`` in float32, one product, exactly rounded; of two levels of scales two.
+
+    In torch's operations. The scale of a block is ``scales * whole`` where there are two levels.
+    """
+    values, scales, _, whole = x
+    if values.dtype == E2M1:
+        values = unpacked(values)
+    scales = scales.float() if whole is None else scales.float() * whole
+    rows, cols = x.block
+    scales = scales.repeat_interleave(rows, -2) if rows > 1 else scales
+    scales = scales.repeat_interleave(cols, -1) if cols > 1 else scales
+    return values.float() * scales[..., : values.shape[-2], : values.shape[-1]]
+
+
+_NUMBERS_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def unpacked(values: torch.Tensor) -> torch.Tensor:
+    """The numbers of E2M1 pairs, float32 [..., 2 n] of [..., n]."""
+    pairs = values.view(torch.uint8)
+    codes = torch.stack([pairs & 0xF, pairs >> 4], -1).flatten(-2).long()
+    table = torch.tensor(_NUMBERS_E2M1, device=values.device)
+    number = table[codes & 7]
+    return torch.where(codes > 7, -number, number)
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """float32 [..., 2 n] as pairs of E2M1 [..., n], rounded to nearest, ties to even; NaN is 6."""
+    size = x.abs()
+    # beyond the middle of two neighbours, or in it where the upper one is the even one
+    code = (size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
+    code = code + (size > 2.5) + (size >= 3.5) + (size > 5.0)
+    code = torch.where(x.isnan(), 7, code) + 8 * x.signbit()
+    low, high = code.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return (low | high << 4).view(E2M1)
+
+
+WIDTH = 16
+"""Elements that `hadamard` mixes."""
+
+
+def hadamard(x: torch.Tensor, key: torch.Tensor, places: torch.Tensor, salt: int) -> torch.Tensor:
+    """Each 16 consecutive elements of rows times a Hadamard matrix of random signs, orthogonal.
+
+    ``x_j' = sum_i signs_i (-1)^popcount(i & j) x_i / 4``: one large element becomes 16 of a quarter
+    of its size. The product of two matrices whose rows are mixed with the same signs is that of
+    the matrices (Ashkboos et al. 2024, QuaRot). Sums in a fixed order; one equation of a traced
+    program. No derivative.
+
+    A sign is minus where the lowest bit of ``random.bits(fold_in(key, salt), ...)`` is 1 at the
+    column's place.
+
+    Args:
+        x: [..., rows, cols], 16 dividing cols.
+        key: of `functron.random`, int64 [2].
+        places: int64 [cols], the columns' global positions.
+        salt: in [0, 2^32).
+
+    Returns:
+        float32, of x's shape.
+
+    Raises:
+        ValueError: 16 does not divide the columns.
+    """
+    if x.shape[-1] % WIDTH:
+        refuse("hadamard", "dim -1 of x", *undivided(x.shape[-1], WIDTH, f"1x{WIDTH}"))
+    many = math.prod(x.shape[:-2])
+    flat = x.reshape(many, *x.shape[-2:])
+    return HADAMARD(flat, key.expand(many, -1), places.expand(many, -1), salt).reshape(x.shape)
+
+
+def _hadamard(x, key, places, salt) -> torch.Tensor:
+    words = [_words(fold_in(k, salt), place) for k, place in zip(key, places, strict=True)]
+    signs = 1.0 - 2.0 * (torch.stack(words) & 1).float()
+    x = (x.float() * signs.unsqueeze(1)).unflatten(-1, (-1, *[2] * 4))
+    for dim in range(-4, 0):
+        a, b = x.unbind(dim)
+        x = torch.stack([a + b, a - b], dim)
+    return (x.flatten(-5) / 4).contiguous()
+
+
+HADAMARD = define(
+    "hadamard(Tensor x, Tensor key, Tensor places, int salt) -> Tensor",
+    kernel=lambda launch, *args: _hadamard(*args),
+    reference=_hadamard,
+    fake=lambda x, key, places, salt: x.new_empty(x.shape, dtype=torch.float32),
+    batch=lambda size, in_dims, args, op: as_batch(3, size, in_dims, args, op),
+)
+"""Of x [batch, rows, cols], with keys [batch, 2] and places [batch, cols]."""
+
+
+def as_batch(tensors: int, size: int, in_dims: tuple, args: tuple, op) -> tuple:
+    """The rule of an op on many matrices, whose first arguments are tensors: more of them."""
+    parts = [
+        part if part is None else leading(part, dim, size).flatten(0, 1)
+        for part, dim in zip(args[:tensors], in_dims[:tensors], strict=True)
+    ]
+    out = op(*parts, *args[tensors:])
+    if isinstance(out, torch.Tensor):
+        return out.unflatten(0, (size, len(out) // size)), 0
+    return tuple(part.unflatten(0, (size, len(part) // size)) for part in out), (0,) * len(out)
+
+
+def _check_format(
+    x: torch.Tensor,
+    format: Format,  # noqa: A002
+    amax: torch.Tensor | None,
+    draw: Draw | None,
+) -> None:
+    found = []
+    if x.dim() < 2 or not x.is_floating_point():
+        got = f"{x.dtype} of shape {tuple(x.shape)}"
+        found.append(Problem("x", got, "a matrix of floating-point numbers", "use x[None].float()"))
+    for dim, block in zip((-2, -1), format.block, strict=True) if not found else ():
+        if x.shape[dim] % block:
+            found.append(Problem(f"dim {dim} of x", *undivided(x.shape[dim], block, format.blocks)))
+    rows = x.shape[:-1] if format.shared == "row" else x.shape[:-2]
+    wanted = tuple(rows) if format.shared else None
+    got_shape = None if amax is None else tuple(amax.shape)
+    if not found and got_shape != wanted:
+        fix = "pass magnitude(x, format), its maximum over the ranks that split x"
+        found.append(Problem("amax", f"shape {got_shape}", f"{wanted}, for {format}", fix))
+    if not found and (draw is not None) != format.stochastic:
+        got_draw = "no bits" if draw is None else "bits"
+        fix = "pass draw=Draw(key, outer, inner)" if format.stochastic else "leave draw out"
+        found.append(Problem("draw", got_draw, f"what {format} needs", fix))
+    raise_problems("quantise", found)
+
+
+def undivided(size: int, block: int, blocks: str) -> tuple[str, str, str]:
+    """Of a size that `block` does not divide what was got, what is wanted, and the nearest."""
+    below, above = size // block * block, -(-size // block) * block
+    near = f"{below} or {above}" if below else f"{above}"
+    return str(size), f"a multiple of {block}, for blocks of {blocks}", f"make it {near}"
+
+
+_LEAST_E4M3 = 2.0**-6
+"""Its smallest normal number: the smallest scale of a block, as torchao has it."""
+
+_MANTISSA: Mapping[torch.dtype, tuple[int, int]] = MappingProxyType(
+    {E4M3: (3, -6), E5M2: (2, -14), E2M1: (1, 0)}
+)
+"""Bits of the mantissa, and the exponent below which the grid is even."""
+
+
+def _format_reference(x, amax, key, outer, inner, salt, text, emulate) -> tuple:
+    f = Format.parse(text)
+    x = x.float()
+    bits = None
+    if key is not None:
+        bits = torch.stack([_bits_at(*one, salt) for one in zip(key, outer, inner, strict=True)])
+    (rows, cols), (height, width) = f.block, x.shape[1:]
+    parts = x.reshape(len(x), height // rows, rows, width // cols, cols)
+    whole = x.new_empty(len(x), 0, 0)
+    if f.blocks == "tensor":
+        by, scales = _scales(amax.reshape(-1, 1, 1), MOST[f.dtype], f.power_of_two)
+    elif f.blocks == "row":
+        by, scales = _scales(amax.unsqueeze(-1), MOST[f.dtype], f.power_of_two)
+    elif f.blocks in _TWO_LEVELS:
+        by, scales, whole = _two_levels(_largest(parts), amax.reshape(-1, 1, 1))
+    else:
+        power = f.power_of_two or f.blocks == "1x32"
+        by, scales = _scales(_largest(parts), MOST[f.dtype], power)
+    if f.blocks in _SQUARES:
+        scaled = (parts * by[:, :, None, :, None] + parts * 0).reshape(x.shape)
+    else:
+        scaled = x * by + x * 0
+    if f.blocks == "1x32":
+        scales = (scales.view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
+    values = _rounded(scaled, f.dtype, bits)
+    return tuple(part if part.is_contiguous() else _copy(part) for part in (values, scales, whole))
+
+
+def _largest(parts: torch.Tensor) -> torch.Tensor:
+    """[batch, row blocks, column blocks] of blocks at dims 2 and 4."""
+    if not parts.numel():
+        return parts.new_zeros(*parts.shape[:2], parts.shape[3])
+    return parts.abs().amax((2, 4))
+
+
+def _two_levels(amax: torch.Tensor, of_tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The factor of each block, its scale in E4M3, and the tensor's scale."""
+    most = MOST[E2M1] * MOST[E4M3]
+    whole = of_tensor / torch.full_like(of_tensor, most)
+    whole = torch.where(of_tensor == 0, torch.ones_like(whole), whole)
+    # of magnitudes below what float32 can divide
+    whole = whole.clamp(min=torch.finfo(torch.float32).tiny)
+    whole = torch.where(of_tensor.isfinite(), whole, torch.full_like(whole, torch.nan))
+    wanted = amax / torch.full_like(amax, MOST[E2M1]) / whole
+    scales = wanted.clamp(_LEAST_E4M3, MOST[E4M3]).to(E4M3)  # NaN stays NaN
+    return 1.0 / whole / scales.float(), scales, whole
+
+
+def _bits_at(
+    key: torch.Tensor, outer: torch.Tensor, inner: torch.Tensor, salt: int
+) -> torch.Tensor:
+    return _words(fold_in(key, salt), outer.unsqueeze(1) + inner) & 0xFFFF
+
+
+def _words(key: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    hi, lo = threefry(key, (place >> 32).to(torch.int32), place.to(torch.int32))
+    return hi ^ lo
+
+
+def _rounded(x: torch.Tensor, dtype: torch.dtype, bits: torch.Tensor | None) -> torch.Tensor:
+    """x in a dtype of 8 or 4 bits, saturating."""
+    most = MOST[dtype]
+    y = x.clamp(-most, most)
+    if bits is not None:
+        mantissa, least = _MANTISSA[dtype]
+        exponent = ((y.view(torch.int32) >> 23) & 0xFF).clamp(min=least + 127) - mantissa
+        step = (exponent << 23).view(torch.float32)  # between neighbours
+        steps = (y.abs() / step * 2.0**16).nan_to_num(0.0).to(torch.int32) + bits
+        number = torch.bitwise_right_shift(steps, 16) * step
+        y = torch.where(y.isnan(), y, number.clamp(max=most).copysign(y))
+    if dtype == E2M1:
+        return _packed(y)
+    return y.to(dtype).view(torch.uint8).masked_fill(x.isnan(), _NAN).view(dtype)
+
+
+def _format_kernel(launch: Launch, x, amax, key, outer, inner, salt, text, emulate) -> tuple:
+    f = Format.parse(text)
+    known = f.blocks in _BLOCKS or f.blocks == "tensor"
+    if (
+        emulate
+        or key is not None
+        or not known
+        or f.element == "e2m1"
+        or x.dtype not in _KERNEL_DTYPES
+    ):
+        return _format_reference(x, amax, key, outer, inner, salt, text, emulate)
+    whole = x.new_empty(len(x), 0, 0, dtype=torch.float32)
+    given, scales = None, None
+    if f.blocks == "tensor":
+        given, scales = _scales(amax, MOST[f.dtype], f.power_of_two)
+    rows, cols = (0, 0) if given is not None else f.block
+    # what is a view of columns is read by its rows, and written turned
+    turn = x.stride(2) != 1 and x.stride(1) == 1
+    power = f.power_of_two or f.blocks == "1x32"
+    straight = x.mT if turn else x
+    made = _kernel(launch, straight, given, rows, cols, f.element == "e5m2", power, turn)
+    values, found = (made[2], made[3]) if turn else (made[0], made[1])
+    if scales is not None:
+        return values, scales.reshape(-1, 1, 1), whole
+    if f.blocks == "1x128":
+        found = found.mT
+    elif f.blocks == "128x128":
+        found = found[..., : -(-x.shape[2] // cols)]
+    found = _copy(found)
+    return values, found.view(E8M0) if f.blocks == "1x32" else found, whole
+
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _format_fake(x, amax, key, outer, inner, salt, text, emulate) -> tuple:
+    f = Format.parse(text)
+    batch, height, width = x.shape
+    rows, cols = f.block
+    sizes = {"tensor": (1, 1), "row": (height, 1)}.get(f.blocks, (height // rows, width // cols))
+    kind = E8M0 if f.blocks == "1x32" else torch.float32
+    two = f.blocks in _TWO_LEVELS
+    return (
+        x.new_empty((batch, height, width // 2 if f.dtype == E2M1 else width), dtype=f.dtype),
+        x.new_empty((batch, *sizes), dtype=E4M3 if two else kind),
+        x.new_empty((batch, 1, 1) if two else (batch, 0, 0), dtype=torch.float32),
+    )
+
+
+QUANTISE = define(
+    "quantise(Tensor x, Tensor? amax, Tensor? key, Tensor? outer, Tensor? inner, int salt, "
+    "str format, bool emulate) -> (Tensor, Tensor, Tensor)",
+    kernel=_format_kernel,
+    reference=_format_reference,
+    fake=_format_fake,
+    batch=functools.partial(as_batch, 5),
+)
+"""Of x, [batch, rows, cols]: values, scales, and the scale of all, empty where there is none; amax
+is [batch] or [batch, rows], and what bits are drawn by is of each matrix its own."""
+
+
+Of = Literal["max", "latest"]
+
+
+class DelayedScale(NamedTuple):
+    """The scale of the next cast of each of some tensors, and the history it comes from.
+
+    Attributes:
+        scale: float32, [...], one for each tensor.
+        history: float32, [length, ...], their largest magnitudes in the last steps, the latest
+            last; 0 where nothing is known.
+    """
+
+    scale: torch.Tensor
+    history: torch.Tensor
+
+
+def delayed_scale(
+    length: int, shape: Sequence[int] = (), *, device: torch.device | str | None = None
+) -> DelayedScale:
+    """The state before the first step: scales of 1, and nothing known.
+
+    Args:
+        length: how many steps are remembered.
+        shape: of the tensors that are scaled: () is one.
+
+    Raises:
+        ValueError: length is not positive.
+    """
+    if length < 1:
+        raise ValueError(f"delayed_scale: got length={length}; wanted at least 1 step to remember")
+    history = torch.zeros(length, *shape, dtype=torch.float32, device=device)
+    return DelayedScale(torch.ones_like(history[0]), history)
+
+
+def advance(
+    state: DelayedScale,
+    amax: torch.Tensor,
+    format: str = "e4m3",  # noqa: A002  (what it is called)
+    *,
+    of: Of = "max",
+    margin: int = 0,
+) -> DelayedScale:
+    """The state after a step in which the tensors' largest magnitudes were `amax`. Pure.
+
+    The scale becomes ``most / (2**margin * a)``, with `most` the format's largest number and a the
+    largest, or the latest, magnitude remembered; it stays where that is 0. Magnitudes that are not
+    finite are remembered as 0: one overflow does not stop the scale for as long as it would be
+    remembered. No collectives: take the maximum of `amax` over the ranks that share a tensor first.
+
+    Args:
+        state: before.
+        amax: float32, [...], as `cast_fp8` returns it.
+        format: of the casts, "e4m3" or "e5m2".
+        of: "max", or "latest".
+        margin: binary orders of magnitude to leave free.
+    """
+    latest = torch.where(amax.isfinite(), amax, torch.zeros_like(amax))
+    history = torch.cat([state.history[1:], latest[None]])
+    known = history.amax(0) if of == "max" else latest
+    most = torch.full_like(known, MOST[FORMATS[format]])
+    scale = (most / known / 2.0**margin).clamp(max=torch.finfo(torch.float32).max)
+    return DelayedScale(torch.where(known > 0, scale, state.scale), history)

@@ -1,0 +1,566 @@
+"""Linear layers with quantised products, whose numbers do not depend on the mesh.
+
+`product` makes of a `Recipe` a plain function ``(x, w) -> y``, to stand where a layer computes ``x
+@ w``. Forward quantises x and w; backward quantises dy and w for the gradient of x, and x and dy
+for that of w, each by its formats. Nothing is kept for backward but x, w and the magnitudes found.
+
+**On a mesh** a scale is that of the whole tensor wherever its elements are:
+
+* Of "tensor" formats it comes from the largest magnitude over all ranks: those of x and w travel in
+  one `pmax` of 8 bytes, that of dy in another. Ranks that hold the same part change no maximum, so
+  it is taken over all axes in force, unless ``rows`` says which ones split tokens.
+* Of "row" formats it comes from the maximum along what is summed, over the axes that split that:
+  ``inner`` in forward, ``outer`` for the gradient of x, those of tokens for that of w.
+* Blocks lie within a shard. Sizes that they do not divide are refused, on one device as well: so a
+  layer that runs on one runs with the same numbers wherever its shards are multiples.
+* Random numbers belong to global positions, so ``rows`` must say how tokens are split, and
+  ``index`` where they are, if not in order.
+
+**What must not be quantised** is a part of a sum. The cotangents of column- and row-parallel
+products are whole on every rank: that of a column-parallel y is split as y is; that of a
+row-parallel one went through the transpose of the sum after it. The cotangent of a y that an axis
+neither splits nor sums (x and w are both replicated over it) is a part of a sum there:
+such axes are named in ``partial``, which sums it first, and a program that does not name them is
+refused where it is simulated.
+
+With ``scaling=local`` magnitudes are this rank's: nothing is sent for them, and numbers depend on
+the mesh.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from functron.core import random
+from functron.core.errors import public, refuse
+from functron.core.random import Index
+from functron.core.typing import Tensor
+from functron.ops.define import AUTO, Kernels
+from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
+from functron.ops.quantise import (
+    Draw,
+    Format,
+    Quantised,
+    hadamard,
+    magnitude,
+    quantise,
+)
+from functron.ops.scaled_matmul import (
+    scaled_grouped_matmul,
+    scaled_grouped_weight,
+    scaled_matmul,
+)
+from functron.precision.recipe import Contraction, Recipe, Scaling, check_sizes
+from functron.spmd import collectives as lax
+from functron.spmd.axes import SimulatedAxis, scope
+from functron.spmd.spec import P, dim_axes, spec_axes
+from functron.transforms.custom_vjp import custom_vjp
+
+Axes = str | tuple[str, ...]
+Product = Callable[[Tensor, Tensor], Tensor]
+"""``(x [..., inputs], w [inputs, outputs])`` to ``[..., outputs]``."""
+
+
+@public
+def product(
+    recipe: Recipe,
+    *,
+    inner: Axes = (),
+    outer: Axes = (),
+    rows: P | None = None,
+    partial: Axes = (),
+    key: Tensor | None = None,
+    index: Index = None,
+    path: str = "product",
+    kernels: Kernels = AUTO,
+) -> Product:
+    """The function ``(x, w) -> x w`` whose three products are quantised by `recipe`.
+
+    Its x is ``[..., tokens, inputs]`` and w ``[inputs, outputs]`` of one dtype, this rank's parts;
+    its result has that dtype, and is summed in float32 (of float64, in float64). Collectives: see
+    the module; none with ``scaling=local`` and no `partial`.
+
+    Args:
+        recipe: of the three products.
+        inner: the mesh axes that split inputs; results are then parts of a sum, as of any
+            row-parallel layer.
+        outer: those that split outputs.
+        rows: the spec of x's leading dims, which tells the axes that split tokens; needed where
+            numbers are drawn. None: all axes in force but these two.
+        partial: the axes over which x and w are the same and the results' cotangents are parts of
+            a sum; one psum of a cotangent's bytes each.
+        key: of what is drawn: one of this layer and step.
+        index: of each leading dim of x the global positions, or None where `rows` tells them.
+        path: of the layer, for messages.
+        kernels: of ``"scaled_matmul"``: "reference" computes exactly on GPUs too, slowly.
+
+    Raises:
+        ValueError: the recipe draws and there is no key, or no spec; where the function is called:
+            blocks do not divide the sizes, the GPU has no such product, or an axis is not named.
+    """
+    if recipe.draws and (key is None or rows is None):
+        missing = "key" if key is None else "rows"
+        fix = "pass key=random.fold_in(step_key, layer) and rows=P(...), the spec of the tokens"
+        wanted = "one: this recipe rounds stochastically, or mixes by random signs"
+        refuse(f"a quantised product of {path}", missing, "None", wanted, fix)
+    split = _Split(_named(inner), _named(outer), rows, _named(partial))
+    emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
+    layer = _Layer(recipe, split, path, emulate)
+
+    def value(x: Tensor, w: Tensor, places: tuple) -> Tensor:
+        return layer.forward(x, w, places)[0]
+
+    def forward(x: Tensor, w: Tensor, places: tuple) -> tuple[Tensor, tuple]:
+        layer.check(x, w)
+        y, known = layer.forward(x, w, places)
+        return y, (x, w, places, known)
+
+    def backward(residuals: tuple, dy: Tensor) -> tuple:
+        return (*layer.backward(*residuals, dy), None)
+
+    call = custom_vjp(value, forward, backward)
+
+    def multiply(x: Tensor, w: Tensor) -> Tensor:
+        check_sizes(recipe, tuple(x.shape), (w.shape[0], w.shape[1]), path=path, backward=False)
+        return call(x, w, (key, None if index is None else tuple(index)))
+
+    return multiply
+
+
+def _named(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+class _Split(NamedTuple):
+    """Which mesh axes split what; as `product` is given them."""
+
+    inner: tuple[str, ...]
+    outer: tuple[str, ...]
+    rows: P | None
+    partial: tuple[str, ...]
+
+    def tokens(self) -> tuple[str, ...]:
+        """The axes that split tokens."""
+        if self.rows is not None:
+            return spec_axes(self.rows)
+        here = scope()
+        stages = () if here.stages is None else (here.stages.name,)
+        known = {*self.inner, *self.outer, *self.partial, *stages}
+        return tuple(
+            name for name, axis in here.axes.items() if axis is not None and name not in known
+        )
+
+    def everywhere(self) -> tuple[str, ...]:
+        """The axes over which any operand is split."""
+        return tuple(dict.fromkeys((*self.tokens(), *self.inner, *self.outer)))
+
+
+class _Operand(NamedTuple):
+    """A matrix with what is summed last, and how it is to be quantised.
+
+    Attributes:
+        number: of the product.
+        name: "x", "w" or "dy".
+        matrix: ``[rows, summed]``.
+        format: of it.
+        mixed: it is multiplied by a Hadamard matrix.
+        summed: the axes that split what is summed.
+        draw: the bits of stochastic rounding.
+    """
+
+    number: int
+    name: str
+    matrix: Tensor
+    format: Format
+    mixed: bool
+    summed: tuple[str, ...]
+    draw: Draw | None
+
+    @property
+    def key(self) -> str:
+        """Under what name its magnitude is known: of whole tensors it is one for all products."""
+        state = "mixed " * self.mixed
+        if self.format.shared == "tensor":
+            return f"{state}{self.name}"
+        return f"{state}{self.name} of product {self.number}"
+
+
+def maxima(
+    operands: Sequence[_Operand],
+    known: Mapping[str, Tensor],
+    everywhere: tuple[str, ...],
+    scaling: Scaling,
+) -> dict[str, Tensor]:
+    """The magnitudes that operands need and are not known: one pmax for all of one kind.
+
+    Of whole tensors over the axes `everywhere`; of rows over those that split what is summed.
+    """
+    found: dict[str, Tensor] = dict(known)
+    groups: dict[tuple[str, ...], list[tuple[str, Tensor]]] = {}
+    for operand in operands:
+        if operand.key in found:
+            continue
+        most = magnitude(operand.matrix, operand.format)
+        if most is not None:
+            found[operand.key] = most
+            axes = everywhere if operand.format.shared == "tensor" else operand.summed
+            groups.setdefault(axes, []).append((operand.key, most))
+    for axes, rows in groups.items() if scaling == "global" else ():
+        if lax.axis_size(axes) == 1:
+            continue
+        flat = torch.cat([value.reshape(-1) for _, value in rows])
+        whole = lax.pmax(flat, axes).split([value.numel() for _, value in rows])
+        for (key, value), part in zip(rows, whole, strict=True):
+            found[key] = part.reshape(value.shape)
+    return found
+
+
+class _Layer(NamedTuple):
+    """The three products of one linear layer."""
+
+    recipe: Recipe
+    split: _Split
+    path: str
+    emulate: bool
+
+    def check(self, x: Tensor, w: Tensor) -> None:
+        """Refuse what cannot be differentiated: sizes, and cotangents that are parts of sums."""
+        check_sizes(self.recipe, tuple(x.shape), (w.shape[0], w.shape[1]), path=self.path)
+        if self.recipe.dgrad is None and self.recipe.wgrad is None:
+            return
+        for name, axis in scope().axes.items():
+            varies = not isinstance(axis, SimulatedAxis) or axis.varies(x) or axis.varies(w)
+            if not varies and name not in self.split.partial:
+                refuse(
+                    f"a quantised product of {self.path}",
+                    f"axis {name!r}",
+                    "x and w that are the same on all its ranks",
+                    "to know that its result's cotangents are parts of a sum there, which must be "
+                    "added up before they are quantised",
+                    f"name it in partial=({name!r},), or split x or w by it",
+                )
+
+    def forward(self, x: Tensor, w: Tensor, places: tuple) -> tuple[Tensor, dict[str, Tensor]]:
+        """The result, and the magnitudes of x and w as whole tensors."""
+        part = self.recipe.fprop
+        if part is None:
+            return x @ w, {}
+        pair = self._pair(
+            0, part, ("x", x.flatten(0, -2)), ("w", w.mT), self.split.inner, x, w, places
+        )
+        known = maxima(pair, {}, self.split.everywhere(), self.recipe.scaling)
+        y = self._multiplied(pair, known, x.dtype)
+        kept = {name: value for name, value in known.items() if name in ("x", "w")}
+        return y.unflatten(0, x.shape[:-1]), kept
+
+    def backward(
+        self, x: Tensor, w: Tensor, places: tuple, known: dict[str, Tensor], dy: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's shares of the cotangents of x and w."""
+        split, recipe = self.split, self.recipe
+        if split.partial:
+            dy = lax.psum(dy, split.partial)
+        flat, d = x.flatten(0, -2), dy.flatten(0, -2)
+        for_x, for_w = (), ()
+        if recipe.dgrad is not None:
+            for_x = self._pair(1, recipe.dgrad, ("dy", d), ("w", w), split.outer, x, w, places)
+        if recipe.wgrad is not None:
+            tokens = split.tokens()
+            for_w = self._pair(2, recipe.wgrad, ("x", flat.mT), ("dy", d.mT), tokens, x, w, places)
+        known = maxima((*for_x, *for_w), known, split.everywhere(), recipe.scaling)
+        dx = self._multiplied(for_x, known, x.dtype) if for_x else d @ w.mT
+        dw = self._multiplied(for_w, known, w.dtype) if for_w else flat.mT @ d
+        dx = dx.unflatten(0, x.shape[:-1])
+        if split.partial:  # each of the ranks that are the same has its share
+            size = lax.axis_size(split.partial)
+            dx, dw = dx / size, dw / size
+        return dx, dw
+
+    def _multiplied(
+        self, pair: Sequence[_Operand], known: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> Tensor:
+        def made(one: _Operand) -> Quantised:
+            most = known[one.key] if one.format.shared else None
+            return quantise(one.matrix, one.format, most, one.draw, emulate=self.emulate)
+
+        a, b = map(made, pair)
+        return scaled_matmul(a, b, dtype, emulate=self.emulate)
+
+    def _pair(
+        self,
+        number: int,
+        part: Contraction,
+        left: tuple[str, Tensor],
+        right: tuple[str, Tensor],
+        summed: tuple[str, ...],
+        x: Tensor,
+        w: Tensor,
+        places: tuple,
+    ) -> tuple[_Operand, _Operand]:
+        """The operands of a product, mixed where it says so."""
+        where = _Places(self.split, x.shape, w.shape, *places, x.device) if part.draws else None
+        sides = zip((left, right), (part.left, part.right), strict=True)
+        made = []
+        for side, ((name, matrix), form) in enumerate(sides):
+            if where is not None and part.hadamard:
+                matrix = hadamard(matrix, *where.summed(number))
+            draw = None
+            if where is not None and form.stochastic:
+                draw = where.draw(number, side, name)
+            made.append(_Operand(number, name, matrix, form, part.hadamard, summed, draw))
+        return made[0], made[1]
+
+
+class _Places:
+    """The global positions of a layer's tokens, inputs and outputs, and what is drawn by them."""
+
+    def __init__(
+        self,
+        split: _Split,
+        x: Sequence[int],
+        w: Sequence[int],
+        key: Tensor,
+        index: Sequence[Tensor | None] | None,
+        device: torch.device,
+    ):
+        assert split.rows is not None
+        self._key = key
+        lead = tuple(x[:-1])
+        given = index or [None] * len(lead)
+        place = torch.zeros(1, dtype=torch.int64, device=device)
+        for size, axes, at in zip(lead, dim_axes(split.rows, len(lead)), given, strict=True):
+            own = lax.global_index(size, axes, device=device) if at is None else at
+            place = (place.unsqueeze(-1) * (size * lax.axis_size(axes)) + own).reshape(-1)
+        self._tokens = place
+        self._inputs = lax.global_index(w[0], split.inner, device=device)
+        self._outputs = lax.global_index(w[1], split.outer, device=device)
+        self._sizes = (w[0] * lax.axis_size(split.inner), w[1] * lax.axis_size(split.outer))
+
+    def summed(self, number: int) -> tuple[Tensor, Tensor, int]:
+        """What signs of product `number` are drawn by: of what it sums over, for both operands."""
+        return self._key, (self._inputs, self._outputs, self._tokens)[number], 8 + number
+
+    def draw(self, number: int, side: int, name: str) -> Draw:
+        """Of an operand, with what product `number` sums over last."""
+        salt = 2 * number + side
+        if name == "w":
+            by, along = self._inputs * self._sizes[1], self._outputs
+        else:
+            width = self._sizes[0] if name == "x" else self._sizes[1]
+            by, along = self._tokens * width, self._inputs if name == "x" else self._outputs
+        # as tables they have tokens, or inputs of w, first; dgrad alone sums over what is second
+        straight = {"x": number == 0, "w": number == 1, "dy": number == 1}[name]
+        return Draw(self._key, *((by, along) if straight else (along, by)), salt)
+
+
+def quantised(
+    recipe: Recipe, *, kernels: Kernels = AUTO
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """The functions ``linear`` and ``grouped`` of `functron.nn.Products`, by a recipe.
+
+    ``nn.Products(*quantised(recipe), draws=recipe.draws)`` are those of a model's layers: `product`
+    and `grouped_product` with what each layer says about itself.
+
+    Args:
+        recipe: of the three products of each layer.
+        kernels: of ``"scaled_matmul"``; as of `product`.
+    """
+
+    def linear(
+        x: Tensor, w: Tensor, *, name: str, key: Tensor | None = None, **where: Any
+    ) -> Tensor:
+        own = None if key is None else random.fold_in(key, zlib.crc32(name.encode()))
+        return product(recipe, key=own, path=name, kernels=kernels, **where)(x, w)
+
+    def grouped(
+        x: Tensor, w: Tensor, sizes: Tensor, *zeros: bool, name: str, **where: Any
+    ) -> Tensor:
+        return grouped_product(recipe, path=name, kernels=kernels, **where)(x, w, sizes, *zeros)
+
+    return linear, grouped
+
+
+# --- experts
+
+
+@public
+def grouped_product(
+    recipe: Recipe,
+    *,
+    experts: Axes = ("ep",),
+    inner: Axes = (),
+    outer: Axes = (),
+    path: str = "experts",
+    kernels: Kernels = AUTO,
+) -> Callable[..., Tensor]:
+    """What stands for `functron.ops.grouped_matmul` where its three products are quantised.
+
+    ``(x [rows, inputs], w [experts, inputs, outputs], sizes, zeros, zeros_back)`` to ``[rows,
+    outputs]``; see there. Every expert has scales of its own: of "tensor" formats, and the scales
+    over those of FP4's blocks, from the largest magnitude of its rows over all ranks that hold it.
+    The recipe is ``recipe.grouped()``, whose wgrad has one scale for each expert and feature
+    instead of blocks along rows. Collectives, with ``scaling=global``: one pmax of what experts
+    share for x and w and one for dy, of 4 bytes per expert (wgrad by rows: and feature).
+
+    Args:
+        recipe: of the three products.
+        experts: the mesh axes that split experts.
+        inner: those that split their inputs.
+        outer: those that split their outputs.
+        path: of the layer, for messages.
+        kernels: of ``"scaled_matmul"``; as of `product`.
+
+    Raises:
+        ValueError: where the function is called: sizes that blocks do not divide, or a GPU without
+            such products.
+    """
+    recipe = recipe.grouped()
+    emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
+    split = _Split(_named(inner), _named(outer), None, _named(experts))
+    layer = _Experts(recipe, split, emulate)
+
+    def multiply(
+        x: Tensor, w: Tensor, sizes: Tensor, zeros: bool = True, zeros_back: bool = True
+    ) -> Tensor:
+        check_sizes(recipe, tuple(x.shape), (w.shape[1], w.shape[2]), path=path)
+
+        def value(x: Tensor, w: Tensor, sizes: Tensor) -> Tensor:
+            return layer.forward(x, w, sizes, zeros)
+
+        def forward(x: Tensor, w: Tensor, sizes: Tensor) -> tuple[Tensor, tuple]:
+            return layer.forward(x, w, sizes, zeros), (x, w, sizes)
+
+        def backward(residuals: tuple, dy: Tensor) -> tuple:
+            return (*layer.backward(*residuals, dy, zeros_back), None)
+
+        return custom_vjp(value, forward, backward)(x, w, sizes)
+
+    return multiply
+
+
+class _Experts(NamedTuple):
+    """The three products of experts.
+
+    Attributes:
+        recipe: `Recipe.grouped`.
+        split: of one expert; as ``partial`` it has the axes that split experts, over which nothing
+            of one is anywhere else.
+        emulate: as of `product`.
+    """
+
+    recipe: Recipe
+    split: _Split
+    emulate: bool
+
+    def forward(self, x: Tensor, w: Tensor, sizes: Tensor, zeros: bool) -> Tensor:
+        """The rows' products."""
+        if self.recipe.fprop is None:
+            return grouped_matmul(x, w, sizes, zeros)
+        return self._rows(x, w.mT, sizes, self.recipe.fprop, self.split.inner, zeros)
+
+    def backward(
+        self, x: Tensor, w: Tensor, sizes: Tensor, dy: Tensor, zeros_back: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The cotangents of x and w."""
+        recipe = self.recipe
+        if recipe.dgrad is None:
+            dx = grouped_matmul(dy, w.mT, sizes, zeros_back)
+        else:
+            dx = self._rows(dy, w, sizes, recipe.dgrad, self.split.outer, zeros_back)
+        if recipe.wgrad is None:
+            return dx, grouped_matmul_weight(x, dy, sizes, len(w))
+        groups = _groups(x, sizes)
+        forms = recipe.wgrad.left, recipe.wgrad.right
+        sides = zip((x, dy), forms, strict=True)
+        most = self._shared(
+            [(_of_groups(m, f, groups, len(w), along=True), f) for m, f in sides],
+            self.split.tokens(),
+        )
+        sides = zip((x, dy), forms, most, strict=True)
+        flat: list[Tensor] = []
+        for matrix, form, amax in sides:
+            assert amax is not None, form
+            each = amax.index_select(0, groups).expand(matrix.shape)  # of every element
+            column = form if form.blocks == "row" else replace(form, blocks="row")
+            made = quantise(matrix.reshape(-1, 1), column, each.reshape(-1), emulate=self.emulate)
+            flat += [part.reshape(matrix.shape) for part in made[:2]]
+        dw = scaled_grouped_weight(*flat, sizes, w.dtype, emulate=self.emulate)
+        return dx, dw
+
+    def _rows(
+        self,
+        rows: Tensor,
+        w: Tensor,
+        sizes: Tensor,
+        part: Contraction,
+        summed: tuple[str, ...],
+        zeros: bool,
+    ) -> Tensor:
+        """Rows times their expert's w, ``[experts, outputs, summed]``."""
+        groups = _groups(rows, sizes)
+        left = _of_groups(rows, part.left, groups, len(w))
+        right = magnitude(w, part.right)
+        amax, of_w = self._shared([(left, part.left), (right, part.right)], summed)
+        if amax is not None and part.left.shared == "tensor":
+            amax = amax.index_select(0, groups).reshape(-1)
+        elif amax is not None:
+            amax = amax.unsqueeze(1)
+        a = quantise(rows.unsqueeze(1), part.left, amax, emulate=self.emulate)
+        b = quantise(w, part.right, of_w, emulate=self.emulate)
+        return scaled_grouped_matmul(a, b, sizes, rows.dtype, zeros=zeros, emulate=self.emulate)
+
+    def _shared(
+        self, found: Sequence[tuple[Tensor | None, Format]], summed: tuple[str, ...]
+    ) -> list[Tensor | None]:
+        """Magnitudes over the ranks that have parts of the same experts."""
+        out: list[Tensor | None] = [most for most, _ in found]
+        if self.recipe.scaling == "local":
+            return out
+        for kind, axes in (("tensor", self.split.everywhere()), ("row", summed)):
+            at = [i for i, (m, f) in enumerate(found) if m is not None and f.shared == kind]
+            parts = [part for i in at if (part := out[i]) is not None]
+            if not parts or lax.axis_size(axes) == 1:
+                continue
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            whole = lax.pmax(flat, axes).split([part.numel() for part in parts])
+            for i, part, value in zip(at, parts, whole, strict=True):
+                out[i] = value.reshape(part.shape)
+        return out
+
+
+def _groups(rows: Tensor, sizes: Tensor) -> Tensor:
+    """The group of each row, int64 [R]; of rows that belong to none, how many groups there are."""
+    at = torch.arange(rows.shape[0], device=rows.device)
+    return (at.unsqueeze(1) >= sizes.cumsum(0)).sum(1)
+
+
+def _of_groups(
+    x: Tensor, form: Format, groups: Tensor, num: int, *, along: bool = False
+) -> Tensor | None:
+    """The magnitudes that rows need: [num + 1, 1] of groups, [R] of rows, or None.
+
+    Args:
+        x: ``[R, D]``; rows of no group may be anything, and count in the last of the results.
+        form: what they are quantised to.
+        groups: of each row.
+        num: how many there are.
+        along: what is summed are rows: "row" is one of each group and column, [num + 1, D].
+    """
+    if form.shared == "row" and not along:
+        return magnitude(x, form)
+    if not form.shared:
+        return None
+    size = x.detach().abs().float().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if form.shared == "tensor":
+        size = size.amax(1, keepdim=True)
+    at = groups.unsqueeze(1).expand(size.shape)
+    start = torch.zeros_like(size[:1]).expand(num + 1, -1)
+    most = start.scatter_reduce(0, at, size, "amax")
+    # what rows of no group hold is no magnitude of anything
+    own = torch.arange(num + 1, device=x.device).unsqueeze(1) < num
+    return torch.where(own, most, torch.ones_like(most))

@@ -1,0 +1,460 @@
+"""Quantised linear layers: the three products by hand, and the same numbers on every mesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import functron as ft
+from functron import DATA_AXES, P, lax, nn, random, tree
+from functron.nn.moe import MoEConfig, moe, moe_defs
+from functron.nn.moe import layer as moe_layer
+from functron.ops.quantise import (
+    Draw,
+    Format,
+    dequantise,
+    hadamard,
+    magnitude,
+    quantise,
+)
+from functron.precision import RECIPES, Recipe, grouped_product, product
+from functron.spmd import Mesh, Rules, spec_axes
+
+BATCH, SEQ, EMBED, MLP = 2, 256, 256, 512
+KEY = random.key(7)
+
+
+def randn(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def decoded(x: Tensor, form: Format, draw: Draw | None = None) -> Tensor:
+    return dequantise(quantise(x, form, magnitude(x, form), draw)).double()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_three_products_by_hand(name):
+    """y, dx and dw are float64 products of decoded operands, each by its own format."""
+    recipe = RECIPES[name]
+    x, w, dy = randn(BATCH, 128, EMBED), randn(EMBED, 128, seed=1), randn(BATCH, 128, 128, seed=2)
+    layer = product(recipe, key=KEY, rows=P())
+    y, pull = torch.func.vjp(layer, x, w)
+    dx, dw = pull(dy)
+    flat, d = x.flatten(0, 1), dy.flatten(0, 1)
+    tokens, outputs = torch.arange(len(flat)), torch.arange(128)
+    bits = {  # counters are row-major positions in dy, whose columns are outputs
+        1: lambda: Draw(KEY, tokens * 128, outputs, 2),
+        2: lambda: Draw(KEY, outputs, tokens * 128, 5),
+    }
+    want = {}
+    pairs = {"fprop": (flat, w.mT), "dgrad": (d, w), "wgrad": (flat.mT, d.mT)}
+    for number, (part, (a, b)) in enumerate(pairs.items()):
+        how = getattr(recipe, part)
+        if how.hadamard:
+            a, b = (hadamard(m, KEY, tokens, 8 + number) for m in (a, b))
+        forms = how.left, how.right
+        a, b = (
+            decoded(m, form, bits[number]() if form.stochastic else None)
+            for m, form in zip((a, b), forms, strict=True)
+        )
+        want[part] = a @ b.mT
+    torch.testing.assert_close(y.flatten(0, 1), want["fprop"], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(dx.flatten(0, 1), want["dgrad"], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(dw, want["wgrad"], rtol=1e-12, atol=1e-11)
+    # on the tape, and in bfloat16: a float32 sum of the same, rounded
+    leaves = [v.bfloat16().requires_grad_() for v in (x, w)]
+    out = layer(*leaves)
+    grads = torch.autograd.grad(out, leaves, dy.bfloat16())
+    assert [v.dtype for v in (out, *grads)] == [torch.bfloat16] * 3
+    assert out.isfinite().all()
+
+
+HALF_UNIT = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "e2m1": 2.0**-2}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_error_of_a_product(name):
+    """Against the unquantised product, within a bound that follows from the formats alone.
+
+    An operand a' = a + e has |e_i| <= max(u |a_i|, s_i) with u half a unit of the last bit
+    (relative to numbers that are normal) and s_i half a step of subnormal ones times the scale, at
+    most `u` times the scale times the smallest normal number; to nearest. Stochastically it is
+    twice that. Then |a' b' - a b| <= |e_a| |b| + |a| |e_b| + |e_a| |e_b|, elementwise products of
+    matrices of magnitudes. FP4's scales are rounded themselves: to 1/16 of a block's magnitude.
+    """
+    recipe = RECIPES[name]
+    x, w, dy = randn(BATCH, 128, EMBED), randn(EMBED, 128, seed=1), randn(BATCH, 128, 128, seed=2)
+    y, pull = torch.func.vjp(product(recipe, key=KEY, rows=P()), x, w)
+    dx, dw = pull(dy)
+    flat, d = x.flatten(0, 1), dy.flatten(0, 1)
+    found = {
+        "fprop": (y.flatten(0, 1), flat, w.mT),
+        "dgrad": (dx.flatten(0, 1), d, w),
+        "wgrad": (dw, flat.mT, d.mT),
+    }
+
+    def error(m, form, mixed):
+        unit = HALF_UNIT[form.element] * (2 if form.stochastic else 1)
+        if (
+            mixed
+        ):  # magnitudes after mixing are at most 4 times the largest of 16; signs do not matter
+            groups = m.abs().unflatten(-1, (-1, 16)).norm(dim=-1, keepdim=True)
+            m = groups.expand(-1, -1, 16).flatten(-2)  # |m'_j| <= ||m|| of its group
+        rows, cols = {"tensor": m.shape, "row": (1, m.shape[1])}.get(form.blocks, form.block)
+        blocks = m.abs().unflatten(1, (-1, cols)).unflatten(0, (-1, rows))
+        most = blocks.amax((1, 3), keepdim=True).expand_as(blocks).flatten(2, 3).flatten(0, 1)
+        largest, smallest = {"e4m3": (448, 2**-6), "e5m2": (57344, 2**-14), "e2m1": (6, 1)}[
+            form.element
+        ]
+        scale = most / largest * (2 if form.blocks == "1x32" else 17 / 16)
+        saturated = most / 16 if form.element == "e2m1" else 0
+        return m.abs(), torch.maximum(unit * m.abs(), unit * scale * smallest) + saturated
+
+    for part, (got, a, b) in found.items():
+        how = getattr(recipe, part)
+        a_, e_a = error(a, how.left, how.hadamard)
+        b_, e_b = error(b, how.right, how.hadamard)
+        bound = e_a @ b_.mT + a_ @ e_b.mT + e_a @ e_b.mT
+        off = (got - a @ b.mT).abs()
+        assert (off <= bound).all()
+        assert off.mean() > 1e-4 * bound.mean()  # the bound says something
+
+
+# --- meshes
+
+
+def pair(recipe: Recipe, stream: P, local: bool = False):
+    """A column- and a row-parallel layer with a nonlinear function between, as a decoder has them."""
+    tokens = P(DATA_AXES, "cp")
+
+    def layer(params, x):
+        x = nn.gather_sequence(x, stream)
+        up = product(recipe, outer="tp", rows=tokens, key=random.fold_in(KEY, 0), path="up")
+        down = product(recipe, inner="tp", rows=tokens, key=random.fold_in(KEY, 1), path="down")
+        h = torch.nn.functional.gelu(up(x, params["up"]))
+        return nn.reduce_partial(down(h, params["down"]), stream)
+
+    return layer
+
+
+SPECS = {"up": P(None, "tp"), "down": P("tp", None)}
+WHOLE, SEQUENCE = P(DATA_AXES, "cp"), P(DATA_AXES, ("cp", "tp"))
+MESHES = {
+    "tp=2": WHOLE, "tp=2 sequence": SEQUENCE, "dp=2": WHOLE, "cp=2": WHOLE,
+    "dp=2,tp=2 sequence": SEQUENCE, "tp=2,cp=2 sequence": SEQUENCE, "fsdp=2,ep=2": WHOLE,
+}  # fmt: skip
+CASES = [
+    pytest.param(
+        recipe, name,
+        marks=[] if "dp=2,tp=2" in name or (recipe, name) == ("nvfp4", "cp=2") else pytest.mark.full,
+    )
+    for recipe in RECIPES for name in MESHES
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def operands():
+    params = {"up": randn(EMBED, MLP) / 16, "down": randn(MLP, EMBED, seed=1) / 22}
+    x = randn(4 * BATCH // 2, SEQ, EMBED, seed=2)
+    x[1] *= 3  # so that ranks' magnitudes differ
+    params["up"][:, : MLP // 2] *= 2
+    return params, x, randn(*x.shape, seed=3)
+
+
+@pytest.fixture(scope="module")
+def alone(operands):
+    """The numbers of one device, by recipe."""
+    params, x, dy = operands
+    made = {}
+
+    def of(name):
+        if name not in made:
+            y, pull = torch.func.vjp(pair(RECIPES[name], WHOLE), params, x)
+            made[name] = y, pull(dy)
+        return made[name]
+
+    return of
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("recipe", "name"), CASES)
+def test_every_mesh_has_the_numbers_of_one_device(recipe, name, operands, alone):
+    """Forward and gradients, to float64's sums: not one code differs.
+
+    Gradients are taken inside of the mesh and synchronised, and outside of it.
+    """
+    params, x, dy = operands
+    y, gradients = alone(recipe)
+    mesh, stream = Mesh.parse(name.split()[0]), MESHES[name]
+    layer = pair(RECIPES[recipe], stream)
+    mapped = ft.shard_map(layer, mesh, (SPECS, stream), stream)
+
+    def inside(cotangent, params, x):
+        def loss(params, x):
+            out = (layer(params, x) * cotangent).sum()
+            return lax.psum(out, spec_axes(stream))
+
+        _, grads = ft.value_and_grad(loss, (0, 1))(params, x)
+        return ft.sync_gradients(grads, (SPECS, stream))
+
+    step = ft.shard_map(inside, mesh, (stream, SPECS, stream), (SPECS, stream))
+    close(step(dy, params, x), gradients)
+    value, pull = torch.func.vjp(mapped, params, x)
+    close(value, y)
+    close(pull(dy), gradients)
+
+
+def test_local_scaling_depends_on_the_mesh(operands, alone):
+    """And sends nothing: what "global" is for."""
+    params, x, _ = operands
+    local = Recipe.parse(f"{RECIPES['fp8-tensor']}".replace("global", "local"))
+    mapped = ft.shard_map(pair(local, WHOLE), Mesh(tp=2), (SPECS, WHOLE), WHOLE)
+    y = alone("fp8-tensor")[0]
+    assert 1e-4 < (mapped(params, x) - y).norm() / y.norm() < 0.1
+
+    def sent(recipe):
+        program = ft.trace(
+            ft.shard_map(pair(recipe, WHOLE), Mesh(dp=2, tp=2), (SPECS, WHOLE), WHOLE)
+        )
+        return [row for row in program(params, x).cost().collectives if row.op == "pmax"]
+
+    assert sent(local) == []
+    rows = sent(RECIPES["fp8-tensor"])
+    assert {(row.axis, row.count, row.payload_bytes) for row in rows} == {
+        ("dp", 2, 16),
+        ("tp", 2, 16),
+    }
+    assert sent(RECIPES["fp8-block"]) == []
+
+
+def replicated(recipe, partial):
+    """A layer that tensor parallelism leaves whole, before one that it splits."""
+
+    def layer(params, x):
+        tokens = P(DATA_AXES)
+        narrow = product(recipe, rows=tokens, partial=partial, key=KEY, path="narrow")
+        up = product(recipe, outer="tp", rows=tokens, key=KEY, path="up")
+        down = product(recipe, inner="tp", rows=tokens, key=KEY, path="down")
+        h = up(narrow(x, params["narrow"]), params["up"])
+        return lax.psum(down(torch.tanh(h), params["down"]), "tp")
+
+    return layer
+
+
+@pytest.mark.parametrize("recipe", ["fp8-tensor", "nvfp4"])
+def test_cotangents_that_are_parts_of_sums(recipe, operands):
+    """Of a product that an axis leaves whole: refused, or named and right."""
+    params, x, dy = operands
+    params = {**params, "narrow": randn(EMBED, EMBED, seed=5) / 16}
+    specs = {**SPECS, "narrow": P()}
+    y, pull = torch.func.vjp(replicated(RECIPES[recipe], ()), params, x)
+    want = pull(dy)
+
+    def gradients(partial):
+        layer = replicated(RECIPES[recipe], partial)
+
+        def inside(dy, params, x):
+            loss = lambda params, x: (layer(params, x) * dy).sum()
+            grads = ft.grad(loss, (0, 1))(params, x)
+            return ft.sync_gradients(grads, (specs, P()))
+
+        step = ft.shard_map(inside, Mesh(tp=2), (P(), specs, P()), (specs, P()))
+        return step(dy, params, x)
+
+    with pytest.raises(ValueError, match=r"(?s)product of narrow.*axis 'tp'.*partial=\('tp',\)"):
+        gradients(())
+    close(gradients(("tp",)), want)
+    assert y.isfinite().all()
+
+
+# --- what it refuses
+
+
+def test_sizes_that_blocks_do_not_divide(operands):
+    block = product(RECIPES["fp8-block"], path="layers/up")
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)layers/up, inputs \(fprop\): got 200; wanted a multiple of 128.*128 or 256",
+    ):
+        block(randn(2, 128, 200), randn(200, 128))
+    w = randn(256, 192).requires_grad_()
+    with pytest.raises(
+        ValueError, match=r"(?s)outputs \(fprop\): got 192.*tokens \(wgrad\)|outputs"
+    ):
+        block(randn(2, 100, 256), w)
+    w = randn(256, 128).requires_grad_()
+    with pytest.raises(
+        ValueError, match=r"(?s)layers/up, tokens \(wgrad\): got 100.*make it 128 on"
+    ):
+        block(randn(2, 100, 256), w)
+    assert block(randn(2, 100, 256), w.detach()).shape == (2, 100, 128)  # forward needs no tokens
+    params, x, _ = operands
+    mapped = ft.shard_map(pair(RECIPES["fp8-block"], WHOLE), Mesh(tp=8), (SPECS, WHOLE), WHOLE)
+    with pytest.raises(
+        ValueError, match=r"up, outputs \(fprop\): got 64; wanted a multiple of 128"
+    ):
+        mapped(params, x)
+
+
+def test_what_is_drawn_needs_a_key():
+    with pytest.raises(ValueError, match=r"(?s)quantised product of up.*key: got None.*fold_in"):
+        product(RECIPES["nvfp4"], path="up")
+    with pytest.raises(ValueError, match=r"(?s)rows: got None.*spec of the tokens"):
+        product(RECIPES["nvfp4"], key=KEY)
+
+
+def test_nothing_that_overflows_is_hidden():
+    """One NaN or infinity in x, w or dy is in every number of its scale's reach."""
+    for name in RECIPES:
+        layer = product(RECIPES[name], key=KEY, rows=P())
+        x, w, dy = randn(1, 128, 128), randn(128, 128), randn(1, 128, 128)
+        x[0, 3, 5] = torch.inf
+        y, pull = torch.func.vjp(layer, x, w)
+        assert y[0, 3].isnan().all()
+        assert pull(dy)[1][5].isnan().all()
+        x[0, 3, 5], dy[0, 7, 9] = 1.0, torch.nan
+        dx, dw = torch.func.vjp(layer, x, w)[1](dy)
+        assert dx[0, 7].isnan().all()
+        assert dw[:, 9].isnan().all()
+
+
+def test_microbatches_and_positions():
+    """Tokens say by `index` where they are: halves of a batch are rounded as the whole is."""
+    recipe = RECIPES["nvfp4"]
+    x, w, dy = randn(2, 128, EMBED), randn(EMBED, 128), randn(2, 128, 128, seed=1)
+
+    def dx(rows):
+        layer = product(recipe, key=KEY, rows=P(), index=(rows, None))
+        return torch.func.vjp(lambda x: layer(x, w), x[rows])[1](dy[rows])[0]
+
+    whole = product(recipe, key=KEY, rows=P())
+    want = torch.func.vjp(lambda x: whole(x, w), x)[1](dy)[0]
+    # magnitudes of tensors are those of what is there: the same for both halves here
+    x[1], dy[1] = x[0], dy[0]
+    want = torch.func.vjp(lambda x: whole(x, w), x)[1](dy)[0]
+    parts = [dx(torch.tensor([i])) for i in (0, 1)]
+    assert torch.equal(torch.cat(parts), want)
+    assert not torch.equal(parts[0], parts[1])
+
+
+def test_compiled_and_traced():
+    """The program has one equation for each operand and product, with their FLOPs by dtype."""
+    x, w, dy = (v.float() for v in (randn(2, 128, 128), randn(128, 64), randn(2, 128, 64, seed=1)))
+
+    def step(x, w, dy):
+        def both(name):
+            layer = product(RECIPES[name], key=KEY, rows=P())
+            return ft.grad(lambda x, w: (layer(x, w) * dy).sum(), (0, 1))(x, w)
+
+        return both("fp8-tensor"), both("nvfp4")
+
+    program = ft.trace(step)(x, w, dy)
+    names = [equation.name for equation, _ in program.block.walk()]
+    assert names.count("quantise") == 12
+    assert names.count("scaled_matmul") == 6
+    assert names.count("mm") == 0
+    assert "'e5m2@tensor'" in str(program)
+    assert "'e2m1@1x16+stochastic'" in str(program)
+    flops, found = 2 * 256 * 128 * 64, program.cost()
+    by_dtype = {torch.float4_e2m1fn_x2: 3, torch.float8_e4m3fn: 2, torch.float8_e5m2: 1}
+    assert found.flops_by_dtype == {dtype: many * flops for dtype, many in by_dtype.items()}
+    assert "f8_e5m2" in str(found)
+    # operands are the same bits, so codes and sums are
+    want, got = step(x, w, dy), ft.jit(step)(x, w, dy)
+    assert all(map(torch.equal, tree.leaves(got), tree.leaves(want)))
+
+
+# --- experts
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts_by_hand(name):
+    """Each expert's products are those of its rows alone, by the recipe for rows; others have none.
+
+    Rows of no expert hold NaN, which reaches nothing.
+    """
+    recipe = RECIPES[name].grouped()
+    sizes, rows = torch.tensor([5, 0, 7]), 15
+    x, w, dy = randn(rows, 128), randn(3, 128, 256, seed=1), randn(rows, 256, seed=2)
+    x[:5] *= 9
+    x[12:] = dy[12:] = torch.nan
+    y, pull = torch.func.vjp(lambda x, w: grouped_product(RECIPES[name])(x, w, sizes), x, w)
+    dx, dw = pull(dy)
+    assert (dw[1] == 0).all()
+    for g, at in ((0, slice(0, 5)), (2, slice(5, 12))):
+        ops = {"fprop": (x[at], w[g].mT), "dgrad": (dy[at], w[g]), "wgrad": (x[at].mT, dy[at].mT)}
+        got = {"fprop": y[at], "dgrad": dx[at], "wgrad": dw[g]}
+        for part, (a, b) in ops.items():
+            how = getattr(recipe, part)
+            want = decoded(a, how.left) @ decoded(b, how.right).mT
+            torch.testing.assert_close(got[part], want, rtol=1e-12, atol=1e-11)
+
+
+EXPERTS, HIDDEN = 4, 128
+LAYOUTS = {  # mesh, axes of experts, stream
+    "ep=2": (("ep",), WHOLE),
+    "dp=2,ep=2,tp=2": (("ep",), WHOLE),
+    "ep=2,tp=2 folded": (("ep", "tp"), SEQUENCE),
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        pytest.param(recipe, name, marks=[] if name == (by_default or name) else pytest.mark.full)
+        for recipe, by_default in (
+            ("fp8-tensor", ""), ("fp8-row", "dp=2,ep=2,tp=2"), ("mxfp8", "ep=2,tp=2 folded"),
+        )
+        for name in LAYOUTS
+    ],
+)  # fmt: skip
+def test_a_layer_of_experts_on_every_mesh(recipe, name, monkeypatch):
+    """Rows sorted by expert, from all ranks: the numbers of one device, and their gradients."""
+    config = MoEConfig(num_experts=EXPERTS, top_k=2, expert_dim=HIDDEN, renormalise=True)
+    axes, stream = LAYOUTS[name]
+    defs = moe_defs(config, 32, gated=True, stddev=1.0, out_stddev=1.0, dtype=torch.float64)
+    params = tree.map(lambda d: randn(*d.shape, seed=len(d.shape) + d.shape[-1]) / 6, defs)
+    x, dy = randn(4, 16, 32), randn(4, 16, 32, seed=1)
+
+    def products(axes):
+        split = () if "tp" in axes else ("tp",)
+
+        def grouped(rows, w, *rest):
+            of = {"outer": split} if rows.shape[1] == 32 else {"inner": split}
+            return grouped_product(RECIPES[recipe], experts=axes, **of)(rows, w, *rest)
+
+        monkeypatch.setattr(moe_layer, "grouped_matmul", grouped)
+
+    def layer(params, x, rows, positions):
+        y, _, _ = moe(
+            params, x, config, activation="silu", stream=stream, axes=axes, rows=rows,
+            positions=positions, counted=positions >= 0,
+        )  # fmt: skip
+        return y
+
+    rest = torch.arange(4), torch.arange(16).expand(4, 16)
+    products(("ep",))
+    want, pull = torch.func.vjp(lambda *moving: layer(*moving, *rest), params, x)
+    products(axes)
+    mesh = Mesh.parse(name.split()[0])
+    rules = {"expert": axes, "expert_mlp": None if "tp" in axes else "tp", "mlp": "tp"}
+    in_specs = ft.param_specs(defs, Rules(rules)), stream
+    specs = (*in_specs, P(DATA_AXES), stream)
+
+    def inside(dy, params, x, *rest):
+        def loss(*moving):
+            return lax.psum((layer(*moving, *rest) * dy).sum(), spec_axes(stream))
+
+        grads = ft.grad(loss, (0, 1))(params, x)
+        return layer(params, x, *rest), ft.sync_gradients(grads, in_specs)
+
+    step = ft.shard_map(inside, mesh, (stream, *specs), (stream, in_specs))
+    got, gradients = step(dy, params, x, *rest)
+    close(got, want)
+    for a, b in zip(tree.leaves(gradients), tree.leaves(pull(dy)), strict=True):
+        close(a, b)
