@@ -268,7 +268,7 @@ def attention_defs(
 
     group = config.num_heads // config.num_kv_heads
     pieces = (("q", group), ("k", 1), ("v", 1))
-    defs = (
+    defs: dict = (
         {"qkv": projection(config.num_kv_heads, "kv_heads", pieces)}
         if config.fused
         else {
@@ -398,13 +398,14 @@ def _placed(
     made = [projected(name) for name in names]
     if clip:
         made = [y.clamp(-clip, clip) for y in made]
-    if rope is not None and whole and not config.qk_norm_across:
-        scales = [params[n]["scale"] if config.qk_norm else None for n in ("q_norm", "k_norm")]
-        rest = *scales, *rope, eps, zero_centered, config.interleaved
-        if kernels.takes("qk_norm_rope", *made[:2], *rope):
-            if "qkv" in params:
-                return qkv_norm_rope(made[0], *rest)
-            return *QK_NORM_ROPE(*made[:2], *rest), made[2]
+    at_once = whole and not config.qk_norm_across
+    if rope is not None and at_once and kernels.takes("qk_norm_rope", *made[:2], *rope):
+        norms = ("q_norm", "k_norm") if config.qk_norm else ()
+        q_scale, k_scale = [params[name]["scale"] for name in norms] or (None, None)
+        rest = q_scale, k_scale, *rope, eps, zero_centered, config.interleaved
+        if "qkv" in params:
+            return qkv_norm_rope(made[0], *rest)
+        return *QK_NORM_ROPE(*made[:2], *rest), made[2]
     q, k, v = made if "qkv" not in params else _apart(made[0])
     if config.qk_norm_across:
         q = _norm_across(params["q_norm"], q, config.num_heads, config, axis)

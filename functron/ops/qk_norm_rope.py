@@ -141,9 +141,9 @@ def _joined_reference(qkv, *rest) -> tuple[Tensor, Tensor, Tensor]:
 
 def _joined_backward(d_q, d_k, d_v, qkv, q_scale, k_scale, *rest) -> tuple[Tensor, Tensor, Tensor]:
     q, k = (None, None) if qkv is None else _pieces(qkv)[:2]
-    dq, dk, *d_scales = _backward(d_q, d_k, q, k, q_scale, k_scale, *rest)
+    dq, dk, dq_scale, dk_scale = _backward(d_q, d_k, q, k, q_scale, k_scale, *rest)
     groups = dq.unflatten(-2, (dk.shape[-2], -1))
-    return torch.cat([groups, dk.unsqueeze(-2), d_v.unsqueeze(-2)], -2), *d_scales
+    return torch.cat([groups, dk.unsqueeze(-2), d_v.unsqueeze(-2)], -2), dq_scale, dk_scale
 
 
 # ---- by kernels ---------------------------------------------------------------------------------

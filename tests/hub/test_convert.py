@@ -59,6 +59,7 @@ def test_there_and_back(model, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["model", "out", "run"]
 
 
+@pytest.mark.full  # test_families.py has the tensors, test_fused_projections.py the refusals
 def test_the_other_layout_there_and_back(model, tmp_path):
     made, path = model
     convert(f"hf:{path}", f"run:{tmp_path / 'run'}", fused_projections=True)

@@ -160,6 +160,7 @@ def test_what_is_exported_is_what_was_imported(stored, tmp_path):
     assert all(map(torch.equal, tree.leaves(again), tree.leaves(hub.load(path, config))))
 
 
+@pytest.mark.parametrize("name", [*FUSED, "gemma2", "gpt2", "glm"])
 def test_joined_projections_are_of_the_same_tensors(stored):
     model, path = stored
     config = config_of(path, fused_projections=True)

@@ -48,7 +48,6 @@ DEEPSEEK = replace(
 )
 CONFIGS = {
     "qwen2": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "gpt_oss": GPT_OSS, "deepseek_v3": DEEPSEEK,
-    "qwen2 fused": replace(LLAMA, fused_projections=True),
     "gpt_oss fused": replace(GPT_OSS, fused_projections=True),
 }  # fmt: skip
 

@@ -130,7 +130,7 @@ def test_composition(model, mesh, stream, remat, tied, dropout):
 @pytest.mark.parametrize("num", [2, 4])
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), Mesh(dp=2), Mesh(dp=2, tp=4)], ids=str)
 @pytest.mark.parametrize("remat", ["none", "full", "selective", "dots"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "llama-fused"])
 def test_microbatches_with_uneven_targets_and_dropout(model, mesh, remat, num):
     config = replace(MODELS[model], dropout=0.3)
     weights, data, key, value, grads = dense(config)
