@@ -62,7 +62,7 @@ def jit(
         options: of Inductor (`torch._inductor.config`), such as ``{"max_autotune": True}``.
         overlap: issue collectives early and wait for them late, and merge small reductions.
         prefetch: gather the parameters of a scanned layer while the one before is computed, and
-            reduce its gradients while the next one is; see `functron.compiler.segments`.
+            reduce its gradients while the next one is; see `functron.program.order`.
         unroll: write scans out instead of compiling their body once; see `compile`.
         graph: launch the whole program as one CUDA graph, from the third call with a signature on.
             Give the donated arguments as the last call returned them: their memory is the graph's.
