@@ -27,6 +27,7 @@ so that they can be reduced behind it: the gradients of layers that data-paralle
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -250,6 +251,11 @@ def _sums(equation: Equation) -> bool:
     return axis_of(equation) is not None and equation.name in ("psum", "psum_scatter")
 
 
+_STATEMENTS = frozenset(
+    ("vary", "assume_replicated", "require_replicated", "assume_share", "require_share")
+)
+"""Operations that say something of a value, and return it."""
+
 _MERGED_BYTES = 1 << 20
 """Rows below this size travel together: a collective costs as much as sending so many bytes."""
 
@@ -258,7 +264,7 @@ def sunk(block: Block) -> Block:
     """The block with sums over ranks of what scans stack computed by the scans, row by row.
 
     Only where nothing else reads what is summed, and where the iteration has not to wait for a
-    reduction of its own first. Rows of less than a MiB are summed together.
+    reduction of its own first. Rows of less than a MiB that every rank gets are summed together.
     """
     reads = Counter(value for equation in block.equations for value in equation.operands)
     reads.update(value for value in block.outputs if isinstance(value, Var))
@@ -270,16 +276,25 @@ def sunk(block: Block) -> Block:
         if isinstance(op, Scan):
             equation = replace(equation, op=replace(op, body=sunk(op.body)))
             chains = _chains(equation, reads, reader)
-            gone.update(link for chain in chains.values() for link in chain)
+            gone.update(link.equation for chain in chains.values() for link in chain)
             equation = _with_sums(equation, chains, fresh) if chains else equation
         equations.append(equation)
     kept = tuple(equation for equation in equations if equation not in gone)
     return replace(block, equations=kept)
 
 
+@dataclass(frozen=True, eq=False)
+class _Link:
+    """An equation of a stack: its other arguments for a row, and the dim along which rows lie."""
+
+    equation: Equation
+    args: tuple[Any, ...]
+    dim: int
+
+
 def _chains(
     scan: Equation, reads: Counter[Var], reader: dict[Var, Equation]
-) -> dict[int, list[Equation]]:
+) -> dict[int, list[_Link]]:
     """By the position of a stack: the equations that sum it over ranks, which act on each row."""
     op = scan.op
     assert isinstance(op, Scan)
@@ -288,78 +303,107 @@ def _chains(
     carries = {v for v in op.body.outputs[: op.num_carry] if isinstance(v, Var)}
     scatters, after = _after(op.body.equations, carries)
     late = {value for equation in (*scatters, *after) for value in equation.results}
-    found: dict[int, list[Equation]] = {}
+    found: dict[int, list[_Link]] = {}
     for position, row in enumerate(op.body.outputs):
-        value, chain = scan.outputs[position], []
+        value, chain, dim = scan.outputs[position], [], 0
         if position < op.num_carry or value is None or not isinstance(row, Var) or row in late:
             continue
-        while reads[value] == 1 and value in reader and _by_row(reader[value]):
-            chain.append(reader[value])
-            value = chain[-1].results[0]
-        while chain and chain[-1].name != "psum":
+        while reads[value] == 1 and value in reader:
+            link = _by_row(reader[value], dim)
+            if link is None:
+                break
+            chain.append(link)
+            value, dim = link.equation.results[0], link.dim
+        while chain and not (_sums(chain[-1].equation) and chain[-1].dim == 0):
             chain.pop()
         if chain:
             found[position] = chain
     return found
 
 
-def _by_row(equation: Equation) -> bool:
-    """Whether it sums over ranks, or stands between such equations, and acts on each element."""
+def _by_row(equation: Equation, dim: int) -> _Link | None:
+    """What an equation of a stack whose rows lie along `dim` does to each; None: it joins them."""
+    args, name = equation.args[1:], equation.name
+    if isinstance(equation.op, Scan) or len(equation.results) != 1:
+        return None
+    plain = name in _STATEMENTS or equation.op is _aten.clone.default
     cast = equation.op is _aten._to_copy.default and not set(equation.kwargs) - {"dtype"}
-    return equation.name in ("psum", "require_share") or cast
+    if name == "psum" or plain or cast:
+        return _Link(equation, args, dim)
+    if equation.op is _aten.constant_pad_nd.default:
+        padded = len(equation.results[0].shape) - len(args[0]) // 2
+        return _Link(equation, args, dim) if dim < padded else None
+    if name == "psum_scatter" and dim:
+        return _Link(equation, args, dim - 1)
+    if equation.op is _aten.permute.default:
+        rest = [d - (d > dim) for d in args[0] if d != dim]
+        return _Link(equation, (rest,), args[0].index(dim))
+    if equation.op is _aten.view.default:
+        old, new = equation.operands[0].shape, equation.results[0].shape
+        before = math.prod(old[:dim])
+        places = [d for d in range(len(new)) if math.prod(new[:d]) == before]
+        there = next((d for d in places if new[d] == old[dim]), None)
+        if there is not None and 0 not in old:
+            return _Link(equation, ([*new[:there], *new[there + 1 :]],), there)
+    return None
 
 
-def _with_sums(scan: Equation, chains: dict[int, list[Equation]], fresh: Fresh) -> Equation:
+def _with_sums(scan: Equation, chains: dict[int, list[_Link]], fresh: Fresh) -> Equation:
     """The scan that sums its rows over ranks; what is small, in one piece."""
     op = scan.op
     assert isinstance(op, Scan)
     equations, rows, outputs = [*op.body.equations], [*op.body.outputs], [*scan.outputs]
 
-    def add(made: Any, args: tuple, kwargs: Any, like: Equation, *results: Var) -> None:
-        equations.append(Equation(made, args, kwargs, results, like.where))
+    def add(like: Equation, made: Any, *args: Any, **kwargs: Any) -> list[Var]:
+        """The results of an operation, whose first argument is a value or a list of them."""
+        first = args[0] if isinstance(args[0], Var) else args[0][0]
+        metas = [_meta(v) for v in (args[0] if isinstance(args[0], list) else (first,))]
+        given = metas if isinstance(args[0], list) else metas[0]
+        out = made(given, *args[1:], **kwargs)
+        views = made in (_aten.view.default, _aten.permute.default, _aten.split_with_sizes.default)
+        shared = {"storage": first.storage} if views or (like.op is made and like.aliases) else {}
+        results = [
+            fresh.like(
+                first, shape=tuple(x.shape), stride=tuple(x.stride()), dtype=x.dtype, **shared
+            )
+            for x in (out if isinstance(out, list | tuple) else (out,))
+        ]
+        equations.append(Equation(made, args, kwargs, tuple(results), like.where))
+        return results
 
-    def view(value: Var, shape: tuple[int, ...], like: Equation) -> Var:
-        out = fresh.like(
-            value, shape=shape, stride=contiguous_strides(shape), storage=value.storage
-        )
-        add(_aten.view.default, (value, list(shape)), {}, like, out)
-        return out
-
-    def summed(value: Var, chain: list[Equation]) -> Var:
+    def summed(value: Var, chain: list[_Link]) -> Var:
         for link in chain:
-            dtype = link.results[0].dtype
-            plain = contiguous_strides(value.shape)
-            if link.aliases:
-                out = fresh.like(value, storage=value.storage)
-            else:
-                stride = value.stride if link.op is _aten._to_copy.default else plain
-                out = fresh.like(value, stride=stride, dtype=dtype)
-            add(link.op, (value, *link.args[1:]), link.kwargs, link, out)
-            value = out
+            e = link.equation
+            if e.name != "clone" or value.stride != contiguous_strides(value.shape):
+                (value,) = add(e, e.op, value, *link.args, **e.kwargs)
         return value
 
     groups: dict[Any, list[int]] = defaultdict(list)
     for position, chain in chains.items():
-        row = rows[position]
-        small = row.nbytes < _MERGED_BYTES and row.stride == contiguous_strides(row.shape)
-        steps = tuple((e.op, e.args[1:], tuple(e.kwargs.items())) for e in chain)
-        groups[row.dtype, row.device, repr(steps), -1 if small else position].append(position)
+        row, steps = rows[position], [link.equation for link in chain]
+        whole = all(e.name == "psum" or e.name in _STATEMENTS for e in steps)
+        small = whole and row.nbytes < _MERGED_BYTES
+        small = small and row.stride == contiguous_strides(row.shape)
+        same = repr([(e.op, e.args[1:], tuple(e.kwargs.items())) for e in steps])
+        groups[row.dtype, row.device, same, -1 if small else position].append(position)
     for positions in groups.values():
-        first = chains[positions[0]]
+        chain = chains[positions[0]]
+        like, last = chain[0].equation, chain[-1].equation
         if len(positions) == 1:
-            rows[positions[0]] = summed(rows[positions[0]], first)
+            rows[positions[0]] = summed(rows[positions[0]], chain)
         else:
             sizes = [rows[position].size for position in positions]
-            parts = [view(rows[p], (n,), first[0]) for p, n in zip(positions, sizes, strict=True)]
-            whole = (sum(sizes),)
-            flat = fresh.like(parts[0], shape=whole, stride=(1,))
-            add(_aten.cat.default, (parts,), {}, first[0], flat)
-            total = summed(flat, first)
-            cuts = [fresh.like(total, shape=(n,), storage=total.storage) for n in sizes]
-            add(_aten.split_with_sizes.default, (total, sizes), {}, first[-1], *cuts)
-            for position, part in zip(positions, cuts, strict=True):
-                rows[position] = view(part, rows[position].shape, first[-1])
+            flat = [add(like, _aten.view.default, rows[p], [-1])[0] for p in positions]
+            total = summed(add(like, _aten.cat.default, flat)[0], chain)
+            parts = add(last, _aten.split_with_sizes.default, total, sizes)
+            for position, part in zip(positions, parts, strict=True):
+                shape = list(rows[position].shape)
+                (rows[position],) = add(last, _aten.view.default, part, shape)
         for position in positions:
-            outputs[position] = chains[position][-1].results[0]
+            outputs[position] = chains[position][-1].equation.results[0]
     body = replace(op.body, equations=tuple(equations), outputs=tuple(rows))
     return replace(scan, op=replace(op, body=body), outputs=tuple(outputs))
+
+
+def _meta(value: Var) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")

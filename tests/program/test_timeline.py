@@ -1,6 +1,5 @@
 """Timelines by hand: who waits for whom, and what nothing hides."""
 
-import pytest
 import torch
 
 import functron as ft
@@ -96,7 +95,10 @@ def test_layers_gather_one_ahead_and_reduce_one_behind():
     # forward 4 products, backward 7 or 8 of them: x needs no gradient
     products = 3.0 * sum(times for e, times in program.block.walk() if e.name == "mm")
     count = sum(times for e, times in program.block.walk() if e.name == "all_gather")
-    assert (apart.total, apart.exposed) == (products + 2.0 * (count + 4), {"fsdp": 2.0 * (count + 4)})
+    assert (apart.total, apart.exposed) == (
+        products + 2.0 * (count + 4),
+        {"fsdp": 2.0 * (count + 4)},
+    )
     ahead = program.timeline(spent)
     scans = count // 4
     assert ahead.exposed == {"fsdp": 2.0 * (scans + 1)}
