@@ -30,7 +30,7 @@ from functron.program.equations import Block, Code, Equation, Scan, Var, Where, 
 from functron.program.order import issued, waits
 from functron.program.text import axis_of
 from functron.spmd import ragged
-from functron.spmd.axes import LIBRARY
+from functron.spmd.axes import LIBRARY, permuted
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
@@ -58,22 +58,9 @@ def _permute_ranks(x, group, sources, destinations):
     One operation for the compiler, since how much is sent where differs by rank. What is sent is a
     copy: the compiler may use x's memory again before the result is waited for.
     """
-    ranks = compat.group(group)
-    index, size = ranks.rank(), ranks.size()
-    target = dict(zip(sources, destinations, strict=True)).get(index)
-    source = dict(zip(destinations, sources, strict=True)).get(index)
-    sends, receives = [0] * size, [0] * size
-    flat = x.new_empty(0)
-    if target is not None:
-        flat = x.clone(memory_format=torch.contiguous_format).view(-1)
-        sends[target] = x.numel()
-    if source is not None:
-        receives[source] = x.numel()
-    got = _c10d.all_to_all_single(flat, receives, sends, group)
-    if source is not None:
-        return got.view(x.shape)
-    _c10d.wait_tensor(got)
-    return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    ranks, perm = compat.group(group), list(zip(sources, destinations, strict=True))
+    copy = x.clone(memory_format=torch.contiguous_format)
+    return permuted(copy, perm, ranks.rank(), ranks.size(), group, wait=False)
 
 
 def _like(x, *args):

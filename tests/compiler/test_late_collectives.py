@@ -10,6 +10,7 @@ from functron import Mesh, P, gpt, lax, random, tree
 from functron.compiler import compile as compile_program
 from functron.compiler import driver
 from functron.compiler.segments import procedure
+from functron.nn import context
 from functron.training.config import TrainConfig
 from functron.training.plan import plan
 from tests.compiler.late_collectives import collectives, lone
@@ -141,6 +142,45 @@ def test_gradients_in_one_bucket_give_the_same_numbers(monkeypatch):
             assert_agreement(late, at_once)
             started[backend] = sum(late[2].started.values())
     assert started["inductor"] < started["eager"], started
+
+
+def test_a_ring_sends_the_next_keys_before_it_computes_these(monkeypatch):
+    """On processes, eagerly: keys and values of the next step, and what travels home, meanwhile."""
+    args = [torch.linspace(-1, 1, 64, dtype=torch.float64).view(1, 4, 2, 8) + i for i in range(3)]
+
+    def run(events):
+        for name in ("block", "block_backward"):
+            original = getattr(context, name)
+
+            def noting(*args, original=original, **kwargs):
+                events.append("block")
+                return original(*args, **kwargs)
+
+            monkeypatch.setattr(context, name, noting)
+
+        def step(*args):
+            loss = lambda *x: context.context_attention(*x, balanced=True).sin().sum()
+            return ft.grad(loss, (0, 1, 2))(*args)
+
+        return ft.shard_map(step, bound, P(None, "cp"), P(None, "cp"), check=False)(*args)
+
+    with lone(Mesh(cp=3), monkeypatch) as bound:
+        with collectives(late=True) as made:
+            values = run(made.events)
+        monkeypatch.undo()
+        assert not made.found, made.found
+        assert not made.pending, made.pending
+        with collectives(late=False) as plain:
+            wanted = run(plain.events)
+    for a, b in zip(tree.leaves(values), tree.leaves(wanted), strict=True):
+        assert torch.equal(a, b)
+    first, then = ["start"] * 2, ["wait"] * 2  # of keys and of values
+    assert made.events == [
+        *first, "block", *then, *first, "block", "block", *then, "block", "block",
+        *first, "block", *then, *first, "block", "block",  # backward
+        *first, *then, "block", "block",  # cotangents on their way, while the last step is computed
+        *then, *first, *then,
+    ]  # fmt: skip
 
 
 def test_a_gather_that_is_not_waited_for_is_found(monkeypatch):
