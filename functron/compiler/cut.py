@@ -30,8 +30,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from functron.compiler.executable import takers
+from functron.compiler.lower import unroll
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems
 from functron.program.equations import (
@@ -463,13 +465,10 @@ class Piece:
             if given is None:
                 given = Input(var, f"{position}/kept_{var.name}")
             elif given.role == "argument":
-                inner = given.path.partition("/")[2]
-                given = replace(given, path=f"{position}/{inner}" if inner else f"{position}")
+                given = replace(given, path=_at(given.path, position))
             inputs.append(replace(given, donated=var in donate and given.role == "argument"))
-        outputs = [
-            _renumber(original.outputs[position], index)
-            for index, position in enumerate(self.outputs)
-        ]
+        chosen = [original.outputs[position] for position in self.outputs]
+        outputs = [replace(output, path=_at(output.path, i)) for i, output in enumerate(chosen)]
         for value in self.keeps:
             outputs.append(Output(value, f"{len(outputs)}/kept_{value.name}"))
         arguments = [_argument(given) for given in inputs if given.role == "argument"]
@@ -489,9 +488,10 @@ class Piece:
         return replace(made, inputs=kept)
 
 
-def _renumber(output: Output, index: int) -> Output:
-    inner = output.path.partition("/")[2]
-    return replace(output, path=f"{index}/{inner}" if inner else f"{index}")
+def _at(path: str, index: int) -> str:
+    """A path in the argument, or result, with another number."""
+    inner = path.partition("/")[2]
+    return f"{index}/{inner}" if inner else f"{index}"
 
 
 def _argument(given: Input) -> tree.Tree:
@@ -593,6 +593,55 @@ def _piece(program: Program, part: Part, group: tuple[int, ...], later: set[Var]
     block = Block((*arguments, *part.arrivals, *hidden), part.equations, outputs)
     spends = tuple(value for value in part.arrivals if value not in later)
     return Piece(block, group, part.keeps, part.arrivals, spends)
+
+
+def beside(first: Program, second: Program) -> Program:
+    """Two programs as one, from the arguments of both to the results of both, flat.
+
+    Neither reads what the other makes, so that collectives of each may lie under what the other
+    computes, as `functron.program.order` has it. Scans are written out, since each would else run
+    as a whole.
+
+    Args:
+        first, second: what `Piece.program` returned, for the same mesh.
+    """
+    inputs: list[Input] = []
+    outputs: list[Output] = []
+    equations: list[Equation] = []
+    for number, program in enumerate((first, second)):
+        block = unroll(program).block
+        values = [*block.inputs, *(v for e in block.equations for v in e.results)]
+        new = {
+            v: replace(v, name=f"{v.name}_of_{number}", storage=2 * v.storage + number)
+            for v in values
+        }
+
+        def renewed(value: Any, new: Mapping[Var, Var] = new) -> Any:
+            return pytree.tree_map_only(Var, new.__getitem__, value)
+
+        for e in block.equations:
+            args, kwargs, results = renewed((e.args, dict(e.kwargs), e.outputs))
+            equations.append(replace(e, args=args, kwargs=kwargs, outputs=results))
+        inputs += [replace(given, var=renewed(given.var)) for given in program.inputs]
+        rows = zip(program.outputs, block.outputs, strict=True)
+        outputs += [replace(output, value=renewed(value)) for output, value in rows]
+    inputs.sort(key=lambda given: given.role != "argument")
+    inputs = [
+        replace(given, path=_at(given.path, i)) if given.role == "argument" else given
+        for i, given in enumerate(inputs)
+    ]
+    outputs = [replace(output, path=_at(output.path, i)) for i, output in enumerate(outputs)]
+    given, results = (tuple(i.var for i in inputs), tuple(o.value for o in outputs))
+    arguments = tuple(_argument(given) for given in inputs if given.role == "argument")
+    return replace(
+        first,
+        name=f"{first.name}+{second.name}",
+        block=Block(given, tuple(equations), results),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        in_structure=tree.structure(arguments),
+        out_structure=tree.structure([0] * len(outputs)),
+    )
 
 
 _add = torch.ops.aten.add.Tensor

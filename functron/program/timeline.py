@@ -47,8 +47,8 @@ class Rates:
     """The seconds of equations by a roofline: the more of arithmetic and memory, or the wire.
 
     What is computed takes ``max(FLOPs / flops, bytes / memory)``, each equation by itself; a
-    collective ``latency + bytes sent / links``, with the bytes of ring algorithms (`Traffic`); a
-    view takes nothing.
+    collective ``latency + bytes sent / links``, with the bytes of ring algorithms (`Traffic`). Views
+    take nothing, and neither does stacking, for which compilers write rows where they are to be.
 
     Attributes:
         flops: floating-point operations per second.
@@ -67,7 +67,7 @@ class Rates:
         axis = axis_of(equation)
         if axis is not None:
             return _of(self.latency, axis) + sent_bytes(equation) / _of(self.links, axis)
-        if equation.aliases or not equation.results:
+        if equation.aliases or not equation.results or equation.name == "stack":
             return 0.0
         return max(equation_flops(equation) / self.flops, equation_bytes(equation) / self.memory)
 
@@ -262,6 +262,8 @@ class _Planner:
             if isinstance(equation.op, Scan):
                 steps += [*self._kernel(kernel), self._scan(equation, equation.op)]
                 kernel = []
+            elif equation.name == "check_ids":
+                continue  # before all kernels, and nearly free
             elif not equation.outputs:  # for its side effect, which cuts kernels
                 steps += self._kernel(kernel)
                 kernel = []
