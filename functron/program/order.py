@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch.utils import _pytree as pytree
 
 from functron.program.equations import (
     Block,
@@ -41,6 +42,7 @@ from functron.program.equations import (
     Fresh,
     Scan,
     Var,
+    Where,
     contiguous_strides,
 )
 from functron.program.recorder import live_equations
@@ -265,17 +267,17 @@ def sunk(block: Block) -> Block:
 
     Only where nothing else reads what is summed, and where the iteration has not to wait for a
     reduction of its own first. Rows of less than a MiB that every rank gets are summed together.
+    Where microbatches are added up first, the last one is written out behind their scan.
     """
-    reads = Counter(value for equation in block.equations for value in equation.operands)
-    reads.update(value for value in block.outputs if isinstance(value, Var))
-    reader = {value: equation for equation in block.equations for value in equation.operands}
+    block = _last_apart(block)
+    links = _Links(block)
     fresh, gone = Fresh(block), set[Equation]()
     equations: list[Equation] = []
     for equation in block.equations:
         op = equation.op
         if isinstance(op, Scan):
             equation = replace(equation, op=replace(op, body=sunk(op.body)))
-            chains = _chains(equation, reads, reader)
+            chains = links.of_rows(equation)
             gone.update(link.equation for chain in chains.values() for link in chain)
             equation = _with_sums(equation, chains, fresh) if chains else equation
         equations.append(equation)
@@ -285,66 +287,163 @@ def sunk(block: Block) -> Block:
 
 @dataclass(frozen=True, eq=False)
 class _Link:
-    """An equation of a stack: its other arguments for a row, and the dim along which rows lie."""
+    """An equation of a stack as one of its rows: its arguments, and the dim along which rows lie.
+
+    `args` has None for the row itself, and other stacks for their rows.
+    """
 
     equation: Equation
     args: tuple[Any, ...]
     dim: int
 
 
-def _chains(
-    scan: Equation, reads: Counter[Var], reader: dict[Var, Equation]
-) -> dict[int, list[_Link]]:
-    """By the position of a stack: the equations that sum it over ranks, which act on each row."""
-    op = scan.op
-    assert isinstance(op, Scan)
-    if op.length < 2:
-        return {}
-    carries = {v for v in op.body.outputs[: op.num_carry] if isinstance(v, Var)}
-    scatters, after = _after(op.body.equations, carries)
-    late = {value for equation in (*scatters, *after) for value in equation.results}
-    found: dict[int, list[_Link]] = {}
-    for position, row in enumerate(op.body.outputs):
-        value, chain, dim = scan.outputs[position], [], 0
-        if position < op.num_carry or value is None or not isinstance(row, Var) or row in late:
-            continue
-        while reads[value] == 1 and value in reader:
-            link = _by_row(reader[value], dim)
-            if link is None:
+class _Links:
+    """What the values of a block lead to, one equation after the other."""
+
+    def __init__(self, block: Block):
+        self.reads = Counter(value for e in block.equations for value in e.operands)
+        self.reads.update(value for value in block.outputs if isinstance(value, Var))
+        self.reader = {value: e for e in block.equations for value in e.operands}
+        self.made = {v: i for i, e in enumerate(block.equations) for v in e.results}
+
+    def of_rows(self, scan: Equation) -> dict[int, list[_Link]]:
+        """By the position of a stack: the equations that sum it over ranks."""
+        op = scan.op
+        assert isinstance(op, Scan)
+        if op.length < 2:
+            return {}
+        carries = {v for v in op.body.outputs[: op.num_carry] if isinstance(v, Var)}
+        scatters, after = _after(op.body.equations, carries)
+        late = {value for equation in (*scatters, *after) for value in equation.results}
+        found: dict[int, list[_Link]] = {}
+        for position, row in enumerate(op.body.outputs):
+            stack = scan.outputs[position]
+            if position >= op.num_carry and isinstance(row, Var) and row not in late and stack:
+                chain = self.to_sum(stack)
+                if chain:
+                    found[position] = chain
+        return found
+
+    def to_sum(self, value: Var) -> list[_Link]:
+        """The equations that sum a stack over ranks, as they act on each of its rows."""
+        chain: list[_Link] = []
+        dim, before = 0, self.made.get(value, -1)
+        while self.reads[value] == 1 and value in self.reader:
+            link = _by_row(self.reader[value], value, dim)
+            others = [v for v in link.args if isinstance(v, Var)] if link else []
+            if link is None or any(self.made.get(v, -1) >= before for v in others):
                 break
             chain.append(link)
             value, dim = link.equation.results[0], link.dim
         while chain and not (_sums(chain[-1].equation) and chain[-1].dim == 0):
             chain.pop()
-        if chain:
-            found[position] = chain
-    return found
+        return chain
 
 
-def _by_row(equation: Equation, dim: int) -> _Link | None:
+def _last_apart(block: Block) -> Block:
+    """The block with the last iteration of scans written out whose sums are summed over ranks."""
+    links = _Links(block)
+    fresh = Fresh(block)
+    equations: list[Equation] = []
+    for equation in block.equations:
+        op = equation.op
+        if isinstance(op, Scan) and op.length > 1 and len(equation.outputs) == op.num_carry:
+            makers = {v: e for e in op.body.equations for v in e.results}
+            rows = list(zip(op.body.outputs, equation.outputs, strict=True))
+            distinct = len({*op.body.outputs}) == len(rows)
+            own = all(x in makers and not makers[x].aliases for x in op.body.outputs)
+            sums = (_adds_stack(x, makers) and v and links.to_sum(v) for x, v in rows)
+            if distinct and own and any(sums):
+                equations += _peeled(equation, op, fresh)
+                continue
+        equations.append(equation)
+    return replace(block, equations=tuple(equations))
+
+
+def _adds_stack(value: Var, makers: dict[Var, Equation]) -> bool:
+    """Whether a value is something plus what a scan stacks."""
+    added = makers.get(value)
+    if added is None or added.op is not _aten.add.Tensor:
+        return False
+    for term in added.operands:
+        maker = makers.get(term)
+        while maker is not None and (maker.name in _STATEMENTS or maker.name == "_to_copy"):
+            term = maker.operands[0]
+            maker = makers.get(term)
+        if maker is not None and isinstance(maker.op, Scan):
+            return term not in maker.outputs[: maker.op.num_carry]
+    return False
+
+
+def _peeled(scan: Equation, op: Scan, fresh: Fresh) -> list[Equation]:
+    """A scan without ys as one of all iterations but the last, and that written out."""
+    made: list[Equation] = []
+    split, last = op.num_consts + op.num_carry, op.length - 1
+
+    def view(what: Any, value: Var, shape: tuple[int, ...], *args: int) -> Var:
+        stride = value.stride if len(shape) == len(value.shape) else value.stride[1:]
+        out = fresh.like(value, shape=shape, stride=stride, storage=value.storage)
+        made.append(Equation(what, (value, 0, *args), {}, (out,), scan.where))
+        return out
+
+    first, place = (1, 0) if op.reverse else (0, last)
+    xs, rows = [], []
+    for value in scan.args[split:]:
+        shape = (last, *value.shape[1:])
+        xs.append(view(_aten.slice.Tensor, value, shape, first, first + last))
+        rows.append(view(_aten.select.int, value, value.shape[1:], place))
+    carry = [fresh.like(value) for value in op.body.inputs[op.num_consts : split]]
+    args = (*scan.args[:split], *xs)
+    made.append(replace(scan, op=replace(op, length=last), args=args, outputs=tuple(carry)))
+    known: dict[Var, Var] = dict(
+        zip(op.body.inputs, [*scan.args[: op.num_consts], *carry, *rows], strict=True)
+    )
+    storages = {old.storage: new.storage for old, new in known.items()}
+    wanted = {v: result for v, result in zip(op.body.outputs, scan.outputs, strict=True) if result}
+    for equation in op.body.equations:
+        given, kwargs = pytree.tree_map_only(
+            Var, known.__getitem__, (equation.args, dict(equation.kwargs))
+        )
+        for value in equation.results:
+            if value in wanted:
+                known[value] = wanted[value]
+            else:
+                shared = {"storage": storages[value.storage]} if value.storage in storages else {}
+                known[value] = fresh.like(value, **shared)
+            storages.setdefault(value.storage, known[value].storage)
+        results = tuple(None if v is None else known[v] for v in equation.outputs)
+        made.append(Equation(equation.op, given, kwargs, results, equation.where))
+    return made
+
+
+def _by_row(equation: Equation, value: Var, dim: int) -> _Link | None:
     """What an equation of a stack whose rows lie along `dim` does to each; None: it joins them."""
-    args, name = equation.args[1:], equation.name
+    args, name = (None, *equation.args[1:]), equation.name
     if isinstance(equation.op, Scan) or len(equation.results) != 1:
         return None
     plain = name in _STATEMENTS or equation.op is _aten.clone.default
     cast = equation.op is _aten._to_copy.default and not set(equation.kwargs) - {"dtype"}
     if name == "psum" or plain or cast:
         return _Link(equation, args, dim)
-    if equation.op is _aten.constant_pad_nd.default:
-        padded = len(equation.results[0].shape) - len(args[0]) // 2
-        return _Link(equation, args, dim) if dim < padded else None
     if name == "psum_scatter" and dim:
         return _Link(equation, args, dim - 1)
+    if equation.op is _aten.add.Tensor and not equation.kwargs and dim == 0:
+        alike = [v for v in equation.operands if v.shape == value.shape]
+        given = tuple(None if v is value else v for v in equation.args)
+        return _Link(equation, given, 0) if len(alike) == 2 and given.count(None) == 1 else None
+    if equation.op is _aten.constant_pad_nd.default:
+        padded = len(equation.results[0].shape) - len(args[1]) // 2
+        return _Link(equation, args, dim) if dim < padded else None
     if equation.op is _aten.permute.default:
-        rest = [d - (d > dim) for d in args[0] if d != dim]
-        return _Link(equation, (rest,), args[0].index(dim))
+        rest = [d - (d > dim) for d in args[1] if d != dim]
+        return _Link(equation, (None, rest), args[1].index(dim))
     if equation.op is _aten.view.default:
-        old, new = equation.operands[0].shape, equation.results[0].shape
+        old, new = value.shape, equation.results[0].shape
         before = math.prod(old[:dim])
         places = [d for d in range(len(new)) if math.prod(new[:d]) == before]
         there = next((d for d in places if new[d] == old[dim]), None)
         if there is not None and 0 not in old:
-            return _Link(equation, ([*new[:there], *new[there + 1 :]],), there)
+            return _Link(equation, (None, [*new[:there], *new[there + 1 :]]), there)
     return None
 
 
@@ -352,57 +451,75 @@ def _with_sums(scan: Equation, chains: dict[int, list[_Link]], fresh: Fresh) -> 
     """The scan that sums its rows over ranks; what is small, in one piece."""
     op = scan.op
     assert isinstance(op, Scan)
+    inputs, operands = [*op.body.inputs], [*scan.args]
     equations, rows, outputs = [*op.body.equations], [*op.body.outputs], [*scan.outputs]
 
-    def add(like: Equation, made: Any, *args: Any, **kwargs: Any) -> list[Var]:
-        """The results of an operation, whose first argument is a value or a list of them."""
-        first = args[0] if isinstance(args[0], Var) else args[0][0]
-        metas = [_meta(v) for v in (args[0] if isinstance(args[0], list) else (first,))]
-        given = metas if isinstance(args[0], list) else metas[0]
-        out = made(given, *args[1:], **kwargs)
-        views = made in (_aten.view.default, _aten.permute.default, _aten.split_with_sizes.default)
-        shared = {"storage": first.storage} if views or (like.op is made and like.aliases) else {}
+    def add(where: Where, made: Any, *args: Any, **kwargs: Any) -> list[Var]:
+        """The results of an operation; of its first argument where they are views."""
+        first = args[0][0] if isinstance(args[0], list) else args[0]
+        out = made(*pytree.tree_map_only(Var, _meta, args), **kwargs)
+        shared = {"storage": first.storage} if made in _VIEWS or _states(made) else {}
         results = [
             fresh.like(
                 first, shape=tuple(x.shape), stride=tuple(x.stride()), dtype=x.dtype, **shared
             )
             for x in (out if isinstance(out, list | tuple) else (out,))
         ]
-        equations.append(Equation(made, args, kwargs, tuple(results), like.where))
+        equations.append(Equation(made, args, kwargs, tuple(results), where))
         return results
 
-    def summed(value: Var, chain: list[_Link]) -> Var:
+    def row_of(stack: Var) -> Var:
+        """A row of another stack, an input of the body from here on."""
+        row = fresh.like(stack, "row", shape=stack.shape[1:], stride=stack.stride[1:])
+        inputs.append(row)
+        operands.append(stack)
+        return row
+
+    def linked(row: Var, chain: Sequence[_Link]) -> Var:
         for link in chain:
             e = link.equation
-            if e.name != "clone" or value.stride != contiguous_strides(value.shape):
-                (value,) = add(e, e.op, value, *link.args, **e.kwargs)
-        return value
+            if e.name == "clone" and row.stride == contiguous_strides(row.shape):
+                continue
+            args = [row if v is None else row_of(v) if isinstance(v, Var) else v for v in link.args]
+            (row,) = add(e.where, e.op, *args, **e.kwargs)
+        return row
 
     groups: dict[Any, list[int]] = defaultdict(list)
+    last: dict[int, list[_Link]] = {}  # from the first sum on
     for position, chain in chains.items():
-        row, steps = rows[position], [link.equation for link in chain]
-        whole = all(e.name == "psum" or e.name in _STATEMENTS for e in steps)
-        small = whole and row.nbytes < _MERGED_BYTES
+        start = next(i for i, link in enumerate(chain) if _sums(link.equation))
+        last[position] = chain[start:]
+        row = rows[position] = linked(rows[position], chain[:start])
+        steps = [link.equation for link in chain[start:]]
+        small = all(e.name == "psum" or e.name in _STATEMENTS for e in steps)
+        small = small and row.nbytes < _MERGED_BYTES
         small = small and row.stride == contiguous_strides(row.shape)
         same = repr([(e.op, e.args[1:], tuple(e.kwargs.items())) for e in steps])
         groups[row.dtype, row.device, same, -1 if small else position].append(position)
+        outputs[position] = chain[-1].equation.results[0]
     for positions in groups.values():
-        chain = chains[positions[0]]
-        like, last = chain[0].equation, chain[-1].equation
+        chain = last[positions[0]]
         if len(positions) == 1:
-            rows[positions[0]] = summed(rows[positions[0]], chain)
-        else:
-            sizes = [rows[position].size for position in positions]
-            flat = [add(like, _aten.view.default, rows[p], [-1])[0] for p in positions]
-            total = summed(add(like, _aten.cat.default, flat)[0], chain)
-            parts = add(last, _aten.split_with_sizes.default, total, sizes)
-            for position, part in zip(positions, parts, strict=True):
-                shape = list(rows[position].shape)
-                (rows[position],) = add(last, _aten.view.default, part, shape)
-        for position in positions:
-            outputs[position] = chains[position][-1].equation.results[0]
-    body = replace(op.body, equations=tuple(equations), outputs=tuple(rows))
-    return replace(scan, op=replace(op, body=body), outputs=tuple(outputs))
+            rows[positions[0]] = linked(rows[positions[0]], chain)
+            continue
+        where = chain[0].equation.where
+        sizes = [rows[position].size for position in positions]
+        flat = [add(where, _aten.view.default, rows[p], [-1])[0] for p in positions]
+        total = linked(add(where, _aten.cat.default, flat)[0], chain)
+        parts = add(where, _aten.split_with_sizes.default, total, sizes)
+        for position, part in zip(positions, parts, strict=True):
+            shape = list(rows[position].shape)
+            (rows[position],) = add(where, _aten.view.default, part, shape)
+    body = Block(tuple(inputs), tuple(equations), tuple(rows))
+    scanned = replace(op, body=body)
+    return replace(scan, op=scanned, args=tuple(operands), outputs=tuple(outputs))
+
+
+_VIEWS = (_aten.view.default, _aten.permute.default, _aten.split_with_sizes.default)
+
+
+def _states(op: Any) -> bool:
+    return op.namespace == "functron" and op._opname in _STATEMENTS
 
 
 def _meta(value: Var) -> torch.Tensor:

@@ -47,8 +47,8 @@ class Rates:
     """The seconds of equations by a roofline: the more of arithmetic and memory, or the wire.
 
     What is computed takes ``max(FLOPs / flops, bytes / memory)``, each equation by itself; a
-    collective ``latency + bytes sent / links``, with the bytes of ring algorithms (`Traffic`). Views
-    take nothing, and neither does stacking, for which compilers write rows where they are to be.
+    collective ``latency + bytes sent / links``, with the bytes of ring algorithms (`Traffic`).
+    Views take nothing, nor does stacking: compilers write rows where they are to be.
 
     Attributes:
         flops: floating-point operations per second.
