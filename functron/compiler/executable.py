@@ -33,7 +33,7 @@ from functron.core import compat, tree
 from functron.core.errors import Problem, nearest, raise_problems
 from functron.program import text
 from functron.program.equations import Code, Scan, Var, canonical_strides, contiguous_strides
-from functron.program.order import sunk
+from functron.program.order import arranged
 from functron.spmd.axes import raise_lost, user_line
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import FIX, Donated, check_consumable, consume
@@ -239,6 +239,7 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
     options: Mapping[str, Any] | None = None,
     overlap: bool = True,
     prefetch: bool = True,
+    sequence_parts: int = 1,
     unroll: bool = False,
     graph: bool = False,
     backend: Backend = "inductor",
@@ -255,6 +256,9 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
         overlap: issue collectives early and wait for them late, and merge small reductions.
         prefetch: gather the parameters of a scanned layer while the one before is computed, and
             reduce its gradients while the next one is; see `functron.program.order`.
+        sequence_parts: cut gathers and scatters of sequences, as tensor parallelism has them, and
+            the products beside them in so many parts, each under the product of another; see
+            `functron.program.order`. Products are smaller then.
         unroll: compile scans as one long graph instead of their body once: compile time then grows
             with depth, and kernels may fuse across iterations.
         graph: launch the whole program as one CUDA graph after its first calls; see
@@ -269,7 +273,7 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
 
     overlap = overlap and program.mesh.size > 1
     settings = _settings(options, overlap)
-    _check(program, mesh, settings, backend, inductor.known_options())
+    _check(program, mesh, settings, backend, inductor.known_options(), sequence_parts)
     if graph:
         title = f"{program.name} cannot be recorded as a CUDA graph"
         raise_problems(title, cuda_graph.problems(program))
@@ -279,7 +283,7 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
         program = unrolled(program)
     donations = takers(program)
     prefetch = prefetch and program.mesh.size > 1
-    block = sunk(program.block) if prefetch else program.block
+    block = arranged(program.block, prefetch=prefetch, sequence_parts=sequence_parts)
     steps = procedure(block, block.outputs, donated=donations, prefetch=prefetch)
     groups, folder = _groups(mesh), None if cache is None else Path(cache)
     graphs = {k: graph_module(k, groups, overlap=overlap) for k in steps.kernels()}
@@ -316,7 +320,9 @@ def _bucket_megabytes(index: int) -> float:
     return _BUCKET_MEGABYTES
 
 
-def _check(program: Code, mesh, settings: Mapping[str, Any], backend, known: set[str]) -> None:
+def _check(
+    program: Code, mesh, settings: Mapping[str, Any], backend, known: set[str], parts: int
+) -> None:
     found = [
         Problem("options", repr(name), "an option of Inductor", nearest(name, known))
         for name in settings
@@ -325,6 +331,8 @@ def _check(program: Code, mesh, settings: Mapping[str, Any], backend, known: set
     if settings.get(_INDUCTOR_GRAPHS):  # it finds no arguments that stay where they are
         fix = "leave it out, and say graph=True"
         found.append(Problem("options", _INDUCTOR_GRAPHS, "a graph of the whole program", fix))
+    if parts < 1:
+        found.append(Problem("sequence_parts", str(parts), "1 or more"))
     if backend not in get_args(Backend):
         wanted = " or ".join(map(repr, get_args(Backend)))
         found.append(Problem("backend", repr(backend), wanted))

@@ -20,6 +20,9 @@ runs them like a pipeline, one layer ahead and one behind:
 
 At most one more layer's gathered parameters and one more layer's gradients are held for it.
 
+**Gathers and scatters of sequences** (`divided`) can be cut in parts, each under the product of
+another part.
+
 **Sums over ranks of what a scan stacks** (`sunk`) are taken into the scan, one row per iteration,
 so that they can be reduced behind it: the gradients of layers that data-parallel ranks hold whole.
 """
@@ -43,6 +46,7 @@ from functron.program.equations import (
     Scan,
     Var,
     Where,
+    canonical_strides,
     contiguous_strides,
 )
 from functron.program.recorder import live_equations
@@ -262,6 +266,12 @@ _MERGED_BYTES = 1 << 20
 """Rows below this size travel together: a collective costs as much as sending so many bytes."""
 
 
+def arranged(block: Block, *, prefetch: bool, sequence_parts: int) -> Block:
+    """The block as it is compiled for processes; see `sunk` and `divided`."""
+    block = sunk(block) if prefetch else block
+    return block if sequence_parts == 1 else divided(block, sequence_parts)
+
+
 def sunk(block: Block) -> Block:
     """The block with sums over ranks of what scans stack computed by the scans, row by row.
 
@@ -453,20 +463,7 @@ def _with_sums(scan: Equation, chains: dict[int, list[_Link]], fresh: Fresh) -> 
     assert isinstance(op, Scan)
     inputs, operands = [*op.body.inputs], [*scan.args]
     equations, rows, outputs = [*op.body.equations], [*op.body.outputs], [*scan.outputs]
-
-    def add(where: Where, made: Any, *args: Any, **kwargs: Any) -> list[Var]:
-        """The results of an operation; of its first argument where they are views."""
-        first = args[0][0] if isinstance(args[0], list) else args[0]
-        out = made(*pytree.tree_map_only(Var, _meta, args), **kwargs)
-        shared = {"storage": first.storage} if made in _VIEWS or _states(made) else {}
-        results = [
-            fresh.like(
-                first, shape=tuple(x.shape), stride=tuple(x.stride()), dtype=x.dtype, **shared
-            )
-            for x in (out if isinstance(out, list | tuple) else (out,))
-        ]
-        equations.append(Equation(made, args, kwargs, tuple(results), where))
-        return results
+    add = _Adder(fresh, equations)
 
     def row_of(stack: Var) -> Var:
         """A row of another stack, an input of the body from here on."""
@@ -515,12 +512,219 @@ def _with_sums(scan: Equation, chains: dict[int, list[_Link]], fresh: Fresh) -> 
     return replace(scan, op=scanned, args=tuple(operands), outputs=tuple(outputs))
 
 
-_VIEWS = (_aten.view.default, _aten.permute.default, _aten.split_with_sizes.default)
+_VIEWS = (
+    _aten.view.default,
+    _aten.permute.default,
+    _aten.slice.Tensor,
+    _aten.split_with_sizes.default,
+)
 
 
-def _states(op: Any) -> bool:
-    return op.namespace == "functron" and op._opname in _STATEMENTS
+@dataclass(frozen=True, eq=False)
+class _Adder:
+    """Appends equations, and works out what their results look like."""
+
+    fresh: Fresh
+    into: list[Equation]
+
+    def __call__(
+        self, where: Where, op: Any, *args: Any, storage: int | None = None, **kwargs: Any
+    ) -> list[Var]:
+        """The results of an operation; views are of its first argument. `storage`: theirs."""
+        first = args[0][0] if isinstance(args[0], list) else args[0]
+        out = op(*pytree.tree_map_only(Var, _meta, args), **kwargs)
+        stated = op.namespace == "functron" and op._opname in _STATEMENTS
+        storage = first.storage if op in _VIEWS or stated else storage
+        shared = {} if storage is None else {"storage": storage}
+        results = [
+            self.fresh.like(
+                first, shape=tuple(x.shape), stride=tuple(x.stride()), dtype=x.dtype, **shared
+            )
+            for x in (out if isinstance(out, list | tuple) else (out,))
+        ]
+        self.into.append(Equation(op, args, kwargs, tuple(results), where))
+        return results
 
 
 def _meta(value: Var) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+
+
+def divided(block: Block, parts: int) -> Block:
+    """The block with gathers and scatters of sequences, and the products beside them, in parts.
+
+    Tensor parallelism gathers a sequence in front of a product, and scatters one behind another,
+    and each waits for all of the other. In parts of each rank's rows, the next part is gathered
+    while the product of this one is computed, and the last one scattered: only the first part of a
+    gather, and the last one of a scatter, are exposed. Rows of a product do not depend on one
+    another, so numbers are the same but for rounding.
+
+    A gather is cut where its result is the first operand of a product, a scatter where it is of
+    one product alone; both if `parts` divides the rows of a rank. Where there is nothing to cut,
+    the block itself.
+    """
+    division = _Division(block, parts)
+    for equation in block.equations:
+        op = equation.op
+        if isinstance(op, Scan) and (body := divided(op.body, parts)) is not op.body:
+            equation = replace(equation, op=replace(op, body=body))
+        division.add(equation)
+    if division.into == list(block.equations):
+        return block
+    return replace(block, equations=tuple(live_equations(division.into, block.outputs)))
+
+
+_SHAPES = (_aten.view.default, _aten._unsafe_view.default)
+
+
+class _Division:
+    """The equations of a block, some of them in parts; `add` one after the other to `into`."""
+
+    def __init__(self, block: Block, parts: int):
+        self.parts, self.into = parts, list[Equation]()
+        self.makers = {v: e for e in block.equations for v in e.results}
+        self.readers: dict[Var, list[Equation]] = defaultdict(list)
+        for equation in block.equations:
+            for value in dict.fromkeys(equation.operands):
+                self.readers[value].append(equation)
+        self.outputs = {value for value in block.outputs if isinstance(value, Var)}
+        self.make = _Adder(Fresh(block), self.into)
+        # parts of rows, and their dims: of first operands of products, and of what else there is
+        self.rows: dict[Var, tuple[list[Var], tuple[int, ...]]] = {}
+        self.wholes: dict[Var, tuple[list[Var], tuple[int, ...]]] = {}
+
+    def add(self, equation: Equation) -> None:
+        """Append an equation, or what is in its place."""
+        first = equation.operands[0] if equation.operands else None
+        if equation.name == "all_gather" and (found := self._joined(equation)):
+            self._gather(equation, *found)
+        elif equation.op is _aten.mm.default and first in self.rows:
+            parts, lead = self.rows[first]
+            weight, where = equation.args[1], equation.where
+            made = [self.make(where, _aten.mm.default, part, weight)[0] for part in parts]
+            self._join(equation, made, lead)
+        elif equation.results and equation.results[0] in self.wholes:
+            self._join(equation, *self.wholes[equation.results[0]])
+        elif equation.name == "psum_scatter" and (found := self._product(equation)):
+            self._scatter(equation, *found)
+        else:
+            self.into.append(equation)
+
+    def _join(self, equation: Equation, parts: list[Var], lead: tuple[int, ...]) -> None:
+        """What an equation makes, of parts of its rows; `lead` are the dims of one part's rows."""
+        (result,), where = equation.results, equation.where
+        shaped = [
+            self.make(where, _aten.view.default, part, [*lead, part.shape[-1]])[0] for part in parts
+        ]
+        dim, storage = len(lead) - 1, result.storage
+        (whole,) = self.make(where, _aten.cat.default, shaped, dim, storage=storage)
+        shape = list(result.shape)
+        self.into.append(Equation(_aten.view.default, (whole, shape), {}, (result,), where))
+
+    def _plain(self, where: Where, value: Var) -> Var:
+        """A value in the layout of a new tensor, copied where it has another."""
+        if canonical_strides(value.shape, value.stride) == contiguous_strides(value.shape):
+            return value
+        plain = torch.contiguous_format
+        return self.make(where, _aten.clone.default, value, memory_format=plain)[0]
+
+    def _joined(self, gather: Equation) -> tuple[Var, int, list[Var]] | None:
+        """What ranks' rows are copied to, along which dim, and that as operands of products."""
+        (x,), value, dim = gather.operands, gather.results[0], 0
+        whole = value
+        while True:
+            read = self.readers[value]
+            kept = value in self.outputs and value not in (gather.results[0], whole)
+            if len(read) != 1 or kept or len(read[0].results) != 1:
+                return None
+            step, value = read[0], read[0].results[0]
+            if step.op is _aten.permute.default:
+                dims = list(step.args[1])
+                dim = dims.index(0)
+                if [d for d in dims if d] != list(range(1, len(dims))):
+                    return None
+            elif step.op in _SHAPES and value.shape != step.operands[0].shape:
+                break
+            elif step.op is _aten.clone.default:
+                whole = value
+            elif step.op not in _SHAPES:
+                return None
+        whole = value if whole is gather.results[0] else whole
+        wanted = [n * (gather.args[2] if d == dim else 1) for d, n in enumerate(x.shape)]
+        if list(value.shape) != wanted or dim != len(x.shape) - 2 or x.shape[dim] % self.parts:
+            return None
+        flats = [e.results[0] for e in self.readers[value] if e.op in _SHAPES]
+        flats = [v for v in flats if v.shape == (math.prod(wanted[:-1]), wanted[-1])]
+        products = [e for v in flats for e in self.readers[v] if e.op is _aten.mm.default]
+        flats = [v for v in flats if any(e.args[0] is v for e in products)]
+        return (whole, dim, flats) if flats else None
+
+    def _gather(self, gather: Equation, whole: Var, dim: int, flats: list[Var]) -> None:
+        (x,), (_, axis, size), where = gather.operands, gather.args, gather.where
+        rows = x.shape[dim] // self.parts
+        lead = (*x.shape[:dim], size, rows)
+        parts: list[Var] = []
+        gathered: list[Var] = []
+        for start in range(0, x.shape[dim], rows):
+            (part,) = self.make(where, _aten.slice.Tensor, x, dim, start, start + rows)
+            part = self._plain(where, part)
+            (part,) = self.make(where, gather.op, part, axis, size)
+            gathered.append(part)
+            dims = [*range(1, dim + 1), 0, *range(dim + 1, len(part.shape))]
+            (part,) = self.make(where, _aten.permute.default, part, dims)
+            part = self._plain(where, part)
+            shape = [math.prod(lead), x.shape[-1]]
+            parts += self.make(where, _aten.view.default, part, shape)
+        self.rows.update((flat, (parts, lead)) for flat in flats)
+        (result,) = gather.results
+        if result in self.outputs:
+            self.into.append(Equation(_aten.cat.default, (gathered, dim + 1), {}, (result,), where))
+        else:
+            self.wholes[whole] = parts, lead
+
+    def _product(self, scatter: Equation) -> tuple[Equation, int] | None:
+        """The product whose rows are scattered, and along which dim of the result."""
+        value, dim, split = scatter.operands[0], 0, False
+        while len(self.readers[value]) == 1 and value not in self.outputs:
+            step = self.makers.get(value)
+            if step is None:
+                return None
+            if step.op is _aten.mm.default:
+                left = step.args[0]
+                rows = scatter.results[0].shape
+                fits = split and dim == len(rows) - 2 and rows[dim] % self.parts == 0
+                fits = fits and value.shape[1] == rows[-1]
+                plain = left.stride == contiguous_strides(left.shape)
+                return (step, dim) if fits and plain and left not in self.rows else None
+            if step.op is _aten.permute.default:
+                dims = list(step.args[1])
+                dim = dims[0]
+                if [d for d in dims if d != dim] != [d for d in range(len(dims)) if d != dim]:
+                    return None
+            elif step.op in _SHAPES:
+                split = split or value.shape != step.operands[0].shape
+            elif step.op is not _aten.clone.default:
+                return None
+            value = step.operands[0]
+        return None
+
+    def _scatter(self, scatter: Equation, product: Equation, dim: int) -> None:
+        (_, axis, size), where = scatter.args, scatter.where
+        left, weight = product.args
+        (result,) = scatter.results
+        rows = result.shape[dim] // self.parts
+        shape = [*result.shape[:dim], size, result.shape[dim], left.shape[1]]
+        (whole,) = self.make(where, _aten.view.default, left, shape)
+        lead, parts = [*result.shape[:dim], size, rows], []
+        for start in range(0, result.shape[dim], rows):
+            (part,) = self.make(where, _aten.slice.Tensor, whole, dim + 1, start, start + rows)
+            part = self._plain(where, part)
+            flat = [math.prod(lead), left.shape[1]]
+            (part,) = self.make(where, _aten.view.default, part, flat)
+            (part,) = self.make(where, _aten.mm.default, part, weight)
+            (part,) = self.make(where, _aten.view.default, part, [*lead, weight.shape[1]])
+            dims = [dim, *(d for d in range(len(lead) + 1) if d != dim)]
+            (part,) = self.make(where, _aten.permute.default, part, dims)
+            part = self._plain(where, part)
+            parts += self.make(where, scatter.op, part, axis, size, **scatter.kwargs)
+        self.into.append(Equation(_aten.cat.default, (parts, dim), {}, (result,), where))

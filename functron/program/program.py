@@ -80,7 +80,12 @@ class Program(Code):
 
     @public
     def timeline(
-        self, costs: Costs, *, overlap: bool = True, prefetch: bool = True
+        self,
+        costs: Costs,
+        *,
+        overlap: bool = True,
+        prefetch: bool = True,
+        sequence_parts: int = 1,
     ) -> ProgramTimeline:
         """When one rank computes and communicates, and the communication that nothing hides.
 
@@ -88,9 +93,10 @@ class Program(Code):
 
         Args:
             costs: the seconds of an equation: `functron.program.timeline.Rates`, or a function.
-            overlap, prefetch: as of `functron.jit`.
+            overlap, prefetch, sequence_parts: as of `functron.jit`.
         """
-        return timeline(self, costs, overlap=overlap, prefetch=prefetch)
+        options = {"overlap": overlap, "prefetch": prefetch, "sequence_parts": sequence_parts}
+        return timeline(self, costs, **options)
 
 
 Ranks = list[Any]

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from functron.core import chart
 from functron.program.cost import equation_bytes, equation_flops, html_table, sent_bytes
 from functron.program.equations import Block, Code, Equation, Scan
-from functron.program.order import issued, overlapped, split, sunk, waits
+from functron.program.order import arranged, issued, overlapped, split, waits
 from functron.program.text import aligned, axis_of
 
 COMPUTE = "compute"
@@ -175,7 +175,12 @@ _COLOURS = ("hsl(215,60%,66%)", "hsl(35,60%,76%)", "hsl(10,70%,50%)")
 
 
 def timeline(
-    program: Code, costs: Costs, *, overlap: bool = True, prefetch: bool = True
+    program: Code,
+    costs: Costs,
+    *,
+    overlap: bool = True,
+    prefetch: bool = True,
+    sequence_parts: int = 1,
 ) -> ProgramTimeline:
     """When one rank computes and communicates; see `functron.program.timeline`.
 
@@ -184,11 +189,12 @@ def timeline(
         costs: the seconds of an equation: `Rates`, or a function of one's own.
         overlap: within kernels, as of `compile`; False: collectives are waited for at once.
         prefetch: across iterations of scans, as of `compile`.
+        sequence_parts: as of `compile`.
     """
-    many = program.mesh.size > 1
+    overlap, prefetch = (overlap and program.mesh.size > 1, prefetch and program.mesh.size > 1)
     clock = _Clock()
-    block = sunk(program.block) if prefetch and many else program.block
-    _Planner(costs, overlap and many, prefetch and many).block(block)(clock)
+    block = arranged(program.block, prefetch=prefetch, sequence_parts=sequence_parts)
+    _Planner(costs, overlap, prefetch).block(block)(clock)
     rows = sorted(clock.rows, key=lambda row: (row.stream != COMPUTE, row.stream, row.start))
     axes = {e.args[1] for e, _ in program.block.walk() if axis_of(e) is not None}
     exposed = {axis: clock.exposed.get(axis, 0.0) for axis in sorted(axes)}

@@ -10,7 +10,7 @@ from functron import Mesh, P, lax, random, tree
 from functron.compiler.lower import graph_module
 from functron.compiler.segments import procedure
 from functron.program.equations import Scan
-from functron.program.order import issued, sunk
+from functron.program.order import divided, issued, sunk
 from functron.program.text import axis_of
 from functron.program.timeline import Rates
 from functron.training.config import TrainConfig
@@ -98,3 +98,27 @@ def test_kernels_start_and_wait_in_the_order_that_the_timeline_reads():
 
     assert lowered(True) == ["mm", "all_reduce", "mm", "mm", "wait_tensor", "mm"]
     assert lowered(False) == ["mm", "mm", "all_reduce", "wait_tensor", "mm", "mm"]
+
+
+def test_products_beside_gathers_of_sequences_in_parts():
+    """Numbers are the same but for rounding, and what tp sends is exposed for less long."""
+    options = {"sequence_parallel": True, "global_batch": 2}
+    made = trained("tp=2", **options)
+    state, data = made.init(random.key(1)), batch(2)
+    program = ft.trace(made.step)(state, data)
+    cut = replace(program, block=divided(program.block, 2))
+
+    def products(block):
+        return sum(times for e, times in block.walk() if e.name in ("all_gather", "psum_scatter"))
+
+    # 4 and 4 of each of 3 layers, but for two scatters of sums of products in backward
+    assert products(cut.block) == products(program.block) + 3 * 6 + 2
+    rows = zip(tree.leaves(program(state, data)), tree.leaves(cut(state, data)), strict=True)
+    for a, b in rows:
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    rates = Rates(flops=1e9, memory=1e12, links=2e8)
+    whole, parts = (program.timeline(rates, sequence_parts=n) for n in (1, 2))
+    assert parts.exposed["tp"] < 0.75 * whole.exposed["tp"]
+    assert divided(program.block, 3) is program.block  # which do not divide the 4 rows of a rank
+    with pytest.raises(ValueError, match="sequence_parts: got 2; wanted a program with gathers"):
+        ft.jit(lambda x: x + 1, sequence_parts=2, backend="eager")(torch.ones(2))
