@@ -9,6 +9,7 @@ import functron as ft
 from functron import Mesh, P, gpt, lax, random, tree
 from functron.compiler import compile as compile_program
 from functron.compiler import driver
+from functron.compiler.lower import graph_module
 from functron.compiler.segments import procedure
 from functron.nn import context
 from functron.training.config import TrainConfig
@@ -142,6 +143,32 @@ def test_gradients_in_one_bucket_give_the_same_numbers(monkeypatch):
             assert_agreement(late, at_once)
             started[backend] = sum(late[2].started.values())
     assert started["inductor"] < started["eager"], started
+
+
+def test_what_is_still_being_sent_is_not_written_over(monkeypatch):
+    """An operation in place of its operand, which nothing but a collective under way reads."""
+    place = [0, 2**62, 0, 1, 0, 1, 0]
+
+    def step(p):
+        param, mu, nu = p + 1, p * 0.1, p * p + 1
+        whole = lax.all_gather(param, "dp")
+        rate, count = torch.full((), 0.1), torch.zeros((), dtype=torch.int64)
+        states = (param, None, mu, nu, p, rate, None, None, count, None)
+        new, *_ = torch.ops.functron.adamw(*states, 0.9, 0.99, 1e-8, 0.0, 0, place)
+        return whole, new
+
+    with lone(Mesh(dp=2), monkeypatch) as bound:
+        program = ft.trace(ft.shard_map(step, bound, P(), P(), check=False))(torch.ones(4))
+        (kernel,) = procedure(program.block, program.block.outputs).kernels()
+        names = [str(n.target) for n in graph_module(kernel, bound.groups, overlap=True).graph.nodes]
+        update = next(i for i, name in enumerate(names) if "adamw" in name)
+        assert update < names.index("_c10d_functional.wait_tensor.default")  # meanwhile
+        compiled = compile_program(program, bound, backend="eager")
+        with collectives(late=True) as made:
+            whole, new = compiled(torch.ones(4))
+    assert not made.found, made.found
+    assert torch.equal(whole, torch.full((2, 4), 2.0))
+    assert not torch.equal(new, whole[0])
 
 
 def test_a_ring_sends_the_next_keys_before_it_computes_these(monkeypatch):
