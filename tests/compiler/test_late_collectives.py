@@ -12,6 +12,7 @@ from functron.compiler import driver
 from functron.compiler.lower import graph_module
 from functron.compiler.segments import procedure
 from functron.nn import context
+from functron.spmd import ragged
 from functron.training.config import TrainConfig
 from functron.training.plan import plan
 from tests.compiler.late_collectives import collectives, lone
@@ -169,6 +170,34 @@ def test_what_is_still_being_sent_is_not_written_over(monkeypatch):
     assert not made.found, made.found
     assert torch.equal(whole, torch.full((2, 4), 2.0))
     assert not torch.equal(new, whole[0])
+
+
+def test_bounded_ragged_exchanges_are_waited_for_where_rows_are_read(monkeypatch):
+    """As on GPUs: rows are sent with room to spare, and picked when they have come."""
+    x, sizes = torch.arange(12.0).view(6, 2), torch.tensor([2, 3])
+
+    def send(x, sizes):
+        rows, came = lax.ragged_all_to_all(x, sizes, "ep", capacity=8, room=4)
+        return rows.sin(), (x * came.sum()) @ x.t()
+
+    with lone(Mesh(ep=2), monkeypatch) as bound:
+        program = ft.trace(ft.shard_map(send, bound, P(), P(), check=False))(x, sizes)
+        with collectives(late=False):
+            exactly = compile_program(program, bound, backend="eager")(x, sizes)
+        monkeypatch.setattr(ragged, "pads", lambda device, room=0: room > 0)
+        (kernel,) = procedure(program.block, program.block.outputs).kernels()
+        nodes = graph_module(kernel, bound.groups, overlap=True).graph.nodes
+        names = [str(n.target).split(".")[1] for n in nodes if n.op == "call_function"]
+        start, end = names.index("ragged_ranks"), names.index("ragged_end")
+        assert "mm" in names[start:end]
+        assert names[end - 1] == "wait_tensor"
+        with collectives(late=True) as made:
+            padded = compile_program(program, bound, backend="eager")(x, sizes)
+    assert not made.found, made.found
+    assert not made.pending, made.pending
+    assert torch.equal(exactly[0][:4], torch.cat([x[:2], x[:2]]).sin())  # of rank 0, from both
+    for a, b in zip(exactly, padded, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_a_ring_sends_the_next_keys_before_it_computes_these(monkeypatch):
