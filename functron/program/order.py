@@ -418,8 +418,9 @@ def _peeled(scan: Equation, op: Scan, fresh: Fresh) -> list[Equation]:
             if value in wanted:
                 known[value] = wanted[value]
             else:
-                shared = {"storage": storages[value.storage]} if value.storage in storages else {}
-                known[value] = fresh.like(value, **shared)
+                known[value] = fresh.like(value, storage_bytes=value.storage_bytes)
+                if value.storage in storages:
+                    known[value] = replace(known[value], storage=storages[value.storage])
             storages.setdefault(value.storage, known[value].storage)
         results = tuple(None if v is None else known[v] for v in equation.outputs)
         made.append(Equation(equation.op, given, kwargs, results, equation.where))
@@ -428,7 +429,7 @@ def _peeled(scan: Equation, op: Scan, fresh: Fresh) -> list[Equation]:
 
 def _by_row(equation: Equation, value: Var, dim: int) -> _Link | None:
     """What an equation of a stack whose rows lie along `dim` does to each; None: it joins them."""
-    args, name = (None, *equation.args[1:]), equation.name
+    name, args = equation.name, tuple[Any, ...]([None, *equation.args[1:]])
     if isinstance(equation.op, Scan) or len(equation.results) != 1:
         return None
     plain = name in _STATEMENTS or equation.op is _aten.clone.default
@@ -533,15 +534,15 @@ class _Adder:
         """The results of an operation; views are of its first argument. `storage`: theirs."""
         first = args[0][0] if isinstance(args[0], list) else args[0]
         out = op(*pytree.tree_map_only(Var, _meta, args), **kwargs)
-        stated = op.namespace == "functron" and op._opname in _STATEMENTS
-        storage = first.storage if op in _VIEWS or stated else storage
-        shared = {} if storage is None else {"storage": storage}
         results = [
-            self.fresh.like(
-                first, shape=tuple(x.shape), stride=tuple(x.stride()), dtype=x.dtype, **shared
-            )
+            self.fresh.like(first, shape=tuple(x.shape), stride=tuple(x.stride()), dtype=x.dtype)
             for x in (out if isinstance(out, list | tuple) else (out,))
         ]
+        if op in _VIEWS or (op.namespace == "functron" and op._opname in _STATEMENTS):
+            memory = {"storage": first.storage, "storage_bytes": first.storage_bytes}
+            results = [replace(result, **memory) for result in results]
+        elif storage is not None:
+            results = [replace(result, storage=storage) for result in results]
         self.into.append(Equation(op, args, kwargs, tuple(results), where))
         return results
 

@@ -161,7 +161,9 @@ def test_what_is_still_being_sent_is_not_written_over(monkeypatch):
     with lone(Mesh(dp=2), monkeypatch) as bound:
         program = ft.trace(ft.shard_map(step, bound, P(), P(), check=False))(torch.ones(4))
         (kernel,) = procedure(program.block, program.block.outputs).kernels()
-        names = [str(n.target) for n in graph_module(kernel, bound.groups, overlap=True).graph.nodes]
+        names = [
+            str(n.target) for n in graph_module(kernel, bound.groups, overlap=True).graph.nodes
+        ]
         update = next(i for i, name in enumerate(names) if "adamw" in name)
         assert update < names.index("_c10d_functional.wait_tensor.default")  # meanwhile
         compiled = compile_program(program, bound, backend="eager")
