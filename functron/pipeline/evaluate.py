@@ -218,7 +218,8 @@ def _functron(equation: Equation, args: Sequence[Any], kwargs: Mapping[str, Any]
     if name in _OTHERS:
         return _OTHERS[name](*args)
     if name not in COLLECTIVES and name not in _STATEMENTS:  # it brings its own vmap rule
-        return pytree.tree_leaves(equation.op(*args, **kwargs))
+        op: Any = equation.op
+        return pytree.tree_leaves(op(*args, **kwargs))
     x, axis, *sizes = args
     found = lookup(axis)
     if name in _STATEMENTS:
