@@ -17,7 +17,7 @@ from functron.training.config import TrainConfig
 from functron.training.plan import plan
 from tests.compiler.test_prefetch import CONFIG, batch
 
-RATES = Rates(flops=1e9, memory=1e9, links=2e8, latency=1e-6)
+RATES = Rates(flops=1e9, memory=1e10, links=2e8, latency=1e-6)
 
 
 def trained(mesh: str, **options):
@@ -36,7 +36,7 @@ def outside(block, axis: str) -> int:
 
 
 def assert_hides(program, axis: str, most: float) -> None:
-    """Exposed seconds after, as a part of those before: layers' gradients and parameters go."""
+    """Exposed seconds after, as a part of those before: of 3 layers only one is exposed."""
     before = program.timeline(RATES, overlap=False, prefetch=False)
     after = program.timeline(RATES)
     assert after.exposed[axis] < most * before.exposed[axis]
@@ -48,7 +48,7 @@ def assert_hides(program, axis: str, most: float) -> None:
     ("mesh", "options", "most"),
     [
         # 3 divides no width: they are padded; parameters are gathered at the end
-        ("dp=3", {"zero": 1, "global_batch": 9}, 0.7),
+        ("dp=3", {"zero": 1, "global_batch": 9}, 0.6),
         ("dp=2,tp=2", {"sequence_parallel": True, "microbatches": 2}, 0.45),  # behind the last one
     ],
     ids=str,
@@ -72,7 +72,7 @@ def test_sums_that_scans_compute_are_the_same_numbers(mesh, options, most):
 
 @pytest.mark.parametrize(
     ("mesh", "options", "most"),
-    [("dp=2", {}, 0.45), ("dp=2", {"zero": 2}, 0.7), ("fsdp=2", {}, 0.6)],
+    [("dp=2", {}, 0.45), ("dp=2", {"zero": 2}, 0.45), ("fsdp=2", {}, 0.45)],
     ids=str,
 )
 def test_layers_hide_their_communication_over_data_axes(mesh, options, most):
