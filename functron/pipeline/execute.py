@@ -82,7 +82,7 @@ class _Execution:
         self.traffic.finish()
 
     def _cell(self, rank: int, cell: Cell, observe: Observer | None) -> None:
-        """Do the actions of a cell: two that do not need one another together."""
+        """Do the actions of a cell: compiled, two that do not need one another as one program."""
         if len(cell) == 2 and self._independent(rank, *cell):
             self._do(rank, cell, observe)
             return
@@ -90,10 +90,11 @@ class _Execution:
             self._do(rank, (action,), observe)
 
     def _independent(self, rank: int, first: Action, second: Action) -> bool:
-        """Whether one is a forward, and the other a backward that does not read what it makes."""
+        """Whether, of compiled ones, one is a forward that the other, a backward, is not of."""
+        compiled = isinstance(self.work, Pieces) and self.work.settings is not None
         forwards = [first.kind, second.kind].count("F")
         made = self.schedule.makes(rank, first)
-        return forwards == 1 and made not in self.schedule.needs(rank, second)
+        return compiled and forwards == 1 and made not in self.schedule.needs(rank, second)
 
     def _do(self, rank: int, cell: Cell, observe: Observer | None) -> None:
         given = [self._given(rank, action) for action in cell]  # waiting is not part of the action
@@ -101,14 +102,16 @@ class _Execution:
         steps = [self._steps(rank, action, x) for action, x in zip(cell, given, strict=True)]
         del given
         if len(steps) == 2:
+            assert isinstance(self.work, Pieces)
             self.work.together(*steps)
         else:
-            alone(steps[0])
+            alone(*steps)
         if observe is not None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
+            ended = time.perf_counter()
             for action in cell:
-                observe(rank, action, began, time.perf_counter())
+                observe(rank, action, began, ended)
 
     def _steps(self, rank: int, action: Action, given: Any) -> Steps:
         """An action, but for what its `work` lets be run."""

@@ -98,10 +98,6 @@ class Work(Protocol):
         """`sums` and the weights' gradients."""
         ...
 
-    def together(self, first: Steps, second: Steps) -> list:
-        """What both return: of independent actions, whose pieces may run as one program."""
-        ...
-
 
 def alone(steps: Steps) -> Any:
     """What they return, each piece run by itself."""
@@ -148,9 +144,6 @@ class Pullbacks:
     def backward_weight(self, residuals: Any, sums: tree.Tree) -> Steps:
         yield from ()
         return add(sums, residuals)
-
-    def together(self, first: Steps, second: Steps) -> list:
-        return [alone(first), alone(second)]
 
 
 # --- pieces of traced programs
@@ -311,12 +304,10 @@ class Pieces:
         return tree.unflatten(stage.sums, (yield Run(stage, 2, values)))
 
     def together(self, first: Steps, second: Steps) -> list:
-        """What both return; compiled, their first pieces are one program.
+        """What both return, of actions that do not need one another, compiled as one program.
 
         So what one of them communicates lies under what the other computes.
         """
-        if self.settings is None:
-            return [alone(first), alone(second)]
         both = [next(first), next(second)]
         given = [x for run in both for x in run.stage.taken(run.index, run.values)]
         made = self._joint(*both).run_owned(given)

@@ -92,7 +92,7 @@ class Program(Code):
         In the order in which it is compiled; `functron.program.timeline` states the rules.
 
         Args:
-            costs: the seconds of an equation: `functron.program.timeline.Rates`, or a function.
+            costs: the seconds of an equation: `functron.program.Rates`, or a function.
             overlap, prefetch, sequence_parts: as of `functron.jit`.
         """
         options = {"overlap": overlap, "prefetch": prefetch, "sequence_parts": sequence_parts}
