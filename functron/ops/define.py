@@ -452,11 +452,12 @@ OPERATIONS = frozenset(
         "qk_norm_rope",
         "quantise",
         "rms_norm",
+        "scaled_matmul",
         "softmax",
     }
 )
-"""The names of operations that have kernels: those of the files of ``kernels/``, and
-``"attention"`` with masks or caps, torch's FlexAttention."""
+"""The names of operations that have kernels: those of the files of ``kernels/``,
+``"attention"`` with masks or caps, torch's FlexAttention, and ``"scaled_matmul"``, torch's."""
 
 
 FORWARD_THREADS = 1024

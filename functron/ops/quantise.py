@@ -26,10 +26,14 @@ Stochastic rounding takes bits that belong to the global position of an element,
 and so do the signs of `hadamard`, which spreads large elements over their neighbours: shards of a
 tensor are rounded as the whole tensor is.
 
-Delayed scaling is the recipe of NVIDIA's Transformer Engine: to know a tensor's
-largest magnitude before it is cast takes a pass over it; so the scale is that of the steps before,
-and the cast finds the magnitude for those to come in the same pass (`cast_fp8`). All in torch's
-operations on small tensors: keep the states of many tensors in one, and update them together.
+Delayed scaling (Transformer Engine): to know a tensor's largest magnitude before it is cast takes a
+pass over it, and ranks that have parts of it must agree. So the scale is that of the steps before:
+of a *history* of magnitudes, which is a leaf of the state. What a step saw leaves the step as the
+history's cotangent, which is no derivative, but a `histogram`. Gradients are added up, over
+microbatches, ranks and stages of pipelines, whatever the program: sums of histograms are the
+histograms of all, and their largest bin that is not empty is the maximum. So nothing is a side
+effect, and nothing but the sum that every gradient has is sent. A layer that is recomputed reads
+the same history twice; what a scan over layers reads is stacked, and so is what it saw.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from functron.core import compat
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.random import fold_in, threefry
 from functron.ops.define import PACK_BYTES, Launch, define, leading, type_name
@@ -877,65 +882,48 @@ QUANTISE = define(
 is [batch] or [batch, rows], and what bits are drawn by is of each matrix its own."""
 
 
-Of = Literal["max", "latest"]
+# --- delayed scaling
+
+HISTORY = 256
+"""Steps that a history holds, and bins of the histogram of one step."""
+
+_EDGES = (0.0, *(2.0 ** (i // 4 - 36) * (1 + i % 4 / 4) for i in range(HISTORY - 2)))
+"""The largest magnitude of each bin but the last."""
 
 
-class DelayedScale(NamedTuple):
-    """The scale of the next cast of each of some tensors, and the history it comes from.
-
-    Attributes:
-        scale: float32, [...], one for each tensor.
-        history: float32, [length, ...], their largest magnitudes in the last steps, the latest
-            last; 0 where nothing is known.
-    """
-
-    scale: torch.Tensor
-    history: torch.Tensor
-
-
-def delayed_scale(
-    length: int, shape: Sequence[int] = (), *, device: torch.device | str | None = None
-) -> DelayedScale:
-    """The state before the first step: scales of 1, and nothing known.
+def remembered(history: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of the steps in a history, float32 [...]; 0 where nothing is known.
 
     Args:
-        length: how many steps are remembered.
-        shape: of the tensors that are scaled: () is one.
-
-    Raises:
-        ValueError: length is not positive.
+        history: float32 [..., 256], the latest last; see `remember`.
     """
-    if length < 1:
-        raise ValueError(f"delayed_scale: got length={length}; wanted at least 1 step to remember")
-    history = torch.zeros(length, *shape, dtype=torch.float32, device=device)
-    return DelayedScale(torch.ones_like(history[0]), history)
+    return history.amax(-1)
 
 
-def advance(
-    state: DelayedScale,
-    amax: torch.Tensor,
-    format: str = "e4m3",  # noqa: A002  (what it is called)
-    *,
-    of: Of = "max",
-    margin: int = 0,
-) -> DelayedScale:
-    """The state after a step in which the tensors' largest magnitudes were `amax`. Pure.
+def histogram(amax: torch.Tensor) -> torch.Tensor:
+    """One count in the bin of a magnitude, float32 [..., 256].
 
-    The scale becomes ``most / (2**margin * a)``, with `most` the format's largest number and a the
-    largest, or the latest, magnitude remembered; it stays where that is 0. Magnitudes that are not
-    finite are remembered as 0: one overflow does not stop the scale for as long as it would be
-    remembered. No collectives: take the maximum of `amax` over the ranks that share a tensor first.
-
-    Args:
-        state: before.
-        amax: float32, [...], as `cast_fp8` returns it.
-        format: of the casts, "e4m3" or "e5m2".
-        of: "max", or "latest".
-        margin: binary orders of magnitude to leave free.
+    Sums of such are histograms of all the magnitudes in them: of what ranks, microbatches and
+    stages of a pipeline saw, whoever adds them up, in whatever order and dtype, and scaled by
+    whatever positive number. Of the sum `remember` reads which bins are not empty, and so the
+    maximum. Bins are four to an octave, from 2^-36 to 2^27; zeros have the first, and what is not
+    finite the last.
     """
-    latest = torch.where(amax.isfinite(), amax, torch.zeros_like(amax))
-    history = torch.cat([state.history[1:], latest[None]])
-    known = history.amax(0) if of == "max" else latest
-    most = torch.full_like(known, MOST[FORMATS[format]])
-    scale = (most / known / 2.0**margin).clamp(max=torch.finfo(torch.float32).max)
-    return DelayedScale(torch.where(known > 0, scale, state.scale), history)
+    amax = amax.detach().float().unsqueeze(-1)
+    edges = compat.constant(_EDGES, amax.device)
+    beyond = (amax > edges).sum(-1, keepdim=True).clamp(max=HISTORY - 2)
+    bin_ = torch.where(amax.isfinite(), beyond, HISTORY - 1)
+    return (torch.arange(HISTORY, device=amax.device) == bin_).float()
+
+
+def remember(history: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The history after a step whose magnitudes have this sum of histograms; float32 [..., 256].
+
+    What is remembered is the upper edge of the largest bin that is not empty: at most a quarter
+    more than the maximum. Steps in which something was not finite are remembered as 0: one overflow
+    does not stop the scale for as long as it would be remembered. Pure; no collectives.
+    """
+    at = torch.arange(HISTORY, device=counts.device)
+    last = torch.where(counts != 0, at, 0).amax(-1)  # NaN counts too: then something was NaN
+    most = compat.constant((*_EDGES, 0.0), counts.device)[last]
+    return torch.cat([history[..., 1:], most.unsqueeze(-1)], -1)

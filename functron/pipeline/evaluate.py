@@ -23,6 +23,7 @@ from functron.ops.ids import check_ids
 from functron.program import debug
 from functron.program.equations import Block, Equation, Input, Scan, Var, Where, contiguous_strides
 from functron.program.recorder import Recorder, active
+from functron.program.text import COLLECTIVES
 from functron.spmd.axes import Axis, TracedAxis, lookup
 from functron.spmd.primitives import (
     AllGather,
@@ -124,10 +125,7 @@ def _equation(equation: Equation, values: dict[Var, Any], last: Sequence[Var]) -
     kwargs = {name: _filled(value, values) for name, value in equation.kwargs.items()}
     if equation.op.namespace == "functron":
         return _functron(equation, args, kwargs)
-    return _leaves(_operation(equation)(*args, **kwargs))
-
-
-def _leaves(out: Any) -> list:
+    out = _operation(equation)(*args, **kwargs)
     return [out] if isinstance(out, torch.Tensor) else pytree.tree_leaves(out)
 
 
@@ -219,8 +217,9 @@ def _functron(equation: Equation, args: Sequence[Any], kwargs: Mapping[str, Any]
     name = equation.name
     if name in _OTHERS:
         return _OTHERS[name](*args)
-    if name not in _OVER_AXES:  # of functron.ops, which have rules of their own for every life
-        return _leaves(equation.op(*args, **kwargs))
+    if name not in COLLECTIVES and name not in _STATEMENTS:  # it brings its own vmap rule
+        op: Any = equation.op
+        return pytree.tree_leaves(op(*args, **kwargs))
     x, axis, *sizes = args
     found = lookup(axis)
     if name in _STATEMENTS:
@@ -287,7 +286,6 @@ _COLLECTIVES: Mapping[str, Any] = {
     "psum_scatter": PsumScatter,
     "all_to_all": AllToAll,
 }
-_OVER_AXES = {*_STATEMENTS, *_COLLECTIVES, "ppermute", "pbroadcast", "ragged_all_to_all"}
 
 
 # --- operations of torch that need more than a call

@@ -6,7 +6,7 @@ in place of ``x @ w``, and `grouped_product` that of a layer's experts.
 """
 
 from functron.precision.policy import POLICIES, Policy
-from functron.precision.product import grouped_product, product, quantised
+from functron.precision.product import grouped_product, history_def, product, quantised
 from functron.precision.recipe import RECIPES, Contraction, Recipe
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Policy",
     "Recipe",
     "grouped_product",
+    "history_def",
     "product",
     "quantised",
 ]

@@ -81,6 +81,10 @@ POLICIES: Mapping[str, Policy] = MappingProxyType({
     "bf16": Policy("bfloat16", "float32", grads="float32", reduce="float32"),
     "bf16-pure": Policy("bfloat16", "stochastic", mu="bfloat16", nu="bfloat16"),
     "fp16": Policy("float16", "float32", "float32", "float32", loss_scale=2.0**16),
-    **{name: Policy("bfloat16", "float32", "float32", "float32", products=name) for name in RECIPES}
+    **{
+        name: Policy("bfloat16", "float32", "float32", "float32", products=name)
+        for name, recipe in RECIPES.items()
+        if recipe.scaling != "delayed"  # models keep no histories yet
+    },
 })  # fmt: skip
 """By name."""

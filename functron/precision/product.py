@@ -16,6 +16,10 @@ for that of w, each by its formats. Nothing is kept for backward but x, w and th
 * Random numbers belong to global positions, so ``rows`` must say how tokens are split, and
   ``index`` where they are, if not in order.
 
+A magnitude is of the tokens that a layer is given at once. So with current scaling of tensors the
+numbers depend on how many microbatches a batch is cut into, on one device as on any mesh; by rows
+and blocks, and with delayed scaling, they do not.
+
 **What must not be quantised** is a part of a sum. The cotangents of column- and row-parallel
 products are whole on every rank: that of a column-parallel y is split as y is; that of a
 row-parallel one went through the transpose of the sum after it. The cotangent of a y that an axis
@@ -24,11 +28,15 @@ such axes are named in ``partial``, which sums it first, and a program that does
 refused where it is simulated.
 
 With ``scaling=local`` magnitudes are this rank's: nothing is sent for them, and numbers depend on
-the mesh.
+the mesh. With ``scaling=delayed`` they are those of the steps before: the function takes a third
+operand, a float32 ``[3, 256]`` of histories for x, w and dy (`history_def`), and what it saw comes
+back as that operand's cotangent, as histograms whose sum over ranks, microbatches and layers the
+update of the step reads (`functron.ops.quantise.remember`; see there). Nothing else is sent.
 """
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -43,18 +51,22 @@ from functron.core.typing import Tensor
 from functron.ops.define import AUTO, Kernels
 from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
 from functron.ops.quantise import (
+    HISTORY,
     Draw,
     Format,
     Quantised,
     hadamard,
+    histogram,
     magnitude,
     quantise,
+    remembered,
 )
 from functron.ops.scaled_matmul import (
     scaled_grouped_matmul,
     scaled_grouped_weight,
     scaled_matmul,
 )
+from functron.params import ParamDef, zeros
 from functron.precision.recipe import Contraction, Recipe, Scaling, check_sizes
 from functron.spmd import collectives as lax
 from functron.spmd.axes import SimulatedAxis, scope
@@ -62,8 +74,9 @@ from functron.spmd.spec import P, dim_axes, spec_axes
 from functron.transforms.custom_vjp import custom_vjp
 
 Axes = str | tuple[str, ...]
-Product = Callable[[Tensor, Tensor], Tensor]
-"""``(x [..., inputs], w [inputs, outputs])`` to ``[..., outputs]``."""
+Product = Callable[..., Tensor]
+"""``(x [..., inputs], w [inputs, outputs])`` to ``[..., outputs]``; with ``scaling=delayed`` also
+of a history."""
 
 
 @public
@@ -76,6 +89,7 @@ def product(
     partial: Axes = (),
     key: Tensor | None = None,
     index: Index = None,
+    runs: int = 1,
     path: str = "product",
     kernels: Kernels = AUTO,
 ) -> Product:
@@ -96,6 +110,8 @@ def product(
             a sum; one psum of a cotangent's bytes each.
         key: of what is drawn: one of this layer and step.
         index: of each leading dim of x the global positions, or None where `rows` tells them.
+        runs: of how many runs of consecutive tokens this rank's part of a sequence consists: 2 in
+            the zigzag order of context parallelism. No block along tokens may lie in two.
         path: of the layer, for messages.
         kernels: of ``"scaled_matmul"``: "reference" computes exactly on GPUs too, slowly.
 
@@ -110,26 +126,61 @@ def product(
         refuse(f"a quantised product of {path}", missing, "None", wanted, fix)
     split = _Split(_named(inner), _named(outer), rows, _named(partial))
     emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
-    layer = _Layer(recipe, split, path, emulate)
+    layer = _Layer(recipe, split, runs, path, emulate)
 
-    def value(x: Tensor, w: Tensor, places: tuple) -> Tensor:
-        return layer.forward(x, w, places)[0]
+    def value(x: Tensor, w: Tensor, history: Tensor | None, places: tuple) -> Tensor:
+        return layer.forward(x, w, _known(history), places)[0]
 
-    def forward(x: Tensor, w: Tensor, places: tuple) -> tuple[Tensor, tuple]:
+    def forward(
+        x: Tensor, w: Tensor, history: Tensor | None, places: tuple
+    ) -> tuple[Tensor, tuple]:
         layer.check(x, w)
-        y, known = layer.forward(x, w, places)
+        y, known = layer.forward(x, w, _known(history), places)
         return y, (x, w, places, known)
 
     def backward(residuals: tuple, dy: Tensor) -> tuple:
-        return (*layer.backward(*residuals, dy), None)
+        x, w, places, known = residuals
+        dx, dw, seen = layer.backward(x, w, places, known, dy)
+        return dx, dw, seen, None
 
     call = custom_vjp(value, forward, backward)
 
-    def multiply(x: Tensor, w: Tensor) -> Tensor:
+    def multiply(x: Tensor, w: Tensor, history: Tensor | None = None) -> Tensor:
         check_sizes(recipe, tuple(x.shape), (w.shape[0], w.shape[1]), path=path, backward=False)
-        return call(x, w, (key, None if index is None else tuple(index)))
+        _check_history(recipe, history, path)
+        return call(x, w, history, (key, None if index is None else tuple(index)))
 
     return multiply
+
+
+def history_def(layers: int | None = None) -> ParamDef:
+    """What a layer with ``scaling=delayed`` remembers: of x, w and dy the magnitudes of 256 steps.
+
+    A leaf of the state beside the layer's weight, replicated, in float32 on every device. It is no
+    weight: its cotangent is a histogram, it has no part in the gradients' norm (``balance``), and
+    the optimizer replaces it by `functron.ops.quantise.remember`.
+
+    Args:
+        layers: of stacked layers, how many; None: of one.
+    """
+    lead = () if layers is None else ((layers, "layers"),)
+    dims = (*lead, (len(_REMEMBERED), None), (HISTORY, None))
+    sizes, axes = zip(*dims, strict=True)
+    return ParamDef(sizes, axes, zeros, torch.float32, decay=False, balance=True)
+
+
+_REMEMBERED = ("x", "w", "dy")
+
+
+def _check_history(recipe: Recipe, history: Tensor | None, path: str) -> None:
+    wanted = (len(_REMEMBERED), HISTORY) if recipe.scaling == "delayed" else None
+    fits = history is None or history.dtype == torch.float32
+    got = None if history is None else tuple(history.shape)
+    if got != wanted or not fits:
+        what = "None" if history is None else f"{history.dtype} of shape {got}"
+        known = "None" if wanted is None else f"float32 of shape {wanted}"
+        fix = "give a third operand, as history_def says, to recipes with scaling=delayed alone"
+        refuse(f"a quantised product of {path}", "history", what, known, fix)
 
 
 def _named(axes: Axes) -> tuple[str, ...]:
@@ -190,6 +241,11 @@ class _Operand(NamedTuple):
         return f"{state}{self.name} of product {self.number}"
 
 
+def _known(history: Tensor | None) -> dict[str, Tensor]:
+    """The magnitudes that histories tell."""
+    return {} if history is None else dict(zip(_REMEMBERED, remembered(history), strict=True))
+
+
 def maxima(
     operands: Sequence[_Operand],
     known: Mapping[str, Tensor],
@@ -225,12 +281,14 @@ class _Layer(NamedTuple):
 
     recipe: Recipe
     split: _Split
+    runs: int
     path: str
     emulate: bool
 
     def check(self, x: Tensor, w: Tensor) -> None:
         """Refuse what cannot be differentiated: sizes, and cotangents that are parts of sums."""
-        check_sizes(self.recipe, tuple(x.shape), (w.shape[0], w.shape[1]), path=self.path)
+        sizes = (w.shape[0], w.shape[1])
+        check_sizes(self.recipe, tuple(x.shape), sizes, path=self.path, runs=self.runs)
         if self.recipe.dgrad is None and self.recipe.wgrad is None:
             return
         for name, axis in scope().axes.items():
@@ -245,33 +303,36 @@ class _Layer(NamedTuple):
                     f"name it in partial=({name!r},), or split x or w by it",
                 )
 
-    def forward(self, x: Tensor, w: Tensor, places: tuple) -> tuple[Tensor, dict[str, Tensor]]:
-        """The result, and the magnitudes of x and w as whole tensors."""
+    def forward(
+        self, x: Tensor, w: Tensor, known: dict[str, Tensor], places: tuple
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The result, and the magnitudes of whole tensors that are known by then."""
         part = self.recipe.fprop
         if part is None:
-            return x @ w, {}
-        pair = self._pair(
-            0, part, ("x", x.flatten(0, -2)), ("w", w.mT), self.split.inner, x, w, places
-        )
-        known = maxima(pair, {}, self.split.everywhere(), self.recipe.scaling)
+            return x @ w, known
+        where = _Places(self.split, x.shape, w.shape, places, x.device)
+        sides = ("x", x.flatten(0, -2)), ("w", w.mT)
+        pair = self._pair(0, part, *sides, self.split.inner, where)
+        known = maxima(pair, known, self.split.everywhere(), self.recipe.scaling)
         y = self._multiplied(pair, known, x.dtype)
-        kept = {name: value for name, value in known.items() if name in ("x", "w")}
+        kept = {name: value for name, value in known.items() if name in _REMEMBERED}
         return y.unflatten(0, x.shape[:-1]), kept
 
     def backward(
         self, x: Tensor, w: Tensor, places: tuple, known: dict[str, Tensor], dy: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """This rank's shares of the cotangents of x and w."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """This rank's shares of the cotangents of x and w, and histograms of what was seen."""
         split, recipe = self.split, self.recipe
         if split.partial:
             dy = lax.psum(dy, split.partial)
         flat, d = x.flatten(0, -2), dy.flatten(0, -2)
+        where = _Places(split, x.shape, w.shape, places, x.device)
         for_x, for_w = (), ()
         if recipe.dgrad is not None:
-            for_x = self._pair(1, recipe.dgrad, ("dy", d), ("w", w), split.outer, x, w, places)
+            for_x = self._pair(1, recipe.dgrad, ("dy", d), ("w", w), split.outer, where)
         if recipe.wgrad is not None:
             tokens = split.tokens()
-            for_w = self._pair(2, recipe.wgrad, ("x", flat.mT), ("dy", d.mT), tokens, x, w, places)
+            for_w = self._pair(2, recipe.wgrad, ("x", flat.mT), ("dy", d.mT), tokens, where)
         known = maxima((*for_x, *for_w), known, split.everywhere(), recipe.scaling)
         dx = self._multiplied(for_x, known, x.dtype) if for_x else d @ w.mT
         dw = self._multiplied(for_w, known, w.dtype) if for_w else flat.mT @ d
@@ -279,7 +340,11 @@ class _Layer(NamedTuple):
         if split.partial:  # each of the ranks that are the same has its share
             size = lax.axis_size(split.partial)
             dx, dw = dx / size, dw / size
-        return dx, dw
+        if recipe.scaling != "delayed":
+            return dx, dw, None
+        whole = Format("e4m3", "tensor")
+        seen = [magnitude(m.flatten(0, -2), whole) for m in (x, w, dy)]
+        return dx, dw, histogram(torch.stack([most for most in seen if most is not None]))
 
     def _multiplied(
         self, pair: Sequence[_Operand], known: Mapping[str, Tensor], dtype: torch.dtype
@@ -298,19 +363,16 @@ class _Layer(NamedTuple):
         left: tuple[str, Tensor],
         right: tuple[str, Tensor],
         summed: tuple[str, ...],
-        x: Tensor,
-        w: Tensor,
-        places: tuple,
+        where: _Places,
     ) -> tuple[_Operand, _Operand]:
         """The operands of a product, mixed where it says so."""
-        where = _Places(self.split, x.shape, w.shape, *places, x.device) if part.draws else None
         sides = zip((left, right), (part.left, part.right), strict=True)
         made = []
         for side, ((name, matrix), form) in enumerate(sides):
-            if where is not None and part.hadamard:
+            if part.hadamard:
                 matrix = hadamard(matrix, *where.summed(number))
             draw = None
-            if where is not None and form.stochastic:
+            if form.stochastic:
                 draw = where.draw(number, side, name)
             made.append(_Operand(number, name, matrix, form, part.hadamard, summed, draw))
         return made[0], made[1]
@@ -324,22 +386,32 @@ class _Places:
         split: _Split,
         x: Sequence[int],
         w: Sequence[int],
-        key: Tensor,
-        index: Sequence[Tensor | None] | None,
+        places: tuple,
         device: torch.device,
     ):
-        assert split.rows is not None
-        self._key = key
-        lead = tuple(x[:-1])
-        given = index or [None] * len(lead)
-        place = torch.zeros(1, dtype=torch.int64, device=device)
-        for size, axes, at in zip(lead, dim_axes(split.rows, len(lead)), given, strict=True):
-            own = lax.global_index(size, axes, device=device) if at is None else at
-            place = (place.unsqueeze(-1) * (size * lax.axis_size(axes)) + own).reshape(-1)
-        self._tokens = place
-        self._inputs = lax.global_index(w[0], split.inner, device=device)
-        self._outputs = lax.global_index(w[1], split.outer, device=device)
+        self._split, self._lead, self._device = split, tuple(x[:-1]), device
+        self._key, self._index = places
         self._sizes = (w[0] * lax.axis_size(split.inner), w[1] * lax.axis_size(split.outer))
+        self._local = w
+
+    @functools.cached_property
+    def _tokens(self) -> Tensor:
+        lead, rows = self._lead, self._split.rows
+        assert rows is not None
+        given = self._index or [None] * len(lead)
+        place = torch.zeros(1, dtype=torch.int64, device=self._device)
+        for size, axes, at in zip(lead, dim_axes(rows, len(lead)), given, strict=True):
+            own = lax.global_index(size, axes, device=self._device) if at is None else at
+            place = (place.unsqueeze(-1) * (size * lax.axis_size(axes)) + own).reshape(-1)
+        return place
+
+    @functools.cached_property
+    def _inputs(self) -> Tensor:
+        return lax.global_index(self._local[0], self._split.inner, device=self._device)
+
+    @functools.cached_property
+    def _outputs(self) -> Tensor:
+        return lax.global_index(self._local[1], self._split.outer, device=self._device)
 
     def summed(self, number: int) -> tuple[Tensor, Tensor, int]:
         """What signs of product `number` are drawn by: of what it sums over, for both operands."""
@@ -420,6 +492,9 @@ def grouped_product(
             such products.
     """
     recipe = recipe.grouped()
+    if recipe.scaling == "delayed":
+        fix = "take the same recipe with scaling=global for experts"
+        refuse(f"a quantised product of {path}", "scaling", "delayed", "global or local", fix)
     emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
     split = _Split(_named(inner), _named(outer), None, _named(experts))
     layer = _Experts(recipe, split, emulate)
@@ -436,7 +511,8 @@ def grouped_product(
             return layer.forward(x, w, sizes, zeros), (x, w, sizes)
 
         def backward(residuals: tuple, dy: Tensor) -> tuple:
-            return (*layer.backward(*residuals, dy, zeros_back), None)
+            x, w, sizes = residuals
+            return (*layer.backward(x, w, sizes, dy, zeros_back), None)
 
         return custom_vjp(value, forward, backward)(x, w, sizes)
 
@@ -482,14 +558,15 @@ class _Experts(NamedTuple):
             self.split.tokens(),
         )
         sides = zip((x, dy), forms, most, strict=True)
-        flat: list[Tensor] = []
+        flat: list[tuple[Tensor, Tensor]] = []
         for matrix, form, amax in sides:
             assert amax is not None, form
             each = amax.index_select(0, groups).expand(matrix.shape)  # of every element
             column = form if form.blocks == "row" else replace(form, blocks="row")
             made = quantise(matrix.reshape(-1, 1), column, each.reshape(-1), emulate=self.emulate)
-            flat += [part.reshape(matrix.shape) for part in made[:2]]
-        dw = scaled_grouped_weight(*flat, sizes, w.dtype, emulate=self.emulate)
+            flat.append((made.values.reshape(matrix.shape), made.scales.reshape(matrix.shape)))
+        left, right = flat
+        dw = scaled_grouped_weight(*left, *right, sizes, w.dtype, emulate=self.emulate)
         return dx, dw
 
     def _rows(

@@ -28,10 +28,10 @@ from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.ops.quantise import WIDTH, Format, undivided
 from functron.ops.scaled_matmul import why_not
 
-Scaling = Literal["global", "local"]
-"""Whose magnitude scales are of: the whole tensor's, over all ranks that have a part of it, or this
-rank's part's. "global" numbers are those of one device; "local" ones depend on the mesh, and send
-nothing."""
+Scaling = Literal["global", "local", "delayed"]
+"""Whose magnitude scales are of: the whole tensor's, over all ranks that have a part of it; this
+rank's part's; or the whole tensor's in the steps before. "global" and "delayed" numbers are those
+of one device; "local" ones depend on the mesh. "local" and "delayed" send nothing."""
 
 HIGH = "high"
 _MIXED = "hadamard"
@@ -99,7 +99,7 @@ class Recipe:
 
     Raises:
         ValueError: blocks of the two operands of a product differ in how many elements that are
-            summed share a scale.
+            summed share a scale; or magnitudes are to be remembered that are not of tensors.
     """
 
     fprop: Contraction | None
@@ -115,7 +115,13 @@ class Recipe:
                 wanted = "blocks of one length along what is summed"
                 found.append(Problem(name, str(part), wanted, "take the same blocks for both"))
         if self.scaling not in get_args(Scaling):
-            found.append(Problem("scaling", repr(self.scaling), "global or local"))
+            found.append(Problem("scaling", repr(self.scaling), "global, local or delayed"))
+        if self.scaling == "delayed":
+            for name, part in self.products():
+                if part.hadamard or {part.left.blocks, part.right.blocks} != {"tensor"}:
+                    fix = "write e4m3@tensor or e5m2@tensor, or scaling=global"
+                    wanted = "formats by tensors, whose magnitudes are remembered"
+                    found.append(Problem(name, str(part), wanted, fix))
         raise_problems("a recipe", found)
 
     def products(self) -> Iterator[tuple[str, Contraction]]:
@@ -213,7 +219,13 @@ def problems_on(
 
 
 def check_sizes(
-    recipe: Recipe, x: tuple[int, ...], w: tuple[int, int], *, path: str, backward: bool = True
+    recipe: Recipe,
+    x: tuple[int, ...],
+    w: tuple[int, int],
+    *,
+    path: str,
+    backward: bool = True,
+    runs: int = 1,
 ) -> None:
     """Refuse sizes of a linear layer on one rank that a recipe's blocks do not divide.
 
@@ -223,6 +235,7 @@ def check_sizes(
         w: the shape of this rank's weight, [inputs, outputs].
         path: of the layer, for the message.
         backward: whether gradients are taken.
+        runs: of consecutive tokens, of one length, that x's are.
 
     Raises:
         ValueError: with every dim, the nearest sizes that fit, and for which product.
@@ -233,7 +246,7 @@ def check_sizes(
     for name, part in recipe.products():
         if name != "fprop" and not backward:
             continue
-        rows = [(*sizes[name], part.depth)]
+        rows = [(*sizes[name], part.depth * (runs if name == "wgrad" and part.depth > 1 else 1))]
         if name in across:
             rows.append((*across[name], part.right.block[0]))
         for dim, size, block in rows:
@@ -259,12 +272,16 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType({})
 RECIPES = MappingProxyType(
     {
         "fp8-tensor": _same(f"{_T4}*{_T4}", f"{_T5}*{_T4}", f"{_T4}*{_T5}"),
+        "fp8-delayed": replace(
+            _same(f"{_T4}*{_T4}", f"{_T5}*{_T4}", f"{_T4}*{_T5}"), scaling="delayed"
+        ),
         "fp8-row": _same(f"{_R}*{_R}", f"{_R}*{_R}", f"{_R}*{_R}"),
         "fp8-block": _same(f"{_A}*{_W}", f"{_A}*{_W}", f"{_A}*{_A}"),
         "mxfp8": _same(f"{_M}*{_M}", f"{_M}*{_M}", f"{_M}*{_M}"),
         "nvfp4": _same(f"{_F}*{_S}", f"{_D}*{_S}", f"{_MIXED}({_F}*{_D})"),
     }
 )
-"""By name: current scaling per tensor, with e5m2 for gradients (Transformer Engine's HYBRID); one
-scale per row (torchao); DeepSeek-V3's blocks; MXFP8; and NVFP4 with squares of weights, stochastic
-rounding of gradients and a random Hadamard transform before wgrad."""
+"""By name: current scaling per tensor, with e5m2 for gradients (Transformer Engine's HYBRID); the
+same with scales of the steps before; one scale per row (torchao); DeepSeek-V3's blocks; MXFP8; and
+NVFP4 with squares of weights, stochastic rounding of gradients and a random Hadamard transform
+before wgrad."""

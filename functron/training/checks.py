@@ -267,6 +267,9 @@ def _recipe_problems(config: TrainConfig) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem("products", repr(config.products), "a recipe", str(error).partition("\n")[2])
         return
+    if recipe.scaling == "delayed":
+        wanted, fix = "scaling=global or local: models keep no histories", "choose fp8-tensor"
+        yield Problem("products", repr(config.products), wanted, fix)
     fix = "leave it out, or choose one of fp8-tensor, fp8-row, fp8-block and mxfp8"
     if "products" not in config.family.settings:
         got = f"{config.products} with {config.family.title}"

@@ -22,9 +22,7 @@ from functron.ops.quantise import (
     QUANTISE_FP8,
     Format,
     Quantised,
-    advance,
     cast_fp8,
-    delayed_scale,
     dequantise_fp8,
     magnitude,
     quantise_fp8,
@@ -320,25 +318,6 @@ def test_cast_of_what_is_not_finite(bad):
         assert amax.isfinite().tolist() == [True, False]
 
 
-def test_delayed_scaling_by_hand():
-    state = delayed_scale(3, (2,))
-    steps = [  # magnitudes, and scales of "max" for e4m3 with margin 1: 224 over the largest of three
-        ((0.0, 7.0), (1.0, 32.0)),
-        ((14.0, 3.5), (16.0, 32.0)),
-        ((7.0, math.inf), (16.0, 32.0)),
-        ((7.0, 3.5), (16.0, 64.0)),
-        ((3.5, 28.0), (32.0, 8.0)),
-    ]
-    for amax, scales in steps:
-        state = advance(state, torch.tensor(amax), "e4m3", margin=1)
-        assert state.scale.tolist() == list(scales)
-    assert state.history.tolist() == [[7.0, 0.0], [7.0, 3.5], [3.5, 28.0]]
-    latest = advance(state, torch.tensor([1.75, math.nan]), "e5m2", of="latest")
-    assert latest.scale.tolist() == [57344 / 1.75, 8.0]
-    tiny = advance(delayed_scale(1), torch.tensor(1e-44))
-    assert tiny.scale.item() == torch.finfo(F32).max
-
-
 def test_errors():
     with pytest.raises(
         ValueError,
@@ -352,8 +331,6 @@ def test_errors():
         cast_fp8(torch.ones(3, 4, 4), torch.ones(2))
     with pytest.raises(ValueError, match=r"(?s)no layout for scaled_mm.*blocks of 1x32"):
         quantise_fp8(torch.ones(32, 32), "1x32")[0].mm_scales()
-    with pytest.raises(ValueError, match="length=0"):
-        delayed_scale(0)
 
 
 CASE = Case(

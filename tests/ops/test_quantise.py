@@ -17,6 +17,7 @@ from functron.ops.quantise import (
     E2M1,
     E8M0,
     ELEMENTS,
+    HISTORY,
     MOST,
     WIDTH,
     Draw,
@@ -24,8 +25,11 @@ from functron.ops.quantise import (
     Quantised,
     dequantise,
     hadamard,
+    histogram,
     magnitude,
     quantise,
+    remember,
+    remembered,
     unpacked,
 )
 from functron.ops.scaled_matmul import swizzled
@@ -303,3 +307,24 @@ def test_bad_operands():
         made(torch.ones(4, 32), "e4m3@1x32+stochastic")
     with pytest.raises(ValueError, match=r"x: got torch.int64 of shape \(3,\)"):
         quantise(torch.arange(3), Format.parse("e4m3@1x32"))
+
+
+def test_histories():
+    """The maximum, rounded up by less than a quarter, of however many magnitudes are added up."""
+    values = torch.tensor([0.0, 1e-30, 1.0, 1.01, 1.25, 447.0, 448.0, 2.0**27 * 1.25, 1e30])
+    counts = histogram(values)
+    assert (counts.sum(-1) == 1).all()
+    history = torch.arange(HISTORY).float().expand(len(values), -1)
+    next_ = remember(history, counts)
+    assert torch.equal(next_[:, :-1], history[:, 1:])
+    want = [0.0, 2.0**-36, 1.0, 1.25, 1.25, 448.0, 448.0, 2.0**27 * 1.25, 2.0**27 * 1.25]
+    assert next_[:, -1].tolist() == want
+    assert remembered(torch.zeros(3, HISTORY)).tolist() == [0.0] * 3
+    x = matrix(1000).abs()
+    got = remember(torch.zeros(HISTORY), histogram(x).bfloat16().sum(0) / 3)[-1]
+    assert x.max() <= got < 1.25 * x.max()
+    for bad in (math.nan, math.inf):
+        seen = histogram(torch.tensor([3.0, bad]))
+        assert remember(torch.ones(HISTORY), seen.sum(0))[-1] == 0
+    mapped = torch.func.vmap(lambda v: remember(torch.ones(HISTORY), histogram(v)))(values)
+    assert torch.equal(mapped[:, -1], next_[:, -1])

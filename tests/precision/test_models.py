@@ -15,7 +15,7 @@ from functron.training.checks import validate
 from functron.training.config import TrainConfig, with_model, with_precision
 from functron.training.plan import plan
 
-BATCH, SEQ, VOCAB = 4, 256, 32
+BATCH, SEQ, VOCAB = 2, 256, 32
 DENSE = gpt.GPTConfig(
     vocab_size=VOCAB, num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=128,
     max_seq=SEQ, mlp_dim=256, vocab_multiple=VOCAB, dtype="float64",
@@ -67,21 +67,29 @@ def alone():
 
 ROWS = [
     ("dense", "fp8-tensor", "dp=2,tp=2", SPLIT),
-    ("dense", "fp8-block", "tp=2", {}),
-    ("dense", "fp8-row", "cp=2", {}),
-    ("dense", "mxfp8", "fsdp=2", {"remat": "full"}),
-    ("dense", "nvfp4", "dp=2,tp=2", SPLIT),
     ("dense", "nvfp4", "cp=2", {}),
-    ("dense", "fp8-tensor", "pp=2,tp=2", {"schedule": "zb-h1"}),
-    ("dense", "fp8-block", "pp=2", {"schedule": "1f1b", "zero": 0}),
-    ("dense", "mxfp8", "dp=2", {"zero": 2}),
+    ("dense", "mxfp8", "fsdp=2", {"remat": "full"}),
+    ("dense", "fp8-block", "pp=2,tp=2", {"schedule": "zb-h1"}),
     ("shared keys", "fp8-tensor", "tp=2", {}),
     ("fused", "nvfp4", "tp=2", SPLIT),  # columns of gate and up that a rank has are no run of all
     ("experts", "fp8-tensor", "ep=2,tp=2", {}),
-    ("experts", "fp8-block", "ep=2", {}),
-    ("experts", "nvfp4", "ep=2", {}),
     ("latent", "fp8-tensor", "tp=2", {}),
-    ("latent", "mxfp8", "dp=2,tp=2", SPLIT),
+    *(
+        pytest.param(*row, marks=pytest.mark.full)
+        for row in (
+            ("dense", "fp8-block", "tp=2", {}),
+            ("dense", "fp8-row", "cp=2", {}),
+            ("dense", "nvfp4", "dp=2,tp=2", SPLIT),
+            ("dense", "nvfp4", "pp=2", {"schedule": "zb-h1"}),
+            ("dense", "fp8-tensor", "pp=2,dp=2", {"schedule": "1f1b"}),
+            ("dense", "mxfp8", "dp=2", {"zero": 2}),
+            ("fused", "fp8-block", "tp=2", SPLIT),
+            ("experts", "fp8-block", "ep=2", {}),
+            ("experts", "mxfp8", "ep=2,tp=2", SPLIT | {"expert_axes": "ep,tp"}),
+            ("experts", "nvfp4", "ep=2", {}),
+            ("latent", "mxfp8", "dp=2,tp=2", SPLIT),
+        )
+    ),
 ]
 
 
@@ -122,6 +130,7 @@ def test_what_no_recipe_can_do_is_refused_before_anything_starts():
         (replace(bert, products="mxfp8"), "only GPTs have a place for it"),
         (replace(latent, products="nvfp4"), "wanted a recipe that draws none"),
         (replace(small, products="fp8-tensor", lora_rank=4), "with lora_rank"),
+        (replace(small, products="fp8-delayed"), "wanted scaling=global or local"),
         (replace(small, products="fp9"), "products: got 'fp9'; wanted a recipe"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -33,7 +33,7 @@ def test_text():
         ("fp8-tensors", "did you mean 'fp8-tensor'"),
         (f"fprop={PLAIN}", r"(?s)dgrad: got nothing.*dgrad=high.*wgrad: got nothing"),
         (f"fprop={PLAIN} dgrad=high wgrad=high fprop=high", "fprop: got fprop=high; wanted .*once each"),
-        (f"fprop={PLAIN} dgrad=high wgrad=high scaling=here", "scaling: got 'here'; wanted global or local"),
+        (f"fprop={PLAIN} dgrad=high wgrad=high scaling=here", "scaling: got 'here'; wanted global, local or delayed"),
         ("fprop=e4m3@row dgrad=high wgrad=high", r"product: got 'e4m3@row'; wanted FORMAT\*FORMAT"),
         ("fprop=e4m3@1x128*e4m3@1x32 dgrad=high wgrad=high", "fprop: got .*wanted blocks of one length"),
     ],
@@ -45,9 +45,9 @@ def test_what_is_no_recipe(text, match):
 
 HAS = {
     (8, 0): set(),
-    (8, 9): {"fp8-tensor", "fp8-row"},
-    (9, 0): {"fp8-tensor", "fp8-row", "fp8-block"},
-    (10, 0): {"fp8-tensor", "fp8-row", "mxfp8", "nvfp4"},
+    (8, 9): {"fp8-tensor", "fp8-delayed", "fp8-row"},
+    (9, 0): {"fp8-tensor", "fp8-delayed", "fp8-row", "fp8-block"},
+    (10, 0): {"fp8-tensor", "fp8-delayed", "fp8-row", "mxfp8", "nvfp4"},
 }
 
 
