@@ -143,9 +143,10 @@ def _shorten_problems(form: Format, table: Mapping[str, Any], max_seq: int) -> l
 
 
 def _stored_dtype(table: Mapping[str, Any]) -> Dtype:
-    """The dtype of the weights by config.json; float32 where we do not compute in it."""
+    """The dtype of the weights by config.json; float32 for float16, which training must scale."""
     name = str(table.get("dtype") or table.get("torch_dtype") or "").removeprefix("torch.")
-    return next((known for known in get_args(Dtype) if known == name), "float32")
+    kept = (known for known in get_args(Dtype) if known == name != "float16")
+    return next(kept, "float32")
 
 
 def differences(config: Config, other: Config) -> list[str]:

@@ -157,7 +157,7 @@ class GPTConfig(TextConfig):
             another, of experts too: fewer launches, and x is read once. The layout of parameters
             alone: values begin, and are computed, as without, and hub folders have neither.
             Optimizers that look at whole leaves (Adafactor, SOAP) see one for two or three.
-            Latent attention stays as it is.
+            Latent attention stays as it is, and quantised products are of each matrix by itself.
         tied: one matrix for embedding and unembedding.
         embed_scale: multiplies the embedding of a token, not the unembedding; sqrt(embed_dim) in
             Gemma.

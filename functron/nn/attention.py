@@ -19,6 +19,7 @@ from functron.core.typing import Float, Int, Tensor
 from functron.nn.layers import (
     PRODUCTS,
     Products,
+    apart,
     column_parallel,
     gather_sequence,
     linear_defs,
@@ -253,9 +254,9 @@ def attention_defs(
     """
 
     def projection(num_heads: int, axis: str, pieces: tuple[tuple[str, int], ...] = ()) -> dict:
-        apart = (sum(size for _, size in pieces),) if pieces else ()
-        shape = (num_heads, *apart, config.head_dim)
-        axes = (axis, *(None for _ in apart), None)
+        slots = (sum(size for _, size in pieces),) if pieces else ()
+        shape = (num_heads, *slots, config.head_dim)
+        axes = (axis, *(None for _ in slots), None)
         return linear_defs(
             (config.embed_dim, *shape),
             ("embed", *axes),
@@ -359,7 +360,7 @@ def self_attention(
         bytes forward and one backward; with a split sequence, all-gather and reduce-scatter each.
         With `qk_norm_across`, two all-reduces of one number per token besides, in either direction.
     """
-    x = gather_sequence(x, stream, axis)
+    x, params = gather_sequence(x, stream, axis), apart(params, products)
     projected = functools.partial(_projected, params, x, config, axis, products)
     q, k, v = _placed(params, projected, config, rope, kernels, axis)
     if config.scale:  # what computes scores divides them by the root of their width

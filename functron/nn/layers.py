@@ -223,6 +223,39 @@ def weights(layer: dict) -> tuple[Tensor, Tensor | None, Adapter | None]:
     return layer["w"], layer.get("b"), layer.get("lora")
 
 
+_JOINED = MappingProxyType({"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")})
+"""Layers that may be joined, in order, in one: along the last dim but one of its parameters, in
+which all but the first have one entry."""
+
+
+def apart(params: dict, products: Products) -> dict:
+    """The parameters of several layers; with joined ones apart, unless products are torch's.
+
+    Others scale, draw and cut into blocks by the places of a matrix's columns: a rank that has a
+    part of each of two matrices has no run of the columns of both.
+    """
+    if products is PRODUCTS:
+        return params
+    made = dict(params)
+    for joined, names in _JOINED.items():
+        if joined in made:
+            layer = made.pop(joined)
+            own: list[dict] = [{} for _ in names]
+            for key, value in layer.items():
+                for one, part in zip(own, _cut(value, len(names)), strict=True):
+                    one[key] = part
+            made |= zip(names, own, strict=True)
+    return made
+
+
+def _cut(value: Any, count: int) -> list:
+    if isinstance(value, Adapter):
+        return [value._replace(b=part) for part in _cut(value.b, count)]
+    sizes = (value.shape[-2] - count + 1, *[1] * (count - 1))
+    parts = value.split(sizes, -2)
+    return [x.flatten(-3, -2) if x.shape[-2] > 1 else x.squeeze(-2) for x in parts]
+
+
 def embed_tokens(
     table: Float[Tensor, "rows embed"],
     tokens: Int[Tensor, "batch whole_seq"],
@@ -383,6 +416,7 @@ def mlp(
         ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce forward and one
         backward; with a split sequence, all-gather and reduce-scatter each.
     """
+    params = apart(params, products)
     x = gather_sequence(x, stream, axis)
     act = ACTIVATIONS[activation]
     w, bias, lora = weights(params["down"])

@@ -124,7 +124,8 @@ def _import(
     run_folder.refuse_existing(out, "cannot convert")
     kind: Dtype | None = None
     if dtype is not None:
-        known: dict[str, Dtype] = {name: name for name in get_args(Dtype)}
+        # float16 wants a loss scale, which `fine_tuning` does not choose
+        known: dict[str, Dtype] = {name: name for name in get_args(Dtype) if name != "float16"}
         if dtype not in known:
             wanted, fix = "a dtype to train in", nearest(dtype, known)
             refuse("cannot convert", "dtype", repr(dtype), wanted, fix)

@@ -71,7 +71,7 @@ ROWS = [
     ("dense", "mxfp8", "fsdp=2", {"remat": "full"}),
     ("dense", "fp8-block", "pp=2,tp=2", {"schedule": "zb-h1"}),
     ("shared keys", "fp8-tensor", "tp=2", {}),
-    ("fused", "fp8-row", "tp=2", SPLIT),
+    ("fused", "nvfp4", "tp=2", SPLIT),  # columns of gate and up that a rank has are no run of all
     ("experts", "fp8-tensor", "ep=2,tp=2", {}),
     ("latent", "fp8-tensor", "tp=2", {}),
     *(
@@ -105,6 +105,11 @@ def test_every_mesh_trains_to_the_same_numbers(alone, model, recipe, mesh, field
     assert got == pytest.approx(want, rel=1e-12)
     for a, b in zip(found, leaves, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_joined_matrices_have_scales_of_their_own(alone):
+    (want, _), (got, _) = alone("dense", "nvfp4"), alone("fused", "nvfp4")
+    assert got == pytest.approx(want, rel=1e-12)
 
 
 def test_every_product_of_a_layer_is_quantised_in_the_program():

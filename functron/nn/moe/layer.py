@@ -47,6 +47,7 @@ from functron.nn.layers import (
     SEQ_DIM,
     Activation,
     Products,
+    apart,
     gather_sequence,
     linear_defs,
     mlp,
@@ -191,6 +192,7 @@ def experts(
     Raises:
         ValueError: see `check_activation`.
     """
+    params = apart(params, products)
     check_activation(activation, gated="up" not in params or "gate" in params)
     split = () if axis in axes else axis
     where = {"experts": axes, "inner": (), "outer": split}
