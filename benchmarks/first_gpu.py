@@ -35,7 +35,7 @@ KERNELS = ("rms_norm + residual", "swiglu", "cross_entropy and backward",
 WITHIN = {"bfloat16": 5e-3, "float32": 1e-5}
 """Of norms, relative, by which a kernel may be off its reference."""
 PROGRAMS = ("functron jit", "torch.compile", "functron graph", "Hugging Face Liger",
-            "Hugging Face compiled")  # fmt: skip
+            "Hugging Face compiled", "functron fused")  # fmt: skip
 ATTENTION = ("flash", "fmha", "attention", "sdpa", "cudnn")
 """What is in the name of every attention kernel that torch may choose."""
 STEPS, TOP = 3, 40

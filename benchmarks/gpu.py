@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from functron.training.train import peak_flops
 # in order of importance, in case that time runs out
 PROGRAMS = (
     "functron jit", "torch.compile", "functron graph", "functron eager", "Hugging Face",
-    "Hugging Face compiled", "Hugging Face Liger",
+    "Hugging Face compiled", "Hugging Face Liger", "functron fused",
 )  # fmt: skip
 OUT_OF_TIME = "not run (out of time)"
 WARM_UP = 4
@@ -106,11 +106,18 @@ def maker(name: str) -> Callable[..., Step]:
             functron_step, mesh=Mesh(), compile_with=partial(jit, donate=0, graph=True)
         ),
         "functron eager": partial(functron_step, mesh=Mesh()),
+        "functron fused": fused_step,
         "torch.compile": partial(plain_step, compiled=True),
         "Hugging Face": partial(hugging_face_step, compiled=False),
         "Hugging Face compiled": partial(hugging_face_step, compiled=True),
         "Hugging Face Liger": partial(hugging_face_step, compiled=False, liger=True),
     }[name]
+
+
+def fused_step(c: gpt.GPTConfig, batch: dict, device: str) -> Step:
+    """`functron jit` with one matrix for queries, keys and values, and one for gate and up."""
+    c = replace(c, fused_projections=True)
+    return functron_step(c, batch, Mesh(), device=device, compile_with=partial(jit, donate=0))
 
 
 def hugging_face_step(

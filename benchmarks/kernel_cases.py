@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from functron.ops.adamw import ADAMW_
 from functron.ops.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD_
 from functron.ops.foreach import SUM_OF_SQUARES
-from functron.ops.glu import GLU, GLU_BACKWARD, GLU_BACKWARD_AGAIN
+from functron.ops.glu import GLU, GLU_BACKWARD, GLU_BACKWARD_AGAIN, GLU_PACKED_BACKWARD_AGAIN
 from functron.ops.moe import PERMUTE, ROUTER, ROUTER_BACKWARD, SORT, UNPERMUTE, UNPERMUTE_BACKWARD
 from functron.ops.norms import (
     ADD_RMS_NORM,
@@ -24,7 +24,13 @@ from functron.ops.norms import (
     RMS_NORM,
     RMS_NORM_BACKWARD,
 )
-from functron.ops.qk_norm_rope import QK_NORM_ROPE, QK_NORM_ROPE_, QK_NORM_ROPE_BACKWARD
+from functron.ops.qk_norm_rope import (
+    QK_NORM_ROPE,
+    QK_NORM_ROPE_,
+    QK_NORM_ROPE_BACKWARD,
+    QKV_NORM_ROPE,
+    QKV_NORM_ROPE_BACKWARD,
+)
 from functron.ops.quantise import DEQUANTISE_FP8, QUANTISE_FP8
 from functron.ops.softmax import LSE_MERGE, LSE_MERGE_BACKWARD, SOFTMAX, SOFTMAX_BACKWARD
 
@@ -106,6 +112,26 @@ def rope_backward(g: Given) -> Case:
     d_q, d_k = (x.flip(1).contiguous() for x in (q, k))
     args = (d_q, d_k, q, k, *rest)
     return Case(QK_NORM_ROPE_BACKWARD, args, shape_of(q), nbytes(q, k, q, k, q, k, *rest[:4]))
+
+
+def _groups(g: Given, normed: bool) -> tuple[torch.Tensor, list]:
+    """What one projection has made, by key head; and what follows it as arguments."""
+    (q, k), rest = _heads(g, normed)
+    qkv = g.normal(*k.shape[:3], q.shape[2] // k.shape[2] + 2, k.shape[3])
+    return qkv, rest
+
+
+def rope_of_one(g: Given) -> Case:
+    qkv, rest = _groups(g, normed=False)
+    return Case(QKV_NORM_ROPE, (qkv, *rest, True), shape_of(qkv), nbytes(qkv, qkv, *rest[2:4]))
+
+
+def rope_of_one_backward(g: Given) -> Case:
+    qkv, rest = _groups(g, normed=True)
+    given = [x.flip(1).contiguous() for x in QKV_NORM_ROPE.reference(qkv, *rest, True)]
+    args = (*given, qkv, *rest)
+    floor = nbytes(qkv, qkv, qkv, *rest[:4])
+    return Case(QKV_NORM_ROPE_BACKWARD, args, shape_of(qkv), floor)
 
 
 def _logits(g: Given) -> tuple[torch.Tensor, torch.Tensor]:
@@ -342,6 +368,13 @@ def glu_backward_again(g: Given, activation: str) -> Case:
     return Case(GLU_BACKWARD_AGAIN, (dy, gate, up, activation), shape_of(gate), floor)
 
 
+def glu_packed_backward_again(g: Given) -> Case:
+    both = g.normal(g.sizes.tokens, 2 * g.sizes.dim)
+    dy = both[:, : g.sizes.dim].flip(0).contiguous()
+    floor = 3 * nbytes(both)
+    return Case(GLU_PACKED_BACKWARD_AGAIN, (dy, both, "silu"), shape_of(dy), floor)
+
+
 CASES: Mapping[str, Callable[[Given], Case]] = MappingProxyType(
     {
         "rms_norm": rms_norm,
@@ -353,9 +386,12 @@ CASES: Mapping[str, Callable[[Given], Case]] = MappingProxyType(
         "rope, in place": functools.partial(rope, normed=False, in_place=True),
         "qk_norm + rope": functools.partial(rope, normed=True, in_place=False),
         "qk_norm + rope backward": rope_backward,
+        "rope of one projection": rope_of_one,
+        "qk_norm + rope of one projection, backward": rope_of_one_backward,
         "swiglu": functools.partial(glu, activation="silu"),
         "swiglu backward": functools.partial(glu_backward, activation="silu"),
         "swiglu backward + hidden": functools.partial(glu_backward_again, activation="silu"),
+        "swiglu of one projection, backward + hidden": glu_packed_backward_again,
         "geglu": functools.partial(glu, activation="gelu_tanh"),
         "geglu backward": functools.partial(glu_backward, activation="gelu_tanh"),
         "cross_entropy": cross_entropy,

@@ -92,7 +92,7 @@ class Watch:
         forward = work.forward
 
         def counted(call):
-            y, held = forward(call)
+            y, held = yield from forward(call)
             holding.append(held.values)
             return y, held
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         optim,
         params,
         pipeline,
+        precision,
         spmd,
         training,
         transforms,
@@ -128,6 +129,7 @@ __all__ = [
     "pipeline",
     "pipelined_gradients",
     "policies",
+    "precision",
     "random",
     "remat",
     "scan",
@@ -149,7 +151,8 @@ __all__ = [
 _MODULES: Mapping[str, str] = MappingProxyType({
     name: f"functron{package}.{name}"
     for package, names in {
-        "": "checkpoint data hub models nn ops optim params pipeline spmd training transforms",
+        "": "checkpoint data hub models nn ops optim params pipeline precision spmd training "
+        "transforms",
         ".core": "random tree",
         ".models": "bert gpt llava lora mamba t5 vit",
         ".program": "debug",

@@ -52,6 +52,9 @@ class ParamDef:
             gradient says only which way to go, and is no part of the gradients' norm.
         width: beside a narrower model with the same learning rates, where there is one
             (`models.mup`); optimizers divide learning rates by it (`optim.width_multiples`).
+        pieces: the parameters that are joined in this one, in order: the name that each one's layer
+            has alone, in place of this one's, and its entries of the last dim but one, which no
+            rule may split; see `pieces_of`. (): it is one.
     """
 
     shape: tuple[int, ...]
@@ -61,6 +64,7 @@ class ParamDef:
     decay: bool = True
     balance: bool = False
     width: Width = field(default_factory=Width)
+    pieces: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
@@ -68,6 +72,42 @@ class ParamDef:
                 f"ParamDef: got {len(self.axes)} logical axes {self.axes} for shape {self.shape}; "
                 "wanted one per dim (None where there is none)"
             )
+        count = sum(size for _, size in self.pieces)
+        if self.pieces and (self.shape[-2:-1] != (count,) or self.axes[-2] is not None):
+            raise ValueError(
+                f"ParamDef: got pieces {self.pieces} for shape {self.shape} with axes {self.axes}; "
+                "wanted as many entries in the last dim but one, with the axis None"
+            )
+
+
+class Piece(NamedTuple):
+    """One of several parameters that are joined in a leaf.
+
+    Attributes:
+        path: that it has alone.
+        shape: likewise: its entries of the last dim but one are joined to the dim before, or are
+            no dim where there is one entry.
+        start: of its entries in the leaf.
+        size: how many they are.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+def pieces_of(path: str, d: ParamDef) -> tuple[Piece, ...]:
+    """The parameters that are joined in the leaf at a path, in order; () where it is one."""
+    *above, _, name = path.rsplit("/", 2) if d.pieces else (path, "")
+    found, start = [], 0
+    for layer, size in d.pieces:
+        shape = (*d.shape[:-2], d.shape[-1])
+        if size > 1:
+            shape = (*d.shape[:-3], d.shape[-3] * size, d.shape[-1])
+        found.append(Piece("/".join([*above, layer, name]), shape, start, size))
+        start += size
+    return tuple(found)
 
 
 def zeros(key, shape, dtype, index=None) -> torch.Tensor:
@@ -202,7 +242,6 @@ def init_params(
 
 
 def _init_one(key, path: str, d: ParamDef, spec: P, mesh) -> torch.Tensor:
-    leaf_key = random.fold_in(key, zlib.crc32(path.encode()))
     index = None
     if isinstance(mesh, BoundMesh):
         starts = offsets(d.shape, spec, mesh, mesh.coordinate)
@@ -212,7 +251,32 @@ def _init_one(key, path: str, d: ParamDef, spec: P, mesh) -> torch.Tensor:
             for start, local, whole in zip(starts, sizes, d.shape, strict=True)
         ]
         index = None if all(row is None for row in index) else index
-    return d.init(leaf_key, d.shape, d.dtype, index)
+    if not d.pieces:
+        return d.init(_key_at(key, path), d.shape, d.dtype, index)
+    like = _shape_at(d.shape, index)
+    drawn = [  # the numbers that it has alone
+        d.init(_key_at(key, one.path), one.shape, d.dtype, _index_alone(index, one)).reshape(
+            *like[:-2], one.size, like[-1]
+        )
+        for one in pieces_of(path, d)
+    ]
+    return torch.cat(drawn, -2)
+
+
+def _key_at(key: torch.Tensor, path: str) -> torch.Tensor:
+    return random.fold_in(key, zlib.crc32(path.encode()))
+
+
+def _index_alone(index: Index, piece: Piece) -> Index:
+    """The index of a joined leaf, in the dims of one of its pieces."""
+    if index is None:
+        return None
+    *before, _, last = index
+    if piece.size > 1 and before[-1] is not None:
+        rows = before[-1]
+        inner = torch.arange(piece.size, device=rows.device)
+        before[-1] = (rows.unsqueeze(-1) * piece.size + inner).flatten()
+    return (*before, last)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 //     y_a = n_a cos - n_b sin,  y_b = n_b cos + n_a sin                 for each rotated pair (a, b) of dims
 // Pairs are (i, i + pairs), or (2i, 2i + 1) where interleaved, of the first 2 pairs dims; the others are not rotated.
 // Everything is computed in float32 and rounded once. Results may be written over what they are made of: each element
-// is read before it is written, by the thread that writes it.
+// is read before it is written, by the thread that writes it. Queries, keys and values that one product has made are read
+// where they are, and their gradients written there; of values a copy is all there is to do.
 // build: ELEMENT = float, __half, __nv_bfloat16
 #include "rows.cuh"
 
@@ -17,6 +18,47 @@ template <class E> struct Heads {
 
     __device__ E* of(i64 batch, i64 place, int head) const {
         return at + batch * batch_stride + place * seq_stride + head * head_stride;
+    }
+};
+
+enum Kind { QUERY, KEY, VALUE };
+
+struct Head {
+    int number, kind, index;  // of all heads; of which tensor; which of that
+};
+
+// The heads of a token: queries, then keys; or, where `group` is not 0, by key head: its group of queries, itself, its value.
+struct Order {
+    int q_heads, k_heads, group;
+
+    __device__ int count() const { return group ? k_heads * (group + 2) : q_heads + k_heads; }
+    __device__ Head at(int number) const {
+        if (group == 0) return number < q_heads ? Head{number, QUERY, number} : Head{number, KEY, number - q_heads};
+        const int own = number / (group + 2), place = number % (group + 2);
+        if (place < group) return {number, QUERY, own * group + place};
+        return {number, place == group ? KEY : VALUE, own};
+    }
+};
+
+// Tensors that have a head each; where they are one (`joined`), q is it.
+template <class E> struct Parts {
+    Heads<E> q, k, v;
+    bool joined;
+
+    __device__ E* of(i64 batch, i64 place, const Head& head) const {
+        if (joined) return q.of(batch, place, head.number);
+        return head.kind == QUERY ? q.of(batch, place, head.index)
+               : head.kind == KEY ? k.of(batch, place, head.index)
+                                  : v.of(batch, place, head.index);
+    }
+    __device__ bool has(const Head& head) const { return head.kind != VALUE || joined || v.at != nullptr; }
+};
+
+struct Scales {
+    Shared<T> q, k;
+
+    __device__ Shared<T> of(const Head& head) const {
+        return {head.kind == QUERY ? q.from : head.kind == KEY ? k.from : nullptr, head.kind == QUERY ? q.wide : k.wide};
     }
 };
 
@@ -148,13 +190,13 @@ template <class Compute> __device__ inline void each_token(i64 batch, i64 seq, C
 }
 
 struct Forward {
-    Heads<const T> q, k;
-    Heads<T> q_out, k_out;
-    Shared<T> q_scale, k_scale;
+    Parts<const T> in;
+    Parts<T> out;
+    Scales scales;
     Table table;
     Geometry geometry;
     i64 batch, seq;
-    int q_heads, k_heads;
+    Order order;
     float shift, eps;
 
     template <bool PACKED> __device__ void run(const Place own) const {
@@ -164,14 +206,14 @@ struct Forward {
             Angles angles;
             if (inside) angles = table.of<PACKED>(b, s, unit);
             // all threads of a warp take as many turns, since they sum together
-            for (int start = 0; start < q_heads + k_heads; start += own.groups) {
-                const int head = start + own.group, other = head - q_heads;
-                const bool of_q = head < q_heads, mine = inside && other < k_heads;
-                const Shared<T> scale = {of_q ? q_scale.from : k_scale.from, of_q ? q_scale.wide : k_scale.wide};
+            for (int start = 0; start < order.count(); start += own.groups) {
+                const Head head = order.at(start + own.group);
+                const bool mine = inside && head.number < order.count() && out.has(head);
+                const Shared<T> scale = scales.of(head);
                 Pairs x;
                 float squares = 0.f;
                 if (mine) {
-                    x = load_pairs<PACKED>(of_q ? q.of(b, s, head) : k.of(b, s, other), unit);
+                    x = load_pairs<PACKED>(in.of(b, s, head), unit);
 #pragma unroll
                     for (int i = 0; i < SIZE; ++i) squares += x.a.at[i] * x.a.at[i] + x.b.at[i] * x.b.at[i];
                 }
@@ -182,7 +224,7 @@ struct Forward {
 #pragma unroll
                     for (int i = 0; i < SIZE; ++i) x.a.at[i] *= r * (w.a.at[i] + shift), x.b.at[i] *= r * (w.b.at[i] + shift);
                 }
-                store_pairs<PACKED>(of_q ? q_out.of(b, s, head) : k_out.of(b, s, other), unit, turned(x, angles, 1.f));
+                store_pairs<PACKED>(out.of(b, s, head), unit, head.kind == VALUE ? x : turned(x, angles, 1.f));
             }
         });
     }
@@ -190,23 +232,23 @@ struct Forward {
 
 // No scale: not normalised. `lanes` threads share a head.
 extern "C" __global__ void __launch_bounds__(256)
-qk_norm_rope_forward(const T* q, const T* k, T* q_out, T* k_out, const void* q_scale, const void* k_scale, const void* cosine,
-                     const void* sine, i64 batch, i64 seq, i64 q_heads, i64 k_heads, i64 head_dim, i64 pairs, i64 q_batch,
-                     i64 q_seq, i64 q_head, i64 k_batch, i64 k_seq, i64 k_head, i64 q_out_batch, i64 q_out_seq, i64 q_out_head,
-                     i64 k_out_batch, i64 k_out_seq, i64 k_out_head, i64 table_batch, i64 table_seq, i64 wide_q_scale,
-                     i64 wide_k_scale, i64 wide_table, i64 interleaved, i64 lanes, i64 packed, float shift, float eps) {
-    const Forward task{{q, q_batch, q_seq, q_head},
-                       {k, k_batch, k_seq, k_head},
-                       {q_out, q_out_batch, q_out_seq, q_out_head},
-                       {k_out, k_out_batch, k_out_seq, k_out_head},
-                       {q_scale, wide_q_scale != 0},
-                       {k_scale, wide_k_scale != 0},
+qk_norm_rope_forward(const T* q, const T* k, T* q_out, T* k_out, T* v_out, const void* q_scale, const void* k_scale,
+                     const void* cosine, const void* sine, i64 batch, i64 seq, i64 q_heads, i64 k_heads, i64 group, i64 head_dim,
+                     i64 pairs, i64 q_batch, i64 q_seq, i64 q_head, i64 k_batch, i64 k_seq, i64 k_head, i64 q_out_batch,
+                     i64 q_out_seq, i64 q_out_head, i64 k_out_batch, i64 k_out_seq, i64 k_out_head, i64 v_out_batch,
+                     i64 v_out_seq, i64 v_out_head, i64 table_batch, i64 table_seq, i64 wide_q_scale, i64 wide_k_scale,
+                     i64 wide_table, i64 interleaved, i64 lanes, i64 packed, float shift, float eps) {
+    const Forward task{{{q, q_batch, q_seq, q_head}, {k, k_batch, k_seq, k_head}, {}, group != 0},
+                       {{q_out, q_out_batch, q_out_seq, q_out_head},
+                        {k_out, k_out_batch, k_out_seq, k_out_head},
+                        {v_out, v_out_batch, v_out_seq, v_out_head},
+                        false},
+                       {{q_scale, wide_q_scale != 0}, {k_scale, wide_k_scale != 0}},
                        {{cosine, wide_table != 0}, {sine, wide_table != 0}, table_batch, table_seq, (int)pairs},
                        {(int)head_dim, (int)pairs, interleaved != 0},
                        batch,
                        seq,
-                       (int)q_heads,
-                       (int)k_heads,
+                       {(int)q_heads, (int)k_heads, (int)group},
                        shift,
                        eps};
     if (packed) task.run<true>(Place(lanes));
@@ -215,13 +257,13 @@ qk_norm_rope_forward(const T* q, const T* k, T* q_out, T* k_out, const void* q_s
 
 // g = the cotangent turned back;  d_scale = sum of g x r;  dx = r (w g - x r mean(w g x r)),  without a scale g.
 struct Backward {
-    Heads<const T> d_q, d_k, q, k;
-    Heads<T> q_out, k_out;
-    Shared<T> q_scale, k_scale;
+    Parts<const T> given, in;
+    Parts<T> out;
+    Scales scales;
     Table table;
     Geometry geometry;
     i64 batch, seq;
-    int q_heads, k_heads;
+    Order order;
     float shift, eps;
     float* sums;  // of q's scale, then of k's, this thread's own: [2][2 SIZE][blockDim.x]
 
@@ -231,16 +273,17 @@ struct Backward {
         each_token(batch, seq, [&](i64 b, i64 s) {
             Angles angles;
             if (inside) angles = table.of<PACKED>(b, s, unit);
-            for (int start = 0; start < q_heads + k_heads; start += own.groups) {
-                const int head = start + own.group, other = head - q_heads;
-                const bool of_q = head < q_heads, mine = inside && other < k_heads;
-                const Shared<T> scale = {of_q ? q_scale.from : k_scale.from, of_q ? q_scale.wide : k_scale.wide};
+            for (int start = 0; start < order.count(); start += own.groups) {
+                const Head head = order.at(start + own.group);
+                const bool mine = inside && head.number < order.count();
+                const Shared<T> scale = scales.of(head);
                 const bool normed = mine && scale.from != nullptr;
                 Pairs g, x, w;
                 float squares = 0.f, dot = 0.f;
-                if (mine) g = turned(load_pairs<PACKED>(of_q ? d_q.of(b, s, head) : d_k.of(b, s, other), unit), angles, -1.f);
+                if (mine) g = load_pairs<PACKED>(given.of(b, s, head), unit);
+                if (mine && head.kind != VALUE) g = turned(g, angles, -1.f);
                 if (normed) {
-                    x = load_pairs<PACKED>(of_q ? q.of(b, s, head) : k.of(b, s, other), unit);
+                    x = load_pairs<PACKED>(in.of(b, s, head), unit);
                     w = load_pairs<PACKED>(scale, unit);
 #pragma unroll
                     for (int i = 0; i < SIZE; ++i) {
@@ -252,7 +295,7 @@ struct Backward {
                 const float r = rsqrtf(head_sum(squares, own.lanes) / geometry.head_dim + eps);
                 const float along = head_sum(dot, own.lanes) * r * r * r / geometry.head_dim;
                 if (normed) {
-                    float* sum = sums + (of_q ? 0 : 2 * SIZE * (int)blockDim.x) + threadIdx.x;
+                    float* sum = sums + (head.kind == QUERY ? 0 : 2 * SIZE * (int)blockDim.x) + threadIdx.x;
 #pragma unroll
                     for (int i = 0; i < SIZE; ++i) {
                         sum[i * (int)blockDim.x] += g.a.at[i] * x.a.at[i] * r;
@@ -261,7 +304,7 @@ struct Backward {
                         g.b.at[i] = r * g.b.at[i] * w.b.at[i] - x.b.at[i] * along;
                     }
                 }
-                if (mine) store_pairs<PACKED>(of_q ? q_out.of(b, s, head) : k_out.of(b, s, other), unit, g);
+                if (mine) store_pairs<PACKED>(out.of(b, s, head), unit, g);
             }
         });
     }
@@ -269,30 +312,29 @@ struct Backward {
 
 // Without scales x is not read. `partials` has a row for each block: [2, 2 SIZE, lanes], sums of the block's heads.
 extern "C" __global__ void __launch_bounds__(256, 2)
-qk_norm_rope_backward(const T* d_q, const T* d_k, const T* q, const T* k, T* q_out, T* k_out, const void* q_scale,
+qk_norm_rope_backward(const T* d_q, const T* d_k, const T* d_v, const T* q, const T* k, T* q_out, T* k_out, const void* q_scale,
                       const void* k_scale, const void* cosine, const void* sine, float* partials, i64 batch, i64 seq,
-                      i64 q_heads, i64 k_heads, i64 head_dim, i64 pairs, i64 d_q_batch, i64 d_q_seq, i64 d_q_head, i64 d_k_batch,
-                      i64 d_k_seq, i64 d_k_head, i64 q_batch, i64 q_seq, i64 q_head, i64 k_batch, i64 k_seq, i64 k_head,
+                      i64 q_heads, i64 k_heads, i64 group, i64 head_dim, i64 pairs, i64 d_q_batch, i64 d_q_seq, i64 d_q_head,
+                      i64 d_k_batch, i64 d_k_seq, i64 d_k_head, i64 d_v_batch, i64 d_v_seq, i64 d_v_head, i64 q_batch, i64 q_seq, i64 q_head, i64 k_batch, i64 k_seq, i64 k_head,
                       i64 q_out_batch, i64 q_out_seq, i64 q_out_head, i64 k_out_batch, i64 k_out_seq, i64 k_out_head,
                       i64 table_batch, i64 table_seq, i64 wide_q_scale, i64 wide_k_scale, i64 wide_table, i64 interleaved,
                       i64 lanes, i64 packed, float shift, float eps) {
     extern __shared__ float shared[];
     if (partials != nullptr)
         for (int i = 0; i < 4 * SIZE; ++i) shared[i * blockDim.x + threadIdx.x] = 0.f;
-    const Backward task{{d_q, d_q_batch, d_q_seq, d_q_head},
-                        {d_k, d_k_batch, d_k_seq, d_k_head},
-                        {q, q_batch, q_seq, q_head},
-                        {k, k_batch, k_seq, k_head},
-                        {q_out, q_out_batch, q_out_seq, q_out_head},
-                        {k_out, k_out_batch, k_out_seq, k_out_head},
-                        {q_scale, wide_q_scale != 0},
-                        {k_scale, wide_k_scale != 0},
+    const bool joined = group != 0;
+    const Backward task{{{d_q, d_q_batch, d_q_seq, d_q_head},
+                         {d_k, d_k_batch, d_k_seq, d_k_head},
+                         {d_v, d_v_batch, d_v_seq, d_v_head},
+                         false},
+                        {{q, q_batch, q_seq, q_head}, {k, k_batch, k_seq, k_head}, {}, joined},
+                        {{q_out, q_out_batch, q_out_seq, q_out_head}, {k_out, k_out_batch, k_out_seq, k_out_head}, {}, joined},
+                        {{q_scale, wide_q_scale != 0}, {k_scale, wide_k_scale != 0}},
                         {{cosine, wide_table != 0}, {sine, wide_table != 0}, table_batch, table_seq, (int)pairs},
                         {(int)head_dim, (int)pairs, interleaved != 0},
                         batch,
                         seq,
-                        (int)q_heads,
-                        (int)k_heads,
+                        {(int)q_heads, (int)k_heads, (int)group},
                         shift,
                         eps,
                         shared};

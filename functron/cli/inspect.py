@@ -16,7 +16,14 @@ from functron.core.errors import refuse
 from functron.pipeline import Schedule, make
 from functron.spmd import DATA_AXES, Mesh
 from functron.training import run_folder
-from functron.training.config import BOXES, COMMON, TrainConfig, load, with_model
+from functron.training.config import (
+    BOXES,
+    COMMON,
+    TrainConfig,
+    load,
+    with_model,
+    with_precision,
+)
 from functron.training.plan import parameter_table, plan, step_report
 from functron.training.records import nearest
 
@@ -138,6 +145,9 @@ def _parse(kind: Any, arguments: Sequence[str], command: str, **fields: Any) -> 
     else:
         base = replace(TrainConfig(), **fields)
         base = base if model is None else with_model(base, model)
+    precision = _value_of("--precision", arguments)
+    if precision not in (None, "auto"):
+        base = with_precision(base, precision)
     made = parse(kind, arguments, command, kind(run=run, options=base), boxes=BOXES, common=COMMON)
     if made.run != run:
         title, fix = "cannot tell which run this is about", f"functron {command} {made.run} ..."

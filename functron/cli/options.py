@@ -59,7 +59,10 @@ _ALIASES: Mapping[str, str] = MappingProxyType({
     "gpt.num-kv-heads": "num-query-groups num-key-value-heads",
     "gpt.mlp-dim": "ffn-hidden-size intermediate-size",
     "gpt.vocab-size": "vocab-size",
-    "gpt.dtype": "dtype bf16 fp16 fp32 precision mixed-precision torch-dtype params-dtype",
+    "gpt.dtype": "dtype torch-dtype params-dtype",
+    "precision": "bf16 fp16 fp32 fp8 mixed-precision",
+    "optimizer.loss-scale.initial": "loss-scale initial-loss-scale",
+    "optimizer.loss-scale.growth-interval": "loss-scale-window",
     "remat": "recompute recompute-activations recompute-granularity gradient-checkpointing "
     "activation-checkpointing",
     "zero": "use-distributed-optimizer zero-stage",

@@ -28,6 +28,7 @@ class ConvertOptions:
         dtype: of the parameters in the target; empty: as they are.
         averaged: export the average of the parameters that the run keeps (--optimizer.ema-decay).
         max_seq: the longest sequence, where the model could take longer ones; 0: what it takes.
+        fused_projections: make the run's queries, keys and values one matrix, and gate and up.
     """
 
     source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
@@ -35,6 +36,7 @@ class ConvertOptions:
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     averaged: bool = False
     max_seq: int = 0
+    fused_projections: bool = False
 
 
 def convert(arguments: Sequence[str]) -> int:
@@ -47,6 +49,7 @@ def convert(arguments: Sequence[str]) -> int:
             dtype=options.dtype or None,
             averaged=options.averaged,
             max_seq=options.max_seq or None,
+            fused_projections=options.fused_projections,
         )
         print(done)
         if done.recipe:

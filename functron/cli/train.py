@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import torch
 import torch.distributed as dist
 import tyro
 
@@ -22,7 +23,14 @@ from functron.params import num_params
 from functron.spmd import Mesh
 from functron.training import records, run_folder
 from functron.training.checks import validate
-from functron.training.config import BOXES, COMMON, TrainConfig, load, with_model
+from functron.training.config import (
+    BOXES,
+    COMMON,
+    TrainConfig,
+    load,
+    with_model,
+    with_precision,
+)
 from functron.training.data import is_chat, reader_of, with_tokenizer
 from functron.training.plan import bubble_note, plan, step_report
 from functron.training.train import Outcome, Run, exit_code, prepare, train
@@ -101,6 +109,7 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
     count = num_params(own)
     lines = [
         f"model  {config.title}: {count:,} parameters",
+        f"dtypes {config.policy}",
         f"data   {name}: {text.summary()}",
     ]
     lines += [
@@ -194,7 +203,8 @@ def _spelled_out(arguments: Sequence[str]) -> list[str]:
 def parse_train(arguments: Sequence[str]) -> TrainConfig:
     """The configuration that these options ask for: defaults, preset, file, options, in this order.
 
-    A --model among the options replaces the architecture of the file. With --resume the file is
+    A --model among the options replaces the architecture of the file, a --precision its dtypes.
+    Where neither names a precision, that of a GPU is bf16. With --resume the file is
     that of the run, unless another one is given.
 
     Raises:
@@ -209,6 +219,8 @@ def _parsed(arguments: Sequence[str]) -> TrainOptions:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config", type=Path)
     first.add_argument("--model")
+    first.add_argument("--precision")
+    first.add_argument("--device", default="auto")
     first.add_argument("--out", type=Path)
     first.add_argument("--resume")
     arguments = _spelled_out(arguments)
@@ -216,9 +228,13 @@ def _parsed(arguments: Sequence[str]) -> TrainOptions:
     resumes = early.resume in ("True", "auto")
     begun = early.out / run_folder.CONFIG if resumes and early.out else None
     file = early.config or (begun if begun is not None and begun.is_file() else None)
+    asked = early.precision not in (None, "auto")
+    on_gpu = early.device != "cpu" and torch.cuda.is_available()
     if file is not None:
-        base = load(file, model=early.model)
+        base = load(file, model=early.model, precision="bf16" if on_gpu else None)
     else:
         base = with_model(TrainConfig(), early.model) if early.model else TrainConfig()
+        base = replace(with_precision(base, "bf16"), precision="auto") if on_gpu else base
+    base = with_precision(base, early.precision) if asked else base
     default = TrainOptions(early.config, options=base)
     return parse(TrainOptions, arguments, "train", default, boxes=BOXES, common=COMMON)

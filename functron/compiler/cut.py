@@ -23,7 +23,6 @@ gradients is never made, and where the sums are donated their rows are updated i
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -31,11 +30,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from functron.compiler.executable import takers
+from functron.compiler.lower import unroll
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems
-from functron.program.equations import Block, Equation, Input, Output, Scan, Var, contiguous_strides
+from functron.program.equations import (
+    Block,
+    Equation,
+    Fresh,
+    Input,
+    Output,
+    Scan,
+    Var,
+    contiguous_strides,
+)
 from functron.program.program import Program
 from functron.program.recorder import live_equations
 
@@ -116,26 +126,6 @@ _CONE = 64  # equations that are moved together, at most
 
 Rule = Callable[[int], int]
 """From the bits of a value (`functron.compiler.cut`) to its level."""
-
-
-class Fresh:
-    """Makes values that a program does not have yet."""
-
-    def __init__(self, block: Block):
-        values = [*block.inputs, *(v for e, _ in block.walk() for v in e.results)]
-        bodies = (e.op.body for e, _ in block.walk() if isinstance(e.op, Scan))
-        values += [v for body in bodies for v in body.inputs]
-        self._names = {value.name for value in values}
-        self._storages = itertools.count(1 + max((v.storage for v in values), default=0))
-
-    def stacked(self, like: Var, length: int) -> Var:
-        """A variable for `length` values like this one, stacked."""
-        shape, stride = like.stacked(length)
-        names = (f"{like.name}_kept_{i}" for i in itertools.count(1))
-        name = next(name for name in names if name not in self._names)
-        self._names.add(name)
-        made = replace(like, name=name, shape=shape, stride=stride, storage=next(self._storages))
-        return replace(made, storage_bytes=made.nbytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -475,13 +465,10 @@ class Piece:
             if given is None:
                 given = Input(var, f"{position}/kept_{var.name}")
             elif given.role == "argument":
-                inner = given.path.partition("/")[2]
-                given = replace(given, path=f"{position}/{inner}" if inner else f"{position}")
+                given = replace(given, path=_at(given.path, position))
             inputs.append(replace(given, donated=var in donate and given.role == "argument"))
-        outputs = [
-            _renumber(original.outputs[position], index)
-            for index, position in enumerate(self.outputs)
-        ]
+        chosen = [original.outputs[position] for position in self.outputs]
+        outputs = [replace(output, path=_at(output.path, i)) for i, output in enumerate(chosen)]
         for value in self.keeps:
             outputs.append(Output(value, f"{len(outputs)}/kept_{value.name}"))
         arguments = [_argument(given) for given in inputs if given.role == "argument"]
@@ -501,9 +488,10 @@ class Piece:
         return replace(made, inputs=kept)
 
 
-def _renumber(output: Output, index: int) -> Output:
-    inner = output.path.partition("/")[2]
-    return replace(output, path=f"{index}/{inner}" if inner else f"{index}")
+def _at(path: str, index: int) -> str:
+    """A path in the argument, or result, with another number."""
+    inner = path.partition("/")[2]
+    return f"{index}/{inner}" if inner else f"{index}"
 
 
 def _argument(given: Input) -> tree.Tree:
@@ -607,6 +595,55 @@ def _piece(program: Program, part: Part, group: tuple[int, ...], later: set[Var]
     return Piece(block, group, part.keeps, part.arrivals, spends)
 
 
+def beside(first: Program, second: Program) -> Program:
+    """Two programs as one, from the arguments of both to the results of both, flat.
+
+    Neither reads what the other makes, so that collectives of each may lie under what the other
+    computes, as `functron.program.order` has it. Scans are written out, since each would else run
+    as a whole.
+
+    Args:
+        first, second: what `Piece.program` returned, for the same mesh.
+    """
+    inputs: list[Input] = []
+    outputs: list[Output] = []
+    equations: list[Equation] = []
+    for number, program in enumerate((first, second)):
+        block = unroll(program).block
+        values = [*block.inputs, *(v for e in block.equations for v in e.results)]
+        new = {
+            v: replace(v, name=f"{v.name}_of_{number}", storage=2 * v.storage + number)
+            for v in values
+        }
+
+        def renewed(value: Any, new: Mapping[Var, Var] = new) -> Any:
+            return pytree.tree_map_only(Var, new.__getitem__, value)
+
+        for e in block.equations:
+            args, kwargs, results = renewed((e.args, dict(e.kwargs), e.outputs))
+            equations.append(replace(e, args=args, kwargs=kwargs, outputs=results))
+        inputs += [replace(given, var=renewed(given.var)) for given in program.inputs]
+        rows = zip(program.outputs, block.outputs, strict=True)
+        outputs += [replace(output, value=renewed(value)) for output, value in rows]
+    inputs.sort(key=lambda given: given.role != "argument")
+    inputs = [
+        replace(given, path=_at(given.path, i)) if given.role == "argument" else given
+        for i, given in enumerate(inputs)
+    ]
+    outputs = [replace(output, path=_at(output.path, i)) for i, output in enumerate(outputs)]
+    given, results = (tuple(i.var for i in inputs), tuple(o.value for o in outputs))
+    arguments = tuple(_argument(given) for given in inputs if given.role == "argument")
+    return replace(
+        first,
+        name=f"{first.name}+{second.name}",
+        block=Block(given, tuple(equations), results),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        in_structure=tree.structure(arguments),
+        out_structure=tree.structure([0] * len(outputs)),
+    )
+
+
 _add = torch.ops.aten.add.Tensor
 _cast = torch.ops.aten._to_copy.default
 
@@ -628,7 +665,7 @@ def sink_sums(program: Program, sums: Collection[Var]) -> Program:
         if row is not None:
             found.setdefault(row.scan, []).append(row)
     gone = {e for rows in found.values() for row in rows for e in (row.add, row.cast)}
-    fresh = _Fresh(program)
+    fresh = Fresh(block)
     equations = tuple(
         _moved(equation, found[equation], fresh) if equation in found else equation
         for equation in block.equations
@@ -673,37 +710,21 @@ def _sum(
     return _Sum(scan, position, total, cast, equation) if plain and alike else None
 
 
-class _Fresh:
-    """New values with names and storages that a program does not have."""
-
-    def __init__(self, program: Program):
-        known = [*program.block.inputs]
-        for equation, _ in program.block.walk():
-            known += equation.results
-            if isinstance(equation.op, Scan):
-                known += equation.op.body.inputs
-        self.storage = max((value.storage for value in known), default=0)
-        self.names = {value.name for value in known}
-
-    def row(self, total: Var) -> Var:
-        """A row of a stacked value."""
-        name = next(n for i in range(len(self.names) + 1) if (n := f"row_{i}") not in self.names)
-        self.names.add(name)
-        self.storage += 1
-        shape, nbytes = total.shape[1:], total.nbytes // total.shape[0]
-        strides = contiguous_strides(shape)
-        return Var(name, shape, strides, total.dtype, total.device, self.storage, nbytes)
+def _row(fresh: Fresh, total: Var) -> Var:
+    """A row of a stacked value."""
+    shape = total.shape[1:]
+    return fresh.like(total, "row", shape=shape, stride=contiguous_strides(shape))
 
 
-def _moved(equation: Equation, rows: list[_Sum], fresh: _Fresh) -> Equation:
+def _moved(equation: Equation, rows: list[_Sum], fresh: Fresh) -> Equation:
     """A scan that takes the totals as xs and returns the sums as ys."""
     op: Any = equation.op
     inputs, equations = [*op.body.inputs], [*op.body.equations]
     inner, outer = [*op.body.outputs], [*equation.outputs]
     for row in rows:
-        given, made, value = fresh.row(row.total), fresh.row(row.total), inner[row.position]
+        given, made, value = _row(fresh, row.total), _row(fresh, row.total), inner[row.position]
         if row.cast is not None:
-            cast = fresh.row(row.total)
+            cast = _row(fresh, row.total)
             equations.append(
                 Equation(_cast, (value,), dict(row.cast.kwargs), (cast,), row.cast.where)
             )

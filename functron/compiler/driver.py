@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from functron.compiler.segments import Copy, Eager, Kernel, Loop, Procedure, Step
 from functron.program.equations import Equation, Scan, Var
+from functron.program.order import overlapped
 from functron.program.text import axis_of
 from functron.spmd.axes import raise_lost, user_line
 
@@ -82,31 +83,40 @@ class Neighbours:
             rows: the slices of each stack.
         """
         early, late = rows[: self.num_rows], rows[self.num_rows :]
-        end_last: Callable[[], None] | None = None
-        x = take(order[0])
-        under_way = self._gather(fixed, x)
-        for position, index in enumerate(order, start=1):
-            gathered = [_wait(value) for value in under_way]
-            kept = [] if self.behind is None else _chosen(self.behind, fixed, x)
-            inputs = [*fixed, *carry, *x, *gathered, *(row[index] for row in early)]
-            carry.clear()
-            x, under_way = [], []
-            del gathered
-            if position < len(order):
-                x = take(order[position])
-                under_way = self._gather(fixed, x)
-            outputs = body(inputs)
-            carry = outputs[: self.num_carry]
-            give(index, outputs[self.num_carry : self.num_carry + self.num_columns], 0)
-            ends = outputs[len(outputs) - self.num_ends :]
-            del outputs
-            if self.behind is not None:
+        x, ahead = [], take(order[0])  # of this iteration, and of the next one
+        under_way: list = []
+        inputs: list = []
+        kept: list = []
+        ends: list = []
+        last: list[Callable[[], None]] = []
+        for turn, position in overlapped(
+            len(order), gathers=self.ahead is not None, reduces=self.behind is not None
+        ):
+            index = order[position]
+            if turn == "gather":
+                ahead = ahead or take(index)
+                under_way = self._gather(fixed, ahead)
+            elif turn == "begin":
+                x, ahead = ahead or take(index), []
+                gathered = [_wait(value) for value in under_way]
+                kept = [] if self.behind is None else _chosen(self.behind, fixed, x)
+                inputs = [*fixed, *carry, *x, *gathered, *(row[index] for row in early)]
+                carry.clear()
+                x, under_way = [], []
+                del gathered
+            elif turn == "compute":
+                outputs = body(inputs)
+                carry = outputs[: self.num_carry]
+                give(index, outputs[self.num_carry : self.num_carry + self.num_columns], 0)
+                ends = outputs[len(outputs) - self.num_ends :]
+                del outputs
+            elif turn == "reduce":
+                assert self.behind is not None
                 end = self._reduce(self.behind, kept, ends, [row[index] for row in late])
-                if end_last is not None:
-                    end_last()
-                end_last = functools.partial(self._end, end, index, give)
-        if end_last is not None:
-            end_last()
+                last.append(functools.partial(self._end, end, index, give))
+                del end
+            else:
+                last.pop(0)()
         return carry
 
     def _gather(self, fixed: list, x: list) -> list:
@@ -126,7 +136,7 @@ class Neighbours:
         def end() -> list:
             first = len(kept)
             for i in range(first, first + count):
-                inputs[i] = _wait(inputs[i]).squeeze(0)
+                inputs[i] = _wait(inputs[i])
             kept.clear()
             return behind.run(inputs)
 
@@ -164,7 +174,7 @@ def neighbours(
         side(ahead.procedure) if ahead else None,
         side(behind.procedure) if behind else None,
         tuple(_gather(e, groups) for e in ahead.gathers) if ahead else (),
-        tuple(_scatter(e, groups) for e in behind.scatters) if behind else (),
+        tuple(_reduction(e, groups) for e in behind.scatters) if behind else (),
     )
 
 
@@ -184,12 +194,14 @@ def _gather(equation: Equation, groups: Mapping[str, str]) -> Callable:
     return start
 
 
-def _scatter(equation: Equation, groups: Mapping[str, str]) -> Callable:
+def _reduction(equation: Equation, groups: Mapping[str, str]) -> Callable:
     _, axis, size = equation.args
     group = groups[axis]
 
     def start(x: torch.Tensor) -> torch.Tensor:
-        return _c10d.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
+        if equation.name == "psum":
+            return _c10d.all_reduce(x.contiguous(), "sum", group)
+        return _c10d.reduce_scatter_tensor(x.contiguous(), "sum", size, group).squeeze(0)
 
     return start
 

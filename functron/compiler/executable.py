@@ -28,11 +28,12 @@ from functron.compiler.driver import Compiled, Routine, routine
 from functron.compiler.graph import Graph
 from functron.compiler.lower import graph_module
 from functron.compiler.lower import unroll as unrolled
-from functron.compiler.segments import Kernel, Procedure, procedure
+from functron.compiler.segments import Kernel, procedure
 from functron.core import compat, tree
 from functron.core.errors import Problem, nearest, raise_problems
 from functron.program import text
 from functron.program.equations import Code, Scan, Var, canonical_strides, contiguous_strides
+from functron.program.order import arranged
 from functron.spmd.axes import raise_lost, user_line
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import FIX, Donated, check_consumable, consume
@@ -238,6 +239,7 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
     options: Mapping[str, Any] | None = None,
     overlap: bool = True,
     prefetch: bool = True,
+    sequence_parts: int = 1,
     unroll: bool = False,
     graph: bool = False,
     backend: Backend = "inductor",
@@ -253,7 +255,10 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
         options: of Inductor (`torch._inductor.config`), such as ``{"max_autotune": True}``.
         overlap: issue collectives early and wait for them late, and merge small reductions.
         prefetch: gather the parameters of a scanned layer while the one before is computed, and
-            reduce its gradients while the next one is; see `functron.compiler.segments`.
+            reduce its gradients while the next one is; see `functron.program.order`.
+        sequence_parts: cut gathers and scatters of sequences, as tensor parallelism has them, and
+            the products beside them in so many parts, each under the product of another; see
+            `functron.program.order`. Products are smaller then.
         unroll: compile scans as one long graph instead of their body once: compile time then grows
             with depth, and kernels may fuse across iterations.
         graph: launch the whole program as one CUDA graph after its first calls; see
@@ -266,8 +271,9 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
     """
     from functron.compiler import inductor  # takes two seconds, and only compiling needs it
 
-    settings = _settings(options, overlap and program.mesh.size > 1)
-    _check(program, mesh, settings, backend, inductor.known_options())
+    overlap = overlap and program.mesh.size > 1
+    settings = _settings(options, overlap)
+    _check(program, mesh, settings, backend, inductor.known_options(), sequence_parts)
     if graph:
         title = f"{program.name} cannot be recorded as a CUDA graph"
         raise_problems(title, cuda_graph.problems(program))
@@ -277,14 +283,17 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
         program = unrolled(program)
     donations = takers(program)
     prefetch = prefetch and program.mesh.size > 1
-    steps = procedure(program.block, program.block.outputs, donated=donations, prefetch=prefetch)
-    made = _compiled(steps, mesh, settings, None if cache is None else Path(cache), backend)
+    block = arranged(program.block, prefetch=prefetch, sequence_parts=sequence_parts)
+    steps = procedure(block, block.outputs, donated=donations, prefetch=prefetch)
+    groups, folder = _groups(mesh), None if cache is None else Path(cache)
+    graphs = {k: graph_module(k, groups, overlap=overlap) for k in steps.kernels()}
+    made = _compiled(graphs, mesh, settings, folder, backend)
     arguments = [given for given in program.inputs if given.role == "argument"]
     inside = set(steps.inside.values()) | {v for v in steps.outputs if isinstance(v, Var)}
     warn_unused(program, donations)
     donated = {i: given.path for i, given in enumerate(arguments) if given.donated}
     kernels = {kernel: function for kernel, (function, _) in made.items()}
-    ready = routine(steps, kernels, _groups(mesh))
+    ready = routine(steps, kernels, groups)
     return Executable(
         program,
         tuple(dict.fromkeys(text for _, text in made.values())),
@@ -311,7 +320,9 @@ def _bucket_megabytes(index: int) -> float:
     return _BUCKET_MEGABYTES
 
 
-def _check(program: Code, mesh, settings: Mapping[str, Any], backend, known: set[str]) -> None:
+def _check(
+    program: Code, mesh, settings: Mapping[str, Any], backend, known: set[str], parts: int
+) -> None:
     found = [
         Problem("options", repr(name), "an option of Inductor", nearest(name, known))
         for name in settings
@@ -320,6 +331,8 @@ def _check(program: Code, mesh, settings: Mapping[str, Any], backend, known: set
     if settings.get(_INDUCTOR_GRAPHS):  # it finds no arguments that stay where they are
         fix = "leave it out, and say graph=True"
         found.append(Problem("options", _INDUCTOR_GRAPHS, "a graph of the whole program", fix))
+    if parts < 1:
+        found.append(Problem("sequence_parts", str(parts), "1 or more"))
     if backend not in get_args(Backend):
         wanted = " or ".join(map(repr, get_args(Backend)))
         found.append(Problem("backend", repr(backend), wanted))
@@ -338,12 +351,13 @@ def _check(program: Code, mesh, settings: Mapping[str, Any], backend, known: set
 
 
 def _compiled(
-    steps: Procedure, mesh, settings: Mapping[str, Any], cache: Path | None, backend: Backend
+    graphs: Mapping[Kernel, fx.GraphModule],
+    mesh,
+    settings: Mapping[str, Any],
+    cache: Path | None,
+    backend: Backend,
 ) -> dict[Kernel, tuple[Compiled, str]]:
-    groups = _groups(mesh)
-    rank = mesh.rank if isinstance(mesh, BoundMesh) else 0
-    kernels = steps.kernels()
-    graphs = {kernel: graph_module(kernel, groups) for kernel in kernels}
+    rank, kernels = mesh.rank if isinstance(mesh, BoundMesh) else 0, list(graphs)
     if backend == "eager":
         return {kernel: (_eager(graph), "") for kernel, graph in graphs.items()}
     from functron.compiler import inductor  # as above

@@ -12,8 +12,9 @@ import torch
 from functron.compiler.executable import Backend, Executable, describe
 from functron.compiler.executable import compile as compile_program
 from functron.core import compat, tree
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.program.equations import canonical_strides
+from functron.program.order import divided
 from functron.program.program import Program
 from functron.program.recorder import active
 from functron.program.trace import trace
@@ -32,6 +33,7 @@ def jit(
     options: Mapping[str, Any] | None = None,
     overlap: bool = True,
     prefetch: bool = True,
+    sequence_parts: int = 1,
     unroll: bool = False,
     graph: bool = False,
     backend: Backend = "inductor",
@@ -62,7 +64,9 @@ def jit(
         options: of Inductor (`torch._inductor.config`), such as ``{"max_autotune": True}``.
         overlap: issue collectives early and wait for them late, and merge small reductions.
         prefetch: gather the parameters of a scanned layer while the one before is computed, and
-            reduce its gradients while the next one is; see `functron.compiler.segments`.
+            reduce its gradients while the next one is; see `functron.program.order`.
+        sequence_parts: cut gathers and scatters of sequences, as tensor parallelism has them, and
+            the products beside them in so many parts, each under the product of another.
         unroll: write scans out instead of compiling their body once; see `compile`.
         graph: launch the whole program as one CUDA graph, from the third call with a signature on.
             Give the donated arguments as the last call returned them: their memory is the graph's.
@@ -76,6 +80,7 @@ def jit(
         "options": options,
         "overlap": overlap,
         "prefetch": prefetch,
+        "sequence_parts": sequence_parts,
         "unroll": unroll,
         "graph": graph,
         "backend": backend,
@@ -173,12 +178,26 @@ class Jitted:
             if len(entries) == self.num_signatures:
                 self._refuse([entry.arguments for entry in entries.values()], args)
             program = self.trace(*args)
+            self._check_parts(program)
             mesh = self.fn.mesh if isinstance(self.fn, Mapped) else None
             bound = mesh if isinstance(mesh, BoundMesh) else None
             described = {path: text for path, (_, text) in _described(args).items()}
             entry = _Entry(compile_program(program, bound, **self.settings), described)
             entries[signature] = entry
         return entry.executable
+
+    def _check_parts(self, program: Program) -> None:
+        """Refuse to cut products beside gathers of sequences where there are none."""
+        parts = self.settings["sequence_parts"]
+        if parts > 1 and divided(program.block, parts) == program.block:
+            refuse(
+                f"{self.name} has nothing to cut",
+                "sequence_parts",
+                f"{parts}",
+                "a program with gathers or scatters of sequences beside products, and rows on each "
+                f"rank that {parts} divides",
+                "split the sequence over tp (sequence_parallel), or leave it out",
+            )
 
     def _check_tensors(self, args: tuple, leaves: list) -> None:
         refuse_donated(leaves, lambda: tree.paths(args), self.name)

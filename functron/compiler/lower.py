@@ -27,8 +27,10 @@ from torch.utils import _pytree as pytree
 from functron.compiler.segments import Kernel
 from functron.core import compat
 from functron.program.equations import Block, Code, Equation, Scan, Var, Where, contiguous_strides
-from functron.spmd import ragged  # noqa: F401  (defines functron::ragged_ranks)
-from functron.spmd.axes import LIBRARY
+from functron.program.order import issued, waits
+from functron.program.text import axis_of
+from functron.spmd import ragged
+from functron.spmd.axes import LIBRARY, permuted
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
@@ -51,24 +53,14 @@ LIBRARY.define("permute_ranks(Tensor x, str group, int[] sources, int[] destinat
 
 
 def _permute_ranks(x, group, sources, destinations):
-    """x of the rank that sends here; zeros where none does. Each rank looks up its own part.
+    """x of the rank that sends here, begun; zeros where none does. Each looks up its own part.
 
-    One operation for the compiler, since how much is sent where differs by rank.
+    One operation for the compiler, since how much is sent where differs by rank. What is sent is a
+    copy: the compiler may use x's memory again before the result is waited for.
     """
-    ranks = compat.group(group)
-    index, size = ranks.rank(), ranks.size()
-    target = dict(zip(sources, destinations, strict=True)).get(index)
-    source = dict(zip(destinations, sources, strict=True)).get(index)
-    sends, receives = [0] * size, [0] * size
-    flat = x.reshape(-1)
-    if target is None:
-        flat = flat[:0]
-    else:
-        sends[target] = x.numel()
-    if source is not None:
-        receives[source] = x.numel()
-    got = _c10d.wait_tensor(_c10d.all_to_all_single(flat, receives, sends, group))
-    return torch.zeros_like(x) if source is None else got.view(x.shape)
+    ranks, perm = compat.group(group), list(zip(sources, destinations, strict=True))
+    copy = x.clone(memory_format=torch.contiguous_format)
+    return permuted(copy, perm, ranks.rank(), ranks.size(), group, wait=False)
 
 
 def _like(x, *args):
@@ -92,8 +84,14 @@ _SPLITS = (*_VIEWS, _aten.reshape.default)
 _STRIDED = (_aten.as_strided.default, _aten.as_strided_scatter.default)
 
 
-def graph_module(kernel: Kernel, groups: Groups) -> fx.GraphModule:
+def graph_module(kernel: Kernel, groups: Groups, *, overlap: bool = False) -> fx.GraphModule:
     """The graph of a kernel: operands in, a tuple of its results out, updates written at the end.
+
+    Args:
+        kernel: what to compute.
+        groups: where its collectives are.
+        overlap: start collectives early and wait for them late, as `functron.program.order` says;
+            else wait for each where it starts.
 
     Raises:
         ValueError: an operation returns what a graph cannot hold.
@@ -102,9 +100,13 @@ def graph_module(kernel: Kernel, groups: Groups) -> fx.GraphModule:
     nodes: dict[Var, fx.Node] = {}
     for position, value in enumerate(kernel.reads):
         nodes[value] = graph.placeholder(f"operand_{position}")
+    kernel = replace(kernel, equations=tuple(issued(kernel.equations))) if overlap else kernel
     placed, gone = _placed(kernel)
     overwriting = in_place(kernel)
-    for equation in kernel.equations:
+    due = waits(kernel.equations)
+    for equation, waited in zip(kernel.equations, due, strict=False):
+        for collective in waited if overlap else ():
+            _end(graph, collective, nodes)
         if equation in placed:
             args = [nodes[v] for v in (placed[equation], *equation.operands)]
             graph.call_function(torch.ops.functron.mm_into.default, tuple(args))
@@ -112,6 +114,10 @@ def graph_module(kernel: Kernel, groups: Groups) -> fx.GraphModule:
             _overwrite(graph, equation, overwriting[equation], nodes)
         elif equation not in gone:
             _equation(graph, equation, nodes, groups)
+            if not overlap and axis_of(equation) is not None:
+                _end(graph, equation, nodes)
+    for collective in due[-1] if overlap else ():
+        _end(graph, collective, nodes)
     for target, value in kernel.updates:
         if target not in placed.values() and nodes[target] is not nodes[value]:
             graph.call_function(_aten.copy_.default, (nodes[target], nodes[value]))
@@ -199,8 +205,10 @@ def in_place(kernel: Kernel) -> dict[Equation, Any]:
     given = {value.storage for value in kernel.reads}
     ends = (*kernel.results, *(value for _, value in kernel.updates))
     wanted = {value.storage for value in ends}
+    *due, at_end = waits(kernel.equations)
+    wanted.update(_read_by(at_end))  # a collective reads its operand until it is waited for
     found: dict[Equation, Any] = {}
-    for equation in reversed(kernel.equations):
+    for equation, waited in zip(reversed(kernel.equations), reversed(due), strict=True):
         twin = _twin(equation.op)
         operands = [value.storage for value in equation.operands]
         if twin is not None:
@@ -214,8 +222,12 @@ def in_place(kernel: Kernel) -> dict[Equation, Any]:
                 for old, new in pairs
             ):
                 found[equation] = twin
-        wanted.update(operands)
+        wanted.update([*operands, *_read_by(waited)])
     return found
+
+
+def _read_by(equations: Sequence[Equation]) -> list[int]:
+    return [value.storage for equation in equations for value in equation.operands]
 
 
 def _twin(op: Any) -> Any:
@@ -281,37 +293,47 @@ def _norm(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     return graph.call_function(_aten._to_copy.default, (root,), {"dtype": dtype})
 
 
-# --- collectives: (graph, groups, *arguments of the traced operation) -> the node of the result
+# --- collectives: (graph, groups, *arguments of the traced operation) -> the node that starts it
 
 
-def _wait(graph: fx.Graph, op: Callable, *args: Any) -> fx.Node:
-    return graph.call_function(_c10d.wait_tensor.default, (graph.call_function(op, args),))
+def _end(graph: fx.Graph, equation: Equation, nodes: dict[Var, fx.Node]) -> None:
+    """From here on the result of a collective is there."""
+    (result,) = equation.results
+    node = graph.call_function(_c10d.wait_tensor.default, (nodes[result],))
+    if equation.name == "psum_scatter":
+        node = graph.call_function(_aten.squeeze.dim, (node, 0))
+    elif equation.name == "ragged_all_to_all":
+        x, _, _, _, receives, capacity, *room = equation.args
+        if ragged.pads(x.device, *room):
+            args = (node, nodes[receives], capacity, *room)
+            node = graph.call_function(torch.ops.functron.ragged_end.default, args)
+    nodes[result] = node
 
 
 def _all_reduce(operation: str) -> Callable:
     def lower(graph, groups, x, axis, size):
-        return _wait(graph, _c10d.all_reduce.default, x, operation, groups[axis])
+        return graph.call_function(_c10d.all_reduce.default, (x, operation, groups[axis]))
 
     return lower
 
 
 def _broadcast(graph, groups, x, axis, size, source: int):
-    return _wait(graph, _c10d.broadcast.default, x, source, groups[axis])
+    return graph.call_function(_c10d.broadcast.default, (x, source, groups[axis]))
 
 
 def _all_gather(graph, groups, x, axis, size):
     row = graph.call_function(_aten.unsqueeze.default, (x, 0))
-    return _wait(graph, _c10d.all_gather_into_tensor.default, row, size, groups[axis])
+    return graph.call_function(_c10d.all_gather_into_tensor.default, (row, size, groups[axis]))
 
 
 def _reduce_scatter(graph, groups, x, axis, size):
-    part = _wait(graph, _c10d.reduce_scatter_tensor.default, x, "sum", size, groups[axis])
-    return graph.call_function(_aten.squeeze.dim, (part, 0))
+    op = _c10d.reduce_scatter_tensor.default
+    return graph.call_function(op, (x, "sum", size, groups[axis]))
 
 
 def _all_to_all(graph, groups, x, axis, size):
     splits = [1] * size
-    return _wait(graph, _c10d.all_to_all_single.default, x, splits, splits, groups[axis])
+    return graph.call_function(_c10d.all_to_all_single.default, (x, splits, splits, groups[axis]))
 
 
 def _ppermute(graph, groups, x, axis, size, sources: Sequence[int], destinations: Sequence[int]):

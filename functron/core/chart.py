@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 40, 50
@@ -155,3 +156,164 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
         for row in ((row or [""] * len(widths)) for row in rows)
     ]
     return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+
+
+# --- Gantt charts
+
+
+class Bar(NamedTuple):
+    """An interval of a row; its labels, best first, and the sign that it goes on with."""
+
+    row: int
+    start: float
+    end: float
+    labels: Sequence[str]
+    sign: str
+
+
+def gantt_text(bars: Sequence[Bar], names: Sequence[str], width: int) -> str:
+    """A line per row with its name, time to the right.
+
+    A bar starts with a label, as far as it fits, and goes on with its sign. A line is of `width`
+    characters at most.
+    """
+    shown = [bar for bar in bars if bar.end > bar.start]
+    total = max((bar.end for bar in shown), default=1.0)
+    scale = _scale(shown, total, max(1, width - max(map(len, names), default=0) - 3))
+    lines = [[" "] * max(1, round(total * scale)) for _ in names]
+    for bar in sorted(shown, key=lambda bar: bar.start):
+        line = lines[bar.row]
+        start, end = min(round(bar.start * scale), len(line) - 1), round(bar.end * scale)
+        room = max(end - start - 1, 1)  # a space, so that bars do not run into each other
+        label = next((label for label in bar.labels if len(label) <= room), "")
+        line[start : start + room] = label.ljust(room, bar.sign)
+    return framed(["".join(line) for line in lines], names)
+
+
+def _scale(bars: Sequence[Bar], total: float, room: int) -> float:
+    """How many characters a unit of time takes: as labels need, but no more than fit."""
+    shortest = min((bar.end - bar.start for bar in bars), default=total)
+    needs = [(len(bar.labels[0]) + 1) / (bar.end - bar.start) for bar in bars]
+    least = math.ceil(max(needs, default=1.0) * shortest - 1e-9)
+    wider = [characters / shortest for characters in range(least, least + 3)]
+    edges = [edge for bar in bars for edge in (bar.start, bar.end)]
+    # a little wider where equal times then look equal
+    even = (s for s in wider if all(abs(e * s - round(e * s)) < 1e-6 for e in edges))
+    scale = next(even, wider[1])
+    if scale * total <= room:
+        return scale
+    characters = room / total * shortest
+    return (int(characters + 1e-9) if characters >= 1 else characters) / shortest
+
+
+def framed(lines: Sequence[str], names: Sequence[str]) -> str:
+    """Lines between bars, each behind its name."""
+    margin = max(map(len, names), default=0)
+    rows = zip(names, lines, strict=True)
+    return "\n".join(f"{name.ljust(margin)} │{line}│" for name, line in rows)
+
+
+class Box(NamedTuple):
+    """An interval of a row of a picture.
+
+    Attributes:
+        row, start, end: where it is.
+        label: in it, where there is room.
+        title: shown under the pointer.
+        colour: of CSS.
+        dark: whether that asks for white letters.
+        slot: which of how many boxes that share the interval.
+    """
+
+    row: int
+    start: float
+    end: float
+    label: str
+    title: str
+    colour: str
+    dark: bool = False
+    slot: tuple[int, int] = (0, 1)
+
+
+def gantt_svg(
+    boxes: Sequence[Box],
+    names: Sequence[str],
+    title: str,
+    legend: Sequence[Sequence[str]] = (),
+    width: float | None = None,
+) -> str:
+    """A row per name, a box per interval; on white, for any page.
+
+    Args:
+        boxes: the intervals.
+        names: of the rows.
+        title: above the chart.
+        legend: texts, each with the colours before it.
+        width: in pixels; None: such that most boxes have room for their labels.
+    """
+    total = max((box.end for box in boxes), default=0.0) or 1.0
+    lengths = sorted(box.end - box.start for box in boxes if box.end > box.start) or [total]
+    short = lengths[len(lengths) // 4]  # of measured ones the shortest would stretch the picture
+    left, top, high = 62, 48, 28
+    wide = min(max(900.0, 22 * total / short), 12000.0) if width is None else width - left - 8
+    scale, width, height = wide / total, left + wide + 8, top + high * len(names) + 8
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
+        f'width="{width:.0f}" height="{height}" font-family="sans-serif" font-size="11" '
+        'text-anchor="middle">',
+        f'<rect width="{width:.0f}" height="{height}" fill="white"/>',
+        _label(2, 14, title, "start", size=13),
+        *_legend(legend),
+    ]
+    for row, name in enumerate(names):
+        y = top + high * row
+        parts.append(_label(left - 6, y + high / 2 + 4, name, "end"))
+        parts.append(
+            f'<rect x="{left}" y="{y}" width="{wide:.1f}" height="{high - 3}" fill="#f0f0f0"/>'
+        )
+    for box in boxes:
+        index, count = box.slot
+        slot = (high - 3) / count
+        x, y = left + box.start * scale, top + high * box.row + index * slot
+        parts += _box(box, x, y, (box.end - box.start) * scale, slot)
+    return "\n".join([*parts, "</svg>"])
+
+
+def _box(box: Box, x: float, y: float, width: float, height: float) -> list[str]:
+    """The rectangle of a box, with its label in it where that fits."""
+    rectangle = (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}" '
+        f'fill="{box.colour}" stroke="white" stroke-width="0.7">'
+        f"<title>{escape(box.title)}</title></rect>"
+    )
+    if width < 7 * len(box.label):
+        return [rectangle]
+    size = min(11, height - 1)
+    at = x + width / 2, y + height / 2 + size / 3
+    return [rectangle, _label(*at, box.label, ink="white" if box.dark else "black", size=size)]
+
+
+def _legend(rows: Sequence[Sequence[str]]) -> list[str]:
+    parts, x = [], 2.0
+    for name, *colours in rows:
+        for colour in colours:
+            parts.append(f'<rect x="{x}" y="24" width="11" height="11" fill="{colour}"/>')
+            x += 12
+        parts.append(_label(x + 3 * bool(colours), 33, name, "start"))
+        x += 6.2 * len(name) + 22
+    return parts
+
+
+def _label(
+    x: float,
+    y: float,
+    text: str,
+    anchor: str = "middle",
+    *,
+    ink: str = "#222",
+    size: float = 11,
+) -> str:
+    at = f'x="{x:.1f}" y="{y:.1f}" fill="{ink}"'
+    at += f' text-anchor="{anchor}"' if anchor != "middle" else ""
+    at += f' font-size="{size:g}"' if size != 11 else ""
+    return f"<text {at}>{escape(text)}</text>"

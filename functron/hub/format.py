@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from functron.core import tree
 from functron.core.errors import Problem
 from functron.hub.entries import Entry, write_entries
 from functron.models.family import FAMILIES, Config, Family, family_of
+from functron.params import ParamDef, pieces_of
 
 Box = tuple[tuple[int, int], ...]
 """From where to where, per dim."""
@@ -39,7 +40,8 @@ class Rule:
         dims: ``"(heads head_dim) embed -> embed heads head_dim"``: the dims of the tensor, then
             those of our leaf without the stacked ones; ``()`` is a dim of size 1 that our leaf
             lacks. One for each of `paths` where they differ.
-        paths: our leaves. Several are fused into one tensor.
+        paths: our leaves, or `pieces_of` them by the paths they have alone. Several are fused into
+            one tensor.
         fused: the tensor's dim along which the leaves of `paths` stand one after another.
         interleaved: along it they take turns instead: the first entry of each, the second of each.
     """
@@ -84,6 +86,7 @@ class Part:
         start: where the part begins along the tensor's fused dim.
         theirs: the factors of each dim of the tensor; see `Rule`.
         ours: the dims of the leaf.
+        begin: where the part begins in the leaf, per dim: at 0, but for a piece of it.
         step: from one of its entries to the next.
     """
 
@@ -93,12 +96,18 @@ class Part:
     start: int
     theirs: tuple[tuple[str, ...], ...]
     ours: tuple[str, ...]
+    begin: tuple[int, ...]
     step: int = 1
 
     @property
     def size(self) -> dict[str, int]:
         """The size of every dim of the leaf, without padding."""
         return dict(zip(self.ours, self.real, strict=True))
+
+    @property
+    def joined(self) -> bool:
+        """Whether the leaf has other parts beside this one."""
+        return _SLOT in self.ours
 
     @property
     def their_shape(self) -> tuple[int, ...]:
@@ -161,8 +170,8 @@ class Layout:
         """One tensor from the whole leaves of `parts`, in their order, without stacked dims."""
         pieces = []
         for part, leaf in zip(self.parts, leaves, strict=True):
-            for dim, size in enumerate(part.real):
-                leaf = leaf.narrow(dim, 0, size)
+            for dim, (start, size) in enumerate(zip(part.begin, part.real, strict=True)):
+                leaf = leaf.narrow(dim, start, size)
             order = [name for factors in part.theirs for name in factors]
             leaf = leaf.permute([part.ours.index(name) for name in order])
             pieces.append(leaf.reshape(part.their_shape))
@@ -194,15 +203,62 @@ def layouts(
     Raises:
         ValueError: some leaves stand in no rule: this format has no such models.
     """
-    shapes = {path: d.shape for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)}
-    used = [rule for rule in rules if rule.paths[0] in shapes]
-    found = [_layout(rule, shapes, vocab_size, numbers) for rule in used]
-    named = [part.path for layout in found for part in layout.parts]
-    missing = sorted(shapes.keys() - set(named))
+    places = {
+        place.alone: place
+        for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)
+        for place in _places(path, d)
+    }
+    used = [rule for rule in rules if rule.paths[0] in places]
+    named = [path for rule in used for path in rule.paths]
+    missing = sorted(places.keys() - set(named))
     if missing:
         raise ValueError(f"no tensors of this family hold {', '.join(missing)}")
     assert len(named) == len(set(named)), named
-    return found
+    return [_layout(rule, places, vocab_size, numbers) for rule in used]
+
+
+_SLOT = "slot"
+"""The last dim but one of leaves in which several are joined."""
+
+
+class _Place(NamedTuple):
+    """Where a leaf that rules name is: a leaf of the model, or a piece of one.
+
+    Attributes:
+        alone: its path in rules.
+        path: of the model's leaf.
+        shape: in that leaf.
+        begin: where it begins there, per dim.
+        joined: whether it is a piece.
+    """
+
+    alone: str
+    path: str
+    shape: tuple[int, ...]
+    begin: tuple[int, ...]
+    joined: bool
+
+    def dims(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The dims of the part, where it alone has those of these names."""
+        return (*names[:-1], _SLOT, names[-1]) if self.joined else names
+
+    def factors(self, dim: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of a tensor's dim: a piece's slots are within the dim that it has before them."""
+        outer = names[-2:][0]
+        if not self.joined or outer not in dim:
+            return dim
+        at = dim.index(outer) + 1
+        return (*dim[:at], _SLOT, *dim[at:])
+
+
+def _places(path: str, d: ParamDef) -> list[_Place]:
+    if not d.pieces:
+        return [_Place(path, path, d.shape, (0,) * len(d.shape), False)]
+    before = (0,) * (len(d.shape) - 2)
+    return [
+        _Place(p.path, path, (*d.shape[:-2], p.size, d.shape[-1]), (*before, p.start, 0), True)
+        for p in pieces_of(path, d)
+    ]
 
 
 def tensors(found: Sequence[Layout]) -> Iterator[tuple[Layout, tuple[int, ...]]]:
@@ -222,22 +278,25 @@ def tensors(found: Sequence[Layout]) -> Iterator[tuple[Layout, tuple[int, ...]]]
 
 def _layout(
     rule: Rule,
-    shapes: Mapping[str, tuple[int, ...]],
+    places: Mapping[str, _Place],
     vocab_size: int,
     numbers: Mapping[str, Sequence[int]],
 ) -> Layout:
     count = len(rule.fields)
     parts, start = [], 0
     for turn, path in enumerate(rule.paths):
-        shape, ours = shapes[path][count:], rule.ours(turn)
+        place, alone = places[path], rule.ours(turn)
+        shape, ours = place.shape[count:], place.dims(alone)
         names = zip(ours, shape, strict=True)
         real = tuple(vocab_size if name == VOCAB else size for name, size in names)
-        begin, step = (turn, len(rule.paths)) if rule.interleaved else (start, 1)
-        parts.append(Part(path, shape, real, begin, rule.theirs(turn), ours, step))
+        theirs = tuple(place.factors(dim, alone) for dim in rule.theirs(turn))
+        first, step = (turn, len(rule.paths)) if rule.interleaved else (start, 1)
+        begin = place.begin[count:]
+        parts.append(Part(place.path, shape, real, first, theirs, ours, begin, step))
         start += parts[-1].their_shape[rule.fused]
     whole = list(parts[0].their_shape)
     whole[rule.fused] = start
-    stacked = shapes[rule.paths[0]][:count]
+    stacked = places[rule.paths[0]].shape[:count]
     named = numbers.get(rule.paths[0].split("/")[0], range(stacked[0])) if count else ()
     return Layout(rule, stacked, tuple(parts), tuple(whole), named)
 

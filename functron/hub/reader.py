@@ -271,19 +271,20 @@ def read_params(
         if part.path not in local:
             continue
         mine = local[part.path]
-        # padding, of the vocabulary or of shards, is never read, and must not be garbage
-        leaf = torch.zeros(mine.shape, dtype=dtypes[part.path], device=device)
+        *above, name = part.path.split("/")
+        node = params
+        for key in above:
+            node = node.setdefault(key, {})
+        if name not in node:
+            # padding, of the vocabulary or of shards, is never read, and must not be garbage
+            node[name] = torch.zeros(mine.shape, dtype=dtypes[part.path], device=device)
+        leaf = node[name]
         for start, size, at in mine.boxes:
             view = leaf
             for dim, (first, count) in enumerate(zip(at, size, strict=True)):
                 view = view.narrow(dim, first, count)
             box = tuple((a, a + n) for a, n in zip(start, size, strict=True))
             _fill_(view, layout, part, box, stored, source)
-        *above, name = part.path.split("/")
-        node = params
-        for key in above:
-            node = node.setdefault(key, {})
-        node[name] = leaf
     return params
 
 
@@ -307,19 +308,23 @@ def _fill_(
     stored: Mapping[str, str],
     source: Source,
 ) -> None:
-    """Read `box` of a leaf, row by row of its stacked dims, into `leaf`."""
+    """Read `box` of a leaf, as far as it is the part's, row by row of its stacked dims."""
     count = len(layout.stacked)
+    begins = [
+        max(first - start, 0) for first, (start, _) in zip(part.begin, box[count:], strict=True)
+    ]
     inner = tuple(
-        (start, min(stop, real)) for (start, stop), real in zip(box[count:], part.real, strict=True)
+        (max(start - first, 0), min(stop - first, real))
+        for first, (start, stop), real in zip(part.begin, box[count:], part.real, strict=True)
     )
     if any(start >= stop for start, stop in inner):
-        return  # nothing but padding
+        return  # nothing but padding, or of other pieces
     for index in itertools.product(*(range(*rows) for rows in box[:count])):
         name = stored[layout.name(index)]
         piece = layout.to_ours(part, inner, source.read(name, layout.source(part, inner)))
         row = leaf[tuple(i - start for i, (start, _) in zip(index, box[:count], strict=True))]
-        for dim, (start, stop) in enumerate(inner):
-            row = row.narrow(dim, 0, stop - start)
+        for dim, (begin, (start, stop)) in enumerate(zip(begins, inner, strict=True)):
+            row = row.narrow(dim, begin, stop - start)
         row.copy_(piece)
 
 

@@ -35,7 +35,7 @@ from functron.hub.files import (
     open_folder,
     plan,
 )
-from functron.hub.format import Format, Layout, layouts_of, tensors
+from functron.hub.format import Format, Layout, Part, layouts_of, tensors
 from functron.models import lora, mup
 from functron.models.config import GPTConfig
 from functron.models.family import Config, family_of
@@ -84,8 +84,9 @@ def save(
 
     On a bound mesh every rank calls it, with a path and `like` that all of them see; rank 0 writes.
     Collectives: one all-gather per tensor and axis that splits it, so that each rank needs memory
-    for one whole tensor beyond its shards (where ranks divide the layers, for one of each), and two
-    all-reduces of a number. A failure to write is raised on all ranks.
+    for one whole tensor beyond its shards (where ranks divide the layers, for one of each; with
+    `GPTConfig.fused_projections`, for those of a layer that are joined), and two all-reduces of a
+    number. A failure to write is raised on all ranks.
 
     Args:
         path: a folder that does not exist; its parents are made.
@@ -129,8 +130,9 @@ def save(
     try:
         export.begin()
         with torch.no_grad():
+            leaves = _Leaves(params, flat, mesh)
             for layout, index in tensors(found):
-                export.write(layout.name(index), _whole(layout, index, params, flat, mesh))
+                export.write(layout.name(index), leaves.whole(layout, index))
             for name, value in surplus.items():
                 export.write(name, value.read())
         export.end()
@@ -200,24 +202,37 @@ def to_tensors(
     """
     form = format_of({"model_type": model_type}) if model_type else format_for(config)
     write_config(config, form)  # for its refusals
-    flat = _check_params(config, params, None, None)
+    leaves = _Leaves(params, _check_params(config, params, None, None), None)
     return {
-        layout.name(index): _whole(layout, index, params, flat, None)
+        layout.name(index): leaves.whole(layout, index)
         for layout, index in tensors(layouts_of(form, config))
     }
 
 
-def _whole(
-    layout: Layout,
-    index: tuple[int, ...],
-    params: tree.Tree,
-    flat: dict[str, P],
-    mesh: Mesh | BoundMesh | None,
-) -> torch.Tensor:
-    """One Hugging Face tensor, on every rank."""
-    leaves = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
-    rows = [_row(leaves[part.path], flat[part.path], index, mesh) for part in layout.parts]
-    return layout.to_theirs(rows)
+class _Leaves:
+    """Parameters that are read row by row; of leaves that several tensors share, once a layer."""
+
+    def __init__(self, params: tree.Tree, flat: dict[str, P], mesh: Mesh | BoundMesh | None):
+        self._leaves = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
+        self._flat, self._mesh = flat, mesh
+        self._layer: tuple[int, ...] = ()
+        self._shared: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    def whole(self, layout: Layout, index: tuple[int, ...]) -> torch.Tensor:
+        """One Hugging Face tensor, on every rank."""
+        if index[:1] != self._layer:
+            self._layer = index[:1]
+            self._shared.clear()
+        return layout.to_theirs([self._row(part, index) for part in layout.parts])
+
+    def _row(self, part: Part, index: tuple[int, ...]) -> torch.Tensor:
+        key = part.path, index
+        if key in self._shared:
+            return self._shared[key]
+        row = _row(self._leaves[part.path], self._flat[part.path], index, self._mesh)
+        if part.joined:
+            self._shared[key] = row
+        return row
 
 
 def _row(

@@ -21,7 +21,7 @@ Config = TypeVar("Config")
 Positions = Literal["rope", "learned", "none"]
 RopePairs = Literal["halves", "neighbours"]
 Norms = Literal["before", "after", "both"]
-Dtype = Literal["float32", "float64", "bfloat16"]
+Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 _CHOICES = MappingProxyType(
     {
         "norm": nn.NormKind,
@@ -153,6 +153,11 @@ class GPTConfig(TextConfig):
         mtp_depth: modules that each predict one token further ahead (DeepSeek-V3, section 2.2);
             where layers differ, their blocks are like those with rope and without a window.
         mtp_weight: of their losses' mean beside the loss.
+        fused_projections: queries, keys and values are one product of one matrix, and gate and up
+            another, of experts too: fewer launches, and x is read once. The layout of parameters
+            alone: values begin, and are computed, as without, and hub folders have neither.
+            Optimizers that look at whole leaves (Adafactor, SOAP) see one for two or three.
+            Latent attention stays as it is.
         tied: one matrix for embedding and unembedding.
         embed_scale: multiplies the embedding of a token, not the unembedding; sqrt(embed_dim) in
             Gemma.
@@ -168,7 +173,7 @@ class GPTConfig(TextConfig):
             number.
         vocab_multiple: the vocabulary is padded to a multiple of it; every tensor-parallel size
             that divides it fits, and the padding takes no part in the loss.
-        dtype: of parameters and activations: ``float32``, ``float64`` or ``bfloat16``.
+        dtype: of parameters and activations: ``float32``, ``float64``, ``bfloat16`` or ``float16``.
     """
 
     vocab_size: int = 256
@@ -214,6 +219,7 @@ class GPTConfig(TextConfig):
     dense_layers: int = 0
     mtp_depth: int = 0
     mtp_weight: float = 0.3
+    fused_projections: bool = False
     tied: bool = False
     embed_scale: float = 1.0
     dropout: float = 0.0
@@ -287,6 +293,9 @@ class GPTConfig(TextConfig):
         if self.qk_norm_across and not self.qk_norm:
             got = "True without qk_norm"
             found.append(Problem("qk_norm_across", got, "False", "set qk_norm, or leave it out"))
+        if self.fused_projections and self.kv_rank and not self.gated:
+            got, wanted = "True", "False: latent attention and layers without a gate join nothing"
+            found.append(Problem("fused_projections", got, wanted, "leave it out"))
         if self.norm == "bare_layer" and self.zero_centered_norm and not self.qk_norm:
             got = "True of norms without a scale"
             found.append(Problem("zero_centered_norm", got, "False", "leave it out"))
@@ -495,6 +504,7 @@ class GPTConfig(TextConfig):
             gate=self.attention_gate,
             clip=self.qkv_clip,
             interleaved=self.rope_pairs == "neighbours",
+            fused=self.fused_projections,
         )
 
 

@@ -39,7 +39,7 @@ from functron.nn.layers import sequence_axes
 from functron.nn.moe import RouterSums, moe, moe_defs
 from functron.params import ParamDef
 from functron.pipeline.partition import Part
-from functron.spmd import CONTEXT_AXES
+from functron.spmd import CONTEXT_AXES, P
 from functron.spmd import collectives as lax
 from functron.spmd.spec import spec_axes
 from functron.transforms import Gather, policies, scan
@@ -104,10 +104,12 @@ def block_defs(config: GPTConfig, *, experts: bool, options: ModelOptions = DEFA
     if experts:
         assert c.moe is not None
         router = _own_defs(config, options, "router")
-        block["moe"] = moe_defs(c.moe, c.embed_dim, gated=c.gated, router=router, **stddevs)
+        kind = {"gated": c.gated, "fused": c.fused_projections, **stddevs}
+        block["moe"] = moe_defs(c.moe, c.embed_dim, router=router, **kind)
         return block
     own = _own_defs(config, options, "mlp")
-    mlp = nn.mlp_defs(c.embed_dim, c.mlp_dim, gated=c.gated, bias=c.bias, **stddevs)
+    kind = {"gated": c.gated, "bias": c.bias, "fused": c.fused_projections, **stddevs}
+    mlp = nn.mlp_defs(c.embed_dim, c.mlp_dim, **kind)
     return block | {"mlp": own or mlp}
 
 
@@ -178,7 +180,8 @@ class Layer:
         sequence: this rank's tokens.
         rope: tables of this layer's rotary positions; None: it has none.
         window: how many keys a query sees; 0: all before it; an int64 scalar where layers differ.
-        keys: three, of dropout after attention and after the feed-forward layer, and of jitter.
+        keys: four, of dropout after attention and after the feed-forward layer, of jitter, and of
+            what products draw.
     """
 
     config: GPTConfig
@@ -210,10 +213,23 @@ class Layer:
         core = self._core(weights)
         core = rematerialise(core) if options.remat == "selective" else core
         given = {"stream": options.stream, "core": core, "kernels": options.kernels}
+        given["products"] = self.products
         if config.latent is None:
             return nn.self_attention(weights, x, config.attention, rope=self.rope, **given)
         assert self.rope is not None
         return nn.mla(weights, x, config.latent, rope=self.rope, **given)
+
+    @property
+    def products(self) -> nn.Products:
+        """What computes this layer's products."""
+        made = self.options.products
+        if not made.draws:
+            return made
+        lead = self.options.stream
+        over = tuple(a for a in sequence_axes(lead) if a in CONTEXT_AXES)
+        index = (self.sequence.rows, self.sequence.slots)
+        given = {"key": self.keys[3], "rows": P(lead[0], over), "index": index}
+        return made._replace(linear=functools.partial(made.linear, **given))
 
     def _core(self, weights: dict) -> Callable:
         hook, sequence, options = self.options.hook("attention"), self.sequence, self.options
@@ -231,12 +247,14 @@ class Layer:
         """The feed-forward layer of the normed stream, or experts where `weights` have "moe"."""
         options = self.options
         if "moe" in weights:
-            return _moe(self.config, weights["moe"], x, self.sequence, options, self.keys[2])
+            own = (self.options, self.keys[2], self.products)
+            return _moe(self.config, weights["moe"], x, self.sequence, *own)
         hook, activation = options.hook("mlp"), self.config.activation
         given = {"stream": options.stream, "kernels": options.kernels}
         if hook is not None:
             return hook.apply(weights["mlp"], x, activation=activation, **given), None
         assert activation != "clamped_swiglu"
+        given["products"] = self.products
         return nn.mlp(weights["mlp"], x, activation=activation, **given), None
 
     def drop(self, x: Tensor, which: int) -> Tensor:
@@ -278,7 +296,9 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
     body = transformer_block if hook is None else functools.partial(_own_block, hook.apply)
 
     def once(weights: dict, x: Tensor, key: Tensor | None, own: dict) -> Any:
-        keys = (None, None, None) if key is None else random.split(key, 3).unbind(0)
+        keys: tuple[Tensor | None, ...] = (None,) * 4
+        if key is not None:
+            keys = (*random.split(key, 3).unbind(0), random.fold_in(key, 3))
         reach, rope = own.get("window", window), _own_rope(ropes, own)
         return body(Layer(config, options, sequence, rope, reach, keys), weights, x)
 
@@ -390,6 +410,7 @@ def _moe(
     sequence: Sequence,
     options: ModelOptions,
     key: Tensor | None,
+    products: nn.Products,
 ) -> tuple[Tensor, Auxiliary]:
     assert config.moe is not None
     tokens, targets, hook = sequence.tokens, sequence.targets, options.hook("router")
@@ -408,6 +429,7 @@ def _moe(
         positions=places,
         counted=counted != 0,
         kernels=options.kernels,
+        products=products,
         router=None if hook is None else hook.apply,
     )
     return y, Auxiliary(share, sums)
@@ -487,7 +509,7 @@ StageOutput = Tensor | tuple[Tensor, Auxiliary | Activations]
 def drawing_key(config: GPTConfig, options: ModelOptions, key: Key | None) -> Key | None:
     """`key` where the model draws random numbers, or a hook may; None saves making keys of it."""
     own = any(options.hook(name) is not None for name in ("block", "router"))
-    return key if config.random or own else None
+    return key if config.random or own or options.products.draws else None
 
 
 def stream(

@@ -27,7 +27,7 @@ TrainedConfig = GPTConfig | MambaConfig | BertConfig | T5Config
 Config = TrainedConfig | ViTConfig | LlavaConfig
 """Any architecture."""
 
-Setting = Literal["context", "experts", "kernels", "loss_chunk_tokens"]
+Setting = Literal["context", "experts", "kernels", "loss_chunk_tokens", "products"]
 """Fields of `ModelOptions` that the losses of some families read, beside those of all."""
 
 
@@ -92,7 +92,10 @@ class Family:
         return isinstance(config, GPTConfig) and config.has_details
 
 
-_GPT_FREE = ("dropout", "z_loss", "init_stddev", "vocab_multiple", "dtype", "mtp_weight")
+_GPT_FREE = (
+    "dropout", "z_loss", "init_stddev", "vocab_multiple", "dtype", "mtp_weight",
+    "fused_projections",
+)  # fmt: skip
 MOE_FREE = (
     "aux_loss", "aux", "z_loss", "balance_rate", "jitter", "router_dtype", "dispatch",
     "capacity_factor", "drop",
@@ -197,7 +200,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gpt": Family(
             "gpt", "a GPT", GPTConfig, gpt.PRESETS, gpt.defs, gpt.rules, gpt.loss,
             gpt.num_targets, gpt.flops_per_token,
-            settings=frozenset({"context", "experts", "kernels", "loss_chunk_tokens"}),
+            settings=frozenset({"context", "experts", "kernels", "loss_chunk_tokens", "products"}),
             rules_settings=frozenset({"experts"}), adapters=True, objective="next",
             free=_GPT_FREE, canonical=_gpt_canonical, numbers=_gpt_numbers,
         ),

@@ -140,6 +140,11 @@ def rules(
                 f"set vocab_multiple={math.lcm(config.vocab_multiple, tp)}",
             )
         )
+    if replicate_kv and config.fused_projections and not config.kv_rank:
+        fix = f"set fused_projections=False, or tp={config.kv_heads}"
+        got = f"True with {config.kv_heads} key heads on tp={tp}"
+        wanted = "False: ranks that share a key head cannot have its matrix with their queries'"
+        found.append(Problem("fused_projections", got, wanted, fix))
     found += _expert_problems(config, mesh, experts)
     found += _fsdp_problems(config, mesh, fsdp)
     raise_problems("this model cannot run on this mesh", found)

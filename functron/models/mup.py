@@ -163,6 +163,11 @@ def _with_scores(config: GPTConfig, block: Any, factor: float) -> dict:
     if config.qk_norm:
         queries = _scaled_norm(attention["q_norm"], factor, config.zero_centered_norm)
         return {**block, "attention": attention | {"q_norm": queries}}
+    if "qkv" in attention:
+        each = torch.ones(config.num_heads // config.kv_heads + 2, 1, dtype=torch.float64)
+        each[:-2] = factor
+        queries = {name: _times(leaf, each) for name, leaf in attention["qkv"].items()}
+        return {**block, "attention": attention | {"qkv": queries}}
     queries = {name: _times(leaf, factor) for name, leaf in attention["q"].items()}
     return {**block, "attention": attention | {"q": queries}}
 
@@ -174,12 +179,13 @@ def _scaled_norm(norm: Any, factor: float, zero_centered: bool) -> dict:
     return scaled | {"scale": _times(norm["scale"], factor, around)}
 
 
-def _times(leaf: Any, factor: float, around: float = 0.0) -> Any:
+def _times(leaf: Any, factor: float | torch.Tensor, around: float = 0.0) -> Any:
     """factor (x + around) - around: of a tensor, or of what is read where it is indexed."""
 
     def times(x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return ((wide + around) * factor - around).to(x.dtype)
+        by = factor.to(wide) if isinstance(factor, torch.Tensor) else factor
+        return ((wide + around) * by - around).to(x.dtype)
 
     return times(leaf) if isinstance(leaf, torch.Tensor) else _Read(leaf, times)
 

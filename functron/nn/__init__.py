@@ -12,9 +12,11 @@ from functron.nn.attention import (
 from functron.nn.context import context_attention
 from functron.nn.layers import (
     ACTIVATIONS,
+    PRODUCTS,
     Activation,
     Adapter,
     NormKind,
+    Products,
     add_norm,
     add_positions,
     column_parallel,
@@ -39,6 +41,7 @@ from functron.nn.multi_token import Predictions, ahead, multi_token, multi_token
 __all__ = [
     "ACTIVATIONS",
     "IGNORE_INDEX",
+    "PRODUCTS",
     "Activation",
     "Adapter",
     "AttentionConfig",
@@ -46,6 +49,7 @@ __all__ = [
     "MLAConfig",
     "NormKind",
     "Predictions",
+    "Products",
     "RopeScaling",
     "add_norm",
     "add_positions",

@@ -7,15 +7,18 @@ interleaved one of the paper and of DeepSeek. A model's weights belong to one of
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from functron.core.typing import Float, Int, Tensor
 from functron.nn.layers import (
+    PRODUCTS,
+    Products,
     column_parallel,
     gather_sequence,
     linear_defs,
@@ -26,7 +29,7 @@ from functron.nn.layers import (
 )
 from functron.ops.attention import attention
 from functron.ops.define import AUTO, Kernels
-from functron.ops.qk_norm_rope import QK_NORM_ROPE
+from functron.ops.qk_norm_rope import QK_NORM_ROPE, qkv_norm_rope
 from functron.params import Normal, ParamDef, ones, zeros
 from functron.spmd import collectives as lax
 from functron.spmd.spec import P
@@ -219,6 +222,8 @@ class AttentionConfig:
         clip: queries, keys and values are brought into [-clip, clip] before all else (MPT; OLMo);
             0: they are not.
         interleaved: rotated dims lie in pairs next to each other; see `apply_rope`.
+        fused: queries, keys and values are one product, of one matrix ``[embed, kv_heads, group +
+            2, head_dim]``: a key head's queries, its key, its value (Megatron's linear_qkv).
     """
 
     embed_dim: int
@@ -236,28 +241,43 @@ class AttentionConfig:
     gate: bool = False
     clip: float = 0.0
     interleaved: bool = False
+    fused: bool = False
 
 
 def attention_defs(
     config: AttentionConfig, *, stddev: float, out_stddev: float, dtype: torch.dtype
 ) -> dict:
-    """Defs ``{"q", "k", "v", "out", "q_norm"?, "k_norm"?, "sinks"?, "gate"?}``."""
+    """Defs ``{"q", "k", "v", "out", "q_norm"?, "k_norm"?, "sinks"?, "gate"?}``.
 
-    def projection(num_heads: int, axis: str) -> dict:
-        shape = (num_heads, config.head_dim)
+    With `AttentionConfig.fused`, ``"qkv"`` in place of the first three.
+    """
+
+    def projection(num_heads: int, axis: str, pieces: tuple[tuple[str, int], ...] = ()) -> dict:
+        apart = (sum(size for _, size in pieces),) if pieces else ()
+        shape = (num_heads, *apart, config.head_dim)
+        axes = (axis, *(None for _ in apart), None)
         return linear_defs(
             (config.embed_dim, *shape),
-            ("embed", axis, None),
+            ("embed", *axes),
             stddev=stddev,
             bias=shape if config.bias else None,
-            bias_axes=(axis, None),
+            bias_axes=axes,
             dtype=dtype,
+            pieces=pieces,
         )
 
-    defs = {
-        "q": projection(config.num_heads, "heads"),
-        "k": projection(config.num_kv_heads, "kv_heads"),
-        "v": projection(config.num_kv_heads, "kv_heads"),
+    group = config.num_heads // config.num_kv_heads
+    pieces = (("q", group), ("k", 1), ("v", 1))
+    defs: dict = (
+        {"qkv": projection(config.num_kv_heads, "kv_heads", pieces)}
+        if config.fused
+        else {
+            "q": projection(config.num_heads, "heads"),
+            "k": projection(config.num_kv_heads, "kv_heads"),
+            "v": projection(config.num_kv_heads, "kv_heads"),
+        }
+    )
+    defs |= {
         "out": linear_defs(
             (config.num_heads, config.head_dim, config.embed_dim),
             ("heads", None, "embed"),
@@ -318,6 +338,7 @@ def self_attention(
     axis: str = "tp",
     core: Callable = causal_attention,
     kernels: Kernels = AUTO,
+    products: Products = PRODUCTS,
 ) -> Float[Tensor, "batch seq embed"]:
     """Causal self-attention over the stream, with the heads split over `axis`.
 
@@ -331,6 +352,7 @@ def self_attention(
             example `context_attention`, where axes of the mesh split the sequence, or where there
             are sinks, which it is given as ``sinks=``.
         kernels: of ``"qk_norm_rope"`` and ``"rms_norm"``.
+        products: what computes the projections.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce of the result's
@@ -338,35 +360,53 @@ def self_attention(
         With `qk_norm_across`, two all-reduces of one number per token besides, in either direction.
     """
     x = gather_sequence(x, stream, axis)
-    q, k, v = (column_parallel(x, *weights(params[n])) for n in ("q", "k", "v"))
-    if config.clip:
-        q, k, v = (y.clamp(-config.clip, config.clip) for y in (q, k, v))
-    q, k = _placed(params, q, k, config, rope, kernels, axis)
+    projected = functools.partial(_projected, params, x, config, axis, products)
+    q, k, v = _placed(params, projected, config, rope, kernels, axis)
     if config.scale:  # what computes scores divides them by the root of their width
         q = q * (config.scale * math.sqrt(config.head_dim))
     k, v = (_own_heads(y, q.shape[-2], config, axis) for y in (k, v))
     y = core(q, k, v, sinks=params["sinks"]) if config.sinks else core(q, k, v)
     if config.gate:
-        y = y * torch.sigmoid(column_parallel(x, *weights(params["gate"])))
-    return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
+        y = y * torch.sigmoid(projected("gate"))
+    out: Any = {"name": "attention/out", "products": products}
+    return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis, **out)
+
+
+def _projected(
+    params: dict, x: Tensor, config: AttentionConfig, axis: str, products: Products, name: str
+) -> Tensor:
+    """Heads of queries, keys, values, or of the gate; keys may be the same on all ranks."""
+    w, bias, lora = weights(params[name])
+    several = name in ("k", "v") and lax.axis_size(axis) > 1
+    whole = several and w.shape[1] == config.num_kv_heads
+    where: Any = {"name": f"attention/{name}", "axis": axis, "replicated": whole}
+    return column_parallel(x, w, bias, lora, products=products, **where)
 
 
 def _placed(
     params: dict,
-    q: Tensor,
-    k: Tensor,
+    projected: Callable[[str], Tensor],
     config: AttentionConfig,
     rope: tuple[Tensor, Tensor] | None,
     kernels: Kernels,
     axis: str,
-) -> tuple[Tensor, Tensor]:
-    """Queries and keys, normalised and rotated."""
-    eps, zero_centered = config.norm_eps, config.zero_centered_norm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, the former two normalised and rotated."""
+    eps, zero_centered, clip = config.norm_eps, config.zero_centered_norm, config.clip
     whole = rope is not None and 2 * rope[0].shape[-1] == config.head_dim
+    names = ("q", "k", "v") if "qkv" not in params else ("qkv",)
+    made = [projected(name) for name in names]
+    if clip:
+        made = [y.clamp(-clip, clip) for y in made]
     at_once = whole and not config.qk_norm_across
-    if rope is not None and at_once and kernels.takes("qk_norm_rope", q, k, *rope):
-        scales = [params[n]["scale"] if config.qk_norm else None for n in ("q_norm", "k_norm")]
-        return QK_NORM_ROPE(q, k, *scales, *rope, eps, zero_centered, config.interleaved)
+    if rope is not None and at_once and kernels.takes("qk_norm_rope", *made[:2], *rope):
+        norms = ("q_norm", "k_norm") if config.qk_norm else ()
+        q_scale, k_scale = [params[name]["scale"] for name in norms] or (None, None)
+        rest = q_scale, k_scale, *rope, eps, zero_centered, config.interleaved
+        if "qkv" in params:
+            return qkv_norm_rope(made[0], *rest)
+        return *QK_NORM_ROPE(*made[:2], *rest), made[2]
+    q, k, v = made if "qkv" not in params else _apart(made[0])
     if config.qk_norm_across:
         q = _norm_across(params["q_norm"], q, config.num_heads, config, axis)
         k = _norm_across(params["k_norm"], k, config.num_kv_heads, config, axis)
@@ -375,7 +415,14 @@ def _placed(
         q, k = norm(params["q_norm"], q, **settings), norm(params["k_norm"], k, **settings)
     if rope is not None:
         q, k = (_rotated(x, rope, config.interleaved, kernels) for x in (q, k))
-    return q, k
+    return q, k, v
+
+
+def _apart(qkv: Tensor) -> list[Tensor]:
+    """Queries, keys and values of ``[..., kv_heads, group + 2, head_dim]``."""
+    pieces = qkv.split((qkv.shape[-2] - 2, 1, 1), -2)
+    # a view of which backward keeps one would keep all
+    return [piece.flatten(-3, -2).contiguous() for piece in pieces]
 
 
 def _rotated(x: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool, kernels: Kernels) -> Tensor:

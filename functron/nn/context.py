@@ -35,7 +35,7 @@ holds: joined in rank order, these are its early half and its late half.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,6 +50,9 @@ from functron.ops.chunked_attention import Visible
 from functron.ops.define import AUTO, Kernels
 from functron.ops.softmax import merge, upcast
 from functron.spmd import collectives as lax
+from functron.spmd.axes import lookup
+from functron.spmd.primitives import Ppermute
+from functron.spmd.ragged import arrived
 from functron.transforms.custom_vjp import custom_vjp
 
 Order = Literal["contiguous", "zigzag"]
@@ -209,11 +212,18 @@ class Ring:
         """This rank's place in its ring."""
         return lax.axis_index(self.axis) % self.size
 
-    def shift(self, x: Tensor, distance: int) -> Tensor:
-        """x of the rank `distance` before this one."""
+    def shift(self, x: Tensor, distance: int, *, wait: bool = True) -> Tensor:
+        """x of the rank `distance` before this one; without `wait`, `here` has to give it."""
         count, size = lax.axis_size(self.axis), self.size
         pairs = [(r, r - r % size + (r % size + distance) % size) for r in range(count)]
-        return lax.ppermute(x, self.axis, pairs)
+        if wait:
+            return lax.ppermute(x, self.axis, pairs)
+        (axis,) = lookup(self.axis)
+        return Ppermute.call(x, axis, tuple(pairs), wait=False)
+
+    def here(self, x: Tensor) -> Tensor:
+        """What `shift` did not wait for."""
+        return arrived(x, lookup(self.axis))
 
 
 def distances(size: int, step: int, balanced: bool) -> tuple[int, ...]:
@@ -359,38 +369,53 @@ def _merge(
 
 
 class _Keys:
-    """Keys and values of every step's source, and in backward the way home of their cotangents."""
+    """Keys and values of every step's source, and in backward the way home of their cotangents.
+
+    What travels is sent on before the step that is here is computed: keys and values as they
+    arrive, cotangents when this rank's part is added, for the step after the next.
+    """
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor):
         self.ring, self.k, self.v = ring, k, v
         self.at = 0
-        self.travelling: tuple[Tensor, Tensor] | None = None
+        self.travelling: list[Tensor] = []
+        self.coming = self._sent([k, v], ring.steps[0]) if ring.steps else []
+
+    def _sent(self, values: Sequence[Tensor], to: int) -> list[Tensor]:
+        """Values that are here, on their way to where they are at step `to`."""
+        return [self.ring.shift(x, to - self.at, wait=False) for x in values]
 
     def own(self) -> tuple[Tensor, Tensor]:
         """This rank's."""
         return self.k, self.v
 
+    def _next(self, step: int) -> int:
+        """The step after this one; 0, at home, after the last."""
+        after = self.ring.steps[self.ring.steps.index(step) + 1 :]
+        return after[0] if after else 0
+
     def arrivals(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Step, keys and values, for every step; then `give` their cotangents."""
         for step in self.ring.steps:
-            self.k, self.v = (self.ring.shift(x, step - self.at) for x in (self.k, self.v))
-            if self.travelling is not None:
-                dk, dv = (self.ring.shift(x, step - self.at) for x in self.travelling)
-                self.travelling = dk, dv
+            k, v = (self.ring.here(x) for x in self.coming)
             self.at = step
-            yield step, self.k, self.v
+            following = self._next(step)
+            self.coming = self._sent([k, v], following) if following else []
+            yield step, k, v
 
     def give(self, dk: Tensor, dv: Tensor) -> None:
         """Add cotangents of the keys and values that are here; float32 at least."""
-        if self.travelling is not None:
-            dk, dv = self.travelling[0] + dk, self.travelling[1] + dv
-        self.travelling = dk, dv
+        given = [dk, dv]
+        if self.travelling:
+            rows = zip(self.travelling, given, strict=True)
+            given = [self.ring.here(before) + more for before, more in rows]
+        self.travelling = self._sent(given, self._next(self.at))
 
     def home(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """The cotangents of this rank's own; `dk` and `dv` are its own part."""
-        if self.travelling is None:
+        if not self.travelling:
             return dk, dv
-        other_k, other_v = (self.ring.shift(x, -self.at) for x in self.travelling)
+        other_k, other_v = (self.ring.here(x) for x in self.travelling)
         return dk + other_k, dv + other_v
 
 
@@ -398,7 +423,7 @@ class _Gathered(_Keys):
     """The same where every rank has all keys, ``[size, ...]``: nothing travels."""
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor):
-        super().__init__(ring, k, v)
+        self.ring, self.k, self.v, self.at = ring, k, v, 0
         self.given: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _of(self, x: Tensor, step: int) -> Tensor:

@@ -27,11 +27,13 @@ from torch.nn import functional as F
 from functron.core import random
 from functron.core.typing import Float, Int, Key, Tensor
 from functron.ops.define import AUTO, Kernels
-from functron.ops.glu import GLU, glu_linear
+from functron.ops.glu import glu, glu_linear, halves
+from functron.ops.grouped_matmul import grouped_matmul
 from functron.ops.ids import check_ids
 from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from functron.params import Normal, ParamDef, ones, zeros
 from functron.spmd import collectives as lax
+from functron.spmd.axes import AxisNames
 from functron.spmd.spec import P, entry_axes
 
 SEQ_DIM = 1
@@ -51,6 +53,40 @@ class Adapter(NamedTuple):
     a: Any
     b: Any
     scale: Any
+
+
+def _linear(x: Tensor, w: Tensor, **where: Any) -> Tensor:
+    return x @ w
+
+
+def _grouped(x: Tensor, w: Tensor, sizes: Tensor, *zeros: bool, **where: Any) -> Tensor:
+    return grouped_matmul(x, w, sizes, *zeros)
+
+
+class Products(NamedTuple):
+    """The functions that compute the products of linear layers, in the place of torch's.
+
+    Such as quantised ones (`functron.precision`). They see this rank's parts, and are told which
+    mesh axes split what; an axis of one rank, or that is absent, splits nothing.
+
+    Attributes:
+        linear: ``linear(x, w, *, name, inner, outer, partial)`` is x w, of x ``[..., inputs]`` and
+            w ``[inputs, outputs]``. Axes `inner` split inputs, so that the result is a part of a
+            sum; `outer` split outputs. Over `partial` x and w are the same, and cotangents of the
+            result are parts of a sum. `name` is the layer's in its block.
+        grouped: ``grouped(x, w, sizes, zeros, zeros_back, *, name, inner, outer, experts)`` is what
+            `functron.ops.grouped_matmul` is, of experts that the axes `experts` divide.
+        draws: whether `linear` draws numbers, and takes ``key``, of the layer; ``rows``, the spec
+            of x's leading dims; and ``index``, their global positions.
+    """
+
+    linear: Callable[..., Tensor] = _linear
+    grouped: Callable[..., Tensor] = _grouped
+    draws: bool = False
+
+
+PRODUCTS = Products()
+"""Torch's."""
 
 
 def sequence_axes(stream: P) -> tuple[str, ...]:
@@ -82,12 +118,14 @@ def reduce_partial(
     return lax.psum(y, axis)
 
 
-def _product(x: Tensor, w: Tensor, lora: Adapter | None) -> Tensor:
+def _product(
+    x: Tensor, w: Tensor, lora: Adapter | None, products: Products, where: Mapping[str, Any]
+) -> Tensor:
     """x w + scale (x a) b for a matrix w ``[in, out]``; w + scale a b is never formed.
 
     Linear in x and in the rows of w and a, so that it may be any rank's part of a sum.
     """
-    y = x @ w
+    y = products.linear(x, w, **where)
     if lora is None:
         return y
     narrow = x @ lora.a.flatten(0, -2)
@@ -99,6 +137,11 @@ def column_parallel(
     w: Float[Tensor, "embed *features"],
     bias: Float[Tensor, "*features"] | None = None,
     lora: Adapter | None = None,
+    *,
+    name: str = "linear",
+    axis: AxisNames = "tp",
+    replicated: bool = False,
+    products: Products = PRODUCTS,
 ) -> Float[Tensor, "*outputs"]:
     """y = x w + b, with the columns of w split.
 
@@ -107,11 +150,17 @@ def column_parallel(
         w: ``[embed, *features]``, this rank's columns; several feature dims are kept apart.
         bias: ``[*features]``.
         lora: a low-rank addition to w, this rank's columns of its b.
+        name: of the layer, which `products` is told.
+        axis: the mesh axis that splits the columns; () where all ranks have them all.
+        replicated: it does not split them, and x is the same on its ranks.
+        products: what computes x w.
 
     Returns:
-        ``[..., *features]``, this rank's features. No collectives.
+        ``[..., *features]``, this rank's features. No collectives but those of `products`.
     """
-    y = _product(x, w.flatten(1), lora)
+    own: Any = {"outer": (), "partial": axis} if replicated else {"outer": axis, "partial": ()}
+    where = {"name": name, "inner": (), **own}
+    y = _product(x, w.flatten(1), lora, products, where)
     y = y.unflatten(-1, w.shape[1:]) if w.dim() > 2 else y
     return y if bias is None else y + bias
 
@@ -124,6 +173,8 @@ def row_parallel(
     *,
     stream: P,
     axis: str = "tp",
+    name: str = "linear",
+    products: Products = PRODUCTS,
 ) -> Float[Tensor, "batch seq embed"]:
     """y = sum over ranks of x w, plus b once, with the rows of w split.
 
@@ -134,11 +185,16 @@ def row_parallel(
         lora: a low-rank addition to w, this rank's rows of its a.
         stream: the spec of the result; decides between all-reduce and reduce-scatter.
         axis: the mesh axis that splits the features.
+        name: of the layer, which `products` is told.
+        products: what computes x w.
 
     Returns:
-        ``[batch, seq, embed]`` with spec `stream`. Collectives: as `reduce_partial`.
+        ``[batch, seq, embed]`` with spec `stream`. Collectives: as `reduce_partial`, and those of
+        `products`.
     """
-    y = reduce_partial(_product(x.flatten(SEQ_DIM + 1), w.flatten(0, -2), lora), stream, axis)
+    where = {"name": name, "inner": axis, "outer": (), "partial": ()}
+    y = _product(x.flatten(SEQ_DIM + 1), w.flatten(0, -2), lora, products, where)
+    y = reduce_partial(y, stream, axis)
     return y if bias is None else y + bias
 
 
@@ -150,11 +206,15 @@ def linear_defs(
     bias: tuple[int, ...] | None = None,
     bias_axes: tuple[str | None, ...] = (),
     dtype,
+    pieces: tuple[tuple[str, int], ...] = (),
 ) -> dict[str, ParamDef]:
-    """Defs ``{"w", "b"}`` of a linear layer; without `bias` (its shape) there is no ``"b"``."""
-    defs = {"w": ParamDef(shape, axes, Normal(stddev), dtype)}
+    """Defs ``{"w", "b"}`` of a linear layer; without `bias` (its shape) there is no ``"b"``.
+
+    With `pieces` it is several that are joined; see `ParamDef`.
+    """
+    defs = {"w": ParamDef(shape, axes, Normal(stddev), dtype, pieces=pieces)}
     if bias is not None:
-        defs["b"] = ParamDef(bias, bias_axes, zeros, dtype, decay=False)
+        defs["b"] = ParamDef(bias, bias_axes, zeros, dtype, decay=False, pieces=pieces)
     return defs
 
 
@@ -252,6 +312,10 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 
+GATE_UP = (("gate", 1), ("up", 1))
+"""The pieces of ``"gate_up"``, in the last dim but one."""
+
+
 def mlp_defs(
     embed_dim: int,
     mlp_dim: int,
@@ -261,21 +325,26 @@ def mlp_defs(
     stddev: float,
     out_stddev: float,
     dtype: torch.dtype,
+    fused: bool = False,
 ) -> dict:
-    """Defs ``{"up", "gate"?, "down"}``, each ``{"w", "b"?}``."""
+    """Defs ``{"up", "gate"?, "down"}``, each ``{"w", "b"?}``.
 
-    def widen() -> dict:
+    With `fused`, where there is a gate, ``"gate_up"`` in place of both: ``[embed, 2, mlp]``.
+    """
+
+    def widen(*joined: int, pieces: tuple[tuple[str, int], ...] = ()) -> dict:
+        apart = (None,) * len(joined)
         return linear_defs(
-            (embed_dim, mlp_dim),
-            ("embed", "mlp"),
+            (embed_dim, *joined, mlp_dim),
+            ("embed", *apart, "mlp"),
             stddev=stddev,
-            bias=(mlp_dim,) if bias else None,
-            bias_axes=("mlp",),
+            bias=(*joined, mlp_dim) if bias else None,
+            bias_axes=(*apart, "mlp"),
             dtype=dtype,
+            pieces=pieces,
         )
 
-    defs = {
-        "up": widen(),
+    down = {
         "down": linear_defs(
             (mlp_dim, embed_dim),
             ("mlp", "embed"),
@@ -283,11 +352,11 @@ def mlp_defs(
             bias=(embed_dim,) if bias else None,
             bias_axes=("embed",),
             dtype=dtype,
-        ),
+        )
     }
-    if gated:
-        defs["gate"] = widen()
-    return defs
+    if gated and fused:
+        return {"gate_up": widen(2, pieces=GATE_UP), **down}
+    return {"up": widen(), **down, **({"gate": widen()} if gated else {})}
 
 
 def mlp(
@@ -298,6 +367,7 @@ def mlp(
     stream: P,
     axis: str = "tp",
     kernels: Kernels = AUTO,
+    products: Products = PRODUCTS,
 ) -> Float[Tensor, "batch seq embed"]:
     """y = act(x up) down, or (act(x gate) * (x up)) down where there is a gate (Shazeer 2020).
 
@@ -306,6 +376,8 @@ def mlp(
         x: ``[batch, seq, embed]`` with spec `stream`.
         activation: one of `ACTIVATIONS`.
         kernels: of ``"glu"``.
+        products: what computes the products. Other ones than torch's keep what is gated, for the
+            product after it.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce forward and one
@@ -313,20 +385,29 @@ def mlp(
     """
     x = gather_sequence(x, stream, axis)
     act = ACTIVATIONS[activation]
-    up = column_parallel(x, *weights(params["up"]))
-    if "gate" in params:
-        gate = column_parallel(x, *weights(params["gate"]))
-        w, bias, lora = weights(params["down"])
-        if not kernels.takes("glu", gate, up):
-            hidden = act(gate) * up
-        elif lora is None:
-            y = reduce_partial(glu_linear(gate, up, w, activation), stream, axis)
-            return y if bias is None else y + bias
-        else:
-            hidden = GLU(gate, up, activation)
+    w, bias, lora = weights(params["down"])
+    narrow: Any = {"stream": stream, "axis": axis, "name": "mlp/down", "products": products}
+    if "gate_up" in params:
+        gate, up = _wide(params, "gate_up", x, axis, products).flatten(-2), None
     else:
-        hidden = act(up)
-    return row_parallel(hidden, *weights(params["down"]), stream=stream, axis=axis)
+        up = _wide(params, "up", x, axis, products)
+        if "gate" not in params:
+            return row_parallel(act(up), w, bias, lora, **narrow)
+        gate = _wide(params, "gate", x, axis, products)
+    if not kernels.takes("glu", gate, up):
+        gate, up = halves(gate, up)
+        hidden = act(gate) * up
+    elif lora is None and products is PRODUCTS:
+        y = reduce_partial(glu_linear(gate, up, w, activation), stream, axis)
+        return y if bias is None else y + bias
+    else:
+        hidden = glu(gate, up, activation)
+    return row_parallel(hidden, w, bias, lora, **narrow)
+
+
+def _wide(params: dict, name: str, x: Tensor, axis: str, products: Products) -> Tensor:
+    own = weights(params[name])
+    return column_parallel(x, *own, name=f"mlp/{name}", axis=axis, products=products)
 
 
 NormKind = Literal["rms", "layer", "bare_layer"]

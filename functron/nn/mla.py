@@ -23,6 +23,7 @@ What is replicated is used by every rank's heads: its gradient is the sum over r
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from functron.core.errors import Problem, raise_problems
 from functron.core.typing import Bool, Float, Tensor
 from functron.nn.attention import apply_rope, causal_attention
 from functron.nn.layers import (
+    PRODUCTS,
+    Products,
     column_parallel,
     gather_sequence,
     linear_defs,
@@ -45,6 +48,9 @@ from functron.nn.layers import (
 )
 from functron.ops.define import AUTO, Kernels
 from functron.spmd.spec import P
+
+Linear = Callable[[str, Tensor], Tensor]
+"""A linear layer of the parameters, by name, and its input."""
 
 _SIZES = ("embed_dim", "num_heads", "kv_rank", "nope_head_dim", "rope_head_dim", "v_head_dim")
 
@@ -175,6 +181,7 @@ def mla(
     axis: str = "tp",
     core: Callable = causal_attention,
     kernels: Kernels = AUTO,
+    products: Products = PRODUCTS,
 ) -> Float[Tensor, "batch seq embed"]:
     """Multi-head latent attention over the stream, with the heads split over `axis`.
 
@@ -189,6 +196,7 @@ def mla(
         core: computes softmax(q k^T / sqrt(q's dims)) v of this rank's heads, ``(q, k, v) -> out``,
             v being of `v_head_dim`; for example `context_attention`.
         kernels: of norms and of rotation.
+        products: what computes the projections.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce of the result's
@@ -197,16 +205,19 @@ def mla(
         one reduce-scatter of the result, and the transposes of both backward.
     """
     c = config
-    narrow = (_before_queries(params, x, c, kernels), *_latents(params, x, c, kernels))
+    linear = functools.partial(_linear, params, stream, axis, products)
+    ahead = _before_queries(params, x, c, linear, kernels)
+    narrow = (ahead, *_latents(params, x, c, linear, kernels))
     ahead, latent, k_rope = _whole(narrow, stream, axis)
-    q = torch.cat(_queries(params, ahead, c, rope, kernels), -1)
-    up = column_parallel(latent, *weights(params["kv_up"]))
+    q = torch.cat(_queries(ahead, c, rope, linear, kernels), -1)
+    up = linear("kv_up", latent)
     k_nope, v = up.split([c.nope_head_dim, c.v_head_dim], -1)
     settings: Any = {"interleaved": c.interleaved, "kernels": kernels}
     shared = apply_rope(k_rope.unsqueeze(-2), rope, **settings)
     # one key for all heads: expanding it is what sums its gradient over them
     k = torch.cat([k_nope, shared.expand(*k_nope.shape[:-1], -1)], -1)
-    return row_parallel(core(q, k, v), *weights(params["out"]), stream=stream, axis=axis)
+    out: Any = {"name": "attention/out", "products": products}
+    return row_parallel(core(q, k, v), *weights(params["out"]), stream=stream, axis=axis, **out)
 
 
 def mla_cache(
@@ -222,7 +233,8 @@ def mla_cache(
 
     Collectives: with a split sequence one all-gather of the result.
     """
-    latent, k_rope = _whole(_latents(params, x, config), stream, axis)
+    linear = functools.partial(_linear, params, stream, axis, PRODUCTS)
+    latent, k_rope = _whole(_latents(params, x, config, linear), stream, axis)
     shared = apply_rope(k_rope.unsqueeze(-2), rope, interleaved=config.interleaved)
     return Latents(latent, shared.squeeze(-2))
 
@@ -252,8 +264,9 @@ def mla_absorbed(
         ``[batch, seq, embed]`` with spec `stream`. Collectives: as `mla`.
     """
     c = config
-    (ahead,) = _whole((_before_queries(params, x, c),), stream, axis)
-    nope, rotated = _queries(params, ahead, c, rope)
+    linear = functools.partial(_linear, params, stream, axis, PRODUCTS)
+    (ahead,) = _whole((_before_queries(params, x, c, linear),), stream, axis)
+    nope, rotated = _queries(ahead, c, rope, linear)
     w_uk, w_uv = params["kv_up"]["w"].split([c.nope_head_dim, c.v_head_dim], -1)
     absorbed = torch.einsum("bqhn,rhn->bqhr", nope, w_uk)
     scores = torch.einsum("bqhr,bkr->bhqk", absorbed, cache.c)
@@ -278,33 +291,46 @@ def _whole(parts: tuple[Tensor, ...], stream: P, axis: str) -> tuple[Tensor, ...
     return together.split([part.shape[-1] for part in parts], -1)
 
 
-def _before_queries(params: dict, x: Tensor, config: MLAConfig, kernels: Kernels = AUTO) -> Tensor:
+def _linear(params: dict, stream: P, axis: str, products: Products, name: str, x: Tensor) -> Tensor:
+    """The linear layer `name`: to latents, whose columns every rank has, or to its heads."""
+    own = weights(params[name])
+    if not name.endswith("down"):
+        return column_parallel(x, *own, name=f"attention/{name}", axis=axis, products=products)
+    # of tokens that axis splits, nothing is a part of a sum over it
+    same = axis not in sequence_axes(stream)
+    where: Any = {"name": f"attention/{name}", "axis": axis if same else (), "replicated": same}
+    return column_parallel(x, *own, products=products, **where)
+
+
+def _before_queries(
+    params: dict, x: Tensor, config: MLAConfig, linear: Linear, kernels: Kernels = AUTO
+) -> Tensor:
     """The input that queries are linear in: their latent, or the stream."""
     if not config.q_rank:
         return x
-    down = column_parallel(x, *weights(params["q_down"]))
+    down = linear("q_down", x)
     return norm(params["q_norm"], down, eps=config.norm_eps, kernels=kernels)
 
 
 def _latents(
-    params: dict, x: Tensor, config: MLAConfig, kernels: Kernels = AUTO
+    params: dict, x: Tensor, config: MLAConfig, linear: Linear, kernels: Kernels = AUTO
 ) -> tuple[Tensor, Tensor]:
     """The latent of keys and values, normed, and the shared key, not yet rotated."""
-    down = column_parallel(x, *weights(params["kv_down"]))
+    down = linear("kv_down", x)
     latent, k_rope = down.split([config.kv_rank, config.rope_head_dim], -1)
     return norm(params["kv_norm"], latent, eps=config.norm_eps, kernels=kernels), k_rope
 
 
 def _queries(
-    params: dict,
     ahead: Tensor,
     config: MLAConfig,
     rope: tuple[Tensor, Tensor],
+    linear: Linear,
     kernels: Kernels = AUTO,
 ) -> tuple[Tensor, Tensor]:
     """This rank's queries, times `softmax_factor`: the dims without positions, and the rotated."""
     c = config
-    q = column_parallel(ahead, *weights(params["q_up" if c.q_rank else "q"]))
+    q = linear("q_up" if c.q_rank else "q", ahead)
     q = q * c.softmax_factor if c.softmax_factor != 1 else q
     nope, rotated = q.split([c.nope_head_dim, c.rope_head_dim], -1)
     return nope, apply_rope(rotated, rope, interleaved=c.interleaved, kernels=kernels)

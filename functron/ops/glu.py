@@ -103,6 +103,16 @@ def _backward_kernel(
     return out
 
 
+def _packed_again_kernel(
+    launch: Launch, d_hidden: Tensor, gate_up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    out, hidden = gate_up.new_empty(gate_up.shape), gate_up.new_empty(d_hidden.shape)
+    if out.numel():
+        into = rows_of(out).chunk(2, -1)
+        _backward_into(launch, d_hidden, *_halves(gate_up), into, activation, rows_of(hidden))
+    return out, hidden
+
+
 def _again_kernel(
     launch: Launch, d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +137,8 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     size = x.shape[-1]
     if size % 2:
         raise ValueError(f"glu_packed: got {size} columns; wanted gate's, then as many of up")
-    return x[..., : size // 2], x[..., size // 2 :]
+    gate, up = x.split(size // 2, -1)  # whose gradients are joined in one go
+    return gate, up
 
 
 def _act(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -184,6 +195,11 @@ def _again(
     return *_backward(d_hidden, gate, up, activation), _reference(gate, up, activation)
 
 
+def _packed_again(d_hidden: Tensor, gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    *both, hidden = _again(d_hidden, *_halves(gate_up), activation)
+    return torch.cat(both, -1), hidden
+
+
 def _packed_backward(d_hidden: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     return torch.cat(_backward(d_hidden, *_halves(gate_up), activation), -1)
 
@@ -231,6 +247,20 @@ GLU_PACKED_BACKWARD = define(
 )
 """`GLU_BACKWARD`, both side by side."""
 
+GLU_PACKED_BACKWARD_AGAIN = define(
+    "glu_packed_backward_again(Tensor d_hidden, Tensor gate_up, str activation) "
+    "-> (Tensor, Tensor)",
+    kernel=_packed_again_kernel,
+    reference=_packed_again,
+    fake=lambda d_hidden, gate_up, activation: (
+        gate_up.new_empty(gate_up.shape),
+        gate_up.new_empty(d_hidden.shape),
+    ),
+    batch=of_rows(whole=()),
+    gradient=_packed_again,
+)
+"""`GLU_BACKWARD_AGAIN`, the gradients side by side."""
+
 GLU_PACKED = define(
     "glu_packed(Tensor gate_up, str activation) -> Tensor",
     kernel=lambda launch, x, activation: _kernel(launch, *_halves(x), activation),
@@ -244,20 +274,33 @@ GLU_PACKED = define(
 """`GLU` of the halves of ``[..., 2 dim]``: gate's columns, then up's."""
 
 
+def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gate and up, of which the first may have both side by side."""
+    return _halves(gate) if up is None else (gate, up)
+
+
+def glu(
+    gate: Float[Tensor, "*batch inner"], up: Float[Tensor, "*batch inner"] | None, activation: str
+) -> Float[Tensor, "*batch hidden"]:
+    """`GLU`, or `GLU_PACKED` of gate alone where that has both."""
+    return GLU_PACKED(gate, activation) if up is None else GLU(gate, up, activation)
+
+
 def glu_linear(
     gate: Float[Tensor, "*batch inner"],
-    up: Float[Tensor, "*batch inner"],
-    w: Float[Tensor, "*groups inner outer"],
+    up: Float[Tensor, "*batch inner"] | None,
+    w: Float[Tensor, "*groups hidden outer"],
     activation: str,
     sizes: Int[Tensor, " groups"] | None = None,
 ) -> Float[Tensor, "*batch outer"]:
-    """``GLU(gate, up, activation) @ w``, of which gate, up and w alone are kept for backward.
+    """``glu(gate, up, activation) @ w``, of which gate, up and w alone are kept for backward.
 
     The same gradients, bit for bit. No collectives; where w has a part of the rows of a matrix, the
     result is a part of a sum.
 
     Args:
-        gate, up: of one shape and dtype.
+        gate, up: of one shape and dtype; or both side by side, and None, whose gradient is then
+            made as one.
         w: of that dtype.
         activation: one of `GLU_ACTIVATIONS`.
         sizes: of groups of rows ``[R, inner]``, each with a w of its own: see `grouped_matmul`.
@@ -265,7 +308,7 @@ def glu_linear(
     """
 
     def product(gate, up, w, sizes):
-        hidden = GLU(gate, up, activation)
+        hidden = glu(gate, up, activation)
         return hidden @ w if sizes is None else grouped_matmul(hidden, w, sizes)
 
     def forward(gate, up, w, sizes):
@@ -275,10 +318,16 @@ def glu_linear(
         gate, up, w, sizes = residuals
         rows = dy.flatten(0, -2)
         flat = rows @ w.mT if sizes is None else grouped_matmul(rows, w.mT, sizes, False)
-        d_hidden = flat.view(gate.shape)
+        d_hidden = flat.view(*gate.shape[:-1], w.shape[-2])
         if not trained:
+            if up is None:
+                return GLU_PACKED_BACKWARD(d_hidden, gate, activation), None, None, None
             return *GLU_BACKWARD(d_hidden, gate, up, activation), None, None
-        d_gate, d_up, hidden = GLU_BACKWARD_AGAIN(d_hidden, gate, up, activation)
+        if up is None:
+            d_gate, hidden = GLU_PACKED_BACKWARD_AGAIN(d_hidden, gate, activation)
+            d_up = None
+        else:
+            d_gate, d_up, hidden = GLU_BACKWARD_AGAIN(d_hidden, gate, up, activation)
         again = hidden.flatten(0, -2)
         if sizes is None:
             return d_gate, d_up, again.mT @ rows, None

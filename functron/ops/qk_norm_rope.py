@@ -2,7 +2,8 @@
 
 One launch reads and writes every element of q and k once, wherever they lie: as tensors of their
 own, or as views of what one projection has made of queries, keys and values. Without scales nothing
-is normalised, and backward then needs neither q nor k.
+is normalised, and backward then needs neither q nor k. `qkv_norm_rope` takes what a projection has
+made group by group, and its backward makes one gradient of it.
 
 `QK_NORM_ROPE` makes new tensors; `QK_NORM_ROPE_` writes over q and k, for generation and wherever
 nothing is differentiated. Backward always makes new tensors: that of attention hands on its
@@ -18,7 +19,8 @@ from typing import Any
 
 import torch
 
-from functron.core.typing import Tensor
+from functron.core import compat
+from functron.core.typing import Float, Tensor
 from functron.ops.define import (
     BACKWARD_THREADS,
     PACK_BYTES,
@@ -33,10 +35,12 @@ from functron.ops.define import (
     upcast,
     vector,
 )
+from functron.transforms.custom_vjp import custom_vjp
 
 _BLOCKS = (256, 128, 64, 32)  # threads that a block may have
 _WARP = 32
 _MOST_TOKENS = 2**31
+_JOINED_DIMS = 4  # at least: sequence, key heads, what belongs to each, head
 
 _ARGUMENTS = (
     "Tensor? q_scale, Tensor? k_scale, Tensor cosine, Tensor sine, float eps, "
@@ -113,6 +117,35 @@ def _backward(
     return dq, dk, dq_scale, dk_scale
 
 
+def _pieces(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of ``[..., kv_heads, group + 2, head_dim]`` queries, keys, values, with one dim of heads."""
+    return qkv[..., :-2, :].flatten(-3, -2), qkv[..., -2, :], qkv[..., -1, :]
+
+
+def _check_joined(qkv: Tensor, cosine: Tensor, sine: Tensor) -> None:
+    if qkv.dim() < _JOINED_DIMS or qkv.shape[-2] <= 2:
+        raise ValueError(
+            f"qkv_norm_rope: got {tuple(qkv.shape)}; wanted [batch, seq, kv_heads, group + 2, "
+            "head_dim]: of each key head its queries, itself and its value"
+        )
+    _check(qkv[..., 0, :], qkv[..., -2, :], cosine, sine)
+
+
+def _joined_reference(qkv, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    *settings, values = rest
+    _check_joined(qkv, *settings[2:4])
+    q, k, v = _pieces(qkv)
+    copy = v.clone(memory_format=torch.contiguous_format) if values else v.new_empty(0)
+    return *_reference(q, k, *settings), copy
+
+
+def _joined_backward(d_q, d_k, d_v, qkv, q_scale, k_scale, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    q, k = (None, None) if qkv is None else _pieces(qkv)[:2]
+    dq, dk, dq_scale, dk_scale = _backward(d_q, d_k, q, k, q_scale, k_scale, *rest)
+    groups = dq.unflatten(-2, (dk.shape[-2], -1))
+    return torch.cat([groups, dk.unsqueeze(-2), d_v.unsqueeze(-2)], -2), dq_scale, dk_scale
+
+
 # ---- by kernels ---------------------------------------------------------------------------------
 
 
@@ -173,20 +206,26 @@ def _fits(q: Tensor, cosine: Tensor) -> bool:
 
 
 def _into(
-    launch: Launch, q, k, out: Sequence[Tensor], q_scale, k_scale, cosine, sine, eps, center,
-    interleaved,
+    launch: Launch, q, k, out: Sequence[Tensor | None], q_scale, k_scale, cosine, sine, eps, center,
+    interleaved, group: int = 0,
 ) -> None:  # fmt: skip
-    """The result, written to `out`."""
+    """The result, written to `out`: of queries, of keys and, where `group` is not 0, of values.
+
+    Then q has the heads of all, `group` queries of each key head after another, and k is not read.
+    """
     tables = _tables(q, cosine, sine)
-    q, k, q_out, k_out = (_heads(x, q) for x in (q, k, *out))
+    q_out, k_out, v_out = out
+    q, k, q_out, k_out = (_heads(x, q) for x in (q, k, q_out, k_out))
+    values = q if v_out is None else _heads(v_out, q)
     scales = [None if scale is None else vector(q, scale) for scale in (q_scale, k_scale)]
-    heads, pairs = (q, k, q_out, k_out), tables[0].shape[-1]
+    heads, pairs = (q, k, q_out, k_out, values), tables[0].shape[-1]
     lanes = _lanes(q.shape[-1], pairs, q.element_size())
     weights, wide = zip(*[scale or (None, 0) for scale in scales], strict=True)
     launch(
         "qk_norm_rope", "qk_norm_rope_forward", q.shape[:2].numel(),
-        _block(q.shape[2] + k.shape[2], lanes),
-        *heads, *weights, *tables, *q.shape[:3], k.shape[2], q.shape[3], pairs,
+        _block(q.shape[2] + (0 if group else k.shape[2]), lanes),
+        *heads[:4], None if v_out is None else values, *weights, *tables,
+        *q_out.shape[:3], k_out.shape[2], group, q.shape[3], pairs,
         *[stride for x in heads for stride in x.stride()[:3]], *tables[0].stride()[:2],
         *wide, int(tables[0].dtype != q.dtype), int(interleaved), lanes,
         int(_whole_packs(q, scales, tables, *heads)), float(center), eps,
@@ -199,7 +238,7 @@ def _kernel(launch: Launch, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, T
     if not (q.numel() + k.numel() and _fits(q, rest[2])):
         return _reference(q, k, *rest)
     out = q.new_empty(q.shape), k.new_empty(k.shape)
-    _into(launch, q, k, out, *rest)
+    _into(launch, q, k, (*out, None), *rest)
     return out
 
 
@@ -207,7 +246,7 @@ def _in_place_kernel(launch: Launch, q: Tensor, k: Tensor, *rest: Any) -> None:
     _check(q, k, rest[2], rest[3])
     views = all(x.stride(-1) == 1 and x.dim() == 4 for x in (q, k))
     if views and q.numel() + k.numel() and _fits(q, rest[2]):
-        _into(launch, q, k, (q, k), *rest)
+        _into(launch, q, k, (q, k, None), *rest)
     else:
         _copy(q, k, _kernel(launch, q, k, *rest))
 
@@ -217,20 +256,56 @@ def _copy(q: Tensor, k: Tensor, results: Sequence[Tensor]) -> None:
     k.copy_(results[1])
 
 
+def _joined_kernel(launch: Launch, qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *settings, values = rest
+    _check_joined(qkv, *settings[2:4])
+    if not (qkv.numel() and _fits(qkv[..., 0, :], settings[2])):
+        return _joined_reference(qkv, *rest)
+    q, k, v = _joined_fake(qkv, *rest)
+    flat, group = qkv.flatten(-3, -2), qkv.shape[-2] - 2
+    _into(launch, flat, flat, (q, k, v if values else None), *settings, group=group)
+    return q, k, v
+
+
 def _backward_kernel(
     launch: Launch, d_q, d_k, q, k, q_scale, k_scale, cosine, sine, eps, center, interleaved
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if not (d_q.numel() + d_k.numel() and _fits(d_q, cosine)):
         return _backward(d_q, d_k, q, k, q_scale, k_scale, cosine, sine, eps, center, interleaved)
     out = d_q.new_empty(d_q.shape), d_k.new_empty(d_k.shape)
+    settings = q_scale, k_scale, cosine, sine, eps, center, interleaved
+    return *out, *_backward_into(launch, (d_q, d_k, None), (q, k), out, *settings)
+
+
+def _joined_backward_kernel(
+    launch: Launch, d_q, d_k, d_v, qkv, q_scale, k_scale, cosine, sine, eps, center, interleaved
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    settings = q_scale, k_scale, cosine, sine, eps, center, interleaved
+    if not (d_q.numel() and _fits(d_q, cosine)):
+        return _joined_backward(d_q, d_k, d_v, qkv, *settings)
+    kv_heads = d_k.shape[-2]
+    group = d_q.shape[-2] // kv_heads
+    out = d_q.new_empty(*d_k.shape[:-1], group + 2, d_q.shape[-1])
+    flat, read = out.flatten(-3, -2), None if qkv is None else qkv.flatten(-3, -2)
+    given = d_q, d_k, d_v
+    d_scales = _backward_into(launch, given, (read, read), (flat, flat), *settings, group=group)
+    return out, *d_scales
+
+
+def _backward_into(
+    launch: Launch, given: Sequence, read: Sequence, out: Sequence[Tensor], q_scale, k_scale,
+    cosine, sine, eps, center, interleaved, group: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of queries and keys, or of all heads (see `_into`), to `out`; of scales."""
+    d_q = given[0]
     tables = _tables(d_q, cosine, sine)
-    d_q, d_k = _heads(d_q, d_q), _heads(d_k, d_k)
+    d_q, d_k, d_v = (_heads(x, d_q) for x in given)
     # without a scale they are not read
-    q, k = _heads(q, d_q), _heads(k, d_k)
+    q, k = (_heads(x, d_q) for x in read)
     scales = [None if scale is None else vector(d_q, scale) for scale in (q_scale, k_scale)]
-    heads, pairs = (d_q, d_k, q, k, *(_heads(x, d_q) for x in out)), tables[0].shape[-1]
+    heads, pairs = (d_q, d_k, d_v, q, k, *(_heads(x, d_q) for x in out)), tables[0].shape[-1]
     lanes = _lanes(d_q.shape[-1], pairs, d_q.element_size())
-    block = _block(d_q.shape[2] + d_k.shape[2], lanes)
+    block = _block(d_q.shape[2] + d_k.shape[2] * (2 if group else 1), lanes)
     weights, wide = zip(*[scale or (None, 0) for scale in scales], strict=True)
     blocks = d_q.shape[:2].numel()
     columns, partials, shared_bytes = 4 * lanes * PACK_BYTES // d_q.element_size(), None, 0
@@ -241,8 +316,8 @@ def _backward_kernel(
     defines = {"ELEMENT": type_name(d_q, "qk_norm_rope_backward")}
     launch(
         "qk_norm_rope", "qk_norm_rope_backward", blocks, block,
-        *heads, *weights, *tables, partials, *d_q.shape[:3], d_k.shape[2], d_q.shape[3], pairs,
-        *[stride for x in heads for stride in x.stride()[:3]], *tables[0].stride()[:2],
+        *heads, *weights, *tables, partials, *d_q.shape[:3], d_k.shape[2], group, d_q.shape[3],
+        pairs, *[stride for x in heads for stride in x.stride()[:3]], *tables[0].stride()[:2],
         *wide, int(tables[0].dtype != d_q.dtype), int(interleaved), lanes,
         int(_whole_packs(d_q, scales, tables, *heads)), float(center), eps,
         defines=defines, shared_bytes=shared_bytes,
@@ -262,7 +337,7 @@ def _backward_kernel(
         one if scale is None else one.to(scale.dtype)
         for one, scale in zip(sums, (q_scale, k_scale), strict=True)
     )
-    return *out, dq_scale, dk_scale
+    return dq_scale, dk_scale
 
 
 # ---- registration -------------------------------------------------------------------------------
@@ -296,6 +371,35 @@ def _backward_batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
     d_q, d_k = (leading(x, dim, size) for x, dim in zip(args[:2], in_dims[:2], strict=True))
     tables = _batched_tables(size, in_dims[6:8], args[6:8], d_q)
     return op(d_q, d_k, *args[2:6], *tables, *args[8:]), (0, 0, None, None)
+
+
+def _joined_fake(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *before, kv_heads, slots, dim = qkv.shape
+    q = qkv.new_empty(*before, kv_heads * (slots - 2), dim)
+    k = qkv.new_empty(*before, kv_heads, dim)
+    return q, k, qkv.new_empty(k.shape if rest[-1] else (0,))
+
+
+def _joined_batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
+    if any(dim is not None for dim in in_dims[1:3]):
+        return one_by_one(size, in_dims, args, op)
+    qkv = leading(args[0], in_dims[0], size)
+    tables = _batched_tables(size, in_dims[3:5], args[3:5], qkv[..., 0, :])
+    return op(qkv, *args[1:3], *tables, *args[5:]), (0, 0, 0 if args[-1] else None)
+
+
+def _joined_backward_fake(d_q, d_k, d_v, qkv, q_scale, k_scale, *rest) -> tuple[Tensor, ...]:
+    slots = d_q.shape[-2] // d_k.shape[-2] + 2
+    scales = [d_q.new_empty(0) if s is None else s.new_empty(s.shape) for s in (q_scale, k_scale)]
+    return d_q.new_empty(*d_k.shape[:-1], slots, d_k.shape[-1]), *scales
+
+
+def _joined_backward_batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
+    if args[4] is not None or args[5] is not None:
+        return one_by_one(size, in_dims, args, op)  # sums of scales are of each alone
+    given = [leading(x, dim, size) for x, dim in zip(args[:3], in_dims[:3], strict=True)]
+    tables = _batched_tables(size, in_dims[6:8], args[6:8], given[0])
+    return op(*given, *args[3:6], *tables, *args[8:]), (0, None, None)
 
 
 QK_NORM_ROPE_BACKWARD = define(
@@ -347,3 +451,79 @@ QK_NORM_ROPE_ = define(
     fake=lambda q, k, *rest: None,
 )
 """`QK_NORM_ROPE` in place; where q and k overlap each other the result is undefined."""
+
+QKV_NORM_ROPE_BACKWARD = define(
+    f"qkv_norm_rope_backward(Tensor d_q, Tensor d_k, Tensor d_v, Tensor? qkv, {_ARGUMENTS}) "
+    "-> (Tensor, Tensor, Tensor)",
+    kernel=_joined_backward_kernel,
+    reference=_joined_backward,
+    fake=_joined_backward_fake,
+    batch=_joined_backward_batch,
+    gradient=_joined_backward,
+)
+"""The cotangents of qkv and the scales; of a scale that is None, an empty tensor."""
+
+
+def _joined_saved(args: tuple, outputs: tuple) -> tuple:
+    qkv, q_scale, k_scale, *rest = args
+    return None if q_scale is None and k_scale is None else qkv, q_scale, k_scale, *rest
+
+
+def _joined_gradient(saved: Sequence, cotangents: tuple) -> tuple:
+    *saved, values = saved
+    d_q, d_k, d_v = cotangents
+    d_v = d_v if values else torch.zeros_like(d_k)
+    d_qkv, *d_scales = QKV_NORM_ROPE_BACKWARD(d_q, d_k, d_v, *saved)
+    scales = [None if s is None else d for s, d in zip(saved[1:3], d_scales, strict=True)]
+    return d_qkv, *scales, *[None] * 6
+
+
+QKV_NORM_ROPE = define(
+    f"qkv_norm_rope(Tensor qkv, {_ARGUMENTS}, bool values) -> (Tensor, Tensor, Tensor)",
+    kernel=_joined_kernel,
+    reference=_joined_reference,
+    fake=_joined_fake,
+    batch=_joined_batch,
+    gradient=Gradient(save=_joined_saved, backward=_joined_gradient),
+)
+"""`QK_NORM_ROPE` of ``[batch, seq, kv_heads, group + 2, head_dim]``: of each key head its queries,
+itself and its value. The third result has the values, or is empty without `values`."""
+
+
+def qkv_norm_rope(
+    qkv: Float[Tensor, "*batch kv_heads slots head_dim"],
+    q_scale: Float[Tensor, " head_dim"] | None,
+    k_scale: Float[Tensor, " head_dim"] | None,
+    cosine: Float[Tensor, "*rows pairs"],
+    sine: Float[Tensor, "*rows pairs"],
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, normed where there is a scale and rotated, and values, of one projection.
+
+    One launch, as is its backward, which makes the gradient of the projection as one. Without
+    scales qkv is not kept for that; with them values are a view of it, as it is kept in any case.
+
+    Args:
+        qkv: ``[batch, seq, kv_heads, group + 2, head_dim]``.
+        q_scale, k_scale, cosine, sine: as in `QK_NORM_ROPE`.
+        settings: eps, zero_centered and interleaved.
+
+    Returns:
+        ``[batch, seq, heads, head_dim]``, and twice ``[batch, seq, kv_heads, head_dim]``.
+    """
+    args = qkv, q_scale, k_scale, cosine, sine
+    if (q_scale is None and k_scale is None) or compat.pushing_forward():
+        return QKV_NORM_ROPE(*args, *settings, True)
+
+    def split(qkv, *rest):
+        return *QKV_NORM_ROPE(qkv, *rest, *settings, False)[:2], qkv[..., -1, :]
+
+    def forward(qkv, *rest):
+        return split(qkv, *rest), (qkv, *rest)
+
+    def backward(residuals, cotangents):
+        d_qkv, *d_scales = QKV_NORM_ROPE_BACKWARD(*cotangents, *residuals, *settings)
+        found = [None if s is None else d for s, d in zip(residuals[1:3], d_scales, strict=True)]
+        return d_qkv, *found, None, None
+
+    return custom_vjp(split, forward, backward)(*args)

@@ -32,6 +32,15 @@ from functron.optim.contrib.adam_mini import (
 )
 from functron.optim.contrib.lion import ScaleByLionState, lion, scale_by_lion
 from functron.optim.contrib.soap import ScaleBySoapState, scale_by_soap, soap
+from functron.optim.finite import (
+    ApplyIfFiniteState,
+    LossScale,
+    LossScaleState,
+    all_finite,
+    apply_if_finite,
+    with_loss_scale,
+    zero_nans,
+)
 from functron.optim.low_precision import (
     LOW_PRECISION,
     MastersState,
@@ -68,10 +77,7 @@ from functron.optim.muon import (
     scale_by_muon,
 )
 from functron.optim.norms import (
-    ApplyIfFiniteState,
     Layers,
-    all_finite,
-    apply_if_finite,
     clip,
     clip_by_global_norm,
     global_norm,
@@ -80,7 +86,6 @@ from functron.optim.norms import (
     norm_scale,
     norms_by_layer,
     set_to_zero,
-    zero_nans,
 )
 from functron.optim.offload import offload
 from functron.optim.schedules import (
@@ -124,6 +129,8 @@ __all__ = [
     "Group",
     "InjectHyperparamsState",
     "Layers",
+    "LossScale",
+    "LossScaleState",
     "MastersState",
     "Matrix",
     "MultiTransformState",
@@ -218,6 +225,7 @@ __all__ = [
     "width_problems",
     "with_average",
     "with_fp32_masters",
+    "with_loss_scale",
     "with_stochastic_rounding",
     "wsd",
     "zero",

@@ -41,6 +41,12 @@ from functron.optim.contrib.adafactor import adafactor
 from functron.optim.contrib.adam_mini import adam_mini, blocks
 from functron.optim.contrib.lion import lion
 from functron.optim.contrib.soap import soap
+from functron.optim.finite import (
+    LossScale,
+    apply_if_finite,
+    loss_scale_problems,
+    with_loss_scale,
+)
 from functron.optim.low_precision import (
     check_blocks,
     quantisable,
@@ -56,7 +62,7 @@ from functron.optim.mask import (
     parse_groups,
 )
 from functron.optim.muon import SCALES, Scale, matrices, muon
-from functron.optim.norms import apply_if_finite, clip_by_global_norm
+from functron.optim.norms import clip_by_global_norm
 from functron.optim.offload import offload
 from functron.optim.schedules import LearningRate, Schedule, inject_hyperparams
 from functron.optim.sgd import sgd
@@ -210,6 +216,8 @@ class OptimizerConfig:
             update; 0: do not.
         skip_nonfinite: leave out updates whose gradients are not finite, up to so many in a row; 0:
             none.
+        loss_scale: the factor of the loss, which keeps gradients in float16 from vanishing, and how
+            it changes where they overflow.
         muon, adafactor, soap: options of these alone.
     """
 
@@ -234,6 +242,7 @@ class OptimizerConfig:
     groups: str = ""
     ema_decay: float = 0.0
     skip_nonfinite: int = 0
+    loss_scale: LossScale = field(default_factory=LossScale)
     muon: MuonConfig = field(default_factory=MuonConfig)
     adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
     soap: SoapConfig = field(default_factory=SoapConfig)
@@ -307,6 +316,10 @@ def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list
     if config.fp32_masters and config.stochastic_rounding:
         wanted = "false where fp32_masters are kept: masters lose nothing"
         found.append(Problem(f"{path}.stochastic_rounding", "true", wanted))
+    found += loss_scale_problems(config.loss_scale, f"{path}.loss_scale")
+    if config.loss_scale.initial and config.skip_nonfinite:
+        wanted = "0 where the loss is scaled: steps that overflow are left out anyway"
+        found.append(Problem(f"{path}.skip_nonfinite", str(config.skip_nonfinite), wanted))
     found += _increase_problems(config, path)
     choices = {"mu_dtype": Moment, "nu_dtype": Moment, "grad_dtype": Dtype, "reduce_dtype": Dtype}
     choices |= {"weight_decay_incr_style": Increase}
@@ -336,6 +349,11 @@ def _increase_problems(config: OptimizerConfig, path: str) -> Iterator[Problem]:
 
 _MOMENTS = {"sgd": (), "adafactor": (), "lion": ("mu_dtype",), "adam_mini": ("mu_dtype",)}
 """Which moments have a dtype of choice, not 8 bits; those of the other optimizers may be any."""
+
+
+def moments_of(name: str) -> tuple[str, ...]:
+    """The fields of `OptimizerConfig` with dtypes of the moments that this optimizer has."""
+    return _MOMENTS.get(name, ("mu_dtype", "nu_dtype"))
 
 
 def _moment_problems(config: OptimizerConfig, path: str) -> Iterator[Problem]:
@@ -563,8 +581,8 @@ def make_optimizer(
 ) -> GradientTransformation:
     """The optimizer that `config` describes: clipping, then the optimizer (on masters).
 
-    From the outside: `apply_if_finite`, clipping, `zero`, `offload`, masters or stochastic
-    rounding, the average of parameters, groups, the optimizer itself.
+    From the outside: `with_loss_scale` or `apply_if_finite`, clipping, `zero`, `offload`, masters
+    or stochastic rounding, the average of parameters, groups, the optimizer itself.
 
     Args:
         config: what to build.
@@ -623,6 +641,8 @@ def make_optimizer(
         inner = chain(clip_by_global_norm(config.clip_norm, seen, copies, kernels=kernels), inner)
     if config.skip_nonfinite:
         inner = apply_if_finite(inner, config.skip_nonfinite, specs=seen)
+    if config.loss_scale.initial:
+        inner = with_loss_scale(inner, config.loss_scale, specs=seen)
     return inner
 
 

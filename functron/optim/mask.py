@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron.core import tree
-from functron.core.errors import Problem, nearest, public, raise_problems
+from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.optim.schedules import LearningRate, ScaleByScheduleState, new_count
 from functron.optim.transformation import (
     GradientTransformation,
@@ -124,6 +124,7 @@ def only(inner: GradientTransformation, mask: tree.Tree) -> GradientTransformati
         inner.grad_specs,
         norm=norm_of_part(inner.norm, chosen),
         elementwise=inner.elementwise,
+        loss_scale=inner.loss_scale,
     )
 
 
@@ -321,6 +322,14 @@ def _side_by_side(
         parts = split(updates, labels_of(updates), "updates")
         return next(part for part, t in zip(parts, several, strict=True) if t is clipping)
 
+    scales = [(i, t.loss_scale) for i, t in enumerate(several) if t.loss_scale is not None]
+    if len(scales) > 1:
+        refuse(what, "transforms", "several that scale the loss", "one", "let one do it for all")
+
+    def loss_scale(state):
+        position, scale = scales[0]
+        return scale(unpack(state)[position])
+
     def with_specs(param_specs, copies):
         bound = {label: t.bind(param_specs, copies) for label, t in transforms.items()}
         return _side_by_side(bound, labels_of, pack, unpack, what)
@@ -340,6 +349,7 @@ def _side_by_side(
         elementwise=all(t.elementwise for t in several),
     )._replace(
         norm=norm_of_part(clipping and clipping.norm, own),
+        loss_scale=loss_scale if scales else None,
         with_specs=with_specs if any(t.with_specs is not None for t in several) else None,
     )
 

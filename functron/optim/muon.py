@@ -54,6 +54,8 @@ class Matrix:
         outputs: that of the latter.
         sizes: the global sizes of the dims after those of stacks, for optimizers that mind padding;
             empty: as seen.
+        pieces: the entries of the last dim but one that each of several matrices has, which are
+            joined in this one (`ParamDef.pieces`); empty: it is one.
     """
 
     num_batch: int
@@ -61,6 +63,7 @@ class Matrix:
     inputs: int
     outputs: int
     sizes: tuple[int, ...] = ()
+    pieces: tuple[int, ...] = ()
 
 
 def matrices(defs: tree.Tree) -> tree.Tree:
@@ -68,10 +71,11 @@ def matrices(defs: tree.Tree) -> tree.Tree:
 
     Muon has the parameters of stacked layers (logical axis "layers") that decay and have at least
     two dims besides those of stacks ("layers", "expert"): the weights of projections. Embedding,
-    unembedding, positions, norms and biases are AdamW's. Each parameter is one matrix as it is
-    stored: query, key and value, or gate and up, are orthogonalised each by itself, all heads of
-    one together. With more than two dims, such as [embed, heads, head_dim], those on the other side
-    of "embed" are flattened; without "embed" at either end, all but the first.
+    unembedding, positions, norms and biases are AdamW's. Each parameter is one matrix: query, key
+    and value, or gate and up, are orthogonalised each by itself, all heads of one together, also
+    where they are stored as one (`ParamDef.pieces`). With more than two dims, such as [embed,
+    heads, head_dim], those on the other side of "embed" are flattened; without "embed" at either
+    end, all but the first.
     """
     return tree.map(_matrix, defs)
 
@@ -83,7 +87,8 @@ def _matrix(d: Any) -> Matrix | Literal[False]:
         return False
     num_inputs = len(names) - 1 if names[-1] == "embed" and names[0] != "embed" else 1
     inputs, outputs = math.prod(sizes[:num_inputs]), math.prod(sizes[num_inputs:])
-    return Matrix(num_batch, num_inputs, inputs, outputs, tuple(sizes))
+    pieces = tuple(size for _, size in d.pieces)
+    return Matrix(num_batch, num_inputs, inputs, outputs, tuple(sizes), pieces)
 
 
 class ScaleByMuonState(NamedTuple):
@@ -160,18 +165,23 @@ def scale_by_muon(
     raise_problems("scale_by_muon", problems)
 
     def orthogonal(x: torch.Tensor, spec: P, matrix: Matrix) -> torch.Tensor:
-        factor = SCALES[scale](matrix.outputs, matrix.inputs)
         wide = dtype is None or x.dtype == torch.float64
         compute = _exchanged if distributed else _gathered
+        cuts = matrix_cuts(spec, x.dim(), matrix)
+
+        def each(whole: torch.Tensor, num_batch: int) -> torch.Tensor:
+            return _each(whole, num_batch, matrix.num_inputs, steps, coefficients, eps)
+
+        def joined(whole: torch.Tensor, num_batch: int) -> torch.Tensor:
+            # padding of shards comes last, and stays zero
+            sizes = [*matrix.pieces, whole.shape[-2] - sum(matrix.pieces)]
+            *found, rest = whole.split(sizes, -2)
+            return torch.cat([*(each(one, num_batch) for one in found), rest], -2)
+
         y = compute(
-            x if wide else x.to(dtype),
-            matrix_cuts(spec, x.dim(), matrix),
-            lambda whole, num_batch: _each(
-                whole, num_batch, matrix.num_inputs, steps, coefficients, eps
-            ),
-            matrix.num_batch,
+            x if wide else x.to(dtype), cuts, joined if matrix.pieces else each, matrix.num_batch
         )
-        return y.to(x.dtype) * factor
+        return y.to(x.dtype) * _factor(SCALES[scale], x, cuts, matrix)
 
     def update(updates, state, params=None):
         new = tree.map(lambda g, m: m + (1 - momentum) * (g - m), updates, state.momentum)
@@ -237,6 +247,17 @@ def matrix_cuts(spec: P, num_dims: int, matrix: Matrix) -> Cuts:
     """The cuts of the matrices themselves, not of the dims along which they are stacked."""
     rows = list(enumerate(dim_axes(spec, num_dims)))[matrix.num_batch :]
     return tuple(Cut(dim - num_dims, axes) for dim, axes in rows if axis_size(axes) > 1)
+
+
+def _factor(
+    scale: Callable[[float, float], float], x: torch.Tensor, cuts: Cuts, matrix: Matrix
+) -> float | torch.Tensor:
+    """That of an orthogonalised matrix; of joined ones, each one's at its entries in x."""
+    if not matrix.pieces:
+        return scale(matrix.outputs, matrix.inputs)
+    one = matrix.outputs // sum(matrix.pieces)
+    columns = [x.new_full((n, 1), scale(n * one, matrix.inputs)) for n in matrix.pieces]
+    return take(torch.cat(columns), tuple(cut for cut in cuts if cut.dim == -2))
 
 
 def _each(

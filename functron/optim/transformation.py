@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, ParamSpec, cast
 
 import torch
 
 from functron.core import compat, tree
-from functron.core.errors import public
+from functron.core.errors import public, refuse
 from functron.ops.foreach import foreach_
 from functron.program.recorder import active
 
@@ -62,6 +62,19 @@ class Norm(NamedTuple):
     value: Callable[[Updates], torch.Tensor]
 
 
+class Scaling(NamedTuple):
+    """The factor of a loss, as `with_loss_scale` keeps it.
+
+    Attributes:
+        scale: what the loss is to be multiplied by, and gradients divided by before they are
+            updates; float32, 0-dim.
+        stuck: steps in a row that overflowed where it could not fall; int64, 0-dim.
+    """
+
+    scale: torch.Tensor
+    stuck: torch.Tensor
+
+
 OnePass = Callable[
     [Updates, State, Params, Fusion], Callable[[], tuple[Params, State, Params]] | None
 ]
@@ -91,6 +104,8 @@ class GradientTransformation(NamedTuple):
         elementwise: whether an element of a parameter, of its update and of its state depends on
             that element, its gradient and its state alone, besides counters and the leaf's path:
             parts of leaves give parts of the results. False: it does not, or nobody says.
+        loss_scale: ``loss_scale(state)``: the `Scaling` of the next step. None: there is none. Only
+            the outermost transformation has one (see `with_loss_scale`).
         with_specs: ``with_specs(param_specs, copies)``: the same for parameters with these specs;
             None: it needs none, or has them. Call `bind`.
     """
@@ -105,6 +120,7 @@ class GradientTransformation(NamedTuple):
     one_pass: OnePass | None = None
     norm: Norm | None = None
     elementwise: bool = False
+    loss_scale: Callable[[State], Scaling] | None = None
     with_specs: Callable[[tree.Tree, tree.Tree], GradientTransformation] | None = None
 
     def bind(self, specs: tree.Tree, copies: tree.Tree = 1) -> GradientTransformation:
@@ -150,9 +166,19 @@ def bindable(
             return again(**found)
 
         unbound = missing or (inner is not None and inner.with_specs is not None)
-        return make(*args, **kwargs)._replace(with_specs=with_specs if unbound else None)
+        built = make(*args, **kwargs)
+        if inner is not None and built.loss_scale is None:
+            refuse_scaled(make.__name__, "inner", [inner])
+        return built._replace(with_specs=with_specs if unbound else None)
 
     return made
+
+
+def refuse_scaled(title: str, path: str, inner: Iterable[GradientTransformation]) -> None:
+    """Raise ValueError for transformations whose loss is scaled inside of one that hides it."""
+    if any(each.loss_scale is not None for each in inner):
+        wanted = "no scale of the loss inside, where the training step would not find it"
+        refuse(title, path, "with_loss_scale(...)", wanted, "put with_loss_scale around it all")
 
 
 @public
@@ -293,8 +319,10 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     only some without state, which see, and are bound to, the shards that it wants.
 
     Raises:
-        ValueError: (when called) the state is not the tuple of this chain's length.
+        ValueError: (when called) the state is not the tuple of this chain's length; or one of them
+            scales the loss.
     """
+    refuse_scaled("chain", "transformations", transformations)
 
     def check(state, wanted):
         if not isinstance(state, tuple) or len(state) != len(wanted):
@@ -333,8 +361,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             by = factor(updates, **({} if before else norm))
             together = one_pass(updates, state[-1], params, Fusion(by))
             if together is None:
-                scaled = (multiply_ if active() is None else multiply)(updates, by)
-                params, last = last_step_(scaled, state[-1], params)
+                params, last = last_step_(multiplied(updates, by), state[-1], params)
             else:
                 params, last, _ = together()
             return params, (*kept, state[-2], last)
@@ -434,6 +461,11 @@ def multiply_(updates: Updates, factor: float | torch.Tensor) -> Updates:
 
     foreach_(each_, {"updates": tree.leaves(updates)}, paths=lambda: tree.paths(updates))
     return updates
+
+
+def multiplied(updates: Updates, factor: torch.Tensor) -> Updates:
+    """`multiply` of updates that are given up: in place, unless the program is traced."""
+    return (multiply_ if active() is None else multiply)(updates, factor)
 
 
 def readable(value: torch.Tensor) -> bool:

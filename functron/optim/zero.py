@@ -33,7 +33,7 @@ import torch
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.ops.foreach import foreach_, laid_out
-from functron.optim.transformation import GradientTransformation, applying
+from functron.optim.transformation import GradientTransformation, applying, refuse_scaled
 from functron.program.recorder import active
 from functron.spmd.axes import axis_size, scope
 from functron.spmd.collectives import psum, psum_stages
@@ -135,6 +135,7 @@ def zero(
     if shards is None:
         fix = "pass optim.shard_specs(defs, specs, mesh)"
         refuse("zero", "shards", "None", "the specs of every rank's part", fix)
+    refuse_scaled("zero", "inner", [inner])
     given, inner = inner, inner.bind(shards)
 
     def with_specs(param_specs, copies):

@@ -18,9 +18,18 @@ from functron.core.closure import hoist
 from functron.core.errors import refuse
 from functron.pipeline.partition import Partition
 from functron.pipeline.schedule import Schedule
-from functron.pipeline.timeline import Action
+from functron.pipeline.timeline import Action, Cell
 from functron.pipeline.traffic import Boundary, Traffic
-from functron.pipeline.work import Call, Pieces, Pullbacks, StageFunction, Work, check_tensors
+from functron.pipeline.work import (
+    Call,
+    Pieces,
+    Pullbacks,
+    StageFunction,
+    Steps,
+    Work,
+    alone,
+    check_tensors,
+)
 from functron.program.recorder import active
 from functron.spmd.axes import StageAxis, scope
 from functron.transforms.gradient import share
@@ -68,44 +77,68 @@ class _Execution:
         """Run the table."""
         for tick, row in enumerate(self.schedule.table):
             for rank in self.traffic.here:
-                for action in row[rank]:
-                    self._act(rank, action, observe)
+                self._cell(rank, row[rank], observe)
             self.traffic.exchange(tick)
         self.traffic.finish()
 
-    def _act(self, rank: int, action: Action, observe: Observer | None) -> None:
-        pipe, stage = self.schedule.stage_of(rank, action.chunk)
-        place = (pipe, stage, action.microbatch)
-        given = self._given(action, place)  # waiting for it is not part of the action
+    def _cell(self, rank: int, cell: Cell, observe: Observer | None) -> None:
+        """Do the actions of a cell: two that do not need one another together."""
+        if len(cell) == 2 and self._independent(rank, *cell):
+            self._do(rank, cell, observe)
+            return
+        for action in cell:
+            self._do(rank, (action,), observe)
+
+    def _independent(self, rank: int, first: Action, second: Action) -> bool:
+        """Whether one is a forward, and the other a backward that does not read what it makes."""
+        forwards = [first.kind, second.kind].count("F")
+        made = self.schedule.makes(rank, first)
+        return forwards == 1 and made not in self.schedule.needs(rank, second)
+
+    def _do(self, rank: int, cell: Cell, observe: Observer | None) -> None:
+        given = [self._given(rank, action) for action in cell]  # waiting is not part of the action
         began = time.perf_counter()
-        if action.kind == "F":
-            self._forward(action, place, given)
-        elif action.kind == "W":
-            residuals, sums = self.residuals.pop(place), self._sums(stage)
-            self.sums[stage] = self.work.backward_weight(residuals, sums)
+        steps = [self._steps(rank, action, x) for action, x in zip(cell, given, strict=True)]
+        del given
+        if len(steps) == 2:
+            self.work.together(*steps)
         else:
-            self._backward(action, place, given)
+            alone(steps[0])
         if observe is not None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            observe(rank, action, began, time.perf_counter())
+            for action in cell:
+                observe(rank, action, began, time.perf_counter())
 
-    def _given(self, action: Action, place: Place) -> Any:
+    def _steps(self, rank: int, action: Action, given: Any) -> Steps:
+        """An action, but for what its `work` lets be run."""
+        pipe, stage = self.schedule.stage_of(rank, action.chunk)
+        place = (pipe, stage, action.microbatch)
+        if action.kind == "F":
+            yield from self._forward(action, place, given)
+        elif action.kind == "W":
+            residuals, sums = self.residuals.pop(place), self._sums(stage)
+            self.sums[stage] = yield from self.work.backward_weight(residuals, sums)
+        else:
+            yield from self._backward(action, place, given)
+
+    def _given(self, rank: int, action: Action) -> Any:
         """The value that another stage made for an action."""
-        stage = place[1]
+        pipe, stage = self.schedule.stage_of(rank, action.chunk)
+        place = (pipe, stage, action.microbatch)
         if action.kind == "F":
             return self.traffic.take("F", *place) if stage else None
         if action.kind == "W" or stage == self.schedule.num_stages - 1:
             return None
         return self.traffic.take("B", *place)
 
-    def _forward(self, action: Action, place: Place, x: tree.Tree) -> None:
+    def _forward(self, action: Action, place: Place, x: tree.Tree) -> Steps:
         pipe, stage, m = place
         part, last = self.partition.layout[stage], stage == self.schedule.num_stages - 1
         memo = self.memos[stage]
         call = Call(stage, part, last, self.params[stage], x, self.batches[m], self.shared, memo)
         if self.schedule.has_backward:
-            y, self.residuals[place] = self.work.forward(call)
+            y, self.residuals[place] = yield from self.work.forward(call)
         else:
             y = self.stage(part, call.params, x, call.batch, *self.shared)
             check_tensors(call, y)
@@ -118,13 +151,15 @@ class _Execution:
         else:
             self.results[m] = y
 
-    def _backward(self, action: Action, place: Place, cotangent: list | None) -> None:
+    def _backward(self, action: Action, place: Place, cotangent: list | None) -> Steps:
         pipe, stage, _ = place
         residuals = self.residuals.pop(place)
         if action.kind == "B":
-            x, self.sums[stage] = self.work.backward(residuals, cotangent, self._sums(stage))
+            backward = self.work.backward(residuals, cotangent, self._sums(stage))
+            x, self.sums[stage] = yield from backward
         else:
-            x, self.residuals[place] = self.work.backward_input(residuals, cotangent)
+            backward = self.work.backward_input(residuals, cotangent)
+            x, self.residuals[place] = yield from backward
         if stage:
             self.traffic.hand_over("B", action, pipe, stage - 1, x)
 

@@ -575,7 +575,7 @@ def _use_problems(name: str, use: Use) -> list[Problem]:
 
 
 def _rows_of(d: ParamDef, rows: Sequence[int]) -> ParamDef:
-    return replace(d, shape=(len(rows), *d.shape[1:]), init=_Rows(d.init, d.shape, tuple(rows)))
+    return replace(d, shape=(len(rows), *d.shape[1:]), init=_Rows(d.init, d.shape[0], tuple(rows)))
 
 
 @dataclass(frozen=True)
@@ -583,16 +583,16 @@ class _Rows:
     """An initialiser of some rows of a parameter, with the numbers of the whole one."""
 
     init: Initializer
-    shape: tuple[int, ...]
+    whole: int
     rows: tuple[int, ...]
 
     def __call__(
         self, key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, index: Index = None
     ) -> torch.Tensor:
-        inner: list[Any] = list(index) if index is not None else [None] * len(self.shape)
+        inner: list[Any] = list(index) if index is not None else [None] * len(shape)
         rows = torch.tensor(self.rows, device=key.device)
         inner[0] = rows if inner[0] is None else rows[inner[0]]
-        return self.init(key, self.shape, dtype, inner)
+        return self.init(key, (self.whole, *shape[1:]), dtype, inner)
 
 
 def collect(

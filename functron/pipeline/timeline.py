@@ -11,10 +11,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from html import escape
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol, cast
 
+from functron.core import chart
 from functron.core.errors import Problem
 
 Kind = Literal["F", "B", "I", "W"]
@@ -282,7 +282,7 @@ def tick_text(table: Sequence[Sequence[Cell]], num_ranks: int) -> str:
         width = max(map(len, labels))
         columns.append([label.ljust(width) for label in labels])
     lines = zip(*columns, strict=True) if columns else [()] * num_ranks
-    return _framed(" ".join(line) for line in lines)
+    return chart.framed([" ".join(line) for line in lines], _ranks(num_ranks))
 
 
 def time_text(bars: Sequence[Bar], num_ranks: int, width: int) -> str:
@@ -292,39 +292,15 @@ def time_text(bars: Sequence[Bar], num_ranks: int, width: int) -> str:
 
     `width`, of a line, is the most.
     """
-    shown = [bar for bar in bars if bar.end > bar.start]
-    total = max((bar.end for bar in shown), default=1.0)
-    scale = _scale(shown, total, max(1, width - len(f"rank {num_ranks - 1} ││")))
-    lines = [[" "] * max(1, round(total * scale)) for _ in range(num_ranks)]
-    for bar in sorted(shown, key=lambda bar: bar.start):
-        line = lines[bar.rank]
-        start, end = min(round(bar.start * scale), len(line) - 1), round(bar.end * scale)
-        room = max(end - start - 1, 1)  # a space, so that bars do not run into each other
-        label = next((label for label in _labels(bar) if len(label) <= room), "")
-        line[start : start + room] = label.ljust(room, _FILL[bar.actions[-1].kind])
-    return _framed("".join(line) for line in lines)
+    shown = [
+        chart.Bar(bar.rank, bar.start, bar.end, _labels(bar), _FILL[bar.actions[-1].kind])
+        for bar in bars
+    ]
+    return chart.gantt_text(shown, _ranks(num_ranks), width)
 
 
-def _scale(bars: Sequence[Bar], total: float, room: int) -> float:
-    """How many characters a unit of time takes: as labels need, but no more than fit."""
-    shortest = min((bar.end - bar.start for bar in bars), default=total)
-    needs = [(len(_labels(bar)[0]) + 1) / (bar.end - bar.start) for bar in bars]
-    least = math.ceil(max(needs, default=1.0) * shortest - 1e-9)
-    wider = [characters / shortest for characters in range(least, least + 3)]
-    edges = [edge for bar in bars for edge in (bar.start, bar.end)]
-    # a little wider where equal times then look equal
-    even = (s for s in wider if all(abs(e * s - round(e * s)) < 1e-6 for e in edges))
-    scale = next(even, wider[1])
-    if scale * total <= room:
-        return scale
-    characters = room / total * shortest
-    return (int(characters + 1e-9) if characters >= 1 else characters) / shortest
-
-
-def _framed(lines: Iterable[str]) -> str:
-    rows = [*lines]
-    margin = len(f"rank {len(rows) - 1} ")
-    return "\n".join(f"{f'rank {rank}'.ljust(margin)}│{row}│" for rank, row in enumerate(rows))
+def _ranks(count: int) -> list[str]:
+    return [f"rank {rank}" for rank in range(count)]
 
 
 def _label(action: Action) -> str:
@@ -343,49 +319,17 @@ def svg(bars: Sequence[Bar], num_ranks: int, title: str, width: float | None = N
 
     The width is in pixels; None: such that most bars have room for their labels.
     """
-    total = max((bar.end for bar in bars), default=0.0) or 1.0
-    lengths = sorted(bar.end - bar.start for bar in bars if bar.end > bar.start) or [total]
-    short = lengths[len(lengths) // 4]  # of measured bars the shortest would stretch the picture
-    left, top, high = 62, 48, 28
-    wide = min(max(900.0, 22 * total / short), 12000.0) if width is None else width - left - 8
-    scale, width, height = wide / total, left + wide + 8, top + high * num_ranks + 8
     chunks = 1 + max((a.chunk for bar in bars for a in bar.actions), default=0)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
-        f'width="{width:.0f}" height="{height}" font-family="sans-serif" font-size="11" '
-        'text-anchor="middle">',
-        f'<rect width="{width:.0f}" height="{height}" fill="white"/>',
-        _text(2, 14, title, "start", size=13),
-        *_legend(bars, chunks),
-    ]
-    for rank in range(num_ranks):
-        y = top + high * rank
-        parts.append(_text(left - 6, y + high / 2 + 4, f"rank {rank}", "end"))
-        parts.append(
-            f'<rect x="{left}" y="{y}" width="{wide:.1f}" height="{high - 3}" fill="#f0f0f0"/>'
+    boxes = [
+        chart.Box(
+            bar.rank, bar.start, bar.end, str(action.microbatch), f"{action}",
+            _colour(action.kind, action.chunk, chunks), _light(action.chunk, chunks) < 55,
+            (index, len(bar.actions)),
         )
-    for bar in bars:
-        slot = (high - 3) / len(bar.actions)
-        for index, action in enumerate(bar.actions):
-            x, y = left + bar.start * scale, top + high * bar.rank + index * slot
-            parts += _box(x, y, (bar.end - bar.start) * scale, slot, action, chunks)
-    return "\n".join([*parts, "</svg>"])
-
-
-def _box(x: float, y: float, width: float, height: float, action: Action, chunks: int) -> list[str]:
-    """The rectangle of an action, with its microbatch in it where that fits."""
-    rectangle = (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}" '
-        f'fill="{_colour(action.kind, action.chunk, chunks)}" stroke="white" stroke-width="0.7">'
-        f"<title>{action}</title></rect>"
-    )
-    label = str(action.microbatch)
-    if width < 7 * len(label):
-        return [rectangle]
-    ink = "white" if _light(action.chunk, chunks) < 55 else "black"
-    size = min(11, height - 1)
-    at = x + width / 2, y + height / 2 + size / 3
-    return [rectangle, _text(*at, label, ink=ink, size=size)]
+        for bar in bars
+        for index, action in enumerate(bar.actions)
+    ]  # fmt: skip
+    return chart.gantt_svg(boxes, _ranks(num_ranks), title, _legend(bars, chunks), width)
 
 
 def _light(chunk: int, chunks: int) -> float:
@@ -397,33 +341,11 @@ def _colour(kind: Kind, chunk: int, chunks: int) -> str:
     return f"hsl({_HUE[kind]},60%,{_light(chunk, chunks):.0f}%)"
 
 
-def _legend(bars: Sequence[Bar], chunks: int) -> list[str]:
+def _legend(bars: Sequence[Bar], chunks: int) -> list[tuple[str, ...]]:
     used = {action.kind for bar in bars for action in bar.actions}
-    parts, x = [], 2.0
-    for kind, name in KIND_NAMES.items():
-        if kind not in used:
-            continue
-        for chunk in range(min(chunks, 2)):
-            colour = _colour(kind, (chunks - 1) * chunk, chunks)
-            parts.append(f'<rect x="{x}" y="24" width="11" height="11" fill="{colour}"/>')
-            x += 12
-        parts.append(_text(x + 3, 33, name, "start"))
-        x += 6.2 * len(name) + 22
-    if chunks > 1:
-        parts.append(_text(x, 33, f"(first and last of {chunks} chunks)", "start"))
-    return parts
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    anchor: str = "middle",
-    *,
-    ink: str = "#222",
-    size: float = 11,
-) -> str:
-    at = f'x="{x:.1f}" y="{y:.1f}" fill="{ink}"'
-    at += f' text-anchor="{anchor}"' if anchor != "middle" else ""
-    at += f' font-size="{size:g}"' if size != 11 else ""
-    return f"<text {at}>{escape(text)}</text>"
+    rows = [
+        (name, *(_colour(kind, (chunks - 1) * chunk, chunks) for chunk in range(min(chunks, 2))))
+        for kind, name in KIND_NAMES.items()
+        if kind in used
+    ]
+    return [*rows, *([(f"(first and last of {chunks} chunks)",)] if chunks > 1 else ())]

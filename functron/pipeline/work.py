@@ -9,7 +9,7 @@ a bound mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from functron.compiler.cut import Piece, cut, held_bytes, sink_sums
+from functron.compiler.cut import Piece, beside, cut, held_bytes, sink_sums
 from functron.compiler.executable import Executable
 from functron.compiler.executable import compile as compile_program
 from functron.core import compat, tree
@@ -69,29 +69,53 @@ class Call(NamedTuple):
     memo: dict[str, Any]
 
 
-class Work(Protocol):
-    """The computation of stages. `residuals` are opaque: what a backward needs of its forward."""
+Steps = Generator["Run", list, Any]
+"""A computation that yields each piece of a program that it needs run, and gets its outputs."""
 
-    def forward(self, call: Call) -> tuple[tree.Tree, Any]:
+
+class Work(Protocol):
+    """The computation of stages. `residuals` are opaque: what a backward needs of its forward.
+
+    Each method is a generator (`Steps`); what its docstring names is what it returns.
+    """
+
+    def forward(self, call: Call) -> Steps:
         """The stage's output, and the residuals that its backward will need."""
         ...
 
-    def backward(
-        self, residuals: Any, cotangent: list | None, sums: tree.Tree
-    ) -> tuple[list, tree.Tree]:
+    def backward(self, residuals: Any, cotangent: list | None, sums: tree.Tree) -> Steps:
         """The cotangents of x's floating-point leaves, and `sums` and the weights' gradients.
 
         `cotangent` has those of y's floating-point leaves; None at the last stage.
         """
         ...
 
-    def backward_input(self, residuals: Any, cotangent: list | None) -> tuple[list, Any]:
+    def backward_input(self, residuals: Any, cotangent: list | None) -> Steps:
         """The cotangents of x's floating-point leaves, and what is needed for the weights'."""
         ...
 
-    def backward_weight(self, residuals: Any, sums: tree.Tree) -> tree.Tree:
+    def backward_weight(self, residuals: Any, sums: tree.Tree) -> Steps:
         """`sums` and the weights' gradients."""
         ...
+
+    def together(self, first: Steps, second: Steps) -> list:
+        """What both return: of independent actions, whose pieces may run as one program."""
+        ...
+
+
+def alone(steps: Steps) -> Any:
+    """What they return, each piece run by itself."""
+    return finished(steps, None)
+
+
+def finished(steps: Steps, outputs: Any) -> Any:
+    """What they return, from where these outputs are what they wait for."""
+    try:
+        while True:
+            run = steps.send(outputs)
+            outputs = run.stage.run(run.index, run.values)
+    except StopIteration as end:
+        return end.value
 
 
 class Pullbacks:
@@ -100,7 +124,9 @@ class Pullbacks:
     def __init__(self, stage: StageFunction):
         self.stage = stage
 
-    def forward(self, call: Call) -> tuple[tree.Tree, Any]:
+    def forward(self, call: Call) -> Steps:
+        yield from ()
+
         def f(params: tree.Tree, x: tree.Tree) -> Any:
             return self.stage(call.part, params, x, call.batch, *call.shared)
 
@@ -109,19 +135,22 @@ class Pullbacks:
         # of the output only the kinds of leaves are kept: the next stage has the numbers
         return y, (seeds(y) if call.last else are_floats(y), call.last, pull)
 
-    def backward(
-        self, residuals: Any, cotangent: list | None, sums: tree.Tree
-    ) -> tuple[list, tree.Tree]:
-        x, gradients = self.backward_input(residuals, cotangent)
+    def backward(self, residuals: Any, cotangent: list | None, sums: tree.Tree) -> Steps:
+        x, gradients = yield from self.backward_input(residuals, cotangent)
         return x, add(sums, gradients)
 
-    def backward_input(self, residuals: Any, cotangent: list | None) -> tuple[list, Any]:
+    def backward_input(self, residuals: Any, cotangent: list | None) -> Steps:
+        yield from ()
         y, last, pull = residuals
         params, x = pull(y if last else with_floats(y, cotangent))
         return floats(x), params
 
-    def backward_weight(self, residuals: Any, sums: tree.Tree) -> tree.Tree:
+    def backward_weight(self, residuals: Any, sums: tree.Tree) -> Steps:
+        yield from ()
         return add(sums, residuals)
+
+    def together(self, first: Steps, second: Steps) -> list:
+        return [alone(first), alone(second)]
 
 
 # --- pieces of traced programs
@@ -133,6 +162,14 @@ class Residuals(NamedTuple):
     """The values of a stage and microbatch, between its pieces, that those to come will read."""
 
     stage: Stage
+    values: dict[Var, torch.Tensor]
+
+
+class Run(NamedTuple):
+    """A piece of a stage that is to run, and the values that it reads and leaves."""
+
+    stage: Stage
+    index: int
     values: dict[Var, torch.Tensor]
 
 
@@ -189,22 +226,33 @@ class Stage:
 
     def run(self, index: int, values: dict[Var, torch.Tensor]) -> list:
         """The outputs of a piece; what later pieces read is left in, and put into, `values`."""
-        piece, reads = self.pieces[index], self.reads[index]
-        given = [values[var] for var in reads]
+        piece, given = self.pieces[index], self.taken(index, values)
+        if self.compiled:
+            return self.left(index, values, self.compiled[index].run_owned(given))
+        environment = dict(zip(self.reads[index], given, strict=True))
+        given.clear()  # so that the environment alone keeps them
+        read = set(piece.block.inputs)
+        others = (i for i in self.program.inputs if i.role != "argument" and i.var in read)
+        environment.update(ambient(others))
+        return self.left(index, values, evaluate(piece.block, environment))
+
+    def taken(self, index: int, values: dict[Var, torch.Tensor]) -> list[torch.Tensor]:
+        """What a piece reads; what no later one does is taken out of `values`."""
+        given = [values[var] for var in self.reads[index]]
         for var in self.spent[index]:
             del values[var]
-        if self.compiled:
-            outputs = self.compiled[index].run_owned(given)
-        else:
-            environment = dict(zip(reads, given, strict=True))
-            given.clear()  # so that the environment alone keeps them
-            read = set(piece.block.inputs)
-            others = (i for i in self.program.inputs if i.role != "argument" and i.var in read)
-            environment.update(ambient(others))
-            outputs = evaluate(piece.block, environment)
-        count = len(piece.outputs)
-        values.update(zip(piece.keeps, outputs[count:], strict=True))
+        return given
+
+    def left(self, index: int, values: dict[Var, torch.Tensor], outputs: list) -> list:
+        """The outputs of a piece without what it keeps, which is put into `values`."""
+        count = len(self.pieces[index].outputs)
+        values.update(zip(self.pieces[index].keeps, outputs[count:], strict=True))
         return outputs[:count]
+
+    def piece_program(self, index: int) -> Program:
+        """A piece as a program that overwrites the sums of gradients, and what it spends."""
+        piece = self.pieces[index]
+        return piece.program(self.program, {*self.arguments[_SUMS], *piece.spends})
 
 
 class Pieces:
@@ -215,6 +263,7 @@ class Pieces:
         split: whether backward is cut in two.
         dtype: of the sums of gradients; None: that of the parameters.
         settings: of `functron.compiler.compile`; None evaluates the pieces.
+        joint: executables of two pieces as one program.
     """
 
     def __init__(
@@ -226,8 +275,9 @@ class Pieces:
     ):
         self.stage, self.split, self.dtype, self.settings = stage, split, dtype, settings
         self.stages: dict[Any, Stage] = {}
+        self.joint: dict[Any, Executable] = {}
 
-    def forward(self, call: Call) -> tuple[tree.Tree, Residuals]:
+    def forward(self, call: Call) -> Steps:
         if "stage" not in call.memo:  # microbatches are alike, and share all else
             stage = self._stage(call)
             fixed = stage.bind(_PARAMS, call.params) | stage.bind(_SHARED, call.shared)
@@ -236,33 +286,52 @@ class Pieces:
         values = dict(call.memo["fixed"])
         values.update(stage.bind(_X, call.x))
         values.update(stage.bind(_BATCH, call.batch))
-        y = tree.unflatten(stage.y, stage.run(0, values))
+        y = tree.unflatten(stage.y, (yield Run(stage, 0, values)))
         return y, Residuals(stage, values)
 
-    def backward(
-        self, residuals: Residuals, cotangent: list | None, sums: tree.Tree
-    ) -> tuple[list, tree.Tree]:
+    def backward(self, residuals: Residuals, cotangent: list | None, sums: tree.Tree) -> Steps:
         if self.split:
-            x, residuals = self.backward_input(residuals, cotangent)
-            return x, self.backward_weight(residuals, sums)
+            x, residuals = yield from self.backward_input(residuals, cotangent)
+            return x, (yield from self.backward_weight(residuals, sums))
         stage, values = residuals
         values.update(stage.bind(_COTANGENT, cotangent))
         values.update(stage.bind(_SUMS, sums))
-        outputs = stage.run(1, values)
+        outputs = yield Run(stage, 1, values)
         count = len(outputs) - stage.sums.num_leaves
         return outputs[:count], tree.unflatten(stage.sums, outputs[count:])
 
-    def backward_input(
-        self, residuals: Residuals, cotangent: list | None
-    ) -> tuple[list, Residuals]:
+    def backward_input(self, residuals: Residuals, cotangent: list | None) -> Steps:
         stage, values = residuals
         values.update(stage.bind(_COTANGENT, cotangent))
-        return stage.run(1, values), residuals
+        return (yield Run(stage, 1, values)), residuals
 
-    def backward_weight(self, residuals: Residuals, sums: tree.Tree) -> tree.Tree:
+    def backward_weight(self, residuals: Residuals, sums: tree.Tree) -> Steps:
         stage, values = residuals
         values.update(stage.bind(_SUMS, sums))
-        return tree.unflatten(stage.sums, stage.run(2, values))
+        return tree.unflatten(stage.sums, (yield Run(stage, 2, values)))
+
+    def together(self, first: Steps, second: Steps) -> list:
+        """What both return; compiled, their first pieces are one program.
+
+        So what one of them communicates lies under what the other computes.
+        """
+        if self.settings is None:
+            return [alone(first), alone(second)]
+        both = [next(first), next(second)]
+        given = [x for run in both for x in run.stage.taken(run.index, run.values)]
+        made = self._joint(*both).run_owned(given)
+        count = len(both[0].stage.pieces[both[0].index].block.outputs)
+        parts = zip(both, (made[:count], made[count:]), strict=True)
+        outputs = [run.stage.left(run.index, run.values, part) for run, part in parts]
+        rows = zip((first, second), outputs, strict=True)
+        return [finished(steps, part) for steps, part in rows]
+
+    def _joint(self, first: Run, second: Run) -> Executable:
+        key = (first.stage, first.index, second.stage, second.index)
+        if key not in self.joint:
+            program = beside(*(run.stage.piece_program(run.index) for run in (first, second)))
+            self.joint[key] = compile_program(program, _bound(program.mesh), **self.settings or {})
+        return self.joint[key]
 
     def _stage(self, call: Call) -> Stage:
         axes = tuple(
@@ -280,12 +349,10 @@ class Pieces:
     def _compiled(self, stage: Stage, mesh: Mesh) -> tuple[Executable, ...]:
         if self.settings is None:
             return ()
-        bound, sums = _bound(mesh), stage.arguments[_SUMS]
+        bound = _bound(mesh)
         return tuple(
-            compile_program(
-                piece.program(stage.program, {*sums, *piece.spends}), bound, **self.settings
-            )
-            for piece in stage.pieces
+            compile_program(stage.piece_program(index), bound, **self.settings)
+            for index in range(len(stage.pieces))
         )
 
 

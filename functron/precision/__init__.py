@@ -1,11 +1,22 @@
-"""Precision: what products are computed in, as values that steps and layers are given.
+"""Precision: the dtypes that a run computes, sums and keeps in, and the products it quantises.
 
-`Recipe` says which products of a linear layer are quantised and how; `product` makes of it the
-function ``(x, w) -> y`` that a layer takes in place of ``x @ w``, and `grouped_product` that of a
-layer's experts.
+A `Policy` has the dtypes of a training step, by name. A `Recipe` says which products of a linear
+layer are quantised and how; `product` makes of it the function ``(x, w) -> y`` that a layer takes
+in place of ``x @ w``, and `grouped_product` that of a layer's experts.
 """
 
-from functron.precision.product import grouped_product, history_def, product
+from functron.precision.policy import POLICIES, Policy
+from functron.precision.product import grouped_product, history_def, product, quantised
 from functron.precision.recipe import RECIPES, Contraction, Recipe
 
-__all__ = ["RECIPES", "Contraction", "Recipe", "grouped_product", "history_def", "product"]
+__all__ = [
+    "POLICIES",
+    "RECIPES",
+    "Contraction",
+    "Policy",
+    "Recipe",
+    "grouped_product",
+    "history_def",
+    "product",
+    "quantised",
+]

@@ -37,12 +37,14 @@ update of the step reads (`functron.ops.quantise.remember`; see there). Nothing 
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from functron.core import random
 from functron.core.errors import public, refuse
 from functron.core.random import Index
 from functron.core.typing import Tensor
@@ -434,6 +436,33 @@ class _Places:
         # as tables they have tokens, or inputs of w, first; dgrad alone sums over what is second
         straight = {"x": number == 0, "w": number == 1, "dy": number == 1}[name]
         return Draw(self._key, *((by, along) if straight else (along, by)), salt)
+
+
+def quantised(
+    recipe: Recipe, *, kernels: Kernels = AUTO
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """The functions ``linear`` and ``grouped`` of `functron.nn.Products`, by a recipe.
+
+    ``nn.Products(*quantised(recipe), draws=recipe.draws)`` are those of a model's layers: `product`
+    and `grouped_product` with what each layer says about itself.
+
+    Args:
+        recipe: of the three products of each layer.
+        kernels: of ``"scaled_matmul"``; as of `product`.
+    """
+
+    def linear(
+        x: Tensor, w: Tensor, *, name: str, key: Tensor | None = None, **where: Any
+    ) -> Tensor:
+        own = None if key is None else random.fold_in(key, zlib.crc32(name.encode()))
+        return product(recipe, key=own, path=name, kernels=kernels, **where)(x, w)
+
+    def grouped(
+        x: Tensor, w: Tensor, sizes: Tensor, *zeros: bool, name: str, **where: Any
+    ) -> Tensor:
+        return grouped_product(recipe, path=name, kernels=kernels, **where)(x, w, sizes, *zeros)
+
+    return linear, grouped
 
 
 # --- experts

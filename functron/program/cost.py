@@ -269,6 +269,11 @@ def equation_flops(equation: Equation) -> int:
     )
 
 
+def sent_bytes(equation: Equation) -> float:
+    """The bytes that each rank sends in one run of a collective; see `Traffic`."""
+    return payload_bytes(equation) * _SENT[equation.name](equation.args[2])
+
+
 def _model_flops(equation: Equation, computed: int) -> tuple[int, int]:
     """Of an equation's FLOPs those that the model needs, causal attention as half and as whole."""
     if "_scaled_dot_product" not in equation.name:

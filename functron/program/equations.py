@@ -7,9 +7,11 @@ jaxpr is to JAX.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -196,6 +198,33 @@ class Equation:
     def name(self) -> str:
         """The operation's short name: ``mm``, ``psum``, ``scan``."""
         return "scan" if isinstance(self.op, Scan) else self.op.name().split("::")[1].split(".")[0]
+
+
+class Fresh:
+    """Makes values that a block, with the scans in it, does not have yet."""
+
+    def __init__(self, block: Block):
+        values = [*block.inputs, *(v for e, _ in block.walk() for v in e.results)]
+        bodies = (e.op.body for e, _ in block.walk() if isinstance(e.op, Scan))
+        values += [v for body in bodies for v in body.inputs]
+        self._names = {value.name for value in values}
+        self._counts: Counter[str] = Counter()
+        self._storages = itertools.count(1 + max((v.storage for v in values), default=0))
+
+    def like(self, value: Var, suffix: str = "new", **changes: Any) -> Var:
+        """A new value like this one but for `changes`; in memory of its own, unless they say."""
+        stem = f"{value.name}_{suffix}"
+        while (name := f"{stem}_{self._counts[stem] + 1}") in self._names:
+            self._counts[stem] += 1
+        self._names.add(name)
+        made = replace(value, name=name, **{"storage": next(self._storages), **changes})
+        own = "storage" not in changes and "storage_bytes" not in changes
+        return replace(made, storage_bytes=made.nbytes) if own else made
+
+    def stacked(self, value: Var, length: int) -> Var:
+        """A value for `length` values like this one, stacked."""
+        shape, stride = value.stacked(length)
+        return self.like(value, "kept", shape=shape, stride=stride)
 
 
 Role = Literal["argument", "constant", "axis_index"]

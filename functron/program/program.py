@@ -20,6 +20,7 @@ from functron.program.check import check
 from functron.program.cost import Cost, cost
 from functron.program.equations import Block, Code, Equation, Input, Scan, Var, contiguous_strides
 from functron.program.memory import Memory, memory
+from functron.program.timeline import Costs, ProgramTimeline, timeline
 from functron.spmd.mesh import Mesh
 from functron.spmd.spec import shard, unshard
 
@@ -76,6 +77,26 @@ class Program(Code):
     def memory(self) -> Memory:
         """The bytes that one rank holds while the program runs: timeline, peak and categories."""
         return memory(self)
+
+    @public
+    def timeline(
+        self,
+        costs: Costs,
+        *,
+        overlap: bool = True,
+        prefetch: bool = True,
+        sequence_parts: int = 1,
+    ) -> ProgramTimeline:
+        """When one rank computes and communicates, and the communication that nothing hides.
+
+        In the order in which it is compiled; `functron.program.timeline` states the rules.
+
+        Args:
+            costs: the seconds of an equation: `functron.program.timeline.Rates`, or a function.
+            overlap, prefetch, sequence_parts: as of `functron.jit`.
+        """
+        options = {"overlap": overlap, "prefetch": prefetch, "sequence_parts": sequence_parts}
+        return timeline(self, costs, **options)
 
 
 Ranks = list[Any]

@@ -201,6 +201,31 @@ def _communicates(method: F) -> F:
     return made
 
 
+def permuted(
+    x: torch.Tensor,
+    perm: Sequence[tuple[int, int]],
+    index: int,
+    size: int,
+    group: str,
+    wait: bool,
+) -> torch.Tensor:
+    """x of the rank that sends to rank `index` of a group; zeros where none does.
+
+    Without `wait` it may still be on its way, and x must stay as it is until then.
+    """
+    target, source = dict(perm), {d: s for s, d in perm}
+    sends, receives = [0] * size, [0] * size
+    if index in target:
+        sends[target[index]] = x.numel()
+    if index in source:
+        receives[source[index]] = x.numel()
+    flat = x.reshape(-1) if index in target else x.reshape(-1)[:0]
+    got = _c10d.all_to_all_single(flat, receives, sends, group)
+    if wait or index not in source:
+        got = _c10d.wait_tensor(got)
+    return got.view(x.shape) if index in source else torch.zeros_like(x)
+
+
 @dataclass(frozen=True, eq=False)
 class BoundAxis:
     """An axis whose ranks are the processes of a torch.distributed group."""
@@ -240,18 +265,14 @@ class BoundAxis:
         return _c10d.wait_tensor(_c10d.all_to_all_single(x, splits, splits, self.group))
 
     @_communicates
-    def permute(self, x: torch.Tensor, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """x of the rank that sends here under `perm`; zeros where none does."""
-        target = dict(perm)
-        source = {d: s for s, d in perm}
-        sends, receives = [0] * self.size, [0] * self.size
-        if self.index in target:
-            sends[target[self.index]] = x.numel()
-        if self.index in source:
-            receives[source[self.index]] = x.numel()
-        flat = x.reshape(-1) if self.index in target else x.reshape(-1)[:0]
-        got = _c10d.wait_tensor(_c10d.all_to_all_single(flat, receives, sends, self.group))
-        return got.view(x.shape) if self.index in source else torch.zeros_like(x)
+    def permute(
+        self, x: torch.Tensor, perm: Sequence[tuple[int, int]], wait: bool = True
+    ) -> torch.Tensor:
+        """x of the rank that sends here under `perm`; zeros where none does.
+
+        Without `wait` it may still be on its way; `_c10d_functional.wait_tensor` gives it.
+        """
+        return permuted(x, perm, self.index, self.size, self.group, wait)
 
     def mark(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         """x: a statement about its replication, for those who check it."""

@@ -24,7 +24,7 @@ import torch
 
 from functron.core import compat
 from functron.core.compat import Function
-from functron.spmd.axes import Axis, SimulatedAxis
+from functron.spmd.axes import Axis, BoundAxis, SimulatedAxis
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class Call:
         dtypes: of `AllGatherAs`.
         summed: the names of the axes over which a share will be summed, of `RequireShare`.
         source: whose value `Broadcast` sends.
+        wait: for the result of `Ppermute`; otherwise it may still be on its way, and only
+            `functron.spmd.ragged.arrived` may touch it.
     """
 
     axis: Axis
@@ -63,6 +65,7 @@ class Call:
     dtypes: Dtypes | None = None
     summed: tuple[str, ...] = ()
     source: int = 0
+    wait: bool = True
 
 
 def _transport(value: torch.Tensor) -> torch.Tensor:
@@ -91,9 +94,11 @@ class _Primitive(Function):
         dtypes: Dtypes | None = None,
         summed: tuple[str, ...] = (),
         source: int = 0,
+        wait: bool = True,
     ) -> torch.Tensor:
         """Apply this primitive to `x` over `axis`."""
-        out: Any = cls.apply(x, axis.token, Call(axis, perm, must_vary, dtypes, summed, source))
+        call = Call(axis, perm, must_vary, dtypes, summed, source, wait)
+        out: Any = cls.apply(x, axis.token, call)
         return out
 
     @classmethod
@@ -344,7 +349,14 @@ class Ppermute(_Primitive):
 
     @staticmethod
     def send(x, axis, call):
+        if isinstance(axis, BoundAxis) and not call.wait:
+            return axis.permute(x, call.perm, False)
         return axis.permute(x, call.perm)
+
+    @classmethod
+    def jvp(cls, ctx, tangent, *_):
+        ctx.call = replace(ctx.call, wait=True)
+        return super().jvp(ctx, tangent)
 
     @staticmethod
     def across(x, call):

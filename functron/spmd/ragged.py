@@ -218,6 +218,7 @@ LIBRARY.define(
     "ragged_ranks(Tensor x, str group, Tensor sends, Tensor receives, int capacity, int room=0) "
     "-> Tensor"
 )
+LIBRARY.define("ragged_end(Tensor got, Tensor receives, int capacity, int room) -> Tensor")
 
 
 @public
@@ -497,16 +498,22 @@ def _send(x: Tensor, sends: Tensor, receives: Tensor, call: RaggedCall) -> Tenso
     return _exact(x, axis.group, counts, call.capacity, call.wait)
 
 
+def pads(device: torch.device, room: int = 0) -> bool:
+    """Whether a compiled exchange sends all that there is room for, and no host waits for sizes."""
+    return bool(room) and device.type == "cuda"
+
+
 def _ragged_ranks(
     x: Tensor, group: str, sends: Tensor, receives: Tensor, capacity: int, room: int = 0
 ) -> Tensor:
-    """The exchange between the processes of a group.
+    """The exchange between the processes of a group, which has to be waited for.
 
     One operation for the compiler, since how much is sent where is data. On CPUs, and where no
-    bound is known, the host waits for sizes.
+    bound is known, the host waits for sizes, and for the rows; else, for `ragged_end`, the rows
+    come as they are sent.
     """
-    if room and x.is_cuda:
-        return padded(x, group, sends, receives, capacity, room)
+    if pads(x.device, room):
+        return _begun(x, group, sends, room)
     return _exact(x, group, torch.stack([sends, receives]).tolist(), capacity)
 
 
@@ -514,14 +521,23 @@ def padded(
     x: Tensor, group: str, sends: Tensor, receives: Tensor, capacity: int, room: int
 ) -> Tensor:
     """The exchange of `room` rows with each rank: real ones, then zeros; sizes stay unread."""
+    return _ragged_end(_c10d.wait_tensor(_begun(x, group, sends, room)), receives, capacity, room)
+
+
+def _begun(x: Tensor, group: str, sends: Tensor, room: int) -> Tensor:
+    """`room` rows for each rank, on their way."""
     places, ranks = torch.arange(room, device=x.device), sends.shape[0]
     first = (sends.cumsum(0) - sends).unsqueeze(1)
     at = torch.where(places < sends.unsqueeze(1), first + places, -1)
     rows = pick(x, at.flatten())
-    got = _c10d.all_to_all_single(rows, [room] * ranks, [room] * ranks, group)
-    got = _c10d.wait_tensor(got)
+    return _c10d.all_to_all_single(rows, [room] * ranks, [room] * ranks, group)
+
+
+def _ragged_end(got: Tensor, receives: Tensor, capacity: int, room: int) -> Tensor:
+    """The real ones of `room` rows from each rank, then zeros."""
+    ranks = receives.shape[0]
     # of each row that arrives the block, and its place there
-    block, each = blocks_of(receives, capacity), torch.arange(capacity, device=x.device)
+    block, each = blocks_of(receives, capacity), torch.arange(capacity, device=got.device)
     starts = torch.cat([receives.cumsum(0) - receives, receives.new_zeros(1)])
     at = block * room + each - starts.index_select(0, block)
     return pick(got, torch.where(block < ranks, at, -1))
@@ -572,9 +588,16 @@ def _traced(x, axis, size, sends, receives, capacity, room=0):
 
 
 def _fake_ranks(x, group, sends, receives, capacity, room=0):
-    return x.new_empty(capacity, *x.shape[1:])
+    rows = room * sends.shape[0] if pads(x.device, room) else capacity
+    return x.new_empty(rows, *x.shape[1:])
+
+
+def _fake_end(got, receives, capacity, room):
+    return got.new_empty(capacity, *got.shape[1:])
 
 
 LIBRARY.impl("ragged_all_to_all", _traced, "Meta")
 LIBRARY.impl("ragged_ranks", _ragged_ranks, "CompositeExplicitAutograd")
+LIBRARY.impl("ragged_end", _ragged_end, "CompositeExplicitAutograd")
 torch.library.register_fake("functron::ragged_ranks", _fake_ranks, lib=LIBRARY)
+torch.library.register_fake("functron::ragged_end", _fake_end, lib=LIBRARY)

@@ -22,6 +22,7 @@ from functron.optim import (
     schedule_problems,
     width_problems,
 )
+from functron.precision import POLICIES, Recipe
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
 from functron.training import data, evaluation, records, run_folder
 from functron.training.config import TrainConfig, load
@@ -90,13 +91,16 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
         fits = config.family.adapters and not adapters
         plan = Plan(config, mesh, with_adapters(config, defs) if fits else defs)
         _pipeline_problems(plan, messages)
-        _try(lambda: plan.rules, messages)
+        fits = _try(lambda: plan.rules, messages) is not None and not messages
+        if fits and config.products and not list(_precision_problems(config)):
+            _try(plan.layer_flops, messages)  # whether blocks divide what each rank has
     if config.ramp_up and config.global_batch >= 1:
         ramp = _try(lambda: config.batches, messages)
         problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)
     problems += _number_problems(config)
     problems += _try(lambda: list(problems_of(config, mesh)), messages) or []
     problems += adapters
+    problems += _precision_problems(config)
     problems += optimizer_problems(config.optimizer) or _fit_problems(config, defs)
     if config.steps >= 1:
         problems += schedule_problems(config.rate_schedule, "learning_rate")
@@ -235,6 +239,47 @@ def _lora_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
         if config.vocab_over_pp:
             fix = "leave one of them out"
             yield Problem("vocab_over_pp", "true with lora_rank", "all parameters to train", fix)
+
+
+def _precision_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Problems of the dtypes with the policy that is named, and with one another."""
+    policy = config.policy
+    named = POLICIES.get(config.precision, policy)
+    if policy == POLICIES["float32"] != named:
+        fix = "with_precision(config, name) fills them, as the command line does"
+        yield Problem("precision", repr(config.precision), "the dtypes that go with it", fix)
+    if config.products:
+        yield from _recipe_problems(config)
+    if policy.params == "float16":
+        for name, value, wanted in (
+            ("fp32_masters", policy.masters == "float32", "true"),
+            ("loss_scale.initial", policy.loss_scale > 0, "65536.0"),
+        ):
+            if not value:
+                fix = "--precision fp16 sets it"
+                yield Problem(f"optimizer.{name}", "none with float16", wanted, fix)
+
+
+def _recipe_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Problems of quantised products with the architecture."""
+    try:
+        recipe = Recipe.parse(config.products)
+    except ValueError as error:
+        yield Problem("products", repr(config.products), "a recipe", str(error).partition("\n")[2])
+        return
+    if recipe.scaling == "delayed":
+        wanted, fix = "scaling=global or local: models keep no histories", "choose fp8-tensor"
+        yield Problem("products", repr(config.products), wanted, fix)
+    fix = "leave it out, or choose one of fp8-tensor, fp8-row, fp8-block and mxfp8"
+    if "products" not in config.family.settings:
+        got = f"{config.products} with {config.family.title}"
+        yield Problem("products", got, "nothing: only GPTs have a place for it", "leave it out")
+    elif recipe.draws and config.gpt.latent is not None:
+        got = f"{config.products}, which draws numbers, with latent attention"
+        yield Problem("products", got, "a recipe that draws none", fix)
+    if config.lora_rank and config.family.adapters:
+        got, wanted = f"{config.products} with lora_rank", "nothing: the matrices do not train"
+        yield Problem("products", got, wanted, "leave one of them out")
 
 
 def _fit_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:

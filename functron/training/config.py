@@ -23,13 +23,20 @@ from functron.core.errors import Problem, nearest, on_hub, raise_problems, refus
 from functron.data.order import RampUp, parse_ramp_up
 from functron.models import gpt
 from functron.models.bert import BertConfig
-from functron.models.family import PRESETS, TRAINED, Family, TrainedConfig, family_of
+from functron.models.family import PRESETS, TRAINED, Family, TrainedConfig, dtype_of, family_of
 from functron.models.gpt import GPTConfig
 from functron.models.lora import LoRA
 from functron.models.mamba import MambaConfig
 from functron.models.t5 import T5Config
 from functron.ops.define import Choice
 from functron.optim import OptimizerConfig, ScheduleConfig
+from functron.optim.config import moments_of
+from functron.precision import POLICIES, Policy
+
+Precision = Literal[
+    "auto", "float32", "bf16", "bf16-pure", "fp16",
+    "fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "nvfp4",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,15 @@ class TrainConfig:
             train all parameters.
         lora_alpha: they are multiplied by lora_alpha / lora_rank.
         lora_targets: the linear layers that have them: patterns of paths, separated by commas.
+        precision: which dtypes compute, sum and keep, by name: float32, bf16 (float32 masters and
+            sums), bf16-pure (neither; updates are rounded stochastically), fp16 (float32 masters
+            and sums, and a loss scale that follows overflows), or as bf16 with quantised products:
+            fp8-tensor, fp8-row, fp8-block, mxfp8, nvfp4. It fills the options beside it, which
+            change it where they are given. auto: bf16 on a GPU, where nothing else names a dtype;
+            otherwise these options as they are.
+        products: how products of attention's projections, feed-forward layers and experts are
+            quantised, as functron.precision.Recipe: a name such as fp8-block, or a line such as
+            "fprop=e4m3@row*e4m3@row dgrad=high wgrad=high"; empty: they are not.
         remat: what backward computes again: none, full (all of a block but its input), selective
             (the core of attention) or dots (all but matrix products and attention).
         kernels: auto: functron's CUDA kernels compute what they can on a GPU; reference: torch's
@@ -206,6 +222,8 @@ class TrainConfig:
     lora_rank: int = 0
     lora_alpha: float = LoRA.alpha
     lora_targets: str = ",".join(LoRA.targets)
+    precision: Precision = "auto"
+    products: str = ""
     remat: gpt.Remat = "none"
     kernels: Choice = "auto"
     loss_chunk_tokens: int = 0
@@ -270,6 +288,22 @@ class TrainConfig:
         return LoRA(self.lora_rank, self.lora_alpha, tuple(filter(None, targets)))
 
     @property
+    def policy(self) -> Policy:
+        """The dtypes in force."""
+        own = self.optimizer
+        moments = {name: getattr(own, name) for name in moments_of(own.name)}
+        return Policy(
+            dtype_of(self.architecture),
+            "float32" if own.fp32_masters else "stochastic" if own.stochastic_rounding else "",
+            own.grad_dtype,
+            own.reduce_dtype,
+            moments.get("mu_dtype", ""),
+            moments.get("nu_dtype", ""),
+            own.loss_scale.initial,
+            self.products,
+        )
+
+    @property
     def experts(self) -> tuple[str, ...]:
         """`expert_axes`, one by one."""
         return tuple(filter(None, (axis.strip() for axis in self.expert_axes.split(","))))
@@ -295,9 +329,11 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "microbatches", "schedule", "chunks", "layout", "vocab_over_pp", "zero", "gather",
     ),
     "precision": (
-        *(f"{family}.dtype" for family in TRAINED), "optimizer.fp32_masters",
+        "precision", "products", *(f"{family}.dtype" for family in TRAINED),
+        "optimizer.fp32_masters",
         "optimizer.stochastic_rounding", "optimizer.mu_dtype", "optimizer.nu_dtype",
-        "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.muon.dtype", "remat",
+        "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.loss_scale",
+        "optimizer.muon.dtype", "remat",
         "loss_chunk_tokens", "kernels", "compile", "cuda_graph", "deterministic",
         "device",
     ),
@@ -316,7 +352,7 @@ COMMON = frozenset({
     "sequence_parallel", "microbatches", "schedule", "zero", "remat", "compile", "device", "steps",
     "seed", "optimizer.name", "optimizer.weight_decay", "learning_rate.peak",
     "learning_rate.warmup_steps", "out", "resume", "save_every", "eval_every", "eval_data",
-    "tensorboard", "wandb", *(f"{family}.dtype" for family in TRAINED),
+    "tensorboard", "wandb", "precision",
 })  # fmt: skip
 """The options that most runs use."""
 
@@ -330,19 +366,47 @@ def with_model(config: TrainConfig, name: str) -> TrainConfig:
     return dataclasses.replace(config, model=name, source="", **_tables(PRESETS[name]))
 
 
+def with_precision(config: TrainConfig, name: str) -> TrainConfig:
+    """`config` with the dtypes of the policy `name`, of `functron.precision.POLICIES`.
+
+    Raises:
+        ValueError: there is no such policy; the nearest is suggested.
+    """
+    if name not in POLICIES:
+        refuse("no such precision", "precision", repr(name), "a policy", nearest(name, POLICIES))
+    policy, own = POLICIES[name], config.optimizer
+    moments = {"mu_dtype": policy.mu, "nu_dtype": policy.nu}
+    has = moments_of(own.name)
+    optimizer = dataclasses.replace(
+        own,
+        fp32_masters=policy.masters == "float32",
+        stochastic_rounding=policy.masters == "stochastic",
+        grad_dtype=policy.grads,
+        reduce_dtype=policy.reduce,
+        loss_scale=dataclasses.replace(own.loss_scale, initial=policy.loss_scale),
+        **{name: value for name, value in moments.items() if name in has},
+    )
+    model = dataclasses.replace(config.architecture, dtype=policy.params)
+    own: dict[str, Any] = {config.family.name: model, "products": policy.products}
+    return dataclasses.replace(config, precision=name, optimizer=optimizer, **own)
+
+
 def _tables(architecture: TrainedConfig) -> dict[str, Any]:
     """The values of all families' fields where this is what is trained."""
     tables = {name: getattr(TrainConfig(), name) for name in TRAINED}
     return tables | {family_of(architecture).name: architecture}
 
 
-def load(path: str | Path, *, model: str | None = None) -> TrainConfig:
+def load(
+    path: str | Path, *, model: str | None = None, precision: str | None = None
+) -> TrainConfig:
     """The configuration in a file: what it leaves out has the preset's or default value.
 
     Args:
         path: a TOML file; YAML where its name ends in .yaml or .yml, of which true, false, null and
             numbers are what YAML 1.2 calls so (``off`` and ``12:30`` are text, ``1e-3`` a number).
         model: a preset that replaces the file's model and its table, such as [gpt].
+        precision: a policy for a file that names none, and for the dtypes that it leaves out.
 
     Raises:
         ValueError: the file cannot be read, is no TOML or YAML, has unknown keys, values of the
@@ -364,7 +428,10 @@ def load(path: str | Path, *, model: str | None = None) -> TrainConfig:
         problems.append(Problem("model", repr(name), "a preset", nearest(str(name), PRESETS)))
     values = _read(table, base, "", problems)
     raise_problems(f"cannot use the configuration {path}", problems)
-    return _rebuild(base, values)
+    made = _rebuild(base, values)
+    named = made.precision if made.precision != "auto" else precision
+    # the policy fills what the file leaves out, of the model that the file has
+    return made if named is None else _rebuild(with_precision(made, named), values)
 
 
 def _table(path: Path) -> dict[str, Any]:

@@ -70,6 +70,7 @@ def convert(
     dtype: str | None = None,
     averaged: bool = False,
     max_seq: int | None = None,
+    fused_projections: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Conversion:
     """Make a run folder of a Hugging Face folder (``hf:PATH run:PATH``), or the other way.
@@ -85,6 +86,7 @@ def convert(
         dtype: of the parameters in the target; None: as they are.
         averaged: export the run's averages of its parameters (from a run only).
         max_seq: the longest sequence, where the model could take longer ones (to a run only).
+        fused_projections: see `GPTConfig` (to a run only).
         max_shard_bytes: the most data in one file (from a run only).
 
     Raises:
@@ -101,9 +103,10 @@ def convert(
             got = "true from a Hugging Face folder"
             wanted = "a run, which keeps averages"
             refuse("cannot convert", "averaged", got, wanted, "leave it out")
-        return _import(path, out, dtype=dtype, max_seq=max_seq)
-    if max_seq is not None:
-        refuse("cannot convert", "max_seq", max_seq, "nothing: it is the run's", "leave it out")
+        return _import(path, out, dtype=dtype, max_seq=max_seq, fused=fused_projections)
+    for name, value in (("max_seq", max_seq), ("fused_projections", fused_projections or None)):
+        if value is not None:
+            refuse("cannot convert", name, value, "nothing: it is the run's", "leave it out")
     return _export(path, out, dtype=dtype, averaged=averaged, max_shard_bytes=max_shard_bytes)
 
 
@@ -115,7 +118,9 @@ def _parse(text: str, name: str) -> tuple[str, Path]:
     return kind, Path(path)
 
 
-def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) -> Conversion:
+def _import(
+    path: Path, out: Path, *, dtype: str | None, max_seq: int | None, fused: bool
+) -> Conversion:
     run_folder.refuse_existing(out, "cannot convert")
     kind: Dtype | None = None
     if dtype is not None:
@@ -129,6 +134,11 @@ def _import(path: Path, out: Path, *, dtype: str | None, max_seq: int | None) ->
         fix = "use it in Python: hub.load_model(path), hub.save"
         wanted = "a decoder, Mamba-2, a hybrid, BERT or T5: functron train has no others"
         refuse("cannot convert", f"hf:{path}", family_of(model).title, wanted, fix)
+    if fused and not isinstance(model, GPTConfig):
+        wanted = "False: only decoders have such a layout"
+        refuse("cannot convert", "fused_projections", "True", wanted, "leave it out")
+    if isinstance(model, GPTConfig):
+        model = replace(model, fused_projections=fused)
     params = load(path, model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run, needed, free = fine_tuning(model, free_memory_bytes(device))
@@ -338,7 +348,7 @@ def upcycle(
     blocks = dict(params["blocks"])
     mlp, parts = blocks.pop("mlp"), dense.mlp_dim // moe.expert_dim
     blocks["moe"] = {
-        "router": _router(made, seed, parts, mlp["up"]["w"]),
+        "router": _router(made, seed, parts, mlp["down"]["w"]),
         "experts": {name: _experts(name, layer, moe, parts) for name, layer in mlp.items()},
     }
     return {**params, "blocks": blocks}, made
@@ -361,13 +371,17 @@ def _experts(name: str, layer: dict, moe: MoEConfig, parts: int) -> dict:
     """Copies of one linear layer, stacked by expert after the dim of layers."""
     copies = moe.num_experts // parts
     dim = -2 if name == "down" else -1  # of the hidden features in the matrix
-    w = torch.stack(layer["w"].chunk(parts, dim), 1).repeat(1, copies, 1, 1)
+    w = _repeated(torch.stack(layer["w"].chunk(parts, dim), 1), copies)
     out = {"w": w * parts if name == "down" else w}
     if "b" in layer:
         b = layer["b"]
         slices = b.unsqueeze(1) if name == "down" else torch.stack(b.chunk(parts, -1), 1)
-        out["b"] = slices.repeat(1, moe.num_experts // slices.shape[1], 1)
+        out["b"] = _repeated(slices, moe.num_experts // slices.shape[1])
     return out
+
+
+def _repeated(x: torch.Tensor, copies: int) -> torch.Tensor:
+    return x.repeat(1, copies, *[1] * (x.dim() - 2))
 
 
 _DIVIDED = (

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from functron import checkpoint, optim
+from functron import checkpoint, nn, optim
 from functron.core import random, tree
 from functron.core.chart import table
 from functron.core.errors import Problem, raise_problems, refuse
@@ -48,6 +48,7 @@ from functron.pipeline.registry import NAMES, make
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.timeline import Costs, Timeline
 from functron.pipeline.work import Call, Stage, are_floats, floats, seeds, trace_stage, with_floats
+from functron.precision import Recipe, quantised
 from functron.program.cost import bytes_text, count_text
 from functron.program.program import Program
 from functron.program.text import aligned
@@ -190,7 +191,12 @@ class Plan:
             "experts": config.experts,
             "kernels": use(config.kernels),
             "loss_chunk_tokens": config.loss_chunk_tokens,
+            "products": nn.PRODUCTS,
         }
+        if config.products:
+            recipe = Recipe.parse(config.products)
+            made = quantised(recipe, kernels=use(config.kernels))
+            settings["products"] = nn.Products(*made, draws=recipe.draws)
         own: dict[str, Any] = {k: v for k, v in settings.items() if k in self.family.settings}
         return ModelOptions(self.stream, config.remat, gather, **own)
 
@@ -256,7 +262,7 @@ class Plan:
         if text == "cost":
             ends = (Part(range(0), embed=True), Part(range(0), loss=True))
             embed, loss = map(self.stage_flops, ends)
-            return balanced_layout(num_stages, self._layer_flops(), embed=embed, loss=loss)
+            return balanced_layout(num_stages, self.layer_flops(), embed=embed, loss=loss)
         ends = _ENDS.fullmatch(text)
         if ends is not None and any(ends.groups()):
             first, last = (int(n) if n else None for n in ends.groups())
@@ -300,8 +306,8 @@ class Plan:
         mapped = shard_map(both, plan.plain_mesh, specs, P(), check=False)
         return trace(mapped)(weights, x, batch, key).cost().hardware_flops
 
-    def _layer_flops(self) -> list[float]:
-        """Of every layer; of those with rows in the same stacks only one is traced."""
+    def layer_flops(self) -> list[float]:
+        """`stage_flops` of every layer; of those with rows in the same stacks one is traced."""
         known: dict[tuple, float] = {}
         out = []
         for layer in range(self.config.gpt.num_layers):
@@ -470,8 +476,17 @@ class Plan:
     @cached_property
     def watch(self) -> Watch | None:
         """The twin of `step` that also measures layers, if it is asked for."""
-        if not self.config.log_layers_every:
-            return None
+        every = self.config.log_layers_every
+        return self._watching(every) if every else None
+
+    def overflowing(self, state: State, batch: Any) -> list[str]:
+        """The layers whose gradients are not finite; takes a step, and gives up the state."""
+        watch = self._watching(1)
+        _, metrics = watch.step(state, batch)
+        norms = watch.layers(metrics).items()
+        return [name for name, row in norms if not math.isfinite(row.get("grad_norm", 0.0))]
+
+    def _watching(self, every: int) -> Watch:
         rows = None
         if self.is_pipelined:
             stacked = (n for n in self.whole_defs if self.partition.stack(n) is not None)
@@ -479,7 +494,7 @@ class Plan:
         chosen, _ = tree.partition(self.whole_defs, self.trained(self.whole_defs))
         layers = optim.layers_of(tree.partition(chosen, weight_mask(self.whole_defs))[0], rows)
         names = gpt.watched_names(self.config.gpt) if self.family.name == "gpt" else ()
-        return Watch(self._step(layers), self.config.log_layers_every, layers.names, names)
+        return Watch(self._step(layers), every, layers.names, names)
 
     def _step(self, layers: optim.Layers | None) -> Callable:
         return make_step(

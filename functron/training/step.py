@@ -19,6 +19,7 @@ from functron.core import random, tree
 from functron.core.errors import public, refuse
 from functron.core.scopes import named_scope
 from functron.ops import AUTO, Kernels
+from functron.optim.transformation import multiplied
 from functron.params import ParamDef, init_params
 from functron.pipeline.execute import Pipeline
 from functron.spmd import DATA_AXES, FSDP_AXES, BoundMesh, Mesh, P, shard_map
@@ -127,8 +128,9 @@ class Shares(NamedTuple):
     """A rank's gradients, before they are summed over ranks, and the facts that this needs.
 
     Attributes:
-        of: ``(params, batch, key) -> (value, grads)``: the mean loss, or a pair of it and sums
-            beside it, and this rank's shares of its gradients. A per-rank program.
+        of: ``(params, batch, key, scale) -> (value, grads)``: the mean loss, or a pair of it and
+            sums beside it, and this rank's shares of its gradients, both times `scale`, 0-dim, if
+            that is not None. A per-rank program.
         specs: with which these arrive.
         total: ``(params, batch, key)`` to the sum of the losses.
         num_targets: ``batch`` to the number of terms in that sum, over all ranks.
@@ -197,8 +199,8 @@ def gradients(
     def shares(mesh: Mesh | BoundMesh, specs: tree.Tree, wanted: tree.Tree) -> Shares:
         used = whole_over(specs, FSDP_AXES) if hoist else specs
 
-        def of(params, batch, key):
-            total = num_targets(batch)
+        def of(params, batch, key, scale=None):
+            total = _divisor(num_targets(batch), scale)
             whole, frozen = tree.partition(gathered(params, specs, used), trainable)
 
             def mean_loss(chosen, microbatch):
@@ -223,6 +225,11 @@ def gradients(
         return Shares(of, arrived, total, num_targets, num_microbatches, reduce_dtype)
 
     return shares
+
+
+def _divisor(num_targets: Any, scale: torch.Tensor | None) -> Any:
+    """What sums of losses are divided by, so that their mean is times `scale`."""
+    return num_targets if scale is None else num_targets / scale
 
 
 @public
@@ -270,9 +277,10 @@ def pipelined_gradients(
             arrived = {name: (used if name in spread else wanted)[name] for name in used}
             parts = _scattering(parts, used, arrived, rank, reduce_dtype)
 
-        def of(params, batch, key):
+        def of(params, batch, key, scale=None):
             whole, frozen = tree.partition(gathered(params, specs, used), trainable)
-            shared = (*((frozen,) if partly else ()), key, num_targets(batch))
+            total = _divisor(num_targets(batch), scale)
+            shared = (*((frozen,) if partly else ()), key, total)
             if not scatter:
                 return parts.value_and_grad(whole, batch, *shared)
             return parts.value_and_grad(stand_ins(whole, used, arrived), batch, whole, *shared)
@@ -344,9 +352,10 @@ def make_step(
     Returns:
         The step. Its metrics are float scalars ``loss`` (mean over targets) and ``grad_norm``
         (before clipping; of the same gradients as an `optim.clip_by_global_norm` at the head of
-        `optimizer`, it is computed once for both). Raises ValueError where the batch does not
-        divide, or the loss is a mean. Collectives: those of the gradients, `sync_gradients`, the
-        optimizer and the norms.
+        `optimizer`, it is computed once for both). With `optim.with_loss_scale` these are of the
+        loss without its scale, and there are ``loss_scale`` and ``stuck``, the `Scaling` of the
+        next step. Raises ValueError where the batch does not divide, or the loss is a mean.
+        Collectives: those of the gradients, `sync_gradients`, the optimizer and the norms.
 
     Raises:
         ValueError: an axis of the mesh splits nothing.
@@ -359,14 +368,26 @@ def make_step(
     _check_work(mesh, (layout, batch_specs), replicated_over, axis)
 
     def first(state: State, batch: tree.Tree) -> tuple[Any, tree.Tree]:
-        return shares.of(state.params, batch, random.fold_in(state.key, state.step))
+        key = random.fold_in(state.key, state.step)
+        if optimizer.loss_scale is None:
+            return shares.of(state.params, batch, key)
+        scale = optimizer.loss_scale(state.opt_state).scale
+        value, grads = shares.of(state.params, batch, key, scale)
+        if isinstance(value, tuple):
+            return (value[0] / scale, *value[1:]), grads
+        return value / scale, grads
 
     def second(state: State, grads: tree.Tree) -> tuple[State, dict]:
         with named_scope("sync"):
             grads = sync_gradients(grads, shares.specs, wanted, dtype=shares.dtype)
         with named_scope("update"):
+            if optimizer.loss_scale is not None:
+                grads = _unscaled(grads, optimizer.loss_scale(state.opt_state).scale)
             found, known = _measured(norms, grads, state.params, optimizer, specs, shares.copies)
             params, opt_state = optimizer.step_(grads, state.opt_state, state.params, **known)
+            if optimizer.loss_scale is not None:
+                scaling = optimizer.loss_scale(opt_state)
+                found |= {"loss_scale": scaling.scale, "stuck": scaling.stuck}
         return State(state.step + 1, params, opt_state, state.key), found
 
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
@@ -410,6 +431,12 @@ def _check_work(
     known = {stages, *((meant,) if isinstance(meant, str) else meant)}
     idle = [name for name in unsplit_axes(mesh, specs) if name not in known]
     refuse_idle(f"make_step on Mesh({mesh})", mesh, idle)
+
+
+def _unscaled(grads: tree.Tree, scale: torch.Tensor) -> tree.Tree:
+    """The gradients of the loss without its scale; those in low precision in float32."""
+    low = optim.LOW_PRECISION
+    return multiplied(tree.map(lambda g: g.float() if g.dtype in low else g, grads), 1 / scale)
 
 
 def _measured(

@@ -29,9 +29,12 @@ import torch.distributed as dist
 from functron import checkpoint, optim
 from functron.compiler.jit import jit
 from functron.core import random, tree
+from functron.core.errors import refuse
 from functron.data import Blend, Samples
 from functron.data.order import RampUp, drawn
 from functron.models import gpt, lora
+from functron.models.config import GPTConfig
+from functron.models.family import TrainedConfig
 from functron.params import init_params
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.training import data, records, run_folder
@@ -116,12 +119,23 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
     return measured_flops(device, dtype)
 
 
+_SLOW_SECONDS = 0.001
+
+
 def measured_flops(device: torch.device | str, dtype: torch.dtype, size: int = 1024) -> float:
     """The rate of the fastest of five products of ``[size, size]`` matrices, in FLOP/s.
 
-    Takes some 0.1 seconds on two CPU cores.
+    Takes some 0.1 seconds on two CPU cores. Where products of 128 rows already take long (CPUs have
+    no fast ones of float16), the rate is that of these.
     """
     device = torch.device(device)
+    small = min(size, 128)
+    rows = small if _fastest(device, dtype, small) > _SLOW_SECONDS else size
+    return 2 * rows**3 / _fastest(device, dtype, rows)
+
+
+def _fastest(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """The seconds of the fastest of five products."""
     a = torch.ones(size, size, dtype=dtype, device=device)
     fastest = float("inf")
     for _ in range(5):
@@ -130,7 +144,7 @@ def measured_flops(device: torch.device | str, dtype: torch.dtype, size: int = 1
         torch.mm(a, a)
         _synchronize(device)
         fastest = min(fastest, time.perf_counter() - start)
-    return 2 * size**3 / fastest
+    return fastest
 
 
 def peak_memory_bytes(device: torch.device | str) -> int:
@@ -164,7 +178,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-METRICS = ("loss", "grad_norm")
+METRICS = ("loss", "grad_norm", "loss_scale")
 
 
 class Outcome(NamedTuple):
@@ -224,6 +238,7 @@ class Meter:
             "step": index + 1,
             "loss": values["loss"],
             "grad_norm": values.get("grad_norm"),
+            **({"loss_scale": values["loss_scale"]} if "loss_scale" in values else {}),
             "lr": None if self.learning_rate is None else float(self.learning_rate(index)),
             "tokens": seen,
             "tokens_per_second": rate,
@@ -251,6 +266,8 @@ def loop(
     watch: Watch | None = None,
     stop: Request | None = None,
     ahead: int = 0,
+    patience: int = 0,
+    overflowing: Callable[[Any, Any], Sequence[str]] | None = None,
 ) -> Outcome:
     """Take steps `start` to ``steps - 1``, record each, and save at the end.
 
@@ -281,12 +298,16 @@ def loop(
         ahead: how many steps are started before the numbers of one are read. Where a device
             computes while Python goes on, 1 keeps it busy: reading waits for it. What is to be
             saved or evaluated has been read.
+        patience: raise where so many steps in a row overflow, and the scale of the loss cannot
+            fall; 0: never.
+        overflowing: ``(state, batch)`` to the names of the layers whose gradients then are not
+            finite, for that error; it may give up the state.
 
     Returns:
         The `Outcome`; its records are those of `Meter.record`.
 
     Raises:
-        FloatingPointError: the loss is not finite. The state is not saved.
+        FloatingPointError: the loss is not finite, or steps overflow. The state is not saved.
     """
     meter = meter or Meter()
     bar = [records.progress(steps, start)] if reporters is None else reporters
@@ -308,7 +329,8 @@ def loop(
             saving = last or bool(save_every and (index + 1) % save_every == 0)
             left = 0 if evaluating or saving or stopped_by else ahead
             while len(taken) > left:
-                record = taken.popleft().record(meter, settled)
+                done = taken.popleft()
+                record = done.record(meter, settled)
                 finite = math.isfinite(record["loss"])  # all ranks agree on that
                 if evaluate is not None and evaluating and not (taken or stopped_by) and finite:
                     record[records.EVAL] = evaluate(state)
@@ -316,7 +338,11 @@ def loop(
                 history.append(record)
                 for write in writers:
                     write(record)
-                _check_finite(record)
+                if patience and done.metrics.get("stuck", 0) >= patience:
+                    names = [] if overflowing is None else overflowing(state, batch)
+                    raise FloatingPointError(_stuck(record, patience, names))
+                if patience == 0 or math.isfinite(record["grad_norm"] or 0.0):
+                    _check_finite(record)
                 settled = time.perf_counter()
             if save is not None and (saving or stopped_by):
                 save(state, index + 1)
@@ -382,6 +408,15 @@ def _check_finite(record: Mapping[str, Any]) -> None:
             f"step {record['step']}: got loss {record['loss']}; wanted a finite number; fix: lower "
             "the learning rate, lengthen the warm-up, clip gradients, or train in float32"
         )
+
+
+def _stuck(record: Mapping[str, Any], patience: int, names: Sequence[str]) -> str:
+    where = f", in {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
+    return (
+        f"step {record['step']}: got gradients that are not finite in {patience} steps in a row"
+        f"{where}, with the loss times {record['loss_scale']:g}, the least; wanted finite ones; "
+        "fix: train in bf16 (--precision bf16), lower the learning rate, or lengthen the warm-up"
+    )
 
 
 def exit_code(stopped_by: int | None) -> int:
@@ -508,6 +543,7 @@ def prepare(
 
 def _restored(path: Path, plan: Plan, key: torch.Tensor, device: torch.device) -> State:
     names, where = list(checkpoint.Checkpoint(path)), plan.placement
+    _check_layout(names, plan.config.architecture)
     adapted = lora.has_adapters(leaf.path for leaf in where.leaves)
     new = adapted and not lora.has_adapters(names)
     like = plan.init(key.to("meta"))
@@ -530,6 +566,19 @@ def _restored(path: Path, plan: Plan, key: torch.Tensor, device: torch.device) -
         adapters = init_params(init_key, defs, plan.stored_specs, plan.mesh)
         params = tree.join(params, adapters)
     return plan.init(key.to(device), params)
+
+
+def _check_layout(names: Sequence[str], model: TrainedConfig) -> None:
+    """Refuse parameters that are joined where the model's are not, or the other way."""
+    stored = any({"qkv", "gate_up"} & {*name.split("/")} for name in names)
+    if isinstance(model, GPTConfig) and stored != model.fused_projections:
+        way = "" if stored else " --fused-projections"
+        fix = (
+            f"leave it {stored}, or convert the parameters: functron convert run:RUN hf:MODEL, "
+            f"then functron convert hf:MODEL run:NEW{way}"
+        )
+        title, got = "the checkpoint has another layout", str(model.fused_projections)
+        refuse(title, "gpt.fused_projections", got, f"{stored}, as in the checkpoint", fix)
 
 
 def _named(params: tree.Tree) -> Iterator[tuple[str, torch.Tensor]]:
@@ -556,12 +605,12 @@ def train(run: Run, out: Path | None) -> Outcome:
     step, and one all-reduce of a scalar per step.
 
     Raises:
-        FloatingPointError: the loss is not finite.
+        FloatingPointError: the loss is not finite, or steps in float16 overflow without end.
         OSError, TimeoutError: a checkpoint could not be written.
     """
     config, mesh, device = run.config, run.mesh, run.device
     model, family = config.architecture, config.family
-    bound = isinstance(mesh, BoundMesh)
+    bound, scaled = isinstance(mesh, BoundMesh), config.optimizer.loss_scale
     main = not isinstance(mesh, BoundMesh) or mesh.rank == 0
 
     # numbers of the host: NCCL's groups would have it wait for the GPU
@@ -613,6 +662,8 @@ def train(run: Run, out: Path | None) -> Outcome:
             watch=run.watch,
             stop=stop,
             ahead=int(device.type == "cuda"),
+            patience=scaled.patience if scaled.initial else 0,
+            overflowing=run.plan.overflowing,
         )
 
 

@@ -41,9 +41,11 @@ class Collectives:
         started: how often each collective was started.
         pending: what has not been waited for, by the memory of its result.
         found: offences against the contract, in words.
+        events: "start" and "wait" in the order in which they came, and what a test adds.
     """
 
     late: bool
+    events: list[str] = field(default_factory=list)
     started: dict[str, int] = field(default_factory=dict)
     pending: dict[int, Work] = field(default_factory=dict)
     found: list[str] = field(default_factory=list)
@@ -51,6 +53,7 @@ class Collectives:
     def start(self, name: str, x: torch.Tensor, value: torch.Tensor, out=None) -> torch.Tensor:
         """The result of a collective of `x` that gives `value`, in `out` or in new memory."""
         self.started[name] = self.started.get(name, 0) + 1
+        self.events.append("start")
         value = value.clone()
         copy = None if out is x else x.clone()
         result = torch.empty_like(value) if out is None else out
@@ -66,6 +69,7 @@ class Collectives:
         work = self.pending.pop(x.untyped_storage().data_ptr(), None)
         if work is None:
             return x
+        self.events.append("wait")
         if work.operand is not None and not same(work.operand, work.copy):
             self.found.append(f"{work.name}: its operand was written before the wait")
         if not same(work.result, poison(work.value) if self.late else work.value):

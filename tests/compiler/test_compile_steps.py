@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -325,9 +327,10 @@ def test_meshes_that_do_not_fit_are_refused():
     assert torch.equal(simulated(X), X[:1] + X[1:])
 
 
-def test_gradients_of_weights_are_written_where_they_are_kept():
+@pytest.mark.parametrize(("fused", "count"), [(False, 7), (True, 4)])
+def test_gradients_of_weights_are_written_where_they_are_kept(fused, count):
     """A layer's own, but of vectors: into its row of the gradients of all layers."""
-    step, state = training(Mesh(), 3)
+    step, state = training(Mesh(), 3, fused_projections=fused)
     block = trace(step, donate=0)(state, batch_of(0)).block
     steps = procedure(block, block.outputs)
     graphs = [graph_module(kernel, {}).graph for kernel in steps.kernels()]
@@ -338,4 +341,25 @@ def test_gradients_of_weights_are_written_where_they_are_kept():
     ]
     copies = layer.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     products = layer.find_nodes(op="call_function", target=torch.ops.functron.mm_into.default)
-    assert (len(products), len(copies)) == (7, 2)
+    assert (len(products), len(copies)) == (count, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("fused", "launches"), [(False, (13, 22)), (True, (10, 14))])
+def test_launches_of_a_layer(fused, launches, cache):
+    """By Inductor's code for a CPU, forward and backward, of a layer as Llama 3 8B has it."""
+    config = replace(
+        gpt.PRESETS["llama3-8b"], vocab_size=256, num_layers=3, embed_dim=128, num_heads=8,
+        num_kv_heads=2, mlp_dim=256, max_seq=64, dtype="bfloat16", fused_projections=fused,
+    )  # fmt: skip
+    params = ft.init_params(random.key(0), gpt.defs(config))
+    data = {name: torch.zeros(2, 64, dtype=torch.int64) for name in ("tokens", "targets")}
+    compiled = ft.jit(ft.grad(lambda p, b: gpt.loss(config, p, b)), cache=cache)
+    calls = re.compile(
+        r"^\s+(?:\w+ = )?(?:cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.M
+    )
+    found = [
+        len(calls.findall(code.split("def call")[-1].split("def benchmark")[0]))
+        for code in compiled.compile(params, data).code
+    ]
+    assert (found[1], found[3]) == launches

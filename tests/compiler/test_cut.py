@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functron as ft
-from functron import Mesh, P, gpt, random, tree
+from functron import Mesh, P, gpt, lax, random, tree
 from functron.compiler import compile as compile_program
-from functron.compiler.cut import cut, held_bytes, is_effect
+from functron.compiler.cut import beside, cut, held_bytes, is_effect
 from functron.pipeline.evaluate import ambient, evaluate
-from functron.pipeline.partition import Part
+from functron.pipeline.partition import Part, layout_of
+from functron.pipeline.work import Call, trace_stage
 from functron.program.equations import Scan, Var
 from functron.program.program import interpret
 from functron.program.trace import trace
@@ -656,3 +657,47 @@ def test_a_block_keeps_no_more_for_w_than_its_products_read():
     scales = 2 * embed
     assert held_bytes(pieces)[1] == layers * (operands + scales) * number
     assert late.kept_bytes == layers * (tokens * (5 * embed + 2 * mlp) + scales) * number
+
+
+# --- two pieces as one program
+
+
+def exchanging(part, params, x, batch):
+    """A stage of layers that send their rows to experts on other ranks, and back."""
+
+    def layer(x, w):
+        there = lax.all_to_all(x @ w["in"], "ep", 0, 0, tiled=True)
+        return x + lax.all_to_all(torch.tanh(there @ w["out"]), "ep", 0, 0, tiled=True), None
+
+    return ft.scan(layer, batch if x is None else x, params)[0]
+
+
+def test_two_pieces_beside_each_other_hide_what_each_sends():
+    """A forward and the backward of another microbatch: their numbers, and less is exposed."""
+    params = {"in": randn(3, 4, 4), "out": randn(3, 4, 4)}
+    call = Call(1, layout_of((1, 1))[1], False, params, randn(2, 4), (), (), {})
+    stage = trace_stage(exchanging, call, Mesh(ep=2), split=False)
+    forward, backward = (stage.piece_program(index) for index in (0, 1))
+    joint = beside(forward, backward)
+
+    def arguments(program):
+        return [randn(*i.var.shape) for i in program.inputs if i.role == "argument"]
+
+    def computed(program, tensors):
+        return program(*tree.unflatten(program.in_structure, tensors))
+
+    one, other = arguments(forward), arguments(backward)
+    want = [*computed(forward, one), *computed(backward, other)]
+    for a, b in zip(computed(joint, [*one, *other]), want, strict=True):
+        assert torch.equal(a, b)
+
+    def costs(equation):
+        return {"mm": 2.0, "all_to_all": 2.0}.get(equation.name, 0.0)
+
+    # in turns: of 6 exchanges of each only the last ones have nothing beside them
+    alone = [program.timeline(costs) for program in (forward, backward)]
+    assert [timeline.exposed["ep"] for timeline in alone] == [12.0, 6.0]
+    assert joint.timeline(costs, overlap=False).exposed == {"ep": 24.0}
+    together = joint.timeline(costs)
+    assert together.exposed == {"ep": 2.0}
+    assert together.total == sum(t.busy["compute"] for t in alone) + 2.0

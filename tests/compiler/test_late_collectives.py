@@ -9,7 +9,10 @@ import functron as ft
 from functron import Mesh, P, gpt, lax, random, tree
 from functron.compiler import compile as compile_program
 from functron.compiler import driver
+from functron.compiler.lower import graph_module
 from functron.compiler.segments import procedure
+from functron.nn import context
+from functron.spmd import ragged
 from functron.training.config import TrainConfig
 from functron.training.plan import plan
 from tests.compiler.late_collectives import collectives, lone
@@ -141,6 +144,101 @@ def test_gradients_in_one_bucket_give_the_same_numbers(monkeypatch):
             assert_agreement(late, at_once)
             started[backend] = sum(late[2].started.values())
     assert started["inductor"] < started["eager"], started
+
+
+def test_what_is_still_being_sent_is_not_written_over(monkeypatch):
+    """An operation in place of its operand, which nothing but a collective under way reads."""
+    place = [0, 2**62, 0, 1, 0, 1, 0]
+
+    def step(p):
+        param, mu, nu = p + 1, p * 0.1, p * p + 1
+        whole = lax.all_gather(param, "dp")
+        rate, count = torch.full((), 0.1), torch.zeros((), dtype=torch.int64)
+        states = (param, None, mu, nu, p, rate, None, None, count, None)
+        new, *_ = torch.ops.functron.adamw(*states, 0.9, 0.99, 1e-8, 0.0, 0, place)
+        return whole, new
+
+    with lone(Mesh(dp=2), monkeypatch) as bound:
+        program = ft.trace(ft.shard_map(step, bound, P(), P(), check=False))(torch.ones(4))
+        (kernel,) = procedure(program.block, program.block.outputs).kernels()
+        names = [
+            str(n.target) for n in graph_module(kernel, bound.groups, overlap=True).graph.nodes
+        ]
+        update = next(i for i, name in enumerate(names) if "adamw" in name)
+        assert update < names.index("_c10d_functional.wait_tensor.default")  # meanwhile
+        compiled = compile_program(program, bound, backend="eager")
+        with collectives(late=True) as made:
+            whole, new = compiled(torch.ones(4))
+    assert not made.found, made.found
+    assert torch.equal(whole, torch.full((2, 4), 2.0))
+    assert not torch.equal(new, whole[0])
+
+
+def test_bounded_ragged_exchanges_are_waited_for_where_rows_are_read(monkeypatch):
+    """As on GPUs: rows are sent with room to spare, and picked when they have come."""
+    x, sizes = torch.arange(12.0).view(6, 2), torch.tensor([2, 3])
+
+    def send(x, sizes):
+        rows, came = lax.ragged_all_to_all(x, sizes, "ep", capacity=8, room=4)
+        return rows.sin(), (x * came.sum()) @ x.t()
+
+    with lone(Mesh(ep=2), monkeypatch) as bound:
+        program = ft.trace(ft.shard_map(send, bound, P(), P(), check=False))(x, sizes)
+        with collectives(late=False):
+            exactly = compile_program(program, bound, backend="eager")(x, sizes)
+        monkeypatch.setattr(ragged, "pads", lambda device, room=0: room > 0)
+        (kernel,) = procedure(program.block, program.block.outputs).kernels()
+        nodes = graph_module(kernel, bound.groups, overlap=True).graph.nodes
+        names = [str(n.target).split(".")[1] for n in nodes if n.op == "call_function"]
+        start, end = names.index("ragged_ranks"), names.index("ragged_end")
+        assert "mm" in names[start:end]
+        assert names[end - 1] == "wait_tensor"
+        with collectives(late=True) as made:
+            padded = compile_program(program, bound, backend="eager")(x, sizes)
+    assert not made.found, made.found
+    assert not made.pending, made.pending
+    assert torch.equal(exactly[0][:4], torch.cat([x[:2], x[:2]]).sin())  # of rank 0, from both
+    for a, b in zip(exactly, padded, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_ring_sends_the_next_keys_before_it_computes_these(monkeypatch):
+    """On processes, eagerly: keys and values of the next step, and what travels home, meanwhile."""
+    args = [torch.linspace(-1, 1, 64, dtype=torch.float64).view(1, 4, 2, 8) + i for i in range(3)]
+
+    def run(events):
+        for name in ("block", "block_backward"):
+            original = getattr(context, name)
+
+            def noting(*args, original=original, **kwargs):
+                events.append("block")
+                return original(*args, **kwargs)
+
+            monkeypatch.setattr(context, name, noting)
+
+        def step(*args):
+            loss = lambda *x: context.context_attention(*x, balanced=True).sin().sum()
+            return ft.grad(loss, (0, 1, 2))(*args)
+
+        return ft.shard_map(step, bound, P(None, "cp"), P(None, "cp"), check=False)(*args)
+
+    with lone(Mesh(cp=3), monkeypatch) as bound:
+        with collectives(late=True) as made:
+            values = run(made.events)
+        monkeypatch.undo()
+        assert not made.found, made.found
+        assert not made.pending, made.pending
+        with collectives(late=False) as plain:
+            wanted = run(plain.events)
+    for a, b in zip(tree.leaves(values), tree.leaves(wanted), strict=True):
+        assert torch.equal(a, b)
+    first, then = ["start"] * 2, ["wait"] * 2  # of keys and of values
+    assert made.events == [
+        *first, "block", *then, *first, "block", "block", *then, "block", "block",
+        *first, "block", *then, *first, "block", "block",  # backward
+        *first, *then, "block", "block",  # cotangents on their way, while the last step is computed
+        *then, *first, *then,
+    ]  # fmt: skip
 
 
 def test_a_gather_that_is_not_waited_for_is_found(monkeypatch):

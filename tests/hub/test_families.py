@@ -23,6 +23,10 @@ from tests.hub import tiny
 ALL = list(tiny.CASES)
 
 
+FUSED = ("llama-biases", "phi3", "qwen3")
+"""Families of which gradients are compared in the other layout of parameters."""
+
+
 @pytest.fixture(params=ALL)
 def name(request) -> str:
     return request.param
@@ -114,9 +118,11 @@ def test_loss_and_gradients(stored):
 
 @pytest.mark.pairwise(of=lambda name, mesh: [{"name": name}, {"mesh": mesh}])
 @pytest.mark.parametrize("mesh", [ft.Mesh(tp=2), ft.Mesh(dp=2, tp=2)], ids=str)
-def test_loss_and_gradients_on_a_mesh(stored, mesh):
+def test_loss_and_gradients_on_a_mesh(stored, mesh, name):
     model, path = stored
-    config = config_of(path, dtype="float64")
+    fused = name in FUSED
+    config = config_of(path, dtype="float64", fused_projections=fused)
+    assert not fused or config.kv_heads % mesh["tp"] == 0
     specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh))
     weights = hub.load(path, config, specs=specs, mesh=mesh)
 
@@ -152,6 +158,20 @@ def test_what_is_exported_is_what_was_imported(stored, tmp_path):
     )
     again = hub.load(out, config)
     assert all(map(torch.equal, tree.leaves(again), tree.leaves(hub.load(path, config))))
+
+
+@pytest.mark.parametrize("name", [*FUSED, "gemma2", "gpt2", "glm"])
+def test_joined_projections_are_of_the_same_tensors(stored):
+    model, path = stored
+    config = config_of(path, fused_projections=True)
+    weights = hub.load(path, config)
+    attention = weights["blocks"]["attention"]
+    assert "qkv" in attention
+    assert not {"q", "k", "v"} & attention.keys()
+    named = hub.to_tensors(config, weights, model.config.model_type)
+    theirs = dict(model.named_parameters())
+    assert named.keys() == theirs.keys()
+    assert all(torch.equal(named[name], value) for name, value in theirs.items())
 
 
 def test_an_export_without_the_original_is_the_same_model(stored, tmp_path):

@@ -55,6 +55,11 @@ def test_what_is_exported_is_what_was_imported(stored, tmp_path):
     assert open_folder(out).shapes() == open_folder(path).shapes()
     back = tiny.read_back(out)
     assert_same_weights(model, back)
+    joined = replace(config, fused_projections=True)
+    named = hub.to_tensors(joined, hub.load(path, joined), model.config.model_type)
+    files = hub.to_tensors(config, hub.load(path, config), model.config.model_type)
+    assert named.keys() == files.keys()
+    assert all(torch.equal(named[key], value) for key, value in files.items())
     assert torch.equal(back(tiny.tokens()).logits, model(tiny.tokens()).logits)
     for name in ("config.json", "generation_config.json"):
         assert json.loads((out / name).read_text()) == json.loads((path / name).read_text())

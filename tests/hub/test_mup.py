@@ -19,6 +19,7 @@ MODELS = {
     "llama": BASE,
     "llama-tied": replace(BASE, tied=True),
     "qwen3": replace(BASE, qk_norm=True),
+    "fused": replace(BASE, fused_projections=True),
 }
 
 

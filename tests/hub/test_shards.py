@@ -48,6 +48,7 @@ DEEPSEEK = replace(
 )
 CONFIGS = {
     "qwen2": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "gpt_oss": GPT_OSS, "deepseek_v3": DEEPSEEK,
+    "gpt_oss fused": replace(GPT_OSS, fused_projections=True),
 }  # fmt: skip
 
 MEGATRON = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp"}
@@ -92,9 +93,10 @@ class Counting:
 def stored(request, tmp_path_factory):
     """The family, config, parameters with padding of zeros, and folder of a model."""
     config, path = CONFIGS[request.param], tmp_path_factory.mktemp("hub") / "model"
+    kind = request.param.split()[0]
     params = ft.init_params(ft.random.key(0), gpt.defs(config))
-    hub.save(path, config, params, model_type=request.param, max_shard_bytes=9_000)
-    return DECODERS[request.param], config, hub.load(path, config), path
+    hub.save(path, config, params, model_type=kind, max_shard_bytes=9_000)
+    return DECODERS[kind], config, hub.load(path, config), path
 
 
 def factors(stored, layout):

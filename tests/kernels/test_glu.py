@@ -15,6 +15,7 @@ from functron.ops.glu import (
     GLU_BACKWARD_AGAIN,
     GLU_PACKED,
     GLU_PACKED_BACKWARD,
+    GLU_PACKED_BACKWARD_AGAIN,
     glu_linear,
 )
 from tests.kernels.conformance import Case, conform
@@ -73,6 +74,9 @@ def test_against_float64(shape, dtype, activation):
     assert torch.equal(emulated(GLU_PACKED.kernel, both, activation, seeds=(0,)), hidden)
     together = emulated(GLU_PACKED_BACKWARD.kernel, d_hidden, both, activation, seeds=(0,))
     assert torch.equal(together, torch.cat(grads, -1))
+    args = d_hidden, both, activation
+    again = emulated(GLU_PACKED_BACKWARD_AGAIN.kernel, *args, seeds=(0,))
+    assert all(map(torch.equal, again, (together, hidden)))
 
 
 @kernels
@@ -122,12 +126,15 @@ def test_a_product_keeps_gate_and_up_alone(dtype):
 
     plain = loss_of(lambda g, u, w: GLU(g, u, "silu") @ w)
     ours = loss_of(lambda g, u, w: glu_linear(g, u, w, "silu"))
+    packed = loss_of(lambda g, u, w: glu_linear(torch.cat([g, u], -1), None, w, "silu"))
     want = ft.grad(plain, (0, 1))(params, x)
     jitted = ft.jit(ft.grad(ours, (0, 1)), backend="eager")
     for grads in (
         ft.grad(ours, (0, 1))(params, x),
         torch.func.grad(ours, (0, 1))(params, x),
         jitted(params, x),
+        ft.grad(packed, (0, 1))(params, x),
+        torch.func.grad(packed, (0, 1))(params, x),
     ):
         assert all(map(torch.equal, ft.tree.leaves(grads), ft.tree.leaves(want)))
 
@@ -164,6 +171,9 @@ def test_a_product_with_a_frozen_matrix_has_no_gradient_of_it():
     assert ["glu_backward_again" in found for found in names] == [False, True]
     grads = ft.grad(loss, (0, 1, 2))(*args)
     assert all(map(torch.equal, ft.grad(loss, (0, 1))(*args), grads))
+    both, w = torch.cat(args[:2], -1), args[2]
+    joined = ft.grad(lambda both: glu_linear(both, None, w, "silu").sum())(both)
+    assert torch.equal(joined, torch.cat(grads[:2], -1))
 
 
 def test_a_product_has_second_derivatives():
@@ -177,10 +187,13 @@ def test_a_product_has_second_derivatives():
 
         return torch.func.grad(penalty, (0, 1, 2))(*args)
 
-    got = twice(lambda g, u, w: glu_linear(g, u, w, "silu"))
     want = twice(lambda g, u, w: FORMULAS["silu"](g, u) @ w)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+    for ours in (
+        lambda g, u, w: glu_linear(g, u, w, "silu"),
+        lambda g, u, w: glu_linear(torch.cat([g, u], -1), None, w, "silu"),
+    ):
+        for a, b in zip(twice(ours), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
 def test_what_is_refused():
@@ -223,7 +236,11 @@ def _other_cases() -> list[Case]:
     def plain_packed(d_hidden, x, name):
         return torch.func.vjp(lambda x: _halved(name)(x, name), x)[1](d_hidden)
 
+    def packed_again(d_hidden, x, name):
+        return plain_packed(d_hidden, x, name)[0], _halved(name)(x, name)
+
     args = d_hidden, gate, up
+    packed = (d_hidden / 3, both / 3, "silu")
     formula = lambda g, u, name: FORMULAS[name](g, u)
     return [
         *[
@@ -235,6 +252,7 @@ def _other_cases() -> list[Case]:
         Case(GLU_BACKWARD, plain, (*args, "gelu"), (0, 1, 2)),
         Case(GLU_BACKWARD_AGAIN, again, (*(x / 3 for x in args), "silu"), (0, 1, 2)),
         Case(GLU_PACKED_BACKWARD, plain_packed, (d_hidden, both, "silu"), (0, 1)),
+        Case(GLU_PACKED_BACKWARD_AGAIN, packed_again, packed, (0, 1)),
     ]
 
 

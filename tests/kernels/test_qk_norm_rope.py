@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from functron.ops.qk_norm_rope import QK_NORM_ROPE, QK_NORM_ROPE_, QK_NORM_ROPE_BACKWARD
+import functron as ft
+from functron.ops.qk_norm_rope import (
+    QK_NORM_ROPE,
+    QK_NORM_ROPE_,
+    QK_NORM_ROPE_BACKWARD,
+    QKV_NORM_ROPE,
+    QKV_NORM_ROPE_BACKWARD,
+    qkv_norm_rope,
+)
 from tests.kernels.conformance import Case, conform
 from tests.kernels.emulator import Emulator, emulated, missing
 from tests.kernels.norms import FEWER, Draw, conform_uncompiled, near, shifted
@@ -127,6 +135,41 @@ def test_one_norm_of_two_and_no_keys():
     assert out[1].shape == none.shape
 
 
+def joined(q, k, v):
+    """By key head: its queries, itself, its value."""
+    return torch.cat([q.unflatten(2, (k.shape[2], -1)), k.unsqueeze(3), v.unsqueeze(3)], 3)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", FEWER, ids=str)
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "norm alone"])
+@pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
+def test_one_projection_by_key_head(shape, dtype, normed):
+    """The bits of the kernels of tensors apart; values are copied, and gaps are left alone."""
+    args = operands(SHAPES[shape], dtype, normed=normed, wide=normed, batched=shape == "small")
+    q, k, *scales = args[:4]
+    v, rest = Draw(7)(*k.shape, dtype=dtype), (*args[2:], EPS, normed, shape == "grouped")
+    want = emulated(QK_NORM_ROPE.kernel, q, k, *rest, seeds=(0,))
+    both = joined(q, k, v)
+    for values in (False, True):
+        out = emulated(QKV_NORM_ROPE.kernel, both, *rest, values, seeds=(0, 1))
+        assert all(map(torch.equal, out, (*want, v if values else v.new_empty(0))))
+    spread = torch.stack([both, both], 2)[:, :, 1]  # rows with gaps
+    out = emulated(QKV_NORM_ROPE.kernel, spread, *rest, True, seeds=(0,))
+    assert all(map(torch.equal, out, (*want, v)))
+
+    given, saved = cotangents(q, k), (q, k) if normed else (None, None)
+    d_q, d_k, *d_scales = emulated(QK_NORM_ROPE_BACKWARD.kernel, *given, *saved, *rest, seeds=(0,))
+    d_v = Draw(8)(*k.transpose(1, 2).shape, dtype=dtype).transpose(1, 2)
+    got = emulated(
+        QKV_NORM_ROPE_BACKWARD.kernel, *given, d_v, both if normed else None, *rest, seeds=(0, 1)
+    )
+    assert torch.equal(got[0], joined(d_q, d_k, d_v))
+    for a, b, scale in zip(got[1:], d_scales, scales, strict=True):  # threads may have other heads
+        assert a.shape == b.shape
+        assert scale is None or (a - b).norm() <= 4 * torch.finfo(a.dtype).eps * b.norm()
+
+
 @kernels
 @ROUNDS
 def test_in_place_is_out_of_place(interleaved):
@@ -176,6 +219,8 @@ def test_what_is_refused():
     wide = [x.double() for x in (q, k)]
     with pytest.raises(TypeError, match=r"float64.*fix"):
         QK_NORM_ROPE.kernel(Emulator(), *wide, None, None, cosine, sine, *rest)
+    with pytest.raises(ValueError, match=r"wanted \[batch, seq, kv_heads"):
+        QKV_NORM_ROPE(q[..., :2, :], None, None, cosine, sine, *rest, True)
     with pytest.raises(ValueError, match="tape"):
         QK_NORM_ROPE_(q.requires_grad_(), k, q_scale, k_scale, cosine, sine, *rest)
 
@@ -205,9 +250,26 @@ def _other_cases() -> list[Case]:
             (d_q, d_k)
         )
 
+    def apart(qkv):
+        return qkv[..., :-2, :].flatten(-3, -2), qkv[..., -2, :], qkv[..., -1, :]
+
+    def of_joined(qkv, *rest):
+        q, k, v = apart(qkv)
+        return *formula(q, k, *rest[:-1]), v
+
+    def back_joined(d_q, d_k, d_v, qkv, q_scale, k_scale, *rest):
+        moving = (qkv, q_scale, k_scale)
+        return torch.func.vjp(lambda *some: of_joined(*some, *rest, True), *moving)[1](
+            (d_q, d_k, d_v)
+        )
+
     given = [x.contiguous().double() for x in cotangents(*plain[:2])]
     rest, back = (EPS, True, False), QK_NORM_ROPE_BACKWARD
+    groups = joined(*normed[:2], given[1])
+    joint = (*given, groups[..., -1, :].cos(), groups, *normed[2:])
     return [
+        Case(QKV_NORM_ROPE, of_joined, (groups, *normed[2:], *rest, True), (0, 1, 2)),
+        Case(QKV_NORM_ROPE_BACKWARD, back_joined, (*joint, *rest), (0, 1, 2, 3, 4, 5)),
         Case(QK_NORM_ROPE, formula, (*plain, EPS, False, True), (0, 1)),
         Case(back, backward, (*given, *normed, *rest), (0, 1, 2, 3, 4, 5)),
         Case(back, backward, (*given, None, None, *plain[2:], *rest), (0, 1), (0, 1)),
@@ -244,3 +306,42 @@ def test_mapped_tables():
         )
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_one_projection_keeps_no_more_than_several(normed):
+    """Its gradients are those of tensors apart; without scales it is not kept, but values are."""
+    q, k, *args = exact(operands((2, 3, 4, 2, 8, 4), torch.float32, normed=normed))
+    v = Draw(7)(*k.shape).double()
+    scales, tables, rest = args[:2], args[2:], (EPS, False, False)
+
+    def total(split):
+        def of(qkv, *scales):
+            return sum((i * x).sin().sum() for i, x in enumerate(split(qkv, *scales), 1))
+
+        return of
+
+    def several(qkv, *scales):
+        q, k, v = qkv[..., :-2, :].flatten(-3, -2), qkv[..., -2, :], qkv[..., -1, :]
+        return *formula(q, k, *(scales or (None, None)), *tables, *rest), v
+
+    def ours(qkv, *scales):
+        return qkv_norm_rope(qkv, *(scales or (None, None)), *tables, *rest)
+
+    moving = joined(q, k, v), *[x for x in scales if x is not None]
+    wanted = torch.func.grad(total(several), tuple(range(len(moving))))(*moving)
+    for grad in (ft.grad, torch.func.grad):
+        got = grad(total(ours), tuple(range(len(moving))))(*moving)
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+    qkv, kept = moving[0].clone().requires_grad_(), {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        q, k, v = ours(qkv, *moving[1:])
+    assert (qkv.untyped_storage().data_ptr() in kept) == normed
+    assert (v.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()) == normed

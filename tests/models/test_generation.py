@@ -52,6 +52,7 @@ CONFIGS = {
         BASE, kv_rank=8, q_rank=8, rope_head_dim=4, v_head_dim=6, num_kv_heads=4, head_dim=4
     ),
     "experts": replace(BASE, moe=MoEConfig(4, 2, 12), dense_layers=1),
+    "fused": replace(BASE, num_heads=8, num_kv_heads=4, qk_norm=True, fused_projections=True),
 }  # fmt: skip
 MESHES = ["", "tp=2", "dp=2,tp=2", "fsdp=2", "tp=4"]
 PROMPT, NEW = 5, 4

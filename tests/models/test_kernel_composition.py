@@ -37,7 +37,12 @@ MODELS = {
         BASE,
         moe=MoEConfig(4, 2, 12, aux_loss=1e-2, score="sigmoid", num_groups=2, top_groups=1),
     ),
-}
+    "fused": replace(BASE, num_heads=8, num_kv_heads=4, fused_projections=True),
+    "fused experts": replace(
+        BASE, num_heads=8, num_kv_heads=4, qk_norm=False, qkv_clip=0.7, fused_projections=True,
+        moe=MoEConfig(4, 2, 12, aux_loss=1e-2, shared_dim=8),
+    ),
+}  # fmt: skip
 MESHES = ["", "dp=2", "tp=2", "dp=2,tp=2", "tp=4", "fsdp=2,tp=2", "cp=2"]
 
 

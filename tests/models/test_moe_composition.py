@@ -65,6 +65,7 @@ MODELS = {
     "gpt-oss": GPT_OSS,
     "expert-choice": CHOICE,
     "sinkhorn": SINKHORN,
+    "fused": replace(CAPACITY, fused_projections=True),
 }
 FOLDED = ("ep", "tp")
 # (mesh, sequence parallel, axes of the experts)

@@ -46,6 +46,19 @@ def specs() -> Callable:
     return lambda defs, **changes: ft.param_specs(defs, Rules({**RULES, **changes}))
 
 
+def apart(params: dict, group: int = 1) -> dict:
+    """The parameters of a layer, joined ones cut: ``"qkv"`` and ``"gate_up"``."""
+    params = dict(params)
+    if qkv := params.pop("qkv", None):
+        params["q"] = {name: x[..., :group, :].flatten(-3, -2) for name, x in qkv.items()}
+        params["k"] = {name: x[..., group, :] for name, x in qkv.items()}
+        params["v"] = {name: x[..., group + 1, :] for name, x in qkv.items()}
+    if gate_up := params.pop("gate_up", None):
+        params["gate"] = {name: x[..., 0, :] for name, x in gate_up.items()}
+        params["up"] = {name: x[..., 1, :] for name, x in gate_up.items()}
+    return params
+
+
 def close(actual, expected) -> None:
     torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
 

@@ -9,6 +9,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, nn
+from tests.nn.conftest import apart
 
 BATCH, SEQ, EMBED, HEAD_DIM = 4, 8, 6, 4
 KV_HEADS = pytest.mark.parametrize("kv_heads", [8, 4], ids=["mha", "gqa"])
@@ -69,8 +70,11 @@ def check(agrees, draw, specs, randn):
         def layer(params, x):
             return nn.self_attention(params, x, c, rope=rope, stream=stream)
 
+        def dense(params, x):
+            return formula(c, rope)(apart(params, c.num_heads // c.num_kv_heads), x)
+
         args = (draw(defs), randn(BATCH, SEQ, EMBED))
-        agrees(layer, formula(c, rope), args, mesh, (specs(defs, **rules), stream), stream)
+        agrees(layer, dense, args, mesh, (specs(defs, **rules), stream), stream)
 
     return run
 
@@ -83,8 +87,9 @@ def test_plain(check, mesh, stream, kv_heads):
 
 @pytest.mark.pairwise
 @KV_HEADS
-def test_rope_biases_and_qk_norm(check, mesh, stream, kv_heads):
-    c = config(kv_heads, bias=True, out_bias=True, qk_norm=True, norm_eps=1e-3)
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_rope_biases_and_qk_norm(check, mesh, stream, kv_heads, fused):
+    c = config(kv_heads, bias=True, out_bias=True, qk_norm=True, norm_eps=1e-3, fused=fused)
     check(c, mesh, stream, rotary())
 
 

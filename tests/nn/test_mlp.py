@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from functron import nn
+from tests.nn.conftest import apart
 
 EMBED, MLP = 6, 8
 
@@ -26,18 +27,21 @@ def test_every_activation_has_a_formula_here():
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("gated", [True, False, "fused"])
 @pytest.mark.parametrize("activation", list(FORMULAS))
 def test_mlp(agrees, draw, specs, randn, mesh, stream, activation, gated, bias):
     defs = nn.mlp_defs(
-        EMBED, MLP, gated=gated, bias=bias, stddev=1.0, out_stddev=1.0, dtype=torch.float64
-    )
+        EMBED, MLP, gated=bool(gated), bias=bias, stddev=1.0, out_stddev=1.0, dtype=torch.float64,
+        fused=gated == "fused",
+    )  # fmt: skip
+    assert ("gate_up" in defs) == (gated == "fused")
 
     def project(params, x):
         y = torch.einsum("...i,io->...o", x, params["w"])
         return y + params["b"] if bias else y
 
     def dense(params, x):
+        params = apart(params)
         up = project(params["up"], x)
         act = FORMULAS[activation]
         hidden = act(project(params["gate"], x)) * up if gated else act(up)

@@ -15,6 +15,12 @@ DEFS = {
     "blocks": {
         "q": ParamDef((3, 16, 4, 2), ("layers", "embed", "heads", None), Normal(1.0), torch.float64),
         "out": ParamDef((3, 4, 2, 16), ("layers", "heads", None, "embed"), Normal(1.0), torch.float64),
+        "qkv": {
+            "w": ParamDef(
+                (3, 16, 2, 5, 12), ("layers", "embed", "kv_heads", None, None), Normal(1.0),
+                torch.float64, pieces=(("q", 3), ("k", 1), ("v", 1)),
+            )
+        },
         "up": ParamDef((3, 16, 20), ("layers", "embed", "mlp"), Normal(1.0), torch.float64),
         "experts": ParamDef(
             (3, 2, 20, 16), ("layers", "expert", "mlp", "embed"), Normal(1.0), torch.float64
@@ -27,7 +33,10 @@ DEFS = {
     "norm": ParamDef((16,), ("embed",), Normal(1.0), torch.float64, decay=False),
 }  # fmt: skip
 MUON = {
-    "blocks": {"q": True, "out": True, "up": True, "experts": True, "norm": False, "bias": False},
+    "blocks": {
+        "q": True, "out": True, "up": True, "experts": True, "norm": False, "bias": False,
+        "qkv": {"w": True},
+    },
     "embed": False, "positions": False, "norm": False,
 }  # fmt: skip
 
@@ -38,6 +47,7 @@ def test_hidden_matrices_are_muons_and_the_rest_is_not():
     assert found["blocks"]["q"] == optim.Matrix(1, 1, 16, 8, (16, 4, 2))
     assert found["blocks"]["out"] == optim.Matrix(1, 2, 8, 16, (4, 2, 16))
     assert found["blocks"]["up"] == optim.Matrix(1, 1, 16, 20, (16, 20))
+    assert found["blocks"]["qkv"]["w"] == optim.Matrix(1, 1, 16, 120, (16, 2, 5, 12), (3, 1, 1))
     assert found["blocks"]["experts"] == optim.Matrix(2, 1, 20, 16, (20, 16))
     model = optim.matrices(gpt.defs(gpt.PRESETS["gpt2"]))
     chosen = [p for p, m in zip(tree.paths(model), tree.leaves(model), strict=True) if m]
@@ -62,6 +72,16 @@ def orthogonal(g, steps=5):
     return x.T if g.shape[0] > g.shape[1] else x
 
 
+QKV = slice(0, 3), slice(3, 4), slice(4, 5)
+
+
+def rule(g, shape, scale):
+    flat = g.reshape(shape).mT
+    r, c = flat.shape[1:]
+    factor = 0.2 * math.sqrt(max(r, c)) if scale == "adamw" else math.sqrt(max(1, r / c))
+    return factor * torch.stack([orthogonal(row) for row in flat]).mT.reshape(g.shape)
+
+
 def written_out(params, scale, nesterov):
     """The authors' rule, matrix by matrix as torch.nn.Linear has them, and AdamW."""
     others = {
@@ -81,12 +101,14 @@ def written_out(params, scale, nesterov):
             m.lerp_(grads[path], 1 - 0.9)
             g = grads[path].lerp(m, 0.9) if nesterov else m
             shape = {"q": (3, 16, 8), "out": (3, 8, 16), "up": (3, 16, 20), "experts": (6, 20, 16)}
-            flat = g.reshape(shape[path.split("/")[1]]).mT
-            r, c = flat.shape[1:]
-            factor = 0.2 * math.sqrt(max(r, c)) if scale == "adamw" else math.sqrt(max(1, r / c))
-            o = torch.stack([orthogonal(row) for row in flat]).mT.reshape(x.shape)
+            name = path.split("/")[1]
+            if name == "qkv":  # a matrix of 72 outputs, and two of 24
+                pieces = [rule(g[:, :, :, rows], (3, 16, -1), scale) for rows in QKV]
+                o = torch.cat(pieces, 3)
+            else:
+                o = rule(g, shape[name], scale)
             with torch.no_grad():
-                x.mul_(1 - 0.1 * 0.2).sub_(0.1 * factor * o)
+                x.mul_(1 - 0.1 * 0.2).sub_(0.1 * o)
         adam.step()
     return tree.unflatten(tree.structure(params), [x.detach() for x in others.values()])
 
@@ -144,8 +166,8 @@ def test_torch_has_the_same_rule():
 
 
 RULES = [
-    (Mesh(tp=2), {"heads": "tp", "mlp": "tp", "vocab": "tp"}),
-    (Mesh(fsdp=2, tp=2), {"heads": "tp", "mlp": "tp", "embed": "fsdp"}),
+    (Mesh(tp=2), {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}),
+    (Mesh(fsdp=2, tp=2), {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp"}),
     (Mesh(fsdp=4), {"embed": "fsdp"}),
     (Mesh(ep=2, tp=2), {"expert": "ep", "mlp": "tp", "heads": "tp"}),
     (Mesh(tp=4), {"mlp": "tp"}),
@@ -155,7 +177,9 @@ RULES = [
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize(
-    ("mesh", "rules"), [*RULES, (Mesh(dp=2), {}), (Mesh(dp=3, tp=2), {"mlp": "tp"})], ids=str
+    ("mesh", "rules"),
+    [*RULES, (Mesh(dp=2), {}), (Mesh(dp=3, tp=2), {"mlp": "tp"}), (Mesh(dp=5), {})],
+    ids=str,
 )
 def test_every_sharding_is_one_rank(mesh, rules, distributed, zero):
     specs = ft.param_specs(DEFS, ft.Rules(rules))

@@ -123,6 +123,9 @@ def gradients(case: Case, mesh: Mesh | BoundMesh, schedule: Schedule, uses: dict
     mapped = ft.shard_map(program, mesh, ins, outs, stages="pp")
     for _ in range(1 + bound):  # the second time what travels is known
         value, grads, norm = mapped(weights, data, random.key(7))
+    if rank is not None and case.compile is not None:  # actions of one cell are one program
+        paired = any(len(cell) == 2 for cell in schedule.cells(rank))
+        assert bool(stages.compiled.joint) == paired
     return value, ft.gather(grads, specs, mesh), norm, stages.partition
 
 

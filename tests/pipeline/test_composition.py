@@ -349,7 +349,7 @@ STEPS = [
     ids=lambda value: str(value) if isinstance(value, (str, Mesh)) else None,
 )
 def test_training_steps(mesh, name, num_microbatches, layers, stream, remat, tied):
-    config = replace(CONFIG, num_layers=3, tied=tied)
+    config = replace(CONFIG, num_layers=3, tied=tied, fused_projections=mesh["tp"] > 1)
     got = trained(config, mesh, name, num_microbatches, layers=layers, stream=stream, remat=remat)
     assert_trained(got, trained_dense(config), 1e-9)
 

@@ -29,7 +29,8 @@ experts are feed-forward layers in three stacked weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -41,8 +42,11 @@ from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
 from functron.nn.layers import (
     ACTIVATIONS,
+    GATE_UP,
+    PRODUCTS,
     SEQ_DIM,
     Activation,
+    Products,
     gather_sequence,
     linear_defs,
     mlp,
@@ -65,10 +69,9 @@ from functron.nn.moe.router import (
     statistics,
 )
 from functron.ops.define import AUTO, Kernels
-from functron.ops.glu import glu_linear
+from functron.ops.glu import glu_linear, halves
 from functron.ops.grouped_matmul import grouped_matmul
 from functron.ops.moe import PERMUTE, SORT, UNPERMUTE, sorted_assignments
-from functron.params import Normal, ParamDef, zeros
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
 from functron.spmd.ragged import add_rows, arrived, copy_rows, exchange, pick, swap_blocks
@@ -92,30 +95,34 @@ def expert_defs(
     stddev: float,
     out_stddev: float,
     dtype: torch.dtype,
+    fused: bool = False,
 ) -> dict:
     """Defs ``{"up", "gate"?, "down"}``, each ``{"w": [E, in, out], "b"?: [E, out]}``.
 
     The hidden dim has the logical axis "expert_mlp": split by a tensor-parallel axis (over which
-    tokens are not), each rank holds a part of every one of its experts.
+    tokens are not), each rank holds a part of every one of its experts. With `fused`, where there
+    is a gate, ``"gate_up"`` in place of both, with a dim of 2 before the hidden one.
     """
 
-    def layer(sizes: tuple[int, int], axes: tuple[str, str], stddev: float) -> dict:
-        w = ParamDef((num_experts, *sizes), ("expert", *axes), Normal(stddev), dtype)
-        if not bias:
-            return {"w": w}
-        b = ParamDef((num_experts, sizes[1]), ("expert", axes[1]), zeros, dtype, decay=False)
-        return {"w": w, "b": b}
+    def layer(sizes: Sequence[int], axes: Sequence, stddev: float, pieces: tuple = ()) -> dict:
+        shape = (num_experts, *sizes)
+        bias_axes = ("expert", *axes[1:])
+        return linear_defs(
+            shape,
+            ("expert", *axes),
+            stddev=stddev,
+            bias=(num_experts, *sizes[1:]) if bias else None,
+            bias_axes=bias_axes,
+            dtype=dtype,
+            pieces=pieces,
+        )
 
-    def widen() -> dict:
-        return layer((embed_dim, expert_dim), ("embed", "expert_mlp"), stddev)
-
-    defs = {
-        "up": widen(),
-        "down": layer((expert_dim, embed_dim), ("expert_mlp", "embed"), out_stddev),
-    }
-    if gated:
-        defs["gate"] = widen()
-    return defs
+    down = {"down": layer((expert_dim, embed_dim), ("expert_mlp", "embed"), out_stddev)}
+    if gated and fused:
+        axes = ("embed", None, "expert_mlp")
+        return {"gate_up": layer((embed_dim, 2, expert_dim), axes, stddev, GATE_UP), **down}
+    wide = layer((embed_dim, expert_dim), ("embed", "expert_mlp"), stddev)
+    return {"up": wide, **down, **({"gate": wide} if gated else {})}
 
 
 def clamped_swiglu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*shape"]) -> Tensor:
@@ -158,7 +165,10 @@ def experts(
     *,
     activation: ExpertActivation,
     parts: int = 1,
+    axes: tuple[str, ...] = ("ep",),
+    axis: str = "tp",
     kernels: Kernels = AUTO,
+    products: Products = PRODUCTS,
 ) -> Float[Tensor, "rows embed"]:
     """y = act(x up) down, or (act(x gate) * (x up)) down, by the expert of each row.
 
@@ -169,38 +179,56 @@ def experts(
         activation: one of `ACTIVATIONS`, or "clamped_swiglu" for gated experts.
         parts: among how many ranks the hidden dim is split. Their results are then parts of a sum,
             and each adds its part of the last bias.
+        axes: the mesh axes that divide experts, and
+        axis: the one that splits the hidden dim if it is none of these: what `products` is told.
         kernels: of ``"glu"``.
+        products: what computes the products; see `nn.mlp`.
 
     Returns:
-        ``[R, embed]``; zeros in rows that belong to no expert. No collectives.
+        ``[R, embed]``; zeros in rows that belong to no expert. No collectives but those of
+        `products`.
 
     Raises:
         ValueError: see `check_activation`.
     """
-    check_activation(activation, gated="gate" in params)
+    check_activation(activation, gated="up" not in params or "gate" in params)
+    split = () if axis in axes else axis
+    where = {"experts": axes, "inner": (), "outer": split}
+    wide = functools.partial(_linear, products, where, rows=rows, sizes=sizes, zeros=False)
     # of rows of no expert, nobody reads what is between the first and the last product
-    up = _linear(params["up"], rows, sizes, zeros=False)
-    if "gate" in params:
-        gate = _linear(params["gate"], rows, sizes, zeros=False)
-        if kernels.takes("glu", gate, up):
-            y = glu_linear(gate, up, params["down"]["w"], activation, sizes)
-            return _biased(y, params["down"], sizes, parts)
-        hidden = GATED[activation](gate, up)
+    if "gate_up" in params:
+        both = {name: leaf.flatten(-2) for name, leaf in params["gate_up"].items()}
+        gate, up = wide("gate_up", both), None
     else:
+        up = wide("up", params["up"])
+        gate = wide("gate", params["gate"]) if "gate" in params else None
+    if gate is None:
+        assert up is not None
         hidden = ACTIVATIONS[cast(Activation, activation)](up)
-    return _linear(params["down"], hidden, sizes, parts, zeros_back=False)
+    elif products is PRODUCTS and kernels.takes("glu", gate, up):
+        y = glu_linear(gate, up, params["down"]["w"], activation, sizes)
+        return _biased(y, params["down"], sizes, parts)
+    else:
+        hidden = GATED[activation](*halves(gate, up))
+    where = {"experts": axes, "inner": split, "outer": ()}
+    given: Any = {"rows": hidden, "sizes": sizes, "parts": parts, "zeros_back": False}
+    return _linear(products, where, "down", params["down"], **given)
 
 
 def _linear(
+    products: Products,
+    where: Mapping[str, Any],
+    name: str,
     layer: dict,
+    *,
     rows: Tensor,
     sizes: Tensor,
     parts: int = 1,
-    *,
     zeros: bool = True,
     zeros_back: bool = True,
 ) -> Tensor:
-    y = grouped_matmul(rows, layer["w"], sizes, zeros, zeros_back)
+    own = {"name": f"experts/{name}", **where}
+    y = products.grouped(rows, layer["w"], sizes, zeros, zeros_back, **own)
     return _biased(y, layer, sizes, parts, zeros)
 
 
@@ -478,6 +506,7 @@ def moe_defs(
     out_stddev: float,
     dtype: torch.dtype,
     router: dict | None = None,
+    fused: bool = False,
 ) -> dict:
     """Defs ``{"router", "experts", "shared"?, "shared_gate"?, "latent"?}`` of a layer of experts.
 
@@ -489,10 +518,11 @@ def moe_defs(
         out_stddev: of weights that write to it.
         dtype: of all parameters but the router's balancing bias.
         router: defs of a router of one's own; None: those of `router_defs`. See `Router`.
+        fused: gate and up of experts are one product; see `nn.mlp_defs`.
     """
     c, width = config, config.latent_dim or embed_dim
     stddevs = {"stddev": stddev, "out_stddev": out_stddev, "dtype": dtype}
-    kind = {"gated": gated, "bias": c.expert_bias, **stddevs}
+    kind = {"gated": gated, "bias": c.expert_bias, "fused": fused, **stddevs}
     defs = {
         "router": router or router_defs(c, embed_dim, stddev=stddev, dtype=dtype),
         "experts": expert_defs(c.num_experts, width, c.expert_dim, **kind),
@@ -527,6 +557,7 @@ def moe(
     axis: str = "tp",
     router: Router | None = None,
     kernels: Kernels = AUTO,
+    products: Products = PRODUCTS,
 ) -> tuple[Float[Tensor, "batch seq embed"], Scalar, RouterSums]:
     """y = sum over a token's experts of weight times expert of x, plus the shared expert of x.
 
@@ -545,6 +576,7 @@ def moe(
         axis: the tensor-parallel axis.
         router: one of your own, in place of `route` and `auxiliary`; see `Router`.
         kernels: those of `route`, `dispatched`, `experts` and `nn.mlp`.
+        products: what computes the products of `experts` and `nn.mlp`; the router's is torch's.
 
     Returns:
         y: ``[batch, seq, embed]`` with spec `stream`.
@@ -576,11 +608,11 @@ def moe(
 
     def meanwhile() -> None:
         if config.shared_dim:
-            shared.append(_shared(params, x, activation, stream, axis, kernels))
+            shared.append(_shared(params, x, activation, stream, axis, kernels, products))
 
     y = _routed(
         params["experts"], narrow, routing, config, activation, stream, axes, axis, meanwhile,
-        kernels,
+        kernels, products,
     )  # fmt: skip
     if config.latent_dim:
         y = y @ params["latent"]["up"]["w"]
@@ -599,6 +631,7 @@ def _routed(
     axis: str,
     meanwhile: Callable[[], None],
     kernels: Kernels,
+    products: Products,
 ) -> Tensor:
     """The weighted sum of each token's experts; with spec `stream`."""
     parts = 1 if axis in axes else lax.axis_size(axis)
@@ -614,7 +647,8 @@ def _routed(
         most = batch * min(capacity(config, whole), seq)
 
     def compute(rows: Tensor, sizes: Tensor) -> Tensor:
-        return experts(params, rows, sizes, activation=activation, parts=parts, kernels=kernels)
+        own: Any = {"axes": axes, "axis": axis, "kernels": kernels, "products": products}
+        return experts(params, rows, sizes, activation=activation, parts=parts, **own)
 
     y = dispatched(
         x.flatten(0, 1),
@@ -631,7 +665,13 @@ def _routed(
 
 
 def _shared(
-    params: dict, x: Tensor, activation: ExpertActivation, stream: P, axis: str, kernels: Kernels
+    params: dict,
+    x: Tensor,
+    activation: ExpertActivation,
+    stream: P,
+    axis: str,
+    kernels: Kernels,
+    products: Products,
 ) -> Tensor:
     if activation not in ACTIVATIONS:
         raise ValueError(
@@ -639,7 +679,8 @@ def _shared(
             f"wanted one of {', '.join(ACTIVATIONS)}"
         )
     known = cast(Activation, activation)
-    y = mlp(params["shared"], x, activation=known, stream=stream, axis=axis, kernels=kernels)
+    own: Any = {"stream": stream, "axis": axis, "kernels": kernels, "products": products}
+    y = mlp(params["shared"], x, activation=known, **own)
     if "shared_gate" in params:
         y = y * (x @ params["shared_gate"]["w"]).sigmoid()
     return y

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron.core import tree
-from functron.core.errors import public
+from functron.core.errors import Problem, public, raise_problems
 from functron.optim.mask import Mask, add_decayed_weights
 from functron.optim.schedules import LearningRate, new_count, scale_by_learning_rate
 from functron.optim.transformation import GradientTransformation, bindable, chain, transformation
@@ -40,7 +40,20 @@ def blocks(defs: tree.Tree) -> tree.Tree:
     vocabulary or position; queries and keys (parts of a path called q or k) one per head; other
     matrices one per output, whatever dims these are stored in; what does not decay (norms and
     biases) is one block. Every layer and expert of a stack has its own.
+
+    Raises:
+        ValueError: queries and keys are joined in one parameter with values, whose blocks are
+            others.
     """
+    fix = "set fused_projections=False, or use another optimizer"
+    raise_problems(
+        "Adam-mini has no blocks for these parameters",
+        [
+            Problem(path, "queries, keys and values joined", "each a parameter", fix)
+            for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)
+            if not {"q", "k"}.isdisjoint(name for name, _ in d.pieces)
+        ],
+    )
     return tree.map_with_path(_block, defs)
 
 

@@ -10,6 +10,7 @@ import torch
 from functron import Mesh, P, lax, tree
 from functron.nn.moe.layer import expert_defs, experts
 from functron.ops import grouped_matmul as grouped
+from tests.nn.conftest import apart
 
 EXPERTS, EMBED, HIDDEN = 3, 4, 6
 SIZES = [3, 0, 5]
@@ -61,14 +62,18 @@ def dense(params, x, activation):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     ("activation", "gated"),
-    [("silu", True), ("gelu", True), ("clamped_swiglu", True), ("relu2", False), ("relu", False)],
+    [
+        *(("silu", True), ("gelu", True), ("clamped_swiglu", True), ("relu2", False)),
+        *(("relu", False), ("silu", "fused"), ("clamped_swiglu", "fused")),
+    ],
 )
 @pytest.mark.parametrize("where", ["", "tp=2"])
 def test_experts(agrees, draw, specs, randn, where, activation, gated, bias):
     mesh = Mesh.parse(where)
     defs = expert_defs(
         EXPERTS, EMBED, HIDDEN,
-        gated=gated, bias=bias, stddev=1.0, out_stddev=1.0, dtype=torch.float64,
+        gated=bool(gated), bias=bias, stddev=1.0, out_stddev=1.0, dtype=torch.float64,
+        fused=gated == "fused",
     )  # fmt: skip
     sizes = torch.tensor(SIZES)
 
@@ -80,7 +85,7 @@ def test_experts(agrees, draw, specs, randn, where, activation, gated, bias):
     args = draw(defs), 3 * randn(ROWS, EMBED)
     agrees(
         layer,
-        lambda params, x: dense(params, x, activation),
+        lambda params, x: dense(apart(params), x, activation),
         args,
         mesh,
         (specs(defs, expert_mlp="tp"), P()),

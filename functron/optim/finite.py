@@ -1,0 +1,309 @@
+"""Updates that are not finite: left out, counted, and prevented by scaling the loss.
+
+Gradients in float16 are lost below 6e-8, and infinite beyond 65504. `with_loss_scale` has the loss
+multiplied before backward, and gradients divided again in float32, by a number that falls where
+they overflow and grows where they do not for long (Micikevicius et al. 2018, "Mixed Precision
+Training", https://arxiv.org/abs/1710.03740; the rules are Megatron-LM's).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from functron.core import tree
+from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.optim.schedules import new_count
+from functron.optim.transformation import (
+    GradientTransformation,
+    Scaling,
+    apply_updates,
+    applying,
+    readable,
+    refuse_scaled,
+    stateless,
+    transformation,
+)
+from functron.optim.zero import leaf_specs, total
+from functron.spmd.spec import P
+
+
+def all_finite(updates: tree.Tree, specs: tree.Tree = None) -> torch.Tensor:
+    """Whether no element of any leaf, on any rank, is infinite or NaN: a bool, 0-dim.
+
+    One all-reduce of 4 bytes for each distinct set of mesh axes that the specs mention, and one
+    over the ranks of a pipeline.
+
+    Args:
+        updates: a tree of tensors, on a mesh this rank's shards.
+        specs: how they are sharded, a prefix tree of `P`; None: not at all.
+    """
+    leaves = tree.leaves(updates)
+    if not leaves:
+        return torch.ones((), dtype=torch.bool)
+    flat = leaf_specs(specs, updates, "all_finite (and apply_if_finite)")
+    return total([leaf.isfinite().logical_not().any().float() for leaf in leaves], flat) == 0
+
+
+class ApplyIfFiniteState(NamedTuple):
+    """The state of `apply_if_finite`, as Optax's.
+
+    Attributes:
+        notfinite_count: updates in a row, up to the last, that were not finite; int64, 0-dim.
+        last_finite: whether the last was; bool, 0-dim.
+        total_notfinite: how many were not; int64, 0-dim.
+        inner_state: of the wrapped transformation.
+    """
+
+    notfinite_count: Any
+    last_finite: Any
+    total_notfinite: Any
+    inner_state: tree.Tree
+
+
+@public
+def apply_if_finite(
+    inner: GradientTransformation, max_consecutive_errors: int, *, specs: tree.Tree = None
+) -> GradientTransformation:
+    """`inner`, but gradients that are not all finite change neither parameters nor its state.
+
+    After so many of them in a row they are let through, for then something is wrong that skipping
+    hides. Optax's `apply_if_finite`. Put it around clipping too. All ranks decide alike.
+
+    `step_` reads the decision on the host, which waits for the device once per step, and runs
+    nothing when it is to skip. What is traced, compiled or under vmap computes both and selects.
+    Collectives: those of `all_finite`, and `inner`'s.
+
+    Args:
+        inner: what is protected.
+        max_consecutive_errors: how many updates in a row are left out.
+        specs: of the gradients (what ``inner.grad_specs`` gives), where they are sharded; None:
+            as `bind` says.
+
+    Raises:
+        ValueError: a negative number of errors.
+    """
+    if max_consecutive_errors < 0:
+        got = repr(max_consecutive_errors)
+        refuse("apply_if_finite", "max_consecutive_errors", got, "at least 0")
+
+    def first(count: torch.Tensor, inner_state: tree.Tree) -> ApplyIfFiniteState:
+        finite = torch.ones_like(count, dtype=torch.bool)
+        return ApplyIfFiniteState(count, finite, torch.zeros_like(count), inner_state)
+
+    def judged(finite, state):
+        finite = finite.to(state.last_finite.device)
+        errors = torch.where(finite, 0, state.notfinite_count + 1)
+        skipped = torch.where(finite, state.total_notfinite, state.total_notfinite + 1)
+        go = finite | (errors > max_consecutive_errors)
+        return go, ApplyIfFiniteState(errors, finite, skipped, state.inner_state)
+
+    return _skipping(inner, first, judged, specs)
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The factor of the loss, and how it changes; the rules and defaults are Megatron-LM's.
+
+    Attributes:
+        initial: the first one, a power of two so that nothing is rounded; 0: the loss is not
+            scaled. (Megatron-LM begins with 2^32, and leaves out the steps until it has come down;
+            torch's GradScaler begins with 2^16, as this does where float16 is asked for.)
+        growth_interval: after so many steps without an overflow it doubles; 0: it stays as it is.
+        hysteresis: it halves at an overflow once there have been so many since it last grew.
+        minimum: it falls no further.
+        patience: a training run stops when so many steps in a row overflow, and it cannot fall.
+    """
+
+    initial: float = 0.0
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+    patience: int = 20
+
+
+def loss_scale_problems(config: LossScale, path: str) -> list[Problem]:
+    """Everything wrong with `config`."""
+    found = []
+    if not config.initial:
+        return found
+    for name in ("initial", "minimum"):
+        value = getattr(config, name)
+        if not 0 < value < math.inf or math.frexp(value)[0] != 0.5:
+            fix = "use 65536.0 and 1.0" if not 0 < value < math.inf else _nearest_power(value)
+            found.append(Problem(f"{path}.{name}", f"{value:g}", "a power of two", fix))
+    if config.initial < config.minimum:
+        wanted = f"at least the minimum, {config.minimum:g}"
+        found.append(Problem(f"{path}.initial", f"{config.initial:g}", wanted))
+    for name, least in (("growth_interval", 0), ("hysteresis", 1), ("patience", 1)):
+        if (value := getattr(config, name)) < least:
+            found.append(Problem(f"{path}.{name}", str(value), f"at least {least}"))
+    return found
+
+
+def _nearest_power(value: float) -> str:
+    return f"use {2.0 ** round(math.log2(value)):g}"
+
+
+class LossScaleState(NamedTuple):
+    """The state of `with_loss_scale`.
+
+    Attributes:
+        scale: the factor of the next step's loss; float32, 0-dim.
+        good_steps: steps without an overflow since it last changed, or since the last overflow;
+            int64, 0-dim.
+        hysteresis: overflows that are left until it halves; int64, 0-dim.
+        stuck: overflows in a row, up to the last step, where it could not fall; int64, 0-dim.
+        inner_state: of the wrapped transformation.
+    """
+
+    scale: Any
+    good_steps: Any
+    hysteresis: Any
+    stuck: Any
+    inner_state: tree.Tree
+
+
+@public
+def with_loss_scale(
+    inner: GradientTransformation, config: LossScale, *, specs: tree.Tree = None
+) -> GradientTransformation:
+    """`inner`, for gradients of a loss that is scaled: steps that overflow are left out.
+
+    `functron.make_step` multiplies the loss by ``loss_scale(opt_state).scale``, and divides
+    gradients by it once they are summed, in float32; these are what `update` is given. Where one of
+    them is infinite or NaN on any rank, neither parameters nor the state of `inner` change on any
+    rank, and the scale may fall; `LossScale` says when it falls and grows.
+
+    Put it around everything else. What is traced, compiled or under vmap selects between the new
+    and old values, and waits for nothing; eager `step_` reads the decision on the host, and runs
+    nothing where it is to skip. Collectives: those of `all_finite`, and `inner`'s.
+
+    Args:
+        inner: what is protected.
+        config: the rules; its `initial` is above 0.
+        specs: of the gradients, where they are sharded; None: as `bind` says.
+
+    Raises:
+        ValueError: what `LossScale` says is impossible, all of it.
+    """
+    found = loss_scale_problems(config, "config")
+    if not config.initial:
+        found.append(Problem("config.initial", "0", "a power of two", "use 65536.0"))
+    raise_problems("with_loss_scale", found)
+
+    def first(count: torch.Tensor, inner_state: tree.Tree) -> LossScaleState:
+        scale = torch.full_like(count, config.initial, dtype=torch.float32)
+        left = torch.full_like(count, config.hysteresis)
+        return LossScaleState(scale, count, left, torch.zeros_like(count), inner_state)
+
+    def judged(finite, state):
+        finite = finite.to(state.scale.device)
+        lowest = state.scale <= config.minimum if config.growth_interval else True
+        stuck = torch.where(finite, 0, state.stuck + lowest)
+        if not config.growth_interval:
+            return finite, state._replace(stuck=stuck)
+        good = torch.where(finite, state.good_steps + 1, 0)
+        left = torch.where(finite, state.hysteresis, (state.hysteresis - 1).clamp(min=0))
+        fallen = (state.scale * 0.5).clamp(min=config.minimum)
+        scale = torch.where(finite | (left > 0), state.scale, fallen)
+        grows = good == config.growth_interval
+        doubled = torch.where(scale < _MOST, scale * 2, scale)
+        scale = torch.where(grows, doubled, scale)
+        left = torch.where(grows, config.hysteresis, left)
+        good = torch.where(grows, 0, good)
+        return finite, LossScaleState(scale, good, left, stuck, state.inner_state)
+
+    return _skipping(inner, first, judged, specs, _scaling)
+
+
+def _scaling(state: LossScaleState) -> Scaling:
+    return Scaling(state.scale, state.stuck)
+
+
+_MOST = 2.0**100
+"""The scale grows no further: times any loss it is still finite in float32."""
+
+
+def _skipping(
+    inner: GradientTransformation,
+    first: Callable[[torch.Tensor, tree.Tree], Any],
+    judged: Callable[[torch.Tensor, Any], tuple[torch.Tensor, Any]],
+    specs: tree.Tree,
+    loss_scale: Callable[[Any], Scaling] | None = None,
+) -> GradientTransformation:
+    """`inner` in the steps that go on.
+
+    Args:
+        inner: what is left out.
+        first: ``(count, inner_state)`` to the state, of 0-dim tensors and ``inner_state``; count is
+            an int64 0 on the parameters' device.
+        judged: ``(finite, state)`` to whether to go on, and the state with its counts.
+        specs: of the gradients; None: as `bind` says.
+        loss_scale: of the result.
+    """
+
+    refuse_scaled("with_loss_scale and apply_if_finite", "inner", [inner])
+
+    def judge(updates, state):
+        return judged(all_finite(updates, specs), state)
+
+    def run(method, updates, state, params, **norm):
+        go, counted = judge(updates, state)
+        if readable(go):
+            if not go:
+                return tree.map(torch.zeros_like, updates), counted
+            updates, kept = method(updates, state.inner_state, params, **norm)
+            return updates, counted._replace(inner_state=kept)
+        out, kept = inner.update(updates, state.inner_state, params, **norm)
+        out = _select(go, out, tree.map(torch.zeros_like, out))
+        return out, counted._replace(inner_state=_select(go, kept, state.inner_state))
+
+    def step_(grads, state, params, **norm):
+        go, counted = judge(grads, state)
+        if not readable(go):
+            out, kept = inner.update(grads, state.inner_state, params, **norm)
+            params = _select(go, apply_updates(params, out), params)
+            return params, counted._replace(inner_state=_select(go, kept, state.inner_state))
+        if not go:
+            return params, counted
+        params, kept = inner.step_(grads, state.inner_state, params, **norm)
+        return params, counted._replace(inner_state=kept)
+
+    def state_specs(param_specs):
+        made = first(torch.zeros((), dtype=torch.int64), ())
+        scalars = made._replace(**dict.fromkeys(made._fields, P()))
+        return scalars._replace(inner_state=inner.specs(param_specs))
+
+    def with_specs(param_specs, copies):
+        bound = inner.bind(param_specs, copies)
+        seen = bound.grad_specs(param_specs) if specs is None else specs
+        return _skipping(bound, first, judged, seen, loss_scale)
+
+    wrap, unbound = applying(run), specs is None or inner.with_specs is not None
+    return transformation(
+        lambda params: first(new_count(params), inner.init(params)),
+        wrap(inner.update),
+        state_specs,
+        update_=wrap(inner.update_),
+        step_=step_,
+        grad_specs=inner.grad_specs,
+    )._replace(norm=inner.norm, loss_scale=loss_scale, with_specs=with_specs if unbound else None)
+
+
+def _select(flag: torch.Tensor, chosen: tree.Tree, other: tree.Tree) -> tree.Tree:
+    return tree.map(lambda a, b: torch.where(flag.to(a.device), a, b), chosen, other)
+
+
+@public
+def zero_nans() -> GradientTransformation:
+    """Updates with 0 in place of NaN; infinities stay. Optax's, without its record of them."""
+
+    def fill(u: torch.Tensor) -> torch.Tensor:
+        return torch.where(u.isnan(), torch.zeros_like(u), u)
+
+    return stateless(lambda updates, params: tree.map(fill, updates), elementwise=True)

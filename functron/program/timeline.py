@@ -1,0 +1,348 @@
+"""A program's timeline: what one rank computes and communicates when, and what it waits for.
+
+There is one stream that computes, and one per axis that communicates, as NCCL has one for every
+process group. Each does what it was given in the order in which it was issued
+(`functron.program.order`):
+
+* an equation runs when the one before it on its stream has ended;
+* an asynchronous collective starts when all that was issued before it has been computed, and the
+  one before it over its axis has ended. What reads its result waits for it, and so does all that is
+  issued after that;
+* a collective that is not asynchronous is waited for where it starts.
+
+How long the computing stream waits is **exposed** communication; of all else that is sent, it is
+hidden behind what is computed. So the total is what is computed and what is exposed.
+
+Ranks are alike, so it is a matter of one of them, whatever the size of the mesh: a rank that comes
+late to a collective, and links that several axes share, are not seen. Equations are not fused, and
+reductions that a compiler merges count one by one; what communication takes of the processors that
+compute is not seen either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from functron.core import chart
+from functron.program.cost import equation_bytes, equation_flops, html_table, sent_bytes
+from functron.program.equations import Block, Code, Equation, Scan
+from functron.program.order import arranged, issued, overlapped, split, waits
+from functron.program.text import aligned, axis_of
+
+COMPUTE = "compute"
+"""The stream that computes; the others have the names of axes."""
+
+Costs = Callable[[Equation], float]
+"""The seconds that an equation takes that is no scan: of a collective, from start to end."""
+
+Rate = float | Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The seconds of equations by a roofline: the more of arithmetic and memory, or the wire.
+
+    What is computed takes ``max(FLOPs / flops, bytes / memory)``, each equation by itself; a
+    collective ``latency + bytes sent / links``, with the bytes of ring algorithms (`Traffic`).
+    Views take nothing, nor does stacking: compilers write rows where they are to be.
+
+    Attributes:
+        flops: floating-point operations per second.
+        memory: bytes per second read and written.
+        links: bytes per second that a rank sends, over every axis or by axis.
+        latency: seconds of a collective besides, over every axis or by axis.
+    """
+
+    flops: float
+    memory: float
+    links: Rate
+    latency: Rate = 0.0
+
+    def __call__(self, equation: Equation) -> float:
+        """The seconds of one run of an equation that is no scan."""
+        axis = axis_of(equation)
+        if axis is not None:
+            return _of(self.latency, axis) + sent_bytes(equation) / _of(self.links, axis)
+        if equation.aliases or not equation.results or equation.name == "stack":
+            return 0.0
+        return max(equation_flops(equation) / self.flops, equation_bytes(equation) / self.memory)
+
+
+def _of(rate: Rate, axis: str) -> float:
+    return rate if isinstance(rate, int | float) else rate[axis]
+
+
+class Row(NamedTuple):
+    """An interval of a stream.
+
+    Attributes:
+        what: the collective; or the equation that takes longest of those that were computed.
+        stream: `COMPUTE`, or the axis.
+        start, end: in seconds from the start of the program.
+        axis: of a collective; None of what is computed.
+        exposed: of a collective, how much of it the computing stream waited for.
+    """
+
+    what: str
+    stream: str
+    start: float
+    end: float
+    axis: str | None
+    exposed: float = 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class ProgramTimeline:
+    """When one rank computes and communicates in a program; `Program.timeline` makes it.
+
+    It prints as a chart, and is drawn as one in notebooks.
+
+    Attributes:
+        name: of the program.
+        rows: in the order in which they start on each stream. What is computed between one start
+            or wait of a collective and the next is one row.
+        total: seconds from the start to the end.
+        exposed: by axis the seconds for which nothing is computed, since a collective over it has
+            not ended.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    total: float
+    exposed: Mapping[str, float]
+
+    @cached_property
+    def busy(self) -> Mapping[str, float]:
+        """By stream the seconds in which it does something."""
+        found: dict[str, float] = {}
+        for row in self.rows:
+            found[row.stream] = found.get(row.stream, 0.0) + row.end - row.start
+        return MappingProxyType(found)
+
+    @property
+    def streams(self) -> list[str]:
+        """The computing one first."""
+        return [COMPUTE, *sorted(self.exposed)]
+
+    def gantt(self, width: int = 120) -> str:
+        """A Gantt chart as text, a line per stream, time to the right."""
+        place = {stream: row for row, stream in enumerate(self.streams)}
+        bars = [
+            chart.Bar(place[stream], start, end, (what,), "=" if axis is None else "·")
+            for what, stream, start, end, axis, _ in self.rows
+        ]
+        return chart.gantt_text(bars, self.streams, width)
+
+    def svg(self) -> str:
+        """A Gantt chart as an SVG picture, exposed communication darker."""
+        place = {stream: row for row, stream in enumerate(self.streams)}
+        boxes = [
+            chart.Box(
+                place[stream], start, end, what,
+                f"{what}: {end - start:.3g} s, {exposed:.3g} s exposed",
+                _COLOURS[0 if axis is None else 1 + (exposed > 0)],
+            )
+            for what, stream, start, end, axis, exposed in self.rows
+        ]  # fmt: skip
+        legend = list(zip(("computed", "hidden", "exposed"), _COLOURS, strict=True))
+        return chart.gantt_svg(boxes, self.streams, self._title(), legend)
+
+    def table(self) -> list[list[str]]:
+        """The streams as a table of text, headings first."""
+        rows = [["stream", "busy", "exposed"]]
+        for stream in self.streams:
+            exposed = f"{self.exposed[stream]:.4g} s" if stream in self.exposed else ""
+            rows.append([stream, f"{self.busy.get(stream, 0.0):.4g} s", exposed])
+        return rows
+
+    def _title(self) -> str:
+        return f"timeline of {self.name}, per rank: {self.total:.4g} s"
+
+    def __str__(self) -> str:
+        return "\n".join([self._title(), *(f"  {row}" for row in aligned(self.table()))])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<div>{html_table(self.table(), heading=True)}{self.svg()}</div>"
+
+
+_COLOURS = ("hsl(215,60%,66%)", "hsl(35,60%,76%)", "hsl(10,70%,50%)")
+
+
+def timeline(
+    program: Code,
+    costs: Costs,
+    *,
+    overlap: bool = True,
+    prefetch: bool = True,
+    sequence_parts: int = 1,
+) -> ProgramTimeline:
+    """When one rank computes and communicates; see `functron.program.timeline`.
+
+    Args:
+        program: of one rank.
+        costs: the seconds of an equation: `Rates`, or a function of one's own.
+        overlap: within kernels, as of `compile`; False: collectives are waited for at once.
+        prefetch: across iterations of scans, as of `compile`.
+        sequence_parts: as of `compile`.
+    """
+    overlap, prefetch = (overlap and program.mesh.size > 1, prefetch and program.mesh.size > 1)
+    clock = _Clock()
+    block = arranged(program.block, prefetch=prefetch, sequence_parts=sequence_parts)
+    _Planner(costs, overlap, prefetch).block(block)(clock)
+    rows = sorted(clock.rows, key=lambda row: (row.stream != COMPUTE, row.stream, row.start))
+    axes = {e.args[1] for e, _ in program.block.walk() if axis_of(e) is not None}
+    exposed = {axis: clock.exposed.get(axis, 0.0) for axis in sorted(axes)}
+    return ProgramTimeline(program.name, tuple(rows), clock.now, MappingProxyType(exposed))
+
+
+@dataclass(eq=False)
+class _Work:
+    """A collective under way."""
+
+    axis: str
+    what: str
+    start: float
+    end: float
+    exposed: float = 0.0
+
+
+@dataclass(eq=False)
+class _Clock:
+    """The streams while the program runs: when each is free, and what was done.
+
+    Attributes:
+        now: when all that was issued to the computing stream has been done.
+        free: by axis, when the collectives that were started have ended.
+        under_way: by value, or by what else stands for it, what was not waited for yet.
+        exposed: seconds by axis.
+        rows: so far.
+    """
+
+    now: float = 0.0
+    free: dict[str, float] = field(default_factory=dict)
+    under_way: dict[Any, _Work] = field(default_factory=dict)
+    exposed: dict[str, float] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    def compute(self, seconds: float, what: str) -> None:
+        if seconds:
+            self.rows.append(Row(what, COMPUTE, self.now, self.now + seconds, None))
+            self.now += seconds
+
+    def start(self, key: Any, axis: str, what: str, seconds: float) -> None:
+        begin = max(self.now, self.free.get(axis, 0.0))
+        self.free[axis] = begin + seconds
+        self.under_way[key] = _Work(axis, what, begin, begin + seconds)
+
+    def wait(self, key: Any) -> None:
+        work = self.under_way.pop(key)
+        exposed = max(0.0, work.end - self.now)
+        self.exposed[work.axis] = self.exposed.get(work.axis, 0.0) + exposed
+        self.now += exposed
+        share = min(exposed, work.end - work.start)
+        self.rows.append(Row(work.what, work.axis, work.start, work.end, work.axis, share))
+
+
+_Step = Callable[[_Clock], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Planner:
+    """Blocks as steps of a clock, worked out once for all iterations."""
+
+    costs: Costs
+    overlap: bool
+    prefetch: bool
+
+    def block(self, block: Block) -> _Step:
+        """The steps of a block."""
+        steps: list[_Step] = []
+        kernel: list[Equation] = []
+        for equation in block.equations:
+            if isinstance(equation.op, Scan):
+                steps += [*self._kernel(kernel), self._scan(equation, equation.op)]
+                kernel = []
+            elif equation.name == "check_ids":
+                continue  # before all kernels, and nearly free
+            elif not equation.outputs:  # for its side effect, which cuts kernels
+                steps += self._kernel(kernel)
+                kernel = []
+            else:
+                kernel.append(equation)
+        return _all([*steps, *self._kernel(kernel)])
+
+    def _kernel(self, equations: Sequence[Equation]) -> list[_Step]:
+        order = issued(equations) if self.overlap else equations
+        steps: list[_Step] = []
+        together: list[Equation] = []
+
+        def computed() -> None:
+            if together:
+                rows = [(self.costs(equation), equation.name) for equation in together]
+                steps.append(_compute(sum(seconds for seconds, _ in rows), max(rows)[1]))
+                together.clear()
+
+        *due, at_end = waits(order)
+        for equation, waited in zip(order, due, strict=True):
+            ends = waited if self.overlap else []
+            axis = axis_of(equation)
+            if ends or axis is not None:
+                computed()
+            steps += [_wait(collective) for collective in ends]
+            if axis is None:
+                together.append(equation)
+                continue
+            steps.append(self._start(equation))
+            steps += [] if self.overlap else [_wait(equation)]
+        computed()
+        return [*steps, *(_wait(equation) for equation in at_end if self.overlap)]
+
+    def _start(self, equation: Equation, key: Any = None) -> _Step:
+        axis, what, seconds = equation.args[1], equation.name, self.costs(equation)
+        key = equation if key is None else key
+        return lambda clock: clock.start(key, axis, what, seconds)
+
+    def _scan(self, equation: Equation, op: Scan) -> _Step:
+        parts = split(op, _needed(equation, op)) if self.prefetch else None
+        if parts is None:
+            return _all([self.block(op.body)] * op.length)
+        gathers, reduced = parts.gathers, parts.scatters
+        head, core, tail = (self.block(x) for x in (parts.head, parts.core, parts.tail))
+        turns: dict[tuple[str, int], list[_Step]] = {}
+        for odd in (0, 1):  # two iterations' reductions are under way at once
+            keys = [(equation, odd) for equation in reduced]
+            turns["gather", odd] = [head, *map(self._start, gathers)]
+            turns["begin", odd] = [*map(_wait, gathers)]
+            turns["compute", odd] = [core]
+            turns["reduce", odd] = [*map(self._start, reduced, keys)]
+            turns["end", odd] = [*map(_wait, keys), tail]
+        order = overlapped(op.length, gathers=bool(gathers), reduces=bool(reduced))
+        return _all([step for turn, index in order for step in turns[turn, index % 2]])
+
+
+def _needed(equation: Equation, op: Scan) -> list[Any]:
+    """The outputs of a scan's body that are carried, or that something is made of."""
+    rows = list(zip(op.body.outputs, equation.outputs, strict=True))
+    return [v for i, (v, made) in enumerate(rows) if i < op.num_carry or made is not None]
+
+
+def _all(steps: Sequence[_Step]) -> _Step:
+    def run(clock: _Clock) -> None:
+        for step in steps:
+            step(clock)
+
+    return run
+
+
+def _compute(seconds: float, what: str) -> _Step:
+    return lambda clock: clock.compute(seconds, what)
+
+
+def _wait(key: Any) -> _Step:
+    return lambda clock: clock.wait(key)

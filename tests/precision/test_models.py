@@ -1,0 +1,132 @@
+"""Training by quantised products: on every mesh the numbers of one device, to float32 rounding."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from functron import Mesh, gpt, random, tree
+from functron.nn.moe import MoEConfig
+from functron.optim import OptimizerConfig, ScheduleConfig
+from functron.training.checks import validate
+from functron.training.config import TrainConfig, with_model, with_precision
+from functron.training.plan import plan
+
+BATCH, SEQ, VOCAB = 2, 256, 32
+DENSE = gpt.GPTConfig(
+    vocab_size=VOCAB, num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=128,
+    max_seq=SEQ, mlp_dim=256, vocab_multiple=VOCAB, dtype="float64",
+)  # fmt: skip
+MODELS = {
+    "dense": DENSE,
+    "shared keys": replace(DENSE, num_kv_heads=1, num_heads=2),  # which both ranks of tp have
+    "fused": replace(DENSE, fused_projections=True),
+    "experts": replace(
+        DENSE, num_layers=1,
+        moe=MoEConfig(num_experts=4, top_k=2, expert_dim=256, shared_dim=256),
+    ),
+    "latent": gpt.GPTConfig(
+        vocab_size=VOCAB, num_layers=1, embed_dim=128, num_heads=4, kv_rank=96, q_rank=128,
+        head_dim=64, rope_head_dim=32, v_head_dim=64, max_seq=SEQ, mlp_dim=256,
+        vocab_multiple=VOCAB, num_kv_heads=0, dtype="float64",
+    ),
+}  # fmt: skip
+CONFIG = TrainConfig(
+    seq=SEQ,
+    global_batch=BATCH,
+    optimizer=OptimizerConfig(name="sgd", momentum=0.0, clip_norm=0.0),
+    learning_rate=ScheduleConfig(name="constant", peak=0.1),
+)
+SPLIT = {"sequence_parallel": True}
+
+
+def batch() -> dict:
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(1))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(BATCH)}
+
+
+def taken(model: str, recipe: str, mesh: str, **fields) -> tuple[list[float], list[torch.Tensor]]:
+    """The losses and gradient norms of two steps, and the parameters after them."""
+    config = replace(CONFIG, gpt=MODELS[model], mesh=mesh, products=recipe, **fields)
+    made = plan(config, Mesh.parse(mesh))
+    state, found = made.init(random.key(0)), []
+    for _ in range(2):
+        state, metrics = made.step(state, batch())
+        found += [float(metrics["loss"]), float(metrics["grad_norm"])]
+    return found, tree.leaves(state.params)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Of a model and a recipe, `taken` on one device."""
+    return functools.cache(lambda model, recipe: taken(model, recipe, ""))
+
+
+ROWS = [
+    ("dense", "fp8-tensor", "dp=2,tp=2", SPLIT),
+    ("dense", "nvfp4", "cp=2", {}),
+    ("dense", "mxfp8", "fsdp=2", {"remat": "full"}),
+    ("dense", "fp8-block", "pp=2,tp=2", {"schedule": "zb-h1"}),
+    ("shared keys", "fp8-tensor", "tp=2", {}),
+    ("fused", "fp8-row", "tp=2", SPLIT),
+    ("experts", "fp8-tensor", "ep=2,tp=2", {}),
+    ("latent", "fp8-tensor", "tp=2", {}),
+    *(
+        pytest.param(*row, marks=pytest.mark.full)
+        for row in (
+            ("dense", "fp8-block", "tp=2", {}),
+            ("dense", "fp8-row", "cp=2", {}),
+            ("dense", "nvfp4", "dp=2,tp=2", SPLIT),
+            ("dense", "nvfp4", "pp=2", {"schedule": "zb-h1"}),
+            ("dense", "fp8-tensor", "pp=2,dp=2", {"schedule": "1f1b"}),
+            ("dense", "mxfp8", "dp=2", {"zero": 2}),
+            ("fused", "fp8-block", "tp=2", SPLIT),
+            ("experts", "fp8-block", "ep=2", {}),
+            ("experts", "mxfp8", "ep=2,tp=2", SPLIT | {"expert_axes": "ep,tp"}),
+            ("experts", "nvfp4", "ep=2", {}),
+            ("latent", "mxfp8", "dp=2,tp=2", SPLIT),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "recipe", "mesh", "fields"), ROWS)
+def test_every_mesh_trains_to_the_same_numbers(alone, model, recipe, mesh, fields):
+    """In float64, where sums in another order round no element of a product to another number.
+
+    A difference of 1e-16 in an operand changes what it is rounded to with a probability of about
+    1e-16 over the spacing of eight-bit numbers, 2^-4; and the products are of a million elements.
+    """
+    want, leaves = alone(model, recipe)
+    got, found = taken(model, recipe, mesh, **fields)
+    assert got == pytest.approx(want, rel=1e-12)
+    for a, b in zip(found, leaves, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_every_product_of_a_layer_is_quantised_in_the_program():
+    """Seven linear layers, three products each; the loss's products are not."""
+    config = replace(CONFIG, gpt=replace(DENSE, dtype="float32"), mesh="tp=2", products="fp8-block")
+    text = str(plan(config, Mesh.parse("tp=2")).program())
+    assert text.count(" scaled_matmul(") == 21
+    plain = str(plan(replace(config, products=""), Mesh.parse("tp=2")).program())
+    assert "scaled_matmul(" not in plain
+
+
+def test_what_no_recipe_can_do_is_refused_before_anything_starts():
+    small = with_model(TrainConfig(), "llama3-tiny")
+    latent = replace(small, gpt=MODELS["latent"], seq=SEQ)
+    bert = with_precision(with_model(TrainConfig(), "bert-tiny"), "bf16")
+    for config, message in (
+        (replace(CONFIG, gpt=replace(DENSE, mlp_dim=200), products="fp8-block"), "mlp/up"),
+        (replace(bert, products="mxfp8"), "only GPTs have a place for it"),
+        (replace(latent, products="nvfp4"), "wanted a recipe that draws none"),
+        (replace(small, products="fp8-tensor", lora_rank=4), "with lora_rank"),
+        (replace(small, products="fp8-delayed"), "wanted scaling=global or local"),
+        (replace(small, products="fp9"), "products: got 'fp9'; wanted a recipe"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            validate(config)

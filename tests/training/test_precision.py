@@ -1,0 +1,211 @@
+"""Policies of precision: what they set, what is refused, and float16 with its loss scale on meshes."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+import functron as ft
+from functron import Mesh, P, checkpoint, gpt, optim, random, tree
+from functron.cli.train import parse_train
+from functron.optim import LossScale, OptimizerConfig
+from functron.precision import POLICIES
+from functron.training import run_folder
+from functron.training.checks import validate
+from functron.training.config import TrainConfig, dump, load, with_model, with_precision
+from functron.training.plan import plan
+from functron.training.train import prepare
+from functron.training.train import train as train_run
+from tests.training.test_resume import losses, train
+from tests.training.test_watch import CONFIG, MODELS, batch_of
+
+SPLIT = {"sequence_parallel": True}
+ROWS = [
+    ("dense", "dp=2,tp=2", SPLIT | {"zero": 1}),
+    ("dense", "fsdp=2", {"remat": "full", "zero": 2}),
+    ("dense", "cp=2", {}),
+    ("deepseek", "ep=2", {}),
+    ("dense", "pp=2,tp=2", {"schedule": "zb-h1"}),
+    ("tied", "pp=2,dp=2", {"vocab_over_pp": True}),
+]
+
+
+def taken(config: TrainConfig, steps: int, change=lambda state: state) -> tuple[list, dict]:
+    """The metrics of some steps on the same batch, and the state after them."""
+    made = plan(config, Mesh.parse(config.mesh))
+    state, found = made.init(random.key(0)), []
+    for _ in range(steps):
+        state, metrics = made.step(change(state), batch_of())
+        found.append({name: float(metrics[name]) for name in metrics if name != "aux"})
+    return found, state._asdict()
+
+
+@pytest.mark.parametrize(("name", "mesh", "fields"), ROWS)
+def test_a_scaled_loss_has_the_same_numbers(name, mesh, fields):
+    """Factors of two round nothing: to the bit, in float64, where nothing overflows."""
+    own = OptimizerConfig(clip_norm=0.5)
+    config = replace(CONFIG, gpt=MODELS[name], mesh=mesh, log_layers_every=0, **fields)
+    want, before = taken(replace(config, optimizer=own), 2)
+    scaled = replace(own, loss_scale=LossScale(2.0**12))
+    got, after = taken(replace(config, optimizer=scaled), 2)
+    assert [x.pop("loss_scale") for x in got] == [4096.0] * 2
+    assert [x.pop("stuck") for x in got] == [0] * 2
+    assert got == want
+    assert tree.paths(after["params"]) == tree.paths(before["params"])
+    for a, b in zip(*(tree.leaves(x["params"]) for x in (after, before)), strict=True):
+        assert torch.equal(a, b)
+
+
+STEPS, START = 7, 21
+HALF = with_precision(
+    replace(CONFIG, gpt=replace(MODELS["dense"], init_stddev=0.05), log_layers_every=0), "fp16"
+)
+HALF = replace(
+    HALF, optimizer=replace(HALF.optimizer, loss_scale=LossScale(2.0**START, hysteresis=1))
+)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """The losses of the steps of float32."""
+    metrics, _ = taken(with_precision(HALF, "float32"), STEPS)
+    return [x["loss"] for x in metrics]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fields"),
+    [("", {}), ("dp=2,tp=2", SPLIT), ("fsdp=2", {"zero": 2}), ("pp=2", {"schedule": "zb-h1"})],
+)
+def test_float16_leaves_out_what_overflows_and_trains(wide, mesh, fields):
+    """As in float32, but for the first steps; a state that ranks disagree on is refused."""
+    metrics, state = taken(replace(HALF, mesh=mesh, **fields), STEPS)
+    went = [math.isfinite(x["grad_norm"]) for x in metrics]
+    assert not went[0]
+    assert sum(went) >= 3
+    scale = 2.0**START
+    for applied, step, following in zip(went, metrics, [*metrics[1:], None], strict=True):
+        scale = scale if applied else scale / 2
+        assert step["loss_scale"] == scale
+        assert applied or following is None or following["loss"] == step["loss"]  # nothing moved
+    got = [x["loss"] for x, applied in zip(metrics, went, strict=True) if applied]
+    assert got == pytest.approx(wide[: len(got)], rel=2e-3)
+    masters = state["opt_state"].inner_state[1].masters
+    for leaf, master in zip(*map(tree.leaves, (state["params"], masters)), strict=True):
+        assert leaf.dtype == torch.float16
+        assert torch.equal(leaf, master.half())
+
+
+def test_small_gradients_do_not_vanish():
+    """2^-26 is below the least number of float16, 2^-24, and 2^10 times it is not."""
+
+    def loss(params, batch, key):
+        return (params["w"] * batch["x"]).float().sum()
+
+    def moved(scale: float) -> float:
+        inner = optim.with_fp32_masters(optim.sgd(1.0))
+        rules = LossScale(scale)
+        optimizer = optim.with_loss_scale(inner, rules) if scale else inner
+        weights = {"w": torch.zeros(1, dtype=torch.float16)}
+        grads = ft.gradients(loss, lambda batch: 64)
+        step = ft.make_step(grads, optimizer, Mesh(), {"w": P()}, batch_specs=P(), check=False)
+        state = ft.State(
+            torch.zeros((), dtype=torch.int64), weights, optimizer.init(weights), random.key(0)
+        )
+        batch = {"x": torch.full((1,), 2.0**-20, dtype=torch.float16)}
+        state, _ = step(state, batch)
+        kept = state.opt_state.inner_state if scale else state.opt_state
+        return float(kept.masters["w"])
+
+    assert moved(0.0) == 0.0
+    assert moved(2.0**10) == -(2.0**-26)
+
+
+def test_a_run_goes_on_to_the_bit(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    few = ["--data", __file__, "--seq", 8, "--global-batch", 1, "--gpt.num-layers", 1]
+    few += ["--gpt.embed-dim", 8, "--gpt.num-heads", 2, "--gpt.num-kv-heads", 1]
+    few += ["--gpt.mlp-dim", 8, "--save-every", 2, "--steps", 4, "--precision", "fp16"]
+    few += ["--optimizer.loss-scale.initial", 2.0**26, "--optimizer.loss-scale.hysteresis", 1]
+    assert train(*few, "--out", whole) == 0
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoints" / "4")
+    assert train("--out", cut, "--resume") == 0
+    assert losses(cut) == losses(whole)
+    scales = [[x["loss_scale"] for x in run_folder.records(run)] for run in (whole, cut)]
+    assert scales[0] == scales[1]
+    assert scales[0][1] < scales[0][0] < 2.0**26
+    ends = [checkpoint.restore(run / "checkpoints" / "4") for run in (whole, cut)]
+    for path, a, b in zip(tree.paths(ends[0]), *map(tree.leaves, ends), strict=True):
+        assert torch.equal(a, b), path
+    assert train("--out", cut, "--resume", "--steps", 6, "--precision", "bf16") == 2
+
+
+def test_a_run_that_overflows_without_end_stops(tmp_path):
+    rules = LossScale(2.0**60, minimum=2.0**60, hysteresis=1, patience=2)
+    model = replace(HALF.gpt, vocab_size=256, embed_dim=8, num_layers=1, mlp_dim=8)
+    config = replace(HALF, gpt=model, steps=5, seq=8, global_batch=2, microbatches=1)
+    config = replace(config, optimizer=replace(config.optimizer, loss_scale=rules))
+    run = prepare(config, Mesh(), "cpu")
+    with pytest.raises(
+        FloatingPointError, match=r"not finite in 2 steps in a row, in embed, .*fix"
+    ):
+        train_run(run, tmp_path / "run")
+    assert len(run_folder.records(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "model"), [*((name, "tiny") for name in POLICIES), ("bf16", "bert-tiny")]
+)
+def test_a_policy_fills_the_options(name, model, tmp_path):
+    config = with_precision(with_model(TrainConfig(), model), name)
+    assert config.policy == POLICIES[name]
+    assert config.precision == name
+    sgd = replace(TrainConfig(), optimizer=OptimizerConfig("sgd", weight_decay=0.0))
+    assert not optim.optimizer_problems(with_precision(sgd, name).optimizer)
+    file = tmp_path / "run.toml"
+    file.write_text(f'model = "{model}"\nprecision = "{name}"')
+    assert load(file) == config
+    file.write_text(f'precision = "{name}"\n[optimizer]\nnu_dtype = "bfloat16"')
+    assert load(file).policy == replace(POLICIES[name], nu="bfloat16")
+    assert parse_train(["--model", model, "--precision", name]) == config
+    validate(config)
+
+
+def test_on_a_gpu_it_is_bf16_unless_something_is_asked_for(tmp_path, monkeypatch):
+    file = tmp_path / "run.toml"
+    assert parse_train([]).policy == POLICIES["float32"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert parse_train([]).policy == POLICIES["bf16"]
+    assert parse_train(["--model", "bert-tiny"]).policy == POLICIES["bf16"]
+    assert parse_train(["--device", "cpu"]).policy == POLICIES["float32"]
+    assert parse_train(["--precision", "float32"]).policy == POLICIES["float32"]
+    assert parse_train(["--gpt.dtype", "float32"]).architecture.dtype == "float32"
+    validate(parse_train(["--gpt.dtype", "float32", "--device", "auto"]))
+    file.write_text(dump(TrainConfig()))  # complete: it names all dtypes
+    assert parse_train(["--config", str(file)]).policy == POLICIES["float32"]
+    file.write_text("seq = 64")
+    assert parse_train(["--config", str(file)]).policy == POLICIES["bf16"]
+    assert parse_train(["--config", str(file), "--precision", "fp16"]).policy == POLICIES["fp16"]
+
+
+def test_what_contradicts_itself_is_refused():
+    half = replace(TrainConfig(), gpt=replace(gpt.PRESETS["tiny"], dtype="float16"))
+    for config, message in (
+        (
+            replace(TrainConfig(), precision="bf16"),
+            "precision: got 'bf16'; wanted the dtypes that go with it; fix: with_precision",
+        ),
+        (half, "optimizer.fp32_masters: got none with float16; wanted true"),
+        (half, "optimizer.loss_scale.initial: got none with float16; wanted 65536"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            validate(config)
+    with pytest.raises(ValueError, match=r"got 'bf61'.*did you mean"):
+        with_precision(TrainConfig(), "bf61")
+    line = str(POLICIES["fp16"])
+    assert line.startswith("parameters and activations float16, masters float32; ")
+    assert line.endswith("loss times 65536 at first")
