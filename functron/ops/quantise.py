@@ -636,7 +636,7 @@ def unpacked(values: torch.Tensor) -> torch.Tensor:
     """The numbers of E2M1 pairs, float32 [..., 2 n] of [..., n]."""
     pairs = values.view(torch.uint8)
     codes = torch.stack([pairs & 0xF, pairs >> 4], -1).flatten(-2).long()
-    table = torch.tensor(_NUMBERS_E2M1, device=values.device)
+    table = compat.constant(_NUMBERS_E2M1, values.device)
     number = table[codes & 7]
     return torch.where(codes > 7, -number, number)
 
@@ -901,8 +901,14 @@ is [batch] or [batch, rows], and what bits are drawn by is of each matrix its ow
 HISTORY = 256
 """Steps that a history holds, and bins of the histogram of one step."""
 
-_EDGES = (0.0, *(2.0 ** (i // 4 - 36) * (1 + i % 4 / 4) for i in range(HISTORY - 2)))
-"""The largest magnitude of each bin but the last."""
+_LEAST_EDGE = (127 - 36) * 4  # the bits of 2^-36 above the 21 lowest, as an integer
+
+
+def _edges(device: torch.device) -> torch.Tensor:
+    """The largest magnitude of each bin but the last, float32 [255]: made where it is wanted."""
+    at = torch.arange(HISTORY - 1, device=device)
+    edges = torch.bitwise_left_shift(at - 1 + _LEAST_EDGE, 21).to(torch.int32).view(torch.float32)
+    return torch.where(at > 0, edges, 0.0)
 
 
 def remembered(history: torch.Tensor) -> torch.Tensor:
@@ -924,8 +930,7 @@ def histogram(amax: torch.Tensor) -> torch.Tensor:
     finite the last.
     """
     amax = amax.detach().float().unsqueeze(-1)
-    edges = compat.constant(_EDGES, amax.device)
-    beyond = (amax > edges).sum(-1, keepdim=True).clamp(max=HISTORY - 2)
+    beyond = (amax > _edges(amax.device)).sum(-1, keepdim=True).clamp(max=HISTORY - 2)
     bin_ = torch.where(amax.isfinite(), beyond, HISTORY - 1)
     return (torch.arange(HISTORY, device=amax.device) == bin_).float()
 
@@ -939,5 +944,5 @@ def remember(history: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """
     at = torch.arange(HISTORY, device=counts.device)
     last = torch.where(counts != 0, at, 0).amax(-1)  # NaN counts too: then something was NaN
-    most = compat.constant((*_EDGES, 0.0), counts.device)[last]
+    most = F.pad(_edges(counts.device), (0, 1))[last]
     return torch.cat([history[..., 1:], most.unsqueeze(-1)], -1)
