@@ -214,11 +214,11 @@ def _recorded(recorder: Recorder, equation: Equation, operands: Sequence[Any]) -
 
 
 def _functron(equation: Equation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    name, op = equation.name, equation.op
-    assert not isinstance(op, Scan)
+    name = equation.name
     if name in _OTHERS:
         return _OTHERS[name](*args)
     if name not in COLLECTIVES and name not in _STATEMENTS:  # it brings its own vmap rule
+        op: Any = equation.op
         return pytree.tree_leaves(op(*args, **kwargs))
     x, axis, *sizes = args
     found = lookup(axis)

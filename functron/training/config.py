@@ -374,16 +374,16 @@ def with_precision(config: TrainConfig, name: str) -> TrainConfig:
     """
     if name not in POLICIES:
         refuse("no such precision", "precision", repr(name), "a policy", nearest(name, POLICIES))
-    policy, own = POLICIES[name], config.optimizer
+    policy, before = POLICIES[name], config.optimizer
     moments = {"mu_dtype": policy.mu, "nu_dtype": policy.nu}
-    has = moments_of(own.name)
+    has = moments_of(before.name)
     optimizer = dataclasses.replace(
-        own,
+        before,
         fp32_masters=policy.masters == "float32",
         stochastic_rounding=policy.masters == "stochastic",
         grad_dtype=policy.grads,
         reduce_dtype=policy.reduce,
-        loss_scale=dataclasses.replace(own.loss_scale, initial=policy.loss_scale),
+        loss_scale=dataclasses.replace(before.loss_scale, initial=policy.loss_scale),
         **{name: value for name, value in moments.items() if name in has},
     )
     model = dataclasses.replace(config.architecture, dtype=policy.params)
