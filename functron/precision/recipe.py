@@ -212,10 +212,35 @@ def problems_on(
     found = []
     for name, part in recipe.products():
         reason = why_not(part.left, part.right, dtype, capability, grouped=grouped)
+        if grouped and name == "wgrad":
+            reason = (
+                f"wgrad={HIGH}: GPUs have no quantised product for gradients of experts' weights"
+            )
         if reason is not None:
             fix = "choose another recipe, or a GPU that has it"
             found.append(Problem(name, str(part), reason, fix))
     return found
+
+
+def check_gpu(
+    recipe: Recipe, dtype: torch.dtype, capability: tuple[int, int], *, experts: bool = False
+) -> None:
+    """Refuse a recipe that a GPU of this compute capability cannot compute, before anything starts.
+
+    Args:
+        recipe: of the model's layers.
+        dtype: of activations.
+        capability: of the GPU.
+        experts: whether the model has layers of experts.
+
+    Raises:
+        ValueError: with every product that is missing, and which GPUs have it.
+    """
+    found = problems_on(recipe, dtype, capability)
+    if experts:
+        own = problems_on(recipe.grouped(), dtype, capability, grouped=True)
+        found += [replace(problem, path=f"experts, {problem.path}") for problem in own]
+    raise_problems("this GPU cannot compute with these products", found)
 
 
 def check_sizes(
