@@ -212,13 +212,12 @@ def problems_on(
     found = []
     for name, part in recipe.products():
         reason = why_not(part.left, part.right, dtype, capability, grouped=grouped)
+        fix = "choose another recipe, or a GPU that has it"
         if grouped and name == "wgrad":
-            reason = (
-                f"wgrad={HIGH}: GPUs have no quantised product for gradients of experts' weights"
-            )
+            reason = "no GPU has such a product for gradients of experts' weights"
+            fix = f"write wgrad={HIGH} in a recipe of your own"
         if reason is not None:
-            fix = "choose another recipe, or a GPU that has it"
-            found.append(Problem(name, str(part), reason, fix))
+            found.append(Problem(name, f"{part}: {reason}", "products that this GPU has", fix))
     return found
 
 
