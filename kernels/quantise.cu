@@ -1,4 +1,4 @@
-// Quantisation to 8-bit floating point, by blocks of 1x32, 1x128 or 128x128 elements or by whole
+// Quantisation to 8-bit floating point, by blocks of 1x32, 1x128 or 128x128 elements, by rows or by whole
 // tensors, of a matrix and, in the same pass, of its transpose; and back.
 //
 // A product of matrices in FP8 wants both operands with the contracted dim last. The gradients of
@@ -13,6 +13,7 @@
 //
 // build: ELEMENT = float, __half, __nv_bfloat16
 // build: FORMAT = __NV_E4M3, __NV_E5M2
+// build: ROWS = 0, 1
 #include <cuda_fp8.h>
 #include "rows.cuh"
 
@@ -22,6 +23,7 @@ using Lot = Pack<ELEMENT>;                         // what a lane reads of a row
 constexpr int LOT = Lot::size, LANES = TILE / LOT, TURN = THREADS / LANES;  // elements; lanes of a row; rows at a time
 constexpr int AHEAD = 4;                           // rows that a lane asks for before it uses the first
 constexpr int MX = 32, PAD = 4;
+constexpr int OF_MAGNITUDE = 2;
 constexpr float MOST = FORMAT == __NV_E4M3 ? 448.f : 57344.f;
 constexpr float LARGEST = 3.40282347e38f;
 constexpr unsigned INFINITE = 0x7f800000u;
@@ -121,8 +123,10 @@ __device__ inline float widened(byte x) { return __half2float(__half(__nv_cvt_fp
 // x: [batch, rows, cols], elements of a row together; y: the same shape, and turned: [batch, cols, rows], or null, both
 // without gaps. block: 32 or 128 elements of a row of y (of turned: of its rows); 0: whole tiles where `given` is null;
 // else whole matrices, scaled by given[batch] as it is, whose largest magnitudes are collected in amax[batch], zeros so
-// far. Scales of y, and transposed those of turned: of 32, bytes [batch, rows, blocks]; of 128, [batch, blocks, rows];
-// of tiles [batch, row tiles, column tiles padded]. Grid: batch * tiles.
+// far. Where power has the bit OF_MAGNITUDE, by what the magnitude given[batch] makes, whose inverse is scales[batch];
+// compiled with ROWS by that of each row of the one result that is wanted: of y given[batch, rows], or where there is
+// turned, of it and not of y, given[batch, cols]. Scales of y, and transposed those of turned: of 32, bytes [batch,
+// rows, blocks]; of 128, [batch, blocks, rows]; of tiles [batch, row tiles, column tiles padded]. Grid: batch * tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 quantise(const ELEMENT* __restrict__ x, const float* __restrict__ given, byte* __restrict__ y,
          void* __restrict__ scales, byte* __restrict__ turned, void* __restrict__ turned_scales,
@@ -143,6 +147,15 @@ quantise(const ELEMENT* __restrict__ x, const float* __restrict__ given, byte* _
     const i64 col = col0 + place, left = cols - col;
     x += batch * batch_stride + row0 * row_stride;
     y += (batch * rows + row0) * cols + col;
+    if constexpr (ROWS) {  // of_rows: what rows of the result are multiplied by
+        const i64 at = (turned ? col0 : row0) + threadIdx.x, all = turned ? cols : rows;
+        if (threadIdx.x < TILE && at < all) {
+            const Scale scale = scale_of(__float_as_uint(given[batch * all + at]), power & 1);
+            of_rows[threadIdx.x] = scale.by;
+            if (!(turned ? row_tile : col_tile)) static_cast<float*>(scales)[batch * all + at] = scale.back;
+        }
+        __syncthreads();
+    }
 
     // Rows: read, and where blocks lie along them, written at once.
     const i64 per_row = (cols + MX - 1) / MX, per_col = (rows + MX - 1) / MX;
@@ -160,6 +173,11 @@ quantise(const ELEMENT* __restrict__ x, const float* __restrict__ given, byte* _
             const int row = first + TURN * j;
             stash(tile + row * PITCH + place, ahead[j]);
             const unsigned here = magnitude(ahead[j]);
+            if constexpr (ROWS) {
+                if (turned || row >= num_rows || left <= 0) continue;
+                put(y + row * cols, ahead[j], {of_rows[row], 1.f}, left, packed_out);
+                continue;
+            }
             if (!block) {
                 most = max(most, here);
                 continue;
@@ -173,18 +191,20 @@ quantise(const ELEMENT* __restrict__ x, const float* __restrict__ given, byte* _
         }
     }
     Scale one = {1.f, 1.f};  // of the tile
-    if (!block) {
+    if (!ROWS && !block) {
         most = largest(most, 32);
         if (lane == 0) warp_most[warp] = most;
     }
     __syncthreads();
     if (block == TILE && threadIdx.x < num_rows)
         static_cast<float*>(scales)[(batch * col_tiles + col_tile) * rows + row0 + threadIdx.x] = of_rows[threadIdx.x];
-    if (!block) {
+    if (!ROWS && !block) {
 #pragma unroll
         for (int other = 0; other < WARPS; ++other) most = max(most, warp_most[other]);
-        one = given ? Scale{given[batch], 1.f} : scale_of(most, power);
-        if (threadIdx.x == 0 && given) atomicMax(reinterpret_cast<unsigned*>(amax) + batch, most);
+        one = power & OF_MAGNITUDE ? scale_of(__float_as_uint(given[batch]), power & 1)
+              : given ? Scale{given[batch], 1.f} : scale_of(most, power);
+        if (threadIdx.x == 0 && power & OF_MAGNITUDE && !number) static_cast<float*>(scales)[batch] = one.back;
+        if (threadIdx.x == 0 && given && !(power & OF_MAGNITUDE)) atomicMax(reinterpret_cast<unsigned*>(amax) + batch, most);
         if (threadIdx.x < PAD && !given) {  // the last tile of a row of them writes the padding
             const i64 across = (col_tiles + PAD - 1) / PAD * PAD, down = (row_tiles + PAD - 1) / PAD * PAD;
             const i64 at_col = col_tile + threadIdx.x, at_row = row_tile + threadIdx.x;
@@ -216,6 +236,7 @@ quantise(const ELEMENT* __restrict__ x, const float* __restrict__ given, byte* _
                 all = max(all, here[k]);
             }
             Scale scale = block == TILE ? scale_of(__reduce_max_sync(0xffffffffu, all), power) : one;
+            if (ROWS) scale.by = of_rows[c];
             if (block == TILE && lane == 0) of_cols[c] = scale.back;
 #pragma unroll
             for (int k = 0; k < 4; ++k) {

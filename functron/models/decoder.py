@@ -222,13 +222,15 @@ class Layer:
     @property
     def products(self) -> nn.Products:
         """What computes this layer's products."""
-        made = self.options.products
+        made, lead = self.options.products, self.options.stream
+        given: dict[str, Any] = {}
+        if made is not nn.PRODUCTS and self.options.context.runs > 1:
+            given["runs"] = self.options.context.runs
         if not made.draws:
-            return made
-        lead = self.options.stream
+            return made._replace(linear=functools.partial(made.linear, **given)) if given else made
         over = tuple(a for a in sequence_axes(lead) if a in CONTEXT_AXES)
         index = (self.sequence.rows, self.sequence.slots)
-        given = {"key": self.keys[3], "rows": P(lead[0], over), "index": index}
+        given |= {"key": self.keys[3], "rows": P(lead[0], over), "index": index}
         return made._replace(linear=functools.partial(made.linear, **given))
 
     def _core(self, weights: dict) -> Callable:

@@ -78,6 +78,15 @@ class Context:
         """Whether each rank of cp holds an early and a late half."""
         return self.order != "contiguous"
 
+    @property
+    def runs(self) -> int:
+        """Of how many runs of consecutive tokens, of one length, a rank's part of a sample is.
+
+        Under "balanced" of those that the batch was arranged into, which nobody is told.
+        """
+        split = self.order == "zigzag" and lax.axis_size("cp") > 1
+        return 2 if split and lax.axis_size("ulysses") % 2 else 1
+
 
 class Sequence(NamedTuple):
     """A rank's tokens in the order in which it computes: T of them, whole over tp.

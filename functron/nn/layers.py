@@ -73,7 +73,8 @@ class Products(NamedTuple):
         linear: ``linear(x, w, *, name, inner, outer, partial)`` is x w, of x ``[..., inputs]`` and
             w ``[inputs, outputs]``. Axes `inner` split inputs, so that the result is a part of a
             sum; `outer` split outputs. Over `partial` x and w are the same, and cotangents of the
-            result are parts of a sum. `name` is the layer's in its block.
+            result are parts of a sum. `name` is the layer's in its block. Where this rank's part of
+            a sequence is two runs of consecutive tokens (zigzag), it is passed ``runs=2`` too.
         grouped: ``grouped(x, w, sizes, zeros, zeros_back, *, name, inner, outer, experts)`` is what
             `functron.ops.grouped_matmul` is, of experts that the axes `experts` divide.
         draws: whether `linear` draws numbers, and takes ``key``, of the layer; ``rows``, the spec

@@ -72,6 +72,7 @@ _SQUARES: Mapping[str, tuple[int, int]] = MappingProxyType(
 _TWO_LEVELS = ("1x16", "16x16")
 _GIVEN = ("tensor", "row", *_TWO_LEVELS)  # scales need a magnitude that the caller knows
 _TILE, _THREADS, _PAD = 128, 256, 4
+_OF_MAGNITUDE = 2
 _LARGEST = torch.finfo(torch.float32).max
 _NAN = 0x7F  # in both formats
 _ROWS_OF_A_GRID = 1 << 20
@@ -341,10 +342,17 @@ def _check(x: torch.Tensor, blocks: str, name: str) -> None:
     raise_problems("FP8", found)
 
 
-def _kernel(launch: Launch, x, given, block_rows, block_cols, e5m2, power, transpose) -> tuple:
+def _kernel(
+    launch: Launch, x, given, block_rows, block_cols, e5m2, power, transpose, of_magnitude=False
+) -> tuple:
     out = _fake(x, given, block_rows, block_cols, e5m2, power, transpose)
     y, scales, turned, turned_scales, amax = out
-    amax.zero_()
+    if of_magnitude:
+        # of each row of the one result that is wanted, or of each matrix
+        scales = x.new_empty((*given.shape, *[1] * (3 - given.dim())), dtype=torch.float32)
+        out = (y, scales, turned, turned_scales, amax)
+    else:
+        amax.zero_()
     batch, rows, cols = x.shape
     if not x.numel():
         return out
@@ -352,17 +360,23 @@ def _kernel(launch: Launch, x, given, block_rows, block_cols, e5m2, power, trans
     aligned = [x.data_ptr(), *(x.stride(i) * x.element_size() for i in (0, 1) if x.shape[i] > 1)]
     tiles = batch * -(-rows // _TILE) * -(-cols // _TILE)
     pitch = _TILE + 4 // x.element_size()
+    by_rows = of_magnitude and given.dim() > 1
+    flags = int(power) + _OF_MAGNITUDE * (of_magnitude and not by_rows)
     launch(
         "quantise", "quantise", tiles, _THREADS,
         x, given, y.view(torch.uint8), scales, turned.view(torch.uint8) if transpose else None,
         turned_scales, amax, rows, cols, x.stride(0), x.stride(1),
-        0 if block_rows != 1 else block_cols, int(power),
+        0 if block_rows != 1 else block_cols, flags,
         int(not any(n % PACK_BYTES for n in aligned)),
         int(cols * x.element_size() % PACK_BYTES == 0), int(rows % PACK_BYTES == 0),
-        defines={"ELEMENT": type_name(x, "quantise_fp8"), "FORMAT": _MACROS[y.dtype]},
+        defines={**_defines(x, y), "ROWS": str(int(by_rows))},
         shared_bytes=_TILE * pitch * x.element_size(),
     )  # fmt: skip
     return out
+
+
+def _defines(wide: torch.Tensor, narrow: torch.Tensor) -> dict[str, str]:
+    return {"ELEMENT": type_name(wide, "quantise_fp8"), "FORMAT": _MACROS[narrow.dtype]}
 
 
 def _fake(x, given, block_rows, block_cols, e5m2, power, transpose) -> tuple:
@@ -479,7 +493,7 @@ def _dequantise(launch: Launch, x, scales, like, block_rows, block_cols) -> torc
         x.view(torch.uint8), scales, y, batch, rows, cols,
         block_rows.bit_length() - 1, block_cols.bit_length() - 1, *scales.stride(),
         int(scales.dtype == torch.uint8), int(packed),
-        defines={"ELEMENT": type_name(like, "dequantise_fp8"), "FORMAT": _MACROS[x.dtype]},
+        defines={**_defines(like, x), "ROWS": "0"},
     )  # fmt: skip
     return y
 
@@ -622,7 +636,7 @@ def unpacked(values: torch.Tensor) -> torch.Tensor:
     """The numbers of E2M1 pairs, float32 [..., 2 n] of [..., n]."""
     pairs = values.view(torch.uint8)
     codes = torch.stack([pairs & 0xF, pairs >> 4], -1).flatten(-2).long()
-    table = torch.tensor(_NUMBERS_E2M1, device=values.device)
+    table = compat.constant(_NUMBERS_E2M1, values.device)
     number = table[codes & 7]
     return torch.where(codes > 7, -number, number)
 
@@ -823,28 +837,28 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype, bits: torch.Tensor | None) -> 
 
 def _format_kernel(launch: Launch, x, amax, key, outer, inner, salt, text, emulate) -> tuple:
     f = Format.parse(text)
-    known = f.blocks in _BLOCKS or f.blocks == "tensor"
+    known = f.blocks in _BLOCKS or f.blocks in ("tensor", "row")
     if (
         emulate
         or key is not None
         or not known
         or f.element == "e2m1"
         or x.dtype not in _KERNEL_DTYPES
+        or not x.numel()
     ):
         return _format_reference(x, amax, key, outer, inner, salt, text, emulate)
     whole = x.new_empty(len(x), 0, 0, dtype=torch.float32)
-    given, scales = None, None
-    if f.blocks == "tensor":
-        given, scales = _scales(amax, MOST[f.dtype], f.power_of_two)
-    rows, cols = (0, 0) if given is not None else f.block
     # what is a view of columns is read by its rows, and written turned
     turn = x.stride(2) != 1 and x.stride(1) == 1
+    rows, cols = (0, 0) if f.shared else f.block
     power = f.power_of_two or f.blocks == "1x32"
-    straight = x.mT if turn else x
-    made = _kernel(launch, straight, given, rows, cols, f.element == "e5m2", power, turn)
+    made = _kernel(
+        launch, x.mT if turn else x, amax, rows, cols, f.element == "e5m2", power, turn,
+        of_magnitude=amax is not None,
+    )  # fmt: skip
+    if amax is not None:
+        return made[2] if turn else made[0], made[1], whole
     values, found = (made[2], made[3]) if turn else (made[0], made[1])
-    if scales is not None:
-        return values, scales.reshape(-1, 1, 1), whole
     if f.blocks == "1x128":
         found = found.mT
     elif f.blocks == "128x128":
@@ -887,8 +901,14 @@ is [batch] or [batch, rows], and what bits are drawn by is of each matrix its ow
 HISTORY = 256
 """Steps that a history holds, and bins of the histogram of one step."""
 
-_EDGES = (0.0, *(2.0 ** (i // 4 - 36) * (1 + i % 4 / 4) for i in range(HISTORY - 2)))
-"""The largest magnitude of each bin but the last."""
+_LEAST_EDGE = (127 - 36) * 4  # the bits of 2^-36 above the 21 lowest, as an integer
+
+
+def _edges(device: torch.device) -> torch.Tensor:
+    """The largest magnitude of each bin but the last, float32 [255]: made where it is wanted."""
+    at = torch.arange(HISTORY - 1, device=device)
+    edges = torch.bitwise_left_shift(at - 1 + _LEAST_EDGE, 21).to(torch.int32).view(torch.float32)
+    return torch.where(at > 0, edges, 0.0)
 
 
 def remembered(history: torch.Tensor) -> torch.Tensor:
@@ -910,8 +930,7 @@ def histogram(amax: torch.Tensor) -> torch.Tensor:
     finite the last.
     """
     amax = amax.detach().float().unsqueeze(-1)
-    edges = compat.constant(_EDGES, amax.device)
-    beyond = (amax > edges).sum(-1, keepdim=True).clamp(max=HISTORY - 2)
+    beyond = (amax > _edges(amax.device)).sum(-1, keepdim=True).clamp(max=HISTORY - 2)
     bin_ = torch.where(amax.isfinite(), beyond, HISTORY - 1)
     return (torch.arange(HISTORY, device=amax.device) == bin_).float()
 
@@ -925,5 +944,5 @@ def remember(history: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """
     at = torch.arange(HISTORY, device=counts.device)
     last = torch.where(counts != 0, at, 0).amax(-1)  # NaN counts too: then something was NaN
-    most = compat.constant((*_EDGES, 0.0), counts.device)[last]
+    most = F.pad(_edges(counts.device), (0, 1))[last]
     return torch.cat([history[..., 1:], most.unsqueeze(-1)], -1)

@@ -246,34 +246,42 @@ def _known(history: Tensor | None) -> dict[str, Tensor]:
     return {} if history is None else dict(zip(_REMEMBERED, remembered(history), strict=True))
 
 
+def agreed(parts: Sequence[tuple[Tensor, tuple[str, ...]]], scaling: Scaling) -> list[Tensor]:
+    """The maxima of magnitudes over the ranks of their axes: one pmax for all with the same."""
+    found = [value for value, _ in parts]
+    for axes in dict.fromkeys(axes for _, axes in parts) if scaling == "global" else ():
+        if lax.axis_size(axes) == 1:
+            continue
+        at = [i for i, (_, own) in enumerate(parts) if own == axes]
+        flat = torch.cat([found[i].reshape(-1) for i in at])
+        whole = lax.pmax(flat, axes).split([found[i].numel() for i in at])
+        for i, part in zip(at, whole, strict=True):
+            found[i] = part.reshape(found[i].shape)
+    return found
+
+
 def maxima(
     operands: Sequence[_Operand],
     known: Mapping[str, Tensor],
     everywhere: tuple[str, ...],
     scaling: Scaling,
 ) -> dict[str, Tensor]:
-    """The magnitudes that operands need and are not known: one pmax for all of one kind.
+    """The magnitudes that operands need: those that are known, and others.
 
     Of whole tensors over the axes `everywhere`; of rows over those that split what is summed.
     """
-    found: dict[str, Tensor] = dict(known)
-    groups: dict[tuple[str, ...], list[tuple[str, Tensor]]] = {}
+    found: dict[str, Tensor] = {}
+    parts: list[tuple[Tensor, tuple[str, ...]]] = []
     for operand in operands:
-        if operand.key in found:
+        if operand.key in known or operand.key in found:
             continue
         most = magnitude(operand.matrix, operand.format)
         if most is not None:
             found[operand.key] = most
-            axes = everywhere if operand.format.shared == "tensor" else operand.summed
-            groups.setdefault(axes, []).append((operand.key, most))
-    for axes, rows in groups.items() if scaling == "global" else ():
-        if lax.axis_size(axes) == 1:
-            continue
-        flat = torch.cat([value.reshape(-1) for _, value in rows])
-        whole = lax.pmax(flat, axes).split([value.numel() for _, value in rows])
-        for (key, value), part in zip(rows, whole, strict=True):
-            found[key] = part.reshape(value.shape)
-    return found
+            parts.append(
+                (most, everywhere if operand.format.shared == "tensor" else operand.summed)
+            )
+    return {**known, **dict(zip(found, agreed(parts, scaling), strict=True))}
 
 
 class _Layer(NamedTuple):
@@ -595,19 +603,10 @@ class _Experts(NamedTuple):
         self, found: Sequence[tuple[Tensor | None, Format]], summed: tuple[str, ...]
     ) -> list[Tensor | None]:
         """Magnitudes over the ranks that have parts of the same experts."""
-        out: list[Tensor | None] = [most for most, _ in found]
-        if self.recipe.scaling == "local":
-            return out
-        for kind, axes in (("tensor", self.split.everywhere()), ("row", summed)):
-            at = [i for i, (m, f) in enumerate(found) if m is not None and f.shared == kind]
-            parts = [part for i in at if (part := out[i]) is not None]
-            if not parts or lax.axis_size(axes) == 1:
-                continue
-            flat = torch.cat([part.reshape(-1) for part in parts])
-            whole = lax.pmax(flat, axes).split([part.numel() for part in parts])
-            for i, part, value in zip(at, parts, whole, strict=True):
-                out[i] = value.reshape(part.shape)
-        return out
+        axes = {"tensor": self.split.everywhere(), "row": summed}
+        parts = [(most, axes[form.shared]) for most, form in found if most is not None]
+        whole = iter(agreed(parts, self.recipe.scaling))
+        return [None if most is None else next(whole) for most, _ in found]
 
 
 def _groups(rows: Tensor, sizes: Tensor) -> Tensor:

@@ -212,10 +212,34 @@ def problems_on(
     found = []
     for name, part in recipe.products():
         reason = why_not(part.left, part.right, dtype, capability, grouped=grouped)
+        fix = "choose another recipe, or a GPU that has it"
+        if grouped and name == "wgrad":
+            reason = "no GPU has such a product for gradients of experts' weights"
+            fix = f"write wgrad={HIGH} in a recipe of your own"
         if reason is not None:
-            fix = "choose another recipe, or a GPU that has it"
-            found.append(Problem(name, str(part), reason, fix))
+            found.append(Problem(name, f"{part}: {reason}", "products that this GPU has", fix))
     return found
+
+
+def check_gpu(
+    recipe: Recipe, dtype: torch.dtype, capability: tuple[int, int], *, experts: bool = False
+) -> None:
+    """Refuse a recipe that a GPU of this compute capability cannot compute, before anything starts.
+
+    Args:
+        recipe: of the model's layers.
+        dtype: of activations.
+        capability: of the GPU.
+        experts: whether the model has layers of experts.
+
+    Raises:
+        ValueError: with every product that is missing, and which GPUs have it.
+    """
+    found = problems_on(recipe, dtype, capability)
+    if experts:
+        own = problems_on(recipe.grouped(), dtype, capability, grouped=True)
+        found += [replace(problem, path=f"experts, {problem.path}") for problem in own]
+    raise_problems("this GPU cannot compute with these products", found)
 
 
 def check_sizes(
@@ -255,6 +279,7 @@ def check_sizes(
                     size, block, f"{part.left.blocks} and {part.right.blocks}"
                 )
                 fix += " on every rank: split it over fewer ranks, or change the model's or batch's"
+                fix += ", or leave out the zigzag order" if name == "wgrad" and runs > 1 else ""
                 found[dim, block] = Problem(f"{path}, {dim} ({name})", got, wanted, fix)
     raise_problems("blocks of a quantised product do not divide its dims", found.values())
 

@@ -118,13 +118,25 @@ def test_kernel_is_the_reference_bit_for_bit(dtype, name, blocks, power):
 
 @pytest.mark.parametrize("blocks", ["tensor", "row", *BLOCKS])
 def test_formats_by_kernel(blocks):
-    """Those that it has, of rows and of columns; the others are computed in torch's operations."""
-    x = matrix((2, 128, 256), BF16)
-    form = Format("e4m3", blocks)
-    for operand in (x, x.mT):
+    """Of rows and of columns, with gaps; of magnitudes that are less than the largest, 0 or NaN."""
+    x = matrix((2, 256, 256), BF16)
+    cases = [(x, "e4m3", ""), (x.mT, "e4m3", ""), (x[:, :128], "e4m3", "+pow2")]
+    if blocks in ("tensor", "row"):
+        odd = matrix((3, 5, 132), BF16)
+        cases = [*cases, (odd, "e4m3", ""), (odd.mT, "e4m3", "+pow2")]
+    for operand, element, flag in cases:
+        form = Format.parse(f"{element}@{blocks}{flag if blocks != '1x32' else ''}")
         amax = magnitude(operand, form)
-        args = (operand, amax, None, None, None, 0, str(form), False)
-        same(emulated(ops._format_kernel, *args, seeds=(0,)), QUANTISE(*args))
+        for given in [amax] if amax is None else [amax, amax / 3, some(amax)]:
+            args = (operand, given, None, None, None, 0, str(form), False)
+            same(emulated(ops._format_kernel, *args, seeds=(0,)), QUANTISE(*args))
+
+
+def some(amax):
+    """Magnitudes of which a few are special."""
+    flat = amax.flatten().clone()
+    flat[:5] = torch.tensor([0.0, math.nan, math.inf, 1e-44, 2.0**-126])[: len(flat)]
+    return flat.reshape(amax.shape)
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)

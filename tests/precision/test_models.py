@@ -78,6 +78,9 @@ ROWS = [
         pytest.param(*row, marks=pytest.mark.full)
         for row in (
             ("dense", "fp8-block", "tp=2", {}),
+            ("dense", "fp8-block", "cp=2", {"zigzag": False}),
+            ("dense", "mxfp8", "cp=2", {}),
+            ("dense", "nvfp4", "ulysses=2,cp=2", {}),
             ("dense", "fp8-row", "cp=2", {}),
             ("dense", "nvfp4", "dp=2,tp=2", SPLIT),
             ("dense", "nvfp4", "pp=2", {"schedule": "zb-h1"}),
@@ -127,6 +130,10 @@ def test_what_no_recipe_can_do_is_refused_before_anything_starts():
     bert = with_precision(with_model(TrainConfig(), "bert-tiny"), "bf16")
     for config, message in (
         (replace(CONFIG, gpt=replace(DENSE, mlp_dim=200), products="fp8-block"), "mlp/up"),
+        (
+            replace(CONFIG, products="fp8-block", mesh="cp=2"),
+            r"tokens \(wgrad\).*multiple of 256.*zigzag",
+        ),
         (replace(bert, products="mxfp8"), "only GPTs have a place for it"),
         (replace(latent, products="nvfp4"), "wanted a recipe that draws none"),
         (replace(small, products="fp8-tensor", lora_rank=4), "with lora_rank"),

@@ -27,6 +27,8 @@ from functron.precision import RECIPES, Recipe, grouped_product, history_def, pr
 from functron.spmd import Mesh, Rules, spec_axes
 
 BATCH, SEQ, EMBED, MLP = 2, 256, 256, 512
+DRAWN = "hadamard(e4m3@row+stochastic*e4m3@row+stochastic)"
+EVERY = f"fprop={DRAWN} dgrad={DRAWN} wgrad={DRAWN}"  # what can be drawn is, along every dim
 CURRENT = [name for name in RECIPES if name != "fp8-delayed"]  # which needs a history
 KEY = random.key(7)
 
@@ -151,12 +153,14 @@ MESHES = {
     "tp=2": WHOLE, "tp=2 sequence": SEQUENCE, "dp=2": WHOLE, "cp=2": WHOLE,
     "dp=2,tp=2 sequence": SEQUENCE, "tp=2,cp=2 sequence": SEQUENCE, "fsdp=2,ep=2": WHOLE,
 }  # fmt: skip
+BY_DEFAULT = ("fp8-tensor", "fp8-row", "nvfp4", EVERY)  # the others send nothing for their scales
 CASES = [
     pytest.param(
         recipe, name,
-        marks=[] if "dp=2,tp=2" in name else pytest.mark.full,
+        marks=[] if "dp=2,tp=2" in name and recipe in BY_DEFAULT else pytest.mark.full,
+        id=f"{'all drawn' if recipe == EVERY else recipe}-{name}",
     )
-    for recipe in CURRENT for name in MESHES
+    for recipe in (*CURRENT, EVERY) for name in MESHES
 ]  # fmt: skip
 
 
@@ -180,7 +184,7 @@ def alone(operands):
 
     def of(name):
         if name not in made:
-            y, pull = torch.func.vjp(pair(RECIPES[name], WHOLE), params, x)
+            y, pull = torch.func.vjp(pair(Recipe.parse(name), WHOLE), params, x)
             made[name] = y, pull(dy)
         return made[name]
 
@@ -200,7 +204,7 @@ def test_every_mesh_has_the_numbers_of_one_device(recipe, name, operands, alone)
     params, x, dy = operands
     y, gradients = alone(recipe)
     mesh, stream = Mesh.parse(name.split()[0]), MESHES[name]
-    layer = pair(RECIPES[recipe], stream)
+    layer = pair(Recipe.parse(recipe), stream)
     mapped = ft.shard_map(layer, mesh, (SPECS, stream), stream)
 
     def inside(cotangent, params, x):

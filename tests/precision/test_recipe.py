@@ -7,7 +7,7 @@ import torch
 
 from functron.ops.quantise import Format
 from functron.precision import RECIPES, Contraction, Recipe
-from functron.precision.recipe import problems_on
+from functron.precision.recipe import check_gpu, problems_on
 
 PLAIN = "e4m3@row*e4m3@row"
 
@@ -58,6 +58,19 @@ def test_which_gpu_has_which(capability):
         assert (not found) == (name in HAS[capability]), name
         assert len(found) in (0, 3)  # one for each product
         assert all("compute capability" in str(problem) for problem in found)
+
+
+def test_a_gpu_without_the_products_is_refused():
+    """With all of them, and those of experts."""
+    check_gpu(RECIPES["fp8-row"], torch.bfloat16, (9, 0))
+    with pytest.raises(
+        ValueError, match=r"(?s)fprop: got .*10\.0 \(NVIDIA B200.*this GPU has 9\.0.*wgrad: got"
+    ):
+        check_gpu(RECIPES["mxfp8"], torch.bfloat16, (9, 0))
+    with pytest.raises(
+        ValueError, match=r"experts, wgrad: got e4m3@row\*e4m3@row: no GPU.*fix: write wgrad=high"
+    ):
+        check_gpu(RECIPES["fp8-row"], torch.bfloat16, (9, 0), experts=True)
 
 
 def test_of_experts():
