@@ -300,7 +300,8 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
     def once(weights: dict, x: Tensor, key: Tensor | None, own: dict) -> Any:
         keys: tuple[Tensor | None, ...] = (None,) * 4
         if key is not None:
-            keys = (*random.split(key, 3).unbind(0), random.fold_in(key, 3))
+            drawn = random.fold_in(key, 3) if options.products.draws else None
+            keys = (*random.split(key, 3).unbind(0), drawn)
         reach, rope = own.get("window", window), _own_rope(ropes, own)
         return body(Layer(config, options, sequence, rope, reach, keys), weights, x)
 
