@@ -120,7 +120,7 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
     return measured_flops(device, dtype)
 
 
-_SLOW_SECONDS = 0.001
+_SLOW_SECONDS = 0.0004
 
 
 def measured_flops(device: torch.device | str, dtype: torch.dtype, size: int = 1024) -> float:

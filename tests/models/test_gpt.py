@@ -81,7 +81,7 @@ def test_every_problem_of_a_config_is_listed():
         ({"embed_scale": 0.0}, r"embed_scale: got 0\.0; wanted a positive number"),
         ({"embed_scale": float("nan")}, "embed_scale: got nan"),
         ({"activation": "silo"}, "activation: got 'silo'.*did you mean 'silu'"),
-        ({"dtype": "float16"}, "dtype: got 'float16'"),
+        ({"dtype": "float8"}, "dtype: got 'float8'"),
     ],
 )
 def test_problems_of_a_config(changes, message):
