@@ -20,7 +20,7 @@ from functron.program.check import check
 from functron.program.cost import Cost, cost
 from functron.program.equations import Block, Code, Equation, Input, Scan, Var, contiguous_strides
 from functron.program.memory import Memory, memory
-from functron.program.timeline import Costs, ProgramTimeline, timeline
+from functron.program.timeline import ProgramTimeline, Seconds, timeline
 from functron.spmd.mesh import Mesh
 from functron.spmd.spec import shard, unshard
 
@@ -81,7 +81,7 @@ class Program(Code):
     @public
     def timeline(
         self,
-        costs: Costs,
+        costs: Seconds,
         *,
         overlap: bool = True,
         prefetch: bool = True,

@@ -36,7 +36,7 @@ from functron.program.text import aligned, axis_of
 COMPUTE = "compute"
 """The stream that computes; the others have the names of axes."""
 
-Costs = Callable[[Equation], float]
+Seconds = Callable[[Equation], float]
 """The seconds that an equation takes that is no scan: of a collective, from start to end."""
 
 Rate = float | Mapping[str, float]
@@ -176,7 +176,7 @@ _COLOURS = ("hsl(215,60%,66%)", "hsl(35,60%,76%)", "hsl(10,70%,50%)")
 
 def timeline(
     program: Code,
-    costs: Costs,
+    costs: Seconds,
     *,
     overlap: bool = True,
     prefetch: bool = True,
@@ -256,7 +256,7 @@ _Step = Callable[[_Clock], None]
 class _Planner:
     """Blocks as steps of a clock, worked out once for all iterations."""
 
-    costs: Costs
+    costs: Seconds
     overlap: bool
     prefetch: bool
 
