@@ -1,4 +1,4 @@
-"""What a first GPU teaches, in one command of less than nine minutes: one JSON file and one table.
+"""The lessons of a first GPU, in one command of less than nine minutes: one JSON file and one table.
 
     python benchmarks/first_gpu.py        from the source tree; torch, NumPy and optree are enough
     python benchmarks/first_gpu.py --device cpu --tiny    the same code where there is no GPU
@@ -37,7 +37,7 @@ WITHIN = {"bfloat16": 5e-3, "float32": 1e-5}
 PROGRAMS = ("functron jit", "torch.compile", "functron graph", "Hugging Face Liger",
             "Hugging Face compiled", "functron fused")  # fmt: skip
 ATTENTION = ("flash", "fmha", "attention", "sdpa", "cudnn")
-"""What is in the name of every attention kernel that torch may choose."""
+"""Parts of the names of all attention kernels that torch may choose."""
 STEPS, TOP = 3, 40
 
 
@@ -45,7 +45,7 @@ STEPS, TOP = 3, 40
 
 
 def doctor(args: argparse.Namespace) -> dict:
-    """What this machine and this installation have."""
+    """The facts of this machine and this installation."""
     import torch
 
     found = {"torch": torch.__version__, "python": platform.python_version()}
@@ -126,7 +126,7 @@ def profile(args: argparse.Namespace) -> dict:
 
 
 def kernels_of(events: Sequence[Mapping[str, Any]], cuda: bool = True) -> dict:
-    """What a profiler's trace says of `STEPS` steps: kernels by time, gaps between, attention.
+    """A profiler's trace of `STEPS` steps: kernels by time, gaps between, attention.
 
     Args:
         events: those of a Chrome trace, in microseconds.
@@ -222,7 +222,7 @@ def bandwidth(args: argparse.Namespace) -> dict:
 
 
 class Part(NamedTuple):
-    """What is run, and the seconds that it may take on a GPU."""
+    """The parts that are run, and the seconds that each may take on a GPU."""
 
     run: Callable[[argparse.Namespace], dict]
     seconds: float

@@ -115,7 +115,7 @@ def rope_backward(g: Given) -> Case:
 
 
 def _groups(g: Given, normed: bool) -> tuple[torch.Tensor, list]:
-    """What one projection has made, by key head; and what follows it as arguments."""
+    """The result of one projection, by key head, and the arguments that follow it."""
     (q, k), rest = _heads(g, normed)
     qkv = g.normal(*k.shape[:3], q.shape[2] // k.shape[2] + 2, k.shape[3])
     return qkv, rest

@@ -221,7 +221,7 @@ class Layer:
 
     @property
     def products(self) -> nn.Products:
-        """What computes this layer's products."""
+        """The functions that compute this layer's products."""
         made, lead = self.options.products, self.options.stream
         given: dict[str, Any] = {}
         if made is not nn.PRODUCTS and self.options.context.runs > 1:

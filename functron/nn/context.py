@@ -222,7 +222,7 @@ class Ring:
         return Ppermute.call(x, axis, tuple(pairs), wait=False)
 
     def here(self, x: Tensor) -> Tensor:
-        """What `shift` did not wait for."""
+        """The tensors whose exchange `shift` did not wait for."""
         return arrived(x, lookup(self.axis))
 
 

@@ -342,7 +342,7 @@ def _positions(size: int, place: Sequence[int], device: torch.device) -> torch.T
 
 
 def _made(update: Callable, param, master, mu, nu, *rest) -> tuple:
-    """What `update`, which is in place, makes of copies; an empty one where there is no master."""
+    """The results of `update`, which is in place, on copies; an empty one without a master."""
     new = [None if x is None else x.clone() for x in (param, master, mu, nu)]
     update(*new, *rest)
     return _with_master(*new)
@@ -384,4 +384,4 @@ ADAMW = define(
     fake=_fake,
     batch=_batch,
 )
-"""What `ADAMW_` leaves in its first four operands, in new tensors; for no master an empty one."""
+"""The first four operands of `ADAMW_` as it leaves them, in new tensors; empty for no master."""

@@ -158,7 +158,7 @@ Name = Literal["sdpa", "cudnn", "flash", "flex", "formula"]
 
 @dataclass(frozen=True)
 class Implementation:
-    """What computes an attention; `implementation` chooses it.
+    """A kernel that computes an attention; `implementation` chooses it.
 
     Attributes:
         name: ``"cudnn"`` and ``"flash"`` are kernels of torch that give the logsumexp (the latter
@@ -175,7 +175,7 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the choice of a kernel depends on, besides the operands.
+    """The facts besides the operands that the choice of a kernel depends on.
 
     Attributes:
         capability: of the device, such as (9, 0).
@@ -222,7 +222,7 @@ def implementation(
     kernels: Kernels = AUTO,
     on: Gpu | None = None,
 ) -> Implementation:
-    """What computes this attention, here and now, and why no faster kernel does.
+    """The kernel that computes this attention, here and now, and why no faster one does.
 
     `attention` and `block` ask it, which every other attention is made of: over a ring, and of
     simulated ranks. It looks at shapes, dtypes and devices, at the transforms of torch.func and the

@@ -45,7 +45,7 @@ _LN2 = math.log(2)  # the kernels' logsumexps are of base 2
 
 @dataclass(frozen=True)
 class Static:
-    """What a kernel is compiled for, besides its operands.
+    """The settings that a kernel is compiled for, besides its operands.
 
     Attributes:
         causal: a query sees no keys after its own place in the block.

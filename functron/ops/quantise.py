@@ -80,7 +80,7 @@ _ROWS_OF_A_GRID = 1 << 20
 
 @dataclass(frozen=True)
 class Format:
-    """What the numbers of an operand are stored as: ``Format("e4m3", "1x128")``.
+    """The storage of an operand's numbers: ``Format("e4m3", "1x128")``.
 
     As text ``e4m3@1x128``, with ``+stochastic`` and ``+pow2`` where these hold; `Format.parse`
     reads it back.

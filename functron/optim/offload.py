@@ -22,7 +22,7 @@ Box = tuple[slice, ...]
 """A part of a leaf: ``leaf[box]``; ``()``: all of it."""
 
 Piece = dict[int, Box]
-"""What is updated at a time: parts of leaves, by the leaf's number."""
+"""The unit of an update: parts of leaves, by the leaf's number."""
 
 
 @public
@@ -140,7 +140,7 @@ def offload(
         pieces = pieces_of(leaves, other)
 
         def part(position: int, piece: Piece) -> tree.Tree:
-            """What a part of the state has of a piece; of a counter a copy."""
+            """The rows of a part of the state that belong to a piece; of a counter a copy."""
             i = owners[position]
             if i is None:
                 return tree.map(torch.Tensor.clone, before[position])

@@ -182,7 +182,7 @@ def zero(
         return joined(mine, params), state
 
     def joined(mine: tree.Tree, params: tree.Tree) -> tree.Tree:
-        """What all ranks' parts are now: `params`, overwritten, unless the program is traced."""
+        """All ranks' parts as they are now: `params`, overwritten, unless the program is traced."""
         if active() is not None:
             return tree.map(laid_out, whole(mine, params), params)
         rows = zip(

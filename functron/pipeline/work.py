@@ -100,12 +100,12 @@ class Work(Protocol):
 
 
 def alone(steps: Steps) -> Any:
-    """What they return, each piece run by itself."""
+    """Their results, each piece run by itself."""
     return finished(steps, None)
 
 
 def finished(steps: Steps, outputs: Any) -> Any:
-    """What they return, from where these outputs are what they wait for."""
+    """Their results, from where these outputs are what they wait for."""
     try:
         while True:
             run = steps.send(outputs)
@@ -230,7 +230,7 @@ class Stage:
         return self.left(index, values, evaluate(piece.block, environment))
 
     def taken(self, index: int, values: dict[Var, torch.Tensor]) -> list[torch.Tensor]:
-        """What a piece reads; what no later one does is taken out of `values`."""
+        """The values that a piece reads; those that no later one does are taken out of `values`."""
         given = [values[var] for var in self.reads[index]]
         for var in self.spent[index]:
             del values[var]
@@ -304,7 +304,7 @@ class Pieces:
         return tree.unflatten(stage.sums, (yield Run(stage, 2, values)))
 
     def together(self, first: Steps, second: Steps) -> list:
-        """What both return, of actions that do not need one another, compiled as one program.
+        """The results of both, of actions that do not need one another, compiled as one program.
 
         So what one of them communicates lies under what the other computes.
         """

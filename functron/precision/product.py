@@ -154,7 +154,7 @@ def product(
 
 
 def history_def(layers: int | None = None) -> ParamDef:
-    """What a layer with ``scaling=delayed`` remembers: of x, w and dy the magnitudes of 256 steps.
+    """The memory of a layer with ``scaling=delayed``: of x, w and dy the magnitudes of 256 steps.
 
     A leaf of the state beside the layer's weight, replicated, in float32 on every device. It is no
     weight: its cotangent is a histogram, it has no part in the gradients' norm (``balance``), and
@@ -422,7 +422,7 @@ class _Places:
         return lax.global_index(self._local[1], self._split.outer, device=self._device)
 
     def summed(self, number: int) -> tuple[Tensor, Tensor, int]:
-        """What signs of product `number` are drawn by: of what it sums over, for both operands."""
+        """The key, positions and salt of product `number`'s signs, along what both operands sum."""
         return self._key, (self._inputs, self._outputs, self._tokens)[number], 8 + number
 
     def draw(self, number: int, side: int, name: str) -> Draw:
@@ -478,7 +478,7 @@ def grouped_product(
     path: str = "experts",
     kernels: Kernels = AUTO,
 ) -> Callable[..., Tensor]:
-    """What stands for `functron.ops.grouped_matmul` where its three products are quantised.
+    """The function in place of `functron.ops.grouped_matmul` whose three products are quantised.
 
     ``(x [rows, inputs], w [experts, inputs, outputs], sizes, zeros, zeros_back)`` to ``[rows,
     outputs]``; see there. Every expert has scales of its own: of "tensor" formats, and the scales

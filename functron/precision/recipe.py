@@ -64,7 +64,7 @@ class Contraction:
 
     @property
     def depth(self) -> int:
-        """What the size that is summed must be a multiple of."""
+        """The number that the size that is summed must be a multiple of."""
         sizes = [self.left.block[1], self.right.block[1], WIDTH if self.hadamard else 1]
         return max(sizes)
 
@@ -201,7 +201,7 @@ class Recipe:
 def problems_on(
     recipe: Recipe, dtype: torch.dtype, capability: tuple[int, int], *, grouped: bool = False
 ) -> list[Problem]:
-    """What a GPU of this compute capability cannot compute of a recipe, one for each product.
+    """The products of a recipe that a GPU of this compute capability cannot compute.
 
     Args:
         recipe: which.

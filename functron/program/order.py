@@ -121,7 +121,7 @@ Turn = Literal["gather", "begin", "compute", "reduce", "end"]
 
 
 def overlapped(length: int, *, gathers: bool, reduces: bool) -> Iterator[tuple[Turn, int]]:
-    """What the driver of a scan does for which iteration, in order.
+    """The turns of a scan's driver, and for which iteration each is, in order.
 
     "gather" starts its gathers and "begin" waits for them; "reduce" starts its reductions, and
     "end" waits for them and computes what is left.
@@ -308,7 +308,7 @@ class _Link:
 
 
 class _Links:
-    """What the values of a block lead to, one equation after the other."""
+    """The chains of equations that a block's values lead to."""
 
     def __init__(self, block: Block):
         self.reads = Counter(value for e in block.equations for value in e.operands)
@@ -428,7 +428,7 @@ def _peeled(scan: Equation, op: Scan, fresh: Fresh) -> list[Equation]:
 
 
 def _by_row(equation: Equation, value: Var, dim: int) -> _Link | None:
-    """What an equation of a stack whose rows lie along `dim` does to each; None: it joins them."""
+    """The work of an equation on each row of a stack along `dim`; None: it joins them."""
     name, args = equation.name, tuple[Any, ...]([None, *equation.args[1:]])
     if isinstance(equation.op, Scan) or len(equation.results) != 1:
         return None
@@ -612,7 +612,7 @@ class _Division:
             self.into.append(equation)
 
     def _join(self, equation: Equation, parts: list[Var], lead: tuple[int, ...]) -> None:
-        """What an equation makes, of parts of its rows; `lead` are the dims of one part's rows."""
+        """The result of an equation from parts of its rows; `lead` are the dims of one part's."""
         (result,), where = equation.results, equation.where
         shaped = [
             self.make(where, _aten.view.default, part, [*lead, part.shape[-1]])[0] for part in parts
@@ -630,7 +630,7 @@ class _Division:
         return self.make(where, _aten.clone.default, value, memory_format=plain)[0]
 
     def _joined(self, gather: Equation) -> tuple[Var, int, list[Var]] | None:
-        """What ranks' rows are copied to, along which dim, and that as operands of products."""
+        """The copy of ranks' rows, their dim, and the operands of products that it becomes."""
         (x,), value, dim = gather.operands, gather.results[0], 0
         whole = value
         while True:

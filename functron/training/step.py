@@ -228,7 +228,7 @@ def gradients(
 
 
 def _divisor(num_targets: Any, scale: torch.Tensor | None) -> Any:
-    """What sums of losses are divided by, so that their mean is times `scale`."""
+    """The divisor of sums of losses, such that their mean is times `scale`."""
     return num_targets if scale is None else num_targets / scale
 
 

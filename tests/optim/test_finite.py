@@ -32,7 +32,7 @@ def params() -> dict:
 
 
 def plain() -> dict:
-    """What steps without an overflow alone make of the parameters."""
+    """The parameters after the steps without an overflow alone."""
     optimizer, values = optim.adamw(0.1), params()
     state = optimizer.init(values)
     for step in range(STEPS):

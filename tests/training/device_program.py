@@ -43,7 +43,7 @@ def elsewhere(mode: FakeTensorMode, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def strays(equation: Equation) -> Iterator[str]:
-    """What an equation makes on a CPU, but of a rank's place on an axis."""
+    """The results of an equation on a CPU, but of a rank's place on an axis."""
     there = [value.device == DEVICE for value in equation.operands]
     for value in equation.results:
         from_here = bool(there) and not any(there)
