@@ -1,4 +1,4 @@
-"""The lessons of a first GPU, in one command of less than nine minutes: one JSON file and one table.
+"""The lessons of a first GPU, in one command of under nine minutes: one JSON file and one table.
 
     python benchmarks/first_gpu.py        from the source tree; torch, NumPy and optree are enough
     python benchmarks/first_gpu.py --device cpu --tiny    the same code where there is no GPU
