@@ -16,14 +16,7 @@ from functron.core.errors import refuse
 from functron.pipeline import Schedule, make
 from functron.spmd import DATA_AXES, Mesh
 from functron.training import run_folder
-from functron.training.config import (
-    BOXES,
-    COMMON,
-    TrainConfig,
-    load,
-    with_model,
-    with_precision,
-)
+from functron.training.config import BOXES, COMMON, TrainConfig, starting_config
 from functron.training.plan import parameter_table, plan, step_report
 from functron.training.records import nearest
 
@@ -140,14 +133,8 @@ def _parse(kind: Any, arguments: Sequence[str], command: str, **fields: Any) -> 
     """
     run = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     model = _value_of("--model", arguments)
-    if run:
-        base = load(_file_of(Path(run)), model=model)
-    else:
-        base = replace(TrainConfig(), **fields)
-        base = base if model is None else with_model(base, model)
-    precision = _value_of("--precision", arguments)
-    if precision not in (None, "auto"):
-        base = with_precision(base, precision)
+    file, precision = _file_of(Path(run)) if run else None, _value_of("--precision", arguments)
+    base = starting_config(file, model=model, precision=precision, **fields)
     made = parse(kind, arguments, command, kind(run=run, options=base), boxes=BOXES, common=COMMON)
     if made.run != run:
         title, fix = "cannot tell which run this is about", f"functron {command} {made.run} ..."

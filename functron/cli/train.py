@@ -23,14 +23,7 @@ from functron.params import num_params
 from functron.spmd import Mesh
 from functron.training import records, run_folder
 from functron.training.checks import validate
-from functron.training.config import (
-    BOXES,
-    COMMON,
-    TrainConfig,
-    load,
-    with_model,
-    with_precision,
-)
+from functron.training.config import BOXES, COMMON, TrainConfig, starting_config
 from functron.training.data import is_chat, reader_of, with_tokenizer
 from functron.training.plan import bubble_note, plan, step_report
 from functron.training.train import Outcome, Run, exit_code, prepare, train
@@ -228,13 +221,12 @@ def _parsed(arguments: Sequence[str]) -> TrainOptions:
     resumes = early.resume in ("True", "auto")
     begun = early.out / run_folder.CONFIG if resumes and early.out else None
     file = early.config or (begun if begun is not None and begun.is_file() else None)
-    asked = early.precision not in (None, "auto")
     on_gpu = early.device != "cpu" and torch.cuda.is_available()
-    if file is not None:
-        base = load(file, model=early.model, precision="bf16" if on_gpu else None)
-    else:
-        base = with_model(TrainConfig(), early.model) if early.model else TrainConfig()
-        base = replace(with_precision(base, "bf16"), precision="auto") if on_gpu else base
-    base = with_precision(base, early.precision) if asked else base
+    base = starting_config(
+        file,
+        model=early.model,
+        precision=early.precision,
+        default_precision="bf16" if on_gpu else None,
+    )
     default = TrainOptions(early.config, options=base)
     return parse(TrainOptions, arguments, "train", default, boxes=BOXES, common=COMMON)

@@ -226,12 +226,11 @@ class Layer:
         given: dict[str, Any] = {}
         if made is not nn.PRODUCTS and self.options.context.runs > 1:
             given["runs"] = self.options.context.runs
-        if not made.draws:
-            return made._replace(linear=functools.partial(made.linear, **given)) if given else made
-        over = tuple(a for a in sequence_axes(lead) if a in CONTEXT_AXES)
-        index = (self.sequence.rows, self.sequence.slots)
-        given |= {"key": self.keys[3], "rows": P(lead[0], over), "index": index}
-        return made._replace(linear=functools.partial(made.linear, **given))
+        if made.draws:
+            over = tuple(a for a in sequence_axes(lead) if a in CONTEXT_AXES)
+            index = (self.sequence.rows, self.sequence.slots)
+            given |= {"key": self.keys[3], "rows": P(lead[0], over), "index": index}
+        return made._replace(linear=functools.partial(made.linear, **given)) if given else made
 
     def _core(self, weights: dict) -> Callable:
         hook, sequence, options = self.options.hook("attention"), self.sequence, self.options

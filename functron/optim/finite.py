@@ -246,7 +246,6 @@ def _skipping(
         specs: of the gradients; None: as `bind` says.
         loss_scale: of the result.
     """
-
     refuse_scaled("with_loss_scale and apply_if_finite", "inner", [inner])
 
     def judge(updates, state):

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 
@@ -164,7 +164,7 @@ class Recipe:
                 fix = f"write {name}={HIGH} where it is not quantised"
                 found.append(Problem(name, "nothing", "a contraction", fix))
         raise_problems("a recipe", found)
-        scaling: Scaling = given.pop("scaling", "global")  # type: ignore[assignment]
+        scaling = cast(Scaling, given.pop("scaling", "global"))
         return cls(
             **{name: Contraction.parse(value) for name, value in given.items()}, scaling=scaling
         )

@@ -22,7 +22,7 @@ from functron.optim import (
     schedule_problems,
     width_problems,
 )
-from functron.precision import POLICIES, Recipe
+from functron.precision import POLICIES
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
 from functron.training import data, evaluation, records, run_folder
 from functron.training.config import TrainConfig, load
@@ -85,6 +85,7 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
     mesh = _try(lambda: Mesh.parse(config.mesh), messages)
     defs = config.family.defs(config.architecture)
     adapters = list(_lora_problems(config, defs))
+    precision = list(_precision_problems(config))
     if mesh is not None:
         problems += _mesh_problems(config, mesh, processes)
         problems += _data_problems(config, mesh)
@@ -92,7 +93,7 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
         plan = Plan(config, mesh, with_adapters(config, defs) if fits else defs)
         _pipeline_problems(plan, messages)
         fits = _try(lambda: plan.rules, messages) is not None and not messages
-        if fits and config.products and not list(_precision_problems(config)):
+        if fits and config.products and not precision:
             _try(plan.layer_flops, messages)  # whether blocks divide what each rank has
     if config.ramp_up and config.global_batch >= 1:
         ramp = _try(lambda: config.batches, messages)
@@ -100,7 +101,7 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
     problems += _number_problems(config)
     problems += _try(lambda: list(problems_of(config, mesh)), messages) or []
     problems += adapters
-    problems += _precision_problems(config)
+    problems += precision
     problems += optimizer_problems(config.optimizer) or _fit_problems(config, defs)
     if config.steps >= 1:
         problems += schedule_problems(config.rate_schedule, "learning_rate")
@@ -248,8 +249,7 @@ def _precision_problems(config: TrainConfig) -> Iterator[Problem]:
     if policy == POLICIES["float32"] != named:
         fix = "with_precision(config, name) fills them, as the command line does"
         yield Problem("precision", repr(config.precision), "the dtypes that go with it", fix)
-    if config.products:
-        yield from _recipe_problems(config)
+    yield from _recipe_problems(config)
     if policy.params == "float16":
         for name, value, wanted in (
             ("fp32_masters", policy.masters == "float32", "true"),
@@ -263,9 +263,11 @@ def _precision_problems(config: TrainConfig) -> Iterator[Problem]:
 def _recipe_problems(config: TrainConfig) -> Iterator[Problem]:
     """Problems of quantised products with the architecture."""
     try:
-        recipe = Recipe.parse(config.products)
+        recipe = config.recipe
     except ValueError as error:
         yield Problem("products", repr(config.products), "a recipe", str(error).partition("\n")[2])
+        return
+    if recipe is None:
         return
     if recipe.scaling == "delayed":
         wanted, fix = "scaling=global or local: models keep no histories", "choose fp8-tensor"

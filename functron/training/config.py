@@ -31,7 +31,7 @@ from functron.models.t5 import T5Config
 from functron.ops.define import Choice
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.optim.config import moments_of
-from functron.precision import POLICIES, Policy
+from functron.precision import POLICIES, Policy, Recipe
 
 Precision = Literal[
     "auto", "float32", "bf16", "bf16-pure", "fp16",
@@ -304,6 +304,15 @@ class TrainConfig:
         )
 
     @property
+    def recipe(self) -> Recipe | None:
+        """The recipe of `products`; None where none are quantised.
+
+        Raises:
+            ValueError: `products` is neither a name nor a recipe as text.
+        """
+        return Recipe.parse(self.products) if self.products else None
+
+    @property
     def experts(self) -> tuple[str, ...]:
         """`expert_axes`, one by one."""
         return tuple(filter(None, (axis.strip() for axis in self.expert_axes.split(","))))
@@ -432,6 +441,37 @@ def load(
     named = made.precision if made.precision != "auto" else precision
     # the policy fills what the file leaves out, of the model that the file has
     return made if named is None else _rebuild(with_precision(made, named), values)
+
+
+def starting_config(
+    file: Path | None,
+    *,
+    model: str | None = None,
+    precision: str | None = None,
+    default_precision: str | None = None,
+    **fields: Any,
+) -> TrainConfig:
+    """The configuration that a command's options override: of a file, or of a preset.
+
+    Args:
+        file: as of `load`; None: there is none.
+        model: a preset that the options name.
+        precision: a policy that they name, which fills what a file says too; None or "auto": none.
+        default_precision: the policy where neither they nor the file name one.
+        fields: of the `TrainConfig`, where there is no file.
+
+    Raises:
+        ValueError: an unknown preset or policy, or what `load` raises.
+    """
+    if file is not None:
+        base = load(file, model=model, precision=default_precision)
+    else:
+        base = dataclasses.replace(TrainConfig(), **fields)
+        base = base if model is None else with_model(base, model)
+        if default_precision is not None:
+            filled = with_precision(base, default_precision)
+            base = dataclasses.replace(filled, precision=base.precision)
+    return base if precision in (None, "auto") else with_precision(base, precision)
 
 
 def _table(path: Path) -> dict[str, Any]:

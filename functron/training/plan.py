@@ -48,7 +48,7 @@ from functron.pipeline.registry import NAMES, make
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.timeline import Costs, Timeline
 from functron.pipeline.work import Call, Stage, are_floats, floats, seeds, trace_stage, with_floats
-from functron.precision import Recipe, quantised
+from functron.precision import quantised
 from functron.program.cost import bytes_text, count_text
 from functron.program.program import Program
 from functron.program.text import aligned
@@ -193,8 +193,8 @@ class Plan:
             "loss_chunk_tokens": config.loss_chunk_tokens,
             "products": nn.PRODUCTS,
         }
-        if config.products:
-            recipe = Recipe.parse(config.products)
+        recipe = config.recipe
+        if recipe is not None:
             made = quantised(recipe, kernels=use(config.kernels))
             settings["products"] = nn.Products(*made, draws=recipe.draws)
         own: dict[str, Any] = {k: v for k, v in settings.items() if k in self.family.settings}

@@ -36,7 +36,7 @@ from functron.models import gpt, lora
 from functron.models.config import GPTConfig
 from functron.models.family import TrainedConfig
 from functron.params import init_params
-from functron.precision.recipe import Recipe, check_gpu
+from functron.precision.recipe import check_gpu
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.training import data, records, run_folder
 from functron.training.config import TrainConfig
@@ -526,8 +526,9 @@ def prepare(
     text = data.open_samples(config, reader=lambda _: tokenizer)
     held_out = open_sets(config, reader=lambda _: tokenizer)
     made, where = plan(config, mesh), torch.device(device)
-    if config.products and where.type == "cuda" and config.kernels != "reference":
-        recipe, capability = Recipe.parse(config.products), torch.cuda.get_device_capability(where)
+    recipe = config.recipe
+    if recipe is not None and where.type == "cuda" and config.kernels != "reference":
+        capability = torch.cuda.get_device_capability(where)
         check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
     key = random.key(config.seed)
     if begin_from is None:
