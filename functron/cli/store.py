@@ -29,6 +29,9 @@ class ConvertOptions:
         averaged: export the average of the parameters that the run keeps (--optimizer.ema-decay).
         max_seq: the longest sequence, where the model could take longer ones; 0: what it takes.
         fused_projections: make the run's queries, keys and values one matrix, and gate and up.
+        quantise: write the matrices of attention, feed-forward layers and experts in FP8: fp8-block
+            with scales of 128x128 blocks, as DeepSeek-V3's files; fp8-row with one for each output,
+            as compressed-tensors; empty: as they are.
     """
 
     source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
@@ -37,6 +40,7 @@ class ConvertOptions:
     averaged: bool = False
     max_seq: int = 0
     fused_projections: bool = False
+    quantise: Literal["", "fp8-block", "fp8-row"] = ""
 
 
 def convert(arguments: Sequence[str]) -> int:
@@ -50,6 +54,7 @@ def convert(arguments: Sequence[str]) -> int:
             averaged=options.averaged,
             max_seq=options.max_seq or None,
             fused_projections=options.fused_projections,
+            quantise=options.quantise or None,
         )
         print(done)
         if done.recipe:

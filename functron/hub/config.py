@@ -15,6 +15,7 @@ from functron.hub.encoders import BERT, T5
 from functron.hub.entries import LONGEST, read_entries, write_entries
 from functron.hub.format import Format, config_problems
 from functron.hub.mixtures import DECODERS
+from functron.hub.quantised import ENTRY, read_scheme
 from functron.hub.state_spaces import MAMBA2, NEMOTRON_H
 from functron.hub.vision import LLAVA, VIT
 from functron.models.config import Dtype, GPTConfig
@@ -120,7 +121,8 @@ def parse(
         problems += _shorten_problems(form, table, max_seq)
         longest = {LONGEST: table[form.max_seq]} if form.max_seq in table else {}
         table = {**table, form.max_seq: max_seq, **longest}
-    values = read_entries(form.entries, form.ignored, table, problems, ignore)
+    read_scheme(table, problems, ignore)
+    values = read_entries(form.entries, form.ignored, table, problems, (*ignore, ENTRY))
     raise_problems(f"cannot use {where}", problems)
     make, constructor = form.family.make, cast(Callable[..., Config], form.family.config)
     dtype = dtype or _stored_dtype(table)
@@ -186,6 +188,7 @@ def write_config(
         out.pop("rope_parameters", None)
         out |= {"architectures": [form.architecture], "model_type": form.model_type}
         out |= write_entries(form.entries, config, [])
+    out.pop(ENTRY, None)  # of the files that the model came in
     entry = "dtype" if "dtype" in out else "torch_dtype"
     return {**out, entry: dtype or dtype_of(config)}
 

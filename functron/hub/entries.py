@@ -70,11 +70,6 @@ GENERAL: Sequence[str] = (
 
 Nor do names that end in ``_token_id``."""
 
-_UNQUANTISED = (
-    "quantised weights are not read: use the model's files in bfloat16, or make them: "
-    "transformers' from_pretrained with the method's dequantize=True, then save_pretrained"
-)
-
 
 def read_entries(
     entries: Sequence[Entry],
@@ -95,9 +90,7 @@ def read_entries(
     known = {*GENERAL, *ignored, *ignore, *(name for entry in entries for name in entry.theirs)}
     fix = "if it does not change what the model computes, pass ignore=[{name!r}]"
     problems += [
-        Problem(name, repr(value), "no such entry", _UNQUANTISED)
-        if name == "quantization_config"
-        else Problem(name, repr(value), "an entry that is known here", fix.format(name=name))
+        Problem(name, repr(value), "an entry that is known here", fix.format(name=name))
         for name, value in table.items()
         # null and empty containers switch nothing on, and names with _ are transformers' own
         if name not in known

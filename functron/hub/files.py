@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
@@ -63,6 +63,18 @@ class Stored:
         data = np.memmap(self.file, np.uint8, "r", self.start, (size,))
         part = np.array(data.view(bits).reshape(self.shape)[tuple(slices)], order="C")
         return torch.from_numpy(part).view(self.dtype)
+
+
+class Source(Protocol):
+    """Tensors by name, read in slices."""
+
+    def shapes(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor."""
+        ...
+
+    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
+        """These slices of a tensor."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from functron.hub.config import (
     read_table,
     shorter,
 )
-from functron.hub.files import open_folder
+from functron.hub.files import Source, open_folder
 from functron.hub.format import Box, Format, Layout, Part, config_problems, layouts_of, tensors
+from functron.hub.quantised import decoded
 from functron.models.config import Dtype, GPTConfig
 from functron.models.family import Config, family_of
 from functron.params import abstract_params, param_specs
@@ -106,18 +108,8 @@ def _local_by_placement(placement: Placement, at: str) -> dict[str, Local]:
 
 
 COMPARED_ROWS = 1 << 10
-
-
-class Source(Protocol):
-    """Tensors by name, read in slices."""
-
-    def shapes(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every tensor."""
-        ...
-
-    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
-        """These slices of a tensor."""
-        ...
+MOST_ELEMENTS = 1 << 24
+"""That are read at a time, but for what must be: quantised weights take 8 bytes each meanwhile."""
 
 
 @public
@@ -134,7 +126,10 @@ def load(
     """The parameters of a Hugging Face model, as its family's ``defs(config)`` lays them out.
 
     Reads safetensors files, one slice at a time: beyond what it returns it needs memory for one
-    slice of one tensor. Rows of padding in the vocabulary are zeros. No collectives.
+    slice of one tensor, of at most some 2^24 elements. Rows of padding in the vocabulary are zeros.
+    Weights in FP8 (DeepSeek-V3's, compressed-tensors') and MXFP4 (GPT-OSS's), as config.json says,
+    become the products of their values and scales, in float32, and are then rounded once. No
+    collectives.
 
     Args:
         path: a folder with config.json and model.safetensors, or an index and its files.
@@ -163,7 +158,7 @@ def load(
         config = read_config(path)
     else:
         _check_config(config, table, where)
-    source = open_folder(path)
+    source = decoded(open_folder(path), table, where)
     local = (
         _local_by_placement(placement, at)
         if placement is not None
@@ -321,11 +316,26 @@ def _fill_(
         return  # nothing but padding, or of other pieces
     for index in itertools.product(*(range(*rows) for rows in box[:count])):
         name = stored[layout.name(index)]
-        piece = layout.to_ours(part, inner, source.read(name, layout.source(part, inner)))
         row = leaf[tuple(i - start for i, (start, _) in zip(index, box[:count], strict=True))]
-        for dim, (begin, (start, stop)) in enumerate(zip(begins, inner, strict=True)):
-            row = row.narrow(dim, begin, stop - start)
-        row.copy_(piece)
+        for piece in _cut(part, inner):
+            target = row
+            for dim, (start, stop) in enumerate(piece):
+                at = begins[dim] + start - inner[dim][0]
+                target = target.narrow(dim, at, stop - start)
+            read = source.read(name, layout.source(part, piece))
+            target.copy_(layout.to_ours(part, piece, read))
+
+
+def _cut(part: Part, box: Box) -> Iterator[Box]:
+    """A box in parts of `MOST_ELEMENTS` at most, where cuts of the tensor's first dim make them."""
+    dim = next((part.ours.index(names[0]) for names in part.theirs if names), None)
+    if dim is None:
+        yield box
+        return
+    first, last = box[dim]
+    rows = MOST_ELEMENTS * (last - first) // math.prod(stop - start for start, stop in box)
+    for start in range(first, last, max(rows, 1)):
+        yield (*box[:dim], (start, min(start + max(rows, 1), last)), *box[dim + 1 :])
 
 
 def match(form: Format, config: Config, found: Sequence[Layout], source: Source) -> dict[str, str]:
@@ -349,7 +359,7 @@ def match(form: Format, config: Config, found: Sequence[Layout], source: Source)
             fix = "does config.json belong to these weights?"
             problems.append(Problem(name, str(list(shape)), str(list(layout.shape)), fix))
         elif not dtype.is_floating_point or dtype.itemsize == 1:
-            fix = "quantised weights cannot be read: use the unquantised model"
+            fix = f"if it is quantised, {CONFIG} must say how: quantization_config"
             problems.append(Problem(name, str(dtype), "a floating dtype of 16 bits or more", fix))
     if not problems:
         by_path = {path: name for name, layout in wanted.items() for path in layout.rule.paths}

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,15 @@ from functron.hub.files import (
     plan,
 )
 from functron.hub.format import Format, Layout, Part, layouts_of, tensors
+from functron.hub.quantised import (
+    ENTRY,
+    check_method,
+    chosen,
+    decoded,
+    encoded,
+    scales_of,
+    written_entry,
+)
 from functron.models import lora, mup
 from functron.models.config import GPTConfig
 from functron.models.family import Config, family_of
@@ -75,6 +84,7 @@ def save(
     like: str | Path | None = None,
     model_type: str | None = None,
     dtype: str | None = None,
+    quantise: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face model that transformers, vLLM and TensorRT-LLM load.
@@ -102,6 +112,10 @@ def save(
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``; None: the parameters'.
             What balances routers is float32 always: it moves by small steps. So are decays and
             steps of state spaces, unless a dtype is given.
+        quantise: of a decoder the projections of attention, feed-forward layers and experts become
+            FP8 (E4M3): ``fp8-block`` with scales of blocks of 128x128, as DeepSeek-V3's files;
+            ``fp8-row`` with one for each output, as compressed-tensors; see
+            `functron.hub.quantised`. None: nothing does.
         max_shard_bytes: the most data in one file; a tensor that is larger has its own.
 
     Raises:
@@ -115,6 +129,11 @@ def save(
     table = {"model_type": model_type} if model_type else kept
     form = format_of(table) if table is not None else format_for(config)
     _check_arguments(dtype, max_shard_bytes)
+    if quantise is not None:
+        check_method(quantise)
+        if not isinstance(config, GPTConfig):
+            got, fix = family_of(config).title, "export it as it is"
+            refuse(f"cannot export as {quantise}", "model", got, "a decoder", fix)
     flat = _check_params(config, params, specs, mesh)
     kind = DTYPES[dtype] if dtype else tree.leaves(params)[0].dtype
     name = str(kind).removeprefix("torch.")
@@ -123,16 +142,26 @@ def save(
     listed = _listed(config, found, kind, all_of_it=dtype is not None)
     source = None
     if kept is not None and like is not None and form.surplus is not None:
-        source = open_folder(like) if still_describes(kept, config, form) else None
+        same = still_describes(kept, config, form)
+        source = decoded(open_folder(like), kept, f"{like}/{CONFIG}") if same else None
     surplus = _surplus(form, config, source, kind)
     listed += [(name, value.dtype, value.shape) for name, value in surplus.items()]
+    converted: set[str] = set()
+    if quantise is not None:
+        converted = chosen(quantise, found)
+        entries[ENTRY] = written_entry(quantise, converted, [row[0] for row in listed])
+        listed = list(_with_scales(listed, converted, quantise))
     export = _Export(Path(path), plan(listed, max_shard_bytes), entries, like, mesh)
     try:
         export.begin()
         with torch.no_grad():
             leaves = _Leaves(params, flat, mesh)
             for layout, index in tensors(found):
-                export.write(layout.name(index), leaves.whole(layout, index))
+                name, whole = layout.name(index), leaves.whole(layout, index)
+                if quantise is not None and name in converted:
+                    export.write_quantised(quantise, name, whole)
+                else:
+                    export.write(name, whole)
             for name, value in surplus.items():
                 export.write(name, value.read())
         export.end()
@@ -156,6 +185,19 @@ def _listed(
         (layout.name(index), kinds[layout.parts[0].path], layout.shape)
         for layout, index in tensors(found)
     ]
+
+
+def _with_scales(
+    listed: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], converted: set[str], method: str
+) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """The tensors of a file where those in `converted` are in 8 bits, each before its scales."""
+    for name, dtype, shape in listed:
+        if name not in converted:
+            yield name, dtype, shape
+            continue
+        yield name, torch.float8_e4m3fn, shape
+        scales, sizes = scales_of(method, name, shape)
+        yield scales, torch.float32, sizes
 
 
 @dataclass(frozen=True)
@@ -321,6 +363,17 @@ class _Export:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write the next tensor."""
         self._attempt(lambda: self._writer is None or self._writer.write(name, tensor))
+
+    def write_quantised(self, method: str, name: str, matrix: torch.Tensor) -> None:
+        """Write the next tensor in 8 bits, and its scales."""
+
+        def both() -> None:
+            values, scales = encoded(method, name, matrix)
+            if self._writer is not None:
+                self._writer.write(name, values)
+                self._writer.write(scales_of(method, name, tuple(matrix.shape))[0], scales)
+
+        self._attempt(both)
 
     def end(self) -> None:
         """Write what goes with the weights, and give the folder its name."""

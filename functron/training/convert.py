@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -71,6 +71,7 @@ def convert(
     averaged: bool = False,
     max_seq: int | None = None,
     fused_projections: bool = False,
+    quantise: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Conversion:
     """Make a run folder of a Hugging Face folder (``hf:PATH run:PATH``), or the other way.
@@ -87,6 +88,8 @@ def convert(
         averaged: export the run's averages of its parameters (from a run only).
         max_seq: the longest sequence, where the model could take longer ones (to a run only).
         fused_projections: see `GPTConfig` (to a run only).
+        quantise: ``fp8-block`` or ``fp8-row``, as in `functron.hub.save` (from a run only); None:
+            weights are written in `dtype`. Quantised ones are read in any case.
         max_shard_bytes: the most data in one file (from a run only).
 
     Raises:
@@ -103,11 +106,16 @@ def convert(
             got = "true from a Hugging Face folder"
             wanted = "a run, which keeps averages"
             refuse("cannot convert", "averaged", got, wanted, "leave it out")
+        if quantise is not None:
+            fix = f"leave it out; functron train --precision {quantise} quantises products"
+            wanted = "nothing: a run keeps parameters to train"
+            refuse("cannot convert", "quantise", repr(quantise), wanted, fix)
         return _import(path, out, dtype=dtype, max_seq=max_seq, fused=fused_projections)
     for name, value in (("max_seq", max_seq), ("fused_projections", fused_projections or None)):
         if value is not None:
             refuse("cannot convert", name, value, "nothing: it is the run's", "leave it out")
-    return _export(path, out, dtype=dtype, averaged=averaged, max_shard_bytes=max_shard_bytes)
+    settings = {"dtype": dtype, "quantise": quantise, "max_shard_bytes": max_shard_bytes}
+    return _export(path, out, averaged=averaged, settings=settings)
 
 
 def _parse(text: str, name: str) -> tuple[str, Path]:
@@ -274,15 +282,13 @@ def _summary(run: config.TrainConfig, out: Path, needed: int, free: int) -> str:
     return "\n".join([*lines, f"fine-tune it: functron train --resume --out {folder} --data TEXT"])
 
 
-def _export(
-    path: Path, out: Path, *, dtype: str | None, averaged: bool, max_shard_bytes: int
-) -> Conversion:
+def _export(path: Path, out: Path, *, averaged: bool, settings: Mapping[str, Any]) -> Conversion:
     run_folder.refuse_existing(out, "cannot convert")
-    settings = config.load(path / run_folder.CONFIG)
-    model = settings.architecture
-    params = newest_params(path, settings, averaged=averaged, read=checkpoint.stored_params)
+    run = config.load(path / run_folder.CONFIG)
+    model = run.architecture
+    params = newest_params(path, run, averaged=averaged, read=checkpoint.stored_params)
     kept = path / run_folder.HUB if (path / run_folder.HUB / CONFIG).is_file() else None
-    save(out, model, params, like=kept, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    save(out, model, params, like=kept, **settings)
     if kept is None:  # a run that began with random weights may have a tokenizer all the same
         return Conversion(model, out, tuple(copy_companions(path / run_folder.HUB, out)))
     names = tuple(sorted(entry.name for entry in kept.iterdir()))

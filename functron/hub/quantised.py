@@ -1,0 +1,492 @@
+"""Quantised weights of Hugging Face's files: read as the numbers they stand for, and written.
+
+| quant_method       | files have, of each weight X of a linear layer               | who          |
+|--------------------|--------------------------------------------------------------|--------------|
+| fp8                | X in E4M3, X_scale_inv of blocks or one of all               | DeepSeek-V3  |
+| compressed-tensors | X in E4M3, X_scale of blocks or rows or one of all           | vLLM         |
+| mxfp4              | X_blocks, pairs of E2M1, X_scales in E8M0, of 32 numbers each | GPT-OSS     |
+
+What is read is value times scale, in float32. Blocks of "fp8" may be ragged at the edges. MXFP4's
+weights are ``[..., outputs, groups, 16]``, the first of a pair in the low bits, and stand for
+``[..., inputs, outputs]``. Of a slice the values and the scales that it needs are read, and nothing
+else. How a method quantises activations or a cache is not the weights', and is passed over.
+
+`METHODS` are written: "fp8-block" as "fp8" by blocks of 128x128, "fp8-row" as "compressed-tensors"
+by rows, which are a linear layer's outputs. Only projections of attention, feed-forward layers and
+experts are quantised. "fp8-block" leaves alone matrices that blocks do not divide, as transformers
+takes blocks to be of one size, and what others join with these.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.hub.files import Source
+from functron.hub.format import Layout, tensors
+from functron.ops.quantise import E2M1, E4M3, E8M0, Format, magnitude, quantise, unpacked
+
+ENTRY = "quantization_config"
+
+_KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "fp8": (
+        "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers",
+        "scale_fmt", "expert_dtype", "modules_to_convert", "dequantize",
+    ),
+    "compressed-tensors": (
+        "format", "config_groups", "ignore", "quantization_status", "global_compression_ratio",
+        "kv_cache_scheme", "sparsity_config", "transform_config", "version", "dequantize",
+        "run_compressed",
+    ),
+    "mxfp4": ("modules_to_not_convert", "dequantize"),
+})  # fmt: skip
+"""The methods that are read, and their entries."""
+
+_OTHERWISE = (
+    "use the model's files in bfloat16, or make them: "
+    "transformers' from_pretrained with the method's dequantize=True, then save_pretrained"
+)
+_UNUSED = re.compile(r".*\.(input_scale|activation_scale|output_scale|[qkv]_scale)")
+"""Scales of what is no weight."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the weights of a folder are quantised, by its config.json.
+
+    Attributes:
+        method: a key of `_KNOWN`.
+        block: of "fp8" the rows and columns that share a scale; None: the whole tensor does.
+        kept: modules that are not quantised.
+    """
+
+    method: str
+    block: tuple[int, int] | None = None
+    kept: tuple[str, ...] = ()
+
+    def keeps(self, name: str) -> bool:
+        """Whether the tensor `name` belongs to a module that is not quantised."""
+        module = name.rpartition(".")[0]
+        return any(
+            module == one or module.startswith(f"{one}.") or module.endswith(f".{one}")
+            for one in self.kept
+        )
+
+
+def read_scheme(
+    table: Mapping[str, Any], problems: list[Problem], ignore: Sequence[str] = ()
+) -> Scheme | None:
+    """How config.json says that weights are quantised; None where it does not.
+
+    Args:
+        table: the config.json.
+        problems: what is unknown, or wanted and not known here, is added to them.
+        ignore: entries, such as "quantization_config.NAME", that change nothing; all of it too.
+    """
+    entry = table.get(ENTRY)
+    if entry in (None, {}):
+        return None
+    method = entry.get("quant_method") if isinstance(entry, Mapping) else None
+    if method not in _KNOWN:
+        wanted = f"quant_method {', '.join(_KNOWN)}" if method is None else f"{', '.join(_KNOWN)}"
+        name = ENTRY if method is None else f"{ENTRY}.quant_method"
+        if ENTRY not in ignore:
+            problems.append(Problem(name, repr(method or entry), wanted, _OTHERWISE))
+        return None
+    for name, value in entry.items():
+        known = name in ("quant_method", *_KNOWN[method]) or {ENTRY, f"{ENTRY}.{name}"} & {*ignore}
+        if not known and value not in (None, {}, [], ""):
+            fix = f"if it does not change what weights are, pass ignore=['{ENTRY}.{name}']"
+            wanted = "an entry that is known here"
+            problems.append(Problem(f"{ENTRY}.{name}", repr(value), wanted, fix))
+    kept = entry.get("modules_to_not_convert") or entry.get("ignored_layers") or entry.get("ignore")
+    if not isinstance(kept, list | None) or not all(isinstance(one, str) for one in kept or ()):
+        problems.append(Problem(f"{ENTRY}, modules", repr(kept), "a list of names"))
+        kept = None
+    if method == "compressed-tensors":
+        problems += _compressed_problems(entry)
+    for name, allowed in (
+        ("fmt", ("e4m3",)), ("scale_fmt", ("float", "ue8m0")), ("expert_dtype", ("fp8",)),
+    ) if method == "fp8" else ():  # fmt: skip
+        if entry.get(name) not in (None, *allowed):
+            wanted = " or ".join(map(repr, allowed))
+            problems.append(Problem(f"{ENTRY}.{name}", repr(entry[name]), wanted, _OTHERWISE))
+    block = entry.get("weight_block_size") if method == "fp8" else None
+    if block is not None and not (
+        isinstance(block, list | tuple)
+        and len(block) == 2
+        and all(type(size) is int and size > 0 for size in block)
+    ):
+        wanted = "two positive whole numbers, or null"
+        problems.append(Problem(f"{ENTRY}.weight_block_size", repr(block), wanted))
+        block = None
+    return Scheme(method, None if block is None else (block[0], block[1]), tuple(kept or ()))
+
+
+def _compressed_problems(entry: Mapping[str, Any]) -> Iterator[Problem]:
+    """What compressed-tensors has that is no FP8 with scales alone."""
+    for name in ("sparsity_config", "transform_config"):
+        value = entry.get(name)
+        dense = isinstance(value, Mapping) and value.get("format") == "dense"
+        if value and not dense:
+            yield Problem(f"{ENTRY}.{name}", repr(value), "none", _OTHERWISE)
+    groups = entry.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        yield Problem(f"{ENTRY}.config_groups", repr(groups), "groups of modules")
+        return
+    for key, group in groups.items():
+        where = f"{ENTRY}.config_groups.{key}"
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            yield Problem(f"{where}.weights", repr(weights), "a scheme of weights", _OTHERWISE)
+            continue
+        kind = group.get("format") or entry.get("format")
+        if kind not in ("float-quantized", "naive-quantized"):
+            yield Problem(f"{where}.format", repr(kind), "'float-quantized'", _OTHERWISE)
+            continue
+        for name, allowed in (
+            ("type", ("float",)), ("num_bits", (8,)), ("symmetric", (True,)),
+            ("dynamic", (False, None)), ("strategy", ("tensor", "channel", "block")),
+        ):  # fmt: skip
+            if weights.get(name) not in allowed:
+                wanted = " or ".join(repr(one) for one in allowed if one is not None)
+                got = repr(weights.get(name))
+                yield Problem(f"{where}.weights.{name}", got, wanted, _OTHERWISE)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A quantised tensor of a folder.
+
+    Attributes:
+        values: its name in files.
+        scales: that of its scales.
+        shape: of what it stands for.
+        block: how many elements along each dim share a scale; empty: all do.
+        pairs: MXFP4.
+    """
+
+    values: str
+    scales: str
+    shape: tuple[int, ...]
+    block: tuple[int, ...]
+    pairs: bool = False
+
+    def read(self, source: Source, slices: Sequence[slice]) -> torch.Tensor:
+        """These slices of it, in float32."""
+        if self.pairs:
+            return self._read_pairs(source, slices)
+        values = source.read(self.values, slices).float()
+        if not self.block:
+            shape = source.shapes()[self.scales][0]
+            scale = self._read_scales(source, [slice(0, size) for size in shape])
+            return values.mul_(scale.reshape(()))
+        found = [
+            _blocks(part, size, block)
+            for part, size, block in zip(slices, self.shape, self.block, strict=True)
+        ]
+        scales = self._read_scales(source, [part for part, _ in found])
+        for dim, (_, at) in enumerate(found):
+            scales = scales.index_select(dim, at)
+        return values.mul_(scales)
+
+    def _read_pairs(self, source: Source, slices: Sequence[slice]) -> torch.Tensor:
+        *lead, inputs, outputs = slices
+        groups, at = _blocks(inputs, self.shape[-2], _GROUP)
+        scales = self._read_scales(source, [*lead, outputs, groups])
+        where = [*lead, outputs, groups, slice(0, _GROUP // 2)]
+        values = unpacked(source.read(self.values, where).view(E2M1))
+        values = values.mul_(scales.unsqueeze(-1)).flatten(-2)
+        first = groups.start * _GROUP
+        within = torch.arange(*inputs.indices(self.shape[-2])) - first
+        return (values if len(at) == values.shape[-1] else values[..., within]).mT
+
+    def _read_scales(self, source: Source, slices: Sequence[slice]) -> torch.Tensor:
+        scales = source.read(self.scales, slices)
+        scales = (scales.view(E8M0) if scales.dtype == torch.uint8 else scales).float()
+        if not bool(scales.isfinite().all()):
+            fix = "copy or download the file again"
+            title, got = "these quantised weights cannot be read", "infinite ones or NaN"
+            refuse(title, self.scales, got, "finite scales", fix)
+        return scales
+
+
+_GROUP = 32
+"""Numbers of MXFP4 that share a scale."""
+
+
+def _blocks(part: slice, size: int, block: int) -> tuple[slice, torch.Tensor]:
+    """The blocks that a slice of a dim meets, and in which of these each of its elements is."""
+    at = torch.arange(*part.indices(size)) // block
+    if not len(at):
+        return slice(0, 0), at
+    return slice(int(at[0]), int(at[-1]) + 1), at - at[0]
+
+
+class Decoded:
+    """The tensors of a folder, those that are quantised as float32: a `Source`."""
+
+    def __init__(self, source: Source, weights: Mapping[str, _Weight], hidden: Iterable[str]):
+        self._source, self._weights, self._hidden = source, weights, frozenset(hidden)
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        stored = self._source.shapes().items()
+        plain = {name: entry for name, entry in stored if name not in self._hidden}
+        return plain | {name: (w.shape, torch.float32) for name, w in self._weights.items()}
+
+    def shapes(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor, as `read` gives it."""
+        return self._shapes
+
+    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
+        """These slices of a tensor."""
+        found = self._weights.get(name)
+        source = self._source
+        return source.read(name, slices) if found is None else found.read(source, slices)
+
+
+def decoded(source: Source, table: Mapping[str, Any], where: str) -> Source:
+    """`source` with the weights that config.json says are quantised as numbers in float32.
+
+    Args:
+        source: the tensors of a folder.
+        table: its config.json.
+        where: its path, for messages.
+
+    Raises:
+        ValueError: the method is none that is read, or tensors are not as it has them: scales are
+            missing, of another shape or dtype, or of modules that are said to be plain; all
+            offenders are listed. Reading raises it where scales are not finite.
+    """
+    problems: list[Problem] = []
+    entry = table.get(ENTRY)
+    known = [f"{ENTRY}.{name}" for name in entry] if isinstance(entry, Mapping) else []
+    scheme = read_scheme(table, problems, known)
+    raise_problems(f"cannot read the weights that {where} describes", problems)
+    if scheme is None:
+        return source
+    shapes = source.shapes()
+    find = _pairs_of if scheme.method == "mxfp4" else _bytes_of
+    weights = dict(find(scheme, shapes, problems))
+    for name in weights:
+        if scheme.keeps(name):
+            fix = f"remove it from the list in {ENTRY} if its scales are right"
+            wanted = f"a plain tensor, as {where} lists the module"
+            problems.append(Problem(name, "a quantised tensor", wanted, fix))
+    raise_problems(f"quantised weights are not as {where} says", problems)
+    used = {name for w in weights.values() for name in (w.values, w.scales)}
+    return Decoded(source, weights, {*used, *filter(_UNUSED.fullmatch, shapes)})
+
+
+_Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+_AGAIN = "are all files there? does config.json belong to these weights?"
+
+
+def _bytes_of(
+    scheme: Scheme, shapes: _Shapes, problems: list[Problem]
+) -> Iterator[tuple[str, _Weight]]:
+    """Those in E4M3, and their scales."""
+    for name, (shape, dtype) in shapes.items():
+        if dtype != E4M3:
+            continue
+        scales = next((f"{name}{end}" for end in _ENDS if f"{name}{end}" in shapes), None)
+        if scales is None:
+            problems.append(Problem(name, "no scales", f"{name}{_ENDS[0]} beside it", _AGAIN))
+            continue
+        got, kind = shapes[scales]
+        if kind not in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, E8M0):
+            problems.append(Problem(scales, str(kind), "scales of 32, 16 or 8 bits", _AGAIN))
+        block = _block(scheme, shape, got)
+        if block is None:
+            allowed = _grids(scheme, shape)
+            wanted = f"{' or '.join(str(list(grid)) for grid in allowed)}, for {list(shape)}"
+            problems.append(Problem(scales, str(list(got)), wanted, _AGAIN))
+            continue
+        yield name, _Weight(name, scales, shape, block)
+
+
+_ENDS = ("_scale_inv", "_scale")
+
+
+def _grids(scheme: Scheme, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes that scales of a tensor may have, but for one of all."""
+    if scheme.method == "fp8":
+        return [_grid(shape, scheme.block)] if scheme.block is not None else [()]
+    return [(*shape[:-1], 1), _grid(shape, _BLOCK)]
+
+
+def _block(
+    scheme: Scheme, shape: tuple[int, ...], scales: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """How many elements share a scale along each dim; None: no such scales are known."""
+    if scheme.block is None and math.prod(scales) == 1:
+        return ()
+    if scheme.method != "fp8" and scales == (*shape[:-1], 1):
+        return (*[1] * (len(shape) - 1), shape[-1])
+    block = scheme.block if scheme.method == "fp8" else _BLOCK
+    fits = block is not None and len(shape) > 1 and scales == _grid(shape, block)
+    return (*[1] * (len(shape) - 2), *block) if fits and block is not None else None
+
+
+_BLOCK = (128, 128)
+
+
+def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """How many blocks a tensor has, those at the edges among them."""
+    *lead, rows, cols = (1, *shape)[-max(len(shape), 2) :]
+    return (*lead, -(-rows // block[0]), -(-cols // block[1]))
+
+
+def _pairs_of(
+    scheme: Scheme, shapes: _Shapes, problems: list[Problem]
+) -> Iterator[tuple[str, _Weight]]:
+    """Those in MXFP4."""
+    del scheme
+    for name, (shape, dtype) in shapes.items():
+        if not name.endswith("_blocks"):
+            continue
+        whole, wanted = name.removesuffix("_blocks"), ((*shape[:-1],), torch.uint8)
+        scales = f"{whole}_scales"
+        if dtype != torch.uint8 or len(shape) < 3 or shape[-1] != _GROUP // 2:
+            got = f"{dtype} {list(shape)}"
+            wanted_text = f"uint8 [..., outputs, groups, {_GROUP // 2}]"
+            problems.append(Problem(name, got, wanted_text, _AGAIN))
+        elif shapes.get(scales) != wanted:
+            found = shapes.get(scales)
+            got = "nothing" if found is None else f"{found[1]} {list(found[0])}"
+            problems.append(Problem(scales, got, f"uint8 {list(shape[:-1])}", _AGAIN))
+        else:
+            *lead, outputs, groups, _ = shape
+            yield whole, _Weight(name, scales, (*lead, groups * _GROUP, outputs), (), pairs=True)
+
+
+# --- writing
+
+
+METHODS: Mapping[str, Format] = MappingProxyType({
+    "fp8-block": Format.parse("e4m3@128x128"),
+    "fp8-row": Format.parse("e4m3@row"),
+})  # fmt: skip
+"""By name: how matrices of outputs by inputs are written."""
+
+_MATRIX = re.compile(r"(.*/)?(attention|mlp|experts|shared)/(\w+)/w")
+_JOINED: Mapping[str, str] = MappingProxyType(
+    {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up",
+     "q_down": "down", "kv_down": "down"}
+)  # fmt: skip
+"""Matrices that others make one of, and which one."""
+
+
+def chosen(method: str, found: Sequence[Layout]) -> set[str]:
+    """The names of the tensors that `method` quantises, of those of a model.
+
+    Raises:
+        ValueError: there are none, or some that should be are no matrices of linear layers.
+    """
+    height, width = METHODS[method].block
+    groups: dict[tuple, list[Layout]] = {}
+    for layout in found:
+        match = _MATRIX.fullmatch(layout.rule.paths[0])
+        if match is None:
+            continue
+        part = layout.parts[0]
+        linear = layout.rule.name.endswith(".weight") and part.ours[0] in part.theirs[-1]
+        if len(layout.shape) != 2 or not linear:
+            fix = "export it as it is"
+            wanted = "weights of linear layers, [outputs, inputs]"
+            got = f"{list(layout.shape)} of many experts or of another order"
+            refuse(f"cannot export as {method}", layout.rule.name, got, wanted, fix)
+        kind = match[1], match[2], _JOINED.get(match[3], match[3])
+        groups.setdefault(kind, []).append(layout)
+    fitting = [
+        layout
+        for group in groups.values()
+        if not any(x.shape[0] % height or x.shape[1] % width for x in group)
+        for layout in group
+    ]
+    if not fitting:
+        fix = "choose fp8-row" if groups else "export it as it is"
+        got = f"none whose sides are multiples of {height}" if groups else "none"
+        wanted = "matrices of attention, feed-forward layers or experts"
+        refuse(f"cannot export as {method}", "the model", got, wanted, fix)
+    return {layout.name(index) for layout, index in tensors(fitting)}
+
+
+def scales_of(method: str, name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Name and shape of the scales of the tensor `name`."""
+    height, width = METHODS[method].block
+    if METHODS[method].blocks == "row":
+        return f"{name}_scale", (shape[0], 1)
+    return f"{name}_scale_inv", (shape[0] // height, shape[1] // width)
+
+
+def encoded(method: str, name: str, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix in 8 bits, float8_e4m3fn, and its scales, float32, as `scales_of` says.
+
+    Raises:
+        ValueError: it has infinite elements or NaN.
+    """
+    f = METHODS[method]
+    matrix = matrix.detach().float()
+    made = quantise(matrix, f, amax=magnitude(matrix, f) if f.shared else None)
+    if not bool(made.scales.isfinite().all()):
+        title, fix = f"cannot export as {method}", "does the run's loss stay finite?"
+        refuse(title, name, "infinite elements or NaN", "finite weights", fix)
+    return made.values, made.scales
+
+
+def written_entry(method: str, converted: set[str], names: Iterable[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of config.json.
+
+    Args:
+        method: of `METHODS`.
+        converted: the tensors that are quantised.
+        names: of all tensors.
+    """
+    plain = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    kept = [name for name in plain if f"{name}.weight" not in converted]
+    # tied weights are stored once, and transformers' model has the layer all the same
+    kept += [] if "lm_head" in kept else ["lm_head"]
+    if method == "fp8-block":
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": list(METHODS[method].block),
+            "modules_to_not_convert": kept,
+        }
+    of_all = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**of_all, "strategy": "channel", "dynamic": False},
+        "input_activations": {**of_all, "strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": kept,
+        "kv_cache_scheme": None,
+    }
+
+
+def check_method(method: str) -> None:
+    """Refuse a name that `METHODS` has not.
+
+    Raises:
+        ValueError: with the nearest that it has.
+    """
+    if method not in METHODS:
+        fix = nearest(method, METHODS)
+        refuse("cannot export the model", "quantise", repr(method), "a known method", fix)
