@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ def restore(
     *,
     placement: Placement | None = None,
     cast: bool = False,
+    sources: Mapping[str, str] = MappingProxyType({}),
     device: torch.device | str = "cpu",
 ) -> tree.Tree:
     """Read a checkpoint, or a part of it, into new tensors.
@@ -42,6 +44,8 @@ def restore(
             what this process holds. None reads everything.
         placement: which part of the whole state `like` is, on any mesh; None: it is the whole.
         cast: convert floating-point values to the dtype wanted.
+        sources: by the path of a leaf that is wanted, that of the leaf of the checkpoint that it is
+            read from, where it has another name there.
         device: of the tensors.
 
     Returns:
@@ -56,7 +60,7 @@ def restore(
         stored.open()
         like = _nested(stored)
     target = _placement(stored, like, placement)
-    fitting = _matched(stored, like, target, cast)
+    fitting = _matched(stored, like, target, cast, sources)
     empty = partial(torch.empty, device=device)
     made = tree.map(lambda leaf: empty(leaf.shape, dtype=leaf.dtype), like)
     _fill(fitting, dict(zip(tree.paths(made), tree.leaves(made), strict=True)), target)
@@ -116,18 +120,23 @@ def _placement(stored: Checkpoint, like: tree.Tree, placement: Placement | None)
 
 
 def _matched(
-    stored: Checkpoint, like: tree.Tree, placement: Placement, cast: bool
+    stored: Checkpoint,
+    like: tree.Tree,
+    placement: Placement,
+    cast: bool,
+    sources: Mapping[str, str] = MappingProxyType({}),
 ) -> list[tuple[Leaf, StoredLeaf]]:
     """The leaves that are wanted, with what the checkpoint holds of them."""
     wanted = set(tree.paths(like))
     leaves = [leaf for leaf in placement.leaves if leaf.path in wanted]
-    stored.open([leaf.path for leaf in leaves if leaf.path in stored])
+    names = {leaf.path: sources.get(leaf.path, leaf.path) for leaf in leaves}
+    stored.open([name for name in names.values() if name in stored])
     found: list[Problem] = []
     for leaf in leaves:
-        if leaf.path not in stored:
+        if names[leaf.path] not in stored:
             found.append(Problem(leaf.path, "nothing", "a leaf", nearest(leaf.path, stored)))
             continue
-        there = stored[leaf.path]
+        there = stored[names[leaf.path]]
         castable = cast and leaf.dtype.is_floating_point
         castable = castable and there.dtype is not None and there.dtype.is_floating_point
         if there.shape != leaf.shape or not (there.dtype == leaf.dtype or castable):
@@ -138,7 +147,7 @@ def _matched(
             wanted_text = f"{name_of(leaf.dtype)} {leaf.shape}"
             found.append(Problem(leaf.path, got, wanted_text, fix))
     raise_problems(f"the checkpoint {stored.path} does not hold what is asked for", found)
-    return [(leaf, stored[leaf.path]) for leaf in leaves]
+    return [(leaf, stored[names[leaf.path]]) for leaf in leaves]
 
 
 def _fill(

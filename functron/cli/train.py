@@ -50,8 +50,8 @@ def run(arguments: Sequence[str]) -> int:
     here = current()
     with mistakes():
         options = _parsed(arguments)
-        config = with_tokenizer(options.options)
-        validate(config, processes=here.world_size if here else None)
+        config, recast = with_tokenizer(options.options), _names_precision(arguments)
+        validate(config, processes=here.world_size if here else None, recast=recast)
         if options.dry_run:
             report_text = step_report(plan(config, Mesh.parse(config.mesh)))
             if here is None or here.rank == 0:
@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
     if here is None and config.nproc:
         return launch(config.nproc, ["-m", "functron", "train", *arguments])
     with mistakes():
-        made, out = _assemble(config, here, kind)
+        made, out = _assemble(config, here, kind, recast)
     main_rank = here is None or here.rank == 0
     if main_rank:
         print("\n".join(_introduction(made, here)), flush=True)
@@ -75,17 +75,24 @@ def run(arguments: Sequence[str]) -> int:
     return exit_code(outcome.stopped_by)
 
 
-def _assemble(config: TrainConfig, here: Process | None, kind: str) -> tuple[Run, Path]:
+def _names_precision(arguments: Sequence[str]) -> bool:
+    """Whether the options say in which precision a run that was begun goes on."""
+    return any(word.partition("=")[0] == "--precision" for word in arguments)
+
+
+def _assemble(
+    config: TrainConfig, here: Process | None, kind: str, recast: bool
+) -> tuple[Run, Path]:
     mesh = Mesh.parse(config.mesh)
     if here is None:
         out, begin_from = _folder(config)
-        return prepare(config, mesh, kind, begin_from), out
+        return prepare(config, mesh, kind, begin_from, recast=recast), out
     bound, device = join(mesh, here, kind, config.timeout_seconds)
     chosen = [_folder(config) if here.rank == 0 else None]
     dist.broadcast_object_list(chosen, device=device)
     assert chosen[0] is not None
     out, begin_from = chosen[0]
-    return prepare(config, bound, device, begin_from), out
+    return prepare(config, bound, device, begin_from, recast=recast), out
 
 
 def _folder(config: TrainConfig) -> tuple[Path, Path | None]:
@@ -129,6 +136,8 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
     if config.resume:
         done = f"after step {run.start}" if run.start else "with the first step: none is saved yet"
         lines.append(f"resume {config.out}, {done}")
+    if run.recast:
+        lines.append(f"recast {'; '.join(run.recast)}")
     return lines
 
 

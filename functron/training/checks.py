@@ -27,6 +27,7 @@ from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
 from functron.training import data, evaluation, records, run_folder
 from functron.training.config import TrainConfig, load
 from functron.training.plan import Plan, with_adapters
+from functron.training.restored import recipe_text
 
 _OFF = "leave it out, or train a GPT"
 
@@ -70,12 +71,13 @@ def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
         yield Problem("data", got, "text or tokens", fix)
 
 
-def validate(config: TrainConfig, *, processes: int | None = None) -> None:
+def validate(config: TrainConfig, *, processes: int | None = None, recast: bool = False) -> None:
     """Check everything that can be known before training; changes nothing.
 
     Args:
         config: what is to be run.
         processes: how many processes take part, where they run already (under torchrun).
+        recast: whether a run that goes on may do so in another precision.
 
     Raises:
         ValueError: listing everything that is wrong, each with its fix.
@@ -105,7 +107,7 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
     problems += optimizer_problems(config.optimizer) or _fit_problems(config, defs)
     if config.steps >= 1:
         problems += schedule_problems(config.rate_schedule, "learning_rate")
-    problems += _resume_problems(config) if config.resume else _out_problems(config.out)
+    problems += _resume_problems(config, recast) if config.resume else _out_problems(config.out)
     problems += _try(lambda: list(data.problems_of(config)), messages) or []
     problems += _try(lambda: list(evaluation.problems_of(config)), messages) or []
     tokenizer = _try(lambda: data.reader_of(config), messages)
@@ -348,8 +350,11 @@ _ORDER = (
 _LORA = ("lora_rank", "lora_alpha", "lora_targets")
 
 
-def _resume_problems(config: TrainConfig) -> Sequence[Problem]:
-    """The settings that no run changes half-way: its parameters, and which samples steps see."""
+def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
+    """The settings that no run changes half-way: its parameters, and which samples steps see.
+
+    Its precision it changes where that is said.
+    """
     if not config.out:
         return [Problem("resume", "no run folder", "the one to go on with", "name it: --out RUN")]
     path = Path(config.out)
@@ -372,9 +377,31 @@ def _resume_problems(config: TrainConfig) -> Sequence[Problem]:
     if config.family is not begun.family:
         was = begun.family
         return [*found, Problem("model", config.family.title, f"{was.title}, as in the run", fix)]
+    if begun_steps and not recast:
+        found += _policy_problems(config, begun)
     here, there = dataclasses.asdict(config.architecture), dataclasses.asdict(begun.architecture)
+    if begun_steps or recast:
+        here.pop("dtype", None)
     return found + [
         Problem(f"{begun.family.name}.{name}", repr(value), f"{there[name]!r}, as in the run", fix)
         for name, value in here.items()
         if value != there[name]
     ]
+
+
+def _policy_problems(config: TrainConfig, begun: TrainConfig) -> Iterator[Problem]:
+    """Where the precision of a run that goes on is not that in which it began."""
+    before, now = dataclasses.asdict(begun.policy), dataclasses.asdict(config.policy)
+    name = config.precision if config.precision in POLICIES else "NAME"
+    fix = f"--precision {name} beside --resume says that the run goes on so; or leave it out"
+    for field, value in now.items():
+        if not _is_same(field, before[field], value):
+            wanted = f"{before[field]!r}, as in the run"
+            yield Problem(f"precision, {field}", repr(value), wanted, fix)
+
+
+def _is_same(field: str, one: Any, other: Any) -> bool:
+    """Whether two values of a policy's field mean the same to a run that goes on."""
+    if field == "loss_scale":  # only the first one, and the state has what became of it
+        return bool(one) == bool(other)
+    return recipe_text(one) == recipe_text(other) if field == "products" else one == other

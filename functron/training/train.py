@@ -26,16 +26,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from functron import checkpoint, optim
+from functron import checkpoint
 from functron.compiler.jit import jit
 from functron.core import random, tree
-from functron.core.errors import refuse
 from functron.data import Blend, Samples
 from functron.data.order import RampUp, drawn
-from functron.models import gpt, lora
-from functron.models.config import GPTConfig
-from functron.models.family import TrainedConfig
-from functron.params import init_params
+from functron.models import gpt
 from functron.precision.recipe import check_gpu
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.training import data, records, run_folder
@@ -43,6 +39,7 @@ from functron.training.config import TrainConfig
 from functron.training.data import prefetched
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
 from functron.training.plan import Plan, Watch, plan
+from functron.training.restored import restored
 from functron.training.step import State
 
 
@@ -442,6 +439,7 @@ class Run:
         start: steps taken already.
         held_out: sets that are evaluated, none without `eval_every`.
         held_out_loss: of `evaluation.loss_program`, which evaluates them; None without.
+        recast: what was converted of a checkpoint of another precision, in words.
     """
 
     plan: Plan
@@ -453,6 +451,7 @@ class Run:
     start: int = 0
     held_out: Sequence[HeldOut] = ()
     held_out_loss: Callable | None = None
+    recast: tuple[str, ...] = ()
 
     @property
     def config(self) -> TrainConfig:
@@ -508,6 +507,8 @@ def prepare(
     mesh: Mesh | BoundMesh,
     device: torch.device | str = "cpu",
     begin_from: Path | None = None,
+    *,
+    recast: bool = False,
 ) -> Run:
     """The run that `config` describes, ready for its next step.
 
@@ -517,6 +518,7 @@ def prepare(
         device: where it runs.
         begin_from: a checkpoint of this run, made on any mesh, or of parameters alone, with which
             it begins; None: begin with random ones.
+        recast: whether that may be of another precision; see `functron.training.restored`.
 
     Raises:
         ValueError: the data cannot be read, the model cannot run on the mesh, the GPU has none of
@@ -531,10 +533,11 @@ def prepare(
         capability = torch.cuda.get_device_capability(where)
         check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
     key = random.key(config.seed)
+    done: tuple[str, ...] = ()
     if begin_from is None:
         state = made.init(key.to(where))
     else:
-        state = _restored(begin_from, made, key, where)
+        state, done = restored(begin_from, made, key, where, recast=recast)
     step, watch = made.step, made.watch
     if config.compile and made.rank is None:  # stages on processes are compiled one by one
         sizes = len(config.batches.sizes)
@@ -543,63 +546,8 @@ def prepare(
         if watch is not None:
             watch = dataclasses.replace(watch, step=compiled(watch.step))
     program = loss_program(made) if held_out else None
-    return Run(made, text, state, step, watch, where, int(state.step), held_out, program)
-
-
-def _restored(path: Path, plan: Plan, key: torch.Tensor, device: torch.device) -> State:
-    names, where = list(checkpoint.Checkpoint(path)), plan.placement
-    _check_layout(names, plan.config.architecture)
-    adapted = lora.has_adapters(leaf.path for leaf in where.leaves)
-    new = adapted and not lora.has_adapters(names)
-    like = plan.init(key.to("meta"))
-    if not new and any(name.startswith("opt_state/") for name in names):
-        return checkpoint.restore(path, like, placement=where, device=device)
-    params = like.params
-    if plan.config.optimizer.fp32_masters:  # which begin with what is stored in float32
-        params = _as_stored(params, path)
-        dtypes = {f"params/{name}": leaf.dtype for name, leaf in _named(params)}
-        leaves = [
-            dataclasses.replace(leaf, dtype=dtypes.get(leaf.path, leaf.dtype))
-            for leaf in where.leaves
-        ]
-        where = dataclasses.replace(where, leaves=tuple(leaves))
-    chosen = {"params": lora.split(params)[0] if new else params}
-    params = checkpoint.restore(path, chosen, placement=where, device=device)["params"]
-    if new:  # the model's own parameters are there, and nothing was added to them yet
-        init_key, _ = random.split(key.to(device)).unbind(0)
-        defs = lora.split(plan.defs)[1]
-        adapters = init_params(init_key, defs, plan.stored_specs, plan.mesh)
-        params = tree.join(params, adapters)
-    return plan.init(key.to(device), params)
-
-
-def _check_layout(names: Sequence[str], model: TrainedConfig) -> None:
-    """Refuse parameters that are joined where the model's are not, or the other way."""
-    stored = any({"qkv", "gate_up"} & {*name.split("/")} for name in names)
-    if isinstance(model, GPTConfig) and stored != model.fused_projections:
-        way = "" if stored else " --fused-projections"
-        fix = (
-            f"leave it {stored}, or convert the parameters: functron convert run:RUN hf:MODEL, "
-            f"then functron convert hf:MODEL run:NEW{way}"
-        )
-        title, got = "the checkpoint has another layout", str(model.fused_projections)
-        refuse(title, "gpt.fused_projections", got, f"{stored}, as in the checkpoint", fix)
-
-
-def _named(params: tree.Tree) -> Iterator[tuple[str, torch.Tensor]]:
-    return zip(tree.paths(params), tree.leaves(params), strict=True)
-
-
-def _as_stored(params: tree.Tree, path: Path) -> tree.Tree:
-    """`params`, in float32 where the checkpoint is and they are in less."""
-    stored = checkpoint.Checkpoint(path)
-
-    def one(name: str, leaf: torch.Tensor) -> torch.Tensor:
-        held = stored[f"params/{name}"].dtype if f"params/{name}" in stored else None
-        wide = held == torch.float32 and leaf.dtype in optim.LOW_PRECISION
-        return leaf.float() if wide else leaf
-
-    return tree.map_with_path(one, params)
+    start = int(state.step)
+    return Run(made, text, state, step, watch, where, start, held_out, program, recast=done)
 
 
 def train(run: Run, out: Path | None) -> Outcome:

@@ -124,7 +124,7 @@ def test_small_gradients_do_not_vanish():
     assert moved(2.0**10) == -(2.0**-26)
 
 
-def test_a_run_goes_on_to_the_bit(tmp_path):
+def test_a_run_goes_on_to_the_bit(tmp_path, capsys):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     few = ["--data", __file__, "--seq", 8, "--global-batch", 1, "--gpt.num-layers", 1]
     few += ["--gpt.embed-dim", 8, "--gpt.num-heads", 2, "--gpt.num-kv-heads", 1]
@@ -141,7 +141,29 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
     ends = [checkpoint.restore(run / "checkpoints" / "4") for run in (whole, cut)]
     for path, a, b in zip(tree.paths(ends[0]), *map(tree.leaves, ends), strict=True):
         assert torch.equal(a, b), path
-    assert train("--out", cut, "--resume", "--steps", 6, "--precision", "bf16") == 2
+    capsys.readouterr()
+    # in another precision where that is said, and not otherwise
+    other = tmp_path / "other.toml"
+    other.write_text(dump(with_precision(replace(load(cut / "config.toml"), steps=6), "fp8-row")))
+    assert train("--out", cut, "--resume", "--config", other) == 2
+    said = capsys.readouterr().err
+    for line in (
+        "precision, params: got 'bfloat16'; wanted 'float16', as in the run; fix: --precision fp8-r",
+        "precision, products: got 'fp8-row'; wanted '', as in the run",
+        "precision, loss_scale: got 0.0; wanted 67108864.0, as in the run",
+    ):
+        assert line in said
+    assert train("--out", cut, "--resume", "--products", "fp8-row") == 2
+    assert "beside --resume says that the run goes on so" in capsys.readouterr().err
+    assert train("--out", cut, "--resume", "--steps", 6, "--precision", "fp8-row") == 0
+    assert (
+        "recast products from plain to fp8-row; parameters from float16 to bfloat16 by their "
+        "masters; without the loss scale"
+    ) in capsys.readouterr().out
+    assert losses(cut)[4] == pytest.approx(losses(cut)[3], rel=0.02)
+    assert load(cut / "config.toml").precision == "fp8-row"
+    assert train("--out", cut, "--resume", "--steps", 7) == 0
+    assert "recast" not in capsys.readouterr().out
 
 
 def test_a_run_that_overflows_without_end_stops(tmp_path):

@@ -1,0 +1,185 @@
+"""Checkpoints that go on in another precision: the state is what converting it by hand makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from functron import BoundMesh, Mesh, checkpoint, random, tree
+from functron.optim import LossScale, OptimizerConfig
+from functron.optim.finite import LossScaleState
+from functron.optim.low_precision import MastersState, StochasticState
+from functron.spmd.spec import shard
+from functron.training import run_folder
+from functron.training.config import with_precision
+from functron.training.plan import plan
+from functron.training.restored import restored
+from functron.training.step import State
+from tests.training.test_watch import CONFIG, MODELS, batch_of
+
+POLICIES = ("float32", "bf16", "bf16-pure", "fp16", "fp8-row")
+SMALL = replace(MODELS["dense"], num_layers=2, init_stddev=0.05)
+PLAIN = replace(CONFIG, gpt=SMALL, log_layers_every=0, microbatches=1,
+                optimizer=OptimizerConfig(ema_decay=0.9))  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def config_of(precision: str, **fields):
+    config = with_precision(replace(PLAIN, **fields), precision)
+    scale = config.optimizer.loss_scale
+    if scale.initial:
+        config = replace(config, optimizer=replace(config.optimizer, loss_scale=LossScale(256.0)))
+    return config
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """By policy the folder of a checkpoint after a step, its state, and the loss with it."""
+    found = {}
+    for name in POLICIES:
+        config, path = config_of(name), tmp_path_factory.mktemp("runs") / name
+        made = plan(config, Mesh())
+        state = made.init(random.key(0))
+        state, _ = made.step(state, batch_of())
+        checkpoint.save(path, state, {"step": 1, "config": run_folder.settings(config)})
+        _, metrics = made.step(copied(state), batch_of())
+        found[name] = path, state, float(metrics["loss"])
+    return found
+
+
+def copied(state: State) -> State:
+    """A state that a step may use up."""
+    return tree.map(torch.clone, state)
+
+
+def taken_apart(state: State) -> tuple:
+    """Parameters in as much precision as there is, and the state of the optimizer proper."""
+    opt_state, params = state.opt_state, state.params
+    if isinstance(opt_state, LossScaleState):
+        opt_state = opt_state.inner_state
+    clip, inner = opt_state
+    if isinstance(inner, MastersState):
+        params = tree.map(lambda p, m: p if m is None else m, params, inner.masters)
+    if isinstance(inner, MastersState | StochasticState):
+        inner = inner.inner
+    return state.step, params, clip, inner
+
+
+def put_together(fresh: State, step, params, clip, inner) -> State:
+    """The state of another policy, by hand; `fresh` is how one begins."""
+    weights = tree.map(lambda p, like: p.to(like.dtype), params, fresh.params)
+    around = fresh.opt_state
+    middle = around.inner_state if isinstance(around, LossScaleState) else around
+    own = middle[1]
+    like = own.inner if isinstance(own, MastersState | StochasticState) else own
+    inner = tree.map(lambda x, y: x.to(y.dtype), inner, like)
+    if isinstance(own, MastersState):
+        masters = tree.map(lambda p, m: None if m is None else p.float(), params, own.masters)
+        inner = MastersState(masters, inner)
+    elif isinstance(own, StochasticState):
+        inner = own._replace(inner=inner)
+    both = (clip, inner)
+    if isinstance(around, LossScaleState):
+        both = around._replace(inner_state=both)
+    return State(step, weights, both, fresh.key)
+
+
+def assert_same(got: State, want: State) -> None:
+    assert tree.paths(got) == tree.paths(want)
+    for path, a, b in zip(tree.paths(got), tree.leaves(got), tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype, path
+        assert torch.equal(a, b), path
+
+
+@pytest.mark.parametrize("after", POLICIES)
+def test_every_policy_goes_on_as_every_other(after, runs):
+    made = plan(config_of(after), Mesh())
+    for before, (path, state, loss) in runs.items():
+        got, words = restored(path, made, random.key(0), CPU, recast=True)
+        if before == after:
+            assert not words
+            assert_same(got, state)
+            continue
+        want = put_together(made.init(random.key(0)), *taken_apart(copied(state)))
+        assert_same(got, want)
+        said = "; ".join(words)
+        assert ("products" in said) == ("fp8-row" in (before, after))
+        assert ("masters made" in said) == (before in ("float32", "bf16-pure")
+                                            and after not in ("float32", "bf16-pure"))  # fmt: skip
+        assert ("loss scale" in said) == ("fp16" in (before, after))
+        assert ("optimizer's state from" in said) == ("bf16-pure" in (before, after))
+        if after != "fp16":  # slow on CPUs
+            _, metrics = made.step(got, batch_of())
+            bound = 1e-2 if "fp8-row" in (before, after) else 2e-3
+            assert float(metrics["loss"]) == pytest.approx(loss, rel=bound)
+    with pytest.raises(ValueError, match="--precision NAME beside --resume says so"):
+        restored(path if after != "fp8-row" else runs["bf16"][0], made, random.key(0), CPU)
+
+
+def test_float32_comes_back_as_it_was(runs, tmp_path):
+    path, state, _ = runs["float32"]
+    for name in ("bf16", "fp16"):
+        between, _ = restored(path, plan(config_of(name), Mesh()), random.key(0), CPU, recast=True)
+        path = tmp_path / name
+        checkpoint.save(path, between, {"step": 2})
+    back, words = restored(
+        path, plan(config_of("float32"), Mesh()), random.key(0), CPU, recast=True
+    )
+    assert_same(back, state)
+    assert "parameters from float16 to float32 by their masters" in words
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mesh": "dp=2,tp=2", "zero": 1},
+        pytest.param({"mesh": "fsdp=2"}, marks=pytest.mark.full),
+        {"mesh": "pp=2", "microbatches": 2},
+    ],
+    ids=lambda fields: fields["mesh"],
+)
+def test_each_rank_reads_its_part(fields, runs):
+    """Without communication: masters of parameters, and parameters of masters."""
+    for before, after in (("bf16-pure", "fp16"), ("fp8-row", "float32")):
+        path, *_ = runs[before]
+        whole, _ = restored(path, plan(config_of(after), Mesh()), random.key(0), CPU, recast=True)
+        config = config_of(after, **fields)
+        mesh = Mesh.parse(config.mesh)
+        rank = mesh.size - 1
+        groups = dict.fromkeys(mesh.axis_names)
+        last = plan(config, BoundMesh(mesh, rank, mesh.coordinate(rank), groups, "cpu"))
+        got, _ = restored(path, last, random.key(0), CPU, recast=True)
+        known = dict(zip(tree.paths(whole), tree.leaves(whole), strict=True))
+        specs = {leaf.path: leaf.spec for leaf in last.placement.leaves}
+        for name, leaf in zip(tree.paths(got), tree.leaves(got), strict=True):
+            want = shard(known[name], specs[name], mesh, mesh.coordinate(rank))
+            if mesh["pp"] > 1 and "blocks" in name:
+                want = want[len(want) // 2 :]
+            assert torch.equal(leaf, want), name
+            assert leaf.dtype == want.dtype
+
+
+def test_what_cannot_be_converted(runs, tmp_path):
+    path, state, _ = runs["bf16"]
+    eight = config_of("bf16")
+    eight = replace(eight, gpt=replace(eight.gpt, vocab_size=64, embed_dim=64), optimizer=replace(
+        eight.optimizer, mu_dtype="int8"))  # fmt: skip
+    made = plan(eight, Mesh())
+    checkpoint.save(tmp_path / "8", made.init(random.key(0)), {"step": 1})
+    plain = replace(eight, optimizer=replace(eight.optimizer, mu_dtype=""))
+    with pytest.raises(ValueError, match=r"mu/embed: got moments in 8 bits; wanted float32"):
+        restored(tmp_path / "8", plan(plain, Mesh()), random.key(0), CPU, recast=True)
+    checkpoint.save(tmp_path / "32", plan(plain, Mesh()).init(random.key(0)), {"step": 1})
+    with pytest.raises(ValueError, match=r"mu/embed: got float32; wanted moments in 8 bits"):
+        restored(tmp_path / "32", made, random.key(0), CPU, recast=True)
+    params = tree.map(lambda leaf: leaf.float() * 1e8, state.params)
+    wide = plan(config_of("float32"), Mesh()).init(random.key(0), params)
+    checkpoint.save(tmp_path / "wide", wide, {"step": 1})
+    half = plan(config_of("fp16"), Mesh())
+    with pytest.raises(ValueError, match="params/embed: got values that float16 has not"):
+        restored(tmp_path / "wide", half, random.key(0), CPU, recast=True)
+    sgd = replace(config_of("float32"), optimizer=OptimizerConfig("sgd"))
+    with pytest.raises(ValueError, match=r"opt_state/.*: got nothing; wanted a leaf"):
+        restored(path, plan(sgd, Mesh()), random.key(0), CPU, recast=True)
