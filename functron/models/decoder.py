@@ -9,9 +9,10 @@ parameters, and the per-rank program that `scan` runs.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +43,9 @@ from functron.pipeline.partition import Part
 from functron.spmd import CONTEXT_AXES, P
 from functron.spmd import collectives as lax
 from functron.spmd.spec import spec_axes
-from functron.transforms import Gather, policies, scan
+from functron.transforms import Gather, policies
 from functron.transforms import remat as rematerialise
+from functron.transforms.scan import scan_in_turn
 
 Rope = tuple[Tensor, Tensor]
 
@@ -222,10 +224,8 @@ class Layer:
     @property
     def products(self) -> nn.Products:
         """The functions that compute this layer's products."""
-        made, lead = self.options.products, self.options.stream
+        made, lead = _in_runs(self.options.products, self.options), self.options.stream
         given: dict[str, Any] = {}
-        if made is not nn.PRODUCTS and self.options.context.runs > 1:
-            given["runs"] = self.options.context.runs
         if made.draws:
             over = tuple(a for a in sequence_axes(lead) if a in CONTEXT_AXES)
             index = (self.sequence.rows, self.sequence.slots)
@@ -261,6 +261,14 @@ class Layer:
     def drop(self, x: Tensor, which: int) -> Tensor:
         """Dropout: 0 after attention, 1 after the feed-forward layer."""
         return dropout(self.config, self.sequence, self.options, x, self.keys[which])
+
+
+def _in_runs(products: nn.Products, options: ModelOptions) -> nn.Products:
+    """These products, told of how many runs of consecutive tokens a rank's are."""
+    runs = options.context.runs
+    if products is nn.PRODUCTS or runs == 1:
+        return products
+    return products._replace(linear=functools.partial(products.linear, runs=runs))
 
 
 def transformer_block(layer: Layer, weights: dict, x: Tensor) -> tuple[Tensor, Auxiliary | None]:
@@ -543,11 +551,16 @@ def stream(
         start, stop = max(part.layers.start, layers.start), min(part.layers.stop, layers.stop)
         if start >= stop:
             continue
-        layer = block(config, sequence, options, options.gather.at(name).rows())
-        layer = _measured(layer) if options.watch else layer
+        gather = options.gather.at(name).rows()
+        turns = []
+        for products, run in itertools.groupby(
+            range(start, stop), lambda at: options.products.of_layer(at, config.num_layers)
+        ):
+            layer = block(config, sequence, replace(options, products=products), gather)
+            turns.append((len(list(run)), _measured(layer) if options.watch else layer))
         own = {what: rows[start:stop] for what, rows in differing.items()}
         xs = (weights[name], None if keys is None else keys[start:stop], own)
-        x, new = scan(layer, x, xs)
+        x, new = scan_in_turn(turns, x, xs)
         if options.watch:
             new, rows = new
             squares = _placed(squares, rows, 1 + start, 1 + config.num_layers)
@@ -602,7 +615,8 @@ def logits(config: GPTConfig, weights: dict, x: Tensor, options: ModelOptions) -
         x = nn.gather_sequence(_scaled(config, x), options.stream)
         if options.context.order == "zigzag":
             x = context.to_contiguous(x, 1)
-        return _capped(config, nn.column_parallel(x, _unembedding(config, weights, options)))
+        own: Any = {"name": "unembed", "products": options.products.of_logits}
+        return _capped(config, nn.column_parallel(x, _unembedding(config, weights, options), **own))
 
 
 def loss(
@@ -632,6 +646,11 @@ def loss(
         got = f"{options.loss_chunk_tokens} with logit_cap"
         wanted = "0: capped logits are made at once"
         refuse("the loss of capped logits", "loss_chunk_tokens", got, wanted, "leave it out")
+    if options.products.logits and options.loss_chunk_tokens:
+        got = f"{options.loss_chunk_tokens} with products of logits"
+        wanted = "0: the chunked loss makes logits again in blocks of columns, by torch's products"
+        fix = "leave it out, or logits=low"
+        refuse("the loss of quantised logits", "loss_chunk_tokens", got, wanted, fix)
     with named_scope("norm"):
         normed = _last_norm(config, weights, x, options)
     with named_scope("unembed"):
@@ -643,7 +662,9 @@ def loss(
             x = nn.gather_sequence(_scaled(config, x), options.stream)
             if chunk := options.loss_chunk_tokens:
                 return nn.linear_cross_entropy(x, matrix, targets, chunk_tokens=chunk, **given)
-            out = _capped(config, nn.column_parallel(x, matrix))
+            products = _in_runs(options.products.of_logits, options)
+            out = nn.column_parallel(x, matrix, name="unembed", products=products)
+            out = _capped(config, out)
         with named_scope("loss"):
             return nn.cross_entropy(out, targets, **given)
 
@@ -726,6 +747,8 @@ def _predict_ahead(
     """
     assert sequence.targets is not None
     key = drawing_key(config, options, key)
+    after = options.products.of_layer(config.num_layers, config.num_layers)
+    inner = replace(options, products=after)
     gather, stacked = options.gather.at("mtp").rows(), weights["mtp"]
     rows = [tree.map(lambda w, k=k: w[k], stacked) for k in range(config.mtp_depth)]
     without = ("embed_norm", "stream_norm", "norm") if config.norm == "bare_layer" else ()
@@ -738,7 +761,7 @@ def _predict_ahead(
     def layer(depth: int, x: Tensor, tokens: Tensor, targets: Tensor) -> tuple:
         here = sequence._replace(tokens=tokens, targets=targets)
         own = None if key is None else random.fold_in(key, config.num_layers + 1 + depth)
-        return block(config, here, options, gather.at("block"))(x, (rows[depth]["block"], own, {}))
+        return block(config, here, inner, gather.at("block"))(x, (rows[depth]["block"], own, {}))
 
     losses, found = nn.multi_token(
         outer,

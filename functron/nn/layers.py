@@ -79,11 +79,27 @@ class Products(NamedTuple):
             `functron.ops.grouped_matmul` is, of experts that the axes `experts` divide.
         draws: whether `linear` draws numbers, and takes ``key``, of the layer; ``rows``, the spec
             of x's leading dims; and ``index``, their global positions.
+        first: so many of a model's first layers have torch's products instead,
+        last: and so many of its last ones.
+        logits: whether `linear` also computes the product that makes logits.
     """
 
     linear: Callable[..., Tensor] = _linear
     grouped: Callable[..., Tensor] = _grouped
     draws: bool = False
+    first: int = 0
+    last: int = 0
+    logits: bool = False
+
+    def of_layer(self, layer: int, num_layers: int) -> Products:
+        """Those of a layer, counted from 0; of what comes after all layers, those of the last."""
+        high = layer < self.first or (self.last > 0 and layer >= num_layers - self.last)
+        return PRODUCTS if high else self
+
+    @property
+    def of_logits(self) -> Products:
+        """Those of the product that makes logits."""
+        return self if self.logits else PRODUCTS
 
 
 PRODUCTS = Products()

@@ -144,7 +144,9 @@ class TrainConfig:
             otherwise these options as they are.
         products: how products of attention's projections, feed-forward layers and experts are
             quantised, as functron.precision.Recipe: a name such as fp8-block, or a line such as
-            "fprop=e4m3@row*e4m3@row dgrad=high wgrad=high"; empty: they are not.
+            "fprop=e4m3@row*e4m3@row dgrad=high wgrad=high", and which of a GPT's layers stay high,
+            such as "nvfp4 first=1 last=4" (nvfp4 alone: last=0.15 of them), or logits=low; empty:
+            they are not.
         remat: what backward computes again: none, full (all of a block but its input), selective
             (the core of attention) or dots (all but matrix products and attention).
         kernels: auto: functron's CUDA kernels compute what they can on a GPU; reference: torch's

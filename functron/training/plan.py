@@ -196,7 +196,8 @@ class Plan:
         recipe = config.recipe
         if recipe is not None:
             made = quantised(recipe, kernels=use(config.kernels))
-            settings["products"] = nn.Products(*made, draws=recipe.draws)
+            ends = recipe.high(config.gpt.num_layers)
+            settings["products"] = nn.Products(*made, recipe.draws, *ends, recipe.logits == "low")
         own: dict[str, Any] = {k: v for k, v in settings.items() if k in self.family.settings}
         return ModelOptions(self.stream, config.remat, gather, **own)
 
@@ -307,16 +308,22 @@ class Plan:
         return trace(mapped)(weights, x, batch, key).cost().hardware_flops
 
     def layer_flops(self) -> list[float]:
-        """`stage_flops` of every layer; of those with rows in the same stacks one is traced."""
+        """`stage_flops` of every layer; of those that are alike one is traced."""
         known: dict[tuple, float] = {}
         out = []
         for layer in range(self.config.gpt.num_layers):
             part = Part(range(layer, layer + 1))
-            kind = Partition((part,), (((0, 0),),), gpt.uses(self.config.gpt)).kind(0)
+            rows = Partition((part,), (((0, 0),),), gpt.uses(self.config.gpt)).kind(0)
+            kind = (rows, self.high(part))
             if kind not in known:
                 known[kind] = self.stage_flops(part)
             out.append(known[kind])
         return out
+
+    def high(self, part: Part) -> tuple[bool, ...]:
+        """Which layers of a part have torch's products, in their order."""
+        made, count = self.options.products, self.config.gpt.num_layers
+        return tuple(made.of_layer(at, count) is nn.PRODUCTS for at in part.layers)
 
     @cached_property
     def without_pipeline(self) -> Plan:
@@ -720,7 +727,7 @@ def pipeline_cost(plan: Plan) -> PipelineCost:
     known: dict[tuple, StageCost] = {}
     stages = []
     for number, part in enumerate(partition.layout):
-        kind = partition.kind(number)
+        kind = (partition.kind(number), plan.high(part))
         if kind not in known:
             known[kind] = _stage_cost(plan, number)
         found = known[kind]

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from functron import Mesh, gpt, random, tree
+from functron.models import generation
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
+from functron.pipeline.partition import Part
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, with_model, with_precision
 from functron.training.plan import plan
@@ -22,6 +24,7 @@ DENSE = gpt.GPTConfig(
 )  # fmt: skip
 MODELS = {
     "dense": DENSE,
+    "deep": replace(DENSE, num_layers=4),
     "shared keys": replace(DENSE, num_kv_heads=1, num_heads=2),  # which both ranks of tp have
     "fused": replace(DENSE, fused_projections=True),
     "experts": replace(
@@ -66,10 +69,10 @@ def alone():
 
 
 ROWS = [
-    ("dense", "fp8-tensor", "dp=2,tp=2", SPLIT),
+    ("dense", "fp8-tensor logits=low", "dp=2,tp=2", SPLIT),
     ("dense", "nvfp4", "cp=2", {}),
     ("dense", "mxfp8", "fsdp=2", {"remat": "full"}),
-    ("dense", "fp8-block", "pp=2,tp=2", {"schedule": "zb-h1"}),
+    ("dense", "fp8-block first=1", "pp=2,tp=2", {"schedule": "zb-h1"}),
     ("shared keys", "fp8-tensor", "tp=2", {}),
     ("fused", "nvfp4", "tp=2", SPLIT),  # columns of gate and up that a rank has are no run of all
     ("experts", "fp8-tensor", "ep=2,tp=2", {}),
@@ -78,6 +81,9 @@ ROWS = [
         pytest.param(*row, marks=pytest.mark.full)
         for row in (
             ("dense", "fp8-block", "tp=2", {}),
+            ("deep", "fp8-tensor first=1 last=1", "dp=2", {"zero": 2, "remat": "full"}),
+            ("deep", "fp8-row first=1 last=1", "pp=2", {"schedule": "zbv"}),
+            ("dense", "mxfp8 logits=low", "cp=2", {}),
             ("dense", "fp8-block", "cp=2", {"zigzag": False}),
             ("dense", "mxfp8", "cp=2", {}),
             ("dense", "nvfp4", "ulysses=2,cp=2", {}),
@@ -124,6 +130,24 @@ def test_every_product_of_a_layer_is_quantised_in_the_program():
     assert "scaled_matmul(" not in plain
 
 
+def test_layers_that_stay_high_have_torchs_products():
+    """The last of two layers, against both computed one by one with options of their own."""
+    low, made = (replace(CONFIG, gpt=DENSE, products=t) for t in ("fp8-row", "fp8-row last=1"))
+    options = [plan(one, Mesh()).options for one in (made, low, replace(low, products=""))]
+    tokens, weights = batch()["tokens"], plan(made, Mesh()).init(random.key(0)).params
+    got = gpt.forward(DENSE, weights, tokens, options[0])
+    x = None
+    for layer in range(2):
+        part = Part(range(layer, layer + 1), embed=layer == 0, loss=layer == 1)
+        row = tree.map(lambda w, layer=layer: w[layer : layer + 1], weights["blocks"])
+        own = {**weights, "blocks": row}
+        x = gpt.stage(DENSE, part, own, x, {"tokens": tokens}, options[1 + layer])
+    torch.testing.assert_close(got, x, rtol=0, atol=0)
+    lengths = torch.full((BATCH,), SEQ)
+    after, _ = generation.prefill(DENSE, weights, tokens, lengths, options[0], room=SEQ)
+    torch.testing.assert_close(after, got[:, -1], rtol=1e-12, atol=0)
+
+
 def test_what_no_recipe_can_do_is_refused_before_anything_starts():
     small = with_model(TrainConfig(), "llama3-tiny")
     latent = replace(small, gpt=MODELS["latent"], seq=SEQ)
@@ -138,6 +162,19 @@ def test_what_no_recipe_can_do_is_refused_before_anything_starts():
         (replace(latent, products="nvfp4"), "wanted a recipe that draws none"),
         (replace(small, products="fp8-tensor", lora_rank=4), "with lora_rank"),
         (replace(small, products="fp8-delayed"), "wanted scaling=global or local"),
+        (
+            replace(small, products="fp8-row first=1 last=0.5"),
+            "1 first and 1 last layers of 2 high",
+        ),
+        (
+            replace(small, products="fp8-row logits=low", loss_chunk_tokens=8),
+            "wanted all logits at once: chunks make them again",
+        ),
+        (replace(small, products="nvfp4 logits=low"), "wanted logits=high, or a recipe that draws"),
+        (
+            replace(CONFIG, gpt=DENSE, products="fp8-block logits=low"),
+            r"unembed, outputs \(fprop\): got 32",
+        ),
         (replace(small, products="fp9"), "products: got 'fp9'; wanted a recipe"),
     ):
         with pytest.raises(ValueError, match=message):
