@@ -48,7 +48,7 @@ from functron.pipeline.registry import NAMES, make
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.timeline import Costs, Timeline
 from functron.pipeline.work import Call, Stage, are_floats, floats, seeds, trace_stage, with_floats
-from functron.precision import quantised
+from functron.precision import encoder, quantised
 from functron.program.cost import bytes_text, count_text
 from functron.program.program import Program
 from functron.program.text import aligned
@@ -184,6 +184,7 @@ class Plan:
             gather = Gather(
                 self.whole_specs,
                 regather=config.gather == "use",
+                compute_dtype=torch.bfloat16 if config.gather_as == "bfloat16" else None,
                 reduce_dtype=torch_dtype(config.optimizer.reduce_dtype),
             )
         settings = {
@@ -509,7 +510,11 @@ class Plan:
 
     def _common(self) -> dict[str, Any]:
         """The arguments that both kinds of gradients have."""
+        config, encode = self.config, None
+        if config.recipe is not None and config.gather_as == "quantised":
+            encode = encoder(config.recipe, self.defs, kernels=use(config.kernels))
         return {
+            "encode": encode,
             "trainable": self.trained(self.defs),
             "reduce_dtype": torch_dtype(self.config.optimizer.reduce_dtype),
             "hoist": self.config.gather == "step",
