@@ -102,7 +102,7 @@ def product(
 
     Its x is ``[..., tokens, inputs]`` and w ``[inputs, outputs]`` of one dtype, this rank's parts;
     its result has that dtype, and is summed in float32 (of float64, in float64). w may be an
-    `Encoded` whose ``like`` is that matrix, or zeros in its place. Collectives: see
+    `Encoded` whose ``like`` is that matrix, or has its shape. Collectives: see
     the module; none with ``scaling=local`` and no `partial`.
 
     Args:

@@ -95,6 +95,8 @@ def validate(config: TrainConfig, *, processes: int | None = None) -> None:
         fits = _try(lambda: plan.rules, messages) is not None and not messages
         if fits and config.products and not precision:
             _try(plan.layer_flops, messages)  # whether blocks divide what each rank has
+        if fits and not precision:
+            _try(lambda: plan.encode, messages)
     if config.ramp_up and config.global_batch >= 1:
         ramp = _try(lambda: config.batches, messages)
         problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)

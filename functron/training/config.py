@@ -306,6 +306,7 @@ class TrainConfig:
             moments.get("nu_dtype", ""),
             own.loss_scale.initial,
             self.products,
+            self.gather_as,
         )
 
     @property
@@ -402,6 +403,7 @@ def with_precision(config: TrainConfig, name: str) -> TrainConfig:
     )
     model = dataclasses.replace(config.architecture, dtype=policy.params)
     own: dict[str, Any] = {config.family.name: model, "products": policy.products}
+    own["gather_as"] = policy.gather_as
     return dataclasses.replace(config, precision=name, optimizer=optimizer, **own)
 
 

@@ -142,7 +142,7 @@ class Encoded(NamedTuple):
     parameters, and without a derivative. `functron.precision.encoder` makes them.
 
     Attributes:
-        like: the parameter, which the gradient is of; gathered, it is zeros that take no memory.
+        like: the parameter, which the gradient is of; gathered, it is NaN that takes no memory.
             None: it is elsewhere (`attached`).
         both: codes with a row for each row or block of rows of the matrix ``[inputs, outputs]``,
             and columns likewise.
@@ -409,14 +409,14 @@ class _Gathering:
 
 
 def _all_gather(x: torch.Tensor, axes: Sequence[Axis], dtypes: Dtypes, sent: bool) -> torch.Tensor:
-    """[...] -> [n, ...] over one or several axes, the minor ones first; or zeros, unsent."""
+    """[...] -> [n, ...] over one or several axes, the minor ones first; or unsent."""
     shape = x.shape
     for position, axis in enumerate(reversed(axes)):
         last = position + 1 == len(axes)
         # between two axes the values must carry cotangents as precisely as they are added
         here = Dtypes(x.dtype, dtypes.sent, dtypes.result if last else dtypes.summed, dtypes.summed)
         alike = here.operand == here.sent == here.result == here.summed
-        if not sent:
+        if not sent:  # its numbers are not to be read
             x = GatherUnsent.call(x, axis, dtypes=here)
         else:
             x = AllGather.call(x, axis) if alike else AllGatherAs.call(x, axis, dtypes=here)
