@@ -45,6 +45,7 @@ from functron.spmd import collectives as lax
 from functron.spmd.spec import spec_axes
 from functron.transforms import Gather, policies
 from functron.transforms import remat as rematerialise
+from functron.transforms.fsdp import plain
 from functron.transforms.scan import scan_in_turn
 
 Rope = tuple[Tensor, Tensor]
@@ -318,7 +319,9 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
     gathered = gather.around(remade)
 
     def step(x: Tensor, row: tuple) -> tuple[Tensor, Auxiliary | None]:
-        return gathered(row[0], x, *row[1:])
+        # torch's products read no codes
+        weights = plain(row[0]) if options.products is nn.PRODUCTS else row[0]
+        return gathered(weights, x, *row[1:])
 
     return step
 

@@ -265,6 +265,7 @@ def attention_defs(
             bias_axes=axes,
             dtype=dtype,
             pieces=pieces,
+            matrix=(1, len(shape)),
         )
 
     group = config.num_heads // config.num_kv_heads
@@ -286,6 +287,7 @@ def attention_defs(
             bias=(config.embed_dim,) if config.out_bias else None,
             bias_axes=("embed",),
             dtype=dtype,
+            matrix=(2, 1),
         ),
     }
     if config.gate:

@@ -224,12 +224,14 @@ def linear_defs(
     bias_axes: tuple[str | None, ...] = (),
     dtype,
     pieces: tuple[tuple[str, int], ...] = (),
+    matrix: tuple[int, ...] = (),
 ) -> dict[str, ParamDef]:
     """Defs ``{"w", "b"}`` of a linear layer; without `bias` (its shape) there is no ``"b"``.
 
-    With `pieces` it is several that are joined; see `ParamDef`.
+    With `pieces` it is several that are joined; with `matrix` `Products` computes it. See
+    `ParamDef`.
     """
-    defs = {"w": ParamDef(shape, axes, Normal(stddev), dtype, pieces=pieces)}
+    defs = {"w": ParamDef(shape, axes, Normal(stddev), dtype, pieces=pieces, matrix=matrix)}
     if bias is not None:
         defs["b"] = ParamDef(bias, bias_axes, zeros, dtype, decay=False, pieces=pieces)
     return defs
@@ -392,6 +394,7 @@ def mlp_defs(
             bias_axes=(*apart, "mlp"),
             dtype=dtype,
             pieces=pieces,
+            matrix=(1, 1 + len(joined)),
         )
 
     down = {
@@ -402,6 +405,7 @@ def mlp_defs(
             bias=(embed_dim,) if bias else None,
             bias_axes=("embed",),
             dtype=dtype,
+            matrix=(1, 1),
         )
     }
     if gated and fused:

@@ -141,12 +141,13 @@ def mla_defs(config: MLAConfig, *, stddev: float, out_stddev: float, dtype: torc
         bias = (width,) if c.bias else None
         axes = ("embed", None)
         return linear_defs(
-            (c.embed_dim, width), axes, stddev=stddev, bias=bias, bias_axes=(None,), dtype=dtype
-        )
+            (c.embed_dim, width), axes, stddev=stddev, bias=bias, bias_axes=(None,), dtype=dtype,
+            matrix=(1, 1),
+        )  # fmt: skip
 
     def up(width: int, axis: str, head_dim: int) -> dict:
         shape, axes = (width, c.num_heads, head_dim), (axis, "heads", None)
-        return linear_defs(shape, axes, stddev=stddev, dtype=dtype)
+        return linear_defs(shape, axes, stddev=stddev, dtype=dtype, matrix=(1, 2))
 
     defs = {
         "kv_down": down(c.kv_rank + c.rope_head_dim),
@@ -159,6 +160,7 @@ def mla_defs(config: MLAConfig, *, stddev: float, out_stddev: float, dtype: torc
             bias=(c.embed_dim,) if c.bias else None,
             bias_axes=("embed",),
             dtype=dtype,
+            matrix=(2, 1),
         ),
     }
     if not c.q_rank:

@@ -136,6 +136,12 @@ class Format:
         return ELEMENTS[self.element]
 
     @property
+    def scale_dtype(self) -> torch.dtype:
+        """That of `Quantised.scales`."""
+        own = {"1x32": E8M0, **dict.fromkeys(_TWO_LEVELS, E4M3)}
+        return own.get(self.blocks, torch.float32)
+
+    @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of a block; (1, 1) where the tensor or the row shares a scale."""
         return _SQUARES.get(self.blocks, (1, 1))
@@ -627,6 +633,25 @@ def dequantise(x: Quantised) -> torch.Tensor:
     scales = scales.repeat_interleave(rows, -2) if rows > 1 else scales
     scales = scales.repeat_interleave(cols, -1) if cols > 1 else scales
     return values.float() * scales[..., : values.shape[-2], : values.shape[-1]]
+
+
+def turned(x: Quantised) -> Quantised:
+    """The transpose of matrices that have a scale each, or for squares: as it would be quantised.
+
+    In memory of its own, as products read it.
+
+    Raises:
+        ValueError: blocks that are no squares.
+    """
+    if x.blocks == "row" or x.block[0] != x.block[1]:
+        fix = "quantise the transpose"
+        refuse("turned", "blocks", x.blocks, "tensor, or squares", fix)
+    values = x.values.view(torch.uint8)
+    if x.values.dtype == E2M1:
+        pairs = torch.stack([values & 0xF, values >> 4], -1).flatten(-2).mT
+        low, high = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+        values = (low | high << 4).mT
+    return x._replace(values=values.mT.contiguous().view(x.values.dtype), scales=x.scales.mT)
 
 
 _NUMBERS_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -8,6 +8,7 @@ in place of ``x @ w``, and `grouped_product` that of a layer's experts.
 from functron.precision.policy import POLICIES, Policy
 from functron.precision.product import grouped_product, history_def, product, quantised
 from functron.precision.recipe import RECIPES, Contraction, Recipe
+from functron.precision.weights import encoder
 
 __all__ = [
     "POLICIES",
@@ -15,6 +16,7 @@ __all__ = [
     "Contraction",
     "Policy",
     "Recipe",
+    "encoder",
     "grouped_product",
     "history_def",
     "product",

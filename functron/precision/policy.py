@@ -43,6 +43,9 @@ class Policy:
         nu: of the mean of their squares, likewise.
         loss_scale: the first factor of the loss, which then follows overflows; 0: none.
         products: the `Recipe` of quantised products, as text; empty: none are quantised.
+        gather_as: as what fully sharded parameters are sent: empty: as they are; "bfloat16": in
+            that dtype, in which is computed, of those in float32; "quantised": the weights of
+            quantised products as codes, made once per step (`functron.precision.encoder`).
     """
 
     params: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
@@ -53,6 +56,7 @@ class Policy:
     nu: Literal["", "float32", "bfloat16", "int8"] = ""
     loss_scale: float = 0.0
     products: str = ""
+    gather_as: Literal["", "bfloat16", "quantised"] = ""
 
     def __str__(self) -> str:
         low = self.params in ("bfloat16", "float16")
@@ -73,6 +77,10 @@ class Policy:
             parts.append(f"loss times {self.loss_scale:g} at first")
         if self.products:
             parts.append(f"products {Recipe.parse(self.products)}")
+        if self.gather_as == "bfloat16":
+            parts.append("parameters gathered, and computed with, as bfloat16")
+        if self.gather_as == "quantised":
+            parts.append("weights quantised once per step, and gathered so")
         return "; ".join(parts)
 
 

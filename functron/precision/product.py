@@ -32,6 +32,9 @@ the mesh. With ``scaling=delayed`` they are those of the steps before: the funct
 operand, a float32 ``[3, 256]`` of histories for x, w and dy (`history_def`), and what it saw comes
 back as that operand's cotangent, as histograms whose sum over ranks, microbatches and layers the
 update of the step reads (`functron.ops.quantise.remember`; see there). Nothing else is sent.
+
+Where w is an `Encoded`, as `functron.precision.encoder` makes it once per step, its codes are read
+in forward and backward; it is quantised in neither, and its magnitude is not sent.
 """
 
 from __future__ import annotations
@@ -68,10 +71,12 @@ from functron.ops.scaled_matmul import (
 )
 from functron.params import ParamDef, zeros
 from functron.precision.recipe import Contraction, Recipe, Scaling, check_sizes
+from functron.precision.weights import Codes, agreed
 from functron.spmd import collectives as lax
 from functron.spmd.axes import SimulatedAxis, scope
 from functron.spmd.spec import P, dim_axes, spec_axes
 from functron.transforms.custom_vjp import custom_vjp
+from functron.transforms.fsdp import Encoded
 
 Axes = str | tuple[str, ...]
 Product = Callable[..., Tensor]
@@ -96,7 +101,8 @@ def product(
     """The function ``(x, w) -> x w`` whose three products are quantised by `recipe`.
 
     Its x is ``[..., tokens, inputs]`` and w ``[inputs, outputs]`` of one dtype, this rank's parts;
-    its result has that dtype, and is summed in float32 (of float64, in float64). Collectives: see
+    its result has that dtype, and is summed in float32 (of float64, in float64). w may be an
+    `Encoded` whose ``like`` is that matrix, or has its shape. Collectives: see
     the module; none with ``scaling=local`` and no `partial`.
 
     Args:
@@ -128,27 +134,29 @@ def product(
     emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
     layer = _Layer(recipe, split, runs, path, emulate)
 
-    def value(x: Tensor, w: Tensor, history: Tensor | None, places: tuple) -> Tensor:
-        return layer.forward(x, w, _known(history), places)[0]
+    def value(
+        x: Tensor, w: Tensor, codes: Codes | None, history: Tensor | None, places: tuple
+    ) -> Tensor:
+        return layer.forward(x, w, codes, _known(history), places)[0]
 
     def forward(
-        x: Tensor, w: Tensor, history: Tensor | None, places: tuple
+        x: Tensor, w: Tensor, codes: Codes | None, history: Tensor | None, places: tuple
     ) -> tuple[Tensor, tuple]:
-        layer.check(x, w)
-        y, known = layer.forward(x, w, _known(history), places)
-        return y, (x, w, places, known)
+        layer.check(x, w, codes)
+        y, known = layer.forward(x, w, codes, _known(history), places)
+        return y, (x, w, codes, places, known)
 
     def backward(residuals: tuple, dy: Tensor) -> tuple:
-        x, w, places, known = residuals
-        dx, dw, seen = layer.backward(x, w, places, known, dy)
-        return dx, dw, seen, None
+        dx, dw, seen = layer.backward(*residuals, dy)
+        return dx, dw, None, seen, None
 
     call = custom_vjp(value, forward, backward)
 
-    def multiply(x: Tensor, w: Tensor, history: Tensor | None = None) -> Tensor:
+    def multiply(x: Tensor, w: Tensor | Encoded, history: Tensor | None = None) -> Tensor:
         check_sizes(recipe, tuple(x.shape), (w.shape[0], w.shape[1]), path=path, backward=False)
         _check_history(recipe, history, path)
-        return call(x, w, history, (key, None if index is None else tuple(index)))
+        like, codes = _apart(w)
+        return call(x, like, codes, history, (key, None if index is None else tuple(index)))
 
     return multiply
 
@@ -181,6 +189,11 @@ def _check_history(recipe: Recipe, history: Tensor | None, path: str) -> None:
         known = "None" if wanted is None else f"float32 of shape {wanted}"
         fix = "give a third operand, as history_def says, to recipes with scaling=delayed alone"
         refuse(f"a quantised product of {path}", "history", what, known, fix)
+
+
+def _apart(w: Tensor | Encoded) -> tuple[Tensor, Codes | None]:
+    """What the gradient is of, and codes."""
+    return (w.like, Codes(*w[1:])) if isinstance(w, Encoded) else (w, None)
 
 
 def _named(axes: Axes) -> tuple[str, ...]:
@@ -222,6 +235,7 @@ class _Operand(NamedTuple):
         mixed: it is multiplied by a Hadamard matrix.
         summed: the axes that split what is summed.
         draw: the bits of stochastic rounding.
+        made: it, quantised before; None: it is to be.
     """
 
     number: int
@@ -231,6 +245,7 @@ class _Operand(NamedTuple):
     mixed: bool
     summed: tuple[str, ...]
     draw: Draw | None
+    made: Quantised | None = None
 
     @property
     def key(self) -> str:
@@ -246,20 +261,6 @@ def _known(history: Tensor | None) -> dict[str, Tensor]:
     return {} if history is None else dict(zip(_REMEMBERED, remembered(history), strict=True))
 
 
-def agreed(parts: Sequence[tuple[Tensor, tuple[str, ...]]], scaling: Scaling) -> list[Tensor]:
-    """The maxima of magnitudes over the ranks of their axes: one pmax for all with the same."""
-    found = [value for value, _ in parts]
-    for axes in dict.fromkeys(axes for _, axes in parts) if scaling == "global" else ():
-        if lax.axis_size(axes) == 1:
-            continue
-        at = [i for i, (_, own) in enumerate(parts) if own == axes]
-        flat = torch.cat([found[i].reshape(-1) for i in at])
-        whole = lax.pmax(flat, axes).split([found[i].numel() for i in at])
-        for i, part in zip(at, whole, strict=True):
-            found[i] = part.reshape(found[i].shape)
-    return found
-
-
 def maxima(
     operands: Sequence[_Operand],
     known: Mapping[str, Tensor],
@@ -273,7 +274,7 @@ def maxima(
     found: dict[str, Tensor] = {}
     parts: list[tuple[Tensor, tuple[str, ...]]] = []
     for operand in operands:
-        if operand.key in known or operand.key in found:
+        if operand.made is not None or operand.key in known or operand.key in found:
             continue
         most = magnitude(operand.matrix, operand.format)
         if most is not None:
@@ -293,14 +294,15 @@ class _Layer(NamedTuple):
     path: str
     emulate: bool
 
-    def check(self, x: Tensor, w: Tensor) -> None:
+    def check(self, x: Tensor, w: Tensor, codes: Codes | None) -> None:
         """Refuse what cannot be differentiated: sizes, and cotangents that are parts of sums."""
         sizes = (w.shape[0], w.shape[1])
         check_sizes(self.recipe, tuple(x.shape), sizes, path=self.path, runs=self.runs)
         if self.recipe.dgrad is None and self.recipe.wgrad is None:
             return
+        numbers = w if codes is None else codes.both[0]
         for name, axis in scope().axes.items():
-            varies = not isinstance(axis, SimulatedAxis) or axis.varies(x) or axis.varies(w)
+            varies = not isinstance(axis, SimulatedAxis) or axis.varies(x) or axis.varies(numbers)
             if not varies and name not in self.split.partial:
                 refuse(
                     f"a quantised product of {self.path}",
@@ -312,7 +314,12 @@ class _Layer(NamedTuple):
                 )
 
     def forward(
-        self, x: Tensor, w: Tensor, known: dict[str, Tensor], places: tuple
+        self,
+        x: Tensor,
+        w: Tensor,
+        codes: Codes | None,
+        known: dict[str, Tensor],
+        places: tuple,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The result, and the magnitudes of whole tensors that are known by then."""
         part = self.recipe.fprop
@@ -320,14 +327,20 @@ class _Layer(NamedTuple):
             return x @ w, known
         where = _Places(self.split, x.shape, w.shape, places, x.device)
         sides = ("x", x.flatten(0, -2)), ("w", w.mT)
-        pair = self._pair(0, part, *sides, self.split.inner, where)
+        pair = self._pair(0, part, *sides, self.split.inner, where, codes)
         known = maxima(pair, known, self.split.everywhere(), self.recipe.scaling)
         y = self._multiplied(pair, known, x.dtype)
         kept = {name: value for name, value in known.items() if name in _REMEMBERED}
         return y.unflatten(0, x.shape[:-1]), kept
 
     def backward(
-        self, x: Tensor, w: Tensor, places: tuple, known: dict[str, Tensor], dy: Tensor
+        self,
+        x: Tensor,
+        w: Tensor,
+        codes: Codes | None,
+        places: tuple,
+        known: dict[str, Tensor],
+        dy: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """This rank's shares of the cotangents of x and w, and histograms of what was seen."""
         split, recipe = self.split, self.recipe
@@ -337,7 +350,7 @@ class _Layer(NamedTuple):
         where = _Places(split, x.shape, w.shape, places, x.device)
         for_x, for_w = (), ()
         if recipe.dgrad is not None:
-            for_x = self._pair(1, recipe.dgrad, ("dy", d), ("w", w), split.outer, where)
+            for_x = self._pair(1, recipe.dgrad, ("dy", d), ("w", w), split.outer, where, codes)
         if recipe.wgrad is not None:
             tokens = split.tokens()
             for_w = self._pair(2, recipe.wgrad, ("x", flat.mT), ("dy", d.mT), tokens, where)
@@ -358,6 +371,8 @@ class _Layer(NamedTuple):
         self, pair: Sequence[_Operand], known: Mapping[str, Tensor], dtype: torch.dtype
     ) -> Tensor:
         def made(one: _Operand) -> Quantised:
+            if one.made is not None:
+                return one.made
             most = known[one.key] if one.format.shared else None
             return quantise(one.matrix, one.format, most, one.draw, emulate=self.emulate)
 
@@ -372,6 +387,7 @@ class _Layer(NamedTuple):
         right: tuple[str, Tensor],
         summed: tuple[str, ...],
         where: _Places,
+        codes: Codes | None = None,
     ) -> tuple[_Operand, _Operand]:
         """The operands of a product, mixed where it says so."""
         sides = zip((left, right), (part.left, part.right), strict=True)
@@ -383,6 +399,8 @@ class _Layer(NamedTuple):
             if form.stochastic:
                 draw = where.draw(number, side, name)
             made.append(_Operand(number, name, matrix, form, part.hadamard, summed, draw))
+        if codes is not None:
+            made[1] = made[1]._replace(made=codes.read(self.recipe)[number])
         return made[0], made[1]
 
 
@@ -508,21 +526,22 @@ def grouped_product(
     layer = _Experts(recipe, split, emulate)
 
     def multiply(
-        x: Tensor, w: Tensor, sizes: Tensor, zeros: bool = True, zeros_back: bool = True
+        x: Tensor, w: Tensor | Encoded, sizes: Tensor, zeros: bool = True, zeros_back: bool = True
     ) -> Tensor:
         check_sizes(recipe, tuple(x.shape), (w.shape[1], w.shape[2]), path=path)
 
-        def value(x: Tensor, w: Tensor, sizes: Tensor) -> Tensor:
-            return layer.forward(x, w, sizes, zeros)
+        def value(x: Tensor, w: Tensor, codes: Codes | None, sizes: Tensor) -> Tensor:
+            return layer.forward(x, w, codes, sizes, zeros)
 
-        def forward(x: Tensor, w: Tensor, sizes: Tensor) -> tuple[Tensor, tuple]:
-            return layer.forward(x, w, sizes, zeros), (x, w, sizes)
+        def forward(
+            x: Tensor, w: Tensor, codes: Codes | None, sizes: Tensor
+        ) -> tuple[Tensor, tuple]:
+            return layer.forward(x, w, codes, sizes, zeros), (x, w, codes, sizes)
 
         def backward(residuals: tuple, dy: Tensor) -> tuple:
-            x, w, sizes = residuals
-            return (*layer.backward(x, w, sizes, dy, zeros_back), None)
+            return (*layer.backward(*residuals, dy, zeros_back), None, None)
 
-        return custom_vjp(value, forward, backward)(x, w, sizes)
+        return custom_vjp(value, forward, backward)(x, *_apart(w), sizes)
 
     return multiply
 
@@ -541,21 +560,31 @@ class _Experts(NamedTuple):
     split: _Split
     emulate: bool
 
-    def forward(self, x: Tensor, w: Tensor, sizes: Tensor, zeros: bool) -> Tensor:
+    def forward(
+        self, x: Tensor, w: Tensor, codes: Codes | None, sizes: Tensor, zeros: bool
+    ) -> Tensor:
         """The rows' products."""
         if self.recipe.fprop is None:
             return grouped_matmul(x, w, sizes, zeros)
-        return self._rows(x, w.mT, sizes, self.recipe.fprop, self.split.inner, zeros)
+        made = None if codes is None else codes.read(self.recipe)[0]
+        return self._rows(x, w.mT, made, sizes, self.recipe.fprop, self.split.inner, zeros)
 
     def backward(
-        self, x: Tensor, w: Tensor, sizes: Tensor, dy: Tensor, zeros_back: bool
+        self,
+        x: Tensor,
+        w: Tensor,
+        codes: Codes | None,
+        sizes: Tensor,
+        dy: Tensor,
+        zeros_back: bool,
     ) -> tuple[Tensor, Tensor]:
         """The cotangents of x and w."""
         recipe = self.recipe
         if recipe.dgrad is None:
             dx = grouped_matmul(dy, w.mT, sizes, zeros_back)
         else:
-            dx = self._rows(dy, w, sizes, recipe.dgrad, self.split.outer, zeros_back)
+            made = None if codes is None else codes.read(recipe)[1]
+            dx = self._rows(dy, w, made, sizes, recipe.dgrad, self.split.outer, zeros_back)
         if recipe.wgrad is None:
             return dx, grouped_matmul_weight(x, dy, sizes, len(w))
         groups = _groups(x, sizes)
@@ -581,22 +610,23 @@ class _Experts(NamedTuple):
         self,
         rows: Tensor,
         w: Tensor,
+        made: Quantised | None,
         sizes: Tensor,
         part: Contraction,
         summed: tuple[str, ...],
         zeros: bool,
     ) -> Tensor:
-        """Rows times their expert's w, ``[experts, outputs, summed]``."""
+        """Rows times their expert's w, ``[experts, outputs, summed]``, or times what it is made."""
         groups = _groups(rows, sizes)
         left = _of_groups(rows, part.left, groups, len(w))
-        right = magnitude(w, part.right)
+        right = magnitude(w, part.right) if made is None else None
         amax, of_w = self._shared([(left, part.left), (right, part.right)], summed)
         if amax is not None and part.left.shared == "tensor":
             amax = amax.index_select(0, groups).reshape(-1)
         elif amax is not None:
             amax = amax.unsqueeze(1)
         a = quantise(rows.unsqueeze(1), part.left, amax, emulate=self.emulate)
-        b = quantise(w, part.right, of_w, emulate=self.emulate)
+        b = made or quantise(w, part.right, of_w, emulate=self.emulate)
         return scaled_grouped_matmul(a, b, sizes, rows.dtype, zeros=zeros, emulate=self.emulate)
 
     def _shared(

@@ -300,6 +300,38 @@ class AllGatherAs(AllGather):
         return total.to(call.dtypes.operand)
 
 
+class GatherUnsent(AllGatherAs):
+    """[...] -> [n, ...]: NaN, one in memory and none sent; the transpose is `AllGatherAs`'s.
+
+    Of a parameter whose numbers reach the ranks in another form: what its cotangent belongs to. It
+    is NaN lest anybody reads it.
+    """
+
+    @classmethod
+    def forward(cls, x, token, call):
+        if isinstance(call.axis, SimulatedAxis):
+            return super().forward(x, token, call)  # refuses
+        return _nan(x, call).expand(call.axis.size, *x.shape)
+
+    @staticmethod
+    def across(x, call):
+        return _nan(x[0], call).expand(x.shape), None
+
+    @staticmethod
+    def replicated(x, size, call):
+        return _nan(x, call).expand(size, *x.shape), None
+
+    @classmethod
+    def jvp(cls, ctx, *tangents):
+        raise ValueError("forward-mode differentiation (jvp, jacfwd) of parameters sent as codes")
+
+
+def _nan(x: torch.Tensor, call: Call) -> torch.Tensor:
+    """A 0-dim NaN that varies over the axes, of other vmap levels, that x does."""
+    assert call.dtypes is not None
+    return torch.full_like(x[(0,) * x.dim()], torch.nan, dtype=call.dtypes.result)
+
+
 class PsumScatter(_Primitive):
     """[n, ...] -> [...]: rank r keeps row r of the sum over ranks. Transpose: AllGather."""
 

@@ -101,6 +101,8 @@ def validate(config: TrainConfig, *, processes: int | None = None, recast: bool 
             _try(plan.layer_flops, messages)
             if plan.options.products.logits:
                 _try(lambda: plan.stage_flops(Part(range(0), loss=True)), messages)
+        if fits and not precision:
+            _try(lambda: plan.encode, messages)
     if config.ramp_up and config.global_batch >= 1:
         ramp = _try(lambda: config.batches, messages)
         problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)

@@ -132,6 +132,10 @@ class TrainConfig:
         gather: when parameters that are so divided are gathered: use: by every block, and again in
             backward; keep: by every block, until backward; step: all at once, before the
             microbatches.
+        gather_as: as what they are sent: empty: in their own dtype; bfloat16: rounded to it, and
+            computed in it, where shards are in float32; quantised: as the codes of quantised
+            products, made once per step, which microbatches and backward read again; of fp8-tensor
+            and fp8-block these are half of bfloat16's bytes, and the same numbers.
         lora_rank: of low-rank additions to frozen matrices (LoRA), which alone are trained then; 0:
             train all parameters.
         lora_alpha: they are multiplied by lora_alpha / lora_rank.
@@ -221,6 +225,7 @@ class TrainConfig:
     vocab_over_pp: bool = False
     zero: Literal[0, 1, 2, 3] = 0
     gather: Literal["use", "keep", "step"] = "use"
+    gather_as: Literal["", "bfloat16", "quantised"] = ""
     lora_rank: int = 0
     lora_alpha: float = LoRA.alpha
     lora_targets: str = ",".join(LoRA.targets)
@@ -303,6 +308,7 @@ class TrainConfig:
             moments.get("nu_dtype", ""),
             own.loss_scale.initial,
             self.products,
+            self.gather_as,
         )
 
     @property
@@ -340,7 +346,7 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "microbatches", "schedule", "chunks", "layout", "vocab_over_pp", "zero", "gather",
     ),
     "precision": (
-        "precision", "products", *(f"{family}.dtype" for family in TRAINED),
+        "precision", "products", "gather_as", *(f"{family}.dtype" for family in TRAINED),
         "optimizer.fp32_masters",
         "optimizer.stochastic_rounding", "optimizer.mu_dtype", "optimizer.nu_dtype",
         "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.loss_scale",
@@ -399,6 +405,7 @@ def with_precision(config: TrainConfig, name: str) -> TrainConfig:
     )
     model = dataclasses.replace(config.architecture, dtype=policy.params)
     own: dict[str, Any] = {config.family.name: model, "products": policy.products}
+    own["gather_as"] = policy.gather_as
     return dataclasses.replace(config, precision=name, optimizer=optimizer, **own)
 
 

@@ -48,7 +48,8 @@ from functron.pipeline.registry import NAMES, make
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.timeline import Costs, Timeline
 from functron.pipeline.work import Call, Stage, are_floats, floats, seeds, trace_stage, with_floats
-from functron.precision import quantised
+from functron.precision import encoder, quantised
+from functron.precision.weights import problems_of
 from functron.program.cost import bytes_text, count_text
 from functron.program.program import Program
 from functron.program.text import aligned
@@ -184,6 +185,7 @@ class Plan:
             gather = Gather(
                 self.whole_specs,
                 regather=config.gather == "use",
+                compute_dtype=torch.bfloat16 if config.gather_as == "bfloat16" else None,
                 reduce_dtype=torch_dtype(config.optimizer.reduce_dtype),
             )
         settings = {
@@ -200,6 +202,27 @@ class Plan:
             settings["products"] = nn.Products(*made, recipe.draws, *ends, recipe.logits == "low")
         own: dict[str, Any] = {k: v for k, v in settings.items() if k in self.family.settings}
         return ModelOptions(self.stream, config.remat, gather, **own)
+
+    @cached_property
+    def encode(self) -> Callable | None:
+        """The function that makes codes of weights once per step; None: products make them.
+
+        Raises:
+            ValueError: weights of this recipe, or as they are split, cannot be read in codes.
+        """
+        config = self.config
+        title, fix = "parameters cannot be gathered like this", "leave it out"
+        if config.gather_as == "quantised":
+            if config.recipe is None:
+                fix = "add --precision fp8-tensor, or leave it out"
+                refuse(title, "gather_as", "quantised", "it with a recipe of products", fix)
+            wrong = problems_of(config.recipe, self.whole_defs, self.whole_specs, self.mesh)
+            found = [replace(one, path=f"gather_as=quantised, {one.path}") for one in wrong]
+            raise_problems(title, found)
+            return encoder(config.recipe, self.defs, kernels=use(config.kernels))
+        if config.gather_as == "bfloat16":
+            raise_problems(title, _bfloat16_problems(config))
+        return None
 
     @property
     def batch_specs(self) -> dict[str, P]:
@@ -517,6 +540,7 @@ class Plan:
     def _common(self) -> dict[str, Any]:
         """The arguments that both kinds of gradients have."""
         return {
+            "encode": self.encode,
             "trainable": self.trained(self.defs),
             "reduce_dtype": torch_dtype(self.config.optimizer.reduce_dtype),
             "hoist": self.config.gather == "step",
@@ -580,6 +604,26 @@ class Plan:
             batch |= {"positions": tokens, "segments": tokens}
         state = self.init(random.key(config.seed).to("meta"))
         return trace(self.step, donate=0)(state, batch)
+
+
+def _bfloat16_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Problems of float32 parameters that are computed with in bfloat16."""
+    path, got, moe = "gather_as", "bfloat16", config.gpt.moe
+    if config.family.name != "gpt":
+        fix = "leave it out, or store them in bfloat16: --precision bf16"
+        yield Problem(path, f"{got} with {config.family.title}", "a GPT", fix)
+        return
+    if config.gpt.dtype != "float32":
+        fix = "leave it out: they are sent, and computed with, as they are"
+        yield Problem(path, f"{got} of {config.gpt.dtype}", "parameters in float32", fix)
+    if config.gather == "step":
+        fix = "take --gather use or keep"
+        yield Problem(path, f"{got} with gather=step", "parameters gathered where used", fix)
+    if config.lora_rank:
+        yield Problem(path, f"{got} with lora_rank", "all parameters to train", "leave it out")
+    if moe is not None and moe.balance_bias:
+        wanted = "nothing that counts tokens, as gpt.moe.balance_bias does: it stops at 256"
+        yield Problem(path, got, wanted, "store parameters in bfloat16: --precision bf16")
 
 
 def plan(config: TrainConfig, mesh: Mesh | BoundMesh) -> Plan:

@@ -26,8 +26,8 @@ from functron.spmd import DATA_AXES, FSDP_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd.axes import AxisNames
 from functron.spmd.shard_map import refuse_idle, unsplit_axes
 from functron.spmd.spec import cut_tree, join, whole_over
-from functron.transforms import accumulate, sync_gradients, value_and_grad
-from functron.transforms.fsdp import scattered, stand_ins
+from functron.transforms import Gather, accumulate, sync_gradients, value_and_grad
+from functron.transforms.fsdp import attached, detached, plain, scattered, stand_ins
 
 _SAMPLES = P(DATA_AXES)
 
@@ -169,6 +169,7 @@ def gradients(
     reduce_dtype: torch.dtype | None = None,
     hoist: bool = False,
     scatter: bool = False,
+    encode: Encode | None = None,
 ) -> Sharing:
     """The gradients of a mean loss, on every rank: for `make_step`.
 
@@ -193,6 +194,8 @@ def gradients(
         scatter: reduce gradients to what the optimizer wants of each rank (`optim.zero`, or fully
             sharded parameters) in backward, layer by layer and microbatch by microbatch, so that
             only these parts are kept: ZeRO stage 2. Otherwise once, at the end.
+        encode: ``(params, specs) -> codes``, once, before the microbatches: `loss` is then given
+            parameters with these (`functron.precision.encoder`), and they are what is gathered.
     """
     both = functools.partial(value_and_grad, has_aux=has_aux)
 
@@ -201,10 +204,13 @@ def gradients(
 
         def of(params, batch, key, scale=None):
             total = _divisor(num_targets(batch), scale)
-            whole, frozen = tree.partition(gathered(params, specs, used), trainable)
+            given, codes = _given(params, specs, used, encode)
+            whole, frozen = tree.partition(given, trainable)
 
             def mean_loss(chosen, microbatch):
-                out = loss(tree.join(chosen, frozen), microbatch, key)
+                joined = tree.join(chosen, frozen)
+                joined = joined if codes is None else attached(joined, codes)
+                out = loss(joined, microbatch, key)
                 return (out[0] / total, out[1]) if has_aux else out / total
 
             if not scatter:
@@ -227,6 +233,23 @@ def gradients(
     return shares
 
 
+Encode = Callable[[tree.Tree, tree.Tree], tree.Tree]
+
+
+def _given(
+    params: tree.Tree, specs: tree.Tree, used: tree.Tree, encode: Encode | None
+) -> tuple[tree.Tree, tree.Tree]:
+    """The parameters that microbatches are given, with the specs `used`, and codes or None."""
+    if encode is None:
+        return gathered(params, specs, used), None
+    with named_scope("encode"):
+        codes = encode(params, specs)
+    if used is specs:
+        return params, codes
+    whole = Gather(specs)(attached(params, codes))
+    return plain(whole), detached(whole)
+
+
 def _divisor(num_targets: Any, scale: torch.Tensor | None) -> Any:
     """The divisor of sums of losses, such that their mean is times `scale`."""
     return num_targets if scale is None else num_targets / scale
@@ -241,6 +264,7 @@ def pipelined_gradients(
     reduce_dtype: torch.dtype | None = None,
     hoist: bool = False,
     scatter: bool = False,
+    encode: Encode | None = None,
     axis: str = "pp",
 ) -> Sharing:
     """`gradients` of a model whose stages are divided among the ranks of `axis`.
@@ -254,7 +278,7 @@ def pipelined_gradients(
         stages: the stages under a schedule, which cuts the batch; they share ``(key, total)``: the
             step's key, and the number of targets by which the last stage divides its loss. Metrics
             have ``aux`` where it returns a pair with that.
-        num_targets, reduce_dtype, hoist, scatter: as in `gradients`. Parameters that
+        num_targets, reduce_dtype, hoist, scatter, encode: as in `gradients`. Parameters that
             `Partition.spread` divides among the ranks of `axis` are reduced at the end in any case.
         trainable: as in `gradients`, of what this process holds; all, where something is spread.
         axis: the mesh axis of the pipeline's ranks.
@@ -272,15 +296,18 @@ def pipelined_gradients(
         rank = mesh.coordinate[axis] if isinstance(mesh, BoundMesh) and mesh[axis] > 1 else None
         used = arrived = whole_over(specs, FSDP_AXES) if hoist else specs
         parts = _with_frozen(stages, rank) if partly else stages
+        parts = parts if encode is None else _with_codes(parts, rank)
         if scatter:
             spread = partition.spread
             arrived = {name: (used if name in spread else wanted)[name] for name in used}
             parts = _scattering(parts, used, arrived, rank, reduce_dtype)
 
         def of(params, batch, key, scale=None):
-            whole, frozen = tree.partition(gathered(params, specs, used), trainable)
+            given, codes = _given(params, specs, used, encode)
+            whole, frozen = tree.partition(given, trainable)
             total = _divisor(num_targets(batch), scale)
-            shared = (*((frozen,) if partly else ()), key, total)
+            before = () if codes is None else (codes,)
+            shared = (*before, *((frozen,) if partly else ()), key, total)
             if not scatter:
                 return parts.value_and_grad(whole, batch, *shared)
             return parts.value_and_grad(stand_ins(whole, used, arrived), batch, whole, *shared)
@@ -541,6 +568,17 @@ def _with_frozen(stages: Pipeline, rank: int | None) -> Pipeline:
     def stage(part, chosen, x, batch, frozen, *shared):
         rest = partition.stage_params(frozen, partition.layout.index(part), rank)
         return stages.stage(part, tree.join(chosen, rest), x, batch, *shared)
+
+    return Pipeline(stage, partition, stages.schedule, stages.dtype, stages.compile, stages.observe)
+
+
+def _with_codes(stages: Pipeline, rank: int | None) -> Pipeline:
+    """`stages` of parameters with codes, which are the first of what microbatches share."""
+    partition = stages.partition
+
+    def stage(part, params, x, batch, codes, *shared):
+        mine = partition.stage_params(codes, partition.layout.index(part), rank)
+        return stages.stage(part, attached(params, mine), x, batch, *shared)
 
     return Pipeline(stage, partition, stages.schedule, stages.dtype, stages.compile, stages.observe)
 

@@ -17,6 +17,10 @@ parameters of B bytes over d ranks, each rank sends
 Sharding over one axis and not over another (``P("fsdp")`` on a mesh with dp) is hybrid sharding:
 the shards' gradients are then summed over dp by `sync_gradients`, as any parameter's.
 
+**Codes.** A matrix that a product reads quantised (`functron.precision`) need not travel as it is:
+as an `Encoded` leaf its numbers stay where they are, and what is gathered are the codes that were
+made of every rank's part. Its gradient is reduced and scattered like any other.
+
 Tried and dropped: recomputing the gathers by `remat` with a policy that keeps all else. It runs the
 whole block twice through a Python dispatch mode, where hooks on what the tape saves run nothing.
 
@@ -37,7 +41,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -48,7 +52,7 @@ from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase, in_scopes, named_scope, phase, scope_names
 from functron.spmd.axes import Axis, AxisNames, lookup, user_line
 from functron.spmd.mesh import FSDP_AXES
-from functron.spmd.primitives import AllGather, AllGatherAs, Dtypes
+from functron.spmd.primitives import AllGather, AllGatherAs, Dtypes, GatherUnsent
 from functron.spmd.spec import (
     BoundCuts,
     Cuts,
@@ -81,8 +85,9 @@ def fsdp(
     """`block`, with the leaves of its first argument gathered over `axes` before it runs.
 
     What `block` gets is whole over `axes`, and still split by whatever other axes its specs
-    mention. Small leaves are gathered together. Works under every torch.func transform, in
-    `scan`, `remat` and pipelines; put it around `remat`, so that the gathers can be started early.
+    mention. Of an `Encoded` leaf the codes are gathered. Small leaves are gathered together. Works
+    under every torch.func transform, in `scan`, `remat` and pipelines; put it around `remat`, so
+    that the gathers can be started early.
 
     Collectives: per block one all-gather over each axis for all small leaves and one per large
     leaf; in backward the same again with `regather`, and as many reduce-scatters of gradients.
@@ -112,19 +117,95 @@ def fsdp(
     @public
     @functools.wraps(block)
     def wrapped(params, *args, **kwargs):
-        leaves, structure = tree.flatten(params)
+        given = plain(params)
         flat = tree.broadcast_prefix(
-            specs, params, is_leaf=is_spec, what="the specs of fsdp", wanted="a P, or containers"
+            specs, given, is_leaf=is_spec, what="the specs of fsdp", wanted="a P, or containers"
         )
-        places = _places(tree.paths(params), leaves, flat, names)
+        places = _places(tree.paths(given), tree.leaves(given), flat, names)
         kept = [_bound(spec, names) for spec in flat]
-        gathering = _Gathering(tuple(places), tuple(kept), compute_dtype, reduce_dtype)
+        rows = zip(tree.leaves(params, is_encoded), places, kept, strict=True)
+        items = [item for row in rows for item in _items(*row)]
+        leaves, structure = tree.flatten(params)
+        gathering = _Gathering(tuple(items), compute_dtype, reduce_dtype)
         with named_scope("gather"):
             whole = gathering.gather(leaves)
         with _giving_up(gathering, leaves, whole) if regather else contextlib.nullcontext():
             return block(tree.unflatten(structure, whole), *args, **kwargs)
 
     return wrapped
+
+
+class Encoded(NamedTuple):
+    """A matrix whose product reads its numbers in codes: a leaf of parameters, for `fsdp`.
+
+    Codes are matrices of the integers that hold their bits, with the leading dims of stacked
+    parameters, and without a derivative. `functron.precision.encoder` makes them.
+
+    Attributes:
+        like: the parameter, which the gradient is of; gathered, it is NaN that takes no memory.
+            None: it is elsewhere (`attached`).
+        both: codes with a row for each row or block of rows of the matrix ``[inputs, outputs]``,
+            and columns likewise.
+        rows: with rows alone, and one column.
+        columns: with columns alone, and one row.
+        shared: of the whole matrix, the same on all ranks that have a part of it.
+    """
+
+    like: Any
+    both: tuple[torch.Tensor, ...]
+    rows: tuple[torch.Tensor, ...] = ()
+    columns: tuple[torch.Tensor, ...] = ()
+    shared: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's."""
+        return self.like.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameter's."""
+        return self.like.dtype
+
+    def dim(self) -> int:
+        """The parameter's number of dims."""
+        return self.like.dim()
+
+    def flatten(self, start: int = 0, end: int = -1) -> Encoded:
+        """The same matrix, with dims of the parameter flattened."""
+        return self._replace(like=self.like.flatten(start, end))
+
+
+def is_encoded(value: Any) -> bool:
+    """Whether it is an `Encoded`."""
+    return isinstance(value, Encoded)
+
+
+def plain(params: tree.Tree) -> tree.Tree:
+    """Parameters without their codes."""
+
+    def one(leaf: Any) -> Any:
+        return leaf.like if is_encoded(leaf) else leaf
+
+    return tree.map(one, params, is_leaf=is_encoded)
+
+
+def attached(params: tree.Tree, codes: tree.Tree) -> tree.Tree:
+    """Parameters with codes: a tree like them of `Encoded` without ``like``, and of None."""
+
+    def one(code: Encoded | None, leaf: Any) -> Any:
+        return leaf if code is None else code._replace(like=leaf)
+
+    return tree.map(one, codes, params, is_leaf=lambda x: x is None or is_encoded(x))
+
+
+def detached(params: tree.Tree) -> tree.Tree:
+    """The codes of parameters that have them, as `attached` takes them."""
+
+    def one(leaf: Any) -> Encoded | None:
+        return leaf._replace(like=None) if is_encoded(leaf) else None
+
+    return tree.map(one, params, is_leaf=is_encoded)
 
 
 @dataclass(frozen=True)
@@ -230,29 +311,60 @@ def _order_problems(path: str, spec: P, names: Sequence[str]) -> list[Problem]:
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Gathering:
-    """How the leaves of one call are gathered; holds no tensors.
+class _Item(NamedTuple):
+    """A tensor of one call.
 
     Attributes:
-        places: per leaf, in order.
-        kept: per leaf the axes that go on splitting it. Only leaves that the same axes split travel
+        places: where it is gathered.
+        kept: the axes that go on splitting it. Only those that the same axes split travel
             together: what is replicated over an axis would seem to vary over it otherwise.
+        sent: False: of a parameter whose codes travel.
+    """
+
+    places: Places
+    kept: frozenset[str]
+    sent: bool = True
+
+
+def _items(leaf: Any, places: Places, kept: frozenset[str]) -> Iterator[_Item]:
+    """Those of a leaf, in the order of its tensors."""
+    if not is_encoded(leaf):
+        yield _Item(places, kept)
+        return
+    yield _Item(places, kept, False)
+    first = leaf.both[0].dim() - 2  # of the dims that are inputs
+    assert all(dim >= first for dim, _ in places), "stacks are not gathered"
+    split = [(dim - first > 0, axes) for dim, axes in places]  # into columns
+    for parts, wanted in (
+        (leaf.both, (False, True)), (leaf.rows, (False,)), (leaf.columns, (True,)),
+        (leaf.shared, ()),
+    ):  # fmt: skip
+        for part in parts:
+            here = [(part.dim() - 2 + by_columns, axes) for by_columns, axes in split
+                    if by_columns in wanted]  # fmt: skip
+            yield _Item(tuple(here), kept)
+
+
+@dataclass(frozen=True, eq=False)
+class _Gathering:
+    """How the tensors of one call are gathered; holds none.
+
+    Attributes:
+        items: per tensor, in order.
         compute: the dtype of the whole; None: that of the shards.
         reduce: the dtype that gradients are added in; None: `compute`.
     """
 
-    places: tuple[Places, ...]
-    kept: tuple[frozenset[str], ...]
+    items: tuple[_Item, ...]
     compute: torch.dtype | None
     reduce: torch.dtype | None
 
     def gather(self, shards: Sequence[Any]) -> list:
         """The leaves from this rank's shards; a leaf with nothing to gather or cast is itself."""
         out = list(shards)
-        for turn in range(max((len(p) for p in self.places), default=0)):
+        for turn in range(max((len(item.places) for item in self.items), default=0)):
             groups: dict[Any, list[int]] = {}
-            for i, places in enumerate(self.places):
+            for i, (places, kept, sent) in enumerate(self.items):
                 if turn < len(places):
                     axes = places[turn][1]
                     alone = i if out[i].nbytes >= _MERGED_BYTES else -1
@@ -260,14 +372,15 @@ class _Gathering:
                     names = tuple(axis.name for axis in axes)
                     # what is not differentiated travels apart: nothing is reduced for it
                     moves = out[i].requires_grad
-                    key = (out[i].dtype, last, alone, names, self.kept[i], moves)
+                    key = (out[i].dtype, last, sent, alone, names, kept, moves)
                     groups.setdefault(key, []).append(i)
-            for (dtype, last, *_), group in groups.items():
+            for (dtype, last, sent, *_), group in groups.items():
                 made = self._together(
                     [out[i] for i in group],
-                    [self.places[i][turn][0] for i in group],
-                    self.places[group[0]][turn][1],
+                    [self.items[i].places[turn][0] for i in group],
+                    self.items[group[0]].places[turn][1],
                     self._dtypes(dtype, shards[group[0]].dtype, last),
+                    sent,
                 )
                 for i, whole in zip(group, made, strict=True):
                     out[i] = whole
@@ -283,26 +396,30 @@ class _Gathering:
         return Dtypes(operand, sent, sent if last else summed, summed)
 
     def _together(
-        self, shards: list, dims: Sequence[int], axes: Sequence[Axis], dtypes: Dtypes
+        self, shards: list, dims: Sequence[int], axes: Sequence[Axis], dtypes: Dtypes, sent: bool
     ) -> list:
         """Shards gathered over the same axes, each along its dim."""
         if len(shards) == 1:
-            return [_joined(_all_gather(shards[0], axes, dtypes), dims[0])]
+            return [_joined(_all_gather(shards[0], axes, dtypes, sent), dims[0])]
         flat = torch.cat([shard.reshape(-1) for shard in shards])
-        parts = _all_gather(flat, axes, dtypes).split([shard.numel() for shard in shards], dim=1)
+        whole = _all_gather(flat, axes, dtypes, sent)
+        parts = whole.split([shard.numel() for shard in shards], dim=1)
         rows = zip(parts, shards, dims, strict=True)
         return [_joined(part.unflatten(1, shard.shape or (1,)), dim) for part, shard, dim in rows]
 
 
-def _all_gather(x: torch.Tensor, axes: Sequence[Axis], dtypes: Dtypes) -> torch.Tensor:
-    """[...] -> [n, ...] over one or several axes, the minor ones first."""
+def _all_gather(x: torch.Tensor, axes: Sequence[Axis], dtypes: Dtypes, sent: bool) -> torch.Tensor:
+    """[...] -> [n, ...] over one or several axes, the minor ones first; or unsent."""
     shape = x.shape
     for position, axis in enumerate(reversed(axes)):
         last = position + 1 == len(axes)
         # between two axes the values must carry cotangents as precisely as they are added
         here = Dtypes(x.dtype, dtypes.sent, dtypes.result if last else dtypes.summed, dtypes.summed)
-        plain = here.operand == here.sent == here.result == here.summed
-        x = AllGather.call(x, axis) if plain else AllGatherAs.call(x, axis, dtypes=here)
+        alike = here.operand == here.sent == here.result == here.summed
+        if not sent:  # its numbers are not to be read
+            x = GatherUnsent.call(x, axis, dtypes=here)
+        else:
+            x = AllGather.call(x, axis) if alike else AllGatherAs.call(x, axis, dtypes=here)
     return x.reshape(math.prod(axis.size for axis in axes), *shape)
 
 
@@ -319,8 +436,12 @@ def _giving_up(gathering: _Gathering, shards: Sequence[Any], whole: Sequence[Any
     """The tape keeps shards in place of gathered leaves that it saves inside this with block."""
     # a second run of a rematerialised function is differentiated at once
     kept = compat.transforms_active() or phase() == "recompute" or not torch.is_grad_enabled()
-    rows = [] if kept else list(enumerate(zip(shards, whole, strict=True)))
-    made = {storage_key(value): i for i, (shard, value) in rows if value is not shard}
+    rows = [] if kept else list(enumerate(zip(shards, whole, gathering.items, strict=True)))
+    made = {
+        storage_key(value): i
+        for i, (shard, value, item) in rows
+        if value is not shard and item.sent
+    }
     if not made:
         yield
         return

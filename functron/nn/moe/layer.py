@@ -116,6 +116,7 @@ def expert_defs(
             bias_axes=bias_axes,
             dtype=dtype,
             pieces=pieces,
+            matrix=(1, len(sizes) - 1),
         )
 
     down = {"down": layer((expert_dim, embed_dim), ("expert_mlp", "embed"), out_stddev)}

@@ -1,0 +1,262 @@
+"""The weights of quantised products in codes: made once per step, and gathered in place of weights.
+
+`functron.precision.product` quantises a weight in every forward and backward of every microbatch,
+and fully sharded parameters travel in their own dtype. An `encoder` makes the codes before the
+first microbatch, of this rank's part alone, and products read these: the same bits, as a scale is
+agreed by the ranks that have parts of what shares it, and no block lies in two parts. Sent are
+
+| format of w in fprop and dgrad     | codes | bytes per weight, of bfloat16's 2      |
+|------------------------------------|-------|----------------------------------------|
+| tensor, 128x128                    | one   | 1                                      |
+| 16x16 (NVFP4)                      | one   | 0.5, and 1/256 of scales               |
+| row, 1x128, 1x32, 1x16             | two   | 2 (1x16: 1), and the scales: no saving |
+
+as fprop sums over inputs and dgrad over outputs: a square of a scale is one for both, a row or a
+block along what is summed is not. Between its making and the end of the step a rank holds the codes
+of its part beside the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from functron.core import tree
+from functron.core.errors import Problem
+from functron.core.typing import Tensor
+from functron.ops.define import AUTO, Kernels
+from functron.ops.quantise import E2M1, Format, Quantised, magnitude, quantise, turned, undivided
+from functron.params import ParamDef
+from functron.precision.recipe import Contraction, Recipe, Scaling
+from functron.spmd import collectives as lax
+from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
+from functron.spmd.spec import P, dim_axes, is_spec, local_shape
+from functron.transforms.fsdp import Encoded
+
+_SQUARES = ("tensor", "128x128", "16x16")
+
+
+def serves_both(recipe: Recipe) -> bool:
+    """Whether one code of a weight is what fprop and dgrad read."""
+    fprop, dgrad = recipe.fprop, recipe.dgrad
+    assert fprop is not None
+    assert dgrad is not None
+    return fprop.right == dgrad.right and fprop.right.blocks in _SQUARES
+
+
+def encoder(
+    recipe: Recipe, defs: tree.Tree, *, kernels: Kernels = AUTO
+) -> Callable[[tree.Tree, tree.Tree], tree.Tree]:
+    """``(params, specs)`` to their codes, a per-rank program without a derivative.
+
+    Codes are a tree like the parameters, for `functron.transforms.fsdp.attached`: `Encoded` where
+    there is a ``ParamDef.matrix``, None elsewhere. Collectives: with ``scaling=global``, one pmax
+    for each set of axes that split what shares a scale, of 4 bytes for each scale of tensors and
+    rows; with ``scaling=local``, over the axes of fully sharded parameters alone.
+
+    Args:
+        recipe: one without `problems`.
+        defs: of the parameters.
+        kernels: of ``"scaled_matmul"``; as of `functron.precision.product`.
+    """
+    emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
+
+    def encode(params: tree.Tree, specs: tree.Tree) -> tree.Tree:
+        leaves, structure = tree.flatten(params)
+        rows = zip(leaves, tree.leaves(defs), tree.leaves(specs, is_spec), strict=True)
+        found = [list(_codes(recipe, *row)) if row[1].matrix else [] for row in rows]
+        codes = [code for row in found for code in row]  # in the order of leaves
+        parts = [(code.magnitude, code.axes) for code in codes if code.magnitude is not None]
+        most = iter(agreed(parts, "global"))
+
+        def made(code: _Code) -> Quantised:
+            amax = None if code.magnitude is None else next(most)
+            return quantise(code.matrix, code.format, amax, emulate=emulate)
+
+        out = [_encoded(row, [made(code) for code in row]) if row else None for row in found]
+        return tree.unflatten(structure, out)
+
+    return encode
+
+
+class _Code(NamedTuple):
+    """One code that is to be made of a weight.
+
+    Attributes:
+        matrix: ``[..., rows, summed]``.
+        format: of it.
+        turned: its rows are the weight's outputs.
+        magnitude: of this rank's part.
+        axes: over whose ranks it is to be agreed.
+    """
+
+    matrix: Tensor
+    format: Format
+    turned: bool
+    magnitude: Tensor | None
+    axes: tuple[str, ...]
+
+
+def _codes(recipe: Recipe, leaf: Tensor, d: ParamDef, spec: P) -> Iterator[_Code]:
+    inputs, outputs = d.matrix
+    first = leaf.dim() - inputs - outputs
+    matrix = lax.stop_gradient(leaf).flatten(first + inputs).flatten(first, first + inputs - 1)
+    by_inputs, by_outputs = _axes(d, spec)
+    assert recipe.fprop is not None
+    assert recipe.dgrad is not None
+    wanted = [(recipe.dgrad.right, False, by_outputs)]
+    if not serves_both(recipe):
+        wanted.insert(0, (recipe.fprop.right, True, by_inputs))
+    for form, over, summed in wanted:
+        own = matrix.mT if over else matrix
+        axes = (*by_inputs, *by_outputs) if form.shared == "tensor" else summed
+        if recipe.scaling == "local":
+            axes = tuple(name for name in axes if name in FSDP_AXES)
+        yield _Code(own, form, over, magnitude(own, form), axes)
+
+
+def _axes(d: ParamDef, spec: P) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The mesh axes that split inputs, and those that split outputs."""
+    split = dim_axes(spec, len(d.shape))
+    inputs, outputs = d.matrix
+    ends = len(split) - inputs - outputs, len(split) - outputs
+    parts = split[ends[0] : ends[1]], split[ends[1] :]
+    by_inputs, by_outputs = (tuple(name for dim in part for name in dim) for part in parts)
+    return by_inputs, by_outputs
+
+
+def agreed(parts: Sequence[tuple[Tensor, tuple[str, ...]]], scaling: Scaling) -> list[Tensor]:
+    """The maxima of magnitudes over the ranks of their axes: one pmax for all with the same."""
+    found = [value for value, _ in parts]
+    for axes in dict.fromkeys(axes for _, axes in parts) if scaling == "global" else ():
+        if lax.axis_size(axes) == 1:
+            continue
+        at = [i for i, (_, own) in enumerate(parts) if own == axes]
+        flat = torch.cat([found[i].reshape(-1) for i in at])
+        whole = lax.pmax(flat, axes).split([found[i].numel() for i in at])
+        for i, part in zip(at, whole, strict=True):
+            found[i] = part.reshape(found[i].shape)
+    return found
+
+
+# --- codes as bits, and back
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The integers of x's bits: what collectives send as it is, and nothing differentiates."""
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.uint8)
+
+
+def _encoded(codes: Sequence[_Code], made: Sequence[Quantised]) -> Encoded:
+    """Codes as matrices like the weight."""
+    parts: dict[str, list[Tensor]] = {"both": [], "rows": [], "columns": [], "shared": []}
+    for code, x in zip(codes, made, strict=True):
+        scales = {"tensor": "shared", "row": "columns" if code.turned else "rows"}
+        parts["both"].append(_bits(x.values).mT if code.turned else _bits(x.values))
+        own = _bits(x.scales).mT if code.turned else _bits(x.scales)
+        parts[scales.get(x.blocks, "both")].append(own)
+        if x.whole is not None:
+            parts["shared"].append(_bits(x.whole))
+    return Encoded(None, **{name: tuple(own) for name, own in parts.items()})
+
+
+class Codes(NamedTuple):
+    """The tensors of an `Encoded`, as operands of a product."""
+
+    both: tuple[Tensor, ...]
+    rows: tuple[Tensor, ...]
+    columns: tuple[Tensor, ...]
+    shared: tuple[Tensor, ...]
+
+    def read(self, recipe: Recipe) -> tuple[Quantised, Quantised]:
+        """What fprop reads, ``[..., outputs, inputs]``, and dgrad, ``[..., inputs, outputs]``."""
+        pools = {name: iter(own) for name, own in self._asdict().items()}
+
+        def one(part: Contraction | None, over: bool) -> Quantised:
+            assert part is not None
+            form = part.right
+            values = next(pools["both"])
+            scales = {"tensor": "shared", "row": "columns" if over else "rows"}
+            own = next(pools[scales.get(form.blocks, "both")])
+            whole = None
+            if form.dtype == E2M1 and form.shared:
+                whole = next(pools["shared"]).view(torch.float32)
+            values, own = (x.mT.contiguous() if over else x for x in (values, own))
+            kind = torch.float32 if own.dtype == torch.int32 else form.scale_dtype
+            return Quantised(values.view(form.dtype), own.view(kind), form.blocks, whole)
+
+        if serves_both(recipe):
+            back = one(recipe.dgrad, False)
+            return turned(back), back
+        return one(recipe.fprop, True), one(recipe.dgrad, False)
+
+
+# --- what cannot be sent in codes
+
+
+def problems_of(
+    recipe: Recipe, defs: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh
+) -> Iterator[Problem]:
+    """The problems of weights in codes: of the recipe, and of the parts that ranks have.
+
+    Args:
+        recipe: of the products.
+        defs: of all parameters.
+        specs: theirs, one each.
+        mesh: the ranks.
+    """
+    wrong = list(_recipe_problems(recipe))
+    yield from wrong
+    rows = zip(tree.paths(defs), tree.leaves(defs), tree.leaves(specs, is_spec), strict=True)
+    for path, d, spec in rows:
+        if not d.matrix or wrong:
+            continue
+        if d.pieces:
+            fix = "set gpt.fused_projections to false"
+            yield Problem(path, "several matrices in one", "one each, with its own scales", fix)
+            continue
+        yield from _split_problems(recipe, path, d, spec, mesh)
+
+
+def _recipe_problems(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.scaling == "delayed":
+        fix = "take scaling=global, or gather weights as they are"
+        yield Problem("scaling", "delayed", "scales of the weights that are gathered", fix)
+    for name in ("fprop", "dgrad"):
+        part: Contraction | None = getattr(recipe, name)
+        fix = "take another recipe, or gather weights as they are"
+        if part is None:
+            yield Problem(name, "high", "a product that reads w in codes", fix)
+        elif part.hadamard or part.right.stochastic:
+            yield Problem(name, str(part), "w rounded to nearest, as it is", fix)
+
+
+def _split_problems(
+    recipe: Recipe, path: str, d: ParamDef, spec: P, mesh: Mesh | BoundMesh
+) -> Iterator[Problem]:
+    """Parts of a weight that blocks do not divide, or that are no runs of rows or columns."""
+    inputs, outputs = d.matrix
+    local = local_shape(d.shape, spec, mesh)
+    first = len(local) - inputs - outputs
+    sizes, split = local[first:], dim_axes(spec, len(local))[first:]
+    names = {name for name in FSDP_AXES if mesh[name] > 1}
+    for dim, axes in enumerate(split):
+        if names.intersection(axes) and dim not in (0, inputs):
+            wanted = f"the first dim of inputs or outputs for {', '.join(sorted(names))}"
+            yield Problem(path, f"{spec}", wanted, "give that dim another rule")
+    sides = (
+        ("inputs", math.prod(sizes[:inputs]), split[:inputs]),
+        ("outputs", math.prod(sizes[inputs:]), split[inputs:]),
+    )
+    for number, part in enumerate((recipe.fprop, recipe.dgrad)):
+        assert part is not None
+        along = part.right.block if number else part.right.block[::-1]
+        for block, (name, size, axes) in zip(along, sides, strict=True):
+            if size % block:
+                over = ", ".join(f"{a}={mesh[a]}" for dim in axes for a in dim if mesh[a] > 1)
+                got, wanted, fix = undivided(size, block, str(part.right))
+                fix += f" on every rank: split {over or 'it'} over fewer, or gather w as it is"
+                yield Problem(f"{path}, {name}", got, wanted, fix)
