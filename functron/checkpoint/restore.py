@@ -243,16 +243,22 @@ def read_params(
         rules: how a mesh splits the parameters; None: not at all.
         mesh: on a bound one this rank's shards are read, and nothing else; otherwise whole leaves.
 
+    Returns:
+        The parameters, in the dtypes of `defs`: a run that goes on in another precision has a
+        checkpoint in the former one until it saves.
+
     Raises:
         ValueError: what `stored_params` raises, or values are damaged.
     """
     found = stored_params(stored, defs, averaged=averaged)
     if rules is not None and isinstance(mesh, BoundMesh):
         specs = param_specs(defs, rules)
-        return tree.map(lambda leaf, spec: leaf[_own(leaf.shape, spec, mesh)], found, specs)
+        return tree.map(
+            lambda leaf, spec, d: leaf[_own(leaf.shape, spec, mesh)].to(d.dtype), found, specs, defs
+        )
     if averaged:
-        return tree.map(lambda leaf: leaf[...], found)
-    return restore(stored.path, {"params": abstract_params(defs)})["params"]
+        return tree.map(lambda leaf, d: leaf[...].to(d.dtype), found, defs)
+    return restore(stored.path, {"params": abstract_params(defs)}, cast=True)["params"]
 
 
 def _own(shape: tuple[int, ...], spec: P, mesh: BoundMesh) -> tuple[slice, ...]:

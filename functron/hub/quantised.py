@@ -64,7 +64,8 @@ class Scheme:
 
     Attributes:
         method: a key of `_KNOWN`.
-        block: of "fp8" the rows and columns that share a scale; None: the whole tensor does.
+        block: the rows and columns that share a scale; None: the whole tensor does, or of
+            "compressed-tensors" a row.
         kept: modules that are not quantised.
     """
 
@@ -94,12 +95,12 @@ def read_scheme(
     entry = table.get(ENTRY)
     if entry in (None, {}):
         return None
-    method = entry.get("quant_method") if isinstance(entry, Mapping) else None
+    method = str(entry.get("quant_method", "")) if isinstance(entry, Mapping) else ""
     if method not in _KNOWN:
-        wanted = f"quant_method {', '.join(_KNOWN)}" if method is None else f"{', '.join(_KNOWN)}"
-        name = ENTRY if method is None else f"{ENTRY}.quant_method"
+        name, got = (f"{ENTRY}.quant_method", method) if method else (ENTRY, entry)
+        wanted = f"{'' if method else 'quant_method '}{', '.join(_KNOWN)}"
         if ENTRY not in ignore:
-            problems.append(Problem(name, repr(method or entry), wanted, _OTHERWISE))
+            problems.append(Problem(name, repr(got), wanted, _OTHERWISE))
         return None
     for name, value in entry.items():
         known = name in ("quant_method", *_KNOWN[method]) or {ENTRY, f"{ENTRY}.{name}"} & {*ignore}
@@ -111,46 +112,52 @@ def read_scheme(
     if not isinstance(kept, list | None) or not all(isinstance(one, str) for one in kept or ()):
         problems.append(Problem(f"{ENTRY}, modules", repr(kept), "a list of names"))
         kept = None
-    if method == "compressed-tensors":
-        problems += _compressed_problems(entry)
     for name, allowed in (
         ("fmt", ("e4m3",)), ("scale_fmt", ("float", "ue8m0")), ("expert_dtype", ("fp8",)),
     ) if method == "fp8" else ():  # fmt: skip
         if entry.get(name) not in (None, *allowed):
             wanted = " or ".join(map(repr, allowed))
             problems.append(Problem(f"{ENTRY}.{name}", repr(entry[name]), wanted, _OTHERWISE))
-    block = entry.get("weight_block_size") if method == "fp8" else None
-    if block is not None and not (
-        isinstance(block, list | tuple)
-        and len(block) == 2
-        and all(type(size) is int and size > 0 for size in block)
-    ):
-        wanted = "two positive whole numbers, or null"
-        problems.append(Problem(f"{ENTRY}.weight_block_size", repr(block), wanted))
-        block = None
-    return Scheme(method, None if block is None else (block[0], block[1]), tuple(kept or ()))
+    sizes = entry.get("weight_block_size") if method == "fp8" else None
+    block = _read_block(sizes, f"{ENTRY}.weight_block_size", problems)
+    if method == "compressed-tensors":
+        block = _read_compressed(entry, problems)
+    return Scheme(method, block, tuple(kept or ()))
 
 
-def _compressed_problems(entry: Mapping[str, Any]) -> Iterator[Problem]:
-    """What compressed-tensors has that is no FP8 with scales alone."""
+def _read_block(value: Any, where: str, problems: list[Problem]) -> tuple[int, int] | None:
+    """Rows and columns of a block; None of null."""
+    if value is None:
+        return None
+    pair = value if isinstance(value, list | tuple) and len(value) == 2 else ()
+    if not pair or not all(type(size) is int and size > 0 for size in pair):
+        problems.append(Problem(where, repr(value), "two positive whole numbers, or null"))
+        return None
+    return pair[0], pair[1]
+
+
+def _read_compressed(entry: Mapping[str, Any], problems: list[Problem]) -> tuple[int, int] | None:
+    """The block of compressed-tensors; what is no FP8 with scales alone is added to `problems`."""
     for name in ("sparsity_config", "transform_config"):
         value = entry.get(name)
         dense = isinstance(value, Mapping) and value.get("format") == "dense"
         if value and not dense:
-            yield Problem(f"{ENTRY}.{name}", repr(value), "none", _OTHERWISE)
-    groups = entry.get("config_groups")
+            problems.append(Problem(f"{ENTRY}.{name}", repr(value), "none", _OTHERWISE))
+    groups, blocks = entry.get("config_groups"), set()
     if not isinstance(groups, Mapping) or not groups:
-        yield Problem(f"{ENTRY}.config_groups", repr(groups), "groups of modules")
-        return
+        problems.append(Problem(f"{ENTRY}.config_groups", repr(groups), "groups of modules"))
+        return None
     for key, group in groups.items():
         where = f"{ENTRY}.config_groups.{key}"
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
-            yield Problem(f"{where}.weights", repr(weights), "a scheme of weights", _OTHERWISE)
+            got = repr(weights)
+            problems.append(Problem(f"{where}.weights", got, "a scheme of weights", _OTHERWISE))
             continue
         kind = group.get("format") or entry.get("format")
         if kind not in ("float-quantized", "naive-quantized"):
-            yield Problem(f"{where}.format", repr(kind), "'float-quantized'", _OTHERWISE)
+            wanted = "'float-quantized'"
+            problems.append(Problem(f"{where}.format", repr(kind), wanted, _OTHERWISE))
             continue
         for name, allowed in (
             ("type", ("float",)), ("num_bits", (8,)), ("symmetric", (True,)),
@@ -159,7 +166,14 @@ def _compressed_problems(entry: Mapping[str, Any]) -> Iterator[Problem]:
             if weights.get(name) not in allowed:
                 wanted = " or ".join(repr(one) for one in allowed if one is not None)
                 got = repr(weights.get(name))
-                yield Problem(f"{where}.weights.{name}", got, wanted, _OTHERWISE)
+                problems.append(Problem(f"{where}.weights.{name}", got, wanted, _OTHERWISE))
+        if weights.get("strategy") == "block":
+            at = f"{where}.weights.block_structure"
+            blocks.add(_read_block(weights.get("block_structure") or 0, at, problems))
+    if len(blocks) > 1:
+        got = " and ".join(map(str, blocks))
+        problems.append(Problem(f"{ENTRY}.config_groups", got, "blocks of one size", _OTHERWISE))
+    return next(iter(blocks), None)
 
 
 @dataclass(frozen=True)
@@ -319,25 +333,22 @@ _ENDS = ("_scale_inv", "_scale")
 
 def _grids(scheme: Scheme, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The shapes that scales of a tensor may have, but for one of all."""
-    if scheme.method == "fp8":
-        return [_grid(shape, scheme.block)] if scheme.block is not None else [()]
-    return [(*shape[:-1], 1), _grid(shape, _BLOCK)]
+    rows = [] if scheme.method == "fp8" else [(*shape[:-1], 1)]
+    return [*rows, () if scheme.block is None else _grid(shape, scheme.block)]
 
 
 def _block(
     scheme: Scheme, shape: tuple[int, ...], scales: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """How many elements share a scale along each dim; None: no such scales are known."""
-    if scheme.block is None and math.prod(scales) == 1:
+    by_rows, block = scheme.method != "fp8", scheme.block
+    if math.prod(scales) == 1 and (block is None or (by_rows and len(scales) < len(shape))):
         return ()
-    if scheme.method != "fp8" and scales == (*shape[:-1], 1):
+    if by_rows and scales == (*shape[:-1], 1):
         return (*[1] * (len(shape) - 1), shape[-1])
-    block = scheme.block if scheme.method == "fp8" else _BLOCK
-    fits = block is not None and len(shape) > 1 and scales == _grid(shape, block)
-    return (*[1] * (len(shape) - 2), *block) if fits and block is not None else None
-
-
-_BLOCK = (128, 128)
+    if block is None or len(shape) < 2 or scales != _grid(shape, block):
+        return None
+    return (*[1] * (len(shape) - 2), *block)
 
 
 def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from functron.hub.files import (
     INDEX,
     SINGLE,
     Planned,
-    Tensors,
+    Source,
     Writer,
     exists,
     index_of,
@@ -210,7 +210,7 @@ class _Surplus:
 
 
 def _surplus(
-    form: Format, config: Config, source: Tensors | None, kind: torch.dtype
+    form: Format, config: Config, source: Source | None, kind: torch.dtype
 ) -> dict[str, _Surplus]:
     """By name, those that a model is stored with; see `Surplus`."""
     if form.surplus is None:

@@ -14,6 +14,7 @@ import torch
 import functron as ft
 from functron import checkpoint, gpt, hub, tree
 from functron.cli.main import main
+from functron.hub.files import open_folder
 from functron.optim import make_optimizer, make_schedule
 from functron.params import abstract_params, decay_mask
 from functron.spmd import Mesh
@@ -301,4 +302,12 @@ def test_options(model, tmp_path):
         convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'out'}", max_seq=3)
     with pytest.raises(ValueError, match="dtype: got 'bf16'"):
         convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'out'}", dtype="bf16")
+    with pytest.raises(ValueError, match=r"functron train --precision fp8-row quantises products"):
+        convert(f"hf:{path}", f"run:{tmp_path / 'more'}", quantise="fp8-row")
     assert sorted(os.listdir(tmp_path)) == ["model", "run"]
+    out = tmp_path / "out"
+    assert main(["convert", f"run:{tmp_path / 'run'}", f"hf:{out}", "--quantise", "fp8-row"]) == 0
+    found = open_folder(out).shapes()
+    scales = {name for name in found if name.endswith("weight_scale")}
+    assert len(scales) == 7 * tiny.LAYERS
+    assert all(found[s.removesuffix("_scale")][1] == torch.float8_e4m3fn for s in scales)
