@@ -35,7 +35,7 @@ from functron.data.order import RampUp, drawn
 from functron.models import gpt, lora
 from functron.models.config import GPTConfig
 from functron.models.family import TrainedConfig
-from functron.params import init_params
+from functron.params import history_mask, init_params
 from functron.precision.recipe import check_gpu
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.training import data, records, run_folder
@@ -442,6 +442,7 @@ class Run:
         start: steps taken already.
         held_out: sets that are evaluated, none without `eval_every`.
         held_out_loss: of `evaluation.loss_program`, which evaluates them; None without.
+        notes: what begins anew although it goes on from a checkpoint, a line each.
     """
 
     plan: Plan
@@ -453,6 +454,7 @@ class Run:
     start: int = 0
     held_out: Sequence[HeldOut] = ()
     held_out_loss: Callable | None = None
+    notes: Sequence[str] = ()
 
     @property
     def config(self) -> TrainConfig:
@@ -531,10 +533,11 @@ def prepare(
         capability = torch.cuda.get_device_capability(where)
         check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
     key = random.key(config.seed)
+    notes: list[str] = []
     if begin_from is None:
         state = made.init(key.to(where))
     else:
-        state = _restored(begin_from, made, key, where)
+        state = _restored(begin_from, made, key, where, notes)
     step, watch = made.step, made.watch
     if config.compile and made.rank is None:  # stages on processes are compiled one by one
         sizes = len(config.batches.sizes)
@@ -543,17 +546,29 @@ def prepare(
         if watch is not None:
             watch = dataclasses.replace(watch, step=compiled(watch.step))
     program = loss_program(made) if held_out else None
-    return Run(made, text, state, step, watch, where, int(state.step), held_out, program)
+    start = int(state.step)
+    return Run(made, text, state, step, watch, where, start, held_out, program, notes)
 
 
-def _restored(path: Path, plan: Plan, key: torch.Tensor, device: torch.device) -> State:
+def _restored(
+    path: Path, plan: Plan, key: torch.Tensor, device: torch.device, notes: list[str]
+) -> State:
     names, where = list(checkpoint.Checkpoint(path)), plan.placement
     _check_layout(names, plan.config.architecture)
     adapted = lora.has_adapters(leaf.path for leaf in where.leaves)
     new = adapted and not lora.has_adapters(names)
     like = plan.init(key.to("meta"))
+    histories, others = tree.partition(like.params, history_mask(plan.defs))
+    if set(names).isdisjoint(f"params/{name}" for name in tree.paths(histories)):
+        if tree.leaves(histories):
+            notes.append("histories of quantised products begin empty: the checkpoint has none")
+        empty = tree.map(lambda leaf: torch.zeros_like(leaf, device=device), histories)
+        like = like._replace(params=others)
+    else:
+        empty = tree.map(lambda leaf: None, like.params)
     if not new and any(name.startswith("opt_state/") for name in names):
-        return checkpoint.restore(path, like, placement=where, device=device)
+        state = checkpoint.restore(path, like, placement=where, device=device)
+        return state._replace(params=tree.join(state.params, empty))
     params = like.params
     if plan.config.optimizer.fp32_masters:  # which begin with what is stored in float32
         params = _as_stored(params, path)
@@ -570,7 +585,7 @@ def _restored(path: Path, plan: Plan, key: torch.Tensor, device: torch.device) -
         defs = lora.split(plan.defs)[1]
         adapters = init_params(init_key, defs, plan.stored_specs, plan.mesh)
         params = tree.join(params, adapters)
-    return plan.init(key.to(device), params)
+    return plan.init(key.to(device), tree.join(params, empty))
 
 
 def _check_layout(names: Sequence[str], model: TrainedConfig) -> None:
