@@ -36,10 +36,11 @@ from functron.models.options import (
 )
 from functron.nn import context
 from functron.nn.context import own_part
-from functron.nn.layers import sequence_axes
+from functron.nn.layers import JOINED, sequence_axes
 from functron.nn.moe import RouterSums, moe, moe_defs
 from functron.params import ParamDef
 from functron.pipeline.partition import Part
+from functron.precision import history_def
 from functron.spmd import CONTEXT_AXES, P
 from functron.spmd import collectives as lax
 from functron.spmd.spec import spec_axes
@@ -114,6 +115,38 @@ def block_defs(config: GPTConfig, *, experts: bool, options: ModelOptions = DEFA
     kind = {"gated": c.gated, "bias": c.bias, "fused": c.fused_projections, **stddevs}
     mlp = nn.mlp_defs(c.embed_dim, c.mlp_dim, **kind)
     return block | {"mlp": own or mlp}
+
+
+HISTORIES = "histories"
+"""What a block's quantised products remember of the steps before, in its parameters."""
+
+
+def with_histories(config: GPTConfig, defs: dict) -> dict:
+    """`defs` with the histories of quantised products with ``scaling=delayed``, in every block.
+
+    ``{"histories": {"attention": {"q", ...}, "mlp"?: {...}, "experts"?: {...}}}``, beside the other
+    parameters of a block; see `functron.precision.history_def`. All else is the same.
+    """
+    made = {name: {**defs[name], HISTORIES: _histories(defs[name])} for name in config.stacks}
+    if config.mtp_depth:
+        block = defs["mtp"]["block"]
+        made["mtp"] = {**defs["mtp"], "block": {**block, HISTORIES: _histories(block)}}
+    return {**defs, **made}
+
+
+def _histories(block: dict) -> dict:
+    experts = block.get("moe", {})
+    mlp = block.get("mlp", experts.get("shared"))
+    parts = {"attention": block["attention"], "mlp": mlp, "experts": experts.get("experts")}
+    found: dict = {}
+    for part, layers in parts.items():
+        for name, layer in (layers or {}).items():
+            if isinstance(layer, dict) and "w" in layer:
+                count, each, *_ = layer["w"].shape
+                own = history_def(count, experts=each if part == "experts" else None)
+                names = JOINED.get(name, (name,))
+                found.setdefault(part, {}).update(dict.fromkeys(names, own))
+    return found
 
 
 def _own_defs(config: GPTConfig, options: ModelOptions, name: str) -> dict | None:
@@ -211,27 +244,32 @@ class Layer:
 
     def attention(self, weights: dict, x: Tensor) -> Tensor:
         """Attention of the normed stream: projections, rotary positions, core."""
-        config, options, weights = self.config, self.options, weights["attention"]
+        config, options, products = self.config, self.options, self.products(weights)
+        weights = weights["attention"]
         check_gathered("embed_dim", weights["out"]["w"].shape[-1], config.embed_dim)
         core = self._core(weights)
         core = rematerialise(core) if options.remat == "selective" else core
         given = {"stream": options.stream, "core": core, "kernels": options.kernels}
-        given["products"] = self.products
+        given["products"] = products
         if config.latent is None:
             return nn.self_attention(weights, x, config.attention, rope=self.rope, **given)
         assert self.rope is not None
         return nn.mla(weights, x, config.latent, rope=self.rope, **given)
 
-    @property
-    def products(self) -> nn.Products:
+    def products(self, weights: dict) -> nn.Products:
         """The functions that compute this layer's products."""
         made, lead = _in_runs(self.options.products, self.options), self.options.stream
-        given: dict[str, Any] = {}
         if made.draws:
             over = tuple(a for a in sequence_axes(lead) if a in CONTEXT_AXES)
             index = (self.sequence.rows, self.sequence.slots)
-            given |= {"key": self.keys[3], "rows": P(lead[0], over), "index": index}
-        return made._replace(linear=functools.partial(made.linear, **given)) if given else made
+            own = {"key": self.keys[3], "rows": P(lead[0], over), "index": index}
+            return made._replace(linear=functools.partial(made.linear, **own))
+        if made.remembers and HISTORIES in weights:
+            parts = weights[HISTORIES].items()
+            known = {f"{part}/{name}": x for part, layers in parts for name, x in layers.items()}
+            both = (functools.partial(f, histories=known) for f in (made.linear, made.grouped))
+            return made._replace(**dict(zip(("linear", "grouped"), both, strict=True)))
+        return made
 
     def _core(self, weights: dict) -> Callable:
         hook, sequence, options = self.options.hook("attention"), self.sequence, self.options
@@ -249,14 +287,14 @@ class Layer:
         """The feed-forward layer of the normed stream, or experts where `weights` have "moe"."""
         options = self.options
         if "moe" in weights:
-            own = (self.options, self.keys[2], self.products)
+            own = (self.options, self.keys[2], self.products(weights))
             return _moe(self.config, weights["moe"], x, self.sequence, *own)
         hook, activation = options.hook("mlp"), self.config.activation
         given = {"stream": options.stream, "kernels": options.kernels}
         if hook is not None:
             return hook.apply(weights["mlp"], x, activation=activation, **given), None
         assert activation != "clamped_swiglu"
-        given["products"] = self.products
+        given["products"] = self.products(weights)
         return nn.mlp(weights["mlp"], x, activation=activation, **given), None
 
     def drop(self, x: Tensor, which: int) -> Tensor:

@@ -91,8 +91,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType({
     "fp16": Policy("float16", "float32", "float32", "float32", loss_scale=2.0**16),
     **{
         name: Policy("bfloat16", "float32", "float32", "float32", products=name)
-        for name, recipe in RECIPES.items()
-        if recipe.scaling != "delayed"  # models keep no histories yet
+        for name in RECIPES
     },
 })  # fmt: skip
 """By name."""

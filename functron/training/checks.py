@@ -27,7 +27,7 @@ from functron.precision import POLICIES, Recipe
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
 from functron.training import data, evaluation, records, run_folder
 from functron.training.config import TrainConfig, load
-from functron.training.plan import Plan, with_adapters
+from functron.training.plan import Plan, with_additions
 from functron.training.restored import recipe_text
 
 _OFF = "leave it out, or train a GPT"
@@ -92,8 +92,8 @@ def validate(config: TrainConfig, *, processes: int | None = None, recast: bool 
     if mesh is not None:
         problems += _mesh_problems(config, mesh, processes)
         problems += _data_problems(config, mesh)
-        fits = config.family.adapters and not adapters
-        plan = Plan(config, mesh, with_adapters(config, defs) if fits else defs)
+        fits = not adapters if config.lora is not None else not precision
+        plan = Plan(config, mesh, with_additions(config, defs) if fits else defs)
         _pipeline_problems(plan, messages)
         fits = _try(lambda: plan.rules, messages) is not None and not messages
         if fits and config.products and not precision:
@@ -277,9 +277,6 @@ def _recipe_problems(config: TrainConfig) -> Iterator[Problem]:
         return
     if recipe is None:
         return
-    if recipe.scaling == "delayed":
-        wanted, fix = "scaling=global or local: models keep no histories", "choose fp8-tensor"
-        yield Problem("products", repr(config.products), wanted, fix)
     fix = "leave it out, or choose one of fp8-tensor, fp8-row, fp8-block and mxfp8"
     if "products" not in config.family.settings:
         got = f"{config.products} with {config.family.title}"
@@ -305,6 +302,9 @@ def _logits_problems(config: TrainConfig, recipe: Recipe) -> Iterator[Problem]:
     if config.loss_chunk_tokens:
         got = f"logits=low with loss_chunk_tokens={config.loss_chunk_tokens}"
         wanted = "all logits at once: chunks make them again in backward, in blocks of columns"
+        yield Problem("products", got, wanted, fix)
+    if recipe.scaling == "delayed":
+        got, wanted = "logits=low with scaling=delayed", "logits=high: they have no history"
         yield Problem("products", got, wanted, fix)
     if recipe.draws:
         got = "logits=low of a recipe that draws numbers"

@@ -22,15 +22,18 @@ from functron.core import random, tree
 from functron.core.chart import table
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import gpt
+from functron.models.decoder import with_histories
 from functron.models.family import Family, TrainedConfig
 from functron.models.lora import lora_defs, trainable
 from functron.models.options import ModelOptions
 from functron.ops import use
+from functron.ops.quantise import remember
 from functron.optim import torch_dtype
 from functron.params import (
     ParamDef,
     abstract_params,
     decay_mask,
+    history_mask,
     num_params,
     param_specs,
     weight_mask,
@@ -199,7 +202,8 @@ class Plan:
         if recipe is not None:
             made = quantised(recipe, kernels=use(config.kernels))
             ends = recipe.high(config.gpt.num_layers)
-            settings["products"] = nn.Products(*made, recipe.draws, *ends, recipe.logits == "low")
+            kind = (recipe.draws, recipe.scaling == "delayed", *ends, recipe.logits == "low")
+            settings["products"] = nn.Products(*made, *kind)
         own: dict[str, Any] = {k: v for k, v in settings.items() if k in self.family.settings}
         return ModelOptions(self.stream, config.remat, gather, **own)
 
@@ -425,10 +429,11 @@ class Plan:
         )
         if config.lora is not None:
             return optim.only(made, mask)
-        moe = config.gpt.moe
-        if moe is None or not moe.balance_bias:
-            return made
-        return optim.where(weights, made, optim.sign_sgd(moe.balance_rate))
+        kept, moe = tree.map(lambda flag: not flag, history_mask(defs)), config.gpt.moe
+        if moe is not None and moe.balance_bias:
+            some = tree.partition(weights, kept)[0]
+            made = optim.where(some, made, optim.sign_sgd(moe.balance_rate))
+        return made if all(tree.leaves(kept)) else optim.only(made, kept, remember)
 
     @cached_property
     def state_specs(self) -> State:
@@ -633,18 +638,22 @@ def plan(config: TrainConfig, mesh: Mesh | BoundMesh) -> Plan:
         ValueError: the model cannot run on the mesh, or LoRA's targets are none of its layers.
     """
     defs = config.family.defs(config.architecture)
-    made = Plan(config, mesh, with_adapters(config, defs))
+    made = Plan(config, mesh, with_additions(config, defs))
     _ = made.rules  # whether the mesh is one for this model
     return made
 
 
-def with_adapters(config: TrainConfig, defs: dict) -> dict:
-    """The definitions of a model's parameters, with those of LoRA where the run has any.
+def with_additions(config: TrainConfig, defs: dict) -> dict:
+    """The definitions of a model's parameters, with those of LoRA and histories, if a run has any.
 
     Raises:
         ValueError: LoRA's targets are none of its layers.
     """
-    return defs if config.lora is None else lora_defs(defs, config.lora)
+    if config.lora is not None:
+        return lora_defs(defs, config.lora)
+    recipe = config.recipe
+    delayed = recipe is not None and recipe.scaling == "delayed"
+    return with_histories(config.gpt, defs) if delayed else defs
 
 
 def _check_trained(partition: Partition, defs: dict) -> None:

@@ -6,11 +6,12 @@
 | master                   | the parameter, in float32                                             |
 | moments, averages, sums  | converted to their dtype                                              |
 | loss scale, its counts   | as a run begins                                                       |
+| history of products      | empty                                                                 |
 | key of stochastic rounds | as a run begins                                                       |
 
 What only the checkpoint has of these is left out. So a run in float32 that goes on as bf16 has its
-parameters for masters, and comes back to float32 without a change. A quantised product keeps
-nothing between steps: fp8-block has the state of bf16.
+parameters for masters, and comes back to float32 without a change. But for delayed scaling a
+quantised product keeps nothing between steps: fp8-block has the state of bf16.
 
 The levels that masters, stochastic rounding, a loss scale and `optim.apply_if_finite` add to paths
 are found by what these states have beside what they wrap.
@@ -31,7 +32,7 @@ from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import lora
 from functron.models.config import GPTConfig
 from functron.models.family import TrainedConfig
-from functron.params import init_params
+from functron.params import history_mask, init_params
 from functron.precision import Recipe
 from functron.training.plan import Plan
 from functron.training.step import State
@@ -63,14 +64,15 @@ def restored(
     _check_layout(names, plan.config.architecture)
     adapted = lora.has_adapters(leaf.path for leaf in plan.placement.leaves)
     new = adapted and not lora.has_adapters(names)
+    empty = _histories(plan).difference(names)
     if new or not any(name.startswith("opt_state/") for name in names):
-        return _of_params(path, plan, key, device, new=new, recast=recast)
+        return _of_params(path, plan, key, device, empty, new=new, recast=recast)
     like = plan.init(key.to("meta"))
     wanted = dict(zip(tree.paths(like), tree.leaves(like), strict=True))
     stored.open(names)
-    sources = _sources(wanted, stored)
+    sources = _sources(wanted, stored) | dict.fromkeys(empty)
     _check_moments(wanted, stored)
-    done = [*_products(stored, plan), *_words(wanted, sources, stored)]
+    done = [*_products(stored, plan), *_words(wanted, sources, stored), *_EMPTY[: len(empty)]]
     if done and not recast:
         title = f"the checkpoint {path} is of another precision"
         nothing = "nothing to convert"
@@ -93,10 +95,19 @@ def restored(
 
 
 def _of_params(
-    path: Path, plan: Plan, key: torch.Tensor, device: torch.device, *, new: bool, recast: bool
+    path: Path,
+    plan: Plan,
+    key: torch.Tensor,
+    device: torch.device,
+    empty: Collection[str],
+    *,
+    new: bool,
+    recast: bool,
 ) -> tuple[State, tuple[str, ...]]:
     """The state that begins with a checkpoint's parameters; `new` adapters are added to them."""
     where, params = plan.placement, plan.init(key.to("meta")).params
+    is_empty = tree.map_with_path(lambda name, _: f"params/{name}" in empty, params)
+    histories, params = tree.partition(params, is_empty)
     if plan.config.optimizer.fp32_masters:  # which begin with what is stored in float32
         params = _as_stored(params, path)
         dtypes = {f"params/{name}": leaf.dtype for name, leaf in _named(params)}
@@ -113,10 +124,20 @@ def _of_params(
         defs = lora.split(plan.defs)[1]
         adapters = init_params(init_key, defs, plan.stored_specs, plan.mesh)
         params = tree.join(params, adapters)
-    state = plan.init(key.to(device), params)
+    histories = tree.map(lambda leaf: torch.zeros_like(leaf, device=device), histories)
+    state = plan.init(key.to(device), tree.join(params, histories))
     if recast:
         _check_range(state.params)
-    return state, ()
+    return state, _EMPTY[: len(empty)]
+
+
+_EMPTY = ("histories of quantised products begin empty",)
+
+
+def _histories(plan: Plan) -> set[str]:
+    """The paths of what delayed scaling remembers."""
+    kept, _ = tree.partition(plan.defs, history_mask(plan.defs))
+    return {f"params/{name}" for name in tree.paths(kept)}
 
 
 def _check_layout(names: Sequence[str], model: TrainedConfig) -> None:

@@ -44,6 +44,7 @@ CONFIG = TrainConfig(
     learning_rate=ScheduleConfig(name="constant", peak=0.1),
 )
 SPLIT = {"sequence_parallel": True}
+PIPED = {"microbatches": 2}  # of which numbers by tokens depend, and delayed ones do not
 
 
 def batch() -> dict:
@@ -73,14 +74,25 @@ ROWS = [
     ("dense", "nvfp4", "cp=2", {}),
     ("dense", "mxfp8", "fsdp=2", {"remat": "full"}),
     ("dense", "fp8-block first=1", "pp=2,tp=2", {"schedule": "zb-h1"}),
-    ("shared keys", "fp8-tensor", "tp=2", {}),
+    ("shared keys", "fp8-delayed", "tp=2", {}),
+    ("dense", "fp8-delayed first=1", "pp=2", PIPED | {"schedule": "zb-h1", "remat": "full"}),
+    ("fused", "fp8-delayed", "dp=2,tp=2", SPLIT | {"zero": 2}),
     ("fused", "nvfp4", "tp=2", SPLIT),  # columns of gate and up that a rank has are no run of all
-    ("experts", "fp8-tensor", "ep=2,tp=2", {}),
+    ("experts", "fp8-delayed", "ep=2,tp=2", {}),
     ("latent", "fp8-tensor", "tp=2", {}),
     *(
         pytest.param(*row, marks=pytest.mark.full)
         for row in (
             ("dense", "fp8-block", "tp=2", {}),
+            ("shared keys", "fp8-tensor", "tp=2", {}),
+            ("experts", "fp8-tensor", "ep=2,tp=2", {}),
+            ("dense", "fp8-delayed", "cp=2", {"microbatches": 2}),
+            ("dense", "fp8-delayed", "fsdp=2", {"remat": "full"}),
+            ("dense", "fp8-delayed", "dp=2", {"zero": 3}),
+            ("dense", "fp8-delayed", "pp=2,tp=2", PIPED | SPLIT | {"schedule": "1f1b"}),
+            ("deep", "fp8-delayed", "pp=2", PIPED | {"schedule": "interleaved", "chunks": 2}),
+            ("experts", "fp8-delayed", "ep=2,tp=2", SPLIT | {"expert_axes": "ep,tp"}),
+            ("latent", "fp8-delayed", "dp=2,tp=2", SPLIT),
             ("deep", "fp8-tensor first=1 last=1", "dp=2", {"zero": 2, "remat": "full"}),
             ("deep", "fp8-row first=1 last=1", "pp=2", {"schedule": "zbv"}),
             ("dense", "mxfp8 logits=low", "cp=2", {}),
@@ -130,6 +142,24 @@ def test_every_product_of_a_layer_is_quantised_in_the_program():
     assert "scaled_matmul(" not in plain
 
 
+def test_histories_are_what_each_step_saw():
+    """Of weights to a quarter above their largest; two layers of one stack apart; norms without."""
+    config = replace(CONFIG, gpt=DENSE, products="fp8-delayed", mesh="dp=2,tp=2")
+    made = plan(config, Mesh.parse("dp=2,tp=2"))
+    state, seen = made.init(random.key(0)), []
+    for _ in range(2):
+        seen.append(state.params["blocks"]["mlp"]["down"]["w"].abs().amax((1, 2)))
+        state, _ = made.step(state, batch())
+    found = state.params["blocks"]["histories"]["mlp"]["down"]
+    assert found.shape == (2, 3, 256)
+    assert (found[..., :-2] == 0).all()
+    assert (found[..., -2:] > 0).all()
+    most = torch.stack(seen, -1)
+    assert (found[:, 1, -2:] >= most).all()
+    assert (found[:, 1, -2:] <= 1.25 * most).all()
+    assert (found[0, 0, -1] != found[1, 0, -1]).all()
+
+
 def test_layers_that_stay_high_have_torchs_products():
     """The last of two layers, against both computed one by one with options of their own."""
     low, made = (replace(CONFIG, gpt=DENSE, products=t) for t in ("fp8-row", "fp8-row last=1"))
@@ -161,7 +191,7 @@ def test_what_no_recipe_can_do_is_refused_before_anything_starts():
         (replace(bert, products="mxfp8"), "only GPTs have a place for it"),
         (replace(latent, products="nvfp4"), "wanted a recipe that draws none"),
         (replace(small, products="fp8-tensor", lora_rank=4), "with lora_rank"),
-        (replace(small, products="fp8-delayed"), "wanted scaling=global or local"),
+        (replace(small, products="fp8-delayed logits=low"), "logits=high: they have no history"),
         (
             replace(small, products="fp8-row first=1 last=0.5"),
             "1 first and 1 last layers of 2 high",

@@ -385,8 +385,23 @@ def test_scales_are_of_the_steps_before():
         layer(x, w)
     with pytest.raises(ValueError, match=r"history: got torch.float32 of shape .*; wanted None"):
         product(RECIPES["fp8-tensor"])(x, w, history)
-    with pytest.raises(ValueError, match=r"(?s)scaling: got delayed; wanted global or local"):
-        grouped_product(recipe)
+    # experts have histories of their own: each one's rows as those of a layer
+    sizes, w = torch.tensor([3, 0, 4]), randn(3, 32, 16)
+    rows, dy = x[0], dy[0]
+    dy[7] = rows[7] = torch.nan  # of no expert
+    several = torch.stack([history, history, history * 4])
+    experts = grouped_product(recipe, path="experts")
+    y, pull = torch.func.vjp(lambda x, w, h: experts(x, w, sizes, history=h), rows, w, several)
+    got = (y, *pull(dy))
+    for e, at in enumerate((slice(0, 3), slice(3, 3), slice(3, 7))):
+        y, pull = torch.func.vjp(layer, rows[None, at], w[e], several[e])
+        dx, dw, counts = pull(dy[None, at])
+        for a, b in zip(got, (y[0], dx[0], dw, counts), strict=True):
+            close(a[e] if len(a) == 3 else a[at], b)
+    with pytest.raises(
+        ValueError, match=r"(?s)experts.*history: got .*wanted float32 of shape \(3, 3"
+    ):
+        experts(rows, w, sizes, history=history)
     with pytest.raises(ValueError, match=r"(?s)dgrad: got .*e4m3@row.*by tensors"):
         Recipe.parse("fprop=high dgrad=e4m3@row*e4m3@row wgrad=high scaling=delayed")
     assert history_def(4).shape == (4, 3, HISTORY)
