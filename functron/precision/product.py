@@ -470,13 +470,13 @@ def quantised(
     """
 
     def linear(
-        x: Tensor, w: Tensor, *, name: str, key: Tensor | None = None, **where: Any
+        x: Tensor, w: Tensor | Encoded, *, name: str, key: Tensor | None = None, **where: Any
     ) -> Tensor:
         own = None if key is None else random.fold_in(key, zlib.crc32(name.encode()))
         return product(recipe, key=own, path=name, kernels=kernels, **where)(x, w)
 
     def grouped(
-        x: Tensor, w: Tensor, sizes: Tensor, *zeros: bool, name: str, **where: Any
+        x: Tensor, w: Tensor | Encoded, sizes: Tensor, *zeros: bool, name: str, **where: Any
     ) -> Tensor:
         return grouped_product(recipe, path=name, kernels=kernels, **where)(x, w, sizes, *zeros)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from functron import Mesh, gpt, random, tree
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
+from functron.precision import Recipe
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, with_model, with_precision
 from functron.training.plan import plan
@@ -41,6 +43,7 @@ CONFIG = TrainConfig(
     learning_rate=ScheduleConfig(name="constant", peak=0.1),
 )
 SPLIT = {"sequence_parallel": True}
+HALF = "fprop=e4m3@row*e4m3@row dgrad=high wgrad=high"
 
 
 def batch() -> dict:
@@ -124,6 +127,127 @@ def test_every_product_of_a_layer_is_quantised_in_the_program():
     assert "scaled_matmul(" not in plain
 
 
+# --- weights in codes, made once per step
+
+SMALL = replace(
+    DENSE, num_layers=1, embed_dim=64, num_kv_heads=2, head_dim=32, max_seq=32, mlp_dim=128
+)
+TINY = {
+    "dense": SMALL,
+    "deep": replace(SMALL, num_layers=2),
+    "wide": replace(SMALL, embed_dim=256, num_heads=4, head_dim=64, mlp_dim=128, max_seq=128),
+    "experts": replace(
+        SMALL,
+        moe=MoEConfig(num_experts=4, top_k=2, expert_dim=128, shared_dim=128),
+    ),
+    "latent": replace(
+        MODELS["latent"], embed_dim=64, num_heads=2, kv_rank=32, q_rank=64, max_seq=32, mlp_dim=128
+    ),
+}  # fmt: skip
+
+
+def tiny(model: str, recipe: str, mesh: str, **fields) -> TrainConfig:
+    sizes = {"global_batch": 4, "seq": TINY[model].max_seq, "gpt": TINY[model]}
+    return replace(CONFIG, **{**sizes, "mesh": mesh, "products": recipe, **fields})
+
+
+def data(seq: int) -> dict:
+    tokens = torch.randint(0, VOCAB, (4, seq + 1), generator=torch.Generator().manual_seed(1))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(4)}
+
+
+def after_two_steps(config: TrainConfig) -> list[torch.Tensor]:
+    made = plan(config, Mesh.parse(config.mesh))
+    state, found = made.init(random.key(0)), []
+    for _ in range(2):
+        state, metrics = made.step(state, data(config.seq))
+        found += [metrics["loss"], metrics["grad_norm"]]
+    return found + tree.leaves(state.params)
+
+
+CODED = [
+    ("dense", "fp8-tensor", "fsdp=2,tp=2", {**SPLIT, "remat": "full", "microbatches": 2}),
+    ("dense", "nvfp4", "fsdp=2", {"gather": "step"}),
+    *(
+        pytest.param(*row, marks=pytest.mark.full)
+        for row in (
+            ("deep", "mxfp8", "pp=2,fsdp=2", {"schedule": "1f1b", "microbatches": 2}),
+            ("wide", "fp8-block", "fsdp=2", {}),
+            ("experts", "fp8-row", "ep=2,fsdp=2", {}),
+            ("dense", "fp8-tensor", "dp=2", {"zero": 3}),
+            ("dense", "fp8-tensor", "dp=2,tp=2", {"zero": 2}),
+            ("dense", "fp8-row", "fsdp=2,tp=2", {"gather": "keep"}),
+            ("dense", "fp8-tensor scaling=local", "fsdp=2,tp=2", {}),
+            ("deep", "nvfp4", "pp=2,fsdp=2", {"schedule": "zb-h1", "gather": "step"}),
+            ("dense", "nvfp4", "cp=2,fsdp=2", {"zigzag": False}),
+            ("experts", "nvfp4", "ep=2,tp=2", {}),
+            ("experts", "fp8-tensor", "ep=2,fsdp=2", {"gather": "step"}),
+            ("latent", "fp8-tensor", "fsdp=2,tp=2", SPLIT),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "recipe", "mesh", "fields"), CODED)
+def test_weights_in_codes_are_the_same_numbers(model, recipe, mesh, fields):
+    """Bit for bit those of weights that are gathered as they are, and quantised by products."""
+    if "scaling" in recipe:
+        recipe = str(replace(Recipe.parse(recipe.split()[0]), scaling="local"))
+    config = tiny(model, recipe, mesh, **fields)
+    want = after_two_steps(config)
+    got = after_two_steps(replace(config, gather_as="quantised"))
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "codes"),
+    [("fp8-tensor", 1.0), pytest.param("nvfp4", 0.5 + 1 / 256, marks=pytest.mark.full)],
+)
+def test_codes_are_what_is_sent_and_made_once(recipe, codes):
+    """One code for forward and backward; quantised are only x and dy in every microbatch."""
+    model = replace(TINY["deep"], dtype="bfloat16")
+    config, layers = tiny("deep", recipe, "fsdp=2", gpt=model, microbatches=2), model.num_layers
+    made = plan(config, Mesh.parse("fsdp=2"))
+    weights = [(d.matrix, math.prod(d.shape)) for d in tree.leaves(made.defs["blocks"])]
+    matrices = sum(size for matrix, size in weights if matrix)
+    norms = sum(size for matrix, size in weights if not matrix)
+    rest = sum(math.prod(d.shape) for d in tree.leaves(made.defs)) - matrices - norms
+    assert matrices > 100 * norms > 0
+    # w in forward and backward of every microbatch; or all layers' at once
+    for gather_as, each, of_w in (("", 2.0, 2 * 2 * layers), ("quantised", codes, 1)):
+        program = plan(replace(config, gather_as=gather_as), Mesh.parse("fsdp=2")).program()
+        rows = [row for row in program.cost().collectives if row.op == "all_gather"]
+        sent = {row.phase: row.payload_bytes / 2 for row in rows}  # of a microbatch
+        assert sent["forward"] == matrices * each + 2 * norms + 2 * rest
+        assert sent["recompute"] == matrices * each + 2 * norms
+        counted = sum(n for e, n in program.block.walk() if e.name == "quantise")
+        assert counted == 7 * (2 * 4 * layers + of_w)  # x twice and dy twice
+
+
+def test_parameters_in_float32_are_gathered_and_computed_with_in_bfloat16():
+    """As plain autograd has it, of a model in bfloat16 made of the rounded parameters."""
+    model = replace(SMALL, dtype="float32")
+    config = tiny("dense", "", "", gpt=model, gather_as="bfloat16", steps=1)
+    made = plan(config, Mesh())
+    params = made.init(random.key(0)).params
+    low = tree.map(lambda x: x.bfloat16().requires_grad_(), params)
+    loss = gpt.loss(replace(model, dtype="bfloat16"), low, data(32)) / (4 * 32)
+    grads = torch.autograd.grad(loss, tree.leaves(low))
+    state, metrics = made.step(made.init(random.key(0)), data(32))
+    assert float(metrics["loss"]) == float(loss)
+    for new, old, grad in zip(*map(tree.leaves, (state.params, params)), grads, strict=True):
+        assert new.dtype == torch.float32
+        torch.testing.assert_close(new, old - 0.1 * grad.float(), rtol=1e-6, atol=1e-8)
+    split = replace(config, mesh="fsdp=2")
+    sent = [
+        sum(row.payload_bytes for row in plan(c, Mesh.parse("fsdp=2")).program().cost().collectives
+            if row.op == "all_gather")
+        for c in (split, replace(split, gather_as=""))
+    ]  # fmt: skip
+    assert sent[0] * 2 == sent[1]
+
+
 def test_what_no_recipe_can_do_is_refused_before_anything_starts():
     small = with_model(TrainConfig(), "llama3-tiny")
     latent = replace(small, gpt=MODELS["latent"], seq=SEQ)
@@ -139,6 +263,24 @@ def test_what_no_recipe_can_do_is_refused_before_anything_starts():
         (replace(small, products="fp8-tensor", lora_rank=4), "with lora_rank"),
         (replace(small, products="fp8-delayed"), "wanted scaling=global or local"),
         (replace(small, products="fp9"), "products: got 'fp9'; wanted a recipe"),
+        (replace(small, gather_as="quantised"), "wanted it with a recipe of products"),
+        (
+            replace(small, gather_as="quantised", products=HALF),
+            "gather_as=quantised, dgrad: got high",
+        ),
+        (
+            replace(CONFIG, gpt=MODELS["fused"], gather_as="quantised", products="fp8-row"),
+            "gate_up/w: got several matrices in one",
+        ),
+        (
+            replace(CONFIG, gpt=DENSE, gather_as="quantised", products="fp8-block", mesh="fsdp=2"),
+            r"q/w, inputs: got 64; wanted a multiple of 128.*make it 128 .*split fsdp=2 over fewer",
+        ),
+        (replace(CONFIG, gpt=DENSE, gather_as="bfloat16"), "wanted parameters in float32"),
+        (
+            replace(small, gather_as="bfloat16", gather="step", mesh="fsdp=2"),
+            "wanted parameters gathered where used",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             validate(config)
