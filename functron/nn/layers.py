@@ -443,6 +443,7 @@ def mlp(
         gate, up = halves(gate, up)
         hidden = act(gate) * up
     elif lora is None and products is PRODUCTS:
+        assert isinstance(w, Tensor)
         y = reduce_partial(glu_linear(gate, up, w, activation), stream, axis)
         return y if bias is None else y + bias
     else:

@@ -147,7 +147,8 @@ def product(
         return y, (x, w, codes, places, known)
 
     def backward(residuals: tuple, dy: Tensor) -> tuple:
-        dx, dw, seen = layer.backward(*residuals, dy)
+        x, w, codes, places, known = residuals
+        dx, dw, seen = layer.backward(x, w, codes, places, known, dy)
         return dx, dw, None, seen, None
 
     call = custom_vjp(value, forward, backward)
@@ -539,9 +540,12 @@ def grouped_product(
             return layer.forward(x, w, codes, sizes, zeros), (x, w, codes, sizes)
 
         def backward(residuals: tuple, dy: Tensor) -> tuple:
-            return (*layer.backward(*residuals, dy, zeros_back), None, None)
+            x, w, codes, sizes = residuals
+            dx, dw = layer.backward(x, w, codes, sizes, dy, zeros_back)
+            return dx, dw, None, None
 
-        return custom_vjp(value, forward, backward)(x, *_apart(w), sizes)
+        like, codes = _apart(w)
+        return custom_vjp(value, forward, backward)(x, like, codes, sizes)
 
     return multiply
 
