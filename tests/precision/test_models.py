@@ -166,11 +166,12 @@ def after_two_steps(config: TrainConfig) -> list[torch.Tensor]:
 
 
 CODED = [
-    ("dense", "fp8-tensor", "fsdp=2,tp=2", {**SPLIT, "remat": "full", "microbatches": 2}),
-    ("dense", "nvfp4", "fsdp=2", {"gather": "step"}),
+    ("dense", "fp8-tensor", "fsdp=2,tp=2", {**SPLIT, "remat": "full"}),
+    ("dense", "fp8-tensor", "fsdp=2", {"gather": "step", "microbatches": 2}),
     *(
         pytest.param(*row, marks=pytest.mark.full)
         for row in (
+            ("dense", "nvfp4", "fsdp=2", {"microbatches": 2}),
             ("deep", "mxfp8", "pp=2,fsdp=2", {"schedule": "1f1b", "microbatches": 2}),
             ("wide", "fp8-block", "fsdp=2", {}),
             ("experts", "fp8-row", "ep=2,fsdp=2", {}),
@@ -201,28 +202,32 @@ def test_weights_in_codes_are_the_same_numbers(model, recipe, mesh, fields):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "codes"),
-    [("fp8-tensor", 1.0), pytest.param("nvfp4", 0.5 + 1 / 256, marks=pytest.mark.full)],
+    ("recipe", "gather_as", "each"),
+    [
+        ("fp8-tensor", "quantised", 1.0),
+        pytest.param("fp8-tensor", "", 2.0, marks=pytest.mark.full),
+        pytest.param("nvfp4", "quantised", 0.5 + 1 / 256, marks=pytest.mark.full),
+    ],
 )
-def test_codes_are_what_is_sent_and_made_once(recipe, codes):
+def test_codes_are_what_is_sent_and_made_once(recipe, gather_as, each):
     """One code for forward and backward; quantised are only x and dy in every microbatch."""
     model = replace(TINY["deep"], dtype="bfloat16")
     config, layers = tiny("deep", recipe, "fsdp=2", gpt=model, microbatches=2), model.num_layers
-    made = plan(config, Mesh.parse("fsdp=2"))
+    made = plan(replace(config, gather_as=gather_as), Mesh.parse("fsdp=2"))
     weights = [(d.matrix, math.prod(d.shape)) for d in tree.leaves(made.defs["blocks"])]
     matrices = sum(size for matrix, size in weights if matrix)
     norms = sum(size for matrix, size in weights if not matrix)
     rest = sum(math.prod(d.shape) for d in tree.leaves(made.defs)) - matrices - norms
     assert matrices > 100 * norms > 0
-    # w in forward and backward of every microbatch; or all layers' at once
-    for gather_as, each, of_w in (("", 2.0, 2 * 2 * layers), ("quantised", codes, 1)):
-        program = plan(replace(config, gather_as=gather_as), Mesh.parse("fsdp=2")).program()
-        rows = [row for row in program.cost().collectives if row.op == "all_gather"]
-        sent = {row.phase: row.payload_bytes / 2 for row in rows}  # of a microbatch
-        assert sent["forward"] == matrices * each + 2 * norms + 2 * rest
-        assert sent["recompute"] == matrices * each + 2 * norms
-        counted = sum(n for e, n in program.block.walk() if e.name == "quantise")
-        assert counted == 7 * (2 * 4 * layers + of_w)  # x twice and dy twice
+    program = made.program()
+    rows = [row for row in program.cost().collectives if row.op == "all_gather"]
+    sent = {row.phase: row.payload_bytes / 2 for row in rows}  # of a microbatch
+    assert sent["forward"] == matrices * each + 2 * norms + 2 * rest
+    assert sent["recompute"] == matrices * each + 2 * norms
+    # x twice and dy twice; w in forward and backward of every microbatch, or all layers' at once
+    of_w = 1 if gather_as else 2 * 2 * layers
+    counted = sum(times for e, times in program.block.walk() if e.name == "quantise")
+    assert counted == 7 * (2 * 4 * layers + of_w)
 
 
 def test_parameters_in_float32_are_gathered_and_computed_with_in_bfloat16():
@@ -239,13 +244,11 @@ def test_parameters_in_float32_are_gathered_and_computed_with_in_bfloat16():
     for new, old, grad in zip(*map(tree.leaves, (state.params, params)), grads, strict=True):
         assert new.dtype == torch.float32
         torch.testing.assert_close(new, old - 0.1 * grad.float(), rtol=1e-6, atol=1e-8)
-    split = replace(config, mesh="fsdp=2")
-    sent = [
-        sum(row.payload_bytes for row in plan(c, Mesh.parse("fsdp=2")).program().cost().collectives
-            if row.op == "all_gather")
-        for c in (split, replace(split, gather_as=""))
-    ]  # fmt: skip
-    assert sent[0] * 2 == sent[1]
+    split = plan(replace(config, mesh="fsdp=2"), Mesh.parse("fsdp=2"))
+    rows = split.program().cost().collectives
+    sent = {row.phase: row.payload_bytes for row in rows if row.op == "all_gather"}
+    sizes = {name: sum(leaf.numel() for leaf in tree.leaves(params[name])) for name in params}
+    assert sent == {"forward": 2 * sum(sizes.values()), "recompute": 2 * sizes["blocks"]}
 
 
 def test_what_no_recipe_can_do_is_refused_before_anything_starts():
