@@ -298,7 +298,8 @@ class Plan:
         rows = config.global_batch // config.microbatches
         tokens = torch.empty(rows, config.seq, dtype=torch.int64, device="meta")
         batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
-        x = torch.empty(rows, config.seq, model.embed_dim, dtype=model.torch_dtype, device="meta")
+        shape = (rows, config.seq, model.embed_dim)
+        x = torch.empty(shape, dtype=model.stream_dtype, device="meta")
         key = torch.empty(2, dtype=torch.int64, device="meta")
 
         def both(weights, x, batch, key):
@@ -786,7 +787,7 @@ def _traced(plan: Plan, number: int) -> tuple[Stage, torch.Tensor]:
     seq = config.seq // math.prod(mesh[axis] for axis in CONTEXT_AXES)
     tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
     seq = seq // mesh["tp"] if config.sequence_parallel else seq
-    x = torch.empty(rows, seq, model.embed_dim, dtype=model.torch_dtype, device="meta")
+    x = torch.empty(rows, seq, model.embed_dim, dtype=model.stream_dtype, device="meta")
     batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
     if config.packed:
         batch |= {"positions": tokens, "segments": tokens}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from functron import Mesh, gpt, random, tree
+from functron import Mesh, P, gpt, nn, random, tree
 from functron.models import generation
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
@@ -24,6 +24,7 @@ DENSE = gpt.GPTConfig(
 )  # fmt: skip
 MODELS = {
     "dense": DENSE,
+    "wide stream": replace(DENSE, dtype="bfloat16", fp32_residual=True),
     "deep": replace(DENSE, num_layers=4),
     "shared keys": replace(DENSE, num_kv_heads=1, num_heads=2),  # which both ranks of tp have
     "fused": replace(DENSE, fused_projections=True),
@@ -176,6 +177,43 @@ def test_layers_that_stay_high_have_torchs_products():
     lengths = torch.full((BATCH,), SEQ)
     after, _ = generation.prefill(DENSE, weights, tokens, lengths, options[0], room=SEQ)
     torch.testing.assert_close(after, got[:, -1], rtol=1e-12, atol=0)
+
+
+def test_a_float32_residual_adds_up_what_sublayers_say():
+    """Written out, to the bit; and stages of a pipeline send it as it is."""
+    model = MODELS["wide stream"]
+    weights, tokens = (
+        plan(replace(CONFIG, gpt=model), Mesh()).init(random.key(0)).params,
+        batch()["tokens"],
+    )
+    positions = torch.arange(SEQ)
+    rope = nn.rope_table(positions, model.head_size, model.rope_theta, None, torch.bfloat16)
+
+    def norm(params: dict, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.rms_norm(x, x.shape[-1:], params["scale"].float(), model.norm_eps)
+        return y.bfloat16()
+
+    x = weights["embed"][tokens].float()
+    for row in range(model.num_layers):
+        own = tree.map(lambda w, row=row: w[row], weights["blocks"])
+        y = norm(own["attention_norm"], x)
+        x = x + nn.self_attention(own["attention"], y, model.attention, rope=rope, stream=P())
+        y = norm(own["mlp_norm"], x)
+        x = x + nn.mlp(own["mlp"], y, activation=model.activation, stream=P())
+    logits = norm(weights["norm"], x) @ weights["unembed"]
+    assert torch.equal(gpt.forward(model, weights, tokens), logits)
+    assert not torch.equal(
+        gpt.forward(replace(model, fp32_residual=False), weights, tokens), logits
+    )
+    (want, leaves), (got, found) = (
+        taken("wide stream", "", mesh, remat="full", **own)
+        for mesh, own in (("", {}), ("pp=2", {"schedule": "zb-h1"}))
+    )
+    assert got[::2] == want[::2]  # losses
+    for a, b in zip(found, leaves, strict=True):
+        assert torch.equal(a, b)
+    got, _ = taken("wide stream", "", "tp=2", **SPLIT)
+    assert got[::2] == pytest.approx(want[::2], rel=2e-3)  # sums over ranks are of 8 bits
 
 
 def test_what_no_recipe_can_do_is_refused_before_anything_starts():
