@@ -18,8 +18,9 @@ import tyro
 from functron.cli.launch import device_type, join, launch, leave
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes, outside
+from functron.core import tree
 from functron.models import lora
-from functron.params import num_params
+from functron.params import history_mask, num_params
 from functron.spmd import Mesh
 from functron.training import records, run_folder
 from functron.training.checks import validate
@@ -99,7 +100,7 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
     name = config.data or "this Python's documentation and standard library"
     defs = run.plan.whole_defs
     own, adapters = lora.split(defs) if config.lora else (defs, {})
-    count = num_params(own)
+    count = num_params(tree.partition(own, history_mask(own))[1])
     lines = [
         f"model  {config.title}: {count:,} parameters",
         f"dtypes {config.policy}",
@@ -129,7 +130,7 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
     if config.resume:
         done = f"after step {run.start}" if run.start else "with the first step: none is saved yet"
         lines.append(f"resume {config.out}, {done}")
-    return lines
+    return [*lines, *(f"new    {note}" for note in run.notes)]
 
 
 _WORDS = 4  # of a prompt

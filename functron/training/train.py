@@ -35,7 +35,7 @@ from functron.data.order import RampUp, drawn
 from functron.models import gpt, lora
 from functron.models.config import GPTConfig
 from functron.models.family import TrainedConfig
-from functron.params import init_params
+from functron.params import history_mask, init_params
 from functron.precision.recipe import check_gpu
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.training import data, records, run_folder
@@ -268,6 +268,7 @@ def loop(
     stop: Request | None = None,
     ahead: int = 0,
     patience: int = 0,
+    skips: bool = False,
     overflowing: Callable[[Any, Any], Sequence[str]] | None = None,
 ) -> Outcome:
     """Take steps `start` to ``steps - 1``, record each, and save at the end.
@@ -301,6 +302,8 @@ def loop(
             saved or evaluated has been read.
         patience: raise where so many steps in a row overflow, and the scale of the loss cannot
             fall; 0: never.
+        skips: whether `step` itself leaves out updates that are not finite, as far as it is asked
+            to: gradients need not be, then.
         overflowing: ``(state, batch)`` to the names of the layers whose gradients then are not
             finite, for that error; it may give up the state.
 
@@ -308,7 +311,8 @@ def loop(
         The `Outcome`; its records are those of `Meter.record`.
 
     Raises:
-        FloatingPointError: the loss is not finite, or steps overflow. The state is not saved.
+        FloatingPointError: the loss or the gradients' norm is not finite, or steps overflow. The
+            state is not saved.
     """
     meter = meter or Meter()
     bar = [records.progress(steps, start)] if reporters is None else reporters
@@ -343,7 +347,7 @@ def loop(
                     names = [] if overflowing is None else overflowing(state, batch)
                     raise FloatingPointError(_stuck(record, patience, names))
                 if patience == 0 or math.isfinite(record["grad_norm"] or 0.0):
-                    _check_finite(record)
+                    _check_finite(record, ("loss",) if skips else ("loss", "grad_norm"))
                 settled = time.perf_counter()
             if save is not None and (saving or stopped_by):
                 save(state, index + 1)
@@ -403,12 +407,14 @@ def _count(batch: Any) -> int | None:
     return tokens.numel() if isinstance(tokens, torch.Tensor) else None
 
 
-def _check_finite(record: Mapping[str, Any]) -> None:
-    if not math.isfinite(record["loss"]):
-        raise FloatingPointError(
-            f"step {record['step']}: got loss {record['loss']}; wanted a finite number; fix: lower "
-            "the learning rate, lengthen the warm-up, clip gradients, or train in float32"
-        )
+def _check_finite(record: Mapping[str, Any], names: Sequence[str]) -> None:
+    for name in names:
+        if not math.isfinite(record[name] or 0.0):
+            what = {"loss": "loss", "grad_norm": "gradients of norm"}[name]
+            raise FloatingPointError(
+                f"step {record['step']}: got {what} {record[name]}; wanted a finite number; fix: "
+                "lower the learning rate, lengthen the warm-up, clip gradients, or train in float32"
+            )
 
 
 def _stuck(record: Mapping[str, Any], patience: int, names: Sequence[str]) -> str:
@@ -442,6 +448,7 @@ class Run:
         start: steps taken already.
         held_out: sets that are evaluated, none without `eval_every`.
         held_out_loss: of `evaluation.loss_program`, which evaluates them; None without.
+        notes: what begins anew although it goes on from a checkpoint, a line each.
     """
 
     plan: Plan
@@ -453,6 +460,7 @@ class Run:
     start: int = 0
     held_out: Sequence[HeldOut] = ()
     held_out_loss: Callable | None = None
+    notes: Sequence[str] = ()
 
     @property
     def config(self) -> TrainConfig:
@@ -531,10 +539,11 @@ def prepare(
         capability = torch.cuda.get_device_capability(where)
         check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
     key = random.key(config.seed)
+    notes: list[str] = []
     if begin_from is None:
         state = made.init(key.to(where))
     else:
-        state = _restored(begin_from, made, key, where)
+        state = _restored(begin_from, made, key, where, notes)
     step, watch = made.step, made.watch
     if config.compile and made.rank is None:  # stages on processes are compiled one by one
         sizes = len(config.batches.sizes)
@@ -543,17 +552,29 @@ def prepare(
         if watch is not None:
             watch = dataclasses.replace(watch, step=compiled(watch.step))
     program = loss_program(made) if held_out else None
-    return Run(made, text, state, step, watch, where, int(state.step), held_out, program)
+    start = int(state.step)
+    return Run(made, text, state, step, watch, where, start, held_out, program, notes)
 
 
-def _restored(path: Path, plan: Plan, key: torch.Tensor, device: torch.device) -> State:
+def _restored(
+    path: Path, plan: Plan, key: torch.Tensor, device: torch.device, notes: list[str]
+) -> State:
     names, where = list(checkpoint.Checkpoint(path)), plan.placement
     _check_layout(names, plan.config.architecture)
     adapted = lora.has_adapters(leaf.path for leaf in where.leaves)
     new = adapted and not lora.has_adapters(names)
     like = plan.init(key.to("meta"))
+    histories, others = tree.partition(like.params, history_mask(plan.defs))
+    if set(names).isdisjoint(f"params/{name}" for name in tree.paths(histories)):
+        if tree.leaves(histories):
+            notes.append("histories of quantised products begin empty: the checkpoint has none")
+        empty = tree.map(lambda leaf: torch.zeros_like(leaf, device=device), histories)
+        like = like._replace(params=others)
+    else:
+        empty = tree.map(lambda leaf: None, like.params)
     if not new and any(name.startswith("opt_state/") for name in names):
-        return checkpoint.restore(path, like, placement=where, device=device)
+        state = checkpoint.restore(path, like, placement=where, device=device)
+        return state._replace(params=tree.join(state.params, empty))
     params = like.params
     if plan.config.optimizer.fp32_masters:  # which begin with what is stored in float32
         params = _as_stored(params, path)
@@ -570,7 +591,7 @@ def _restored(path: Path, plan: Plan, key: torch.Tensor, device: torch.device) -
         defs = lora.split(plan.defs)[1]
         adapters = init_params(init_key, defs, plan.stored_specs, plan.mesh)
         params = tree.join(params, adapters)
-    return plan.init(key.to(device), params)
+    return plan.init(key.to(device), tree.join(params, empty))
 
 
 def _check_layout(names: Sequence[str], model: TrainedConfig) -> None:
@@ -610,7 +631,7 @@ def train(run: Run, out: Path | None) -> Outcome:
     step, and one all-reduce of a scalar per step.
 
     Raises:
-        FloatingPointError: the loss is not finite, or steps in float16 overflow without end.
+        FloatingPointError: loss or gradients are not finite, or float16 overflows without end.
         OSError, TimeoutError: a checkpoint could not be written.
     """
     config, mesh, device = run.config, run.mesh, run.device
@@ -668,6 +689,7 @@ def train(run: Run, out: Path | None) -> Outcome:
             stop=stop,
             ahead=int(device.type == "cuda"),
             patience=scaled.patience if scaled.initial else 0,
+            skips=config.optimizer.skip_nonfinite > 0,
             overflowing=run.plan.overflowing,
         )
 
