@@ -49,6 +49,8 @@ from functron.training.plan import plan
 MODEL, SEQ = "llama3-8b", 8192
 MESHES = ("dp=8,tp=8", "fsdp=8,tp=8")
 POLICIES = ("float32", "bf16", "bf16-pure", "fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "nvfp4")
+SENT_AS = {"float32": "bfloat16", **dict.fromkeys(POLICIES[3:], "quantised")}
+"""As what parameters may be gathered that fsdp splits, beside as they are."""
 SIZES = {"hidden": 256, "layers": 4, "seq": 256, "vocab": 1024, "batch": 2}
 OURS, PEER = "functron bf16", "autocast + torch.compile"
 AGREE_STEPS, AGREE_WITHIN = 4, 1e-2
@@ -110,6 +112,9 @@ def traced(args: argparse.Namespace) -> bool:
     """The tables of all meshes."""
     for mesh in MESHES:
         rows = {name: configured(name, mesh) for name in POLICIES}
+        if "fsdp" in mesh:
+            for name, how in SENT_AS.items():
+                rows[f"{name}, sent {how}"] = replace(rows[name], gather_as=how)
         found = {name: facts(plan(c, Mesh.parse(mesh)).program()) for name, c in rows.items()}
         layers = with_model(TrainConfig(), MODEL).gpt.num_layers
         print(f"\n{MODEL}, one of 64 ranks ({mesh}, sequence parallel, full recomputation),")

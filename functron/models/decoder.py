@@ -177,9 +177,22 @@ def own_norm(config: GPTConfig, options: ModelOptions, weights: dict, name: str)
 
 
 def norm(config: GPTConfig, options: ModelOptions, weights: dict, x: Tensor) -> Tensor:
-    """A norm of the stream."""
+    """A norm of the stream, in the dtype that sublayers compute in."""
     hook = options.hook("norm")
-    return (nn.norm if hook is None else hook.apply)(weights, x, **_norm_options(config, options))
+    apply = nn.norm if hook is None else hook.apply
+    if config.fp32_residual:
+        weights = tree.map(lambda w: w.to(x.dtype), weights)
+    y = apply(weights, x, **_norm_options(config, options))
+    return y.to(_compute_dtype(config, options)) if config.fp32_residual else y
+
+
+def _compute_dtype(config: GPTConfig, options: ModelOptions) -> torch.dtype:
+    return options.gather.compute_dtype or config.torch_dtype
+
+
+def _as_stream(config: GPTConfig, x: Tensor) -> Tensor:
+    """x in the dtype of the residual stream."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)) if config.fp32_residual else x
 
 
 def _norm_options(config: GPTConfig, options: ModelOptions) -> dict:
@@ -236,7 +249,8 @@ class Layer:
 
     def add_norm(self, weights: dict, name: str, x: Tensor, residual: Tensor) -> tuple:
         """``(norm(x + residual), x + residual)``, by kernels in one pass."""
-        if name not in norm_names(self.config) or self.options.norm is not None:
+        apart = self.options.norm is not None or self.config.fp32_residual
+        if name not in norm_names(self.config) or apart:
             total = residual + x
             return self.norm(weights, name, total), total
         own = own_norm(self.config, self.options, weights, name)
@@ -645,7 +659,7 @@ def positioned(
     if config.positions == "learned":
         table = options.gather.at("positions")(weights["positions"])
         x = nn.add_positions(x, table, stream=options.stream, positions=sequence.positions)
-    return dropout(config, sequence, options, x, key)
+    return dropout(config, sequence, options, _as_stream(config, x), key)
 
 
 def logits(config: GPTConfig, weights: dict, x: Tensor, options: ModelOptions) -> Tensor:
@@ -802,7 +816,9 @@ def _predict_ahead(
     def layer(depth: int, x: Tensor, tokens: Tensor, targets: Tensor) -> tuple:
         here = sequence._replace(tokens=tokens, targets=targets)
         own = None if key is None else random.fold_in(key, config.num_layers + 1 + depth)
-        return block(config, here, inner, gather.at("block"))(x, (rows[depth]["block"], own, {}))
+        made = block(config, here, inner, gather.at("block"))
+        y, auxiliary = made(_as_stream(config, x), (rows[depth]["block"], own, {}))
+        return y.to(x.dtype), auxiliary
 
     losses, found = nn.multi_token(
         outer,

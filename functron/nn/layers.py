@@ -35,6 +35,7 @@ from functron.params import Normal, ParamDef, ones, zeros
 from functron.spmd import collectives as lax
 from functron.spmd.axes import AxisNames
 from functron.spmd.spec import P, entry_axes
+from functron.transforms.fsdp import Encoded
 
 SEQ_DIM = 1
 
@@ -139,7 +140,11 @@ def reduce_partial(
 
 
 def _product(
-    x: Tensor, w: Tensor, lora: Adapter | None, products: Products, where: Mapping[str, Any]
+    x: Tensor,
+    w: Tensor | Encoded,
+    lora: Adapter | None,
+    products: Products,
+    where: Mapping[str, Any],
 ) -> Tensor:
     """x w + scale (x a) b for a matrix w ``[in, out]``; w + scale a b is never formed.
 
@@ -154,7 +159,7 @@ def _product(
 
 def column_parallel(
     x: Float[Tensor, "*batch embed"],
-    w: Float[Tensor, "embed *features"],
+    w: Float[Tensor, "embed *features"] | Encoded,
     bias: Float[Tensor, "*features"] | None = None,
     lora: Adapter | None = None,
     *,
@@ -167,7 +172,8 @@ def column_parallel(
 
     Args:
         x: ``[..., embed]``, the same on all ranks of the axis (call `gather_sequence` first).
-        w: ``[embed, *features]``, this rank's columns; several feature dims are kept apart.
+        w: ``[embed, *features]``, this rank's columns; several feature dims are kept apart. With
+            codes, for `products` that read them.
         bias: ``[*features]``.
         lora: a low-rank addition to w, this rank's columns of its b.
         name: of the layer, which `products` is told.
@@ -187,7 +193,7 @@ def column_parallel(
 
 def row_parallel(
     x: Float[Tensor, "batch whole_seq *features"],
-    w: Float[Tensor, "*features embed"],
+    w: Float[Tensor, "*features embed"] | Encoded,
     bias: Float[Tensor, " embed"] | None = None,
     lora: Adapter | None = None,
     *,
@@ -200,7 +206,7 @@ def row_parallel(
 
     Args:
         x: ``[batch, seq, *features]``, this rank's features.
-        w: ``[*features, embed]``, this rank's rows.
+        w: ``[*features, embed]``, this rank's rows. With codes, as of `column_parallel`.
         bias: ``[embed]``, replicated.
         lora: a low-rank addition to w, this rank's rows of its a.
         stream: the spec of the result; decides between all-reduce and reduce-scatter.
@@ -240,7 +246,7 @@ def linear_defs(
     return defs
 
 
-def weights(layer: dict) -> tuple[Tensor, Tensor | None, Adapter | None]:
+def weights(layer: dict) -> tuple[Tensor | Encoded, Tensor | None, Adapter | None]:
     """The matrix, the bias and the low-rank addition of a linear layer's parameters."""
     return layer["w"], layer.get("b"), layer.get("lora")
 
@@ -456,6 +462,7 @@ def mlp(
         gate, up = halves(gate, up)
         hidden = act(gate) * up
     elif lora is None and products is PRODUCTS:
+        assert isinstance(w, Tensor)
         y = reduce_partial(glu_linear(gate, up, w, activation), stream, axis)
         return y if bias is None else y + bias
     else:

@@ -654,12 +654,13 @@ def turned(x: Quantised) -> Quantised:
     if x.blocks == "row" or x.block[0] != x.block[1]:
         fix = "quantise the transpose"
         refuse("turned", "blocks", x.blocks, "tensor, or squares", fix)
-    values = x.values.view(torch.uint8)
+    values = compat.viewed(x.values, torch.uint8)
     if x.values.dtype == E2M1:
         pairs = torch.stack([values & 0xF, values >> 4], -1).flatten(-2).mT
         low, high = pairs.unflatten(-1, (-1, 2)).unbind(-1)
         values = (low | high << 4).mT
-    return x._replace(values=values.mT.contiguous().view(x.values.dtype), scales=x.scales.mT)
+    values = compat.viewed(values.mT.contiguous(), x.values.dtype)
+    return x._replace(values=values, scales=x.scales.mT)
 
 
 _NUMBERS_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

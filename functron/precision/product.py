@@ -149,7 +149,8 @@ def product(
         return y, (x, w, codes, places, known)
 
     def backward(residuals: tuple, dy: Tensor) -> tuple:
-        dx, dw, seen = layer.backward(*residuals, dy)
+        x, w, codes, places, known = residuals
+        dx, dw, seen = layer.backward(x, w, codes, places, known, dy)
         return dx, dw, None, seen, None
 
     call = custom_vjp(value, forward, backward)
@@ -482,7 +483,7 @@ def quantised(
 
     def linear(
         x: Tensor,
-        w: Tensor,
+        w: Tensor | Encoded,
         *,
         name: str,
         key: Tensor | None = None,
@@ -495,7 +496,7 @@ def quantised(
 
     def grouped(
         x: Tensor,
-        w: Tensor,
+        w: Tensor | Encoded,
         sizes: Tensor,
         *zeros: bool,
         name: str,
@@ -568,14 +569,16 @@ def grouped_product(
             x: Tensor, w: Tensor, codes: Codes | None, sizes: Tensor, history: Tensor | None
         ) -> tuple[Tensor, tuple]:
             known = _known(history)
-            return layer.forward(x, w, codes, sizes, zeros, known), (x, w, codes, sizes, known)
+            y = layer.forward(x, w, codes, sizes, zeros, known)
+            return y, (x, w, codes, sizes, known)
 
         def backward(residuals: tuple, dy: Tensor) -> tuple:
             x, w, codes, sizes, known = residuals
             dx, dw, seen = layer.backward(x, w, codes, sizes, dy, zeros_back, known)
             return dx, dw, None, None, seen
 
-        return custom_vjp(value, forward, backward)(x, *_apart(w), sizes, history)
+        like, codes = _apart(w)
+        return custom_vjp(value, forward, backward)(x, like, codes, sizes, history)
 
     return multiply
 
@@ -607,8 +610,8 @@ class _Experts(NamedTuple):
         if self.recipe.fprop is None:
             return grouped_matmul(x, w, sizes, zeros)
         made = None if codes is None else codes.read(self.recipe)[0]
-        most, inner = (known.get("x"), known.get("w")), self.split.inner
-        return self._rows(x, w.mT, made, sizes, self.recipe.fprop, inner, zeros, most)
+        most = known.get("x"), known.get("w")
+        return self._rows(x, w.mT, made, sizes, self.recipe.fprop, self.split.inner, zeros, most)
 
     def backward(
         self,
@@ -626,7 +629,8 @@ class _Experts(NamedTuple):
             dx = grouped_matmul(dy, w.mT, sizes, zeros_back)
         else:
             made = None if codes is None else codes.read(recipe)[1]
-            most, outer = (known.get("dy"), known.get("w")), self.split.outer
+            most = known.get("dy"), known.get("w")
+            outer = self.split.outer
             dx = self._rows(dy, w, made, sizes, recipe.dgrad, outer, zeros_back, most)
         groups = _groups(x, sizes)
         dw = self._weight(x, w, sizes, dy, groups, known)
@@ -682,7 +686,7 @@ class _Experts(NamedTuple):
         """Rows times their expert's w, ``[experts, outputs, summed]``, or times what it is made."""
         groups = _groups(rows, sizes)
         amax, of_w = _padded(known[0]), known[1]
-        if amax is None:
+        if of_w is None:
             left = _of_groups(rows, part.left, groups, len(w))
             right = magnitude(w, part.right) if made is None else None
             amax, of_w = self._shared([(left, part.left), (right, part.right)], summed)

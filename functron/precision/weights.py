@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from functron.core import tree
+from functron.core import compat, tree
 from functron.core.errors import Problem
 from functron.core.typing import Tensor
 from functron.ops.define import AUTO, Kernels
@@ -147,7 +147,7 @@ def agreed(parts: Sequence[tuple[Tensor, tuple[str, ...]]], scaling: Scaling) ->
 
 def _bits(x: Tensor) -> Tensor:
     """The integers of x's bits: what collectives send as it is, and nothing differentiates."""
-    return x.view(torch.int32 if x.dtype == torch.float32 else torch.uint8)
+    return compat.viewed(x, torch.int32 if x.dtype == torch.float32 else torch.uint8)
 
 
 def _encoded(codes: Sequence[_Code], made: Sequence[Quantised]) -> Encoded:
@@ -183,10 +183,11 @@ class Codes(NamedTuple):
             own = next(pools[scales.get(form.blocks, "both")])
             whole = None
             if form.dtype == E2M1 and form.shared:
-                whole = next(pools["shared"]).view(torch.float32)
+                whole = compat.viewed(next(pools["shared"]), torch.float32)
             values, own = (x.mT.contiguous() if over else x for x in (values, own))
             kind = torch.float32 if own.dtype == torch.int32 else form.scale_dtype
-            return Quantised(values.view(form.dtype), own.view(kind), form.blocks, whole)
+            parts = compat.viewed(values, form.dtype), compat.viewed(own, kind)
+            return Quantised(*parts, form.blocks, whole)
 
         if serves_both(recipe):
             back = one(recipe.dgrad, False)

@@ -222,6 +222,10 @@ class Plan:
                 refuse(title, "gather_as", "quantised", "it with a recipe of products", fix)
             wrong = problems_of(config.recipe, self.whole_defs, self.whole_specs, self.mesh)
             found = [replace(one, path=f"gather_as=quantised, {one.path}") for one in wrong]
+            if config.gather == "step" and any(config.recipe.high(config.gpt.num_layers)):
+                got = "step, with gather_as=quantised and layers that stay high"
+                wanted = "weights of these gathered where they are read"
+                found.append(Problem("gather", got, wanted, "take --gather use or keep"))
             raise_problems(title, found)
             return encoder(config.recipe, self.defs, kernels=use(config.kernels))
         if config.gather_as == "bfloat16":
@@ -321,7 +325,8 @@ class Plan:
         rows = config.global_batch // config.microbatches
         tokens = torch.empty(rows, config.seq, dtype=torch.int64, device="meta")
         batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
-        x = torch.empty(rows, config.seq, model.embed_dim, dtype=model.torch_dtype, device="meta")
+        shape = (rows, config.seq, model.embed_dim)
+        x = torch.empty(shape, dtype=model.stream_dtype, device="meta")
         key = torch.empty(2, dtype=torch.int64, device="meta")
 
         def both(weights, x, batch, key):
@@ -624,6 +629,9 @@ def _bfloat16_problems(config: TrainConfig) -> Iterator[Problem]:
     if config.gather == "step":
         fix = "take --gather use or keep"
         yield Problem(path, f"{got} with gather=step", "parameters gathered where used", fix)
+    if config.recipe is not None and config.recipe.scaling == "delayed":
+        wanted = "histories in float32"
+        yield Problem(path, f"{got} with {config.products}", wanted, "choose fp8-tensor")
     if config.lora_rank:
         yield Problem(path, f"{got} with lora_rank", "all parameters to train", "leave it out")
     if moe is not None and moe.balance_bias:
@@ -830,7 +838,7 @@ def _traced(plan: Plan, number: int) -> tuple[Stage, torch.Tensor]:
     seq = config.seq // math.prod(mesh[axis] for axis in CONTEXT_AXES)
     tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
     seq = seq // mesh["tp"] if config.sequence_parallel else seq
-    x = torch.empty(rows, seq, model.embed_dim, dtype=model.torch_dtype, device="meta")
+    x = torch.empty(rows, seq, model.embed_dim, dtype=model.stream_dtype, device="meta")
     batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
     if config.packed:
         batch |= {"positions": tokens, "segments": tokens}

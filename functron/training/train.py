@@ -265,6 +265,7 @@ def loop(
     stop: Request | None = None,
     ahead: int = 0,
     patience: int = 0,
+    skips: bool = False,
     overflowing: Callable[[Any, Any], Sequence[str]] | None = None,
 ) -> Outcome:
     """Take steps `start` to ``steps - 1``, record each, and save at the end.
@@ -298,6 +299,8 @@ def loop(
             saved or evaluated has been read.
         patience: raise where so many steps in a row overflow, and the scale of the loss cannot
             fall; 0: never.
+        skips: whether `step` itself leaves out updates that are not finite, as far as it is asked
+            to: gradients need not be, then.
         overflowing: ``(state, batch)`` to the names of the layers whose gradients then are not
             finite, for that error; it may give up the state.
 
@@ -305,7 +308,8 @@ def loop(
         The `Outcome`; its records are those of `Meter.record`.
 
     Raises:
-        FloatingPointError: the loss is not finite, or steps overflow. The state is not saved.
+        FloatingPointError: the loss or the gradients' norm is not finite, or steps overflow. The
+            state is not saved.
     """
     meter = meter or Meter()
     bar = [records.progress(steps, start)] if reporters is None else reporters
@@ -340,7 +344,7 @@ def loop(
                     names = [] if overflowing is None else overflowing(state, batch)
                     raise FloatingPointError(_stuck(record, patience, names))
                 if patience == 0 or math.isfinite(record["grad_norm"] or 0.0):
-                    _check_finite(record)
+                    _check_finite(record, ("loss",) if skips else ("loss", "grad_norm"))
                 settled = time.perf_counter()
             if save is not None and (saving or stopped_by):
                 save(state, index + 1)
@@ -400,12 +404,14 @@ def _count(batch: Any) -> int | None:
     return tokens.numel() if isinstance(tokens, torch.Tensor) else None
 
 
-def _check_finite(record: Mapping[str, Any]) -> None:
-    if not math.isfinite(record["loss"]):
-        raise FloatingPointError(
-            f"step {record['step']}: got loss {record['loss']}; wanted a finite number; fix: lower "
-            "the learning rate, lengthen the warm-up, clip gradients, or train in float32"
-        )
+def _check_finite(record: Mapping[str, Any], names: Sequence[str]) -> None:
+    for name in names:
+        if not math.isfinite(record[name] or 0.0):
+            what = {"loss": "loss", "grad_norm": "gradients of norm"}[name]
+            raise FloatingPointError(
+                f"step {record['step']}: got {what} {record[name]}; wanted a finite number; fix: "
+                "lower the learning rate, lengthen the warm-up, clip gradients, or train in float32"
+            )
 
 
 def _stuck(record: Mapping[str, Any], patience: int, names: Sequence[str]) -> str:
@@ -558,7 +564,7 @@ def train(run: Run, out: Path | None) -> Outcome:
     step, and one all-reduce of a scalar per step.
 
     Raises:
-        FloatingPointError: the loss is not finite, or steps in float16 overflow without end.
+        FloatingPointError: loss or gradients are not finite, or float16 overflows without end.
         OSError, TimeoutError: a checkpoint could not be written.
     """
     config, mesh, device = run.config, run.mesh, run.device
@@ -616,6 +622,7 @@ def train(run: Run, out: Path | None) -> Outcome:
             stop=stop,
             ahead=int(device.type == "cuda"),
             patience=scaled.patience if scaled.initial else 0,
+            skips=config.optimizer.skip_nonfinite > 0,
             overflowing=run.plan.overflowing,
         )
 

@@ -30,6 +30,7 @@ from functron.ops.quantise import (
     quantise,
     remember,
     remembered,
+    turned,
     unpacked,
 )
 from functron.ops.scaled_matmul import swizzled
@@ -239,6 +240,17 @@ def test_error_and_what_is_not_finite(text):
     mapped = torch.func.vmap(lambda x: [made(x, text)[i] for i in parts], 1)(x.transpose(0, 1))
     again = Quantised(mapped[0], mapped[1], f.blocks, *mapped[2:])
     assert torch.equal(dequantise(again), dequantise(made(x, text)))
+
+
+@pytest.mark.parametrize("text", ["e4m3@tensor", "e4m3@128x128", "e2m1@16x16"])
+def test_the_transpose_of_squares(text):
+    """Has the bits of the transpose, quantised."""
+    x = matrix(2, 128, 256)
+    got, want = turned(made(x, text)), made(x.mT, text)
+    assert np.array_equal(codes(got.values), codes(want.values))
+    assert torch.equal(dequantise(got), dequantise(want))
+    with pytest.raises(ValueError, match="got 1x128; wanted tensor, or squares; fix: quantise the"):
+        turned(made(x, "e4m3@1x128"))
 
 
 def test_hadamard():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from functron import Mesh, gpt, random, tree
+from functron import Mesh, P, gpt, nn, random, tree
 from functron.models import generation
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
@@ -24,6 +25,7 @@ DENSE = gpt.GPTConfig(
 )  # fmt: skip
 MODELS = {
     "dense": DENSE,
+    "wide stream": replace(DENSE, dtype="bfloat16", fp32_residual=True),
     "deep": replace(DENSE, num_layers=4),
     "shared keys": replace(DENSE, num_kv_heads=1, num_heads=2),  # which both ranks of tp have
     "fused": replace(DENSE, fused_projections=True),
@@ -44,6 +46,7 @@ CONFIG = TrainConfig(
     learning_rate=ScheduleConfig(name="constant", peak=0.1),
 )
 SPLIT = {"sequence_parallel": True}
+HALF = "fprop=e4m3@row*e4m3@row dgrad=high wgrad=high"
 PIPED = {"microbatches": 2}  # of which numbers by tokens depend, and delayed ones do not
 
 
@@ -142,6 +145,130 @@ def test_every_product_of_a_layer_is_quantised_in_the_program():
     assert "scaled_matmul(" not in plain
 
 
+# --- weights in codes, made once per step
+
+SMALL = replace(
+    DENSE, num_layers=1, embed_dim=64, num_kv_heads=2, head_dim=32, max_seq=32, mlp_dim=128
+)
+TINY = {
+    "dense": SMALL,
+    "deep": replace(SMALL, num_layers=2),
+    "wide": replace(SMALL, embed_dim=256, num_heads=4, head_dim=64, mlp_dim=128, max_seq=128),
+    "experts": replace(
+        SMALL,
+        moe=MoEConfig(num_experts=4, top_k=2, expert_dim=128, shared_dim=128),
+    ),
+    "latent": replace(
+        MODELS["latent"], embed_dim=64, num_heads=2, kv_rank=32, q_rank=64, max_seq=32, mlp_dim=128
+    ),
+}  # fmt: skip
+
+
+def tiny(model: str, recipe: str, mesh: str, **fields) -> TrainConfig:
+    sizes = {"global_batch": 4, "seq": TINY[model].max_seq, "gpt": TINY[model]}
+    return replace(CONFIG, **{**sizes, "mesh": mesh, "products": recipe, **fields})
+
+
+def data(seq: int) -> dict:
+    tokens = torch.randint(0, VOCAB, (4, seq + 1), generator=torch.Generator().manual_seed(1))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(4)}
+
+
+def after_two_steps(config: TrainConfig) -> list[torch.Tensor]:
+    made = plan(config, Mesh.parse(config.mesh))
+    state, found = made.init(random.key(0)), []
+    for _ in range(2):
+        state, metrics = made.step(state, data(config.seq))
+        found += [metrics["loss"], metrics["grad_norm"]]
+    return found + tree.leaves(state.params)
+
+
+CODED = [
+    ("dense", "fp8-tensor", "fsdp=2,tp=2", {**SPLIT, "remat": "full"}),
+    ("dense", "fp8-tensor", "fsdp=2", {"gather": "step", "microbatches": 2}),
+    *(
+        pytest.param(*row, marks=pytest.mark.full)
+        for row in (
+            ("deep", "fp8-tensor last=1", "fsdp=2,tp=2", {}),
+            ("dense", "nvfp4", "fsdp=2", {"microbatches": 2}),
+            ("deep", "mxfp8", "pp=2,fsdp=2", {"schedule": "1f1b", "microbatches": 2}),
+            ("wide", "fp8-block", "fsdp=2", {}),
+            ("experts", "fp8-row", "ep=2,fsdp=2", {}),
+            ("dense", "fp8-tensor", "dp=2", {"zero": 3}),
+            ("dense", "fp8-tensor", "dp=2,tp=2", {"zero": 2}),
+            ("dense", "fp8-row", "fsdp=2,tp=2", {"gather": "keep"}),
+            ("dense", "fp8-tensor scaling=local", "fsdp=2,tp=2", {}),
+            ("dense", "fp8-tensor logits=low", "fsdp=2,tp=2", {}),
+            ("deep", "nvfp4", "pp=2,fsdp=2", {"schedule": "zb-h1", "gather": "step"}),
+            ("dense", "nvfp4", "cp=2,fsdp=2", {"zigzag": False}),
+            ("experts", "nvfp4", "ep=2,tp=2", {}),
+            ("experts", "fp8-tensor", "ep=2,fsdp=2", {"gather": "step"}),
+            ("latent", "fp8-tensor", "fsdp=2,tp=2", SPLIT),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "recipe", "mesh", "fields"), CODED)
+def test_weights_in_codes_are_the_same_numbers(model, recipe, mesh, fields):
+    """Bit for bit those of weights that are gathered as they are, and quantised by products."""
+    config = tiny(model, recipe, mesh, **fields)
+    want = after_two_steps(config)
+    got = after_two_steps(replace(config, gather_as="quantised"))
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gather_as", "each"),
+    [
+        ("fp8-tensor", "quantised", 1.0),
+        pytest.param("fp8-tensor", "", 2.0, marks=pytest.mark.full),
+        pytest.param("nvfp4", "quantised", 0.5 + 1 / 256, marks=pytest.mark.full),
+    ],
+)
+def test_codes_are_what_is_sent_and_made_once(recipe, gather_as, each):
+    """One code for forward and backward; quantised are only x and dy in every microbatch."""
+    model = replace(TINY["deep"], dtype="bfloat16")
+    config, layers = tiny("deep", recipe, "fsdp=2", gpt=model, microbatches=2), model.num_layers
+    made = plan(replace(config, gather_as=gather_as), Mesh.parse("fsdp=2"))
+    weights = [(d.matrix, math.prod(d.shape)) for d in tree.leaves(made.defs["blocks"])]
+    matrices = sum(size for matrix, size in weights if matrix)
+    norms = sum(size for matrix, size in weights if not matrix)
+    rest = sum(math.prod(d.shape) for d in tree.leaves(made.defs)) - matrices - norms
+    assert matrices > 100 * norms > 0
+    program = made.program()
+    rows = [row for row in program.cost().collectives if row.op == "all_gather"]
+    sent = {row.phase: row.payload_bytes / 2 for row in rows}  # of a microbatch
+    assert sent["forward"] == matrices * each + 2 * norms + 2 * rest
+    assert sent["recompute"] == matrices * each + 2 * norms
+    # x twice and dy twice; w in forward and backward of every microbatch, or all layers' at once
+    of_w = 1 if gather_as else 2 * 2 * layers
+    counted = sum(times for e, times in program.block.walk() if e.name == "quantise")
+    assert counted == 7 * (2 * 4 * layers + of_w)
+
+
+def test_parameters_in_float32_are_gathered_and_computed_with_in_bfloat16():
+    """As plain autograd has it, of a model in bfloat16 made of the rounded parameters."""
+    model = replace(SMALL, dtype="float32")
+    config = tiny("dense", "", "", gpt=model, gather_as="bfloat16", steps=1)
+    made = plan(config, Mesh())
+    params = made.init(random.key(0)).params
+    low = tree.map(lambda x: x.bfloat16().requires_grad_(), params)
+    loss = gpt.loss(replace(model, dtype="bfloat16"), low, data(32)) / (4 * 32)
+    grads = torch.autograd.grad(loss, tree.leaves(low))
+    state, metrics = made.step(made.init(random.key(0)), data(32))
+    assert float(metrics["loss"]) == float(loss)
+    for new, old, grad in zip(*map(tree.leaves, (state.params, params)), grads, strict=True):
+        assert new.dtype == torch.float32
+        torch.testing.assert_close(new, old - 0.1 * grad.float(), rtol=1e-6, atol=1e-8)
+    split = plan(replace(config, mesh="fsdp=2"), Mesh.parse("fsdp=2"))
+    rows = split.program().cost().collectives
+    sent = {row.phase: row.payload_bytes for row in rows if row.op == "all_gather"}
+    sizes = {name: sum(leaf.numel() for leaf in tree.leaves(params[name])) for name in params}
+    assert sent == {"forward": 2 * sum(sizes.values()), "recompute": 2 * sizes["blocks"]}
+
+
 def test_histories_are_what_each_step_saw():
     """Of weights to a quarter above their largest; two layers of one stack apart; norms without."""
     config = replace(CONFIG, gpt=DENSE, products="fp8-delayed", mesh="dp=2,tp=2")
@@ -178,6 +305,43 @@ def test_layers_that_stay_high_have_torchs_products():
     torch.testing.assert_close(after, got[:, -1], rtol=1e-12, atol=0)
 
 
+def test_a_float32_residual_adds_up_what_sublayers_say():
+    """Written out, to the bit; and stages of a pipeline send it as it is."""
+    model = MODELS["wide stream"]
+    weights, tokens = (
+        plan(replace(CONFIG, gpt=model), Mesh()).init(random.key(0)).params,
+        batch()["tokens"],
+    )
+    positions = torch.arange(SEQ)
+    rope = nn.rope_table(positions, model.head_size, model.rope_theta, None, torch.bfloat16)
+
+    def norm(params: dict, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.rms_norm(x, x.shape[-1:], params["scale"].float(), model.norm_eps)
+        return y.bfloat16()
+
+    x = weights["embed"][tokens].float()
+    for row in range(model.num_layers):
+        own = tree.map(lambda w, row=row: w[row], weights["blocks"])
+        y = norm(own["attention_norm"], x)
+        x = x + nn.self_attention(own["attention"], y, model.attention, rope=rope, stream=P())
+        y = norm(own["mlp_norm"], x)
+        x = x + nn.mlp(own["mlp"], y, activation=model.activation, stream=P())
+    logits = norm(weights["norm"], x) @ weights["unembed"]
+    assert torch.equal(gpt.forward(model, weights, tokens), logits)
+    assert not torch.equal(
+        gpt.forward(replace(model, fp32_residual=False), weights, tokens), logits
+    )
+    (want, leaves), (got, found) = (
+        taken("wide stream", "", mesh, remat="full", **own)
+        for mesh, own in (("", {}), ("pp=2", {"schedule": "zb-h1"}))
+    )
+    assert got[::2] == want[::2]  # losses
+    for a, b in zip(found, leaves, strict=True):
+        assert torch.equal(a, b)
+    got, _ = taken("wide stream", "", "tp=2", **SPLIT)
+    assert got[::2] == pytest.approx(want[::2], rel=2e-3)  # sums over ranks are of 8 bits
+
+
 def test_what_no_recipe_can_do_is_refused_before_anything_starts():
     small = with_model(TrainConfig(), "llama3-tiny")
     latent = replace(small, gpt=MODELS["latent"], seq=SEQ)
@@ -206,6 +370,38 @@ def test_what_no_recipe_can_do_is_refused_before_anything_starts():
             r"unembed, outputs \(fprop\): got 32",
         ),
         (replace(small, products="fp9"), "products: got 'fp9'; wanted a recipe"),
+        (replace(small, gather_as="quantised"), "wanted it with a recipe of products"),
+        (
+            replace(small, gather_as="quantised", products=HALF),
+            "gather_as=quantised, dgrad: got high",
+        ),
+        (
+            replace(CONFIG, gpt=MODELS["fused"], gather_as="quantised", products="fp8-row"),
+            "gate_up/w: got several matrices in one",
+        ),
+        (
+            replace(CONFIG, gpt=DENSE, gather_as="quantised", products="fp8-block", mesh="fsdp=2"),
+            r"q/w, inputs: got 64; wanted a multiple of 128.*make it 128 .*split fsdp=2 over fewer",
+        ),
+        (
+            replace(
+                small,
+                gather_as="quantised",
+                products="fp8-row last=1",
+                gather="step",
+                mesh="fsdp=2",
+            ),
+            "layers that stay high; wanted weights of these gathered where they are read",
+        ),
+        (
+            replace(small, gather_as="quantised", products="fp8-delayed"),
+            "gather_as=quantised, scaling: got delayed",
+        ),
+        (replace(CONFIG, gpt=DENSE, gather_as="bfloat16"), "wanted parameters in float32"),
+        (
+            replace(small, gather_as="bfloat16", gather="step", mesh="fsdp=2"),
+            "wanted parameters gathered where used",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             validate(config)

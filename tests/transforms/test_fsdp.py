@@ -10,6 +10,7 @@ import torch
 import functron as ft
 from functron import Mesh, P, lax, tree
 from functron.transforms import Gather, fsdp, policies, remat, scan
+from functron.transforms.fsdp import Encoded, attached
 from functron.transforms.scan import accumulate
 
 DIM, ROWS, LAYERS = 8, 4, 3
@@ -245,7 +246,7 @@ def test_the_tape_keeps_shards_where_it_gathers_again(peak_bytes, monkeypatch):
         name, size, token = "fsdp", 2, None
 
     monkeypatch.setattr(module, "lookup", lambda names: [Doubling()] if "fsdp" in names else [])
-    monkeypatch.setattr(module, "_all_gather", lambda x, axes, dtypes: torch.stack([x, x]))
+    monkeypatch.setattr(module, "_all_gather", lambda x, *_: torch.stack([x, x]))
     w = [torch.randn(128, 256).requires_grad_() for _ in range(8)]  # 128 KiB each, 256 gathered
     x = torch.ones(1, 256).requires_grad_()
 
@@ -262,6 +263,48 @@ def test_the_tape_keeps_shards_where_it_gathers_again(peak_bytes, monkeypatch):
     assert shards <= peak_bytes(lambda: forward(True)) < shards + 3 * size
     got, want = (torch.autograd.grad(forward(regather), w) for regather in (True, False))
     assert_close(got, want, 0)
+
+
+@pytest.mark.parametrize("regather", [True, False])
+def test_codes_travel_in_place_of_a_parameter(regather):
+    """Of integers, in 32 bits for 64: the gradient is that of the numbers, which nobody sends."""
+    generator, x = torch.Generator().manual_seed(0), inputs()
+    w = {
+        "up": torch.randint(-4, 5, (DIM, 4, 4), generator=generator).double(),
+        "down": torch.randint(-4, 5, (4, 4, DIM), generator=generator).double(),
+    }
+    specs = {"up": P("fsdp", "tp"), "down": P("tp", None, "fsdp")}
+    product = ft.custom_vjp(
+        lambda x, like, code: x @ code.double(),
+        lambda x, like, code: (x @ code.double(), (x, code)),
+        lambda kept, dy: (dy @ kept[1].double().mT, kept[0].mT @ dy, None),
+    )
+
+    def linear(x, w, start, end):
+        if not isinstance(w, Encoded):
+            return x @ w.flatten(start, end)
+        return product(x, w.flatten(start, end).like, w.both[0])
+
+    def layer(w, x):
+        return lax.psum(linear(torch.tanh(linear(x, w["up"], 1, 2)), w["down"], 0, 1), "tp")
+
+    def coded(w, x):
+        codes = {
+            name: Encoded(None, (value.flatten(*dims).detach().int(),))
+            for name, value, dims in (("up", w["up"], (1, 2)), ("down", w["down"], (0, 1)))
+        }
+        return fsdp(layer, specs, regather=regather)(attached(w, codes), x)
+
+    f = gradients(coded, Mesh(fsdp=2, tp=2), specs)
+    value, grads = f(w, x)
+    want = torch.func.grad_and_value(lambda w, x: layer(w, x).square().mean())(w, x)
+    assert_close((grads, value), want)
+    rows = ft.trace(f)(w, x).cost().collectives
+    size = tree.nbytes(w) // 2  # of this rank's part over tp
+    rows = [row for row in rows if row.axis == "fsdp"]
+    sent = {row.op: sum(r.payload_bytes for r in rows if r.op == row.op) for row in rows}
+    assert sent["all_gather"] == size // 2 * (1 + regather)
+    assert sent["psum_scatter"] == size
 
 
 def test_says_what_it_cannot_gather():
