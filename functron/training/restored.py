@@ -71,10 +71,7 @@ def restored(
     sources = _sources(wanted, stored)
     _check_moments(wanted, stored)
     done = [*_products(stored, plan), *_words(wanted, sources, stored)]
-    if done and not recast:
-        title = f"the checkpoint {path} is of another precision"
-        nothing = "nothing to convert"
-        raise_problems(title, [Problem("precision", text, nothing, _SAYING) for text in done])
+    _check_said(done, stored, recast)
     kept = {name: leaf for name, leaf in wanted.items() if sources[name] is not None}
     found = checkpoint.restore(
         path,
@@ -106,6 +103,10 @@ def _of_params(
         ]
         where = dataclasses.replace(where, leaves=tuple(leaves))
     chosen = {"params": lora.split(params)[0] if new else params}
+    own = {f"params/{name}": leaf for name, leaf in _named(chosen["params"])}
+    stored = checkpoint.Checkpoint(path)
+    done = _words(own, {name: name for name in own}, stored)
+    _check_said(done, stored, recast)
     read = checkpoint.restore(path, chosen, placement=where, cast=recast, device=device)
     params = read["params"]
     if new:  # the model's own parameters are there, and nothing was added to them yet
@@ -114,9 +115,16 @@ def _of_params(
         adapters = init_params(init_key, defs, plan.stored_specs, plan.mesh)
         params = tree.join(params, adapters)
     state = plan.init(key.to(device), params)
-    if recast:
+    if done:
         _check_range(state.params)
-    return state, ()
+    return state, tuple(done)
+
+
+def _check_said(done: Sequence[str], stored: checkpoint.Checkpoint, recast: bool) -> None:
+    """Refuse to convert what nobody said was to be converted."""
+    title, wanted = f"the checkpoint {stored.path} is of another precision", "nothing to convert"
+    found = [Problem("precision", text, wanted, _SAYING) for text in done]
+    raise_problems(title, [] if recast else found)
 
 
 def _check_layout(names: Sequence[str], model: TrainedConfig) -> None:
