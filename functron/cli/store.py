@@ -30,8 +30,8 @@ class ConvertOptions:
         max_seq: the longest sequence, where the model could take longer ones; 0: what it takes.
         fused_projections: make the run's queries, keys and values one matrix, and gate and up.
         quantise: write the matrices of attention, feed-forward layers and experts in FP8: fp8-block
-            with scales of 128x128 blocks, as DeepSeek-V3's files; fp8-row with one for each output,
-            as compressed-tensors; empty: as they are.
+            with scales of 128x128 blocks, as DeepSeek-V3's files, where 128 divides both sides;
+            fp8-row with one for each output, as compressed-tensors; empty: as they are.
     """
 
     source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]

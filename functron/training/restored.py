@@ -73,10 +73,7 @@ def restored(
     sources = _sources(wanted, stored) | dict.fromkeys(empty)
     _check_moments(wanted, stored)
     done = [*_products(stored, plan), *_words(wanted, sources, stored), *_EMPTY[: len(empty)]]
-    if done and not recast:
-        title = f"the checkpoint {path} is of another precision"
-        nothing = "nothing to convert"
-        raise_problems(title, [Problem("precision", text, nothing, _SAYING) for text in done])
+    _check_said(done, stored, recast)
     kept = {name: leaf for name, leaf in wanted.items() if sources[name] is not None}
     found = checkpoint.restore(
         path,
@@ -117,6 +114,10 @@ def _of_params(
         ]
         where = dataclasses.replace(where, leaves=tuple(leaves))
     chosen = {"params": lora.split(params)[0] if new else params}
+    own = {f"params/{name}": leaf for name, leaf in _named(chosen["params"])}
+    stored = checkpoint.Checkpoint(path)
+    done = _words(own, {name: name for name in own}, stored)
+    _check_said(done, stored, recast)
     read = checkpoint.restore(path, chosen, placement=where, cast=recast, device=device)
     params = read["params"]
     if new:  # the model's own parameters are there, and nothing was added to them yet
@@ -126,9 +127,9 @@ def _of_params(
         params = tree.join(params, adapters)
     histories = tree.map(lambda leaf: torch.zeros_like(leaf, device=device), histories)
     state = plan.init(key.to(device), tree.join(params, histories))
-    if recast:
+    if done:
         _check_range(state.params)
-    return state, _EMPTY[: len(empty)]
+    return state, (*done, *_EMPTY[: len(empty)])
 
 
 _EMPTY = ("histories of quantised products begin empty",)
@@ -138,6 +139,13 @@ def _histories(plan: Plan) -> set[str]:
     """The paths of what delayed scaling remembers."""
     kept, _ = tree.partition(plan.defs, history_mask(plan.defs))
     return {f"params/{name}" for name in tree.paths(kept)}
+
+
+def _check_said(done: Sequence[str], stored: checkpoint.Checkpoint, recast: bool) -> None:
+    """Refuse to convert what nobody said was to be converted."""
+    title, wanted = f"the checkpoint {stored.path} is of another precision", "nothing to convert"
+    found = [Problem("precision", text, wanted, _SAYING) for text in done]
+    raise_problems(title, [] if recast else found)
 
 
 def _check_layout(names: Sequence[str], model: TrainedConfig) -> None:

@@ -24,6 +24,8 @@ SMALL = replace(MODELS["dense"], num_layers=2, init_stddev=0.05)
 PLAIN = replace(CONFIG, gpt=SMALL, log_layers_every=0, microbatches=1,
                 optimizer=OptimizerConfig(ema_decay=0.9))  # fmt: skip
 CPU = torch.device("cpu")
+STEPPED = [{"float32", "bf16"}, {"bf16", "bf16-pure"}, {"float32", "fp8-row"}]
+"""Pairs whose next step is taken, too: what is equal has equal losses."""
 
 
 def config_of(precision: str, **fields):
@@ -111,7 +113,7 @@ def test_every_policy_goes_on_as_every_other(after, runs):
                                             and after not in ("float32", "bf16-pure"))  # fmt: skip
         assert ("loss scale" in said) == ("fp16" in (before, after))
         assert ("optimizer's state from" in said) == ("bf16-pure" in (before, after))
-        if after != "fp16":  # slow on CPUs
+        if {before, after} in STEPPED:
             _, metrics = made.step(got, batch_of())
             bound = 1e-2 if "fp8-row" in (before, after) else 2e-3
             assert float(metrics["loss"]) == pytest.approx(loss, rel=bound)
@@ -125,6 +127,15 @@ def test_float32_comes_back_as_it_was(runs, tmp_path):
     read = checkpoint.read_params(checkpoint.Checkpoint(path), low)
     for a, b in zip(tree.leaves(read), tree.leaves(state.params), strict=True):
         assert torch.equal(a, b.bfloat16())
+    checkpoint.save(tmp_path / "0", {"params": state.params}, {"step": 0})
+    for name in ("bf16-pure", "fp16"):  # of parameters alone
+        made = plan(config_of(name), Mesh())
+        begun, _ = restored(tmp_path / "0", made, random.key(0), CPU, recast=True)
+        low = tree.map(lambda p, d: p.to(d.dtype), state.params, made.defs)
+        wanted = made.init(random.key(0), state.params if name == "fp16" else low)
+        assert_same(begun, wanted)
+        with pytest.raises(ValueError, match="is of another precision"):
+            restored(tmp_path / "0", plan(config_of("bf16-pure"), Mesh()), random.key(0), CPU)
     for name in ("bf16", "fp16"):
         between, _ = restored(path, plan(config_of(name), Mesh()), random.key(0), CPU, recast=True)
         path = tmp_path / name
@@ -141,7 +152,7 @@ def test_float32_comes_back_as_it_was(runs, tmp_path):
     [
         {"mesh": "dp=2,tp=2", "zero": 1},
         pytest.param({"mesh": "fsdp=2"}, marks=pytest.mark.full),
-        {"mesh": "pp=2", "microbatches": 2},
+        pytest.param({"mesh": "pp=2", "microbatches": 2}, marks=pytest.mark.full),
     ],
     ids=lambda fields: fields["mesh"],
 )
@@ -167,7 +178,7 @@ def test_each_rank_reads_its_part(fields, runs):
 
 
 def test_what_cannot_be_converted(runs, tmp_path):
-    path, state, _ = runs["bf16"]
+    state = runs["bf16"][1]
     eight = config_of("bf16")
     eight = replace(eight, gpt=replace(eight.gpt, vocab_size=64, embed_dim=64), optimizer=replace(
         eight.optimizer, mu_dtype="int8"))  # fmt: skip
@@ -185,6 +196,3 @@ def test_what_cannot_be_converted(runs, tmp_path):
     half = plan(config_of("fp16"), Mesh())
     with pytest.raises(ValueError, match="params/embed: got values that float16 has not"):
         restored(tmp_path / "wide", half, random.key(0), CPU, recast=True)
-    sgd = replace(config_of("float32"), optimizer=OptimizerConfig("sgd"))
-    with pytest.raises(ValueError, match=r"opt_state/.*: got nothing; wanted a leaf"):
-        restored(path, plan(sgd, Mesh()), random.key(0), CPU, recast=True)
