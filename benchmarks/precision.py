@@ -48,8 +48,11 @@ from functron.training.plan import plan
 
 MODEL, SEQ = "llama3-8b", 8192
 MESHES = ("dp=8,tp=8", "fsdp=8,tp=8")
-POLICIES = ("float32", "bf16", "bf16-pure", "fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "nvfp4")
-SENT_AS = {"float32": "bfloat16", **dict.fromkeys(POLICIES[3:], "quantised")}
+POLICIES = (
+    "float32", "bf16", "bf16-pure", "fp8-delayed", "fp8-tensor", "fp8-row", "fp8-block", "mxfp8",
+    "nvfp4",
+)  # fmt: skip
+SENT_AS = {"float32": "bfloat16", **dict.fromkeys(POLICIES[4:], "quantised")}
 """As what parameters may be gathered that fsdp splits, beside as they are."""
 SIZES = {"hidden": 256, "layers": 4, "seq": 256, "vocab": 1024, "batch": 2}
 OURS, PEER = "functron bf16", "autocast + torch.compile"
