@@ -2,6 +2,7 @@
 
     python benchmarks/precision.py            all parts
     python benchmarks/precision.py --only traced
+    python benchmarks/precision.py --only gpu --device cpu --tiny    its code, where there is no GPU
 
 * **traced**: one rank's program of a step of llama3-8b on 64 ranks, by policy: bytes sent by
   collective and dtype, FLOPs by dtype, memory, and what quantisation adds to a layer. Nothing runs.
@@ -48,8 +49,11 @@ from functron.training.plan import plan
 
 MODEL, SEQ = "llama3-8b", 8192
 MESHES = ("dp=8,tp=8", "fsdp=8,tp=8")
-POLICIES = ("float32", "bf16", "bf16-pure", "fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "nvfp4")
-SENT_AS = {"float32": "bfloat16", **dict.fromkeys(POLICIES[3:], "quantised")}
+POLICIES = (
+    "float32", "bf16", "bf16-pure", "fp8-delayed", "fp8-tensor", "fp8-row", "fp8-block", "mxfp8",
+    "nvfp4",
+)  # fmt: skip
+SENT_AS = {"float32": "bfloat16", **dict.fromkeys(POLICIES[4:], "quantised")}
 """As what parameters may be gathered that fsdp splits, beside as they are."""
 SIZES = {"hidden": 256, "layers": 4, "seq": 256, "vocab": 1024, "batch": 2}
 OURS, PEER = "functron bf16", "autocast + torch.compile"
@@ -149,10 +153,11 @@ def table(found: Mapping[str, Traced], layers: int) -> list[list[str]]:
 # --- steps
 
 
-def training(config: TrainConfig, device: str, **compiled: Any) -> Callable[[dict], float]:
+def training(config: TrainConfig, device: str, eager: bool = False) -> Callable[[dict], float]:
     """The compiled step of a configuration on one device, as a function of a batch to its loss."""
     made = plan(config, Mesh())
-    state, step = made.init(random.key(0, device=device)), jit(made.step, donate=0, **compiled)
+    state = made.init(random.key(0, device=device))
+    step = made.step if eager else jit(made.step, donate=0)
 
     def take(batch: dict) -> float:
         nonlocal state
@@ -213,51 +218,58 @@ def cpu(args: argparse.Namespace) -> bool:
 
 
 def gpu(args: argparse.Namespace) -> bool:
-    """Steps by recipe, and kernels by bandwidth."""
-    if not torch.cuda.is_available():
+    """Steps by recipe, and kernels by bandwidth; whether the targets are met, on a GPU."""
+    cuda = args.device == "cuda"
+    if cuda and not torch.cuda.is_available():
         print("\nsteps in 8 bits and quantising kernels on a GPU: not run, as torch finds no GPU")
         return True
-    device, capability = "cuda", torch.cuda.get_device_capability()
-    model = decoder(8192, 4, 4096, 32, 4096, mlp=14336, num_kv_heads=8)
-    batch = make_batch(model.vocab_size, 4, model.max_seq, device)
-    print(f"\n4 layers of 8B on {torch.cuda.get_device_name()}, 4 x {model.max_seq} tokens a step:")
+    sizes = (256, 2, 512, 4, 128) if args.tiny else (8192, 4, 4096, 32, 4096)
+    model = decoder(*sizes, mlp=512 if args.tiny else 14336, num_kv_heads=sizes[3] // 4)
+    batch = make_batch(model.vocab_size, 4, model.max_seq, args.device)
+    name = torch.cuda.get_device_name() if cuda else "this CPU, whose times mean nothing"
+    print(f"\n{model.num_layers} layers on {name}, 4 x {model.max_seq} tokens a step:")
     seconds: dict[str, float] = {}
     for name in POLICIES[1:]:
-        config = run_of(model, name, device=device)
+        config = run_of(model, name, device=args.device)
         try:
-            if config.products:
+            if cuda and config.products:
+                capability = torch.cuda.get_device_capability()
                 check_gpu(Recipe.parse(config.products), torch.bfloat16, capability)
         except ValueError as error:
             print(f"  {name:12} not on this GPU: {str(error).splitlines()[-1].strip()}")
             continue
-        seconds[name] = timed(partial(training(config, device), batch))
+        seconds[name] = timed(partial(training(config, args.device, args.tiny), batch), args.tiny)
         ratio = seconds["bf16"] / seconds[name]
         print(f"  {name:12} {1e3 * seconds[name]:9.1f} ms, {ratio:.2f} times as fast as bf16")
         torch.cuda.empty_cache()
-    eight = [s for name, s in seconds.items() if name.startswith("fp8")]
+    eight = [each for name, each in seconds.items() if name.startswith("fp8")]
     good = bool(eight) and seconds["bf16"] >= FASTER * min(eight)
     kernels: Any = importlib.import_module("kernels")  # of this folder, not the sources
-    given = kernels.Given(kernels.FULL, torch.bfloat16, torch.device(device))
-    clock = kernels.Clock(given.device, kernels.REPEATS)
-    copies = kernels.bandwidth(clock, False)
+    given = kernels.Given(
+        kernels.TINY if args.tiny else kernels.FULL, torch.bfloat16, torch.device(args.device)
+    )
+    clock = kernels.Clock(given.device, 2 if args.tiny else kernels.REPEATS)
+    copies = kernels.bandwidth(clock, args.tiny)
     for name in (n for n in kernels.CASES if "quantise" in n):
         row = kernels.measure(name, given, clock)
         kernels.release()
         share = 0.0 if row.failure else row.floor / copies / row.seconds
         print(f"  {name:30} {row.failure or f'{share:.0%} of the bandwidth of a copy'}", flush=True)
         good &= share >= OF_COPY
+    if not cuda:
+        return True
     print("all targets met" if good else "TARGETS MISSED", f"({FASTER} x, {OF_COPY:.0%})")
     return good
 
 
-def timed(step: Callable[[], float]) -> float:
+def timed(step: Callable[[], float], tiny: bool) -> float:
     """The median step's seconds."""
-    times = []
-    for _ in range(GPU_WARM_UP + GPU_STEPS):
+    times, warm_up = [], 1 if tiny else GPU_WARM_UP
+    for _ in range(warm_up + (2 if tiny else GPU_STEPS)):
         begun = time.perf_counter()
         step()  # the loss is brought to the host
         times.append(time.perf_counter() - begun)
-    return statistics.median(times[GPU_WARM_UP:])
+    return statistics.median(times[warm_up:])
 
 
 PARTS: Mapping[str, Callable[[argparse.Namespace], bool]] = {
@@ -275,6 +287,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name, default in {**SIZES, "rounds": 25, "threads": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--only", default=",".join(PARTS), help=f"of: {', '.join(PARTS)}")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of the part gpu")
+    parser.add_argument("--tiny", action="store_true", help="small sizes in it, not compiled")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
