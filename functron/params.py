@@ -50,6 +50,8 @@ class ParamDef:
         decay: whether weight decay applies (matrices yes, norms and biases no).
         balance: whether it is no weight but what balances the load of experts (`nn.moe`): its
             gradient says only which way to go, and is no part of the gradients' norm.
+        history: whether it is no weight but what quantised products remember of the steps before
+            (`functron.precision.history_def`): its gradient is a count of what this one saw.
         width: beside a narrower model with the same learning rates, where there is one
             (`models.mup`); optimizers divide learning rates by it (`optim.width_multiples`).
         pieces: the parameters that are joined in this one, in order: the name that each one's layer
@@ -63,6 +65,7 @@ class ParamDef:
     dtype: torch.dtype = torch.float32
     decay: bool = True
     balance: bool = False
+    history: bool = False
     width: Width = field(default_factory=Width)
     pieces: tuple[tuple[str, int], ...] = ()
 
@@ -194,8 +197,13 @@ def decay_mask(defs: tree.Tree) -> tree.Tree:
 
 
 def weight_mask(defs: tree.Tree) -> tree.Tree:
-    """True for weights, False for what balances the load of experts."""
-    return tree.map(lambda d: not d.balance, defs)
+    """True for weights, False for what balances the load of experts, and for histories."""
+    return tree.map(lambda d: not (d.balance or d.history), defs)
+
+
+def history_mask(defs: tree.Tree) -> tree.Tree:
+    """True for the histories of quantised products."""
+    return tree.map(lambda d: d.history, defs)
 
 
 @public

@@ -20,6 +20,7 @@ from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems
 from functron.data.sliding import Sliding
 from functron.models import lora
+from functron.params import history_mask
 from functron.program.cost import bytes_text
 from functron.spmd import DATA_AXES, BoundMesh, Mesh
 from functron.training import run_folder
@@ -272,6 +273,9 @@ def _scorer(
     if not lora.has_adapters(names):
         config = replace(config, lora_rank=0)  # a run that has begun from a model without
     made = plan(config, mesh)
+    histories = tree.paths(tree.partition(made.defs, history_mask(made.defs))[0])
+    if histories and set(names).isdisjoint(f"params/{name}" for name in histories):
+        made = plan(replace(config, products=""), mesh)  # likewise: nothing is remembered yet
     like, where = made.init(random.key(0).to("meta")), made.placement
     if config.eval_averaged:
         assert made.averaged is not None

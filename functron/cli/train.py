@@ -18,8 +18,9 @@ import tyro
 from functron.cli.launch import device_type, join, launch, leave
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes, outside
+from functron.core import tree
 from functron.models import lora
-from functron.params import num_params
+from functron.params import history_mask, num_params
 from functron.spmd import Mesh
 from functron.training import records, run_folder
 from functron.training.checks import validate
@@ -77,7 +78,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _names_precision(arguments: Sequence[str]) -> bool:
     """Whether the options say in which precision a run that was begun goes on."""
-    return any(word.partition("=")[0] == "--precision" for word in arguments)
+    return any(word.partition("=")[0] in ("--precision", "--products") for word in arguments)
 
 
 def _assemble(
@@ -106,7 +107,7 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
     name = config.data or "this Python's documentation and standard library"
     defs = run.plan.whole_defs
     own, adapters = lora.split(defs) if config.lora else (defs, {})
-    count = num_params(own)
+    count = num_params(tree.partition(own, history_mask(own))[1])
     lines = [
         f"model  {config.title}: {count:,} parameters",
         f"dtypes {config.policy}",
@@ -136,8 +137,8 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
     if config.resume:
         done = f"after step {run.start}" if run.start else "with the first step: none is saved yet"
         lines.append(f"resume {config.out}, {done}")
-    if run.recast:
-        lines.append(f"recast {'; '.join(run.recast)}")
+    if run.notes:
+        lines.append(f"recast {'; '.join(run.notes)}")
     return lines
 
 

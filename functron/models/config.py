@@ -171,6 +171,10 @@ class GPTConfig(TextConfig):
             parametrization.
         mup_base_head_dim: the width of heads at `mup_base_dim`; 0: `head_dim`, where heads grow in
             number.
+        fp32_residual: the residual stream is float32, where parameters are of 16 bits: what
+            sublayers add is added up without being rounded, and norms read it so; sublayers compute
+            in the parameters' dtype (Megatron's --fp32-residual-connection). Stages of a pipeline
+            send twice the bytes, and sums are not computed in one pass with the norms after them.
         vocab_multiple: the vocabulary is padded to a multiple of it; every tensor-parallel size
             that divides it fits, and the padding takes no part in the loss.
         dtype: of parameters and activations: ``float32``, ``float64``, ``bfloat16`` or ``float16``.
@@ -227,8 +231,15 @@ class GPTConfig(TextConfig):
     init_stddev: float = 0.02
     mup_base_dim: int = 0
     mup_base_head_dim: int = 0
+    fp32_residual: bool = False
     vocab_multiple: int = 384
     dtype: Dtype = "float32"
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """The dtype of the residual stream."""
+        own = self.torch_dtype
+        return torch.promote_types(own, torch.float32) if self.fp32_residual else own
 
     def __post_init__(self):
         raise_problems("GPTConfig describes no model", self._problems())

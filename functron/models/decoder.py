@@ -9,9 +9,10 @@ parameters, and the per-rank program that `scan` runs.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,15 +36,17 @@ from functron.models.options import (
 )
 from functron.nn import context
 from functron.nn.context import own_part
-from functron.nn.layers import sequence_axes
+from functron.nn.layers import JOINED, sequence_axes
 from functron.nn.moe import RouterSums, moe, moe_defs
 from functron.params import ParamDef
 from functron.pipeline.partition import Part
+from functron.precision import history_def
 from functron.spmd import CONTEXT_AXES, P
 from functron.spmd import collectives as lax
 from functron.spmd.spec import spec_axes
-from functron.transforms import Gather, policies, scan
+from functron.transforms import Gather, policies
 from functron.transforms import remat as rematerialise
+from functron.transforms.scan import scan_in_turn
 
 Rope = tuple[Tensor, Tensor]
 
@@ -113,6 +116,38 @@ def block_defs(config: GPTConfig, *, experts: bool, options: ModelOptions = DEFA
     return block | {"mlp": own or mlp}
 
 
+HISTORIES = "histories"
+"""What a block's quantised products remember of the steps before, in its parameters."""
+
+
+def with_histories(config: GPTConfig, defs: dict) -> dict:
+    """`defs` with the histories of quantised products with ``scaling=delayed``, in every block.
+
+    ``{"histories": {"attention": {"q", ...}, "mlp"?: {...}, "experts"?: {...}}}``, beside the other
+    parameters of a block; see `functron.precision.history_def`. All else is the same.
+    """
+    made = {name: {**defs[name], HISTORIES: _histories(defs[name])} for name in config.stacks}
+    if config.mtp_depth:
+        block = defs["mtp"]["block"]
+        made["mtp"] = {**defs["mtp"], "block": {**block, HISTORIES: _histories(block)}}
+    return {**defs, **made}
+
+
+def _histories(block: dict) -> dict:
+    experts = block.get("moe", {})
+    mlp = block.get("mlp", experts.get("shared"))
+    parts = {"attention": block["attention"], "mlp": mlp, "experts": experts.get("experts")}
+    found: dict = {}
+    for part, layers in parts.items():
+        for name, layer in (layers or {}).items():
+            if isinstance(layer, dict) and "w" in layer:
+                count, each, *_ = layer["w"].shape
+                own = history_def(count, experts=each if part == "experts" else None)
+                names = JOINED.get(name, (name,))
+                found.setdefault(part, {}).update(dict.fromkeys(names, own))
+    return found
+
+
 def _own_defs(config: GPTConfig, options: ModelOptions, name: str) -> dict | None:
     hook = options.hook(name)
     return None if hook is None or hook.defs is None else hook.defs(config)
@@ -141,9 +176,22 @@ def own_norm(config: GPTConfig, options: ModelOptions, weights: dict, name: str)
 
 
 def norm(config: GPTConfig, options: ModelOptions, weights: dict, x: Tensor) -> Tensor:
-    """A norm of the stream."""
+    """A norm of the stream, in the dtype that sublayers compute in."""
     hook = options.hook("norm")
-    return (nn.norm if hook is None else hook.apply)(weights, x, **_norm_options(config, options))
+    apply = nn.norm if hook is None else hook.apply
+    if config.fp32_residual:
+        weights = tree.map(lambda w: w.to(x.dtype), weights)
+    y = apply(weights, x, **_norm_options(config, options))
+    return y.to(_compute_dtype(config, options)) if config.fp32_residual else y
+
+
+def _compute_dtype(config: GPTConfig, options: ModelOptions) -> torch.dtype:
+    return options.gather.compute_dtype or config.torch_dtype
+
+
+def _as_stream(config: GPTConfig, x: Tensor) -> Tensor:
+    """x in the dtype of the residual stream."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)) if config.fp32_residual else x
 
 
 def _norm_options(config: GPTConfig, options: ModelOptions) -> dict:
@@ -200,7 +248,8 @@ class Layer:
 
     def add_norm(self, weights: dict, name: str, x: Tensor, residual: Tensor) -> tuple:
         """``(norm(x + residual), x + residual)``, by kernels in one pass."""
-        if name not in norm_names(self.config) or self.options.norm is not None:
+        apart = self.options.norm is not None or self.config.fp32_residual
+        if name not in norm_names(self.config) or apart:
             total = residual + x
             return self.norm(weights, name, total), total
         own = own_norm(self.config, self.options, weights, name)
@@ -208,29 +257,32 @@ class Layer:
 
     def attention(self, weights: dict, x: Tensor) -> Tensor:
         """Attention of the normed stream: projections, rotary positions, core."""
-        config, options, weights = self.config, self.options, weights["attention"]
+        config, options, products = self.config, self.options, self.products(weights)
+        weights = weights["attention"]
         check_gathered("embed_dim", weights["out"]["w"].shape[-1], config.embed_dim)
         core = self._core(weights)
         core = rematerialise(core) if options.remat == "selective" else core
         given = {"stream": options.stream, "core": core, "kernels": options.kernels}
-        given["products"] = self.products
+        given["products"] = products
         if config.latent is None:
             return nn.self_attention(weights, x, config.attention, rope=self.rope, **given)
         assert self.rope is not None
         return nn.mla(weights, x, config.latent, rope=self.rope, **given)
 
-    @property
-    def products(self) -> nn.Products:
+    def products(self, weights: dict) -> nn.Products:
         """The functions that compute this layer's products."""
-        made, lead = self.options.products, self.options.stream
-        given: dict[str, Any] = {}
-        if made is not nn.PRODUCTS and self.options.context.runs > 1:
-            given["runs"] = self.options.context.runs
+        made, lead = _in_runs(self.options.products, self.options), self.options.stream
         if made.draws:
             over = tuple(a for a in sequence_axes(lead) if a in CONTEXT_AXES)
             index = (self.sequence.rows, self.sequence.slots)
-            given |= {"key": self.keys[3], "rows": P(lead[0], over), "index": index}
-        return made._replace(linear=functools.partial(made.linear, **given)) if given else made
+            own = {"key": self.keys[3], "rows": P(lead[0], over), "index": index}
+            return made._replace(linear=functools.partial(made.linear, **own))
+        if made.remembers and HISTORIES in weights:
+            parts = weights[HISTORIES].items()
+            known = {f"{part}/{name}": x for part, layers in parts for name, x in layers.items()}
+            both = (functools.partial(f, histories=known) for f in (made.linear, made.grouped))
+            return made._replace(**dict(zip(("linear", "grouped"), both, strict=True)))
+        return made
 
     def _core(self, weights: dict) -> Callable:
         hook, sequence, options = self.options.hook("attention"), self.sequence, self.options
@@ -248,19 +300,27 @@ class Layer:
         """The feed-forward layer of the normed stream, or experts where `weights` have "moe"."""
         options = self.options
         if "moe" in weights:
-            own = (self.options, self.keys[2], self.products)
+            own = (self.options, self.keys[2], self.products(weights))
             return _moe(self.config, weights["moe"], x, self.sequence, *own)
         hook, activation = options.hook("mlp"), self.config.activation
         given = {"stream": options.stream, "kernels": options.kernels}
         if hook is not None:
             return hook.apply(weights["mlp"], x, activation=activation, **given), None
         assert activation != "clamped_swiglu"
-        given["products"] = self.products
+        given["products"] = self.products(weights)
         return nn.mlp(weights["mlp"], x, activation=activation, **given), None
 
     def drop(self, x: Tensor, which: int) -> Tensor:
         """Dropout: 0 after attention, 1 after the feed-forward layer."""
         return dropout(self.config, self.sequence, self.options, x, self.keys[which])
+
+
+def _in_runs(products: nn.Products, options: ModelOptions) -> nn.Products:
+    """These products, told of how many runs of consecutive tokens a rank's are."""
+    runs = options.context.runs
+    if products is nn.PRODUCTS or runs == 1:
+        return products
+    return products._replace(linear=functools.partial(products.linear, runs=runs))
 
 
 def transformer_block(layer: Layer, weights: dict, x: Tensor) -> tuple[Tensor, Auxiliary | None]:
@@ -543,11 +603,16 @@ def stream(
         start, stop = max(part.layers.start, layers.start), min(part.layers.stop, layers.stop)
         if start >= stop:
             continue
-        layer = block(config, sequence, options, options.gather.at(name).rows())
-        layer = _measured(layer) if options.watch else layer
+        gather = options.gather.at(name).rows()
+        turns = []
+        for products, run in itertools.groupby(
+            range(start, stop), lambda at: options.products.of_layer(at, config.num_layers)
+        ):
+            layer = block(config, sequence, replace(options, products=products), gather)
+            turns.append((len(list(run)), _measured(layer) if options.watch else layer))
         own = {what: rows[start:stop] for what, rows in differing.items()}
         xs = (weights[name], None if keys is None else keys[start:stop], own)
-        x, new = scan(layer, x, xs)
+        x, new = scan_in_turn(turns, x, xs)
         if options.watch:
             new, rows = new
             squares = _placed(squares, rows, 1 + start, 1 + config.num_layers)
@@ -591,7 +656,7 @@ def positioned(
     if config.positions == "learned":
         table = options.gather.at("positions")(weights["positions"])
         x = nn.add_positions(x, table, stream=options.stream, positions=sequence.positions)
-    return dropout(config, sequence, options, x, key)
+    return dropout(config, sequence, options, _as_stream(config, x), key)
 
 
 def logits(config: GPTConfig, weights: dict, x: Tensor, options: ModelOptions) -> Tensor:
@@ -602,7 +667,8 @@ def logits(config: GPTConfig, weights: dict, x: Tensor, options: ModelOptions) -
         x = nn.gather_sequence(_scaled(config, x), options.stream)
         if options.context.order == "zigzag":
             x = context.to_contiguous(x, 1)
-        return _capped(config, nn.column_parallel(x, _unembedding(config, weights, options)))
+        own: Any = {"name": "unembed", "products": options.products.of_logits}
+        return _capped(config, nn.column_parallel(x, _unembedding(config, weights, options), **own))
 
 
 def loss(
@@ -632,6 +698,11 @@ def loss(
         got = f"{options.loss_chunk_tokens} with logit_cap"
         wanted = "0: capped logits are made at once"
         refuse("the loss of capped logits", "loss_chunk_tokens", got, wanted, "leave it out")
+    if options.products.logits and options.loss_chunk_tokens:
+        got = f"{options.loss_chunk_tokens} with products of logits"
+        wanted = "0: the chunked loss makes logits again in blocks of columns, by torch's products"
+        fix = "leave it out, or logits=low"
+        refuse("the loss of quantised logits", "loss_chunk_tokens", got, wanted, fix)
     with named_scope("norm"):
         normed = _last_norm(config, weights, x, options)
     with named_scope("unembed"):
@@ -643,7 +714,9 @@ def loss(
             x = nn.gather_sequence(_scaled(config, x), options.stream)
             if chunk := options.loss_chunk_tokens:
                 return nn.linear_cross_entropy(x, matrix, targets, chunk_tokens=chunk, **given)
-            out = _capped(config, nn.column_parallel(x, matrix))
+            products = _in_runs(options.products.of_logits, options)
+            out = nn.column_parallel(x, matrix, name="unembed", products=products)
+            out = _capped(config, out)
         with named_scope("loss"):
             return nn.cross_entropy(out, targets, **given)
 
@@ -726,6 +799,8 @@ def _predict_ahead(
     """
     assert sequence.targets is not None
     key = drawing_key(config, options, key)
+    after = options.products.of_layer(config.num_layers, config.num_layers)
+    inner = replace(options, products=after)
     gather, stacked = options.gather.at("mtp").rows(), weights["mtp"]
     rows = [tree.map(lambda w, k=k: w[k], stacked) for k in range(config.mtp_depth)]
     without = ("embed_norm", "stream_norm", "norm") if config.norm == "bare_layer" else ()
@@ -738,7 +813,9 @@ def _predict_ahead(
     def layer(depth: int, x: Tensor, tokens: Tensor, targets: Tensor) -> tuple:
         here = sequence._replace(tokens=tokens, targets=targets)
         own = None if key is None else random.fold_in(key, config.num_layers + 1 + depth)
-        return block(config, here, options, gather.at("block"))(x, (rows[depth]["block"], own, {}))
+        made = block(config, here, inner, gather.at("block"))
+        y, auxiliary = made(_as_stream(config, x), (rows[depth]["block"], own, {}))
+        return y.to(x.dtype), auxiliary
 
     losses, found = nn.multi_token(
         outer,

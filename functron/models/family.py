@@ -94,7 +94,7 @@ class Family:
 
 _GPT_FREE = (
     "dropout", "z_loss", "init_stddev", "vocab_multiple", "dtype", "mtp_weight",
-    "fused_projections",
+    "fused_projections", "fp32_residual",
 )  # fmt: skip
 MOE_FREE = (
     "aux_loss", "aux", "z_loss", "balance_rate", "jitter", "router_dtype", "dispatch",

@@ -79,11 +79,30 @@ class Products(NamedTuple):
             `functron.ops.grouped_matmul` is, of experts that the axes `experts` divide.
         draws: whether `linear` draws numbers, and takes ``key``, of the layer; ``rows``, the spec
             of x's leading dims; and ``index``, their global positions.
+        remembers: whether both are to be given ``histories``, what is remembered of the steps
+            before, by name.
+        first: so many of a model's first layers have torch's products instead,
+        last: and so many of its last ones.
+        logits: whether `linear` also computes the product that makes logits.
     """
 
     linear: Callable[..., Tensor] = _linear
     grouped: Callable[..., Tensor] = _grouped
     draws: bool = False
+    remembers: bool = False
+    first: int = 0
+    last: int = 0
+    logits: bool = False
+
+    def of_layer(self, layer: int, num_layers: int) -> Products:
+        """Those of a layer, counted from 0; of what comes after all layers, those of the last."""
+        high = layer < self.first or (self.last > 0 and layer >= num_layers - self.last)
+        return PRODUCTS if high else self
+
+    @property
+    def of_logits(self) -> Products:
+        """Those of the product that makes logits."""
+        return self if self.logits else PRODUCTS
 
 
 PRODUCTS = Products()
@@ -224,7 +243,7 @@ def weights(layer: dict) -> tuple[Tensor, Tensor | None, Adapter | None]:
     return layer["w"], layer.get("b"), layer.get("lora")
 
 
-_JOINED = MappingProxyType({"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")})
+JOINED = MappingProxyType({"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")})
 """Layers that may be joined, in order, in one: along the last dim but one of its parameters, in
 which all but the first have one entry."""
 
@@ -238,7 +257,7 @@ def apart(params: dict, products: Products) -> dict:
     if products is PRODUCTS:
         return params
     made = dict(params)
-    for joined, names in _JOINED.items():
+    for joined, names in JOINED.items():
         if joined in made:
             layer = made.pop(joined)
             own: list[dict] = [{} for _ in names]

@@ -90,7 +90,11 @@ def _some(weight_decay: float | torch.Tensor) -> bool:
 
 @public
 @bindable
-def only(inner: GradientTransformation, mask: tree.Tree) -> GradientTransformation:
+def only(
+    inner: GradientTransformation,
+    mask: tree.Tree,
+    others: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> GradientTransformation:
     """`inner` for the parameters that `mask` picks; the others are left alone, bit for bit.
 
     Nothing is remembered for those that are left alone, and no gradients are needed of them: both
@@ -101,18 +105,42 @@ def only(inner: GradientTransformation, mask: tree.Tree) -> GradientTransformati
     Args:
         inner: for the parameters that train.
         mask: a tree or prefix tree of bools.
+        others: ``(parameter, gradient)`` to what takes the place of each of the other parameters,
+            exactly in `step_`; their gradients come as the parameters are split.
     """
 
     def chosen(value: tree.Tree) -> tree.Tree:
         return tree.partition(value, mask)[0]
 
+    def rest(value: tree.Tree) -> tree.Tree:
+        return tree.partition(value, mask)[1]
+
     def run(method: Callable, updates, state, params, **norm):
-        return method(chosen(updates), state, None if params is None else chosen(params), **norm)
+        mine = None if params is None else chosen(params)
+        found, state = method(chosen(updates), state, mine, **norm)
+        if others is None or params is None:
+            return found, state
+        new = tree.map(lambda p, g: others(p, g) - p, rest(params), rest(updates))
+        return tree.join(found, new), state
 
     def step_(grads, state, params, **norm):
-        mine, others = tree.partition(params, mask)
+        mine, kept = chosen(params), rest(params)
         mine, state = inner.step_(chosen(grads), state, mine, **norm)
-        return tree.join(mine, others), state
+        if others is not None:
+            kept = tree.map(others, kept, rest(grads))
+        return tree.join(mine, kept), state
+
+    def grad_specs(param_specs):
+        wanted = inner.grad_specs(param_specs)
+        if others is None:
+            return wanted
+        flags = tree.structure(mask)
+        rows = (
+            tree.broadcast_prefix(specs, mask, is_leaf=is_spec, what="specs")
+            for specs in (wanted, param_specs)
+        )
+        picked = zip(tree.leaves(mask), *rows, strict=True)
+        return tree.unflatten(flags, [a if flag else b for flag, a, b in picked])
 
     wrap = applying(run)
     return GradientTransformation(
@@ -121,9 +149,9 @@ def only(inner: GradientTransformation, mask: tree.Tree) -> GradientTransformati
         inner.specs,
         wrap(inner.update_),
         step_,
-        inner.grad_specs,
+        grad_specs,
         norm=norm_of_part(inner.norm, chosen),
-        elementwise=inner.elementwise,
+        elementwise=inner.elementwise and others is None,
         loss_scale=inner.loss_scale,
     )
 

@@ -31,7 +31,8 @@ With ``scaling=local`` magnitudes are this rank's: nothing is sent for them, and
 the mesh. With ``scaling=delayed`` they are those of the steps before: the function takes a third
 operand, a float32 ``[3, 256]`` of histories for x, w and dy (`history_def`), and what it saw comes
 back as that operand's cotangent, as histograms whose sum over ranks, microbatches and layers the
-update of the step reads (`functron.ops.quantise.remember`; see there). Nothing else is sent.
+update of the step reads (`functron.ops.quantise.remember`; see there). Nothing else is sent. Of
+experts each has histories of its own, and the operand is ``[experts, 3, 256]``.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -153,33 +155,39 @@ def product(
     return multiply
 
 
-def history_def(layers: int | None = None) -> ParamDef:
+def history_def(layers: int | None = None, *, experts: int | None = None) -> ParamDef:
     """The memory of a layer with ``scaling=delayed``: of x, w and dy the magnitudes of 256 steps.
 
     A leaf of the state beside the layer's weight, replicated, in float32 on every device. It is no
-    weight: its cotangent is a histogram, it has no part in the gradients' norm (``balance``), and
-    the optimizer replaces it by `functron.ops.quantise.remember`.
+    weight (`functron.params.weight_mask`): its cotangent is a histogram, it has no part in the
+    gradients' norm, and the optimizer replaces it by `functron.ops.quantise.remember`.
 
     Args:
         layers: of stacked layers, how many; None: of one.
+        experts: of a layer of experts, how many; None: of a linear layer.
     """
     lead = () if layers is None else ((layers, "layers"),)
+    lead += () if experts is None else ((experts, "expert"),)
     dims = (*lead, (len(_REMEMBERED), None), (HISTORY, None))
     sizes, axes = zip(*dims, strict=True)
-    return ParamDef(sizes, axes, zeros, torch.float32, decay=False, balance=True)
+    return ParamDef(sizes, axes, zeros, torch.float32, decay=False, history=True)
 
 
 _REMEMBERED = ("x", "w", "dy")
+_WHOLE = Format("e4m3", "tensor")
 
 
-def _check_history(recipe: Recipe, history: Tensor | None, path: str) -> None:
-    wanted = (len(_REMEMBERED), HISTORY) if recipe.scaling == "delayed" else None
+def _check_history(
+    recipe: Recipe, history: Tensor | None, path: str, experts: tuple[int, ...] = ()
+) -> None:
+    delayed = recipe.scaling == "delayed"
+    wanted = (*experts, len(_REMEMBERED), HISTORY) if delayed else None
     fits = history is None or history.dtype == torch.float32
     got = None if history is None else tuple(history.shape)
     if got != wanted or not fits:
         what = "None" if history is None else f"{history.dtype} of shape {got}"
         known = "None" if wanted is None else f"float32 of shape {wanted}"
-        fix = "give a third operand, as history_def says, to recipes with scaling=delayed alone"
+        fix = "give one more operand, as history_def says, to recipes with scaling=delayed alone"
         refuse(f"a quantised product of {path}", "history", what, known, fix)
 
 
@@ -243,7 +251,9 @@ class _Operand(NamedTuple):
 
 def _known(history: Tensor | None) -> dict[str, Tensor]:
     """The magnitudes that histories tell."""
-    return {} if history is None else dict(zip(_REMEMBERED, remembered(history), strict=True))
+    if history is None:
+        return {}
+    return dict(zip(_REMEMBERED, remembered(history).unbind(-1), strict=True))
 
 
 def agreed(parts: Sequence[tuple[Tensor, tuple[str, ...]]], scaling: Scaling) -> list[Tensor]:
@@ -350,8 +360,7 @@ class _Layer(NamedTuple):
             dx, dw = dx / size, dw / size
         if recipe.scaling != "delayed":
             return dx, dw, None
-        whole = Format("e4m3", "tensor")
-        seen = [magnitude(m.flatten(0, -2), whole) for m in (x, w, dy)]
+        seen = [magnitude(m.flatten(0, -2), _WHOLE) for m in (x, w, dy)]
         return dx, dw, histogram(torch.stack([most for most in seen if most is not None]))
 
     def _multiplied(
@@ -446,21 +455,37 @@ def quantised(
     ``nn.Products(*quantised(recipe), draws=recipe.draws)`` are those of a model's layers: `product`
     and `grouped_product` with what each layer says about itself.
 
+    With ``scaling=delayed`` both are to be given ``histories`` too, by name.
+
     Args:
         recipe: of the three products of each layer.
         kernels: of ``"scaled_matmul"``; as of `product`.
     """
 
     def linear(
-        x: Tensor, w: Tensor, *, name: str, key: Tensor | None = None, **where: Any
+        x: Tensor,
+        w: Tensor,
+        *,
+        name: str,
+        key: Tensor | None = None,
+        histories: Mapping[str, Tensor] = MappingProxyType({}),
+        **where: Any,
     ) -> Tensor:
         own = None if key is None else random.fold_in(key, zlib.crc32(name.encode()))
-        return product(recipe, key=own, path=name, kernels=kernels, **where)(x, w)
+        made = product(recipe, key=own, path=name, kernels=kernels, **where)
+        return made(x, w, histories.get(name))
 
     def grouped(
-        x: Tensor, w: Tensor, sizes: Tensor, *zeros: bool, name: str, **where: Any
+        x: Tensor,
+        w: Tensor,
+        sizes: Tensor,
+        *zeros: bool,
+        name: str,
+        histories: Mapping[str, Tensor] = MappingProxyType({}),
+        **where: Any,
     ) -> Tensor:
-        return grouped_product(recipe, path=name, kernels=kernels, **where)(x, w, sizes, *zeros)
+        made = grouped_product(recipe, path=name, kernels=kernels, **where)
+        return made(x, w, sizes, *zeros, history=histories.get(name))
 
     return linear, grouped
 
@@ -481,11 +506,12 @@ def grouped_product(
     """The function in place of `functron.ops.grouped_matmul` whose three products are quantised.
 
     ``(x [rows, inputs], w [experts, inputs, outputs], sizes, zeros, zeros_back)`` to ``[rows,
-    outputs]``; see there. Every expert has scales of its own: of "tensor" formats, and the scales
-    over those of FP4's blocks, from the largest magnitude of its rows over all ranks that hold it.
-    The recipe is ``recipe.grouped()``, whose wgrad has one scale for each expert and feature
-    instead of blocks along rows. Collectives, with ``scaling=global``: one pmax of what experts
-    share for x and w and one for dy, of 4 bytes per expert (wgrad by rows: and feature).
+    outputs]``; see there. With ``scaling=delayed`` it takes ``history`` too. Every expert has
+    scales of its own: of "tensor" formats, and the scales over those of FP4's blocks, from the
+    largest magnitude of its rows over all ranks that hold it. The recipe is ``recipe.grouped()``,
+    whose wgrad has one scale for each expert and feature instead of blocks along rows. Collectives,
+    with ``scaling=global``: one pmax of what experts share for x and w and one for dy, of 4 bytes
+    per expert (wgrad by rows: and feature).
 
     Args:
         recipe: of the three products.
@@ -500,29 +526,36 @@ def grouped_product(
             such products.
     """
     recipe = recipe.grouped()
-    if recipe.scaling == "delayed":
-        fix = "take the same recipe with scaling=global for experts"
-        refuse(f"a quantised product of {path}", "scaling", "delayed", "global or local", fix)
     emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
     split = _Split(_named(inner), _named(outer), None, _named(experts))
     layer = _Experts(recipe, split, emulate)
 
     def multiply(
-        x: Tensor, w: Tensor, sizes: Tensor, zeros: bool = True, zeros_back: bool = True
+        x: Tensor,
+        w: Tensor,
+        sizes: Tensor,
+        zeros: bool = True,
+        zeros_back: bool = True,
+        history: Tensor | None = None,
     ) -> Tensor:
         check_sizes(recipe, tuple(x.shape), (w.shape[1], w.shape[2]), path=path)
+        _check_history(recipe, history, path, (len(w),))
 
-        def value(x: Tensor, w: Tensor, sizes: Tensor) -> Tensor:
-            return layer.forward(x, w, sizes, zeros)
+        def value(x: Tensor, w: Tensor, sizes: Tensor, history: Tensor | None) -> Tensor:
+            return layer.forward(x, w, sizes, zeros, _known(history))
 
-        def forward(x: Tensor, w: Tensor, sizes: Tensor) -> tuple[Tensor, tuple]:
-            return layer.forward(x, w, sizes, zeros), (x, w, sizes)
+        def forward(
+            x: Tensor, w: Tensor, sizes: Tensor, history: Tensor | None
+        ) -> tuple[Tensor, tuple]:
+            known = _known(history)
+            return layer.forward(x, w, sizes, zeros, known), (x, w, sizes, known)
 
         def backward(residuals: tuple, dy: Tensor) -> tuple:
-            x, w, sizes = residuals
-            return (*layer.backward(x, w, sizes, dy, zeros_back), None)
+            x, w, sizes, known = residuals
+            dx, dw, seen = layer.backward(x, w, sizes, dy, zeros_back, known)
+            return dx, dw, None, seen
 
-        return custom_vjp(value, forward, backward)(x, w, sizes)
+        return custom_vjp(value, forward, backward)(x, w, sizes, history)
 
     return multiply
 
@@ -541,41 +574,70 @@ class _Experts(NamedTuple):
     split: _Split
     emulate: bool
 
-    def forward(self, x: Tensor, w: Tensor, sizes: Tensor, zeros: bool) -> Tensor:
-        """The rows' products."""
+    def forward(
+        self, x: Tensor, w: Tensor, sizes: Tensor, zeros: bool, known: Mapping[str, Tensor]
+    ) -> Tensor:
+        """The rows' products; known are magnitudes that histories tell, of every expert."""
         if self.recipe.fprop is None:
             return grouped_matmul(x, w, sizes, zeros)
-        return self._rows(x, w.mT, sizes, self.recipe.fprop, self.split.inner, zeros)
+        most = known.get("x"), known.get("w")
+        return self._rows(x, w.mT, sizes, self.recipe.fprop, self.split.inner, zeros, most)
 
     def backward(
-        self, x: Tensor, w: Tensor, sizes: Tensor, dy: Tensor, zeros_back: bool
-    ) -> tuple[Tensor, Tensor]:
-        """The cotangents of x and w."""
+        self,
+        x: Tensor,
+        w: Tensor,
+        sizes: Tensor,
+        dy: Tensor,
+        zeros_back: bool,
+        known: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The cotangents of x and w, and histograms of what was seen."""
         recipe = self.recipe
         if recipe.dgrad is None:
             dx = grouped_matmul(dy, w.mT, sizes, zeros_back)
         else:
-            dx = self._rows(dy, w, sizes, recipe.dgrad, self.split.outer, zeros_back)
-        if recipe.wgrad is None:
-            return dx, grouped_matmul_weight(x, dy, sizes, len(w))
+            most = known.get("dy"), known.get("w")
+            dx = self._rows(dy, w, sizes, recipe.dgrad, self.split.outer, zeros_back, most)
         groups = _groups(x, sizes)
+        dw = self._weight(x, w, sizes, dy, groups, known)
+        if recipe.scaling != "delayed":
+            return dx, dw, None
+        of_x, of_dy = (_of_groups(m, _WHOLE, groups, len(w)) for m in (x, dy))
+        of_w = magnitude(w, _WHOLE)
+        assert of_x is not None
+        assert of_w is not None
+        assert of_dy is not None
+        return dx, dw, histogram(torch.stack([of_x[:-1, 0], of_w, of_dy[:-1, 0]], -1))
+
+    def _weight(
+        self,
+        x: Tensor,
+        w: Tensor,
+        sizes: Tensor,
+        dy: Tensor,
+        groups: Tensor,
+        known: Mapping[str, Tensor],
+    ) -> Tensor:
+        """The cotangent of w."""
+        recipe = self.recipe
+        if recipe.wgrad is None:
+            return grouped_matmul_weight(x, dy, sizes, len(w))
         forms = recipe.wgrad.left, recipe.wgrad.right
-        sides = zip((x, dy), forms, strict=True)
-        most = self._shared(
-            [(_of_groups(m, f, groups, len(w), along=True), f) for m, f in sides],
-            self.split.tokens(),
-        )
-        sides = zip((x, dy), forms, most, strict=True)
+        sides = tuple(zip(("x", "dy"), (x, dy), forms, strict=True))
+        most = [_padded(known.get(name)) for name, _, _ in sides]
+        if not known:
+            rows = [(_of_groups(m, f, groups, len(w), along=True), f) for _, m, f in sides]
+            most = self._shared(rows, self.split.tokens())
         flat: list[tuple[Tensor, Tensor]] = []
-        for matrix, form, amax in sides:
+        for (_, matrix, form), amax in zip(sides, most, strict=True):
             assert amax is not None, form
             each = amax.index_select(0, groups).expand(matrix.shape)  # of every element
             column = form if form.blocks == "row" else replace(form, blocks="row")
             made = quantise(matrix.reshape(-1, 1), column, each.reshape(-1), emulate=self.emulate)
             flat.append((made.values.reshape(matrix.shape), made.scales.reshape(matrix.shape)))
         left, right = flat
-        dw = scaled_grouped_weight(*left, *right, sizes, w.dtype, emulate=self.emulate)
-        return dx, dw
+        return scaled_grouped_weight(*left, *right, sizes, w.dtype, emulate=self.emulate)
 
     def _rows(
         self,
@@ -585,12 +647,15 @@ class _Experts(NamedTuple):
         part: Contraction,
         summed: tuple[str, ...],
         zeros: bool,
+        known: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
         """Rows times their expert's w, ``[experts, outputs, summed]``."""
         groups = _groups(rows, sizes)
-        left = _of_groups(rows, part.left, groups, len(w))
-        right = magnitude(w, part.right)
-        amax, of_w = self._shared([(left, part.left), (right, part.right)], summed)
+        amax, of_w = _padded(known[0]), known[1]
+        if of_w is None:
+            left = _of_groups(rows, part.left, groups, len(w))
+            right = magnitude(w, part.right)
+            amax, of_w = self._shared([(left, part.left), (right, part.right)], summed)
         if amax is not None and part.left.shared == "tensor":
             amax = amax.index_select(0, groups).reshape(-1)
         elif amax is not None:
@@ -607,6 +672,13 @@ class _Experts(NamedTuple):
         parts = [(most, axes[form.shared]) for most, form in found if most is not None]
         whole = iter(agreed(parts, self.recipe.scaling))
         return [None if most is None else next(whole) for most, _ in found]
+
+
+def _padded(known: Tensor | None) -> Tensor | None:
+    """Magnitudes of experts as `_of_groups` has them: [E + 1, 1] of [E]."""
+    if known is None:
+        return None
+    return torch.cat([known, torch.ones_like(known[:1])]).unsqueeze(1)
 
 
 def _groups(rows: Tensor, sizes: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ A `Recipe` names the formats of all six, and is one line of text:
 
     fprop=e4m3@tensor*e4m3@tensor dgrad=e5m2@tensor*e4m3@tensor wgrad=... scaling=global
 
-`RECIPES` has the published ones by name.
+`RECIPES` has the published ones by name. Of a model, a recipe also says which layers it leaves
+high, and whether it is for logits too: ``nvfp4 first=1 last=4`` is that of the name, with these.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -34,6 +35,9 @@ rank's part's; or the whole tensor's in the steps before. "global" and "delayed"
 of one device; "local" ones depend on the mesh. "local" and "delayed" send nothing."""
 
 HIGH = "high"
+_PRODUCTS = ("fprop", "dgrad", "wgrad")
+_ENDS = ("first", "last")
+_LOW = "low"
 _MIXED = "hadamard"
 
 
@@ -96,16 +100,25 @@ class Recipe:
         dgrad: of dy and w.
         wgrad: of x and dy.
         scaling: whose magnitudes; see `Scaling`.
+        first: of a model's layers so many stay high, that is in the parameters' dtype: the first
+            ones. Below 1 it is a share of all layers, rounded to the nearest number.
+        last: so many of the last ones likewise; with any, also the modules after them that predict
+            tokens further ahead.
+        logits: "low": the product that makes logits is quantised as layers' are; else "high".
 
     Raises:
         ValueError: blocks of the two operands of a product differ in how many elements that are
-            summed share a scale; or magnitudes are to be remembered that are not of tensors.
+            summed share a scale; magnitudes are to be remembered that are not of tensors; or
+            numbers of layers are negative or broken.
     """
 
     fprop: Contraction | None
     dgrad: Contraction | None
     wgrad: Contraction | None
     scaling: Scaling = "global"
+    first: float = 0
+    last: float = 0
+    logits: Literal["high", "low"] = HIGH
 
     def __post_init__(self) -> None:
         found = []
@@ -116,6 +129,13 @@ class Recipe:
                 found.append(Problem(name, str(part), wanted, "take the same blocks for both"))
         if self.scaling not in get_args(Scaling):
             found.append(Problem("scaling", repr(self.scaling), "global, local or delayed"))
+        for name in ("first", "last"):
+            value = getattr(self, name)
+            if not (0 <= value < 1 or value % 1 == 0 <= value):
+                wanted = "a number of layers, or a share of them below 1"
+                found.append(Problem(name, f"{value:g}", wanted))
+        if self.logits not in (HIGH, _LOW):
+            found.append(Problem("logits", repr(self.logits), f"{HIGH} or {_LOW}"))
         if self.scaling == "delayed":
             for name, part in self.products():
                 if part.hadamard or {part.left.blocks, part.right.blocks} != {"tensor"}:
@@ -126,7 +146,7 @@ class Recipe:
 
     def products(self) -> Iterator[tuple[str, Contraction]]:
         """The names and contractions of those that are quantised."""
-        for name in ("fprop", "dgrad", "wgrad"):
+        for name in _PRODUCTS:
             part = getattr(self, name)
             if part is not None:
                 yield name, part
@@ -136,38 +156,55 @@ class Recipe:
         """Whether it takes random numbers, and so a key."""
         return any(part.draws for _, part in self.products())
 
+    def high(self, num_layers: int) -> tuple[int, int]:
+        """How many of the first and of the last of a model's layers stay high."""
+
+        def count(share: float) -> int:
+            return int(share * num_layers + 0.5) if share < 1 else int(share)
+
+        return count(self.first), count(self.last)
+
     def __str__(self) -> str:
-        values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return " ".join(f"{name}={HIGH if value is None else value}" for name, value in values)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = {"first": 0, "last": 0, "logits": HIGH}  # nothing of a linear layer
+        return " ".join(
+            f"{name}={HIGH if value is None else f'{value:g}' if name in _ENDS else value}"
+            for name, value in values.items()
+            if name not in plain or value != plain[name]
+        )
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        """The recipe of its text, or of a name of `RECIPES`.
+        """The recipe of its text, or of a name of `RECIPES`, perhaps followed by other fields.
 
         Raises:
             ValueError: it is none; all that is wrong with its fields is listed.
         """
-        if text in RECIPES:
-            return RECIPES[text]
-        if "=" not in text:
-            refuse("a recipe", "name", repr(text), "a known one", nearest(text, RECIPES))
-        given: dict[str, str] = {}
+        name, *words = text.split() or [text]
+        base = None if "=" in name else RECIPES.get(name)
+        if base is None and "=" not in name:
+            refuse("a recipe", "name", repr(name), "a known one", nearest(name, RECIPES))
+        known = [f.name for f in fields(cls)]
+        given: dict[str, Any] = {}
         found = []
-        for word in text.split():
+        for word in words if base is not None else (name, *words):
             name, _, value = word.partition("=")
-            if name not in ("fprop", "dgrad", "wgrad", "scaling") or name in given:
-                wanted = "fprop, dgrad, wgrad and scaling, once each"
+            if name not in known or name in given:
+                wanted = f"{', '.join(known[:-1])} and {known[-1]}, once each"
                 found.append(Problem(name, word, wanted))
             given[name] = value
-        for name in ("fprop", "dgrad", "wgrad"):
+        for name in given.keys() & {*_ENDS}:
+            try:
+                given[name] = float(given[name])
+            except ValueError:
+                found.append(Problem(name, given[name], "a number of layers"))
+        for name in _PRODUCTS if base is None else ():
             if name not in given:
                 fix = f"write {name}={HIGH} where it is not quantised"
                 found.append(Problem(name, "nothing", "a contraction", fix))
         raise_problems("a recipe", found)
-        scaling = cast(Scaling, given.pop("scaling", "global"))
-        return cls(
-            **{name: Contraction.parse(value) for name, value in given.items()}, scaling=scaling
-        )
+        made = given | {n: Contraction.parse(given[n]) for n in _PRODUCTS if n in given}
+        return cls(**made) if base is None else replace(base, **made)
 
     def grouped(self) -> Recipe:
         """The recipe for the experts of a layer, whose rows are sorted by expert.
@@ -303,10 +340,11 @@ RECIPES = MappingProxyType(
         "fp8-row": _same(f"{_R}*{_R}", f"{_R}*{_R}", f"{_R}*{_R}"),
         "fp8-block": _same(f"{_A}*{_W}", f"{_A}*{_W}", f"{_A}*{_A}"),
         "mxfp8": _same(f"{_M}*{_M}", f"{_M}*{_M}", f"{_M}*{_M}"),
-        "nvfp4": _same(f"{_F}*{_S}", f"{_D}*{_S}", f"{_MIXED}({_F}*{_D})"),
+        "nvfp4": replace(_same(f"{_F}*{_S}", f"{_D}*{_S}", f"{_MIXED}({_F}*{_D})"), last=0.15),
     }
 )
 """By name: current scaling per tensor, with e5m2 for gradients (Transformer Engine's HYBRID); the
 same with scales of the steps before; one scale per row (torchao); DeepSeek-V3's blocks; MXFP8; and
-NVFP4 with squares of weights, stochastic rounding of gradients and a random Hadamard transform
-before wgrad."""
+NVFP4 with squares of weights, stochastic rounding of gradients, a random Hadamard transform before
+wgrad, and about 15% of a model's layers, the last ones, high (NVIDIA 2025, "Pretraining Large
+Language Models with NVFP4", https://arxiv.org/abs/2509.25149)."""

@@ -22,11 +22,12 @@ from functron.optim import (
     schedule_problems,
     width_problems,
 )
-from functron.precision import POLICIES
+from functron.pipeline.partition import Part
+from functron.precision import POLICIES, Recipe
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
 from functron.training import data, evaluation, records, run_folder
 from functron.training.config import TrainConfig, load
-from functron.training.plan import Plan, with_adapters
+from functron.training.plan import Plan, with_additions
 from functron.training.restored import recipe_text
 
 _OFF = "leave it out, or train a GPT"
@@ -91,12 +92,15 @@ def validate(config: TrainConfig, *, processes: int | None = None, recast: bool 
     if mesh is not None:
         problems += _mesh_problems(config, mesh, processes)
         problems += _data_problems(config, mesh)
-        fits = config.family.adapters and not adapters
-        plan = Plan(config, mesh, with_adapters(config, defs) if fits else defs)
+        fits = not adapters if config.lora is not None else not precision
+        plan = Plan(config, mesh, with_additions(config, defs) if fits else defs)
         _pipeline_problems(plan, messages)
         fits = _try(lambda: plan.rules, messages) is not None and not messages
         if fits and config.products and not precision:
-            _try(plan.layer_flops, messages)  # whether blocks divide what each rank has
+            # whether blocks divide what each rank has
+            _try(plan.layer_flops, messages)
+            if plan.options.products.logits:
+                _try(lambda: plan.stage_flops(Part(range(0), loss=True)), messages)
     if config.ramp_up and config.global_batch >= 1:
         ramp = _try(lambda: config.batches, messages)
         problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)
@@ -271,9 +275,6 @@ def _recipe_problems(config: TrainConfig) -> Iterator[Problem]:
         return
     if recipe is None:
         return
-    if recipe.scaling == "delayed":
-        wanted, fix = "scaling=global or local: models keep no histories", "choose fp8-tensor"
-        yield Problem("products", repr(config.products), wanted, fix)
     fix = "leave it out, or choose one of fp8-tensor, fp8-row, fp8-block and mxfp8"
     if "products" not in config.family.settings:
         got = f"{config.products} with {config.family.title}"
@@ -281,9 +282,31 @@ def _recipe_problems(config: TrainConfig) -> Iterator[Problem]:
     elif recipe.draws and config.gpt.latent is not None:
         got = f"{config.products}, which draws numbers, with latent attention"
         yield Problem("products", got, "a recipe that draws none", fix)
+    elif sum(recipe.high(config.gpt.num_layers)) >= config.gpt.num_layers:
+        first, last = recipe.high(config.gpt.num_layers)
+        got = f"{first} first and {last} last layers of {config.gpt.num_layers} high"
+        wanted, few = "some that are quantised", "lower first and last, or leave it out"
+        yield Problem("products", got, wanted, few)
+    if recipe.logits == "low":
+        yield from _logits_problems(config, recipe)
     if config.lora_rank and config.family.adapters:
         got, wanted = f"{config.products} with lora_rank", "nothing: the matrices do not train"
         yield Problem("products", got, wanted, "leave one of them out")
+
+
+def _logits_problems(config: TrainConfig, recipe: Recipe) -> Iterator[Problem]:
+    """Problems of a quantised product that makes logits."""
+    fix = "leave one of them out"
+    if config.loss_chunk_tokens:
+        got = f"logits=low with loss_chunk_tokens={config.loss_chunk_tokens}"
+        wanted = "all logits at once: chunks make them again in backward, in blocks of columns"
+        yield Problem("products", got, wanted, fix)
+    if recipe.scaling == "delayed":
+        got, wanted = "logits=low with scaling=delayed", "logits=high: they have no history"
+        yield Problem("products", got, wanted, fix)
+    if recipe.draws:
+        got = "logits=low of a recipe that draws numbers"
+        yield Problem("products", got, "logits=high, or a recipe that draws none", fix)
 
 
 def _fit_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:

@@ -35,7 +35,7 @@ from functron.precision import POLICIES, Policy, Recipe
 
 Precision = Literal[
     "auto", "float32", "bf16", "bf16-pure", "fp16",
-    "fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "nvfp4",
+    "fp8-tensor", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4",
 ]  # fmt: skip
 
 
@@ -139,12 +139,14 @@ class TrainConfig:
         precision: which dtypes compute, sum and keep, by name: float32, bf16 (float32 masters and
             sums), bf16-pure (neither; updates are rounded stochastically), fp16 (float32 masters
             and sums, and a loss scale that follows overflows), or as bf16 with quantised products:
-            fp8-tensor, fp8-row, fp8-block, mxfp8, nvfp4. It fills the options beside it, which
-            change it where they are given. auto: bf16 on a GPU, where nothing else names a dtype;
-            otherwise these options as they are.
+            fp8-tensor, fp8-delayed, fp8-row, fp8-block, mxfp8, nvfp4. It fills the options beside
+            it, which change it where they are given. auto: bf16 on a GPU, where nothing else names
+            a dtype; otherwise these options as they are.
         products: how products of attention's projections, feed-forward layers and experts are
             quantised, as functron.precision.Recipe: a name such as fp8-block, or a line such as
-            "fprop=e4m3@row*e4m3@row dgrad=high wgrad=high"; empty: they are not.
+            "fprop=e4m3@row*e4m3@row dgrad=high wgrad=high", and which of a GPT's layers stay high,
+            such as "nvfp4 first=1 last=4" (nvfp4 alone: last=0.15 of them), or logits=low; empty:
+            they are not.
         remat: what backward computes again: none, full (all of a block but its input), selective
             (the core of attention) or dots (all but matrix products and attention).
         kernels: auto: functron's CUDA kernels compute what they can on a GPU; reference: torch's

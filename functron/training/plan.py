@@ -22,15 +22,18 @@ from functron.core import random, tree
 from functron.core.chart import table
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import gpt
+from functron.models.decoder import with_histories
 from functron.models.family import Family, TrainedConfig
 from functron.models.lora import lora_defs, trainable
 from functron.models.options import ModelOptions
 from functron.ops import use
+from functron.ops.quantise import remember
 from functron.optim import torch_dtype
 from functron.params import (
     ParamDef,
     abstract_params,
     decay_mask,
+    history_mask,
     num_params,
     param_specs,
     weight_mask,
@@ -196,7 +199,9 @@ class Plan:
         recipe = config.recipe
         if recipe is not None:
             made = quantised(recipe, kernels=use(config.kernels))
-            settings["products"] = nn.Products(*made, draws=recipe.draws)
+            ends = recipe.high(config.gpt.num_layers)
+            kind = (recipe.draws, recipe.scaling == "delayed", *ends, recipe.logits == "low")
+            settings["products"] = nn.Products(*made, *kind)
         own: dict[str, Any] = {k: v for k, v in settings.items() if k in self.family.settings}
         return ModelOptions(self.stream, config.remat, gather, **own)
 
@@ -293,7 +298,8 @@ class Plan:
         rows = config.global_batch // config.microbatches
         tokens = torch.empty(rows, config.seq, dtype=torch.int64, device="meta")
         batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
-        x = torch.empty(rows, config.seq, model.embed_dim, dtype=model.torch_dtype, device="meta")
+        shape = (rows, config.seq, model.embed_dim)
+        x = torch.empty(shape, dtype=model.stream_dtype, device="meta")
         key = torch.empty(2, dtype=torch.int64, device="meta")
 
         def both(weights, x, batch, key):
@@ -307,16 +313,22 @@ class Plan:
         return trace(mapped)(weights, x, batch, key).cost().hardware_flops
 
     def layer_flops(self) -> list[float]:
-        """`stage_flops` of every layer; of those with rows in the same stacks one is traced."""
+        """`stage_flops` of every layer; of those that are alike one is traced."""
         known: dict[tuple, float] = {}
         out = []
         for layer in range(self.config.gpt.num_layers):
             part = Part(range(layer, layer + 1))
-            kind = Partition((part,), (((0, 0),),), gpt.uses(self.config.gpt)).kind(0)
+            rows = Partition((part,), (((0, 0),),), gpt.uses(self.config.gpt)).kind(0)
+            kind = (rows, self.high(part))
             if kind not in known:
                 known[kind] = self.stage_flops(part)
             out.append(known[kind])
         return out
+
+    def high(self, part: Part) -> tuple[bool, ...]:
+        """Which layers of a part have torch's products, in their order."""
+        made, count = self.options.products, self.config.gpt.num_layers
+        return tuple(made.of_layer(at, count) is nn.PRODUCTS for at in part.layers)
 
     @cached_property
     def without_pipeline(self) -> Plan:
@@ -395,10 +407,11 @@ class Plan:
         )
         if config.lora is not None:
             return optim.only(made, mask)
-        moe = config.gpt.moe
-        if moe is None or not moe.balance_bias:
-            return made
-        return optim.where(weights, made, optim.sign_sgd(moe.balance_rate))
+        kept, moe = tree.map(lambda flag: not flag, history_mask(defs)), config.gpt.moe
+        if moe is not None and moe.balance_bias:
+            some = tree.partition(weights, kept)[0]
+            made = optim.where(some, made, optim.sign_sgd(moe.balance_rate))
+        return made if all(tree.leaves(kept)) else optim.only(made, kept, remember)
 
     @cached_property
     def state_specs(self) -> State:
@@ -582,18 +595,22 @@ def plan(config: TrainConfig, mesh: Mesh | BoundMesh) -> Plan:
         ValueError: the model cannot run on the mesh, or LoRA's targets are none of its layers.
     """
     defs = config.family.defs(config.architecture)
-    made = Plan(config, mesh, with_adapters(config, defs))
+    made = Plan(config, mesh, with_additions(config, defs))
     _ = made.rules  # whether the mesh is one for this model
     return made
 
 
-def with_adapters(config: TrainConfig, defs: dict) -> dict:
-    """The definitions of a model's parameters, with those of LoRA where the run has any.
+def with_additions(config: TrainConfig, defs: dict) -> dict:
+    """The definitions of a model's parameters, with those of LoRA and histories, if a run has any.
 
     Raises:
         ValueError: LoRA's targets are none of its layers.
     """
-    return defs if config.lora is None else lora_defs(defs, config.lora)
+    if config.lora is not None:
+        return lora_defs(defs, config.lora)
+    recipe = config.recipe
+    delayed = recipe is not None and recipe.scaling == "delayed"
+    return with_histories(config.gpt, defs) if delayed else defs
 
 
 def _check_trained(partition: Partition, defs: dict) -> None:
@@ -720,7 +737,7 @@ def pipeline_cost(plan: Plan) -> PipelineCost:
     known: dict[tuple, StageCost] = {}
     stages = []
     for number, part in enumerate(partition.layout):
-        kind = partition.kind(number)
+        kind = (partition.kind(number), plan.high(part))
         if kind not in known:
             known[kind] = _stage_cost(plan, number)
         found = known[kind]
@@ -770,7 +787,7 @@ def _traced(plan: Plan, number: int) -> tuple[Stage, torch.Tensor]:
     seq = config.seq // math.prod(mesh[axis] for axis in CONTEXT_AXES)
     tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
     seq = seq // mesh["tp"] if config.sequence_parallel else seq
-    x = torch.empty(rows, seq, model.embed_dim, dtype=model.torch_dtype, device="meta")
+    x = torch.empty(rows, seq, model.embed_dim, dtype=model.stream_dtype, device="meta")
     batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
     if config.packed:
         batch |= {"positions": tokens, "segments": tokens}

@@ -7,10 +7,11 @@
 | moments, averages, sums  | converted to their dtype                                              |
 | loss scale, its counts   | as a run begins                                                       |
 | key of stochastic rounds | as a run begins                                                       |
+| history of a product     | empty, as a run begins; nobody need say so                            |
 
 What only the checkpoint has of these is left out. So a run in float32 that goes on as bf16 has its
-parameters for masters, and comes back to float32 without a change. A quantised product keeps
-nothing between steps: fp8-block has the state of bf16.
+parameters for masters, and comes back to float32 without a change. But for histories of delayed
+scaling a quantised product keeps nothing between steps: fp8-block has the state of bf16.
 
 The levels that masters, stochastic rounding, a loss scale and `optim.apply_if_finite` add to paths
 are found by what these states have beside what they wrap.
@@ -31,12 +32,12 @@ from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import lora
 from functron.models.config import GPTConfig
 from functron.models.family import TrainedConfig
-from functron.params import init_params
+from functron.params import history_mask, init_params
 from functron.precision import Recipe
 from functron.training.plan import Plan
 from functron.training.step import State
 
-_SAYING = "--precision NAME beside --resume says so (in Python recast=True)"
+_SAYING = "--precision NAME (or --products) beside --resume says so; in Python recast=True"
 
 
 def restored(
@@ -68,7 +69,8 @@ def restored(
     like = plan.init(key.to("meta"))
     wanted = dict(zip(tree.paths(like), tree.leaves(like), strict=True))
     stored.open(names)
-    sources = _sources(wanted, stored)
+    histories = _new_histories(plan, stored)
+    sources = _sources(wanted, stored) | dict.fromkeys(histories)
     _check_moments(wanted, stored)
     done = [*_products(stored, plan), *_words(wanted, sources, stored)]
     _check_said(done, stored, recast)
@@ -86,7 +88,7 @@ def restored(
     state = tree.unflatten(tree.structure(like), [found[name] for name in wanted])
     if done:
         _check_range(state.params)
-    return state, tuple(done)
+    return state, (*done, *_empty(histories))
 
 
 def _of_params(
@@ -102,9 +104,14 @@ def _of_params(
             for leaf in where.leaves
         ]
         where = dataclasses.replace(where, leaves=tuple(leaves))
-    chosen = {"params": lora.split(params)[0] if new else params}
-    own = {f"params/{name}": leaf for name, leaf in _named(chosen["params"])}
     stored = checkpoint.Checkpoint(path)
+    histories = _new_histories(plan, stored)
+    chosen = {"params": lora.split(params)[0] if new else params}
+    empty: tree.Tree = {}
+    if histories:
+        mask = history_mask(plan.defs)
+        empty, chosen["params"] = tree.partition(chosen["params"], mask)
+    own = {f"params/{name}": leaf for name, leaf in _named(chosen["params"])}
     done = _words(own, {name: name for name in own}, stored)
     _check_said(done, stored, recast)
     read = checkpoint.restore(path, chosen, placement=where, cast=recast, device=device)
@@ -114,10 +121,25 @@ def _of_params(
         defs = lora.split(plan.defs)[1]
         adapters = init_params(init_key, defs, plan.stored_specs, plan.mesh)
         params = tree.join(params, adapters)
+    if histories:
+        zeros = tree.map(lambda leaf: torch.zeros_like(leaf, device=device), empty)
+        params = tree.join(params, zeros)
     state = plan.init(key.to(device), params)
     if done:
         _check_range(state.params)
-    return state, tuple(done)
+    return state, (*done, *_empty(histories))
+
+
+def _new_histories(plan: Plan, stored: checkpoint.Checkpoint) -> list[str]:
+    """The leaves that quantised products remember steps in, where the checkpoint has none."""
+    found = tree.paths(tree.partition(plan.defs, history_mask(plan.defs))[0])
+    names = [f"params/{name}" for name in found]
+    return [] if any(name in stored for name in names) else names
+
+
+def _empty(histories: Sequence[str]) -> list[str]:
+    text = "histories of quantised products begin empty: the checkpoint has none"
+    return [text] if histories else []
 
 
 def _check_said(done: Sequence[str], stored: checkpoint.Checkpoint, recast: bool) -> None:

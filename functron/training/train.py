@@ -265,6 +265,7 @@ def loop(
     stop: Request | None = None,
     ahead: int = 0,
     patience: int = 0,
+    skips: bool = False,
     overflowing: Callable[[Any, Any], Sequence[str]] | None = None,
 ) -> Outcome:
     """Take steps `start` to ``steps - 1``, record each, and save at the end.
@@ -298,6 +299,8 @@ def loop(
             saved or evaluated has been read.
         patience: raise where so many steps in a row overflow, and the scale of the loss cannot
             fall; 0: never.
+        skips: whether `step` itself leaves out updates that are not finite, as far as it is asked
+            to: gradients need not be, then.
         overflowing: ``(state, batch)`` to the names of the layers whose gradients then are not
             finite, for that error; it may give up the state.
 
@@ -305,7 +308,8 @@ def loop(
         The `Outcome`; its records are those of `Meter.record`.
 
     Raises:
-        FloatingPointError: the loss is not finite, or steps overflow. The state is not saved.
+        FloatingPointError: the loss or the gradients' norm is not finite, or steps overflow. The
+            state is not saved.
     """
     meter = meter or Meter()
     bar = [records.progress(steps, start)] if reporters is None else reporters
@@ -340,7 +344,7 @@ def loop(
                     names = [] if overflowing is None else overflowing(state, batch)
                     raise FloatingPointError(_stuck(record, patience, names))
                 if patience == 0 or math.isfinite(record["grad_norm"] or 0.0):
-                    _check_finite(record)
+                    _check_finite(record, ("loss",) if skips else ("loss", "grad_norm"))
                 settled = time.perf_counter()
             if save is not None and (saving or stopped_by):
                 save(state, index + 1)
@@ -400,12 +404,14 @@ def _count(batch: Any) -> int | None:
     return tokens.numel() if isinstance(tokens, torch.Tensor) else None
 
 
-def _check_finite(record: Mapping[str, Any]) -> None:
-    if not math.isfinite(record["loss"]):
-        raise FloatingPointError(
-            f"step {record['step']}: got loss {record['loss']}; wanted a finite number; fix: lower "
-            "the learning rate, lengthen the warm-up, clip gradients, or train in float32"
-        )
+def _check_finite(record: Mapping[str, Any], names: Sequence[str]) -> None:
+    for name in names:
+        if not math.isfinite(record[name] or 0.0):
+            what = {"loss": "loss", "grad_norm": "gradients of norm"}[name]
+            raise FloatingPointError(
+                f"step {record['step']}: got {what} {record[name]}; wanted a finite number; fix: "
+                "lower the learning rate, lengthen the warm-up, clip gradients, or train in float32"
+            )
 
 
 def _stuck(record: Mapping[str, Any], patience: int, names: Sequence[str]) -> str:
@@ -439,7 +445,7 @@ class Run:
         start: steps taken already.
         held_out: sets that are evaluated, none without `eval_every`.
         held_out_loss: of `evaluation.loss_program`, which evaluates them; None without.
-        recast: what was converted of a checkpoint of another precision, in words.
+        notes: what of its checkpoint was converted, or begins anew, in words.
     """
 
     plan: Plan
@@ -451,7 +457,7 @@ class Run:
     start: int = 0
     held_out: Sequence[HeldOut] = ()
     held_out_loss: Callable | None = None
-    recast: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
 
     @property
     def config(self) -> TrainConfig:
@@ -533,11 +539,11 @@ def prepare(
         capability = torch.cuda.get_device_capability(where)
         check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
     key = random.key(config.seed)
-    done: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     if begin_from is None:
         state = made.init(key.to(where))
     else:
-        state, done = restored(begin_from, made, key, where, recast=recast)
+        state, notes = restored(begin_from, made, key, where, recast=recast)
     step, watch = made.step, made.watch
     if config.compile and made.rank is None:  # stages on processes are compiled one by one
         sizes = len(config.batches.sizes)
@@ -547,7 +553,7 @@ def prepare(
             watch = dataclasses.replace(watch, step=compiled(watch.step))
     program = loss_program(made) if held_out else None
     start = int(state.step)
-    return Run(made, text, state, step, watch, where, start, held_out, program, recast=done)
+    return Run(made, text, state, step, watch, where, start, held_out, program, notes)
 
 
 def train(run: Run, out: Path | None) -> Outcome:
@@ -558,7 +564,7 @@ def train(run: Run, out: Path | None) -> Outcome:
     step, and one all-reduce of a scalar per step.
 
     Raises:
-        FloatingPointError: the loss is not finite, or steps in float16 overflow without end.
+        FloatingPointError: loss or gradients are not finite, or float16 overflows without end.
         OSError, TimeoutError: a checkpoint could not be written.
     """
     config, mesh, device = run.config, run.mesh, run.device
@@ -616,6 +622,7 @@ def train(run: Run, out: Path | None) -> Outcome:
             stop=stop,
             ahead=int(device.type == "cuda"),
             patience=scaled.patience if scaled.initial else 0,
+            skips=config.optimizer.skip_nonfinite > 0,
             overflowing=run.plan.overflowing,
         )
 

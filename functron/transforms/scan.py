@@ -366,6 +366,35 @@ def scan(
         ValueError: the leading dims differ, or neither `xs` nor `length` gives a number of steps.
     """
     f, xs = by_row(f, xs)
+    return _scan(f, init, xs, length)
+
+
+def scan_in_turn(
+    turns: Sequence[tuple[int, Callable]], init: tree.Tree, xs: tree.Tree
+) -> tuple[tree.Tree, tree.Tree]:
+    """`scan`, with the first slices of `xs` for one function, the next ones for another, and so on.
+
+    Args:
+        turns: of each function for how many slices it is, and itself, as of `scan`.
+        init: the first carry.
+        xs: a tree of tensors with a common leading dim, as many as all take.
+    """
+    if len(turns) == 1:
+        return scan(turns[0][1], init, xs)
+    # what is scattered is known by the whole stack, so that it is told before that is cut
+    made = [by_row(f, xs) for _, f in turns]
+    leaves, structure = tree.flatten(made[0][1])
+    parts = zip(*(leaf.split([count for count, _ in turns]) for leaf in leaves), strict=True)
+    carry, found = init, []
+    for (f, _), part in zip(made, parts, strict=True):
+        carry, ys = _scan(f, carry, tree.unflatten(structure, list(part)), None)
+        found.append(ys)
+    return carry, tree.map(lambda *rows: torch.cat(rows), *found)
+
+
+def _scan(
+    f: Callable, init: tree.Tree, xs: tree.Tree, length: int | None
+) -> tuple[tree.Tree, tree.Tree]:
     leaves, structure = tree.flatten(xs)
     steps = _num_steps(tree.paths(xs), leaves, length)
     recorder = active()

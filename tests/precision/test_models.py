@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from functron import Mesh, gpt, random, tree
+from functron import Mesh, P, gpt, nn, random, tree
+from functron.models import generation
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
+from functron.pipeline.partition import Part
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, with_model, with_precision
 from functron.training.plan import plan
@@ -22,6 +24,8 @@ DENSE = gpt.GPTConfig(
 )  # fmt: skip
 MODELS = {
     "dense": DENSE,
+    "wide stream": replace(DENSE, dtype="bfloat16", fp32_residual=True),
+    "deep": replace(DENSE, num_layers=4),
     "shared keys": replace(DENSE, num_kv_heads=1, num_heads=2),  # which both ranks of tp have
     "fused": replace(DENSE, fused_projections=True),
     "experts": replace(
@@ -41,6 +45,7 @@ CONFIG = TrainConfig(
     learning_rate=ScheduleConfig(name="constant", peak=0.1),
 )
 SPLIT = {"sequence_parallel": True}
+PIPED = {"microbatches": 2}  # of which numbers by tokens depend, and delayed ones do not
 
 
 def batch() -> dict:
@@ -66,18 +71,32 @@ def alone():
 
 
 ROWS = [
-    ("dense", "fp8-tensor", "dp=2,tp=2", SPLIT),
+    ("dense", "fp8-tensor logits=low", "dp=2,tp=2", SPLIT),
     ("dense", "nvfp4", "cp=2", {}),
     ("dense", "mxfp8", "fsdp=2", {"remat": "full"}),
-    ("dense", "fp8-block", "pp=2,tp=2", {"schedule": "zb-h1"}),
-    ("shared keys", "fp8-tensor", "tp=2", {}),
+    ("dense", "fp8-block first=1", "pp=2,tp=2", {"schedule": "zb-h1"}),
+    ("shared keys", "fp8-delayed", "tp=2", {}),
+    ("dense", "fp8-delayed first=1", "pp=2", PIPED | {"schedule": "zb-h1", "remat": "full"}),
+    ("fused", "fp8-delayed", "dp=2,tp=2", SPLIT | {"zero": 2}),
     ("fused", "nvfp4", "tp=2", SPLIT),  # columns of gate and up that a rank has are no run of all
-    ("experts", "fp8-tensor", "ep=2,tp=2", {}),
+    ("experts", "fp8-delayed", "ep=2,tp=2", {}),
     ("latent", "fp8-tensor", "tp=2", {}),
     *(
         pytest.param(*row, marks=pytest.mark.full)
         for row in (
             ("dense", "fp8-block", "tp=2", {}),
+            ("shared keys", "fp8-tensor", "tp=2", {}),
+            ("experts", "fp8-tensor", "ep=2,tp=2", {}),
+            ("dense", "fp8-delayed", "cp=2", {"microbatches": 2}),
+            ("dense", "fp8-delayed", "fsdp=2", {"remat": "full"}),
+            ("dense", "fp8-delayed", "dp=2", {"zero": 3}),
+            ("dense", "fp8-delayed", "pp=2,tp=2", PIPED | SPLIT | {"schedule": "1f1b"}),
+            ("deep", "fp8-delayed", "pp=2", PIPED | {"schedule": "interleaved", "chunks": 2}),
+            ("experts", "fp8-delayed", "ep=2,tp=2", SPLIT | {"expert_axes": "ep,tp"}),
+            ("latent", "fp8-delayed", "dp=2,tp=2", SPLIT),
+            ("deep", "fp8-tensor first=1 last=1", "dp=2", {"zero": 2, "remat": "full"}),
+            ("deep", "fp8-row first=1 last=1", "pp=2", {"schedule": "zbv"}),
+            ("dense", "mxfp8 logits=low", "cp=2", {}),
             ("dense", "fp8-block", "cp=2", {"zigzag": False}),
             ("dense", "mxfp8", "cp=2", {}),
             ("dense", "nvfp4", "ulysses=2,cp=2", {}),
@@ -124,6 +143,79 @@ def test_every_product_of_a_layer_is_quantised_in_the_program():
     assert "scaled_matmul(" not in plain
 
 
+def test_histories_are_what_each_step_saw():
+    """Of weights to a quarter above their largest; two layers of one stack apart; norms without."""
+    config = replace(CONFIG, gpt=DENSE, products="fp8-delayed", mesh="dp=2,tp=2")
+    made = plan(config, Mesh.parse("dp=2,tp=2"))
+    state, seen = made.init(random.key(0)), []
+    for _ in range(2):
+        seen.append(state.params["blocks"]["mlp"]["down"]["w"].abs().amax((1, 2)))
+        state, _ = made.step(state, batch())
+    found = state.params["blocks"]["histories"]["mlp"]["down"]
+    assert found.shape == (2, 3, 256)
+    assert (found[..., :-2] == 0).all()
+    assert (found[..., -2:] > 0).all()
+    most = torch.stack(seen, -1)
+    assert (found[:, 1, -2:] >= most).all()
+    assert (found[:, 1, -2:] <= 1.25 * most).all()
+    assert (found[0, 0, -1] != found[1, 0, -1]).all()
+
+
+def test_layers_that_stay_high_have_torchs_products():
+    """The last of two layers, against both computed one by one with options of their own."""
+    low, made = (replace(CONFIG, gpt=DENSE, products=t) for t in ("fp8-row", "fp8-row last=1"))
+    options = [plan(one, Mesh()).options for one in (made, low, replace(low, products=""))]
+    tokens, weights = batch()["tokens"], plan(made, Mesh()).init(random.key(0)).params
+    got = gpt.forward(DENSE, weights, tokens, options[0])
+    x = None
+    for layer in range(2):
+        part = Part(range(layer, layer + 1), embed=layer == 0, loss=layer == 1)
+        row = tree.map(lambda w, layer=layer: w[layer : layer + 1], weights["blocks"])
+        own = {**weights, "blocks": row}
+        x = gpt.stage(DENSE, part, own, x, {"tokens": tokens}, options[1 + layer])
+    torch.testing.assert_close(got, x, rtol=0, atol=0)
+    lengths = torch.full((BATCH,), SEQ)
+    after, _ = generation.prefill(DENSE, weights, tokens, lengths, options[0], room=SEQ)
+    torch.testing.assert_close(after, got[:, -1], rtol=1e-12, atol=0)
+
+
+def test_a_float32_residual_adds_up_what_sublayers_say():
+    """Written out, to the bit; and stages of a pipeline send it as it is."""
+    model = MODELS["wide stream"]
+    weights, tokens = (
+        plan(replace(CONFIG, gpt=model), Mesh()).init(random.key(0)).params,
+        batch()["tokens"],
+    )
+    positions = torch.arange(SEQ)
+    rope = nn.rope_table(positions, model.head_size, model.rope_theta, None, torch.bfloat16)
+
+    def norm(params: dict, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.rms_norm(x, x.shape[-1:], params["scale"].float(), model.norm_eps)
+        return y.bfloat16()
+
+    x = weights["embed"][tokens].float()
+    for row in range(model.num_layers):
+        own = tree.map(lambda w, row=row: w[row], weights["blocks"])
+        y = norm(own["attention_norm"], x)
+        x = x + nn.self_attention(own["attention"], y, model.attention, rope=rope, stream=P())
+        y = norm(own["mlp_norm"], x)
+        x = x + nn.mlp(own["mlp"], y, activation=model.activation, stream=P())
+    logits = norm(weights["norm"], x) @ weights["unembed"]
+    assert torch.equal(gpt.forward(model, weights, tokens), logits)
+    assert not torch.equal(
+        gpt.forward(replace(model, fp32_residual=False), weights, tokens), logits
+    )
+    (want, leaves), (got, found) = (
+        taken("wide stream", "", mesh, remat="full", **own)
+        for mesh, own in (("", {}), ("pp=2", {"schedule": "zb-h1"}))
+    )
+    assert got[::2] == want[::2]  # losses
+    for a, b in zip(found, leaves, strict=True):
+        assert torch.equal(a, b)
+    got, _ = taken("wide stream", "", "tp=2", **SPLIT)
+    assert got[::2] == pytest.approx(want[::2], rel=2e-3)  # sums over ranks are of 8 bits
+
+
 def test_what_no_recipe_can_do_is_refused_before_anything_starts():
     small = with_model(TrainConfig(), "llama3-tiny")
     latent = replace(small, gpt=MODELS["latent"], seq=SEQ)
@@ -137,7 +229,20 @@ def test_what_no_recipe_can_do_is_refused_before_anything_starts():
         (replace(bert, products="mxfp8"), "only GPTs have a place for it"),
         (replace(latent, products="nvfp4"), "wanted a recipe that draws none"),
         (replace(small, products="fp8-tensor", lora_rank=4), "with lora_rank"),
-        (replace(small, products="fp8-delayed"), "wanted scaling=global or local"),
+        (replace(small, products="fp8-delayed logits=low"), "logits=high: they have no history"),
+        (
+            replace(small, products="fp8-row first=1 last=0.5"),
+            "1 first and 1 last layers of 2 high",
+        ),
+        (
+            replace(small, products="fp8-row logits=low", loss_chunk_tokens=8),
+            "wanted all logits at once: chunks make them again",
+        ),
+        (replace(small, products="nvfp4 logits=low"), "wanted logits=high, or a recipe that draws"),
+        (
+            replace(CONFIG, gpt=DENSE, products="fp8-block logits=low"),
+            r"unembed, outputs \(fprop\): got 32",
+        ),
         (replace(small, products="fp9"), "products: got 'fp9'; wanted a recipe"),
     ):
         with pytest.raises(ValueError, match=message):

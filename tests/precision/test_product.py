@@ -385,8 +385,23 @@ def test_scales_are_of_the_steps_before():
         layer(x, w)
     with pytest.raises(ValueError, match=r"history: got torch.float32 of shape .*; wanted None"):
         product(RECIPES["fp8-tensor"])(x, w, history)
-    with pytest.raises(ValueError, match=r"(?s)scaling: got delayed; wanted global or local"):
-        grouped_product(recipe)
+    # experts have histories of their own: each one's rows as those of a layer
+    sizes, w = torch.tensor([3, 0, 4]), randn(3, 32, 16)
+    rows, dy = x[0], dy[0]
+    dy[7] = rows[7] = torch.nan  # of no expert
+    several = torch.stack([history, history, history * 4])
+    experts = grouped_product(recipe, path="experts")
+    y, pull = torch.func.vjp(lambda x, w, h: experts(x, w, sizes, history=h), rows, w, several)
+    got = (y, *pull(dy))
+    for e, at in enumerate((slice(0, 3), slice(3, 3), slice(3, 7))):
+        y, pull = torch.func.vjp(layer, rows[None, at], w[e], several[e])
+        dx, dw, counts = pull(dy[None, at])
+        for a, b in zip(got, (y[0], dx[0], dw, counts), strict=True):
+            close(a[e] if len(a) == 3 else a[at], b)
+    with pytest.raises(
+        ValueError, match=r"(?s)experts.*history: got .*wanted float32 of shape \(3, 3"
+    ):
+        experts(rows, w, sizes, history=history)
     with pytest.raises(ValueError, match=r"(?s)dgrad: got .*e4m3@row.*by tensors"):
         Recipe.parse("fprop=high dgrad=e4m3@row*e4m3@row wgrad=high scaling=delayed")
     assert history_def(4).shape == (4, 3, HISTORY)
@@ -431,19 +446,36 @@ def test_what_is_drawn_needs_a_key():
         product(RECIPES["nvfp4"], key=KEY)
 
 
-def test_nothing_that_overflows_is_hidden():
-    """One NaN or infinity in x, w or dy is in every number of its scale's reach."""
-    for name in CURRENT:
-        layer = product(RECIPES[name], key=KEY, rows=P())
-        x, w, dy = randn(1, 128, 128), randn(128, 128), randn(1, 128, 128)
-        x[0, 3, 5] = torch.inf
-        y, pull = torch.func.vjp(layer, x, w)
-        assert y[0, 3].isnan().all()
-        assert pull(dy)[1][5].isnan().all()
-        x[0, 3, 5], dy[0, 7, 9] = 1.0, torch.nan
-        dx, dw = torch.func.vjp(layer, x, w)[1](dy)
-        assert dx[0, 7].isnan().all()
-        assert dw[:, 9].isnan().all()
+BAD = [torch.inf, torch.nan, -torch.inf]
+
+
+@pytest.mark.parametrize(
+    "turn", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))], ids=str
+)
+@pytest.mark.parametrize("experts", [False, True])
+def test_nothing_that_overflows_is_hidden(turn, experts):
+    """One NaN or infinity in x, w or dy is in every number that it is part of, in all recipes."""
+    sizes = torch.tensor([64, 64])
+    for name, recipe in RECIPES.items():
+        history = torch.ones(3, HISTORY) if recipe.scaling == "delayed" else None
+        if experts:
+            several = None if history is None else torch.stack([history] * 2)
+            made = grouped_product(recipe)
+            run = lambda x, w, made=made, h=several: made(x, w, sizes, history=h)
+        else:
+            made = product(recipe, key=KEY, rows=P())
+            run = lambda x, w, made=made, h=history: made(x, w[0], h)
+        for number, operand in enumerate(("x", "w", "dy")):
+            x, w, dy = randn(128, 128), randn(2, 128, 128), randn(128, 128)
+            {"x": x[3], "w": w[0, 3], "dy": dy[3]}[operand][5] = BAD[(number + turn) % 3]
+            y, pull = torch.func.vjp(run, x, w)
+            dx, dw = pull(dy)
+            rows = slice(64) if experts else slice(None)
+            seen = {
+                "x": (y[3], dw[0, 5]), "w": (y[rows, 5], dx[rows, 3]), "dy": (dx[3], dw[0, :, 5])
+            }[operand]  # fmt: skip
+            for part in seen:
+                assert part.isnan().all(), (name, operand)
 
 
 def test_microbatches_and_positions():

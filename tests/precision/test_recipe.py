@@ -21,6 +21,10 @@ def test_text():
         "fprop=e4m3@1x128*e4m3@128x128 dgrad=e4m3@1x128*e4m3@128x128 "
         "wgrad=e4m3@1x128*e4m3@1x128 scaling=global"
     )
+    ends = Recipe.parse("fp8-block first=1 last=0.15 logits=low")
+    assert str(ends) == f"{RECIPES['fp8-block']} first=1 last=0.15 logits=low"
+    assert Recipe.parse(str(ends)) == ends
+    assert [ends.high(n) for n in (2, 4, 62)] == [(1, 0), (1, 1), (1, 9)]
     some = Recipe.parse(f"wgrad=high scaling=local fprop={PLAIN} dgrad=high")
     row = Format("e4m3", "row")
     assert some == Recipe(Contraction(row, row), None, None, "local")
@@ -34,6 +38,8 @@ def test_text():
         (f"fprop={PLAIN}", r"(?s)dgrad: got nothing.*dgrad=high.*wgrad: got nothing"),
         (f"fprop={PLAIN} dgrad=high wgrad=high fprop=high", "fprop: got fprop=high; wanted .*once each"),
         (f"fprop={PLAIN} dgrad=high wgrad=high scaling=here", "scaling: got 'here'; wanted global, local or delayed"),
+        ("nvfp4 last=1.5 logits=off", r"(?s)last: got 1\.5; wanted a number.*logits: got 'off'; wanted high or low"),
+        ("nvfp4 first=one", "first: got one; wanted a number of layers"),
         ("fprop=e4m3@row dgrad=high wgrad=high", r"product: got 'e4m3@row'; wanted FORMAT\*FORMAT"),
         ("fprop=e4m3@1x128*e4m3@1x32 dgrad=high wgrad=high", "fprop: got .*wanted blocks of one length"),
     ],

@@ -131,6 +131,22 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, value):
     assert ET.parse(tmp_path / "loss.svg")
 
 
+def test_gradients_that_are_not_finite_stop_the_run_unless_they_are_left_out():
+    """With a loss that is finite yet: the state of that step would be saved."""
+    saved = []
+
+    def step(state, batch):
+        norm = float("inf") if state == 1 else 1.0
+        return state + 1, {"loss": torch.tensor(1.0), "grad_norm": torch.tensor(norm)}
+
+    given = {"save": lambda state, taken: saved.append(taken), "save_every": 2}
+    with pytest.raises(FloatingPointError, match="step 2: got gradients of norm inf; wanted a fin"):
+        loop(step, 0, batch, steps=3, reporters=[], **given)
+    assert saved == []
+    loop(step, 0, batch, steps=3, reporters=[], skips=True, **given)
+    assert saved == [2, 3]
+
+
 def test_steps_are_started_ahead_of_the_numbers_that_are_read():
     """But before a step's state is saved or evaluated, its numbers are read and written."""
     events = []

@@ -153,8 +153,6 @@ def test_a_run_goes_on_to_the_bit(tmp_path, capsys):
         "precision, loss_scale: got 0.0; wanted 67108864.0, as in the run",
     ):
         assert line in said
-    assert train("--out", cut, "--resume", "--products", "fp8-row") == 2
-    assert "beside --resume says that the run goes on so" in capsys.readouterr().err
     assert train("--out", cut, "--resume", "--steps", 6, "--precision", "fp8-row") == 0
     assert (
         "recast products from plain to fp8-row; parameters from float16 to bfloat16 by their "
@@ -162,6 +160,29 @@ def test_a_run_goes_on_to_the_bit(tmp_path, capsys):
     ) in capsys.readouterr().out
     assert losses(cut)[4] == pytest.approx(losses(cut)[3], rel=0.02)
     assert load(cut / "config.toml").precision == "fp8-row"
+
+
+def test_histories_go_on_with_a_run(tmp_path, capsys):
+    """To the bit, on another mesh as well; a run that has had none begins with empty ones."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    few = ["--data", __file__, "--seq", 8, "--global-batch", 2, "--gpt.num-layers", 2]
+    few += ["--gpt.embed-dim", 8, "--gpt.num-heads", 2, "--gpt.num-kv-heads", 1]
+    few += ["--gpt.mlp-dim", 8, "--gpt.dtype", "float64"]
+    assert train(*few, "--steps", 1, "--out", whole) == 0
+    delayed = ["--products", "fp8-delayed", "--save-every", 3, "--steps", 4]
+    assert train("--out", whole, "--resume", *delayed) == 0
+    assert "histories of quantised products begin empty" in capsys.readouterr().out
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoints" / "4")
+    assert train("--out", cut, "--resume", "--mesh", "pp=2,dp=2", "--zero", 1) == 0
+    assert "begin empty" not in capsys.readouterr().out
+    ends = [checkpoint.restore(run / "checkpoints" / "4") for run in (whole, cut)]
+    found = ends[0]["params"]["blocks"]["histories"]["mlp"]["up"]
+    assert (found[..., -3:] > 0).all()
+    assert (found[..., :-3] == 0).all()
+    for path, a, b in zip(tree.paths(ends[0]), *map(tree.leaves, ends), strict=True):
+        exact = "histories" in path
+        torch.testing.assert_close(a, b, rtol=0 if exact else 1e-11, atol=0 if exact else 1e-14)
 
 
 def test_a_run_that_overflows_without_end_stops(tmp_path):
