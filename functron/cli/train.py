@@ -78,7 +78,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _names_precision(arguments: Sequence[str]) -> bool:
     """Whether the options say in which precision a run that was begun goes on."""
-    return any(word.partition("=")[0] == "--precision" for word in arguments)
+    return any(word.partition("=")[0] in ("--precision", "--products") for word in arguments)
 
 
 def _assemble(
@@ -137,8 +137,8 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
     if config.resume:
         done = f"after step {run.start}" if run.start else "with the first step: none is saved yet"
         lines.append(f"resume {config.out}, {done}")
-    if run.recast:
-        lines.append(f"recast {'; '.join(run.recast)}")
+    if run.notes:
+        lines.append(f"recast {'; '.join(run.notes)}")
     return lines
 
 

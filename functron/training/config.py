@@ -165,8 +165,9 @@ class TrainConfig:
         seed: of initial parameters, order of the data, and dropout.
         out: run folder, new or empty; empty: the next free runs/MODEL-1, runs/MODEL-2, ...
         resume: go on from the newest complete step of the run in the folder `out`, or begin with it
-            where none is complete, on the mesh asked for now; auto: begin a run where there is none
-            as well, such as in a job that is started again until it is done.
+            where none is complete, on the mesh asked for now, and in another precision where
+            --precision is given as well; auto: begin a run where there is none as well, such as in
+            a job that is started again until it is done.
         save_every: save after every so many steps as well; 0: only at the end.
         keep_last: how many of the newest checkpoints stay; 0: all.
         keep_every: checkpoints of multiples of this step stay in any case; 0: none do.

@@ -6,12 +6,12 @@
 | master                   | the parameter, in float32                                             |
 | moments, averages, sums  | converted to their dtype                                              |
 | loss scale, its counts   | as a run begins                                                       |
-| history of products      | empty                                                                 |
 | key of stochastic rounds | as a run begins                                                       |
+| history of a product     | empty, as a run begins; nobody need say so                            |
 
 What only the checkpoint has of these is left out. So a run in float32 that goes on as bf16 has its
-parameters for masters, and comes back to float32 without a change. But for delayed scaling a
-quantised product keeps nothing between steps: fp8-block has the state of bf16.
+parameters for masters, and comes back to float32 without a change. But for histories of delayed
+scaling a quantised product keeps nothing between steps: fp8-block has the state of bf16.
 
 The levels that masters, stochastic rounding, a loss scale and `optim.apply_if_finite` add to paths
 are found by what these states have beside what they wrap.
@@ -37,7 +37,7 @@ from functron.precision import Recipe
 from functron.training.plan import Plan
 from functron.training.step import State
 
-_SAYING = "--precision NAME beside --resume says so (in Python recast=True)"
+_SAYING = "--precision NAME (or --products) beside --resume says so; in Python recast=True"
 
 
 def restored(
@@ -64,15 +64,15 @@ def restored(
     _check_layout(names, plan.config.architecture)
     adapted = lora.has_adapters(leaf.path for leaf in plan.placement.leaves)
     new = adapted and not lora.has_adapters(names)
-    empty = _histories(plan).difference(names)
     if new or not any(name.startswith("opt_state/") for name in names):
-        return _of_params(path, plan, key, device, empty, new=new, recast=recast)
+        return _of_params(path, plan, key, device, new=new, recast=recast)
     like = plan.init(key.to("meta"))
     wanted = dict(zip(tree.paths(like), tree.leaves(like), strict=True))
     stored.open(names)
-    sources = _sources(wanted, stored) | dict.fromkeys(empty)
+    histories = _new_histories(plan, stored)
+    sources = _sources(wanted, stored) | dict.fromkeys(histories)
     _check_moments(wanted, stored)
-    done = [*_products(stored, plan), *_words(wanted, sources, stored), *_EMPTY[: len(empty)]]
+    done = [*_products(stored, plan), *_words(wanted, sources, stored)]
     _check_said(done, stored, recast)
     kept = {name: leaf for name, leaf in wanted.items() if sources[name] is not None}
     found = checkpoint.restore(
@@ -88,23 +88,14 @@ def restored(
     state = tree.unflatten(tree.structure(like), [found[name] for name in wanted])
     if done:
         _check_range(state.params)
-    return state, tuple(done)
+    return state, (*done, *_empty(histories))
 
 
 def _of_params(
-    path: Path,
-    plan: Plan,
-    key: torch.Tensor,
-    device: torch.device,
-    empty: Collection[str],
-    *,
-    new: bool,
-    recast: bool,
+    path: Path, plan: Plan, key: torch.Tensor, device: torch.device, *, new: bool, recast: bool
 ) -> tuple[State, tuple[str, ...]]:
     """The state that begins with a checkpoint's parameters; `new` adapters are added to them."""
     where, params = plan.placement, plan.init(key.to("meta")).params
-    is_empty = tree.map_with_path(lambda name, _: f"params/{name}" in empty, params)
-    histories, params = tree.partition(params, is_empty)
     if plan.config.optimizer.fp32_masters:  # which begin with what is stored in float32
         params = _as_stored(params, path)
         dtypes = {f"params/{name}": leaf.dtype for name, leaf in _named(params)}
@@ -113,9 +104,14 @@ def _of_params(
             for leaf in where.leaves
         ]
         where = dataclasses.replace(where, leaves=tuple(leaves))
-    chosen = {"params": lora.split(params)[0] if new else params}
-    own = {f"params/{name}": leaf for name, leaf in _named(chosen["params"])}
     stored = checkpoint.Checkpoint(path)
+    histories = _new_histories(plan, stored)
+    chosen = {"params": lora.split(params)[0] if new else params}
+    empty: tree.Tree = {}
+    if histories:
+        mask = history_mask(plan.defs)
+        empty, chosen["params"] = tree.partition(chosen["params"], mask)
+    own = {f"params/{name}": leaf for name, leaf in _named(chosen["params"])}
     done = _words(own, {name: name for name in own}, stored)
     _check_said(done, stored, recast)
     read = checkpoint.restore(path, chosen, placement=where, cast=recast, device=device)
@@ -125,20 +121,25 @@ def _of_params(
         defs = lora.split(plan.defs)[1]
         adapters = init_params(init_key, defs, plan.stored_specs, plan.mesh)
         params = tree.join(params, adapters)
-    histories = tree.map(lambda leaf: torch.zeros_like(leaf, device=device), histories)
-    state = plan.init(key.to(device), tree.join(params, histories))
+    if histories:
+        zeros = tree.map(lambda leaf: torch.zeros_like(leaf, device=device), empty)
+        params = tree.join(params, zeros)
+    state = plan.init(key.to(device), params)
     if done:
         _check_range(state.params)
-    return state, (*done, *_EMPTY[: len(empty)])
+    return state, (*done, *_empty(histories))
 
 
-_EMPTY = ("histories of quantised products begin empty",)
+def _new_histories(plan: Plan, stored: checkpoint.Checkpoint) -> list[str]:
+    """The leaves that quantised products remember steps in, where the checkpoint has none."""
+    found = tree.paths(tree.partition(plan.defs, history_mask(plan.defs))[0])
+    names = [f"params/{name}" for name in found]
+    return [] if any(name in stored for name in names) else names
 
 
-def _histories(plan: Plan) -> set[str]:
-    """The paths of what delayed scaling remembers."""
-    kept, _ = tree.partition(plan.defs, history_mask(plan.defs))
-    return {f"params/{name}" for name in tree.paths(kept)}
+def _empty(histories: Sequence[str]) -> list[str]:
+    text = "histories of quantised products begin empty: the checkpoint has none"
+    return [text] if histories else []
 
 
 def _check_said(done: Sequence[str], stored: checkpoint.Checkpoint, recast: bool) -> None:

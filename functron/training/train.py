@@ -445,7 +445,7 @@ class Run:
         start: steps taken already.
         held_out: sets that are evaluated, none without `eval_every`.
         held_out_loss: of `evaluation.loss_program`, which evaluates them; None without.
-        recast: what was converted of a checkpoint of another precision, in words.
+        notes: what of its checkpoint was converted, or begins anew, in words.
     """
 
     plan: Plan
@@ -457,7 +457,7 @@ class Run:
     start: int = 0
     held_out: Sequence[HeldOut] = ()
     held_out_loss: Callable | None = None
-    recast: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
 
     @property
     def config(self) -> TrainConfig:
@@ -539,11 +539,11 @@ def prepare(
         capability = torch.cuda.get_device_capability(where)
         check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
     key = random.key(config.seed)
-    done: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     if begin_from is None:
         state = made.init(key.to(where))
     else:
-        state, done = restored(begin_from, made, key, where, recast=recast)
+        state, notes = restored(begin_from, made, key, where, recast=recast)
     step, watch = made.step, made.watch
     if config.compile and made.rank is None:  # stages on processes are compiled one by one
         sizes = len(config.batches.sizes)
@@ -553,7 +553,7 @@ def prepare(
             watch = dataclasses.replace(watch, step=compiled(watch.step))
     program = loss_program(made) if held_out else None
     start = int(state.step)
-    return Run(made, text, state, step, watch, where, start, held_out, program, recast=done)
+    return Run(made, text, state, step, watch, where, start, held_out, program, notes)
 
 
 def train(run: Run, out: Path | None) -> Outcome:

@@ -14,6 +14,7 @@ from functron import Mesh, P, Rules, gpt, hub, tree
 from functron.spmd import gather
 from functron.spmd.spec import shard
 
+QUANTISED = ("qwen2", "deepseek-v3")
 MEGATRON = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp"}
 LAYOUTS = {
     "tp": (Mesh(tp=2), MEGATRON),
@@ -91,13 +92,15 @@ def check_failures(folder: Path, mesh) -> None:
 
 
 def check_numbers(folder: Path, mesh) -> None:
-    """The loss of the shards is that of the whole."""
+    """The loss of the shards is that of the whole, of which they are written in 8 bits."""
     config = hub.read_config(folder / "model")
     specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh))
     tokens = torch.arange(12).reshape(2, 6)
     batch = {"tokens": tokens, "targets": tokens.roll(-1, 1), "rows": torch.arange(2)}
     dense = gpt.loss(config, hub.load(folder / "model", config), batch)
     params = hub.load(folder / "model", config, specs=specs, mesh=mesh)
+    if folder.name in QUANTISED:
+        hub.save(folder / "fp8", config, params, specs=specs, mesh=mesh, quantise="fp8-row")
     mapped = ft.shard_map(lambda w: gpt.loss(config, w, batch), mesh, (specs,), P())
     torch.testing.assert_close(mapped(params), dense, rtol=1e-5, atol=0)
     report("numbers: ok")

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from functron import hub
 from tests.hub import tiny, tiny_others
+from tests.hub.gloo_hub import QUANTISED
 
 pytestmark = pytest.mark.distributed
 
@@ -51,4 +53,10 @@ def check_exports(folder: Path, expected: dict) -> None:
         assert back.keys() == expected.keys()
         assert all(torch.equal(back[key], value) for key, value in expected.items())
         assert {file.name: file.read_bytes() for file in (folder / layout).iterdir()} == first
-    assert sorted(path.name for path in folder.iterdir()) == sorted(["model", *LAYOUTS])
+    more = ["fp8"] if folder.name in QUANTISED else []
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["model", *LAYOUTS, *more])
+    if more:
+        config, params = hub.load_model(folder / "model")
+        hub.save(folder / "one", config, params, quantise="fp8-row")
+        for file in (folder / "one").iterdir():
+            assert (folder / "fp8" / file.name).read_bytes() == file.read_bytes()
