@@ -229,18 +229,20 @@ def gpu(args: argparse.Namespace) -> bool:
     name = torch.cuda.get_device_name() if cuda else "this CPU, whose times mean nothing"
     print(f"\n{model.num_layers} layers on {name}, 4 x {model.max_seq} tokens a step:")
     seconds: dict[str, float] = {}
-    for name in POLICIES[1:]:
-        config = run_of(model, name, device=args.device)
+    configs = {name: run_of(model, name, device=args.device) for name in POLICIES[1:]}
+    for name in [name for name, how in SENT_AS.items() if how == "quantised"]:
+        configs[f"{name}, w once"] = replace(configs[name], gather_as="quantised")
+    for name, config in configs.items():
         try:
             if cuda and config.products:
                 capability = torch.cuda.get_device_capability()
                 check_gpu(Recipe.parse(config.products), torch.bfloat16, capability)
         except ValueError as error:
-            print(f"  {name:12} not on this GPU: {str(error).splitlines()[-1].strip()}")
+            print(f"  {name:18} not on this GPU: {str(error).splitlines()[-1].strip()}")
             continue
         seconds[name] = timed(partial(training(config, args.device, args.tiny), batch), args.tiny)
         ratio = seconds["bf16"] / seconds[name]
-        print(f"  {name:12} {1e3 * seconds[name]:9.1f} ms, {ratio:.2f} times as fast as bf16")
+        print(f"  {name:18} {1e3 * seconds[name]:9.1f} ms, {ratio:.2f} times as fast as bf16")
         torch.cuda.empty_cache()
     eight = [each for name, each in seconds.items() if name.startswith("fp8")]
     good = bool(eight) and seconds["bf16"] >= FASTER * min(eight)

@@ -202,7 +202,7 @@ def _check_history(
 
 def _apart(w: Tensor | Encoded) -> tuple[Tensor, Codes | None]:
     """What the gradient is of, and codes."""
-    return (w.like, Codes(*w[1:])) if isinstance(w, Encoded) else (w, None)
+    return (w.like, Codes(w.codes, w.split)) if isinstance(w, Encoded) else (w, None)
 
 
 def _named(axes: Axes) -> tuple[str, ...]:
@@ -311,7 +311,7 @@ class _Layer(NamedTuple):
         check_sizes(self.recipe, tuple(x.shape), sizes, path=self.path, runs=self.runs)
         if self.recipe.dgrad is None and self.recipe.wgrad is None:
             return
-        numbers = w if codes is None else codes.both[0]
+        numbers = w if codes is None else codes.made[0].both[0]
         for name, axis in scope().axes.items():
             varies = not isinstance(axis, SimulatedAxis) or axis.varies(x) or axis.varies(numbers)
             if not varies and name not in self.split.partial:
@@ -410,7 +410,7 @@ class _Layer(NamedTuple):
                 draw = where.draw(number, side, name)
             made.append(_Operand(number, name, matrix, form, part.hadamard, summed, draw))
         if codes is not None:
-            made[1] = made[1]._replace(made=codes.read(self.recipe)[number])
+            made[1] = made[1]._replace(made=codes.read(self.recipe, number))
         return made[0], made[1]
 
 
@@ -609,7 +609,7 @@ class _Experts(NamedTuple):
         """The rows' products; known are magnitudes that histories tell, of every expert."""
         if self.recipe.fprop is None:
             return grouped_matmul(x, w, sizes, zeros)
-        made = None if codes is None else codes.read(self.recipe)[0]
+        made = None if codes is None else codes.read(self.recipe, 0)
         most = known.get("x"), known.get("w")
         return self._rows(x, w.mT, made, sizes, self.recipe.fprop, self.split.inner, zeros, most)
 
@@ -628,7 +628,7 @@ class _Experts(NamedTuple):
         if recipe.dgrad is None:
             dx = grouped_matmul(dy, w.mT, sizes, zeros_back)
         else:
-            made = None if codes is None else codes.read(recipe)[1]
+            made = None if codes is None else codes.read(recipe, 1)
             most = known.get("dy"), known.get("w")
             outer = self.split.outer
             dx = self._rows(dy, w, made, sizes, recipe.dgrad, outer, zeros_back, most)

@@ -9,10 +9,13 @@ agreed by the ranks that have parts of what shares it, and no block lies in two 
 |------------------------------------|-------|----------------------------------------|
 | tensor, 128x128                    | one   | 1                                      |
 | 16x16 (NVFP4)                      | one   | 0.5, and 1/256 of scales               |
-| row, 1x128, 1x32, 1x16             | two   | 2 (1x16: 1), and the scales: no saving |
+| row, 1x128, 1x32                   | two   | 1 where each is read, and scales       |
+| 1x16                               | two   | 0.5 likewise                           |
 
 as fprop sums over inputs and dgrad over outputs: a square of a scale is one for both, a row or a
-block along what is summed is not. Between its making and the end of the step a rank holds the codes
+block along what is summed is not. Of two codes forward gathers one and backward the other, and what
+recomputes forward its one again; where parameters stay gathered until backward, or for a step, both
+are sent: 2 bytes, no saving. Between its making and the end of the step a rank holds the codes
 of its part beside the parameters.
 """
 
@@ -26,6 +29,7 @@ import torch
 
 from functron.core import compat, tree
 from functron.core.errors import Problem
+from functron.core.scopes import named_scope
 from functron.core.typing import Tensor
 from functron.ops.define import AUTO, Kernels
 from functron.ops.quantise import E2M1, Format, Quantised, magnitude, quantise, turned, undivided
@@ -34,7 +38,7 @@ from functron.precision.recipe import Contraction, Recipe, Scaling
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
 from functron.spmd.spec import P, dim_axes, is_spec, local_shape
-from functron.transforms.fsdp import Encoded
+from functron.transforms.fsdp import Code, Encoded, Split
 
 _SQUARES = ("tensor", "128x128", "16x16")
 
@@ -152,47 +156,52 @@ def _bits(x: Tensor) -> Tensor:
 
 def _encoded(codes: Sequence[_Code], made: Sequence[Quantised]) -> Encoded:
     """Codes as matrices like the weight."""
-    parts: dict[str, list[Tensor]] = {"both": [], "rows": [], "columns": [], "shared": []}
-    for code, x in zip(codes, made, strict=True):
-        scales = {"tensor": "shared", "row": "columns" if code.turned else "rows"}
-        parts["both"].append(_bits(x.values).mT if code.turned else _bits(x.values))
-        own = _bits(x.scales).mT if code.turned else _bits(x.scales)
-        parts[scales.get(x.blocks, "both")].append(own)
-        if x.whole is not None:
-            parts["shared"].append(_bits(x.whole))
-    return Encoded(None, **{name: tuple(own) for name, own in parts.items()})
+    return Encoded(None, tuple(_code(c.turned, x) for c, x in zip(codes, made, strict=True)))
+
+
+def _code(over: bool, x: Quantised) -> Code:
+    parts: dict[str, tuple[Tensor, ...]] = {"both": (), "shared": ()}
+    values, scales = (_bits(part).mT if over else _bits(part) for part in (x.values, x.scales))
+    parts["both"] = (values,)
+    where = _place(x.blocks, over)
+    parts[where] = (*parts.get(where, ()), scales)
+    if x.whole is not None:
+        parts["shared"] = (_bits(x.whole),)
+    return Code(**parts)
+
+
+def _place(blocks: str, over: bool) -> str:
+    """In which field of a `Code` the scales are."""
+    return {"tensor": "shared", "row": "columns" if over else "rows"}.get(blocks, "both")
 
 
 class Codes(NamedTuple):
-    """The tensors of an `Encoded`, as operands of a product."""
+    """What a product is given of an `Encoded`, beside what its gradient is of."""
 
-    both: tuple[Tensor, ...]
-    rows: tuple[Tensor, ...]
-    columns: tuple[Tensor, ...]
-    shared: tuple[Tensor, ...]
+    made: tuple[Code, ...]
+    split: Split = ()
 
-    def read(self, recipe: Recipe) -> tuple[Quantised, Quantised]:
-        """What fprop reads, ``[..., outputs, inputs]``, and dgrad, ``[..., inputs, outputs]``."""
-        pools = {name: iter(own) for name, own in self._asdict().items()}
+    def read(self, recipe: Recipe, number: int) -> Quantised:
+        """What product `number` reads: ``[..., outputs, inputs]`` of fprop, 0, or the transpose.
 
-        def one(part: Contraction | None, over: bool) -> Quantised:
-            assert part is not None
-            form = part.right
-            values = next(pools["both"])
-            scales = {"tensor": "shared", "row": "columns" if over else "rows"}
-            own = next(pools[scales.get(form.blocks, "both")])
-            whole = None
-            if form.dtype == E2M1 and form.shared:
-                whole = compat.viewed(next(pools["shared"]), torch.float32)
-            values, own = (x.mT.contiguous() if over else x for x in (values, own))
-            kind = torch.float32 if own.dtype == torch.int32 else form.scale_dtype
-            parts = compat.viewed(values, form.dtype), compat.viewed(own, kind)
-            return Quantised(*parts, form.blocks, whole)
-
-        if serves_both(recipe):
-            back = one(recipe.dgrad, False)
-            return turned(back), back
-        return one(recipe.fprop, True), one(recipe.dgrad, False)
+        Collectives: all-gathers of the code, if `split` names axes.
+        """
+        once = serves_both(recipe)
+        with named_scope("gather"):
+            code = self.made[0 if once else number].gathered(self.split)
+        part = recipe.dgrad if once or number else recipe.fprop
+        assert part is not None
+        form, over = part.right, not once and number == 0
+        where = _place(form.blocks, over)
+        values, scales = code.both[0], getattr(code, where)[int(where == "both")]
+        values, scales = (x.mT.contiguous() if over else x for x in (values, scales))
+        kind = torch.float32 if scales.dtype == torch.int32 else form.scale_dtype
+        whole = None
+        if form.dtype == E2M1 and form.shared:
+            whole = compat.viewed(code.shared[0], torch.float32)
+        values, scales = compat.viewed(values, form.dtype), compat.viewed(scales, kind)
+        made = Quantised(values, scales, form.blocks, whole)
+        return turned(made) if once and number == 0 else made
 
 
 # --- what cannot be sent in codes

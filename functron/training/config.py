@@ -134,8 +134,9 @@ class TrainConfig:
             microbatches.
         gather_as: as what they are sent: empty: in their own dtype; bfloat16: rounded to it, and
             computed in it, where shards are in float32; quantised: as the codes of quantised
-            products, made once per step, which microbatches and backward read again; of fp8-tensor
-            and fp8-block these are half of bfloat16's bytes, and the same numbers.
+            products, made once per step, which microbatches and backward read again: of 8 bits half
+            of bfloat16's bytes, and the same numbers. Of fp8-row and mxfp8 a weight has two codes:
+            gather=keep and step, which send both, save nothing.
         lora_rank: of low-rank additions to frozen matrices (LoRA), which alone are trained then; 0:
             train all parameters.
         lora_alpha: they are multiplied by lora_alpha / lora_rank.

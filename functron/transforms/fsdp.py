@@ -19,7 +19,9 @@ the shards' gradients are then summed over dp by `sync_gradients`, as any parame
 
 **Codes.** A matrix that a product reads quantised (`functron.precision`) need not travel as it is:
 as an `Encoded` leaf its numbers stay where they are, and what is gathered are the codes that were
-made of every rank's part. Its gradient is reduced and scattered like any other.
+made of every rank's part. Its gradient is reduced and scattered like any other. Of a matrix with
+one code for forward and one for backward, with `regather`, the product gathers each where it reads
+it, so that neither is sent for the other.
 
 Tried and dropped: recomputing the gathers by `remat` with a policy that keeps all else. It runs the
 whole block twice through a Python dispatch mode, where hooks on what the tape saves run nothing.
@@ -51,6 +53,7 @@ from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase, in_scopes, named_scope, phase, scope_names
 from functron.spmd.axes import Axis, AxisNames, lookup, user_line
+from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import FSDP_AXES
 from functron.spmd.primitives import AllGather, AllGatherAs, Dtypes, GatherUnsent
 from functron.spmd.spec import (
@@ -123,39 +126,75 @@ def fsdp(
         )
         places = _places(tree.paths(given), tree.leaves(given), flat, names)
         kept = [_bound(spec, names) for spec in flat]
-        rows = zip(tree.leaves(params, is_encoded), places, kept, strict=True)
-        items = [item for row in rows for item in _items(*row)]
+        encoded = tree.leaves(params, is_encoded)
+        rows = zip(encoded, places, kept, strict=True)
+        items = [item for row in rows for item in _items(*row, regather)]
         leaves, structure = tree.flatten(params)
         gathering = _Gathering(tuple(items), compute_dtype, reduce_dtype)
+        splits = [_split(*row) if regather else () for row in zip(encoded, places, strict=True)]
         with named_scope("gather"):
             whole = gathering.gather(leaves)
         with _giving_up(gathering, leaves, whole) if regather else contextlib.nullcontext():
-            return block(tree.unflatten(structure, whole), *args, **kwargs)
+            given = _told(tree.unflatten(structure, whole), splits)
+            return block(given, *args, **kwargs)
 
     return wrapped
 
 
-class Encoded(NamedTuple):
-    """A matrix whose product reads its numbers in codes: a leaf of parameters, for `fsdp`.
+class Code(NamedTuple):
+    """A matrix in a code: matrices of the integers that hold its bits, without a derivative.
 
-    Codes are matrices of the integers that hold their bits, with the leading dims of stacked
-    parameters, and without a derivative. `functron.precision.encoder` makes them.
+    They have the leading dims of stacked parameters.
 
     Attributes:
-        like: the parameter, which the gradient is of; gathered, it is NaN that takes no memory.
-            None: it is elsewhere (`attached`).
-        both: codes with a row for each row or block of rows of the matrix ``[inputs, outputs]``,
+        both: those with a row for each row or block of rows of the matrix ``[inputs, outputs]``,
             and columns likewise.
         rows: with rows alone, and one column.
         columns: with columns alone, and one row.
         shared: of the whole matrix, the same on all ranks that have a part of it.
     """
 
-    like: Any
     both: tuple[torch.Tensor, ...]
     rows: tuple[torch.Tensor, ...] = ()
     columns: tuple[torch.Tensor, ...] = ()
     shared: tuple[torch.Tensor, ...] = ()
+
+    def placed(self, split: Split) -> Iterator[tuple[torch.Tensor, Split]]:
+        """Its tensors in order, each with the dims of it that are split, where rows or columns are.
+
+        Args:
+            split: 0 for rows, or 1 for columns, with axes.
+        """
+        for parts, own in zip(self, ((0, 1), (0,), (1,), ()), strict=True):
+            for part in parts:
+                yield part, tuple((part.dim() - 2 + s, axes) for s, axes in split if s in own)
+
+    def gathered(self, split: Split) -> Code:
+        """It whole, where mesh axes of these names split rows or columns: all-gathers."""
+        leaves, structure = tree.flatten(self)
+        for i, (_, places) in enumerate(self.placed(split)):
+            for dim, axes in places:
+                leaves[i] = all_gather(leaves[i], axes, axis=dim, tiled=True)
+        return tree.unflatten(structure, leaves)
+
+
+Split = tuple[tuple[int, tuple], ...]
+
+
+class Encoded(NamedTuple):
+    """A matrix whose product reads its numbers in codes: a leaf of parameters, for `fsdp`.
+
+    Attributes:
+        like: the parameter, which the gradient is of; gathered, it is NaN that takes no memory.
+            None: it is elsewhere (`attached`).
+        codes: that which forward and backward read, or one for each. See
+            `functron.precision.encoder`.
+        split: of codes that the product is to gather, as for `Code.gathered`.
+    """
+
+    like: Any
+    codes: tuple[Code, ...]
+    split: Split = ()
 
     @property
     def shape(self) -> torch.Size:
@@ -326,23 +365,39 @@ class _Item(NamedTuple):
     sent: bool = True
 
 
-def _items(leaf: Any, places: Places, kept: frozenset[str]) -> Iterator[_Item]:
+def _items(leaf: Any, places: Places, kept: frozenset[str], regather: bool) -> Iterator[_Item]:
     """Those of a leaf, in the order of its tensors."""
     if not is_encoded(leaf):
         yield _Item(places, kept)
         return
     yield _Item(places, kept, False)
-    first = leaf.both[0].dim() - 2  # of the dims that are inputs
+    later = regather and _split(leaf, places)
+    for code in leaf.codes:
+        for _, own in code.placed(() if later else _sides(leaf, places)):
+            yield _Item(own, kept)
+
+
+def _sides(leaf: Encoded, places: Places) -> Split:
+    """Whether rows or columns of the matrix are to be gathered, 0 or 1, and over which axes."""
+    first = leaf.codes[0].both[0].dim() - 2  # of the dims that are inputs
     assert all(dim >= first for dim, _ in places), "stacks are not gathered"
-    split = [(dim - first > 0, axes) for dim, axes in places]  # into columns
-    for parts, wanted in (
-        (leaf.both, (False, True)), (leaf.rows, (False,)), (leaf.columns, (True,)),
-        (leaf.shared, ()),
-    ):  # fmt: skip
-        for part in parts:
-            here = [(part.dim() - 2 + by_columns, axes) for by_columns, axes in split
-                    if by_columns in wanted]  # fmt: skip
-            yield _Item(tuple(here), kept)
+    return tuple((int(dim > first), axes) for dim, axes in places)
+
+
+def _split(leaf: Any, places: Places) -> Split:
+    """What the product gathers of a leaf by itself: codes of which forward reads but one."""
+    if not is_encoded(leaf) or len(leaf.codes) == 1:
+        return ()
+    sides = _sides(leaf, places)
+    return tuple((side, tuple(axis.name for axis in axes)) for side, axes in sides)
+
+
+def _told(params: tree.Tree, splits: Sequence[Split]) -> tree.Tree:
+    """Parameters whose products are told what they are to gather."""
+    leaves, structure = tree.flatten(params, is_encoded)
+    rows = zip(leaves, splits, strict=True)
+    made = [leaf._replace(split=split) if split else leaf for leaf, split in rows]
+    return tree.unflatten(structure, made)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import torch
 import functron as ft
 from functron import Mesh, P, lax, tree
 from functron.transforms import Gather, fsdp, policies, remat, scan
-from functron.transforms.fsdp import Encoded, attached
+from functron.transforms.fsdp import Code, Encoded, attached
 from functron.transforms.scan import accumulate
 
 DIM, ROWS, LAYERS = 8, 4, 3
@@ -283,14 +283,14 @@ def test_codes_travel_in_place_of_a_parameter(regather):
     def linear(x, w, start, end):
         if not isinstance(w, Encoded):
             return x @ w.flatten(start, end)
-        return product(x, w.flatten(start, end).like, w.both[0])
+        return product(x, w.flatten(start, end).like, w.codes[0].both[0])
 
     def layer(w, x):
         return lax.psum(linear(torch.tanh(linear(x, w["up"], 1, 2)), w["down"], 0, 1), "tp")
 
     def coded(w, x):
         codes = {
-            name: Encoded(None, (value.flatten(*dims).detach().int(),))
+            name: Encoded(None, (Code((value.flatten(*dims).detach().int(),)),))
             for name, value, dims in (("up", w["up"], (1, 2)), ("down", w["down"], (0, 1)))
         }
         return fsdp(layer, specs, regather=regather)(attached(w, codes), x)
