@@ -72,6 +72,7 @@ def restored(
     histories = _new_histories(plan, stored)
     sources = _sources(wanted, stored) | dict.fromkeys(histories)
     _check_moments(wanted, stored)
+    _check_halves(wanted, sources, stored)
     done = [*_products(stored, plan), *_words(wanted, sources, stored)]
     _check_said(done, stored, recast)
     kept = {name: leaf for name, leaf in wanted.items() if sources[name] is not None}
@@ -297,6 +298,23 @@ def _check_moments(wanted: Mapping[str, torch.Tensor], stored: checkpoint.Checkp
             got = stored[held[whole]].dtype_name
             found.append(Problem(name.rpartition("/")[0], got, "moments in 8 bits", fix))
     raise_problems("moments in 8 bits stay as they are", found)
+
+
+def _check_halves(
+    wanted: Mapping[str, torch.Tensor],
+    sources: Mapping[str, str | None],
+    stored: checkpoint.Checkpoint,
+) -> None:
+    """Refuse masters of 16 bits for anything else, and anything else for them."""
+    fix = "keep --optimizer.master-bits as it was, or begin a new run with the parameters: "
+    fix += "functron convert run:RUN hf:MODEL, then hf:MODEL run:NEW"
+    found = []
+    for name, leaf in wanted.items():
+        source = sources[name]
+        got = stored[source].dtype if source is not None and source in stored else leaf.dtype
+        if (got == torch.int16) != (leaf.dtype == torch.int16):
+            found.append(Problem(name, f"{_short(got)} of {source}", _short(leaf.dtype), fix))
+    raise_problems("masters of 16 bits stay as they are", found)
 
 
 def _words(

@@ -203,6 +203,15 @@ def test_what_cannot_be_converted(runs, tmp_path):
     checkpoint.save(tmp_path / "32", plan(plain, Mesh()).init(random.key(0)), {"step": 1})
     with pytest.raises(ValueError, match=r"mu/embed: got float32; wanted moments in 8 bits"):
         restored(tmp_path / "32", made, random.key(0), CPU, recast=True)
+    halves = plan(replace(plain, optimizer=replace(plain.optimizer, master_bits=16)), Mesh())
+    checkpoint.save(tmp_path / "16", halves.init(random.key(0)), {"step": 1})
+    for there, to, got in (
+        ("16", plan(plain, Mesh()), "masters/embed: got int16"),
+        ("32", halves, "masters/embed: got float32"),
+        ("16", plan(with_precision(plain, "float32"), Mesh()), "params/embed: got int16"),
+    ):
+        with pytest.raises(ValueError, match=f"masters of 16 bits stay(.|\n)*{got}"):
+            restored(tmp_path / there, to, random.key(0), CPU, recast=True)
     params = tree.map(lambda leaf: leaf.float() * 1e8, state.params)
     wide = plan(config_of("float32"), Mesh()).init(random.key(0), params)
     checkpoint.save(tmp_path / "wide", wide, {"step": 1})
