@@ -43,26 +43,6 @@ class Function(torch.autograd.Function):
             function.__signature__ = inspect.signature(function)
 
 
-def viewed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x's bits as another dtype of that size, which torch 2.11 cannot under vmap. No derivative."""
-    made: Any = _Viewed.apply(x.detach(), dtype)
-    return made
-
-
-class _Viewed(Function):
-    @staticmethod
-    def forward(x, dtype):
-        return x.view(dtype)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def vmap(info, in_dims, x, dtype):
-        return _Viewed.apply(x, dtype), in_dims[0]
-
-
 def transforms_active() -> bool:
     """Whether any torch.func transform is running."""
     return torch._C._are_functorch_transforms_active()

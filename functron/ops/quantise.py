@@ -643,24 +643,47 @@ def _numbers(values: torch.Tensor) -> torch.Tensor:
     return table.index_select(0, codes).reshape(values.shape)
 
 
-def turned(x: Quantised) -> Quantised:
-    """The transpose of matrices that have a scale each, or for squares: as it would be quantised.
+def copied(
+    x: torch.Tensor, dtype: torch.dtype | None = None, *, turn: bool = False
+) -> torch.Tensor:
+    """x's bits as another dtype of that size, in memory of its own; one equation, no derivative.
 
-    In memory of its own, as products read it.
+    Of dtypes of 4 and 8 bits compilers have no views, nor has torch 2.11 under vmap.
 
-    Raises:
-        ValueError: blocks that are no squares.
+    Args:
+        x: [..., rows, cols].
+        dtype: of the result; None: x's.
+        turn: transposed, [..., cols, rows]; of E2M1, before or after, numbers and not their pairs.
     """
-    if x.blocks == "row" or x.block[0] != x.block[1]:
-        fix = "quantise the transpose"
-        refuse("turned", "blocks", x.blocks, "tensor, or squares", fix)
-    values = compat.viewed(x.values, torch.uint8)
-    if x.values.dtype == E2M1:
-        pairs = torch.stack([values & 0xF, values >> 4], -1).flatten(-2).mT
-        low, high = pairs.unflatten(-1, (-1, 2)).unbind(-1)
-        values = (low | high << 4).mT
-    values = compat.viewed(values.mT.contiguous(), x.values.dtype)
-    return x._replace(values=values, scales=x.scales.mT)
+    return COPIED(x.detach(), dtype or x.dtype, turn)
+
+
+def _copied(x, dtype, turn) -> torch.Tensor:
+    raw = x.view(torch.int32 if x.itemsize == 4 else torch.uint8)
+    if turn and E2M1 in (x.dtype, dtype):
+        codes = torch.stack([raw & 0xF, raw >> 4], -1).flatten(-2).mT
+        low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+        raw = low | high << 4
+    elif turn:
+        raw = raw.mT
+    return raw.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def _copied_fake(x, dtype, turn) -> torch.Tensor:
+    *lead, rows, cols = x.shape
+    if turn:
+        pair = 2 if E2M1 in (x.dtype, dtype) else 1
+        rows, cols = cols * pair, rows // pair
+    return x.new_empty((*lead, rows, cols), dtype=dtype)
+
+
+COPIED = define(
+    "copied(Tensor x, ScalarType dtype, bool turn) -> Tensor",
+    kernel=lambda launch, *args: _copied(*args),
+    reference=_copied,
+    fake=_copied_fake,
+    batch=lambda size, in_dims, args, op: (op(leading(args[0], in_dims[0], size), *args[1:]), 0),
+)
 
 
 _NUMBERS_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -27,12 +27,12 @@ from typing import NamedTuple
 
 import torch
 
-from functron.core import compat, tree
+from functron.core import tree
 from functron.core.errors import Problem
 from functron.core.scopes import named_scope
 from functron.core.typing import Tensor
 from functron.ops.define import AUTO, Kernels
-from functron.ops.quantise import E2M1, Format, Quantised, magnitude, quantise, turned, undivided
+from functron.ops.quantise import E2M1, Format, Quantised, copied, magnitude, quantise, undivided
 from functron.params import ParamDef
 from functron.precision.recipe import Contraction, Recipe, Scaling
 from functron.spmd import collectives as lax
@@ -151,7 +151,7 @@ def agreed(parts: Sequence[tuple[Tensor, tuple[str, ...]]], scaling: Scaling) ->
 
 def _bits(x: Tensor) -> Tensor:
     """The integers of x's bits: what collectives send as it is, and nothing differentiates."""
-    return compat.viewed(x, torch.int32 if x.dtype == torch.float32 else torch.uint8)
+    return copied(x, torch.int32 if x.dtype == torch.float32 else torch.uint8)
 
 
 def _encoded(codes: Sequence[_Code], made: Sequence[Quantised]) -> Encoded:
@@ -191,17 +191,16 @@ class Codes(NamedTuple):
             code = self.made[0 if once else number].gathered(self.split)
         part = recipe.dgrad if once or number else recipe.fprop
         assert part is not None
-        form, over = part.right, not once and number == 0
+        form, over = part.right, number == 0
         where = _place(form.blocks, over)
         values, scales = code.both[0], getattr(code, where)[int(where == "both")]
-        values, scales = (x.mT.contiguous() if over else x for x in (values, scales))
+        if over and not once:  # it was made of the transpose
+            values, scales, over = values.mT, scales.mT, False
         kind = torch.float32 if scales.dtype == torch.int32 else form.scale_dtype
-        whole = None
-        if form.dtype == E2M1 and form.shared:
-            whole = compat.viewed(code.shared[0], torch.float32)
-        values, scales = compat.viewed(values, form.dtype), compat.viewed(scales, kind)
-        made = Quantised(values, scales, form.blocks, whole)
-        return turned(made) if once and number == 0 else made
+        two_levels = form.dtype == E2M1 and form.shared
+        whole = copied(code.shared[0], torch.float32) if two_levels else None
+        values, scales = copied(values, form.dtype, turn=over), copied(scales, kind, turn=over)
+        return Quantised(values, scales, form.blocks, whole)
 
 
 # --- what cannot be sent in codes
