@@ -72,6 +72,43 @@ def stochastic_round(x: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) ->
     return torch.where(x.isfinite(), rounded, x).to(dtype)
 
 
+def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in bfloat16, and in int16 what it lacks of x: `joined` makes x of both, to the bit.
+
+    To nearest, and what lies in the middle away from 0: then just 2^16 numbers of float32 go to
+    each one of bfloat16, which 16 bits can tell apart. (To even it would be 2^16 + 1 and 2^16 - 1.)
+    NaN stays NaN, but for its bits. No derivative.
+
+    Args:
+        x: float32.
+    """
+    bits = _Bits.apply(x, torch.int32)
+    high = torch.bitwise_right_shift(bits + 0x8000, 16)
+    low, nan = (bits - high * 0x10000).to(torch.int16), x.isnan()
+    number = _Bits.apply(high.to(torch.int16), torch.bfloat16)
+    return torch.where(nan, x.to(torch.bfloat16), number), torch.where(nan, 0, low)
+
+
+def joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The float32 numbers of `halves`."""
+    bits = _Bits.apply(high, torch.int16).to(torch.int32) * 0x10000 + low.to(torch.int32)
+    return _Bits.apply(bits, torch.float32)
+
+
+def remainder(x: torch.Tensor) -> torch.Tensor:
+    """What x in bfloat16 by torch's rounding, to even, lacks of x, as int16 for `joined`.
+
+    Numbers in the middle of two that were rounded towards 0 lack one bit more than that can say:
+    they are brought one last bit nearer to it. NaN lacks nothing.
+
+    Args:
+        x: float32.
+    """
+    high = _Bits.apply(x.to(torch.bfloat16), torch.int16).to(torch.int32)
+    low = (_Bits.apply(x, torch.int32) - high * 0x10000).clamp(-0x8000, 0x7FFF)
+    return torch.where(x.isnan(), 0, low).to(torch.int16)
+
+
 class _Bits(Function):
     """The bits of x as another dtype of that width: torch 2.11 cannot vmap ``x.view(dtype)``."""
 

@@ -48,6 +48,7 @@ from functron.optim.finite import (
     with_loss_scale,
 )
 from functron.optim.low_precision import (
+    MasterBits,
     check_blocks,
     quantisable,
     with_fp32_masters,
@@ -203,6 +204,9 @@ class OptimizerConfig:
         clip_norm: largest global gradient norm; 0 for no clipping.
         fp32_masters: keep float32 copies of parameters stored in bfloat16 or float16; the first
             are what these were rounded from: random numbers, or a converted model in float32.
+        master_bits: 32; or 16: of copies of bfloat16 parameters only the half that these lack,
+            which takes 2 bytes instead of 4. (Where one lies in the middle of two numbers of
+            bfloat16 the parameter is then the larger one.)
         stochastic_rounding: instead of keeping copies, round these parameters stochastically.
         mu_dtype: how Adam's mean of gradients is stored: float32, bfloat16, int8 (in blocks), or
             empty: as parameters or their masters are.
@@ -233,6 +237,7 @@ class OptimizerConfig:
     nesterov: bool = False
     clip_norm: float = 1.0
     fp32_masters: bool = False
+    master_bits: MasterBits = 32
     stochastic_rounding: bool = False
     mu_dtype: Moment = ""
     nu_dtype: Moment = ""
@@ -316,6 +321,11 @@ def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list
     if config.fp32_masters and config.stochastic_rounding:
         wanted = "false where fp32_masters are kept: masters lose nothing"
         found.append(Problem(f"{path}.stochastic_rounding", "true", wanted))
+    if config.master_bits not in get_args(MasterBits):
+        found.append(Problem(f"{path}.master_bits", str(config.master_bits), "16 or 32"))
+    elif config.master_bits != OptimizerConfig.master_bits and not config.fp32_masters:
+        got, fix = f"{config.master_bits} without fp32_masters", "add fp32_masters"
+        found.append(Problem(f"{path}.master_bits", got, "32 where there are none", fix))
     found += loss_scale_problems(config.loss_scale, f"{path}.loss_scale")
     if config.loss_scale.initial and config.skip_nonfinite:
         wanted = "0 where the loss is scaled: steps that overflow are left out anyway"
@@ -630,7 +640,7 @@ def make_optimizer(
         inner = with_average(inner, config.ema_decay)
     if config.fp32_masters:
         dtypes = None if defs is None else tree.map(lambda d: d.dtype, defs)
-        inner = with_fp32_masters(inner, dtypes)
+        inner = with_fp32_masters(inner, dtypes, bits=config.master_bits)
     if config.stochastic_rounding:
         inner = with_stochastic_rounding(inner, defs=defs, specs=seen)
     if config.offload:

@@ -18,13 +18,21 @@ import functools
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from functron.core import compat, random, tree
-from functron.core.errors import Problem, public, raise_problems
-from functron.ops.adamw import Stochastic, place_of, random_bits, stochastic_round
+from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.ops.adamw import (
+    Stochastic,
+    halves,
+    joined,
+    place_of,
+    random_bits,
+    remainder,
+    stochastic_round,
+)
 from functron.ops.foreach import foreach_
 from functron.optim.schedules import increment_, incremented, new_count
 from functron.optim.transformation import (
@@ -41,13 +49,16 @@ from functron.spmd.spec import Cut, P, dim_axes, is_spec, num_shards, padded_sha
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """The dtypes whose parameters have masters."""
 
+MasterBits = Literal[16, 32]
+"""The bits that are kept of a bfloat16 parameter's master."""
+
 
 class MastersState(NamedTuple):
     """The state of `with_fp32_masters`.
 
     Attributes:
-        masters: float32 copies of the bfloat16 and float16 parameters; None where a parameter is
-            its own master.
+        masters: float32 copies of the bfloat16 and float16 parameters, or in int16 what bfloat16
+            ones lack of these; None where a parameter is its own master.
         inner: the state of the wrapped transformation.
     """
 
@@ -58,7 +69,7 @@ class MastersState(NamedTuple):
 @public
 @bindable
 def with_fp32_masters(
-    inner: GradientTransformation, dtypes: tree.Tree = None
+    inner: GradientTransformation, dtypes: tree.Tree = None, *, bits: MasterBits = 32
 ) -> GradientTransformation:
     """`inner`, run in float32 on master copies of the low-precision parameters.
 
@@ -74,6 +85,13 @@ def with_fp32_masters(
     masters. `step_` is always exact. Where `inner` is `adamw` and its kernel is used, `step_` is
     one pass over memory, without the float32 copies of gradients.
 
+    With ``bits=16`` the state holds 2 bytes per bfloat16 parameter instead of 4: those that a
+    parameter, the upper half of its master, lacks (Transformer Engine's param remainders). Masters
+    are the same to the bit. They are there as a whole during a step alone, which no kernel computes
+    in one pass. Where a master lies in the middle of two numbers of bfloat16 the parameter is the
+    larger one, and not the even one, so that every master has a pair of its own; one that begins
+    there may begin a last bit off (`functron.ops.adamw.remainder`).
+
     No collectives beyond `inner`'s.
 
     Args:
@@ -81,14 +99,20 @@ def with_fp32_masters(
         dtypes: of the parameters, a prefix tree of dtypes, which allows `init` to be given what
             they were rounded from, for masters: see ``functron.init_state(..., masters=)``. None:
             `init` is given the parameters, which are their own masters at first.
+        bits: that are kept of the masters of bfloat16 parameters; those of float16 are whole.
+
+    Raises:
+        ValueError: `bits` is neither 16 nor 32.
     """
+    if bits not in (16, 32):
+        refuse("with_fp32_masters", "bits", str(bits), "16 or 32")
 
     def init(params):
         leaves, structure = tree.flatten(params)
         own = [leaf.dtype for leaf in leaves]
         kinds = own if dtypes is None else tree.broadcast_prefix(dtypes, params, what="dtypes")
         rows = zip(leaves, kinds, strict=True)
-        masters = tree.unflatten(structure, [_master(leaf, kind) for leaf, kind in rows])
+        masters = tree.unflatten(structure, [_master(leaf, kind, bits) for leaf, kind in rows])
         return MastersState(masters, inner.init(_effective(params, masters)))
 
     def update(updates, state, params=None):
@@ -101,17 +125,17 @@ def with_fp32_masters(
         updates, inner_state = inner.update(widen(updates, params), state.inner, effective)
 
         new = tree.map(lambda now, u: now + u, effective, updates)
+        rounded, masters = _kept(params, new, bits)
         out = tree.map(
-            lambda p, u, master: master.to(p.dtype).float() - p.float() if is_low(p) else u,
+            lambda p, u, own: u if own is None else own.to(p.dtype).float() - p.float(),
             params,
             updates,
-            new,
+            rounded,
         )
-        masters = tree.map(lambda p, master: master if is_low(p) else None, params, new)
         return out, MastersState(masters, inner_state)
 
     def one_pass(grads, state, params, fusion):
-        if inner.one_pass is None or fusion.masters is not None:
+        if bits == 16 or inner.one_pass is None or fusion.masters is not None:
             return None
         fusion = fusion._replace(masters=state.masters)
         together = inner.one_pass(grads, state.inner, params, fusion)
@@ -127,14 +151,12 @@ def with_fp32_masters(
     def step_(grads, state, params):
         effective = _effective(params, state.masters)
         effective, inner_state = inner.step_(widen(grads, params), state.inner, effective)
-        pairs = zip(tree.leaves(params), tree.leaves(effective), strict=True)
-        low = [pair for pair in pairs if is_low(pair[0])]
+        rounded, masters = _kept(params, effective, bits)
         foreach_(
             torch._foreach_copy_,
-            {"params": [param for param, _ in low]},
-            {"masters": [master for _, master in low]},
+            {"params": [param for param in tree.leaves(params) if is_low(param)]},
+            {"masters": tree.leaves(rounded)},
         )
-        masters = tree.map(lambda p, m: m if is_low(p) else None, params, effective)
         return params, MastersState(masters, inner_state)
 
     plain = transformation(
@@ -153,15 +175,40 @@ def is_low(param: torch.Tensor) -> bool:
     return param.dtype in LOW_PRECISION
 
 
-def _master(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The master of a parameter of this dtype, from its value or from what it was rounded from."""
-    low = dtype in LOW_PRECISION or is_low(param)
-    return param.detach().to(torch.float32, copy=True) if low else None
+def _master(param: torch.Tensor, dtype: torch.dtype, bits: int) -> torch.Tensor | None:
+    """What is kept of a parameter of this dtype, from its value or what it was rounded from."""
+    if dtype not in LOW_PRECISION and not is_low(param):
+        return None
+    master = param.detach().to(torch.float32, copy=True)
+    halved = bits == 16 and torch.bfloat16 in (dtype, param.dtype)
+    return remainder(master) if halved else master
+
+
+def _kept(params: tree.Tree, masters: tree.Tree, bits: int) -> tuple[tree.Tree, tree.Tree]:
+    """Of parameters of low precision what is rounded to them, and what is kept; else None."""
+
+    def one(param: torch.Tensor, master: torch.Tensor) -> tuple:
+        if not is_low(param):
+            return None, None
+        if bits == 16 and param.dtype == torch.bfloat16:
+            return halves(master)
+        return master, master
+
+    leaves, structure = tree.flatten(params)
+    pairs = [one(*row) for row in zip(leaves, tree.leaves(masters), strict=True)]
+    rounded, kept = zip(*pairs, strict=True) if pairs else ((), ())
+    return tree.unflatten(structure, list(rounded)), tree.unflatten(structure, list(kept))
 
 
 def _effective(params: tree.Tree, masters: tree.Tree) -> tree.Tree:
     """The parameters for `inner`: the master where there is one, else the parameter."""
-    return tree.map(lambda param, master: param if master is None else master, params, masters)
+
+    def one(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
+        if master is None or master.dtype != torch.int16:
+            return param if master is None else master
+        return joined(param.to(torch.bfloat16), master)
+
+    return tree.map(one, params, masters)
 
 
 def widen(updates: tree.Tree, params: tree.Tree) -> tree.Tree:

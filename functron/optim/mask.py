@@ -120,8 +120,9 @@ def only(
         found, state = method(chosen(updates), state, mine, **norm)
         if others is None or params is None:
             return found, state
-        new = tree.map(lambda p, g: others(p, g) - p, rest(params), rest(updates))
-        return tree.join(found, new), state
+        kept = rest(params)
+        new = tree.map(others, kept, rest(updates))
+        return tree.join(found, tree.map(torch.sub, new, kept)), state
 
     def step_(grads, state, params, **norm):
         mine, kept = chosen(params), rest(params)

@@ -25,7 +25,7 @@ from typing import Literal
 from functron.precision.recipe import RECIPES, Recipe
 
 Low = Literal["", "float32", "bfloat16"]
-Masters = Literal["", "float32", "stochastic"]
+Masters = Literal["", "float32", "remainder", "stochastic"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Policy:
     Attributes:
         params: of parameters and activations.
         masters: "float32": copies in float32 that the optimizer updates, of parameters in low
-            precision; "stochastic": none, updates are rounded stochastically; empty: none, and what
+            precision; "remainder": of these the 16 bits that bfloat16 parameters lack;
+            "stochastic": none, updates are rounded stochastically; empty: none, and what
             is smaller than a parameter's last bit is lost.
         grads: in which gradients of microbatches are added up; empty: the parameters'.
         reduce: in which they are summed over ranks; empty: that in which they were added up.
@@ -63,6 +64,7 @@ class Policy:
         own = "float32" if low and self.masters else self.params
         kept = {
             "float32": ", masters float32",
+            "remainder": ", masters float32 of 16 bits more",
             "stochastic": ", updates rounded stochastically",
             "": ", no masters",
         }

@@ -472,9 +472,9 @@ def quantised(
     """The functions ``linear`` and ``grouped`` of `functron.nn.Products`, by a recipe.
 
     ``nn.Products(*quantised(recipe), draws=recipe.draws)`` are those of a model's layers: `product`
-    and `grouped_product` with what each layer says about itself.
-
-    With ``scaling=delayed`` both are to be given ``histories`` too, by name.
+    and `grouped_product` with what each layer says about itself. With ``scaling=delayed`` both take
+    ``histories`` too, by name: say ``remembers=True``, and give the model's parameters the leaves
+    of `functron.models.decoder.with_histories`.
 
     Args:
         recipe: of the three products of each layer.

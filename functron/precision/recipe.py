@@ -203,8 +203,8 @@ class Recipe:
                 fix = f"write {name}={HIGH} where it is not quantised"
                 found.append(Problem(name, "nothing", "a contraction", fix))
         raise_problems("a recipe", found)
-        made = given | {n: Contraction.parse(given[n]) for n in _PRODUCTS if n in given}
-        return cls(**made) if base is None else replace(base, **made)
+        given |= {n: Contraction.parse(given[n]) for n in _PRODUCTS if n in given}
+        return cls(**given) if base is None else replace(base, **given)
 
     def grouped(self) -> Recipe:
         """The recipe for the experts of a layer, whose rows are sorted by expert.

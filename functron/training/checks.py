@@ -256,9 +256,13 @@ def _precision_problems(config: TrainConfig) -> Iterator[Problem]:
         fix = "with_precision(config, name) fills them, as the command line does"
         yield Problem("precision", repr(config.precision), "the dtypes that go with it", fix)
     yield from _recipe_problems(config)
+    if policy.masters == "remainder" and policy.params != "bfloat16":
+        got, fix = f"{config.optimizer.master_bits} with {policy.params}", "leave it out"
+        wanted = "32: bfloat16 alone is the upper half of float32"
+        yield Problem("optimizer.master_bits", got, wanted, fix)
     if policy.params == "float16":
         for name, value, wanted in (
-            ("fp32_masters", policy.masters == "float32", "true"),
+            ("fp32_masters", config.optimizer.fp32_masters, "true"),
             ("loss_scale.initial", policy.loss_scale > 0, "65536.0"),
         ):
             if not value:

@@ -300,9 +300,11 @@ class TrainConfig:
         """The dtypes in force."""
         own = self.optimizer
         moments = {name: getattr(own, name) for name in moments_of(own.name)}
+        halved = own.master_bits < OptimizerConfig.master_bits
+        masters = "remainder" if halved else "float32" if own.fp32_masters else ""
         return Policy(
             dtype_of(self.architecture),
-            "float32" if own.fp32_masters else "stochastic" if own.stochastic_rounding else "",
+            "stochastic" if own.stochastic_rounding else masters,
             own.grad_dtype,
             own.reduce_dtype,
             moments.get("mu_dtype", ""),
@@ -348,7 +350,7 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     ),
     "precision": (
         "precision", "products", "gather_as", *(f"{family}.dtype" for family in TRAINED),
-        "optimizer.fp32_masters",
+        "optimizer.fp32_masters", "optimizer.master_bits",
         "optimizer.stochastic_rounding", "optimizer.mu_dtype", "optimizer.nu_dtype",
         "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.loss_scale",
         "optimizer.muon.dtype", "remat",
@@ -398,6 +400,7 @@ def with_precision(config: TrainConfig, name: str) -> TrainConfig:
     optimizer = dataclasses.replace(
         before,
         fp32_masters=policy.masters == "float32",
+        master_bits=OptimizerConfig.master_bits,
         stochastic_rounding=policy.masters == "stochastic",
         grad_dtype=policy.grads,
         reduce_dtype=policy.reduce,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from functron import optim, tree
+from functron.ops.adamw import halves, joined, remainder
 from functron.spmd import Mesh, P, shard_map
 
 STEPS = 6
@@ -226,10 +227,12 @@ def test_moments_may_have_another_dtype():
     close(tree.map(torch.Tensor.double, params), exact, 0.05, 0.05)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_masters_keep_what_rounding_would_lose(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.bfloat16, 32), (torch.float16, 32), (torch.bfloat16, 16)], ids=str
+)
+def test_masters_keep_what_rounding_would_lose(dtype, bits):
     """600 updates of 1e-4 from 1: bfloat16 alone (last bit 2^-8) would not move at all."""
-    optimizer = optim.with_fp32_masters(optim.sgd(1e-4))
+    optimizer = optim.with_fp32_masters(optim.sgd(1e-4), bits=bits)
     params = {"low": torch.ones(4, 4, dtype=dtype).t(), "high": torch.ones(3)}
     state = optimizer.init(params)
     assert state.masters["high"] is None
@@ -243,6 +246,61 @@ def test_masters_keep_what_rounding_would_lose(dtype):
     close(params["high"], torch.full((3,), 0.94), 1e-4)
     close(pure, params, 0, 0)
     close(pure_state, state, 1e-6)
+
+
+def test_halves_of_masters_are_masters_to_the_bit():
+    """All signs, exponents and upper halves, with lower halves around the middle and at the ends."""
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = (torch.arange(-(2**15), 2**15).unsqueeze(1) * 2**16 + low).to(torch.int32)
+    x = bits.view(torch.float32)
+    upper, lower = halves(x)
+    real, middle = ~x.isnan(), (bits & 0xFFFF) == 0x8000
+    assert (upper.element_size(), lower.element_size()) == (2, 2)
+    assert torch.equal(joined(upper, lower)[real].view(torch.int32), bits[real])
+    assert upper[~real].isnan().all()
+    assert joined(upper, lower)[~real].isnan().all()
+    even = x.bfloat16()
+    assert torch.equal(upper[real & ~middle], even[real & ~middle])
+    assert (upper[real & middle].double().abs() > x[real & middle].double().abs()).all()
+    off = joined(even, remainder(x)).view(torch.int32)[real] - bits[real]
+    assert (off[~middle[real]] == 0).all()
+    assert set(off[middle[real]].tolist()) == {0, -1}
+
+
+@pytest.mark.parametrize("steps", ["step_", "update"])
+def test_masters_of_16_bits_are_those_of_32(steps):
+    """Also where a parameter becomes a million times smaller at once."""
+    ends = {}
+    for bits in (16, 32):
+        optimizer = optim.with_fp32_masters(optim.sgd(1.0, 0.5), bits=bits)
+        params = random(0, torch.bfloat16)
+        state = optimizer.init(params)
+        for step in range(STEPS):
+            grads = tree.map(torch.Tensor.float, random(10 + step, torch.bfloat16))
+            if step == 1:
+                found = zip(
+                    *map(tree.leaves, (params, state.masters, grads, state.inner)), strict=True
+                )
+                near = [
+                    (joined(p, m) if bits == 16 else m) - 0.5 * trace - 1e-6 * g
+                    for p, m, g, trace in found
+                ]
+                grads = tree.unflatten(tree.structure(params), near)
+            if steps == "step_":
+                params, state = optimizer.step_(grads, state, params)
+            else:
+                updates, state = optimizer.update(grads, state, params)
+                params = optim.apply_updates(params, updates)
+            if step == 1:
+                assert all(leaf.abs().max() < 1e-4 for leaf in tree.leaves(params))
+        ends[bits] = params, state
+    (low, halved), (_, whole) = ends[16], ends[32]
+    assert {leaf.dtype for leaf in tree.leaves(halved.masters)} == {torch.int16}
+    for p, half, master in zip(
+        *map(tree.leaves, (low, halved.masters, whole.masters)), strict=True
+    ):
+        assert torch.equal(joined(p, half), master)
+        assert torch.equal(p, halves(master)[0])
 
 
 def test_masters_round_exactly_in_the_pure_update():

@@ -23,9 +23,11 @@ DENSE = gpt.GPTConfig(
     vocab_size=VOCAB, num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=128,
     max_seq=SEQ, mlp_dim=256, vocab_multiple=VOCAB, dtype="float64",
 )  # fmt: skip
+SMALL = replace(DENSE, embed_dim=32, head_dim=16, mlp_dim=64)  # for scales of whole tensors
 MODELS = {
     "dense": DENSE,
-    "wide stream": replace(DENSE, dtype="bfloat16", fp32_residual=True),
+    "small": SMALL,
+    "wide stream": replace(SMALL, dtype="bfloat16", fp32_residual=True),
     "deep": replace(DENSE, num_layers=4),
     "shared keys": replace(DENSE, num_kv_heads=1, num_heads=2),  # which both ranks of tp have
     "fused": replace(DENSE, fused_projections=True),
@@ -77,9 +79,9 @@ ROWS = [
     ("dense", "nvfp4", "cp=2", {}),
     ("dense", "mxfp8", "fsdp=2", {"remat": "full"}),
     ("dense", "fp8-block first=1", "pp=2,tp=2", {"schedule": "zb-h1"}),
-    ("shared keys", "fp8-delayed", "tp=2", {}),
-    ("dense", "fp8-delayed first=1", "pp=2", PIPED | {"schedule": "zb-h1", "remat": "full"}),
-    ("fused", "fp8-delayed", "dp=2,tp=2", SPLIT | {"zero": 2}),
+    ("shared keys", "fp8-tensor", "tp=2", {}),
+    ("small", "fp8-delayed first=1", "pp=2", PIPED | {"schedule": "zb-h1", "remat": "full"}),
+    ("small", "fp8-delayed", "dp=2,tp=2", SPLIT | {"zero": 2}),
     ("fused", "nvfp4", "tp=2", SPLIT),  # columns of gate and up that a rank has are no run of all
     ("experts", "fp8-delayed", "ep=2,tp=2", {}),
     ("latent", "fp8-tensor", "tp=2", {}),
@@ -87,7 +89,8 @@ ROWS = [
         pytest.param(*row, marks=pytest.mark.full)
         for row in (
             ("dense", "fp8-block", "tp=2", {}),
-            ("shared keys", "fp8-tensor", "tp=2", {}),
+            ("shared keys", "fp8-delayed", "tp=2", {}),
+            ("fused", "fp8-delayed", "dp=2,tp=2", SPLIT | {"zero": 2}),
             ("experts", "fp8-tensor", "ep=2,tp=2", {}),
             ("dense", "fp8-delayed", "cp=2", {"microbatches": 2}),
             ("dense", "fp8-delayed", "fsdp=2", {"remat": "full"}),
@@ -147,15 +150,15 @@ def test_every_product_of_a_layer_is_quantised_in_the_program():
 
 # --- weights in codes, made once per step
 
-SMALL = replace(
+NARROW = replace(
     DENSE, num_layers=1, embed_dim=64, num_kv_heads=2, head_dim=32, max_seq=32, mlp_dim=128
 )
 TINY = {
-    "dense": SMALL,
-    "deep": replace(SMALL, num_layers=2),
-    "wide": replace(SMALL, embed_dim=256, num_heads=4, head_dim=64, mlp_dim=128, max_seq=128),
+    "dense": NARROW,
+    "deep": replace(NARROW, num_layers=2),
+    "wide": replace(NARROW, embed_dim=256, num_heads=4, head_dim=64, mlp_dim=128, max_seq=128),
     "experts": replace(
-        SMALL,
+        NARROW,
         moe=MoEConfig(num_experts=4, top_k=2, expert_dim=128, shared_dim=128),
     ),
     "latent": replace(
@@ -251,7 +254,7 @@ def test_codes_are_what_is_sent_and_made_once(recipe, gather_as, each):
 
 def test_parameters_in_float32_are_gathered_and_computed_with_in_bfloat16():
     """As plain autograd has it, of a model in bfloat16 made of the rounded parameters."""
-    model = replace(SMALL, dtype="float32")
+    model = replace(NARROW, dtype="float32")
     config = tiny("dense", "", "", gpt=model, gather_as="bfloat16", steps=1)
     made = plan(config, Mesh())
     params = made.init(random.key(0)).params
@@ -272,8 +275,7 @@ def test_parameters_in_float32_are_gathered_and_computed_with_in_bfloat16():
 
 def test_histories_are_what_each_step_saw():
     """Of weights to a quarter above their largest; two layers of one stack apart; norms without."""
-    config = replace(CONFIG, gpt=DENSE, products="fp8-delayed", mesh="dp=2,tp=2")
-    made = plan(config, Mesh.parse("dp=2,tp=2"))
+    made = plan(replace(CONFIG, gpt=SMALL, products="fp8-delayed"), Mesh())
     state, seen = made.init(random.key(0)), []
     for _ in range(2):
         seen.append(state.params["blocks"]["mlp"]["down"]["w"].abs().amax((1, 2)))
@@ -339,8 +341,6 @@ def test_a_float32_residual_adds_up_what_sublayers_say():
     assert got[::2] == want[::2]  # losses
     for a, b in zip(found, leaves, strict=True):
         assert torch.equal(a, b)
-    got, _ = taken("wide stream", "", "tp=2", **SPLIT)
-    assert got[::2] == pytest.approx(want[::2], rel=2e-3)  # sums over ranks are of 8 bits
 
 
 def test_what_no_recipe_can_do_is_refused_before_anything_starts():

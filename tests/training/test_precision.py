@@ -124,11 +124,29 @@ def test_small_gradients_do_not_vanish():
     assert moved(2.0**10) == -(2.0**-26)
 
 
+FEW = ["--data", __file__, "--seq", 8, "--gpt.embed-dim", 8, "--gpt.num-heads", 2]
+FEW += ["--gpt.num-kv-heads", 1, "--gpt.mlp-dim", 8]
+
+
+def test_halves_of_masters_go_on_with_a_run(tmp_path):
+    """To the bit, with and without ZeRO."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    few = [*FEW, "--gpt.num-layers", 1, "--global-batch", 2, "--save-every", 1, "--steps", 2]
+    few += ["--precision", "bf16", "--optimizer.master-bits", 16, "--mesh", "dp=2"]
+    assert train(*few, "--zero", 1, "--out", whole) == 0
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoints" / "2")
+    assert train("--out", cut, "--resume", "--zero", 0) == 0
+    ends = [checkpoint.restore(run / "checkpoints" / "2") for run in (whole, cut)]
+    assert any(leaf.dtype == torch.int16 for leaf in tree.leaves(ends[0]))
+    for path, a, b in zip(tree.paths(ends[0]), *map(tree.leaves, ends), strict=True):
+        assert torch.equal(a, b), path
+
+
 def test_a_run_goes_on_to_the_bit(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    few = ["--data", __file__, "--seq", 8, "--global-batch", 1, "--gpt.num-layers", 1]
-    few += ["--gpt.embed-dim", 8, "--gpt.num-heads", 2, "--gpt.num-kv-heads", 1]
-    few += ["--gpt.mlp-dim", 8, "--save-every", 2, "--steps", 4, "--precision", "fp16"]
+    few = [*FEW, "--gpt.num-layers", 1, "--global-batch", 1]
+    few += ["--save-every", 2, "--steps", 4, "--precision", "fp16"]
     few += ["--optimizer.loss-scale.initial", 2.0**26, "--optimizer.loss-scale.hysteresis", 1]
     assert train(*few, "--out", whole) == 0
     shutil.copytree(whole, cut)
@@ -147,9 +165,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
 def test_histories_go_on_with_a_run(tmp_path, capsys):
     """To the bit, on another mesh as well; a run that has had none begins with empty ones."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    few = ["--data", __file__, "--seq", 8, "--global-batch", 2, "--gpt.num-layers", 2]
-    few += ["--gpt.embed-dim", 8, "--gpt.num-heads", 2, "--gpt.num-kv-heads", 1]
-    few += ["--gpt.mlp-dim", 8, "--gpt.dtype", "float64"]
+    few = [*FEW, "--gpt.num-layers", 2, "--global-batch", 2, "--gpt.dtype", "float64"]
     assert train(*few, "--steps", 1, "--out", whole) == 0
     delayed = ["--products", "fp8-delayed", "--save-every", 3, "--steps", 4]
     assert train("--out", whole, "--resume", *delayed) == 0
@@ -223,6 +239,14 @@ def test_what_contradicts_itself_is_refused():
             "precision: got 'bf16'; wanted the dtypes that go with it; fix: with_precision",
         ),
         (half, "optimizer.fp32_masters: got none with float16; wanted true"),
+        (
+            replace(half, optimizer=OptimizerConfig(fp32_masters=True, master_bits=16)),
+            "master_bits: got 16 with float16; wanted 32: bfloat16 alone",
+        ),
+        (
+            replace(TrainConfig(), optimizer=OptimizerConfig(master_bits=16)),
+            "master_bits: got 16 without fp32_masters",
+        ),
         (half, "optimizer.loss_scale.initial: got none with float16; wanted 65536"),
     ):
         with pytest.raises(ValueError, match=message):
