@@ -150,15 +150,15 @@ def test_every_product_of_a_layer_is_quantised_in_the_program():
 
 # --- weights in codes, made once per step
 
-SMALL = replace(
+NARROW = replace(
     DENSE, num_layers=1, embed_dim=64, num_kv_heads=2, head_dim=32, max_seq=32, mlp_dim=128
 )
 TINY = {
-    "dense": SMALL,
-    "deep": replace(SMALL, num_layers=2),
-    "wide": replace(SMALL, embed_dim=256, num_heads=4, head_dim=64, mlp_dim=128, max_seq=128),
+    "dense": NARROW,
+    "deep": replace(NARROW, num_layers=2),
+    "wide": replace(NARROW, embed_dim=256, num_heads=4, head_dim=64, mlp_dim=128, max_seq=128),
     "experts": replace(
-        SMALL,
+        NARROW,
         moe=MoEConfig(num_experts=4, top_k=2, expert_dim=128, shared_dim=128),
     ),
     "latent": replace(
@@ -254,7 +254,7 @@ def test_codes_are_what_is_sent_and_made_once(recipe, gather_as, each):
 
 def test_parameters_in_float32_are_gathered_and_computed_with_in_bfloat16():
     """As plain autograd has it, of a model in bfloat16 made of the rounded parameters."""
-    model = replace(SMALL, dtype="float32")
+    model = replace(NARROW, dtype="float32")
     config = tiny("dense", "", "", gpt=model, gather_as="bfloat16", steps=1)
     made = plan(config, Mesh())
     params = made.init(random.key(0)).params
