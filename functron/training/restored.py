@@ -36,8 +36,10 @@ from functron.models.config import GPTConfig
 from functron.models.family import TrainedConfig
 from functron.ops.adamw import halves, joined
 from functron.optim.low_precision import BLOCK, Quantised, dequantise, quantise
-from functron.params import history_mask, init_params
+from functron.params import ParamDef, history_mask, init_params
 from functron.precision import Recipe
+from functron.spmd import BoundMesh, P
+from functron.spmd.spec import is_spec, local_shape
 from functron.training.plan import Plan
 from functron.training.step import State
 
@@ -69,7 +71,7 @@ def restored(
     new = adapted and not lora.has_adapters(names)
     if new or not any(name.startswith("opt_state/") for name in names):
         return _of_params(path, plan, key, device, new=new, recast=recast)
-    like = plan.init(key.to("meta"))
+    like = _like(plan, key)
     wanted = dict(zip(tree.paths(like), tree.leaves(like), strict=True))
     stored.open(names)
     histories = _new_histories(plan, stored)
@@ -93,11 +95,25 @@ def restored(
     return state, (*done, *_empty(histories))
 
 
+def _like(plan: Plan, key: torch.Tensor) -> State:
+    """The state of this process, of meta tensors: no numbers are drawn for it."""
+    mesh = plan.mesh
+
+    def one(d: ParamDef, spec: P) -> torch.Tensor:
+        shape = local_shape(d.shape, spec, mesh) if isinstance(mesh, BoundMesh) else d.shape
+        return torch.empty(shape, dtype=d.dtype, device="meta")
+
+    specs = tree.broadcast_prefix(plan.stored_specs, plan.defs, is_leaf=is_spec, what="specs")
+    rows = zip(tree.leaves(plan.defs), specs, strict=True)
+    params = tree.unflatten(tree.structure(plan.defs), [one(*row) for row in rows])
+    return plan.init(key.to("meta"), params)
+
+
 def _of_params(
     path: Path, plan: Plan, key: torch.Tensor, device: torch.device, *, new: bool, recast: bool
 ) -> tuple[State, tuple[str, ...]]:
     """The state that begins with a checkpoint's parameters; `new` adapters are added to them."""
-    where, params = plan.placement, plan.init(key.to("meta")).params
+    where, params = plan.placement, _like(plan, key).params
     if plan.config.optimizer.fp32_masters:  # which begin with what is stored in float32
         params = _as_stored(params, path)
         dtypes = {f"params/{name}": leaf.dtype for name, leaf in _named(params)}

@@ -49,8 +49,10 @@ def runs(tmp_path_factory):
         state = made.init(random.key(0))
         state, _ = made.step(state, batch_of())
         checkpoint.save(path, state, {"step": 1, "config": run_folder.settings(config)})
-        _, metrics = made.step(copied(state), batch_of())
-        found[name] = path, state, float(metrics["loss"])
+        loss = 0.0
+        if any(name in pair for pair in STEPPED):
+            loss = float(made.step(copied(state), batch_of())[1]["loss"])
+        found[name] = path, state, loss
     return found
 
 
@@ -126,7 +128,11 @@ def assert_same(got: State, want: State) -> None:
         assert torch.equal(a, b), path
 
 
-@pytest.mark.parametrize("after", POLICIES)
+SLOW = ("fp16", "fp8-delayed")
+ROWS = [pytest.param(x, marks=pytest.mark.full) if x in SLOW else x for x in POLICIES]
+
+
+@pytest.mark.parametrize("after", ROWS)
 def test_every_policy_goes_on_as_every_other(after, runs):
     made = plan(config_of(after), Mesh())
     fresh = made.init(random.key(0))
