@@ -6,7 +6,8 @@ and to upcycle.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from functron.checkpoint import database
 from functron.checkpoint.database import from_name, name_of
 from functron.checkpoint.folder import Checkpoint, StoredLeaf
-from functron.checkpoint.placement import Leaf, Placement
+from functron.checkpoint.placement import Box, Leaf, Placement
 from functron.core import tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.params import abstract_params, param_specs
@@ -32,7 +33,7 @@ def restore(
     *,
     placement: Placement | None = None,
     cast: bool = False,
-    sources: Mapping[str, str] = MappingProxyType({}),
+    sources: Mapping[str, str | Computed] = MappingProxyType({}),
     device: torch.device | str = "cpu",
 ) -> tree.Tree:
     """Read a checkpoint, or a part of it, into new tensors.
@@ -45,7 +46,7 @@ def restore(
         placement: which part of the whole state `like` is, on any mesh; None: it is the whole.
         cast: convert floating-point values to the dtype wanted.
         sources: by the path of a leaf that is wanted, that of the leaf of the checkpoint that it is
-            read from, where it has another name there.
+            read from, where it has another name there; or what it is computed of.
         device: of the tensors.
 
     Returns:
@@ -124,19 +125,23 @@ def _matched(
     like: tree.Tree,
     placement: Placement,
     cast: bool,
-    sources: Mapping[str, str] = MappingProxyType({}),
-) -> list[tuple[Leaf, StoredLeaf]]:
+    sources: Mapping[str, str | Computed] = MappingProxyType({}),
+) -> list[tuple[Leaf, StoredLeaf | Computed]]:
     """The leaves that are wanted, with what the checkpoint holds of them."""
     wanted = set(tree.paths(like))
     leaves = [leaf for leaf in placement.leaves if leaf.path in wanted]
-    names = {leaf.path: sources.get(leaf.path, leaf.path) for leaf in leaves}
-    stored.open([name for name in names.values() if name in stored])
+    given = {leaf.path: sources.get(leaf.path, leaf.path) for leaf in leaves}
+    names = [source for source in given.values() if isinstance(source, str)]
+    stored.open([name for name in names if name in stored])
     found: list[Problem] = []
+    fitting: list[tuple[Leaf, StoredLeaf | Computed]] = []
     for leaf in leaves:
-        if names[leaf.path] not in stored:
+        source = given[leaf.path]
+        if isinstance(source, str) and source not in stored:
             found.append(Problem(leaf.path, "nothing", "a leaf", nearest(leaf.path, stored)))
             continue
-        there = stored[names[leaf.path]]
+        there = stored[source] if isinstance(source, str) else source
+        fitting.append((leaf, there))
         castable = cast and leaf.dtype.is_floating_point
         castable = castable and there.dtype is not None and there.dtype.is_floating_point
         if there.shape != leaf.shape or not (there.dtype == leaf.dtype or castable):
@@ -147,11 +152,48 @@ def _matched(
             wanted_text = f"{name_of(leaf.dtype)} {leaf.shape}"
             found.append(Problem(leaf.path, got, wanted_text, fix))
     raise_problems(f"the checkpoint {stored.path} does not hold what is asked for", found)
-    return [(leaf, stored[names[leaf.path]]) for leaf in leaves]
+    return fitting
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """A leaf that is made of leaves on disk, each part of it where it is read.
+
+    Attributes:
+        shape: global and unpadded.
+        dtype: of its elements.
+        rows: ``(slices)``, one for each dim, to these elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: Callable[[tuple[slice, ...]], torch.Tensor]
+
+    @property
+    def dtype_name(self) -> str:
+        """Of `dtype`, as `StoredLeaf` has it."""
+        return name_of(self.dtype)
+
+    def read(self, boxes: Sequence[Box], out: torch.Tensor, window: database.Window) -> None:
+        """Read boxes of it into `out`, some rows at a time; nothing is left in `window`."""
+        del window
+        for box in boxes:
+            spans = list(zip(box.start, box.size, box.local, strict=True))
+            first, count, at = spans[0] if len(spans) > 1 else (0, 1, 0)
+            step = max(_ELEMENTS // max(math.prod(box.size[1:]), 1), 1)
+            for row in range(0, count, step):
+                if len(spans) > 1:
+                    spans[0] = (first + row, min(step, count - row), at + row)
+                part = self.rows(tuple(slice(start, start + size) for start, size, _ in spans))
+                out[tuple(slice(to, to + size) for _, size, to in spans)].copy_(part)
+
+
+_ELEMENTS = 1 << 22
+"""That are computed at a time, but for those of a row."""
 
 
 def _fill(
-    fitting: list[tuple[Leaf, StoredLeaf]],
+    fitting: list[tuple[Leaf, StoredLeaf | Computed]],
     tensors: Mapping[str, torch.Tensor],
     placement: Placement,
     in_flight: int = database.IN_FLIGHT,

@@ -3,8 +3,8 @@
 | leaf                     | where the checkpoint lacks it, or has it in another dtype             |
 |--------------------------|-----------------------------------------------------------------------|
 | parameter                | its master, or else the parameter, rounded to nearest                 |
-| master                   | the parameter, in float32                                             |
-| moments, averages, sums  | converted to their dtype                                              |
+| master                   | the parameter, in float32, or what it lacks of that                   |
+| moments, averages, sums  | converted to their dtype, from 8 bits and to them as well             |
 | loss scale, its counts   | as a run begins                                                       |
 | key of stochastic rounds | as a run begins                                                       |
 | history of a product     | empty, as a run begins; nobody need say so                            |
@@ -22,18 +22,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from functron import checkpoint, optim
+from functron.checkpoint.restore import Computed
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import lora
 from functron.models.config import GPTConfig
 from functron.models.family import TrainedConfig
-from functron.params import history_mask, init_params
+from functron.ops.adamw import halves, joined
+from functron.optim.low_precision import BLOCK, Quantised, dequantise, quantise
+from functron.params import ParamDef, history_mask, init_params
 from functron.precision import Recipe
+from functron.spmd import BoundMesh, P
+from functron.spmd.spec import is_spec, local_shape
 from functron.training.plan import Plan
 from functron.training.step import State
 
@@ -55,9 +61,8 @@ def restored(
         recast: whether the checkpoint may be of another precision.
 
     Raises:
-        ValueError: the checkpoint is damaged, another model's or optimizer's, has moments in 8 bits
-            that are to be in another dtype (or the other way), or is of another precision and
-            `recast` is not set; or weights do not fit into float16.
+        ValueError: the checkpoint is damaged, another model's or optimizer's, or of another
+            precision and `recast` is not set; or weights do not fit into float16.
     """
     stored = checkpoint.Checkpoint(path)
     names = list(stored)
@@ -66,14 +71,12 @@ def restored(
     new = adapted and not lora.has_adapters(names)
     if new or not any(name.startswith("opt_state/") for name in names):
         return _of_params(path, plan, key, device, new=new, recast=recast)
-    like = plan.init(key.to("meta"))
+    like = _like(plan, key)
     wanted = dict(zip(tree.paths(like), tree.leaves(like), strict=True))
     stored.open(names)
     histories = _new_histories(plan, stored)
     sources = _sources(wanted, stored) | dict.fromkeys(histories)
-    _check_moments(wanted, stored)
-    _check_halves(wanted, sources, stored)
-    done = [*_products(stored, plan), *_words(wanted, sources, stored)]
+    done = [*_products(stored, plan), *_words(wanted, stored)]
     _check_said(done, stored, recast)
     kept = {name: leaf for name, leaf in wanted.items() if sources[name] is not None}
     found = checkpoint.restore(
@@ -92,11 +95,25 @@ def restored(
     return state, (*done, *_empty(histories))
 
 
+def _like(plan: Plan, key: torch.Tensor) -> State:
+    """The state of this process, of meta tensors: no numbers are drawn for it."""
+    mesh = plan.mesh
+
+    def one(d: ParamDef, spec: P) -> torch.Tensor:
+        shape = local_shape(d.shape, spec, mesh) if isinstance(mesh, BoundMesh) else d.shape
+        return torch.empty(shape, dtype=d.dtype, device="meta")
+
+    specs = tree.broadcast_prefix(plan.stored_specs, plan.defs, is_leaf=is_spec, what="specs")
+    rows = zip(tree.leaves(plan.defs), specs, strict=True)
+    params = tree.unflatten(tree.structure(plan.defs), [one(*row) for row in rows])
+    return plan.init(key.to("meta"), params)
+
+
 def _of_params(
     path: Path, plan: Plan, key: torch.Tensor, device: torch.device, *, new: bool, recast: bool
 ) -> tuple[State, tuple[str, ...]]:
     """The state that begins with a checkpoint's parameters; `new` adapters are added to them."""
-    where, params = plan.placement, plan.init(key.to("meta")).params
+    where, params = plan.placement, _like(plan, key).params
     if plan.config.optimizer.fp32_masters:  # which begin with what is stored in float32
         params = _as_stored(params, path)
         dtypes = {f"params/{name}": leaf.dtype for name, leaf in _named(params)}
@@ -113,7 +130,7 @@ def _of_params(
         mask = history_mask(plan.defs)
         empty, chosen["params"] = tree.partition(chosen["params"], mask)
     own = {f"params/{name}": leaf for name, leaf in _named(chosen["params"])}
-    done = _words(own, {name: name for name in own}, stored)
+    done = _words(own, stored)
     _check_said(done, stored, recast)
     read = checkpoint.restore(path, chosen, placement=where, cast=recast, device=device)
     params = read["params"]
@@ -255,97 +272,150 @@ def _roles(names: Collection[str]) -> dict[str, _Role]:
     return {name: role(name) for name in names}
 
 
+_Source = str | Computed | None
+"""Of a leaf: a stored one, or what is computed of stored ones; None: it begins anew."""
+
 _NOWHERE = ""
 """The path of no leaf: restoring says that it is missing."""
 
 
 def _sources(
     wanted: Mapping[str, torch.Tensor], stored: checkpoint.Checkpoint
-) -> dict[str, str | None]:
-    """Of each leaf that is wanted the stored one that it comes from; None: it begins anew."""
-    by_role = {role: name for name, role in _roles(list(stored)).items()}
-    masters = {r.path: name for r, name in by_role.items() if r.field == "masters"}
-    found: dict[str, str | None] = {}
-    for name, role in _roles(wanted).items():
-        same = by_role.get(role)
-        if same is None and role.field == "masters":
-            same = f"params/{role.path}"
-        elif same is None and role.wrapper is not None:
-            found[name] = None
-            continue
-        elif name.startswith("params/") and same is not None:
-            master = masters.get(name.removeprefix("params/"), same)
-            same = same if stored[same].dtype == wanted[name].dtype else master
-        found[name] = same or _NOWHERE
+) -> dict[str, _Source]:
+    """What each leaf that is wanted comes from."""
+    held = {role: name for name, role in _roles(list(stored)).items()}
+    masters, after = _masters(stored, held), _roles(wanted)
+    halved = {
+        role.path
+        for name, role in after.items()
+        if role.field == _MASTERS and wanted[name].dtype == torch.int16
+    }
+
+    def own(path: str, name: str) -> _Source:
+        """The source of a parameter or of its master."""
+        param, master = f"params/{path}", masters.get(path)
+        if param not in stored:
+            return _NOWHERE
+        is_param = name == param
+        half = master is not None and stored[master].dtype == torch.int16
+        if path in halved:
+            wide = stored[master or param]
+            return (param if is_param else master) if half else _half(wide, upper=is_param)
+        if is_param and stored[param].dtype == wanted[name].dtype:
+            return param
+        return _joined(stored[param], stored[master]) if half and master else master or param
+
+    found: dict[str, _Source] = {}
+    for name, role in after.items():
+        if role.field == _MASTERS or name.startswith("params/"):
+            found[name] = own(role.path.removeprefix("params/"), name)
+        elif role in held:
+            found[name] = held[role]
+        else:
+            found[name] = None if role.wrapper else _in_bytes(role, held, stored) or _NOWHERE
     return found
 
 
-_BYTES = "codes"
-"""Of a moment in 8 bits the leaf that has its values."""
+_MASTERS = "masters"
 
 
-def _check_moments(wanted: Mapping[str, torch.Tensor], stored: checkpoint.Checkpoint) -> None:
-    """Refuse moments that would have to be converted from 8 bits, or to them."""
-    fix = "keep their dtype (--optimizer.mu-dtype, --optimizer.nu-dtype), or begin a new run with "
-    fix += "the parameters: functron convert run:RUN hf:MODEL, then hf:MODEL run:NEW"
-    found = []
-    held = {role.path: name for name, role in _roles(list(stored)).items() if not role.wrapper}
-    for name, role in _roles(wanted).items():
-        whole, _, last = role.path.rpartition("/")
-        if f"{role.path}/{_BYTES}" in held:
-            found.append(Problem(name, "moments in 8 bits", _short(wanted[name].dtype), fix))
-        elif last == _BYTES and whole in held:
-            got = stored[held[whole]].dtype_name
-            found.append(Problem(name.rpartition("/")[0], got, "moments in 8 bits", fix))
-    raise_problems("moments in 8 bits stay as they are", found)
+def _masters(stored: checkpoint.Checkpoint, held: Mapping[_Role, str]) -> dict[str, str]:
+    """The stored masters, by the paths of their parameters."""
+    return {role.path: name for role, name in held.items() if role.field == _MASTERS}
 
 
-def _check_halves(
-    wanted: Mapping[str, torch.Tensor],
-    sources: Mapping[str, str | None],
-    stored: checkpoint.Checkpoint,
-) -> None:
-    """Refuse masters of 16 bits for anything else, and anything else for them."""
-    fix = "keep --optimizer.master-bits as it was, or begin a new run with the parameters: "
-    fix += "functron convert run:RUN hf:MODEL, then hf:MODEL run:NEW"
-    found = []
-    for name, leaf in wanted.items():
-        source = sources[name]
-        got = stored[source].dtype if source is not None and source in stored else leaf.dtype
-        if (got == torch.int16) != (leaf.dtype == torch.int16):
-            found.append(Problem(name, f"{_short(got)} of {source}", _short(leaf.dtype), fix))
-    raise_problems("masters of 16 bits stay as they are", found)
+def _joined(high: Any, low: Any) -> Computed:
+    """Masters in float32, of parameters and of what these lack of them."""
+    return Computed(high.shape, torch.float32, lambda where: joined(high[where], low[where]))
 
 
-def _words(
-    wanted: Mapping[str, torch.Tensor],
-    sources: Mapping[str, str | None],
-    stored: checkpoint.Checkpoint,
-) -> list[str]:
+def _half(wide: Any, *, upper: bool) -> Computed:
+    """Parameters in bfloat16, or what they lack of masters."""
+    dtype = torch.bfloat16 if upper else torch.int16
+    return Computed(wide.shape, dtype, lambda where: halves(wide[where].float())[not upper])
+
+
+_CODES, _SCALES = Quantised._fields
+
+
+def _in_bytes(
+    role: _Role, held: Mapping[_Role, str], stored: checkpoint.Checkpoint
+) -> Computed | None:
+    """A moment that the checkpoint has in 8 bits, or a part of one that it has not; else None."""
+    whole, _, last = role.path.rpartition("/")
+    signed = "/nu/" not in role.path  # squares are not
+
+    def blocks(where: tuple[slice, ...], size: int) -> tuple[tuple, tuple, slice]:
+        """The blocks of these elements, all elements of these, and where among them those are."""
+        *lead, part = where
+        first, end = part.start // size, -(-part.stop // size)
+        inside = slice(part.start - first * size, part.stop - first * size)
+        return (*lead, slice(first, end)), (*lead, slice(first * size, end * size)), inside
+
+    if (codes := held.get(_Role(f"{role.path}/{_CODES}"))) is not None:
+        values, scales = stored[codes], stored[held[_Role(f"{role.path}/{_SCALES}")]]
+
+        def read(where: tuple[slice, ...]) -> torch.Tensor:
+            few, many, inside = blocks(where, values.shape[-1] // scales.shape[-1])
+            return dequantise(Quantised(values[many], scales[few]), signed=signed)[..., inside]
+
+        return Computed(values.shape, torch.float32, read)
+    if last not in Quantised._fields or (name := held.get(_Role(whole))) is None:
+        return None
+    dense = stored[name]
+
+    def make(where: tuple[slice, ...]) -> torch.Tensor:
+        if last == _SCALES:
+            *lead, part = where
+            where = (*lead, slice(part.start * BLOCK, part.stop * BLOCK))
+        _, many, inside = blocks(where, BLOCK)
+        made = quantise(dense[many].float(), signed=signed)
+        return made.scales if last == _SCALES else made.codes[..., inside]
+
+    if last == _CODES:
+        return Computed(dense.shape, torch.uint8, make)
+    shape = (*dense.shape[:-1], dense.shape[-1] // BLOCK)
+    return Computed(shape, torch.float32, make)
+
+
+def _words(wanted: Mapping[str, torch.Tensor], stored: checkpoint.Checkpoint) -> list[str]:
     """What is converted; no words where the checkpoint has each leaf as it is wanted."""
-    before, after = _roles(list(stored)), _roles(list(wanted))
+    before, after = _roles(list(stored)), _roles(wanted)
+    held = {role: name for name, role in before.items()}
+    masters = _masters(stored, held)
     changed: dict[str, None] = {}
     for name, leaf in wanted.items():
-        top, _, rest = name.partition("/")
-        source = sources[name]
-        if source is None or source not in stored:
-            continue
-        held = stored[name].dtype if top == "params" and name in stored else stored[source].dtype
-        is_master = before[source].field == "masters"
-        if after[name].field == "masters" and not is_master:
-            changed["float32 masters made of the parameters"] = None
-        elif held != leaf.dtype and held is not None and rest:
-            kind = {"params": "parameters"}.get(top, "the optimizer's state")
-            whose = " by their masters" if top == "params" and is_master else ""
-            changed[f"{kind} from {_short(held)} to {_short(leaf.dtype)}{whose}"] = None
+        role, was, now = after[name], None, _kind(leaf.dtype)
+        source = held.get(role)
+        if source is not None:
+            was = _kind(stored[source].dtype)
+        elif (dense := held.get(_Role(role.path.rpartition("/")[0]))) is not None:
+            was, now = _kind(stored[dense].dtype), _BITS[torch.uint8]
+        elif _Role(f"{role.path}/{_CODES}") in held:
+            was = _BITS[torch.uint8]
+        if role.field == _MASTERS and source is None:
+            changed["masters made of the parameters"] = None
+        elif was not in (None, now) and role.wrapper in (None, _WRAPPERS[0]):
+            what = "masters" if role.field else "the optimizer's state"
+            by = ""
+            if name.startswith("params/"):
+                path = name.removeprefix("params/")
+                what, by = "parameters", " by their masters" if path in masters else ""
+            changed[f"{what} from {was} to {now}{by}"] = None
     has = [{r.wrapper.title: None for r in x.values() if r.wrapper} for x in (before, after)]
     changed |= {f"without {title}": None for title in has[0] if title not in has[1]}
-    new = [title for title in has[1] if title not in has[0] and title != "masters"]
+    new = [title for title in has[1] if title not in has[0] and title != _MASTERS]
     return [*changed, *(f"{title} as a run begins" for title in new)]
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+_BITS: Mapping[torch.dtype, str] = MappingProxyType(
+    {torch.int16: "16 bits beside bfloat16", torch.uint8: "8 bits"}
+)
+
+
+def _kind(dtype: torch.dtype | None) -> str:
+    """A dtype in words."""
+    return _BITS.get(dtype, str(dtype).removeprefix("torch.")) if dtype else "another dtype"
 
 
 def _products(stored: checkpoint.Checkpoint, plan: Plan) -> Iterator[str]:

@@ -76,7 +76,7 @@ def assert_equal(one: dict, two: dict) -> None:
         ((16, 16), "_scale_inv", {**FP8, "weight_block_size": [16, 16]}),
         (None, "_scale_inv", {**FP8, "weight_block_size": None}),
         ((1, 0), "_scale", compressed("channel")),
-        (None, "_scale", compressed("tensor")),
+        pytest.param(None, "_scale", compressed("tensor"), marks=pytest.mark.full),
         ((16, 16), "_scale", compressed("block", block_structure=[16, 16])),
     ],
     ids=["blocks", "one", "rows", "one-compressed", "blocks-compressed"],
