@@ -128,6 +128,7 @@ FEW = ["--data", __file__, "--seq", 8, "--gpt.embed-dim", 8, "--gpt.num-heads", 
 FEW += ["--gpt.num-kv-heads", 1, "--gpt.mlp-dim", 8]
 
 
+@pytest.mark.full
 def test_halves_of_masters_go_on_with_a_run(tmp_path):
     """To the bit, with and without ZeRO."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
