@@ -573,11 +573,11 @@ def magnitude(x: torch.Tensor, format: Format) -> torch.Tensor | None:  # noqa: 
     """
     if not format.shared:
         return None
-    x = x.detach().abs()
+    x = x.detach().abs().float()  # Inductor 2.13 writes wrong C++ for some maxima in bfloat16
     dims = (-1,) if format.shared == "row" else (-2, -1)
     most = x.amax(dims) if x.numel() else x.sum(dims)
     # a maximum over ranks may lose NaN, but not infinity
-    return most.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return most.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def quantise(

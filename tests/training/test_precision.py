@@ -276,3 +276,21 @@ def test_what_contradicts_itself_is_refused():
     line = str(POLICIES["fp16"])
     assert line.startswith("parameters and activations float16, masters float32; ")
     assert line.endswith("loss times 65536 at first")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_compiled_steps_are_those_of_every_policy(name):
+    """The compiler keeps between operations what torch rounds, so losses are close, not equal."""
+    model = replace(with_model(TrainConfig(), "tiny").gpt, num_layers=2, embed_dim=128, mlp_dim=128)
+    config = replace(TrainConfig(), gpt=replace(model, num_heads=2, num_kv_heads=2, head_dim=64))
+    config = with_precision(replace(config, seq=128, global_batch=1), name)
+    found = []
+    for compiled in (False, True):
+        run = prepare(replace(config, compile=compiled), Mesh(), "cpu")
+        state, metrics = run.state, {}
+        batch = {"tokens": torch.arange(128)[None], "targets": torch.arange(1, 129)[None]}
+        for _ in range(2):
+            state, metrics = run.step(state, batch | {"rows": torch.zeros(1, dtype=torch.int64)})
+        found.append(float(metrics["loss"]))
+    assert found[1] == pytest.approx(found[0], rel=5e-3)
