@@ -260,6 +260,7 @@ def _split_problems(
         ("inputs", math.prod(sizes[:inputs]), split[:inputs]),
         ("outputs", math.prod(sizes[inputs:]), split[inputs:]),
     )
+    found: dict[tuple, Problem] = {}  # fprop and dgrad may want the same
     for number, part in enumerate((recipe.fprop, recipe.dgrad)):
         assert part is not None
         along = part.right.block if number else part.right.block[::-1]
@@ -268,4 +269,5 @@ def _split_problems(
                 over = ", ".join(f"{a}={mesh[a]}" for dim in axes for a in dim if mesh[a] > 1)
                 got, wanted, fix = undivided(size, block, str(part.right))
                 fix += f" on every rank: split {over or 'it'} over fewer, or gather w as it is"
-                yield Problem(f"{path}, {name}", got, wanted, fix)
+                found[name, block] = Problem(f"{path}, {name}", got, wanted, fix)
+    yield from found.values()

@@ -92,7 +92,8 @@ def validate(config: TrainConfig, *, processes: int | None = None, recast: bool 
     if mesh is not None:
         problems += _mesh_problems(config, mesh, processes)
         problems += _data_problems(config, mesh)
-        fits = not adapters if config.lora is not None else not precision
+        adapts = config.family.adapters and not adapters
+        fits = not precision if config.lora is None else adapts
         plan = Plan(config, mesh, with_additions(config, defs) if fits else defs)
         _pipeline_problems(plan, messages)
         fits = _try(lambda: plan.rules, messages) is not None and not messages

@@ -6,6 +6,7 @@ Steps must give the dense numbers in float64 all the same, and planted mistakes 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -81,7 +82,7 @@ def planted(holder: type, name: str, make_wrong: Any) -> Iterator[None]:
         setattr(holder, name, real)
 
 
-def read_early(wait):
+def read_early(late, wait):
     def wrong(self):
         value = [buffer.clone() for buffer in self.buffers]
         wait(self)
@@ -90,7 +91,7 @@ def read_early(wait):
     return wrong
 
 
-def write_result(receive):
+def write_result(late, receive):
     def wrong(self, *arguments):
         arriving = receive(self, *arguments)
         self.flush()
@@ -101,24 +102,23 @@ def write_result(receive):
     return wrong
 
 
-def send_copies(begin, then):
+def send_copies(late, begin, then):
     def wrong(self, rows):
         rows[:] = [(x.clone() if to is None else x, peer, to) for x, peer, to in rows]
-        works = begin(self, rows)
-        for index, (x, peer, to) in enumerate(rows):
-            if to is None:
-                rows[index] = (then(x), peer, to)
+        with late.held():  # before the other process has what it waits for
+            works = begin(self, rows)
+            rows[:] = [(then(x) if to is None else x, peer, to) for x, peer, to in rows]
         return works
 
     return wrong
 
 
-def write_operand(begin):
-    return send_copies(begin, torch.Tensor.zero_)
+def write_operand(late, begin):
+    return send_copies(late, begin, torch.Tensor.zero_)
 
 
-def let_go(begin):
-    return send_copies(begin, lambda x: torch.empty(0))
+def let_go(late, begin):
+    return send_copies(late, begin, lambda x: torch.empty(0))
 
 
 MISTAKES = (
@@ -133,7 +133,7 @@ def check_mistakes(late: Transfers) -> None:
     """Each is found where the contract is broken, and those that make numbers wrong make them so."""
     (((wanted, _), _),), _, _ = mlp_value(PP2, make("1f1b", 2, 4), (1, 1), (8,), torch.float64)
     for holder, name, make_wrong, offence in MISTAKES:
-        with planted(holder, name, make_wrong):
+        with planted(holder, name, functools.partial(make_wrong, late)):
             schedule, bound = make("1f1b", 2, 4), PP2.bind()
             (((value, _), _),), _, _ = mlp_value(bound, schedule, (1, 1), (8,), torch.float64)
         everyone: list[Any] = [None] * dist.get_world_size()

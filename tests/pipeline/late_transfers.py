@@ -98,6 +98,10 @@ class Transfers:
         dist.recv(value, source, group=self._answering)
         return value
 
+    def held(self) -> threading.Condition:
+        """In a with block: nobody is answered what begins to be sent there."""
+        return self._changed
+
     def end(self) -> None:
         """End the threads, on every process at the same point."""
         for rank in self._threads:
