@@ -118,7 +118,7 @@ def block_defs(config: GPTConfig, *, experts: bool, options: ModelOptions = DEFA
 
 
 HISTORIES = "histories"
-"""What a block's quantised products remember of the steps before, in its parameters."""
+"""The entry of a block's parameters that has the histories of its quantised products."""
 
 
 def with_histories(config: GPTConfig, defs: dict) -> dict:

@@ -96,7 +96,7 @@ def joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 
 def remainder(x: torch.Tensor) -> torch.Tensor:
-    """What x in bfloat16 by torch's rounding, to even, lacks of x, as int16 for `joined`.
+    """The bits that x in bfloat16, rounded to even, lacks of x, as int16 for `joined`.
 
     Numbers in the middle of two that were rounded towards 0 lack one bit more than that can say:
     they are brought one last bit nearer to it. NaN lacks nothing.

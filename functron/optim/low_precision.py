@@ -176,7 +176,7 @@ def is_low(param: torch.Tensor) -> bool:
 
 
 def _master(param: torch.Tensor, dtype: torch.dtype, bits: int) -> torch.Tensor | None:
-    """What is kept of a parameter of this dtype, from its value or what it was rounded from."""
+    """The master kept of a parameter of this dtype, from its value or that before rounding."""
     if dtype not in LOW_PRECISION and not is_low(param):
         return None
     master = param.detach().to(torch.float32, copy=True)

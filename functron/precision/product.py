@@ -116,7 +116,8 @@ def product(
             numbers are drawn. None: all axes in force but these two.
         partial: the axes over which x and w are the same and the results' cotangents are parts of
             a sum; one psum of a cotangent's bytes each.
-        key: of what is drawn: one of this layer and step.
+        key: of what is drawn: one of this layer and step. None where nothing is, such as where
+            no gradients are taken and fprop draws nothing.
         index: of each leading dim of x the global positions, or None where `rows` tells them.
         runs: of how many runs of consecutive tokens this rank's part of a sequence consists: 2 in
             the zigzag order of context parallelism. No block along tokens may lie in two.
@@ -124,14 +125,12 @@ def product(
         kernels: of ``"scaled_matmul"``: "reference" computes exactly on GPUs too, slowly.
 
     Raises:
-        ValueError: the recipe draws and there is no key, or no spec; where the function is called:
-            blocks do not divide the sizes, the GPU has no such product, or an axis is not named.
+        ValueError: fprop draws and there is no key, or no spec; where the function is called:
+            another product draws and there is none, blocks do not divide the sizes, the GPU has no
+            such product, or an axis is not named.
     """
-    if recipe.draws and (key is None or rows is None):
-        missing = "key" if key is None else "rows"
-        fix = "pass key=random.fold_in(step_key, layer) and rows=P(...), the spec of the tokens"
-        wanted = "one: this recipe rounds stochastically, or mixes by random signs"
-        refuse(f"a quantised product of {path}", missing, "None", wanted, fix)
+    if recipe.fprop is not None and recipe.fprop.draws:
+        _check_draws(recipe, key, rows, path)
     split = _Split(_named(inner), _named(outer), rows, _named(partial))
     emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
     layer = _Layer(recipe, split, runs, path, emulate)
@@ -144,6 +143,7 @@ def product(
     def forward(
         x: Tensor, w: Tensor, codes: Codes | None, history: Tensor | None, places: tuple
     ) -> tuple[Tensor, tuple]:
+        _check_draws(recipe, key, rows, path)  # forward alone may draw nothing
         layer.check(x, w, codes)
         y, known = layer.forward(x, w, codes, _known(history), places)
         return y, (x, w, codes, places, known)
@@ -186,6 +186,14 @@ _REMEMBERED = ("x", "w", "dy")
 _WHOLE = Format("e4m3", "tensor")
 
 
+def _check_draws(recipe: Recipe, key: Tensor | None, rows: P | None, path: str) -> None:
+    if recipe.draws and (key is None or rows is None):
+        missing = "key" if key is None else "rows"
+        fix = "pass key=random.fold_in(step_key, layer) and rows=P(...), the spec of the tokens"
+        wanted = "one: this recipe rounds stochastically, or mixes by random signs"
+        refuse(f"a quantised product of {path}", missing, "None", wanted, fix)
+
+
 def _check_history(
     recipe: Recipe, history: Tensor | None, path: str, experts: tuple[int, ...] = ()
 ) -> None:
@@ -201,7 +209,7 @@ def _check_history(
 
 
 def _apart(w: Tensor | Encoded) -> tuple[Tensor, Codes | None]:
-    """What the gradient is of, and codes."""
+    """The weight that the gradient is of, and codes."""
     return (w.like, Codes(w.codes, w.split)) if isinstance(w, Encoded) else (w, None)
 
 

@@ -176,13 +176,13 @@ def _place(blocks: str, over: bool) -> str:
 
 
 class Codes(NamedTuple):
-    """What a product is given of an `Encoded`, beside what its gradient is of."""
+    """The operands of a product of an `Encoded`, beside the weight its gradient is of."""
 
     made: tuple[Code, ...]
     split: Split = ()
 
     def read(self, recipe: Recipe, number: int) -> Quantised:
-        """What product `number` reads: ``[..., outputs, inputs]`` of fprop, 0, or the transpose.
+        """The code for product `number`: ``[..., outputs, inputs]`` of fprop, 0, or the transpose.
 
         Collectives: all-gathers of the code, if `split` names axes.
         """

@@ -231,7 +231,7 @@ _WRAPPERS: tuple[_Wrapper, ...] = (
 
 
 class _Role(NamedTuple):
-    """What a leaf is, whatever surrounds it.
+    """The part that a leaf plays, whatever surrounds it.
 
     Attributes:
         path: without the levels that wrappers add.
@@ -245,7 +245,7 @@ class _Role(NamedTuple):
 
 
 def _roles(names: Collection[str]) -> dict[str, _Role]:
-    """What each leaf of a state is."""
+    """The role of each leaf of a state."""
     known = set(names)
     levels = {name[: at + 1] for name in names for at, letter in enumerate(name) if letter == "/"}
     heads = {
@@ -282,7 +282,7 @@ _NOWHERE = ""
 def _sources(
     wanted: Mapping[str, torch.Tensor], stored: checkpoint.Checkpoint
 ) -> dict[str, _Source]:
-    """What each leaf that is wanted comes from."""
+    """The source of each leaf that is wanted."""
     held = {role: name for name, role in _roles(list(stored)).items()}
     masters, after = _masters(stored, held), _roles(wanted)
     halved = {
@@ -379,7 +379,7 @@ def _in_bytes(
 
 
 def _words(wanted: Mapping[str, torch.Tensor], stored: checkpoint.Checkpoint) -> list[str]:
-    """What is converted; no words where the checkpoint has each leaf as it is wanted."""
+    """The conversions, in words; none where the checkpoint has each leaf as it is wanted."""
     before, after = _roles(list(stored)), _roles(wanted)
     held = {role: name for name, role in before.items()}
     masters = _masters(stored, held)

@@ -385,7 +385,7 @@ def _sides(leaf: Encoded, places: Places) -> Split:
 
 
 def _split(leaf: Any, places: Places) -> Split:
-    """What the product gathers of a leaf by itself: codes of which forward reads but one."""
+    """The codes that the product gathers of a leaf by itself, as forward reads but one."""
     if not is_encoded(leaf) or len(leaf.codes) == 1:
         return ()
     sides = _sides(leaf, places)

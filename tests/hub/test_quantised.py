@@ -206,7 +206,7 @@ def wide(kind: str, **changes) -> tuple[gpt.GPTConfig, dict]:
 
 @pytest.mark.parametrize("kind", list(EXPORTS))
 def test_fp8_by_blocks_is_loaded_by_transformers(kind, tmp_path, without_accelerate):
-    """What it dequantises, we read; and it is the quantised weight of the format's definition."""
+    """We read what it dequantises; and it is the quantised weight of the format's definition."""
     config, params = wide(kind)
     hub.save(tmp_path / "out", config, params, model_type=kind, quantise="fp8-block",
              max_shard_bytes=300_000)  # fmt: skip

@@ -16,6 +16,7 @@ from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.pipeline.partition import Part
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, with_model, with_precision
+from functron.training.evaluation import loss_program
 from functron.training.plan import plan
 
 BATCH, SEQ, VOCAB = 2, 256, 32
@@ -132,6 +133,14 @@ def test_every_mesh_trains_to_the_same_numbers(alone, model, recipe, mesh, field
     assert got == pytest.approx(want, rel=1e-12)
     for a, b in zip(found, leaves, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_held_out_losses_draw_nothing():
+    made = plan(replace(CONFIG, gpt=DENSE, products="nvfp4"), Mesh())
+    state = made.init(random.key(0))
+    total, count = loss_program(made)(state.params, batch())
+    _, metrics = made.step(state, batch())
+    assert float(total) / int(count) == pytest.approx(float(metrics["loss"]), rel=1e-12)
 
 
 def test_joined_matrices_have_scales_of_their_own(alone):

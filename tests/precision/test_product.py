@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -441,9 +442,12 @@ def test_sizes_that_blocks_do_not_divide(operands):
 
 def test_what_is_drawn_needs_a_key():
     with pytest.raises(ValueError, match=r"(?s)quantised product of up.*key: got None.*fold_in"):
-        product(RECIPES["nvfp4"], path="up")
+        torch.func.vjp(product(RECIPES["nvfp4"], path="up"), randn(128, 128), randn(128, 128))
     with pytest.raises(ValueError, match=r"(?s)rows: got None.*spec of the tokens"):
-        product(RECIPES["nvfp4"], key=KEY)
+        torch.func.vjp(product(RECIPES["nvfp4"], key=KEY), randn(128, 128), randn(128, 128))
+    mixed = replace(RECIPES["nvfp4"], fprop=RECIPES["nvfp4"].wgrad)
+    with pytest.raises(ValueError, match=r"(?s)quantised product of up.*key: got None.*fold_in"):
+        product(mixed, path="up")
 
 
 BAD = [torch.inf, torch.nan, -torch.inf]
