@@ -294,6 +294,9 @@ def _recipe_problems(config: TrainConfig) -> Iterator[Problem]:
         got = f"{first} first and {last} last layers of {config.gpt.num_layers} high"
         wanted, few = "some that are quantised", "lower first and last, or leave it out"
         yield Problem("products", got, wanted, few)
+    if config.eval_every and recipe.fprop is not None and recipe.fprop.draws:
+        got, wanted = f"fprop={recipe.fprop} with eval_every", "an fprop that draws no numbers"
+        yield Problem("products", got, wanted, "evaluation has no key to draw by: leave it out")
     if recipe.logits == "low":
         yield from _logits_problems(config, recipe)
     if config.lora_rank and config.family.adapters:

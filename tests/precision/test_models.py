@@ -365,6 +365,14 @@ def test_what_no_recipe_can_do_is_refused_before_anything_starts():
         (replace(bert, products="mxfp8"), "only GPTs have a place for it"),
         (replace(latent, products="nvfp4"), "wanted a recipe that draws none"),
         (replace(small, products="fp8-tensor", lora_rank=4), "with lora_rank"),
+        (
+            replace(
+                small,
+                eval_every=1,
+                products="fprop=hadamard(e2m1@1x16*e2m1@1x16) dgrad=high wgrad=high",
+            ),
+            "an fprop that draws no numbers",
+        ),
         (replace(small, products="fp8-delayed logits=low"), "logits=high: they have no history"),
         (
             replace(small, products="fp8-row first=1 last=0.5"),
