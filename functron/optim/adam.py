@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,15 @@ from functron.ops.adamw import adamw as adamw_op
 from functron.ops.adamw import adamw_
 from functron.ops.define import AUTO, Kernels
 from functron.ops.foreach import foreach_
-from functron.optim.low_precision import BLOCK, Quantised, dequantise, quantisable, quantise
+from functron.optim.low_precision import (
+    BLOCK,
+    Coding,
+    Quantised,
+    coding_of,
+    dequantise,
+    quantisable,
+    quantise,
+)
 from functron.optim.mask import Mask, add_decayed_weights, mask_leaves
 from functron.optim.schedules import (
     LearningRate,
@@ -40,8 +48,8 @@ from functron.optim.transformation import (
 from functron.program.recorder import active
 from functron.spmd.spec import P
 
-MomentDtype = torch.dtype | Literal["int8"] | None
-"""How a moment is stored: None as the parameter is, "int8" in blocks of 8 bits (`quantise`)."""
+MomentDtype = torch.dtype | Coding | None
+"""How a moment is stored: None as the parameter is, "int8" and "fp8" in blocks of 8 bits."""
 
 _FUSABLE = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
@@ -77,12 +85,12 @@ def scale_by_adam(
         b1: decay of the mean of gradients, per update.
         b2: decay of the mean of squared gradients, per update.
         eps: added to the root, as in Optax's `eps` (not its `eps_root`) and in torch.
-        mu_dtype, nu_dtype: how `mu` and `nu` are stored: torch.float32, torch.bfloat16, "int8", or
-            None: in each parameter's own. The arithmetic is float32 at least, and the state is
-            rounded once per update, after its use.
-        quantised: with "int8", which leaves are: a mask such as `quantisable(defs)` gives (its rule
-            is for global shapes, which shards do not show). The others are float32. None: by the
-            shapes seen, which is right where nothing is sharded.
+        mu_dtype, nu_dtype: how `mu` and `nu` are stored: torch.float32, torch.bfloat16, "int8" or
+            "fp8" (`quantise`), or None: in each parameter's own. The arithmetic is float32 at
+            least, and the state is rounded once per update, after its use.
+        quantised: with "int8" or "fp8", which leaves are: a mask such as `quantisable(defs)` gives
+            (its rule is for global shapes, which shards do not show). The others are float32. None:
+            by the shapes seen, which is right where nothing is sharded.
 
     Raises:
         ValueError: (when called) a shard of a quantised leaf ends within a block.
@@ -124,7 +132,7 @@ def scale_by_adam(
         init,
         update,
         specs=lambda param_specs: ScaleByAdamState(P(), param_specs, param_specs),
-        elementwise="int8" not in (mu_dtype, nu_dtype),
+        elementwise=not _any_coded(mu_dtype, nu_dtype),
     )
 
 
@@ -238,13 +246,18 @@ def adam(
     )
 
 
+def _any_coded(*dtypes: MomentDtype) -> bool:
+    """Whether a moment is stored in blocks of 8 bits."""
+    return any(isinstance(dtype, str) for dtype in dtypes)
+
+
 def _quantised_leaves(mask: Mask, params: tree.Tree, dtypes: tuple) -> list[bool]:
-    """Which leaves are quantised where a moment is "int8".
+    """Which leaves are quantised where a moment is "int8" or "fp8".
 
     Raises:
         ValueError: one of them ends within a block.
     """
-    if "int8" not in dtypes:
+    if not _any_coded(*dtypes):
         return [False] * len(tree.leaves(params))
     flags = mask_leaves(quantisable if mask is None else mask, params)
     rows = zip(tree.paths(params), tree.leaves(params), flags, strict=True)
@@ -260,11 +273,11 @@ def _quantised_leaves(mask: Mask, params: tree.Tree, dtypes: tuple) -> list[bool
 
 
 def _zeros(param: torch.Tensor, flag: bool, dtype: MomentDtype, signed: bool) -> Any:
-    if dtype != "int8":
+    if not isinstance(dtype, str):
         return torch.zeros_like(param, dtype=dtype)
     wide = torch.promote_types(param.dtype, torch.float32)
     zeros = torch.zeros_like(param, dtype=wide)
-    return quantise(zeros, signed=signed) if flag else zeros
+    return quantise(zeros, signed=signed, coding=dtype) if flag else zeros
 
 
 def _read(moment: Any, dtype: torch.dtype, *, signed: bool) -> torch.Tensor:
@@ -275,7 +288,7 @@ def _read(moment: Any, dtype: torch.dtype, *, signed: bool) -> torch.Tensor:
 
 def _like(value: torch.Tensor, before: Any, *, signed: bool) -> Any:
     if isinstance(before, Quantised):
-        return quantise(value, signed=signed)
+        return quantise(value, signed=signed, coding=coding_of(before.codes.dtype))
     return value.to(before.dtype)
 
 

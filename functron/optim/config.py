@@ -48,6 +48,7 @@ from functron.optim.finite import (
     with_loss_scale,
 )
 from functron.optim.low_precision import (
+    CODES,
     MasterBits,
     check_blocks,
     quantisable,
@@ -119,7 +120,7 @@ class ScheduleConfig:
         return self.warmup_steps or max(min(share, self.total_steps - 1), 0)
 
 
-Moment = Literal["", "float32", "bfloat16", "int8"]
+Moment = Literal["", "float32", "bfloat16", "int8", "fp8"]
 Dtype = Literal["", "float32", "bfloat16"]
 Increase = Literal["constant", "linear", "cosine"]
 
@@ -208,8 +209,8 @@ class OptimizerConfig:
             which takes 2 bytes instead of 4. (Where one lies in the middle of two numbers of
             bfloat16 the parameter is then the larger one.)
         stochastic_rounding: instead of keeping copies, round these parameters stochastically.
-        mu_dtype: how Adam's mean of gradients is stored: float32, bfloat16, int8 (in blocks), or
-            empty: as parameters or their masters are.
+        mu_dtype: how Adam's mean of gradients is stored: float32, bfloat16, int8 or fp8 (8 bits, in
+            blocks with a scale each), or empty: as parameters or their masters are.
         nu_dtype: the same for the mean of squared gradients.
         offload: keep the optimizer's state in host memory.
         grad_dtype: add up gradients of microbatches in float32 or bfloat16; empty: in their own.
@@ -374,7 +375,7 @@ def _moment_problems(config: OptimizerConfig, path: str) -> Iterator[Problem]:
         where = f"{path}.{name}"
         if value and name not in _MOMENTS[config.name]:
             yield Problem(where, repr(value), f"nothing for {config.name}: it has none")
-        elif value == "int8":
+        elif value in CODES:
             yield Problem(where, repr(value), f"'float32' or 'bfloat16' for {config.name}")
 
 
@@ -551,7 +552,7 @@ def _times(rate: LearningRate, factor: float) -> LearningRate:
 
 
 def _moments(config: OptimizerConfig, given: _Given) -> dict:
-    eight = "int8" in (config.mu_dtype, config.nu_dtype)
+    eight = _in_bytes(config)
     return {
         "mu_dtype": _moment_dtype(config.mu_dtype),
         "nu_dtype": _moment_dtype(config.nu_dtype),
@@ -559,8 +560,13 @@ def _moments(config: OptimizerConfig, given: _Given) -> dict:
     }
 
 
+def _in_bytes(config: OptimizerConfig) -> bool:
+    """Whether a moment is stored in 8 bits."""
+    return bool(CODES.keys() & {config.mu_dtype, config.nu_dtype})
+
+
 def _moment_dtype(name: Moment) -> MomentDtype:
-    return "int8" if name == "int8" else torch_dtype(name)
+    return name if name == "int8" or name == "fp8" else torch_dtype(name)
 
 
 @public
@@ -616,7 +622,7 @@ def make_optimizer(
             of 8-bit moments would be divided.
     """
     found = optimizer_problems(config)
-    eight = "int8" in (config.mu_dtype, config.nu_dtype)
+    eight = _in_bytes(config)
     groups, _ = parse_groups(config.groups)
     if defs is None and (config.name in _BY_DEFS or groups):
         found.append(Problem("defs", "None", "the parameters' defs, to tell them apart by"))

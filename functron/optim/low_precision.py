@@ -1,11 +1,17 @@
 """Parameters and moments in few bits: float32 masters, stochastic rounding, and 8-bit moments.
 
 Parameters that are stored in a lower precision have master copies in float32, or updates that are
-rounded stochastically. Moments in 8 bits are quantised blockwise (Dettmers et al. 2022,
-"8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861). Every block of
-consecutive elements along the last dim is divided by its largest magnitude, and every element is
-then the nearest of 256 values that are dense near 0: from 1 down to about 5e-7, with about as many
-values in each decade as its share of a byte's bits allows.
+rounded stochastically. Moments in 8 bits are quantised blockwise: every block of consecutive
+elements along the last dim is divided by its largest magnitude, and of every element then is kept
+
+- ``"int8"``: the nearest of 256 values that are dense near 0: from 1 down to about 5e-7, with about
+  as many values in each decade as its share of a byte's bits allows (Dettmers et al. 2022, "8-bit
+  Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861);
+- ``"fp8"``: the nearest of float8_e4m3fn, times 448, its largest: off by at most 1/16 of itself
+  down to 3.5e-5, below by 2.2e-6 of the block's largest (Peng et al. 2023, "FP8-LM: Training FP8
+  Large Language Models", https://arxiv.org/abs/2310.18313, whose mean of gradients is this, with
+  one scale a tensor). Of squares the roots are kept, for they span the decades of gradients, and
+  their squares twice as many, more than the format has. (FP8-LM has the squares in float16.)
 
 Codes have the parameter's shape and spec, so they are sharded and saved like it; scales have the
 same dims, the last one divided by the block. Which parameters are quantised depends on their global
@@ -17,7 +23,8 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -413,12 +420,23 @@ LEAST = 4096
 """Parameters of fewer elements (per layer) stay as they are, as in the paper: they save nothing."""
 
 
+Coding = Literal["int8", "fp8"]
+"""What is kept of an element of a block; `functron.optim.low_precision` has the two."""
+
+CODES: Mapping[Coding, torch.dtype] = MappingProxyType(
+    {"int8": torch.uint8, "fp8": torch.float8_e4m3fn}
+)
+"""The dtype of the codes of each `Coding`, which tells them apart."""
+
+
 class Quantised(NamedTuple):
     """A tensor in 8 bits.
 
     Attributes:
-        codes: uint8, indices into the table of values, with the tensor's shape.
-        scales: float32, the largest magnitude in every block, [..., last / block].
+        codes: with the tensor's shape; of "int8" indices into the table of values, in uint8; of
+            "fp8" numbers in float8_e4m3fn.
+        scales: float32, the largest magnitude in every block, [..., last / block]; of "fp8" and
+            squares, that of the roots.
     """
 
     codes: Any
@@ -442,18 +460,24 @@ def values(signed: bool) -> tuple[float, ...]:
     return tuple(sorted(found))
 
 
-def quantise(x: torch.Tensor, *, signed: bool, block: int = BLOCK) -> Quantised:
+def quantise(
+    x: torch.Tensor, *, signed: bool, block: int = BLOCK, coding: Coding = "int8"
+) -> Quantised:
     """`x` in 8 bits, each element off by at most half the distance of neighbouring values.
 
     Args:
         x: floating point, its last dim a multiple of `block`.
         signed: whether it has negative elements.
         block: consecutive elements of the last dim that share a scale.
+        coding: what is kept of an element; of "fp8" without signs, of its root.
     """
-    blocks = x.to(torch.float32).unflatten(-1, (-1, block))
+    wide = x.to(torch.float32)
+    blocks = (wide if signed or coding == "int8" else wide.sqrt()).unflatten(-1, (-1, block))
     scales = blocks.abs().amax(-1)
     # all zeros: the code of 0, whatever the scale
     unit = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    if coding == "fp8":
+        return Quantised((unit * _MOST).to(CODES["fp8"]).flatten(-2), scales)
     table = compat.constant(values(signed), x.device)
     codes = torch.bucketize(unit, (table[1:] + table[:-1]) / 2)
     return Quantised(codes.to(torch.uint8).flatten(-2), scales)
@@ -462,9 +486,22 @@ def quantise(x: torch.Tensor, *, signed: bool, block: int = BLOCK) -> Quantised:
 def dequantise(q: Quantised, *, signed: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The tensor that `quantise` stored, in `dtype`."""
     block = q.codes.shape[-1] // q.scales.shape[-1]
+    if coding_of(q.codes.dtype) == "fp8":
+        unit = (q.codes.to(torch.float32) / _MOST).unflatten(-1, (-1, block))
+        found = (unit * q.scales.unsqueeze(-1)).flatten(-2)
+        return (found if signed else found.square()).to(dtype)
     table = compat.constant(values(signed), q.codes.device)
     unit = table[q.codes.to(torch.int64)].unflatten(-1, (-1, block))
     return (unit * q.scales.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+_MOST = 448.0
+"""The largest number of float8_e4m3fn."""
+
+
+def coding_of(codes: torch.dtype) -> Coding:
+    """The `Coding` that has codes of this dtype."""
+    return "fp8" if codes == CODES["fp8"] else "int8"
 
 
 def quantisable(defs: tree.Tree, block: int = BLOCK) -> tree.Tree:

@@ -53,8 +53,8 @@ class Policy:
     masters: Masters = ""
     grads: Low = ""
     reduce: Low = ""
-    mu: Literal["", "float32", "bfloat16", "int8"] = ""
-    nu: Literal["", "float32", "bfloat16", "int8"] = ""
+    mu: Literal["", "float32", "bfloat16", "int8", "fp8"] = ""
+    nu: Literal["", "float32", "bfloat16", "int8", "fp8"] = ""
     loss_scale: float = 0.0
     products: str = ""
     gather_as: Literal["", "bfloat16", "quantised"] = ""

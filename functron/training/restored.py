@@ -35,7 +35,7 @@ from functron.models import lora
 from functron.models.config import GPTConfig
 from functron.models.family import TrainedConfig
 from functron.ops.adamw import halves, joined
-from functron.optim.low_precision import BLOCK, Quantised, dequantise, quantise
+from functron.optim.low_precision import BLOCK, CODES, Quantised, coding_of, dequantise, quantise
 from functron.params import ParamDef, history_mask, init_params
 from functron.precision import Recipe
 from functron.spmd import BoundMesh, P
@@ -285,6 +285,7 @@ def _sources(
     """The source of each leaf that is wanted."""
     held = {role: name for name, role in _roles(list(stored)).items()}
     masters, after = _masters(stored, held), _roles(wanted)
+    before, now = _codings(held, stored), _codings({r: name for name, r in after.items()}, wanted)
     halved = {
         role.path
         for name, role in after.items()
@@ -309,10 +310,11 @@ def _sources(
     for name, role in after.items():
         if role.field == _MASTERS or name.startswith("params/"):
             found[name] = own(role.path.removeprefix("params/"), name)
-        elif role in held:
+        elif role in held and before.get(_moment(role)) == now.get(_moment(role)):
             found[name] = held[role]
         else:
-            found[name] = None if role.wrapper else _in_bytes(role, held, stored) or _NOWHERE
+            kept = None if role.wrapper else _in_bytes(role, now.get(_moment(role)), held, stored)
+            found[name] = None if role.wrapper else kept or _NOWHERE
     return found
 
 
@@ -338,12 +340,37 @@ def _half(wide: Any, *, upper: bool) -> Computed:
 _CODES, _SCALES = Quantised._fields
 
 
-def _in_bytes(
-    role: _Role, held: Mapping[_Role, str], stored: checkpoint.Checkpoint
-) -> Computed | None:
-    """A moment that the checkpoint has in 8 bits, or a part of one that it has not; else None."""
+def _moment(role: _Role) -> str:
+    """The path of the moment that a leaf is, or in 8 bits is a part of."""
     whole, _, last = role.path.rpartition("/")
-    signed = "/nu/" not in role.path  # squares are not
+    return whole if last in Quantised._fields else role.path
+
+
+def _codings(names: Mapping[_Role, str], leaves: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """The dtype of the codes of each moment in 8 bits, by its path."""
+    rows = ((role, name) for role, name in names.items() if role.path.endswith(f"/{_CODES}"))
+    return {_moment(role): leaves[name].dtype for role, name in rows}
+
+
+def _in_bytes(
+    role: _Role,
+    coding: torch.dtype | None,
+    held: Mapping[_Role, str],
+    stored: checkpoint.Checkpoint,
+) -> Computed | None:
+    """A moment that the checkpoint has in 8 bits, or a part of one that it has otherwise.
+
+    Args:
+        role: of the moment, or of its codes or scales.
+        coding: the dtype of the codes that are wanted; None: no codes are.
+        held: the leaves of the checkpoint.
+        stored: that checkpoint.
+
+    Returns:
+        What computes it; None where the checkpoint lacks it.
+    """
+    whole = _moment(role)
+    signed = "/nu/" not in whole  # squares are not
 
     def blocks(where: tuple[slice, ...], size: int) -> tuple[tuple, tuple, slice]:
         """The blocks of these elements, all elements of these, and where among them those are."""
@@ -352,30 +379,34 @@ def _in_bytes(
         inside = slice(part.start - first * size, part.stop - first * size)
         return (*lead, slice(first, end)), (*lead, slice(first * size, end * size)), inside
 
-    if (codes := held.get(_Role(f"{role.path}/{_CODES}"))) is not None:
-        values, scales = stored[codes], stored[held[_Role(f"{role.path}/{_SCALES}")]]
+    if (codes := held.get(_Role(f"{whole}/{_CODES}"))) is not None:
+        values, scales = stored[codes], stored[held[_Role(f"{whole}/{_SCALES}")]]
 
         def read(where: tuple[slice, ...]) -> torch.Tensor:
             few, many, inside = blocks(where, values.shape[-1] // scales.shape[-1])
             return dequantise(Quantised(values[many], scales[few]), signed=signed)[..., inside]
 
-        return Computed(values.shape, torch.float32, read)
-    if last not in Quantised._fields or (name := held.get(_Role(whole))) is None:
+        shape = values.shape
+        if coding is None:
+            return Computed(shape, torch.float32, read)
+    elif coding is None or (name := held.get(_Role(whole))) is None:
         return None
-    dense = stored[name]
+    else:
+        kept = stored[name]
+        read, shape = lambda where: kept[where].float(), kept.shape
+    scaled = role.path.endswith(f"/{_SCALES}")
 
     def make(where: tuple[slice, ...]) -> torch.Tensor:
-        if last == _SCALES:
+        if scaled:
             *lead, part = where
             where = (*lead, slice(part.start * BLOCK, part.stop * BLOCK))
         _, many, inside = blocks(where, BLOCK)
-        made = quantise(dense[many].float(), signed=signed)
-        return made.scales if last == _SCALES else made.codes[..., inside]
+        made = quantise(read(many), signed=signed, coding=coding_of(coding))
+        return made.scales if scaled else made.codes[..., inside]
 
-    if last == _CODES:
-        return Computed(dense.shape, torch.uint8, make)
-    shape = (*dense.shape[:-1], dense.shape[-1] // BLOCK)
-    return Computed(shape, torch.float32, make)
+    if not scaled:
+        return Computed(shape, coding, make)
+    return Computed((*shape[:-1], shape[-1] // BLOCK), torch.float32, make)
 
 
 def _words(wanted: Mapping[str, torch.Tensor], stored: checkpoint.Checkpoint) -> list[str]:
@@ -383,6 +414,7 @@ def _words(wanted: Mapping[str, torch.Tensor], stored: checkpoint.Checkpoint) ->
     before, after = _roles(list(stored)), _roles(wanted)
     held = {role: name for name, role in before.items()}
     masters = _masters(stored, held)
+    coded = _codings({role: name for name, role in after.items()}, wanted)
     changed: dict[str, None] = {}
     for name, leaf in wanted.items():
         role, was, now = after[name], None, _kind(leaf.dtype)
@@ -390,9 +422,9 @@ def _words(wanted: Mapping[str, torch.Tensor], stored: checkpoint.Checkpoint) ->
         if source is not None:
             was = _kind(stored[source].dtype)
         elif (dense := held.get(_Role(role.path.rpartition("/")[0]))) is not None:
-            was, now = _kind(stored[dense].dtype), _BITS[torch.uint8]
-        elif _Role(f"{role.path}/{_CODES}") in held:
-            was = _BITS[torch.uint8]
+            was, now = _kind(stored[dense].dtype), _kind(coded[_moment(role)])
+        elif (codes := held.get(_Role(f"{role.path}/{_CODES}"))) is not None:
+            was = _kind(stored[codes].dtype)
         if role.field == _MASTERS and source is None:
             changed["masters made of the parameters"] = None
         elif was not in (None, now) and role.wrapper in (None, _WRAPPERS[0]):
@@ -409,7 +441,7 @@ def _words(wanted: Mapping[str, torch.Tensor], stored: checkpoint.Checkpoint) ->
 
 
 _BITS: Mapping[torch.dtype, str] = MappingProxyType(
-    {torch.int16: "16 bits beside bfloat16", torch.uint8: "8 bits"}
+    {torch.int16: "16 bits beside bfloat16", CODES["int8"]: "8 bits", CODES["fp8"]: "fp8"}
 )
 
 

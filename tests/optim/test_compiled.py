@@ -12,6 +12,7 @@ CONFIG = gpt.GPTConfig(
 )  # fmt: skip
 CHOICES = {
     "int8": optim.OptimizerConfig(mu_dtype="int8", nu_dtype="int8"),
+    "fp8": optim.OptimizerConfig(mu_dtype="fp8", nu_dtype="fp8"),
     "bfloat16 moments": optim.OptimizerConfig(mu_dtype="bfloat16", fp32_masters=True),
     "offload": optim.OptimizerConfig(offload=True),
     "muon": optim.OptimizerConfig("muon", muon=optim.MuonConfig(distributed=True, dtype="")),

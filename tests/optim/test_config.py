@@ -275,7 +275,7 @@ def test_every_problem_of_the_new_fields_is_named():
     with pytest.raises(ValueError, match="the optimizer cannot be built") as caught:
         optim.make_optimizer(config, 0.1)
     for text in (
-        "optimizer.mu_dtype: got 'int4'; wanted one of '', 'float32', 'bfloat16', 'int8'",
+        "optimizer.mu_dtype: got 'int4'; wanted one of '', 'float32', 'bfloat16', 'int8', 'fp8'",
         "optimizer.grad_dtype: got 'float8'",
         "optimizer.muon.momentum: got 1.5",
         "optimizer.muon.scale: got 'x'",

@@ -1,5 +1,6 @@
 """Moments in 8 bits: the paper's code, its error, and trainings that it does not change much."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -108,10 +109,13 @@ def least_squares(optimizer, steps=60):
         ({"mu_dtype": torch.bfloat16, "nu_dtype": torch.float32}, 6, 2e-3),
         ({"mu_dtype": "int8", "nu_dtype": "int8"}, 2 * (1 + 4 / 64), 1e-2),
         ({"mu_dtype": "int8", "nu_dtype": torch.float32}, 5 + 4 / 64, 1e-2),
+        ({"mu_dtype": "fp8", "nu_dtype": "fp8"}, 2 * (1 + 4 / 64), 1e-2),
+        ({"mu_dtype": "fp8", "nu_dtype": "int8"}, 2 * (1 + 4 / 64), 1e-2),
     ],
 )
 def test_training_is_that_of_float32_moments(dtypes, bytes_per_parameter, tolerance):
-    """Relative to the loss: rounding errors of 2^-9, and of 1/2 in 64 a decade, average out."""
+    """Relative to the loss: rounding errors of 2^-9, and of 1/2 in 64 a decade or of 2^-4, average
+    out."""
     want, _ = least_squares(optim.adamw(1e-2))
     got, state = least_squares(optim.adamw(1e-2, **dtypes))
     assert got == pytest.approx(want, rel=tolerance)
@@ -121,12 +125,49 @@ def test_training_is_that_of_float32_moments(dtypes, bytes_per_parameter, tolera
 
 
 def decoded(moment, signed):
-    """The values of the 8-bit codes in float64, by the paper's table."""
-    units = np.array(paper_values(signed))[moment.codes.numpy()]
-    return units * np.repeat(moment.scales.double().numpy(), 64, -1)
+    """The values of the 8-bit codes in float64, by the paper's table or that of ml_dtypes."""
+    scales = np.repeat(moment.scales.double().numpy(), 64, -1)
+    if moment.codes.dtype == torch.uint8:
+        return np.array(paper_values(signed))[moment.codes.numpy()] * scales
+    codes = moment.codes.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+    found = codes.astype(np.float64) / 448 * scales
+    return found if signed else found**2
 
 
-def test_every_one_of_20_steps_is_the_papers():
+def e4m3_values(signed):
+    """All numbers of the format over the largest."""
+    every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    return np.unique(every[np.isfinite(every) & ((every >= 0) | signed)]) / 448
+
+
+@given(seed=st.integers(0, 1000), signed=st.booleans(), log_scale=st.floats(-15, 8))
+def test_numbers_and_roots_of_squares_are_the_nearest_of_fp8(seed, signed, log_scale):
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, 128, generator=draw) * torch.rand(3, 128, generator=draw) ** 6
+    x = x * 10**log_scale
+    x = x if signed else x.square()
+    q = optim.quantise(x, signed=signed, coding="fp8")
+    assert q.codes.dtype == torch.float8_e4m3fn
+    assert q.scales.dtype == torch.float32
+    kept = x.double().numpy() if signed else np.sqrt(x.double().numpy())
+    got = decoded(q, signed) if signed else np.sqrt(decoded(q, signed))
+    scales = np.repeat(np.abs(kept).reshape(3, 2, 64).max(-1), 64, -1)
+    unit = kept / scales
+    nearest = np.abs(unit[..., None] - e4m3_values(signed)).min(-1)
+    np.testing.assert_allclose(np.abs(unit - got / scales), nearest, atol=1e-7)
+    assert (np.abs(unit - got / scales) <= np.maximum(np.abs(unit) / 16, 2.2e-6)).all()
+    np.testing.assert_allclose(optim.dequantise(q, signed=signed), decoded(q, signed), rtol=1e-6)
+
+
+def test_fp8_keeps_nan_and_infinity():
+    """Which 8-bit integers have no code for."""
+    x = torch.ones(64)
+    x[3] = torch.nan
+    assert optim.dequantise(optim.quantise(x, signed=True, coding="fp8"), signed=True).isnan().all()
+
+
+@pytest.mark.parametrize("coding", ["int8", "fp8"])
+def test_every_one_of_20_steps_is_the_papers(coding):
     """Section 2: moments are read from 8 bits, updated, used in full precision, and stored again.
 
     Each step in float64 from what the one before has stored: else one code that a rounding error
@@ -139,8 +180,8 @@ def test_every_one_of_20_steps_is_the_papers():
         b2,
         eps,
         weight_decay=decay,
-        mu_dtype="int8",
-        nu_dtype="int8",
+        mu_dtype=coding,
+        nu_dtype=coding,
         quantised={"w": True},
     )
     source = torch.Generator().manual_seed(0)
@@ -157,15 +198,19 @@ def test_every_one_of_20_steps_is_the_papers():
         wanted = p - rate * (update + decay * p)
         np.testing.assert_allclose(params["w"].double().numpy(), wanted, rtol=1e-5, atol=1e-6)
         for name, x, signed in (("mu", m, True), ("nu", v, False)):
+            got = decoded(getattr(state[0], name)["w"], signed)
+            if coding == "fp8" and not signed:
+                x, got = np.sqrt(x), np.sqrt(got)
             scales = np.repeat(np.abs(x).reshape(8, 2, 64).max(-1), 64, -1)
-            unit, table = x / scales, np.array(paper_values(signed))
+            table = np.array(paper_values(signed)) if coding == "int8" else e4m3_values(signed)
+            unit, got = x / scales, got / scales
             nearest = np.abs(unit[..., None] - table).min(-1)
-            got = decoded(getattr(state[0], name)["w"], signed) / scales
             np.testing.assert_allclose(np.abs(unit - got), nearest, atol=1e-6)
 
 
+@pytest.mark.parametrize("coding", ["int8", "fp8"])
 @pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(dp=2, tp=2)], ids=str)
-def test_shards_have_the_codes_of_the_whole(mesh):
+def test_shards_have_the_codes_of_the_whole(mesh, coding):
     """Blocks do not cross shards, so on every mesh the same numbers are rounded in the same way."""
     specs = {"w": P(None, "tp"), "b": P("tp")}
     params = {
@@ -173,7 +218,7 @@ def test_shards_have_the_codes_of_the_whole(mesh):
         "b": torch.ones(256),
     }
     optimizer = optim.adamw(
-        0.1, mu_dtype="int8", nu_dtype="int8", quantised={"w": True, "b": False}
+        0.1, mu_dtype=coding, nu_dtype=coding, quantised={"w": True, "b": False}
     )
 
     def train(params):
@@ -187,4 +232,5 @@ def test_shards_have_the_codes_of_the_whole(mesh):
     assert shards == {"w": P("dp", "tp"), "b": P(("tp", "dp"))}
     got = shard_map(train, mesh, (shards,), (shards, optimizer.specs(shards)), donate=0)(params)
     for path, a, b in zip(tree.paths(want), tree.leaves(got), tree.leaves(want), strict=True):
-        assert torch.equal(a, b), path
+        assert a.dtype == b.dtype, path
+        assert torch.equal(a.float(), b.float()), path

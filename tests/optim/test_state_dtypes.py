@@ -26,7 +26,7 @@ MOMENTS = {
     "lion": [("", ""), ("bfloat16", ""), ("float32", "")],
     "adam_mini": [("", ""), ("bfloat16", ""), ("float32", "")],
 }
-ALL = [("", ""), ("bfloat16", "float32"), ("float32", "bfloat16"), ("int8", "int8")]
+ALL = [("", ""), ("bfloat16", "float32"), ("float32", "bfloat16"), ("int8", "int8"), ("fp8", "fp8")]
 AROUND = [
     {"fp32_masters": True},
     {"stochastic_rounding": True},

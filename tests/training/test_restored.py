@@ -217,33 +217,36 @@ def test_each_rank_reads_its_part(fields, runs):
             assert leaf.dtype == want.dtype
 
 
-def test_moments_in_8_bits_and_out_of_them(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("coding", "title"), [("int8", "8 bits"), ("fp8", "fp8")])
+def test_moments_in_8_bits_and_out_of_them(tmp_path, monkeypatch, coding, title):
     """As the optimizer reads and stores them, on a rank as on one device; squares have no signs."""
     module = sys.modules["functron.checkpoint.restore"]
     monkeypatch.setattr(module, "_ELEMENTS", 5000)  # so that parts are computed
     eight = config_of("bf16")
     eight = replace(eight, gpt=replace(eight.gpt, vocab_size=128, embed_dim=128), optimizer=replace(
-        eight.optimizer, mu_dtype="int8", nu_dtype="int8"))  # fmt: skip
+        eight.optimizer, mu_dtype=coding, nu_dtype=coding))  # fmt: skip
     plain = replace(eight, optimizer=replace(eight.optimizer, mu_dtype="", nu_dtype=""))
     low, wide = plan(eight, Mesh()), plan(plain, Mesh())
     draw = torch.Generator().manual_seed(0)
-    state = tree.map(
-        lambda x: torch.randn(x.shape, generator=draw).to(x.dtype) if x.is_floating_point() else x,
-        wide.init(random.key(0)),
-    )
+
+    def drawn(path, x):
+        numbers = torch.randn(x.shape, generator=draw) if x.is_floating_point() else x
+        return (numbers.abs() if "/nu/" in path else numbers).to(x.dtype)
+
+    state = tree.map_with_path(drawn, wide.init(random.key(0)))
     checkpoint.save(tmp_path / "32", state, {"step": 1})
     got, words = restored(tmp_path / "32", low, random.key(0), CPU, recast=True)
-    assert words == ("the optimizer's state from float32 to 8 bits",)
+    assert words == (f"the optimizer's state from float32 to {title}",)
     before, after = (dict(zip(tree.paths(x), tree.leaves(x), strict=True)) for x in (state, got))
     coded = [name.removesuffix("/codes") for name in after if name.endswith("/codes")]
     assert len(coded) == 4  # embedding and output, of means and of squares
     for name in coded:
-        made = optim.quantise(before[name], signed="/mu/" in name)
+        made = optim.quantise(before[name], signed="/mu/" in name, coding=coding)
         assert torch.equal(made.codes, after[f"{name}/codes"])
         assert torch.equal(made.scales, after[f"{name}/scales"])
     checkpoint.save(tmp_path / "8", got, {"step": 1})
     back, words = restored(tmp_path / "8", wide, random.key(0), CPU, recast=True)
-    assert words == ("the optimizer's state from 8 bits to float32",)
+    assert words == (f"the optimizer's state from {title} to float32",)
     known = dict(zip(tree.paths(back), tree.leaves(back), strict=True))
     for name in coded:
         made = optim.Quantised(after[f"{name}/codes"], after[f"{name}/scales"])
@@ -259,6 +262,40 @@ def test_moments_in_8_bits_and_out_of_them(tmp_path, monkeypatch):
             assert torch.equal(leaf, shard(whole[name], specs[name], mesh, mesh.coordinate(1))), (
                 name
             )
+
+
+@pytest.mark.parametrize(("before", "after"), [("int8", "fp8"), ("fp8", "int8")])
+def test_moments_from_8_bits_to_other_8_bits(tmp_path, before, after):
+    small = config_of("float32")
+    small = replace(small, gpt=replace(small.gpt, vocab_size=128, embed_dim=128))
+
+    def run(coding):
+        own = replace(small.optimizer, mu_dtype=coding, nu_dtype=coding)
+        return plan(replace(small, optimizer=own), Mesh())
+
+    draw = torch.Generator().manual_seed(0)
+    state = run(before).init(random.key(0))
+    adam = state.opt_state
+    named = dict(zip(tree.paths(adam), tree.leaves(adam), strict=True))
+    means = [x.removesuffix("/codes") for x in named if x.endswith("/codes")]
+    assert len(means) == 4
+    for name in means:  # numbers that are not 0
+        signed = "/mu/" in name or name.startswith("mu/")
+        dense = torch.randn(named[f"{name}/codes"].shape, generator=draw)
+        made = optim.quantise(dense if signed else dense**2, signed=signed, coding=before)
+        named[f"{name}/codes"].copy_(made.codes)
+        named[f"{name}/scales"].copy_(made.scales)
+    checkpoint.save(tmp_path / "one", state, {"step": 1})
+    got, words = restored(tmp_path / "one", run(after), random.key(0), CPU, recast=True)
+    titles = {"int8": "8 bits", "fp8": "fp8"}
+    assert words == (f"the optimizer's state from {titles[before]} to {titles[after]}",)
+    found = dict(zip(tree.paths(got.opt_state), tree.leaves(got.opt_state), strict=True))
+    for name in means:
+        signed = "/mu/" in name or name.startswith("mu/")
+        held = optim.Quantised(named[f"{name}/codes"], named[f"{name}/scales"])
+        made = optim.quantise(optim.dequantise(held, signed=signed), signed=signed, coding=after)
+        assert torch.equal(found[f"{name}/codes"].float(), made.codes.float())
+        assert torch.equal(found[f"{name}/scales"], made.scales)
 
 
 def test_weights_that_do_not_fit(runs, tmp_path):
