@@ -24,6 +24,7 @@ FLOORS = (
     ("checkpoint",),
     ("hub",),
     ("training",),
+    ("testing",),
     ("cli",),
 )
 """From the ground up. A room imports itself and floors below; rooms of a floor do not meet."""

@@ -31,6 +31,7 @@ from functron.core.errors import Problem, raise_problems, refuse
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
 EVAL = "eval"
 """The key of the numbers of held-out sets in a record."""
 
@@ -78,6 +79,31 @@ def jsonl(path: Path) -> Iterator[Callable[[Record], None]]:
             stream.flush()
 
         yield write
+
+
+@contextmanager
+def event_log(path: Path) -> Iterator[Callable[..., None]]:
+    """A function ``write(kind, step, **about)`` that adds an event of a run as a line to a file.
+
+    A line has ``step``, ``kind``, ``time`` (in seconds, of the system's clock), ``rank`` (None:
+    of no rank in particular) and what `about` says; a number that is not finite becomes null. It
+    is one write at the end of the file, so that processes which share the file do not mix their
+    lines, and there is no file before the first event.
+    """
+    file = None
+
+    def write(kind: str, step: int, **about: Any) -> None:
+        nonlocal file
+        if file is None:
+            file = path.open("ab", buffering=0)
+        event = {"step": step, "kind": kind, "time": time.time(), "rank": None, **about}
+        file.write((json.dumps(_finite(event)) + "\n").encode())
+
+    try:
+        yield write
+    finally:
+        if file is not None:
+            file.close()
 
 
 @contextmanager
@@ -229,6 +255,8 @@ def flat(record: Record, under: str = "") -> dict[str, Any]:
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -134,3 +134,20 @@ def test_positions_cost_little(whole):
     for step in range(100):
         text.progress(10**12 + step)
     assert time.perf_counter() - began < 1  # some 10 microseconds each
+
+
+def test_events_are_lines_of_one_write_each(tmp_path):
+    path = tmp_path / report.EVENTS
+    with report.event_log(path) as write:
+        assert not path.exists()
+        write("spike", 3, loss=math.inf, parts=[1.0, math.nan])
+        with report.event_log(path) as other:
+            other("hang", 4, rank=1)
+        write("stop", 5)
+    found = report.read(path)
+    assert [(row["kind"], row["step"], row["rank"]) for row in found] == [
+        ("spike", 3, None), ("hang", 4, 1), ("stop", 5, None)
+    ]  # fmt: skip
+    assert found[0]["loss"] is None
+    assert found[0]["parts"] == [1.0, None]
+    assert abs(found[0]["time"] - time.time()) < 60

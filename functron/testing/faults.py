@@ -1,0 +1,125 @@
+"""Faults: values that say what goes wrong where, and functions that put them into a run.
+
+A fault is put in by wrapping what a run is given (`injected` around its step), or by changing a
+file; nothing is patched, and a process without the wrapper is untouched. For tests of runs that
+are meant to survive, ours and our users'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from functron.core import tree
+from functron.core.errors import nearest, refuse
+
+# --- wrong bits: in tensors, in files
+
+
+def flip_(tensor: torch.Tensor, element: int, bit: int) -> None:
+    """Flip one bit of one element, in place.
+
+    Args:
+        tensor: contiguous, of any dtype.
+        element: in row-major order.
+        bit: from 0, the least significant one.
+
+    Raises:
+        ValueError: there is no such element, or no such bit in it.
+    """
+    size = tensor.element_size()
+    if not (0 <= element < tensor.numel() and 0 <= bit < 8 * size):
+        got, wanted = f"bit {bit} of element {element}", f"one of {tensor.numel()} x {8 * size}"
+        refuse("cannot flip a bit", "tensor", got, wanted)
+    raw = tensor.detach().view(-1).view(torch.uint8)  # little-endian on all that torch runs on
+    raw[element * size + bit // 8] ^= 1 << bit % 8
+
+
+def flip_file(path: Path, byte: int, bit: int) -> None:
+    """Flip one bit of one byte of a file.
+
+    Raises:
+        ValueError: the file has no such byte.
+    """
+    size = path.stat().st_size
+    if not (0 <= byte < size and 0 <= bit < 8):
+        got, wanted = f"bit {bit} of byte {byte}", f"one of {size} bytes, of 8 bits"
+        refuse("cannot flip a bit", str(path), got, wanted)
+    with path.open("r+b") as file:
+        file.seek(byte)
+        value = file.read(1)[0]
+        file.seek(byte)
+        file.write(bytes([value ^ 1 << bit]))
+
+
+@dataclass(frozen=True)
+class Corrupt:
+    """Wrong numbers in one leaf of the state as a step begins.
+
+    Attributes:
+        step: from 0.
+        leaf: the path of a leaf of the state, such as ``params/embed``.
+        rank: of the process; None: of every process, as a bad sample or a mistake in the model is.
+        element: which one, in row-major order; None: all of them.
+        bit: the bit that is flipped; None: the value is set instead.
+        value: what is set, such as NaN.
+        scale: multiply by `value`, rather than set it.
+        times: how often the step goes wrong; None: whenever it is taken, as on broken hardware. 1
+            is a transient fault, which is not there when the step is taken again.
+    """
+
+    step: int
+    leaf: str
+    rank: int | None = None
+    element: int | None = 0
+    bit: int | None = None
+    value: float = float("nan")
+    scale: bool = False
+    times: int | None = 1
+
+
+def injected(
+    step: Callable[[Any, Any], tuple[Any, Any]], faults: Sequence[Corrupt], rank: int = 0
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """`step` of a run on the process `rank`, into which these faults are put.
+
+    It counts how often each has happened, by itself: two wrapped steps share nothing.
+
+    Raises:
+        ValueError: (when called) the state has no such leaf.
+    """
+    left = [fault.times for fault in faults]
+
+    def wrapped(state: Any, batch: Any) -> tuple[Any, Any]:
+        index = int(state.step)
+        for number, fault in enumerate(faults):
+            here = fault.rank in (None, rank) and fault.step == index
+            if not here or left[number] == 0:
+                continue
+            if (remaining := left[number]) is not None:
+                left[number] = remaining - 1
+            _corrupt_(state, fault)
+        return step(state, batch)
+
+    return wrapped
+
+
+def _corrupt_(state: Any, fault: Corrupt) -> None:
+    leaves = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
+    if fault.leaf not in leaves:
+        refuse(
+            "no such leaf", fault.leaf, "no leaf of the state", "one", nearest(fault.leaf, leaves)
+        )
+    leaf = leaves[fault.leaf].detach()
+    if fault.bit is not None:
+        flip_(leaf, fault.element or 0, fault.bit)
+        return
+    part = leaf if fault.element is None else leaf.view(-1)[fault.element]
+    if fault.scale:
+        part.mul_(fault.value)
+    else:
+        part.fill_(fault.value)
