@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.abc
 import importlib.util
 import inspect
@@ -226,6 +227,15 @@ def name_group(name: str, group: dist.ProcessGroup) -> None:
     key: Any = name
     c10d._unregister_process_group(key)  # an earlier one of these ranks
     c10d._register_process_group(key, group)
+
+
+def kept(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group written in Python, never freed: torch's registry of names does not keep it.
+
+    It keeps what is in C++ alone, which then finds no methods.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    return group
 
 
 _ORDERED_GLOO = "gloo_in_order"
