@@ -25,7 +25,7 @@ from functron.optim import (
 from functron.pipeline.partition import Part
 from functron.precision import POLICIES, Recipe
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
-from functron.training import data, evaluation, records, run_folder
+from functron.training import data, evaluation, records, restarts, run_folder
 from functron.training.config import TrainConfig, load
 from functron.training.plan import Plan, with_additions
 from functron.training.restored import recipe_text
@@ -72,13 +72,20 @@ def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
         yield Problem("data", got, "text or tokens", fix)
 
 
-def validate(config: TrainConfig, *, processes: int | None = None, recast: bool = False) -> None:
+def validate(
+    config: TrainConfig,
+    *,
+    processes: int | None = None,
+    recast: bool = False,
+    launched_here: bool = False,
+) -> None:
     """Check everything that can be known before training; changes nothing.
 
     Args:
         config: what is to be run.
         processes: how many processes take part, where they run already (under torchrun).
         recast: whether a run that goes on may do so in another precision.
+        launched_here: whether functron's own launcher started them.
 
     Raises:
         ValueError: listing everything that is wrong, each with its fix.
@@ -108,6 +115,11 @@ def validate(config: TrainConfig, *, processes: int | None = None, recast: bool 
         ramp = _try(lambda: config.batches, messages)
         problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)
     problems += _number_problems(config)
+    if mesh is not None and min(config.global_batch, config.microbatches) >= 1:
+        found = _try(
+            lambda: list(restarts.problems_of(config, mesh, processes, launched_here)), messages
+        )
+        problems += found or []
     problems += _try(lambda: list(problems_of(config, mesh)), messages) or []
     problems += adapters
     problems += precision
@@ -342,11 +354,14 @@ def _number_problems(config: TrainConfig) -> Iterator[Problem]:
     least = {"steps": 1, "seq": 1, "global_batch": 1, "microbatches": 1}
     least |= dict.fromkeys(("nproc", "seed", "chunks", "save_every", "keep_last", "keep_every"), 0)
     least |= {"loss_chunk_tokens": 0, "prefetch": 0, "log_layers_every": 0}
-    least |= {"eval_every": 0, "eval_batches": 0}
+    least |= {"eval_every": 0, "eval_batches": 0, "max_restarts": 0}
     for name, smallest in least.items():
         value = getattr(config, name)
         if value < smallest:
             yield Problem(name, str(value), f"at least {smallest}")
+    if not 0 <= config.restart_pause_seconds < float("inf"):
+        got = f"{config.restart_pause_seconds:g}"
+        yield Problem("restart_pause_seconds", got, "at least 0, and finite")
     if not 1 <= config.timeout_seconds < float("inf"):
         yield Problem("timeout_seconds", f"{config.timeout_seconds:g}", "at least 1, and finite")
     if config.cuda_graph and not (config.compile and config.device != "cpu"):

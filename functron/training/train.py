@@ -1,7 +1,7 @@
 """A training run from its configuration: data, plan, state, and the loop of steps.
 
-Ctrl-C and SIGTERM are a request to stop that a running step outlives. Records have what the machine
-could do and what the process used: the denominators of MFU and memory.
+Ctrl-C, SIGTERM and SIGUSR1 are requests to stop that a running step outlives. Records
+have what the machine could do and what the process used: the denominators of MFU and memory.
 """
 
 from __future__ import annotations
@@ -34,13 +34,18 @@ from functron.data.order import RampUp, drawn
 from functron.models import gpt
 from functron.precision.recipe import check_gpu
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
-from functron.training import data, records, run_folder
+from functron.training import data, records, restarts, run_folder
 from functron.training.config import TrainConfig
 from functron.training.data import prefetched
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
 from functron.training.plan import Plan, Watch, plan
 from functron.training.restored import restored
 from functron.training.step import State
+
+EXIT_AFTER = int(signal.NSIG)
+"""That a run's time is over, where the number of a signal may stand as well."""
+RESHAPE = EXIT_AFTER + 1
+"""That a run goes on with more ranks, likewise."""
 
 
 @dataclass
@@ -49,29 +54,53 @@ class Request:
 
     Attributes:
         signal: the signal that asked, or None.
+        ends: when the time of the run is over, by ``time.monotonic()``.
+        grown: whether there are processes for a larger mesh; asked where a checkpoint is saved.
     """
 
     signal: int | None = None
+    ends: float = math.inf
+    grown: Callable[[], bool] | None = None
+
+    def asked(self, *, saving: bool = False) -> int:
+        """The number of the signal, or `EXIT_AFTER` or `RESHAPE`; 0 where nobody asked."""
+        if self.signal is not None:
+            return self.signal
+        if time.monotonic() >= self.ends:
+            return EXIT_AFTER
+        return RESHAPE if saving and self.grown is not None and self.grown() else 0
+
+
+_ECHO_SECONDS = 2.0
 
 
 @contextmanager
 def stop_requests() -> Iterator[Request]:
-    """Turn the first SIGINT or SIGTERM within the with block into a `Request`.
+    """Turn the first SIGINT, SIGTERM or SIGUSR1 within the with block into a `Request`.
 
-    The second one raises KeyboardInterrupt at once. The handlers that were installed before are
-    put back at the end. Outside the main thread, where Python allows no handlers, nothing changes.
+    The second one raises KeyboardInterrupt at once, but for SIGUSR1, which only ever asks, and a
+    SIGTERM that comes twice within 2 seconds: a scheduler sends it to every process of a job, and
+    its launcher passes it on. The handlers that were installed before are put back at the end.
+    Outside the main thread, where Python allows no handlers, nothing changes.
     """
     request = Request()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
 
-    def handle(number: int, frame: object) -> None:
-        if request.signal is not None:
-            raise KeyboardInterrupt
-        request.signal = number
+    asked_at = 0.0
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    def handle(number: int, frame: object) -> None:
+        nonlocal asked_at
+        recent = time.monotonic() - asked_at < _ECHO_SECONDS
+        echo = number == signal.SIGUSR1 or (number == request.signal == signal.SIGTERM and recent)
+        if request.signal in (None, signal.SIGUSR1):
+            request.signal, asked_at = number, time.monotonic()
+        elif not echo:
+            raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    previous = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield request
     finally:
@@ -185,7 +214,8 @@ class Outcome(NamedTuple):
     Attributes:
         state: after the last step.
         history: one record per step; see `Meter.record`.
-        stopped_by: the signal that ended it early, whichever rank received it, or None.
+        stopped_by: the signal that ended it early, whichever rank received it, `EXIT_AFTER` or
+            `RESHAPE`; None where it has all its steps.
     """
 
     state: Any
@@ -273,8 +303,8 @@ def loop(
     Nothing but `step` and `batches` is needed, so that a notebook can run any step; and no file is
     written but by what is passed as `save` and `reporters`.
 
-    The first Ctrl-C or SIGTERM lets the running step finish, saves, and returns; the second one
-    raises KeyboardInterrupt.
+    The first Ctrl-C, SIGTERM or SIGUSR1 lets the running step finish, saves, and returns; the
+    second one raises KeyboardInterrupt, as `stop_requests` has it.
 
     Args:
         step: ``(state, batch) -> (state, metrics)``, metrics with ``loss`` and, if it likes,
@@ -325,18 +355,20 @@ def loop(
             watched = watch if watch is not None and watch.due(index) else None
             state, metrics = (step if watched is None else watched.step)(state, batch)
             taken.append(_Taken.of(index, batch, metrics, watched, began))
-            stopped_by = agree(request.signal or 0)
             last = index + 1 == steps
             evaluating = evaluate is not None and _is_due(index + 1, evaluate_every, steps)
             saving = last or bool(save_every and (index + 1) % save_every == 0)
+            stopped_by = agree(request.asked(saving=saving and not last))
+            stopped_by = 0 if last and stopped_by == EXIT_AFTER else stopped_by
+            hurried = stopped_by not in (0, RESHAPE)  # which is asked for at checkpoints
             left = 0 if evaluating or saving or stopped_by else ahead
             while len(taken) > left:
                 done = taken.popleft()
                 record = done.record(meter, settled)
                 finite = math.isfinite(record["loss"])  # all ranks agree on that
-                if evaluate is not None and evaluating and not (taken or stopped_by) and finite:
+                if evaluate is not None and evaluating and not (taken or hurried) and finite:
                     record[records.EVAL] = evaluate(state)
-                    stopped_by = agree(request.signal or 0)  # it may have taken long
+                    stopped_by = agree(request.signal or 0) or stopped_by  # it may have taken long
                 history.append(record)
                 for write in writers:
                     write(record)
@@ -423,9 +455,19 @@ def _stuck(record: Mapping[str, Any], patience: int, names: Sequence[str]) -> st
     )
 
 
+REQUEUE_CODE = 128 + signal.SIGUSR1
+"""The exit code of a run that saved and left before its end, to be started again: 138."""
+RESHAPE_CODE = 75
+"""That of a run that saved, to be started with more ranks at once: EX_TEMPFAIL of sysexits.h."""
+
+
 def exit_code(stopped_by: int | None) -> int:
-    """The exit code of a process that a signal ended: 128 + its number, as shells have it."""
-    return 0 if stopped_by is None else 128 + stopped_by
+    """The exit code of a process that ended early: 128 + the signal's number, as shells have it.
+
+    Where its time was over that of SIGUSR1, with which schedulers say so.
+    """
+    codes = {None: 0, EXIT_AFTER: REQUEUE_CODE, RESHAPE: RESHAPE_CODE}
+    return codes[stopped_by] if stopped_by in codes else 128 + int(stopped_by or 0)
 
 
 _HURRIED = 5.0  # seconds without a sign of life after which a run that is to end waits no longer
@@ -556,12 +598,18 @@ def prepare(
     return Run(made, text, state, step, watch, where, start, held_out, program, notes)
 
 
-def train(run: Run, out: Path | None) -> Outcome:
+def train(run: Run, out: Path | None, *, began: float | None = None) -> Outcome:
     """Take the steps of `run`, and leave what a run folder holds in `out` (None: no files).
 
     On a bound mesh every rank calls it, with the same `out`, which all must reach: each writes its
     part of checkpoints, while training goes on, and rank 0 all else. Collectives: those of the
     step, and one all-reduce of a scalar per step.
+
+    Args:
+        run: made by `prepare`.
+        out: the run folder.
+        began: when the process did, by ``time.monotonic()``: `TrainConfig.exit_after` counts from
+            then; None: now.
 
     Raises:
         FloatingPointError: loss or gradients are not finite, or float16 overflows without end.
@@ -571,6 +619,7 @@ def train(run: Run, out: Path | None) -> Outcome:
     model, family = config.architecture, config.family
     bound, scaled = isinstance(mesh, BoundMesh), config.optimizer.loss_scale
     main = not isinstance(mesh, BoundMesh) or mesh.rank == 0
+    began = time.monotonic() if began is None else began
 
     # numbers of the host: NCCL's groups would have it wait for the GPU
     hosts = dist.new_group(backend="gloo") if bound and device.type == "cuda" else None
@@ -601,11 +650,15 @@ def train(run: Run, out: Path | None) -> Outcome:
         if config.deterministic:
             stack.enter_context(deterministic())
         stop = stack.enter_context(stop_requests())  # until the last save is complete
+        if config.exit_after:
+            stop.ends = began + restarts.seconds_of(config.exit_after)
+        if config.elastic and main:
+            stop.grown = lambda: restarts.can_grow(config)
         save = stack.enter_context(_saving(run, out, stop)) if out is not None else None
         # the copy to the device stays in this thread: which GPU is current is a thread's own affair
         ahead = prefetched(run.host_batch, run.start, config.steps, config.prefetch)
         host_batch = stack.enter_context(ahead)
-        return loop(
+        outcome = loop(
             run.step,
             run.state,
             lambda step: run.on_device(host_batch(step)),
@@ -625,6 +678,19 @@ def train(run: Run, out: Path | None) -> Outcome:
             skips=config.optimizer.skip_nonfinite > 0,
             overflowing=run.plan.overflowing,
         )
+    if main and out is not None and outcome.stopped_by is not None:
+        _log_end(out, run.start + len(outcome.history), outcome.stopped_by)
+    return outcome
+
+
+def _log_end(out: Path, step: int, stopped_by: int) -> None:
+    """Record why a run left after `step`; the launcher records it where it grows."""
+    with records.event_log(out / records.EVENTS) as write:
+        if stopped_by == EXIT_AFTER:
+            write("exit_after", step, code=exit_code(stopped_by))
+        elif stopped_by != RESHAPE:
+            name = signal.Signals(stopped_by).name
+            write("signal", step, signal=name, code=exit_code(stopped_by))
 
 
 @contextmanager
@@ -671,7 +737,7 @@ def _saving(run: Run, out: Path, stop: Request) -> Iterator[Callable[[State, int
 
     def timeout() -> float:  # a rank's death may be why this one is to end: it is not waited for
         limit = config.timeout_seconds
-        return limit if stop.signal is None else min(limit, _HURRIED)
+        return limit if stop.signal in (None, signal.SIGUSR1) else min(limit, _HURRIED)
 
     placement, device = run.plan.placement, run.device
     with checkpoint.Saver(folder, placement, keep=keep, timeout=timeout, device=device) as saver:
