@@ -30,7 +30,7 @@ from functron.cli.process import MARK, Process
 from functron.core.errors import Problem
 from functron.spmd import BoundMesh, Mesh
 from functron.training.config import TrainConfig
-from functron.training.records import EVENTS, event_log
+from functron.training.records import CONFIG, EVENTS, event_log
 from functron.training.restarts import (
     Elastic,
     fitting,
@@ -323,6 +323,8 @@ def _again(
 ) -> list[str]:
     """The command line of a start: later options override earlier ones."""
     more = ["--out", str(out), "--resume", "auto"]
+    if (out / CONFIG).is_file():  # where a run notes what became of it, such as samples left out
+        more += ["--config", str(out / CONFIG)]
     if config.elastic:
         sizes = Elastic(Elastic.parse(config.elastic).axis, usable_sizes(config))
         more += ["--mesh", now.mesh, "--nproc", str(now.nproc), "--elastic", str(sizes)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from functron.core.errors import Problem, raise_problems
-from functron.data.order import RampUp
+from functron.data.order import Gaps, RampUp
 from functron.models.family import TRAINED
 from functron.optim import (
     group_problems,
@@ -26,6 +26,7 @@ from functron.pipeline.partition import Part
 from functron.precision import POLICIES, Recipe
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
 from functron.training import data, evaluation, records, restarts, run_folder
+from functron.training.anomalies import anomaly_problems
 from functron.training.config import TrainConfig, load
 from functron.training.plan import Plan, with_additions
 from functron.training.restored import recipe_text
@@ -120,6 +121,7 @@ def validate(
             lambda: list(restarts.problems_of(config, mesh, processes, launched_here)), messages
         )
         problems += found or []
+    problems += anomaly_problems(config.anomalies)
     problems += _try(lambda: list(problems_of(config, mesh)), messages) or []
     problems += adapters
     problems += precision
@@ -422,6 +424,8 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
         for name in ((*_ORDER, *_LORA) if begun_steps else ())
         if getattr(config, name) != getattr(begun, name)
     ]
+    if begun_steps and newest is not None:
+        found += _gap_problems(config, begun, int(newest.name))
     if config.family is not begun.family:
         was = begun.family
         return [*found, Problem("model", config.family.title, f"{was.title}, as in the run", fix)]
@@ -435,6 +439,20 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
         for name, value in here.items()
         if value != there[name]
     ]
+
+
+def _gap_problems(config: TrainConfig, begun: TrainConfig, steps: int) -> Iterator[Problem]:
+    """Samples of the first steps that were left out, or were not, when these were taken."""
+    try:
+        seen = begun.anomalies.gaps.number(config.batches.first_sample(steps))
+        gaps, before = config.anomalies.gaps, begun.anomalies.gaps
+    except ValueError:
+        return  # said elsewhere
+    kept = [tuple(x for x in g.ranges if x[0] < seen) for g in (gaps, before)]
+    if kept[0] != kept[1]:
+        wanted = f"{str(Gaps(kept[1])) or 'nothing'} of the {seen} samples that the run has seen"
+        fix = "leave it out, or begin a new run in another folder"
+        yield Problem("anomalies.skipped_samples", str(gaps) or "''", wanted, fix)
 
 
 def _policy_problems(config: TrainConfig, begun: TrainConfig) -> Iterator[Problem]:

@@ -32,6 +32,7 @@ from functron.ops.define import Choice
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.optim.config import moments_of
 from functron.precision import POLICIES, Policy, Recipe
+from functron.training.anomalies import AnomalyConfig
 
 Precision = Literal[
     "auto", "float32", "bf16", "bf16-pure", "fp16",
@@ -192,6 +193,7 @@ class TrainConfig:
             mean square of the residual stream after the layer; 0: never.
         tensorboard: write TensorBoard events into the run folder.
         wandb: log to Weights & Biases.
+        anomalies: which losses and gradient norms are not as they should be, and what is done.
         optimizer: the optimizer.
         learning_rate: its schedule; total_steps 0 stands for steps.
     """
@@ -268,6 +270,7 @@ class TrainConfig:
     log_layers_every: int = 0
     tensorboard: bool = False
     wandb: bool = False
+    anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learning_rate: ScheduleConfig = field(
         default_factory=lambda: ScheduleConfig(
@@ -379,8 +382,10 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     ),
     "optimizer": ("steps", "seed", "optimizer", "learning_rate"),
     "checkpoint": ("out", "resume", "save_every", "keep_last", "keep_every"),
-    "restarts": ("max_restarts", "restart_pause_seconds", "elastic", "slots", "exit_after"),
     "evaluation": ("eval_every", "eval_batches", "eval_data", "eval_averaged"),
+    "resilience": (
+        "max_restarts", "restart_pause_seconds", "elastic", "slots", "exit_after", "anomalies",
+    ),
     "logging": ("log_layers_every", "tensorboard", "wandb"),
 })  # fmt: skip
 """The options by subject, for the help: paths of fields, which stand for all that is under them.
@@ -393,7 +398,7 @@ COMMON = frozenset({
     "sequence_parallel", "microbatches", "schedule", "zero", "remat", "compile", "device", "steps",
     "seed", "optimizer.name", "optimizer.weight_decay", "learning_rate.peak",
     "learning_rate.warmup_steps", "out", "resume", "save_every", "eval_every", "eval_data",
-    "tensorboard", "wandb", "precision", "max_restarts",
+    "tensorboard", "wandb", "precision", "anomalies.on_spike", "max_restarts",
 })  # fmt: skip
 """The options that most runs use."""
 
