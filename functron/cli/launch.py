@@ -1,13 +1,18 @@
-"""The processes of a job: starting one per rank, joining those of torchrun, parting again."""
+"""The processes of a job: starting one per rank, and again, joining those of torchrun, parting."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
+import subprocess
 import sys
+import threading
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +29,18 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from functron.cli.process import MARK, Process
 from functron.core.errors import Problem
 from functron.spmd import BoundMesh, Mesh
+from functron.training.config import TrainConfig
+from functron.training.records import CONFIG, EVENTS, event_log
+from functron.training.restarts import (
+    Elastic,
+    fitting,
+    num_slots,
+    pause_seconds,
+    seconds_of,
+    steps_done,
+    usable_sizes,
+)
+from functron.training.train import REQUEUE_CODE, RESHAPE_CODE
 
 TIMEOUT_SECONDS = 300.0
 """How long a collective waits for a rank, unless a run says otherwise."""
@@ -103,17 +120,45 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How the processes of a job ended.
+
+    Attributes:
+        code: 0, the exit code of the process that failed first, or 128 + the signal.
+        text: for the user: its traceback, if it left one, and a line; empty where none failed.
+        rank: which one failed first; None: none did, or the launcher was told to stop.
+        final: whether starting it again is of no use: it is done, was told to stop, or would fail
+            in the same way.
+    """
+
+    code: int
+    text: str = ""
+    rank: int | None = None
+    final: bool = True
+
+
+Start = Callable[[int, Sequence[str]], Ending]
+"""Runs ``python *arguments`` in so many processes, until they ended."""
+
+
 def launch(nproc: int, arguments: Sequence[str]) -> int:
+    """`start` processes; the exit code, after what there is to say about it."""
+    ending = start(nproc, arguments)
+    if ending.text:
+        print(ending.text, file=sys.stderr, flush=True)
+    return ending.code
+
+
+def start(nproc: int, arguments: Sequence[str]) -> Ending:
     """Run ``python *arguments`` in `nproc` processes on this machine, through torchrun's launcher.
 
-    When one fails, the others are stopped within seconds; its traceback is printed, then one line.
+    When one fails, the others are stopped within seconds.
     SIGINT and SIGTERM are passed on, and the processes have 30 seconds to save and leave
-    (TORCH_ELASTIC_SHUTDOWN_TIMEOUT, where torch knows it, changes that).
+    (TORCH_ELASTIC_SHUTDOWN_TIMEOUT, where torch knows it, changes that). SIGUSR1 is passed on as
+    well, and they have as long as they need.
 
     The processors are divided among the processes unless OMP_NUM_THREADS is set.
-
-    Returns:
-        The exit code: 0, that of the process that failed first, or 128 + the signal.
     """
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     threads = max(1, len(os.sched_getaffinity(0)) // nproc) if has_affinity else 1
@@ -133,14 +178,48 @@ def launch(nproc: int, arguments: Sequence[str]) -> int:
     # what went wrong is printed below, once
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        elastic_launch(config, sys.executable)(*arguments)
+        with _passed_on(signal.SIGUSR1):
+            elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
         rank, failure = first_failure(error)
-        print(_explain(rank, failure, nproc), file=sys.stderr, flush=True)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        return _ending(rank, failure, nproc)
     except SignalException as error:
-        return 128 + int(error.sigval)
-    return 0
+        return Ending(128 + int(error.sigval))
+    return Ending(0)
+
+
+@contextmanager
+def _passed_on(number: int) -> Iterator[None]:
+    """Within the with block, pass a signal on to the processes that this one started."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: object) -> None:
+        for pid in _started():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    previous = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)
+
+
+def _started() -> list[int]:
+    """The processes that torch's launcher started here: each leads a session of its own."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True)
+    rows = [tuple(map(int, line.split())) for line in listed.stdout.splitlines()]
+    mine = [pid for pid, parent in rows if parent == os.getpid()]
+    return [pid for pid in mine if _session(pid) == pid]
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
@@ -165,9 +244,115 @@ def _details(failure: ProcessFailure) -> dict[str, Any]:
     return message.get("extraInfo", {}) if isinstance(message, dict) else {}
 
 
-def _explain(rank: int, failure: ProcessFailure, nproc: int) -> str:
-    signal_name = failure.signal_name() if failure.exitcode < 0 else ""
-    ending = f"killed by {signal_name}" if signal_name else f"exit code {failure.exitcode}"
-    trace = _details(failure).get("py_callstack", "").rstrip()
+LEFT_CODES = frozenset(128 + n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+"""The exit codes of processes that were told to save and leave, and did."""
+
+
+def _ending(rank: int, failure: ProcessFailure, nproc: int) -> Ending:
+    code, details = failure.exitcode, _details(failure)
+    if code in LEFT_CODES or code == RESHAPE_CODE:
+        return Ending(code)
+    name = failure.signal_name() if code < 0 else ""
+    ending = f"killed by {name}" if name else f"exit code {code}"
+    trace = details.get("py_callstack", "").rstrip()
     summary = f"functron: rank {rank} failed first ({ending}); all {nproc} processes were stopped"
-    return f"{trace}\n{summary}" if trace else summary
+    final = code == 2 or bool(details.get("final"))  # 2: a mistake of the user
+    text = f"{trace}\n{summary}" if trace else summary
+    return Ending(code if code > 0 else 128 - code, text, rank, final)
+
+
+def supervise(
+    config: TrainConfig, arguments: Sequence[str], out: Path, start: Start = start
+) -> int:
+    """Run ``functron train`` on processes, and start it again as often as `config` says.
+
+    A job that ended because a process died is started again, from the newest complete checkpoint
+    of its folder. What counts is progress: ``max_restarts`` is how many starts in a row may end
+    with no checkpoint and no record of a step beyond all that there were before. Where the run is
+    elastic, each start has the largest mesh that there are processes for; a run that left because
+    there were more is started at once. Events: ``restart``, ``shrink``, ``grow``.
+
+    Args:
+        config: that of `arguments`.
+        arguments: the options of the command.
+        out: the run's folder, which is there.
+        start: what runs the processes.
+
+    Returns:
+        The exit code: 0, or that of the last start.
+    """
+    ends = time.monotonic() + (seconds_of(config.exit_after) if config.exit_after else math.inf)
+    failures, best, now = 0, steps_done(out), config
+    with event_log(out / EVENTS) as write:
+        while (left := ends - time.monotonic()) > 0:
+            wanted = fitting(config, num_slots(config))
+            if wanted is not None and wanted.mesh != now.mesh:
+                _log_reshape(write, now, wanted, steps_done(out)[0])
+            now = wanted or now
+            arguments_now = _again(config, now, arguments, out, left)
+            ending = _TOO_FEW if wanted is None else start(now.nproc, arguments_now)
+            if ending.code == RESHAPE_CODE:
+                continue
+            if ending.text:
+                print(ending.text, file=sys.stderr, flush=True)
+            if ending.final:
+                return ending.code
+            done = steps_done(out)
+            progress = any(new > old for new, old in zip(done, best, strict=True))
+            best = max(done[0], best[0]), max(done[1], best[1])
+            failures = 1 if progress else failures + 1
+            if failures > config.max_restarts:
+                print(_given_up(config, failures), file=sys.stderr, flush=True)
+                return ending.code
+            pause = pause_seconds(config.restart_pause_seconds, failures - 1)
+            about = {"rank": ending.rank, "code": ending.code, "why": ending.text.splitlines()[-1]}
+            write("restart", done[0], **about, failures=failures, pause_seconds=pause)
+            print(_announced(failures, config, done[0], pause), file=sys.stderr, flush=True)
+            try:
+                time.sleep(max(min(pause, ends - time.monotonic()), 0))
+            except SignalException as error:  # by the handlers that torch's launcher leaves behind
+                return 128 + int(error.sigval)
+    return REQUEUE_CODE
+
+
+_TOO_FEW = Ending(1, "functron: too few processes can be had for any of the sizes", final=False)
+
+
+def _again(
+    config: TrainConfig, now: TrainConfig, arguments: Sequence[str], out: Path, left: float
+) -> list[str]:
+    """The command line of a start: later options override earlier ones."""
+    more = ["--out", str(out), "--resume", "auto"]
+    if (out / CONFIG).is_file():  # where a run notes what became of it, such as samples left out
+        more += ["--config", str(out / CONFIG)]
+    if config.elastic:
+        sizes = Elastic(Elastic.parse(config.elastic).axis, usable_sizes(config))
+        more += ["--mesh", now.mesh, "--nproc", str(now.nproc), "--elastic", str(sizes)]
+        more += ["--microbatches", str(now.microbatches)]
+    if config.exit_after:
+        more += ["--exit-after", f"{left:.3f}s"]
+    return ["-m", "functron", "train", *arguments, *more]
+
+
+def _log_reshape(
+    write: Callable[..., None], before: TrainConfig, after: TrainConfig, step: int
+) -> None:
+    kind = "grow" if after.nproc > before.nproc else "shrink"
+    about = {"before": before.mesh, "mesh": after.mesh, "microbatches": after.microbatches}
+    write(kind, step, **about)
+    print(f"functron: goes on with {after.mesh}, {after.nproc} processes", file=sys.stderr)
+
+
+def _announced(failures: int, config: TrainConfig, step: int, pause: float) -> str:
+    where = f"from step {step}" if step else "from the beginning: nothing is saved yet"
+    return (
+        f"functron: starts again in {pause:g} s, {where} "
+        f"(failure {failures} without progress; --max-restarts {config.max_restarts})"
+    )
+
+
+def _given_up(config: TrainConfig, failures: int) -> str:
+    return (
+        f"functron: given up after {failures} starts without progress; "
+        f"fix: see why, then go on with --resume (--max-restarts {config.max_restarts})"
+    )

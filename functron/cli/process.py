@@ -136,7 +136,8 @@ def guarded(program: Callable[[], int]) -> int:
 def record_failure(here: Process, error: BaseException, text: str) -> None:
     """Leave `text` for the launcher of this process, or print it where none would.
 
-    The file has torch.distributed.elastic's format, so that torchrun's summary shows it too.
+    The file has torch.distributed.elastic's format, so that torchrun's summary shows it too; it
+    also says whether another start would end in the same way.
     """
     if not here.launched_here:
         lines = "".join(f"rank {here.rank}: {line}\n" for line in text.splitlines())
@@ -144,6 +145,7 @@ def record_failure(here: Process, error: BaseException, text: str) -> None:
     if here.error_file:
         now = time.time()
         info = {"py_callstack": text, "timestamp": str(int(now)), "time": now}
+        info["final"] = isinstance(error, FloatingPointError)  # another start would end so, too
         message = {"message": f"{type(error).__name__}: {error}", "extraInfo": info}
         # whole or not at all: the launcher may stop this process while it writes
         unfinished = Path(here.error_file + ".unfinished")

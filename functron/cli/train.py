@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from functron.cli.launch import device_type, join, launch, leave
+from functron.cli.launch import device_type, join, launch, leave, supervise
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes, outside
 from functron.core import tree
@@ -27,7 +28,15 @@ from functron.training.checks import validate
 from functron.training.config import BOXES, COMMON, TrainConfig, starting_config
 from functron.training.data import is_chat, reader_of, with_tokenizer
 from functron.training.plan import bubble_note, plan, step_report
-from functron.training.train import Outcome, Run, exit_code, prepare, train
+from functron.training.train import (
+    REQUEUE_CODE,
+    RESHAPE_CODE,
+    Outcome,
+    Run,
+    exit_code,
+    prepare,
+    train,
+)
 
 
 @dataclass(frozen=True)
@@ -47,12 +56,20 @@ class TrainOptions:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Train; the exit code is 0, or 128 + the signal that ended it after saving."""
-    here = current()
+    """Train; the exit code is 0, or 128 + the signal that ended it after saving.
+
+    138 also stands for a run whose time was over (--exit-after).
+    """
+    here, began = current(), time.monotonic()
     with mistakes():
         options = _parsed(arguments)
         config, recast = with_tokenizer(options.options), _names_precision(arguments)
-        validate(config, processes=here.world_size if here else None, recast=recast)
+        validate(
+            config,
+            processes=here.world_size if here else None,
+            recast=recast,
+            launched_here=here is not None and here.launched_here,
+        )
         if options.dry_run:
             report_text = step_report(plan(config, Mesh.parse(config.mesh)))
             if here is None or here.rank == 0:
@@ -61,6 +78,10 @@ def run(arguments: Sequence[str]) -> int:
         kind = device_type(config.device, config.nproc)
     if config.deterministic:  # cuBLAS reads it when it makes its first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if here is None and config.max_restarts:
+        with mistakes():
+            out = run_folder.claim(config)
+        return supervise(config, arguments, out)
     if here is None and config.nproc:
         return launch(config.nproc, ["-m", "functron", "train", *arguments])
     with mistakes():
@@ -69,10 +90,12 @@ def run(arguments: Sequence[str]) -> int:
     if main_rank:
         print("\n".join(_introduction(made, here)), flush=True)
     with outside():
-        outcome = train(made, out)
-    leave()
+        outcome = train(made, out, began=began)
     if main_rank:
         print("\n".join(_conclusion(outcome, out, _prompt(made, out))), flush=True)
+    if here is not None and exit_code(outcome.stopped_by) in (REQUEUE_CODE, RESHAPE_CODE):
+        dist.barrier()  # the launcher stops all others once one has left with such a code
+    leave()
     return exit_code(outcome.stopped_by)
 
 

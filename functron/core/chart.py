@@ -12,6 +12,7 @@ LEFT, RIGHT, TOP, BOTTOM = 70, 20, 40, 50
 MAX_POINTS = 1000
 MAX_DOTS = 100
 COLORS = ("#d94801", "#238b45", "#6a51a3", "#b8860b", "#ce1256", "#525252")
+MARKS = ("#cb181d", "#6a51a3", "#525252", "#238b45")
 
 Points = list[tuple[float, float]]
 
@@ -24,6 +25,7 @@ def line_chart(
     x_label: str,
     y_label: str,
     others: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    marks: Mapping[str, Sequence[float]] | None = None,
 ) -> str:
     """A chart of y over x, with its moving average when there are many points, as an SVG document.
 
@@ -34,6 +36,8 @@ def line_chart(
         x_label: below it, with the unit.
         y_label: beside it, with the unit.
         others: further curves by name, each as points (x, y), in colours that a legend explains.
+        marks: by name, places on the x axis where something happened: a dashed line at each, with
+            the name at the first.
     """
     points = _finite(zip(x, y, strict=True))
     further = {name: _finite(curve) for name, curve in (others or {}).items()}
@@ -66,6 +70,10 @@ def line_chart(
         curves.append(_curve([place(*p) for p in smooth(points)], faint=False))
     for number, (name, curve) in enumerate(further.items()):
         curves += _named_curve(name, [place(*p) for p in curve], number)
+    across = (x_ticks[0], x_ticks[-1])
+    for number, (name, xs) in enumerate((marks or {}).items()):
+        inside = [place(x, y_ticks[0])[0] for x in xs if across[0] <= x <= across[1]]
+        curves += _marked(name, inside, number)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
@@ -118,6 +126,19 @@ def _named_curve(name: str, points: Points, number: int) -> list[str]:
     height = TOP + 14 + 16 * number
     legend = _text(WIDTH - RIGHT - 8, height, name, anchor="end", more=f'fill="{color}"')
     return [_polyline(points, style), *(dots if len(points) <= MAX_DOTS else ()), legend]
+
+
+def _marked(name: str, places: Sequence[float], number: int) -> list[str]:
+    """Dashed lines at places, with a name at the first."""
+    color, shown = MARKS[number % len(MARKS)], sorted({round(at, 1) for at in places})
+    lines = [
+        f'<line x1="{at}" y1="{TOP}" x2="{at}" y2="{HEIGHT - BOTTOM}" stroke="{color}" '
+        f'stroke-width="1" stroke-dasharray="4 3"/>'
+        for at in shown[:MAX_POINTS]
+    ]
+    more = f'font-size="10" fill="{color}"'
+    words = [_text(at + 3, TOP + 10 + 11 * number, name, anchor="start", more=more) for at in shown]
+    return [*lines, *words[:1]]
 
 
 def _curve(points: Points, *, faint: bool) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import bisect
 import math
+import re
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -73,6 +74,61 @@ def mix(values: np.ndarray, key: int, index: int) -> np.ndarray:
     return values
 
 
+@dataclass(frozen=True)
+class Gaps:
+    """Samples of a run that are left out: those after them move up.
+
+    Attributes:
+        ranges: of sample numbers, ``(first, end)`` each, ascending and apart from one another.
+    """
+
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, ranges: Iterable[tuple[int, int]]) -> Gaps:
+        """The gaps that these ranges make together, in any order and overlapping or not."""
+        joined: list[tuple[int, int]] = []
+        for first, end in sorted(ranges):
+            if joined and first <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+            elif end > first:
+                joined.append((first, end))
+        return cls(tuple(joined))
+
+    @classmethod
+    def parse(cls, text: str) -> Gaps:
+        """The gaps of ``"40:48 100:116"``: samples 40 to 47, and 100 to 115.
+
+        Raises:
+            ValueError: it is no such text.
+        """
+        words = text.replace(",", " ").split()
+        if not all(re.fullmatch(r"\d+:\d+", word) for word in words):
+            wanted = "ranges such as 40:48, the first sample and the one after the last"
+            refuse("cannot leave out samples", "samples", repr(text), wanted)
+        found = [tuple(map(int, word.split(":"))) for word in words]
+        raise_problems("cannot leave out samples", [
+            Problem(word, "no sample", "the one after the last to be larger than the first")
+            for word, (first, end) in zip(words, found, strict=True) if end <= first
+        ])  # fmt: skip
+        return cls.of((first, end) for first, end in found)
+
+    def __str__(self) -> str:
+        return " ".join(f"{first}:{end}" for first, end in self.ranges)
+
+    def number(self, count: Any) -> Any:
+        """The number of the sample that comes after `count` others: an int, or an array of them."""
+        for first, end in self.ranges:
+            count = count + (end - first) * (count >= first)
+        return count
+
+    def without(self, first: int, end: int) -> Gaps:
+        """With the samples that now come as ``first ... end - 1`` left out as well."""
+        return Gaps.of([*self.ranges, (self.number(first), self.number(end - 1) + 1)])
+
+
+NO_GAPS = Gaps()
+
 IGNORED = -100
 """The target that stands for none; `functron.nn.IGNORE_INDEX`."""
 
@@ -128,7 +184,11 @@ class Samples(Protocol):
 
 
 def drawn(
-    samples: Samples, first: int, count: int, part: tuple[int, int] = (0, 1)
+    samples: Samples,
+    first: int,
+    count: int,
+    part: tuple[int, int] = (0, 1),
+    gaps: Gaps = NO_GAPS,
 ) -> dict[str, torch.Tensor]:
     """This part's rows of a batch of samples `first` to ``first + count - 1`` of a run.
 
@@ -140,9 +200,10 @@ def drawn(
             have one size, or `functron.data.order.RampUp.first_sample`.
         count: rows of all parts together.
         part: ``(index, count)``: which of how many contiguous parts.
+        gaps: samples that the run leaves out; `first` counts those that it does not.
     """
     rows = rows_of(first, count, part)
-    return {**samples.draw(first + rows), "rows": torch.from_numpy(rows)}
+    return {**samples.draw(gaps.number(first + rows)), "rows": torch.from_numpy(rows)}
 
 
 def check_index(index: int, count: int) -> None:

@@ -34,10 +34,13 @@ from functron.optim.contrib.lion import ScaleByLionState, lion, scale_by_lion
 from functron.optim.contrib.soap import ScaleBySoapState, scale_by_soap, soap
 from functron.optim.finite import (
     ApplyIfFiniteState,
+    LimitState,
     LossScale,
     LossScaleState,
     all_finite,
     apply_if_finite,
+    set_limit_,
+    with_limit,
     with_loss_scale,
     zero_nans,
 )
@@ -129,6 +132,7 @@ __all__ = [
     "Group",
     "InjectHyperparamsState",
     "Layers",
+    "LimitState",
     "LossScale",
     "LossScaleState",
     "MastersState",
@@ -210,6 +214,7 @@ __all__ = [
     "scale_by_param_block_rms",
     "scale_by_soap",
     "schedule_problems",
+    "set_limit_",
     "set_to_zero",
     "sgd",
     "shard_specs",
@@ -225,6 +230,7 @@ __all__ = [
     "width_problems",
     "with_average",
     "with_fp32_masters",
+    "with_limit",
     "with_loss_scale",
     "with_stochastic_rounding",
     "wsd",

@@ -17,9 +17,11 @@ import torch
 
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.optim.norms import global_norm
 from functron.optim.schedules import new_count
 from functron.optim.transformation import (
     GradientTransformation,
+    Norm,
     Scaling,
     apply_updates,
     applying,
@@ -223,6 +225,102 @@ def with_loss_scale(
 
 def _scaling(state: LossScaleState) -> Scaling:
     return Scaling(state.scale, state.stuck)
+
+
+class LimitState(NamedTuple):
+    """The state of `with_limit`.
+
+    Attributes:
+        limit: gradients of a norm above it are left out; float32, 0-dim, at first infinite.
+        left_out: how many were; int64, 0-dim.
+        inner_state: of the wrapped transformation.
+    """
+
+    limit: Any
+    left_out: Any
+    inner_state: tree.Tree
+
+
+@public
+def with_limit(
+    inner: GradientTransformation, *, specs: tree.Tree = None, copies: tree.Tree = 1
+) -> GradientTransformation:
+    """`inner`, but gradients of a norm above the limit in its state change nothing else.
+
+    Neither parameters nor the state of `inner` change in such a step. Who trains says what the
+    limit is, between steps, as `set_limit_` does; the decision is made on the device, alike on all
+    ranks. A norm that is not finite passes: `apply_if_finite` and `with_loss_scale`, which may be
+    inside, are for that.
+
+    What is traced, compiled or under vmap selects, and waits for nothing; eager `step_` reads the
+    decision on the host, which waits for the device once per step. Collectives: those of the norm,
+    unless it is known, and `inner`'s.
+
+    Args:
+        inner: what is protected; put this around everything else.
+        specs: of the gradients, where they are sharded; None: as `bind` says.
+        copies: how many ranks of a pipeline hold each parameter.
+    """
+    known = inner.norm
+    norm_of = known or Norm(lambda u: u, lambda u: global_norm(u, specs, copies))
+
+    def judge(updates, state, norm):
+        value = norm_of.value(updates) if norm is None else norm
+        go = ~(value.isfinite() & (value > state.limit.to(value.device)))
+        left_out = torch.where(go.to(state.left_out.device), state.left_out, state.left_out + 1)
+        return go, state._replace(left_out=left_out), {} if known is None else {"norm": value}
+
+    def run(method, updates, state, params, norm=None):
+        go, counted, own = judge(updates, state, norm)
+        if readable(go):
+            if not go:
+                return tree.map(torch.zeros_like, updates), counted
+            updates, kept = method(updates, state.inner_state, params, **own)
+            return updates, counted._replace(inner_state=kept)
+        out, kept = inner.update(updates, state.inner_state, params, **own)
+        out = _select(go, out, tree.map(torch.zeros_like, out))
+        return out, counted._replace(inner_state=_select(go, kept, state.inner_state))
+
+    def step_(grads, state, params, norm=None):
+        go, counted, own = judge(grads, state, norm)
+        if not readable(go):
+            out, kept = inner.update(grads, state.inner_state, params, **own)
+            params = _select(go, apply_updates(params, out), params)
+            return params, counted._replace(inner_state=_select(go, kept, state.inner_state))
+        if not go:
+            return params, counted
+        params, kept = inner.step_(grads, state.inner_state, params, **own)
+        return params, counted._replace(inner_state=kept)
+
+    def first(params):
+        count = new_count(params)
+        limit = torch.full_like(count, math.inf, dtype=torch.float32)
+        return LimitState(limit, torch.zeros_like(count), inner.init(params))
+
+    def with_specs(param_specs, copies):
+        bound = inner.bind(param_specs, copies)
+        seen = bound.grad_specs(param_specs) if specs is None else specs
+        return with_limit(bound, specs=seen, copies=copies)
+
+    scale = inner.loss_scale
+    wrap, unbound = applying(run), specs is None or inner.with_specs is not None
+    return transformation(
+        first,
+        wrap(inner.update),
+        lambda param_specs: LimitState(P(), P(), inner.specs(param_specs)),
+        update_=wrap(inner.update_),
+        step_=step_,
+        grad_specs=inner.grad_specs,
+    )._replace(
+        norm=norm_of,
+        loss_scale=None if scale is None else lambda state: scale(state.inner_state),
+        with_specs=with_specs if unbound else None,
+    )
+
+
+def set_limit_(state: LimitState, limit: float) -> None:
+    """Set the limit of the next step in a state of `with_limit`, in place."""
+    state.limit.fill_(limit)
 
 
 _MOST = 2.0**100

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from functron.core.errors import Problem, raise_problems
-from functron.data.order import RampUp
+from functron.data.order import Gaps, RampUp
 from functron.models.family import TRAINED
 from functron.optim import (
     group_problems,
@@ -25,7 +25,8 @@ from functron.optim import (
 from functron.pipeline.partition import Part
 from functron.precision import POLICIES, Recipe
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
-from functron.training import data, evaluation, records, run_folder
+from functron.training import data, evaluation, records, restarts, run_folder
+from functron.training.anomalies import anomaly_problems
 from functron.training.config import TrainConfig, load
 from functron.training.plan import Plan, with_additions
 from functron.training.restored import recipe_text
@@ -72,13 +73,20 @@ def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
         yield Problem("data", got, "text or tokens", fix)
 
 
-def validate(config: TrainConfig, *, processes: int | None = None, recast: bool = False) -> None:
+def validate(
+    config: TrainConfig,
+    *,
+    processes: int | None = None,
+    recast: bool = False,
+    launched_here: bool = False,
+) -> None:
     """Check everything that can be known before training; changes nothing.
 
     Args:
         config: what is to be run.
         processes: how many processes take part, where they run already (under torchrun).
         recast: whether a run that goes on may do so in another precision.
+        launched_here: whether functron's own launcher started them.
 
     Raises:
         ValueError: listing everything that is wrong, each with its fix.
@@ -108,6 +116,12 @@ def validate(config: TrainConfig, *, processes: int | None = None, recast: bool 
         ramp = _try(lambda: config.batches, messages)
         problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)
     problems += _number_problems(config)
+    if mesh is not None and min(config.global_batch, config.microbatches) >= 1:
+        found = _try(
+            lambda: list(restarts.problems_of(config, mesh, processes, launched_here)), messages
+        )
+        problems += found or []
+    problems += anomaly_problems(config.anomalies)
     problems += _try(lambda: list(problems_of(config, mesh)), messages) or []
     problems += adapters
     problems += precision
@@ -342,11 +356,14 @@ def _number_problems(config: TrainConfig) -> Iterator[Problem]:
     least = {"steps": 1, "seq": 1, "global_batch": 1, "microbatches": 1}
     least |= dict.fromkeys(("nproc", "seed", "chunks", "save_every", "keep_last", "keep_every"), 0)
     least |= {"loss_chunk_tokens": 0, "prefetch": 0, "log_layers_every": 0}
-    least |= {"eval_every": 0, "eval_batches": 0}
+    least |= {"eval_every": 0, "eval_batches": 0, "max_restarts": 0}
     for name, smallest in least.items():
         value = getattr(config, name)
         if value < smallest:
             yield Problem(name, str(value), f"at least {smallest}")
+    if not 0 <= config.restart_pause_seconds < float("inf"):
+        got = f"{config.restart_pause_seconds:g}"
+        yield Problem("restart_pause_seconds", got, "at least 0, and finite")
     if not 1 <= config.timeout_seconds < float("inf"):
         yield Problem("timeout_seconds", f"{config.timeout_seconds:g}", "at least 1, and finite")
     if config.cuda_graph and not (config.compile and config.device != "cpu"):
@@ -407,6 +424,8 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
         for name in ((*_ORDER, *_LORA) if begun_steps else ())
         if getattr(config, name) != getattr(begun, name)
     ]
+    if begun_steps and newest is not None:
+        found += _gap_problems(config, begun, int(newest.name))
     if config.family is not begun.family:
         was = begun.family
         return [*found, Problem("model", config.family.title, f"{was.title}, as in the run", fix)]
@@ -420,6 +439,20 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
         for name, value in here.items()
         if value != there[name]
     ]
+
+
+def _gap_problems(config: TrainConfig, begun: TrainConfig, steps: int) -> Iterator[Problem]:
+    """Samples of the first steps that were left out, or were not, when these were taken."""
+    try:
+        seen = begun.anomalies.gaps.number(config.batches.first_sample(steps))
+        gaps, before = config.anomalies.gaps, begun.anomalies.gaps
+    except ValueError:
+        return  # said elsewhere
+    kept = [tuple(x for x in g.ranges if x[0] < seen) for g in (gaps, before)]
+    if kept[0] != kept[1]:
+        wanted = f"{str(Gaps(kept[1])) or 'nothing'} of the {seen} samples that the run has seen"
+        fix = "leave it out, or begin a new run in another folder"
+        yield Problem("anomalies.skipped_samples", str(gaps) or "''", wanted, fix)
 
 
 def _policy_problems(config: TrainConfig, begun: TrainConfig) -> Iterator[Problem]:

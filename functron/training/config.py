@@ -32,6 +32,7 @@ from functron.ops.define import Choice
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.optim.config import moments_of
 from functron.precision import POLICIES, Policy, Recipe
+from functron.training.anomalies import AnomalyConfig
 
 Precision = Literal[
     "auto", "float32", "bf16", "bf16-pure", "fp16",
@@ -172,12 +173,27 @@ class TrainConfig:
         save_every: save after every so many steps as well; 0: only at the end.
         keep_last: how many of the newest checkpoints stay; 0: all.
         keep_every: checkpoints of multiples of this step stay in any case; 0: none do.
+        max_restarts: how often processes that `nproc` started are started again after one died,
+            from the newest complete checkpoint: so often without progress, which is a step or a
+            checkpoint beyond all before; progress sets the count back. Mistakes and numbers that
+            are not finite end the run at once.
+        restart_pause_seconds: how long to wait before that; twice as long after each start
+            without progress, up to a minute.
+        elastic: the sizes that an axis of the mesh may have, such as dp=2:8, or dp=2,4,8: a restart
+            goes on with as many ranks as there are `slots` for, and with the same batches, of which
+            each rank then has more microbatches; at a checkpoint the run grows again. Sizes that do
+            not divide the batches are passed over.
+        slots: a file with the number of processes that can be had now, which a scheduler or a
+            person may change at any time; empty: as many as there are GPUs.
+        exit_after: save and leave after so long, such as 3h50m, with the exit code 138, which says
+            to start the job again, as after SIGUSR1; empty: never.
         device: cpu, cuda, or auto: cuda where there is one.
         log_layers_every: at the first step and at multiples of this one, records also have by layer
             the norms of the parameters that train and of their gradients, and, of a GPT, the root
             mean square of the residual stream after the layer; 0: never.
         tensorboard: write TensorBoard events into the run folder.
         wandb: log to Weights & Biases.
+        anomalies: which losses and gradient norms are not as they should be, and what is done.
         optimizer: the optimizer.
         learning_rate: its schedule; total_steps 0 stands for steps.
     """
@@ -245,10 +261,16 @@ class TrainConfig:
     save_every: int = 0
     keep_last: int = 0
     keep_every: int = 0
+    max_restarts: int = 0
+    restart_pause_seconds: float = 1.0
+    elastic: str = ""
+    slots: str = ""
+    exit_after: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     log_layers_every: int = 0
     tensorboard: bool = False
     wandb: bool = False
+    anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learning_rate: ScheduleConfig = field(
         default_factory=lambda: ScheduleConfig(
@@ -361,6 +383,9 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "optimizer": ("steps", "seed", "optimizer", "learning_rate"),
     "checkpoint": ("out", "resume", "save_every", "keep_last", "keep_every"),
     "evaluation": ("eval_every", "eval_batches", "eval_data", "eval_averaged"),
+    "resilience": (
+        "max_restarts", "restart_pause_seconds", "elastic", "slots", "exit_after", "anomalies",
+    ),
     "logging": ("log_layers_every", "tensorboard", "wandb"),
 })  # fmt: skip
 """The options by subject, for the help: paths of fields, which stand for all that is under them.
@@ -373,7 +398,7 @@ COMMON = frozenset({
     "sequence_parallel", "microbatches", "schedule", "zero", "remat", "compile", "device", "steps",
     "seed", "optimizer.name", "optimizer.weight_decay", "learning_rate.peak",
     "learning_rate.warmup_steps", "out", "resume", "save_every", "eval_every", "eval_data",
-    "tensorboard", "wandb", "precision",
+    "tensorboard", "wandb", "precision", "anomalies.on_spike", "max_restarts",
 })  # fmt: skip
 """The options that most runs use."""
 
@@ -498,7 +523,7 @@ def _table(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         return _from_yaml(text) if is_yaml else tomllib.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         refuse(title, str(path), reason, f"a readable {kind} file", _another(path, error))
 
@@ -551,7 +576,7 @@ def _another(path: Path, error: Exception) -> str:
     text = path.read_text(encoding="utf-8", errors="replace").strip()
     try:
         table = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         table = None
     if isinstance(table, dict) and "model_type" in table:
         return f"this describes a Hugging Face model: functron convert hf:{path.parent} run:RUN"

@@ -59,6 +59,7 @@ from functron.program.text import aligned
 from functron.program.trace import trace
 from functron.spmd import CONTEXT_AXES, DATA_AXES, FSDP_AXES, BoundMesh, Mesh, P, Rules, shard_map
 from functron.spmd.spec import local_shape, validate, whole_over
+from functron.training.anomalies import with_factors
 from functron.training.config import TrainConfig
 from functron.training.data import target_length
 from functron.training.step import (
@@ -395,7 +396,8 @@ class Plan:
     @property
     def learning_rate(self) -> Callable:
         """The learning rate of each step, from 0."""
-        return optim.make_schedule(self.config.rate_schedule)
+        schedule = optim.make_schedule(self.config.rate_schedule)
+        return with_factors(schedule, self.config.anomalies.factors)
 
     @cached_property
     def zero_specs(self) -> tree.Tree:
@@ -433,12 +435,16 @@ class Plan:
             kernels=use(config.kernels),
         )
         if config.lora is not None:
-            return optim.only(made, mask)
+            return self._limited(optim.only(made, mask))
         kept, moe = tree.map(lambda flag: not flag, history_mask(defs)), config.gpt.moe
         if moe is not None and moe.balance_bias:
             some = tree.partition(weights, kept)[0]
             made = optim.where(some, made, optim.sign_sgd(moe.balance_rate))
-        return made if all(tree.leaves(kept)) else optim.only(made, kept, remember)
+        return self._limited(made if all(tree.leaves(kept)) else optim.only(made, kept, remember))
+
+    def _limited(self, made: optim.GradientTransformation) -> optim.GradientTransformation:
+        """`made`, whose updates are left out where that is asked for and gradients are spikes."""
+        return optim.with_limit(made) if self.config.anomalies.on_spike == "skip" else made
 
     @cached_property
     def state_specs(self) -> State:

@@ -107,15 +107,18 @@ def event_log(path: Path) -> Iterator[Callable[..., None]]:
 
 
 @contextmanager
-def loss_picture(path: Path, before: Sequence[Record] = ()) -> Iterator[Callable[[Record], None]]:
+def loss_picture(
+    path: Path, before: Sequence[Record] = (), events: Path | None = None
+) -> Iterator[Callable[[Record], None]]:
     """The loss curve as SVG, and those of held-out sets, redrawn every ten seconds and at the end.
 
     Args:
         path: the file.
         before: the records of steps that were taken earlier.
+        events: a file of `event_log`, whose events are marked at their steps; None: none are.
     """
     steps: list[float] = [record["step"] for record in before]
-    losses: list[float] = [record["loss"] for record in before]
+    losses: list[float | None] = [record["loss"] for record in before]
     held_out: dict[str, list[tuple[float, float]]] = {}
     drawn = time.monotonic()
 
@@ -125,9 +128,19 @@ def loss_picture(path: Path, before: Sequence[Record] = ()) -> Iterator[Callable
             held_out.setdefault(name, []).append((record["step"], loss))
 
     def draw() -> None:
-        names = {"x_label": "step", "y_label": "loss (nats per token)"}
-        title = "Training loss"
-        chart = line_chart(steps, losses, title=title, **names, others=held_out)
+        marks: dict[str, list[float]] = {}
+        for event in read(events) if events is not None else ():
+            marks.setdefault(event["kind"], []).append(event["step"])
+        shown = [math.nan if loss is None else loss for loss in losses]
+        chart = line_chart(
+            steps,
+            shown,
+            title="Training loss",
+            x_label="step",
+            y_label="loss (nats per token)",
+            others=held_out,
+            marks=marks,
+        )
         path.write_text(chart, encoding="utf-8")
 
     def write(record: Record) -> None:
@@ -234,7 +247,7 @@ def read(file: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             found.append(json.loads(line))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             if number < len(lines):
                 raise ValueError(
                     f"{file}, line {number}: got {line[:60]!r}; wanted a JSON object ({error}); "
@@ -312,8 +325,10 @@ class Comparison:
             name: chart.smooth(points) if len(points) > _SMOOTHED else points
             for name, points in self.curves.items()
         }
-        names = {"x_label": self.x_label, "y_label": "loss (nats per token)"}
-        return chart.line_chart([], [], title="Training loss", **names, others=curves)
+        y_label = "loss (nats per token)"
+        return chart.line_chart(
+            [], [], title="Training loss", x_label=self.x_label, y_label=y_label, others=curves
+        )
 
     def _repr_svg_(self) -> str:
         return self.svg()

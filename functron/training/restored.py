@@ -13,8 +13,8 @@ What only the checkpoint has of these is left out. So a run in float32 that goes
 parameters for masters, and comes back to float32 without a change. But for histories of delayed
 scaling a quantised product keeps nothing between steps: fp8-block has the state of bf16.
 
-The levels that masters, stochastic rounding, a loss scale and `optim.apply_if_finite` add to paths
-are found by what these states have beside what they wrap.
+The levels that masters, stochastic rounding, a loss scale, `optim.apply_if_finite` and
+`optim.with_limit` add to paths are found by what these states have beside what they wrap.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class _Wrapper(NamedTuple):
     Attributes:
         own: its leaves, or subtrees, beside the state that it wraps.
         inner: where that is.
-        title: in words.
+        title: in words; empty: nobody need be told that it is new, or gone.
     """
 
     own: tuple[str, ...]
@@ -227,6 +227,7 @@ _WRAPPERS: tuple[_Wrapper, ...] = (
     _Wrapper(("key", "count"), "inner", "the key of stochastic rounding"),
     _Wrapper(("scale", "good_steps", "hysteresis", "stuck"), "inner_state", "the loss scale"),
     _Wrapper(("notfinite_count", "last_finite", "total_notfinite"), "inner_state", "skipped steps"),
+    _Wrapper(("limit", "left_out"), "inner_state", ""),
 )
 
 
@@ -434,7 +435,10 @@ def _words(wanted: Mapping[str, torch.Tensor], stored: checkpoint.Checkpoint) ->
                 path = name.removeprefix("params/")
                 what, by = "parameters", " by their masters" if path in masters else ""
             changed[f"{what} from {was} to {now}{by}"] = None
-    has = [{r.wrapper.title: None for r in x.values() if r.wrapper} for x in (before, after)]
+    has = [
+        {r.wrapper.title: None for r in x.values() if r.wrapper and r.wrapper.title}
+        for x in (before, after)
+    ]
     changed |= {f"without {title}": None for title in has[0] if title not in has[1]}
     new = [title for title in has[1] if title not in has[0] and title != _MASTERS]
     return [*changed, *(f"{title} as a run begins" for title in new)]
@@ -474,4 +478,5 @@ def _first(name: str, leaf: torch.Tensor, plan: Plan) -> torch.Tensor:
     if field == "key":
         return random.key(0)  # as optim.with_stochastic_rounding begins
     value = {"scale": rules.initial, "hysteresis": rules.hysteresis, "last_finite": True}
+    value["limit"] = float("inf")
     return torch.full(leaf.shape, value.get(field, 0), dtype=leaf.dtype)

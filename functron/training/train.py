@@ -1,7 +1,7 @@
 """A training run from its configuration: data, plan, state, and the loop of steps.
 
-Ctrl-C and SIGTERM are a request to stop that a running step outlives. Records have what the machine
-could do and what the process used: the denominators of MFU and memory.
+Ctrl-C, SIGTERM and SIGUSR1 are requests to stop that a running step outlives. Records
+have what the machine could do and what the process used: the denominators of MFU and memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -30,17 +32,23 @@ from functron import checkpoint
 from functron.compiler.jit import jit
 from functron.core import random, tree
 from functron.data import Blend, Samples
-from functron.data.order import RampUp, drawn
+from functron.data.order import Gaps, RampUp, drawn
 from functron.models import gpt
 from functron.precision.recipe import check_gpu
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
-from functron.training import data, records, run_folder
+from functron.training import data, records, restarts, run_folder
+from functron.training.anomalies import Anomaly, Guard
 from functron.training.config import TrainConfig
 from functron.training.data import prefetched
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
 from functron.training.plan import Plan, Watch, plan
 from functron.training.restored import restored
 from functron.training.step import State
+
+EXIT_AFTER = int(signal.NSIG)
+"""That a run's time is over, where the number of a signal may stand as well."""
+RESHAPE = EXIT_AFTER + 1
+"""That a run goes on with more ranks, likewise."""
 
 
 @dataclass
@@ -49,29 +57,53 @@ class Request:
 
     Attributes:
         signal: the signal that asked, or None.
+        ends: when the time of the run is over, by ``time.monotonic()``.
+        grown: whether there are processes for a larger mesh; asked where a checkpoint is saved.
     """
 
     signal: int | None = None
+    ends: float = math.inf
+    grown: Callable[[], bool] | None = None
+
+    def asked(self, *, saving: bool = False) -> int:
+        """The number of the signal, or `EXIT_AFTER` or `RESHAPE`; 0 where nobody asked."""
+        if self.signal is not None:
+            return self.signal
+        if time.monotonic() >= self.ends:
+            return EXIT_AFTER
+        return RESHAPE if saving and self.grown is not None and self.grown() else 0
+
+
+_ECHO_SECONDS = 2.0
 
 
 @contextmanager
 def stop_requests() -> Iterator[Request]:
-    """Turn the first SIGINT or SIGTERM within the with block into a `Request`.
+    """Turn the first SIGINT, SIGTERM or SIGUSR1 within the with block into a `Request`.
 
-    The second one raises KeyboardInterrupt at once. The handlers that were installed before are
-    put back at the end. Outside the main thread, where Python allows no handlers, nothing changes.
+    The second one raises KeyboardInterrupt at once, but for SIGUSR1, which only ever asks, and a
+    SIGTERM that comes twice within 2 seconds: a scheduler sends it to every process of a job, and
+    its launcher passes it on. The handlers that were installed before are put back at the end.
+    Outside the main thread, where Python allows no handlers, nothing changes.
     """
     request = Request()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
 
-    def handle(number: int, frame: object) -> None:
-        if request.signal is not None:
-            raise KeyboardInterrupt
-        request.signal = number
+    asked_at = 0.0
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    def handle(number: int, frame: object) -> None:
+        nonlocal asked_at
+        recent = time.monotonic() - asked_at < _ECHO_SECONDS
+        echo = number == signal.SIGUSR1 or (number == request.signal == signal.SIGTERM and recent)
+        if request.signal in (None, signal.SIGUSR1):
+            request.signal, asked_at = number, time.monotonic()
+        elif not echo:
+            raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    previous = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield request
     finally:
@@ -185,7 +217,8 @@ class Outcome(NamedTuple):
     Attributes:
         state: after the last step.
         history: one record per step; see `Meter.record`.
-        stopped_by: the signal that ended it early, whichever rank received it, or None.
+        stopped_by: the signal that ended it early, whichever rank received it, `EXIT_AFTER` or
+            `RESHAPE`; None where it has all its steps.
     """
 
     state: Any
@@ -267,14 +300,15 @@ def loop(
     patience: int = 0,
     skips: bool = False,
     overflowing: Callable[[Any, Any], Sequence[str]] | None = None,
+    guard: Guard | None = None,
 ) -> Outcome:
     """Take steps `start` to ``steps - 1``, record each, and save at the end.
 
     Nothing but `step` and `batches` is needed, so that a notebook can run any step; and no file is
     written but by what is passed as `save` and `reporters`.
 
-    The first Ctrl-C or SIGTERM lets the running step finish, saves, and returns; the second one
-    raises KeyboardInterrupt.
+    The first Ctrl-C, SIGTERM or SIGUSR1 lets the running step finish, saves, and returns; the
+    second one raises KeyboardInterrupt, as `stop_requests` has it.
 
     Args:
         step: ``(state, batch) -> (state, metrics)``, metrics with ``loss`` and, if it likes,
@@ -303,6 +337,8 @@ def loop(
             to: gradients need not be, then.
         overflowing: ``(state, batch)`` to the names of the layers whose gradients then are not
             finite, for that error; it may give up the state.
+        guard: what sees every record, and may end the loop for an anomaly, which it then has as
+            `found`. Nothing is raised for what is not finite, since it says what that is.
 
     Returns:
         The `Outcome`; its records are those of `Meter.record`.
@@ -319,38 +355,48 @@ def loop(
         writers = [stack.enter_context(reporter) for reporter in bar]
         taken: deque[_Taken] = deque()
         settled = time.perf_counter()
+        anomaly: Anomaly | None = None
         for index in range(start, steps):
             began = time.perf_counter()
             batch = batches(index)
+            if guard is not None:
+                guard.before(state, index)
             watched = watch if watch is not None and watch.due(index) else None
             state, metrics = (step if watched is None else watched.step)(state, batch)
             taken.append(_Taken.of(index, batch, metrics, watched, began))
-            stopped_by = agree(request.signal or 0)
             last = index + 1 == steps
             evaluating = evaluate is not None and _is_due(index + 1, evaluate_every, steps)
             saving = last or bool(save_every and (index + 1) % save_every == 0)
+            stopped_by = agree(request.asked(saving=saving and not last))
+            stopped_by = 0 if last and stopped_by == EXIT_AFTER else stopped_by
+            hurried = stopped_by not in (0, RESHAPE)  # which is asked for at checkpoints
             left = 0 if evaluating or saving or stopped_by else ahead
-            while len(taken) > left:
+            while len(taken) > (0 if anomaly else left):
                 done = taken.popleft()
                 record = done.record(meter, settled)
                 finite = math.isfinite(record["loss"])  # all ranks agree on that
-                if evaluate is not None and evaluating and not (taken or stopped_by) and finite:
+                if evaluate is not None and evaluating and not (taken or hurried) and finite:
                     record[records.EVAL] = evaluate(state)
-                    stopped_by = agree(request.signal or 0)  # it may have taken long
+                    stopped_by = agree(request.signal or 0) or stopped_by  # it may have taken long
                 history.append(record)
                 for write in writers:
                     write(record)
                 if patience and done.metrics.get("stuck", 0) >= patience:
                     names = [] if overflowing is None else overflowing(state, batch)
                     raise FloatingPointError(_stuck(record, patience, names))
-                if patience == 0 or math.isfinite(record["grad_norm"] or 0.0):
+                if guard is not None:
+                    anomaly = guard.observe(record) or anomaly
+                elif patience == 0 or math.isfinite(record["grad_norm"] or 0.0):
                     _check_finite(record, ("loss",) if skips else ("loss", "grad_norm"))
                 settled = time.perf_counter()
-            if save is not None and (saving or stopped_by):
+            kept = anomaly is None or anomaly.keeps
+            if save is not None and kept and (saving or stopped_by):
                 save(state, index + 1)
                 settled = time.perf_counter()
-            if stopped_by:
-                return Outcome(state, history, stopped_by)
+            if stopped_by == RESHAPE and anomaly is not None:
+                stopped_by = None  # it is answered first
+            if stopped_by or anomaly is not None:
+                return Outcome(state, history, stopped_by or None)
     return Outcome(state, history, None)
 
 
@@ -423,9 +469,19 @@ def _stuck(record: Mapping[str, Any], patience: int, names: Sequence[str]) -> st
     )
 
 
+REQUEUE_CODE = 128 + signal.SIGUSR1
+"""The exit code of a run that saved and left before its end, to be started again: 138."""
+RESHAPE_CODE = 75
+"""That of a run that saved, to be started with more ranks at once: EX_TEMPFAIL of sysexits.h."""
+
+
 def exit_code(stopped_by: int | None) -> int:
-    """The exit code of a process that a signal ended: 128 + its number, as shells have it."""
-    return 0 if stopped_by is None else 128 + stopped_by
+    """The exit code of a process that ended early: 128 + the signal's number, as shells have it.
+
+    Where its time was over that of SIGUSR1, with which schedulers say so.
+    """
+    codes = {None: 0, EXIT_AFTER: REQUEUE_CODE, RESHAPE: RESHAPE_CODE}
+    return codes[stopped_by] if stopped_by in codes else 128 + int(stopped_by or 0)
 
 
 _HURRIED = 5.0  # seconds without a sign of life after which a run that is to end waits no longer
@@ -446,6 +502,7 @@ class Run:
         held_out: sets that are evaluated, none without `eval_every`.
         held_out_loss: of `evaluation.loss_program`, which evaluates them; None without.
         notes: what of its checkpoint was converted, or begins anew, in words.
+        begun_from: the checkpoint that it began with, or went on from; None: random parameters.
     """
 
     plan: Plan
@@ -458,6 +515,7 @@ class Run:
     held_out: Sequence[HeldOut] = ()
     held_out_loss: Callable | None = None
     notes: Sequence[str] = ()
+    begun_from: Path | None = None
 
     @property
     def config(self) -> TrainConfig:
@@ -474,6 +532,28 @@ class Run:
         """How many samples each step has, and which one is its first."""
         return self.config.batches
 
+    @cached_property
+    def gaps(self) -> Gaps:
+        """The samples that it leaves out."""
+        return self.config.anomalies.gaps
+
+    def samples_of(self, step: int) -> dict[str, Any]:
+        """The samples of `step`, for events: ``samples``, ``[first, end]``, and their ``sources``.
+
+        By the name of a source of a blend the numbers that its samples have in it; otherwise the
+        name of the data.
+        """
+        first, end = (self.batches.first_sample(step + more) for more in (0, 1))
+        numbers = self.gaps.number(np.arange(first, end, dtype=np.int64))
+        found: dict[str, Any] = {"samples": [int(numbers[0]), int(numbers[-1]) + 1]}
+        if not isinstance(self.text, Blend):
+            return {**found, "sources": [self.config.data]}
+        which, own = self.text.mixture.at(numbers)
+        sources: dict[str, list[int]] = {}
+        for source, number in zip(which.tolist(), own.tolist(), strict=True):
+            sources.setdefault(self.text.names[source], []).append(number)
+        return {**found, "sources": sources}
+
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """This process's part of the batch of `step`, on the device of the state."""
         return self.on_device(self.host_batch(step))
@@ -481,7 +561,8 @@ class Run:
     def host_batch(self, step: int) -> dict[str, torch.Tensor]:
         """This process's part of the batch of `step`, in host memory: pinned for a GPU."""
         first, size = self.batches.first_sample(step), self.batches.batch_size(step)
-        batch = own_part(self.mesh, lambda part: drawn(self.text, first, size, part))
+        gaps = self.gaps
+        batch = own_part(self.mesh, lambda part: drawn(self.text, first, size, part, gaps))
         if self.device.type != "cuda":
             return batch
         return {name: value.pin_memory() for name, value in batch.items()}
@@ -538,69 +619,165 @@ def prepare(
     if recipe is not None and where.type == "cuda" and config.kernels != "reference":
         capability = torch.cuda.get_device_capability(where)
         check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
-    key = random.key(config.seed)
-    notes: Sequence[str] = ()
-    if begin_from is None:
-        state = made.init(key.to(where))
-    else:
-        state, notes = restored(begin_from, made, key, where, recast=recast)
-    step, watch = made.step, made.watch
+    state, notes = begin_state(made, begin_from, where, recast=recast)
+    step, watch = programs(made)
+    program = loss_program(made) if held_out else None
+    start = int(state.step)
+    return Run(made, text, state, step, watch, where, start, held_out, program, notes, begin_from)
+
+
+def programs(made: Plan) -> tuple[Callable, Watch | None]:
+    """The step of a plan, and its twin that measures layers; compiled if that was asked for."""
+    config, step, watch = made.config, made.step, made.watch
     if config.compile and made.rank is None:  # stages on processes are compiled one by one
         sizes = len(config.batches.sizes)
         compiled = functools.partial(jit, donate=0, num_signatures=sizes, graph=config.cuda_graph)
         step = compiled(step)
         if watch is not None:
             watch = dataclasses.replace(watch, step=compiled(watch.step))
-    program = loss_program(made) if held_out else None
-    start = int(state.step)
-    return Run(made, text, state, step, watch, where, start, held_out, program, notes)
+    return step, watch
 
 
-def train(run: Run, out: Path | None) -> Outcome:
+def train(run: Run, out: Path | None, *, began: float | None = None) -> Outcome:
     """Take the steps of `run`, and leave what a run folder holds in `out` (None: no files).
 
     On a bound mesh every rank calls it, with the same `out`, which all must reach: each writes its
     part of checkpoints, while training goes on, and rank 0 all else. Collectives: those of the
     step, and one all-reduce of a scalar per step.
 
+    Args:
+        run: made by `prepare`.
+        out: the run folder.
+        began: when the process did, by ``time.monotonic()``: `TrainConfig.exit_after` counts from
+            then; None: now.
+
     Raises:
-        FloatingPointError: loss or gradients are not finite, or float16 overflows without end.
+        FloatingPointError: loss or gradients are not finite, or an anomaly is one too many; or
+            float16 overflows without end.
         OSError, TimeoutError: a checkpoint could not be written.
     """
-    config, mesh, device = run.config, run.mesh, run.device
-    model, family = config.architecture, config.family
-    bound, scaled = isinstance(mesh, BoundMesh), config.optimizer.loss_scale
-    main = not isinstance(mesh, BoundMesh) or mesh.rank == 0
-
-    # numbers of the host: NCCL's groups would have it wait for the GPU
-    hosts = dist.new_group(backend="gloo") if bound and device.type == "cuda" else None
-
-    def across(number: float, operation: Any) -> float:
-        if not bound:
-            return number
-        value = torch.tensor(number, dtype=torch.float64)
-        dist.all_reduce(value, operation, group=hosts)
-        return float(value)
-
-    if main and out is not None:
+    config, device = run.config, run.device
+    began = time.monotonic() if began is None else began
+    job = Job.of(run)
+    if job.main and out is not None:
         out.mkdir(parents=True, exist_ok=True)
         run_folder.keep_tokenizer(out, config)
         run_folder.write_config(out, config)
     # measured on all ranks at the same time, as they will run
-    peak = peak_flops(device, model.torch_dtype)
-    meter = Meter(
-        learning_rate=run.plan.learning_rate,
-        tokens_seen=lambda steps: run.batches.first_sample(steps) * config.seq,
-        flops_per_token=data.flops_per_token(config),
-        peak_flops=across(peak, dist.ReduceOp.SUM),
-        device=device,
-        details=gpt.summary if family.has_details(model) else None,
-        position=lambda steps: seen(run, steps),
-    )
+    peak = job.across(peak_flops(device, config.architecture.torch_dtype), dist.ReduceOp.SUM)
     with ExitStack() as stack:
         if config.deterministic:
             stack.enter_context(deterministic())
         stop = stack.enter_context(stop_requests())  # until the last save is complete
+        if config.exit_after:
+            stop.ends = began + restarts.seconds_of(config.exit_after)
+        if config.elastic and job.main:
+            stop.grown = lambda: restarts.can_grow(config)
+        write = _nowhere
+        if job.main and out is not None:
+            write = stack.enter_context(records.event_log(out / records.EVENTS))
+        past = job.told(lambda: _past(run, out))
+        history: list[dict[str, Any]] = []
+        answers = 0
+        while True:
+            guard = _guard(run, write, past)
+            outcome = _stretch(run, out, job, stop, guard, peak)
+            history += outcome.history
+            found = guard.found
+            if found is None or outcome.stopped_by:
+                _log_end(write, outcome)
+                return outcome._replace(history=history)
+            answers += found.action in ("rollback", "lower-rate")
+            _check_answers(found, answers, config.anomalies.most, history)
+            run = _answered(run, out, job, outcome, found, write)
+            del outcome  # of a state that a rollback forgets
+            history = [record for record in history if record["step"] <= run.start]
+            past = [record for record in past if record["step"] <= run.start] + history
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the processes of a run tell one another on the host, each step and in between.
+
+    Attributes:
+        bound: whether there are several.
+        main: whether this is the one that writes files.
+        group: of gloo, where theirs is of NCCL: numbers of the host would have it wait for the GPU.
+    """
+
+    bound: bool
+    main: bool
+    group: Any = None
+
+    @classmethod
+    def of(cls, run: Run) -> Job:
+        """That of the processes of `run`. Collective."""
+        bound = isinstance(run.mesh, BoundMesh)
+        apart = bound and run.device.type == "cuda"
+        group = dist.new_group(backend="gloo") if apart else None
+        return cls(bound, not isinstance(run.mesh, BoundMesh) or run.mesh.rank == 0, group)
+
+    def across(self, number: float, operation: Any) -> float:
+        """A number of all ranks, summed or the largest. Collective."""
+        if not self.bound:
+            return number
+        value = torch.tensor(number, dtype=torch.float64)
+        dist.all_reduce(value, operation, group=self.group)
+        return float(value)
+
+    def told(self, find: Callable[[], Any]) -> Any:
+        """What rank 0 finds, on every rank. Collective."""
+        if not self.bound:
+            return find()
+        found = [find() if self.main else None]
+        dist.broadcast_object_list(found, group=self.group)
+        return found[0]
+
+
+def _nowhere(kind: str, step: int, **about: Any) -> None:
+    """Write no event."""
+
+
+def _past(run: Run, out: Path | None) -> list[dict[str, Any]]:
+    """Of the records before the first step of `run`, the numbers that anomalies are found by."""
+    if out is None or not run.start:
+        return []
+    last = run_folder.records(out)
+    kept = [record for record in last if record["step"] <= run.start]
+    names = ("step", "loss", "grad_norm")
+    return [
+        {name: record.get(name) for name in names}
+        for record in kept[-run.config.anomalies.window - 1 :]
+    ]
+
+
+def _guard(run: Run, write: Callable[..., None], past: Sequence[records.Record]) -> Guard:
+    optimizer = run.config.optimizer
+    return Guard(
+        run.config.anomalies,
+        write,
+        run.samples_of,
+        past,
+        skips=optimizer.skip_nonfinite > 0,
+        overflows=optimizer.loss_scale.initial > 0,
+    )
+
+
+def _stretch(
+    run: Run, out: Path | None, job: Job, stop: Request, guard: Guard, peak: float
+) -> Outcome:
+    """The steps of `run` until all are taken, someone asks to stop, or an anomaly ends them."""
+    config, family, scaled = run.config, run.config.family, run.config.optimizer.loss_scale
+    meter = Meter(
+        learning_rate=run.plan.learning_rate,
+        tokens_seen=lambda steps: run.batches.first_sample(steps) * config.seq,
+        flops_per_token=data.flops_per_token(config),
+        peak_flops=peak,
+        device=run.device,
+        details=gpt.summary if family.has_details(config.architecture) else None,
+        position=lambda steps: seen(run, steps),
+    )
+    with ExitStack() as stack:
         save = stack.enter_context(_saving(run, out, stop)) if out is not None else None
         # the copy to the device stays in this thread: which GPU is current is a thread's own affair
         ahead = prefetched(run.host_batch, run.start, config.steps, config.prefetch)
@@ -616,15 +793,126 @@ def train(run: Run, out: Path | None) -> Outcome:
             save_every=config.save_every,
             evaluate=run.evaluate,
             evaluate_every=config.eval_every,
-            reporters=reporters(config, out, run.start) if main else [],
-            agree=lambda number: int(across(number, dist.ReduceOp.MAX)),
+            reporters=reporters(config, out, run.start) if job.main else [],
+            agree=lambda number: int(job.across(number, dist.ReduceOp.MAX)),
             watch=run.watch,
             stop=stop,
-            ahead=int(device.type == "cuda"),
+            ahead=int(run.device.type == "cuda"),
             patience=scaled.patience if scaled.initial else 0,
             skips=config.optimizer.skip_nonfinite > 0,
             overflowing=run.plan.overflowing,
+            guard=guard,
         )
+
+
+def _log_end(write: Callable[..., None], outcome: Outcome) -> None:
+    """Record why a run left early; the launcher records it where it grows."""
+    if outcome.stopped_by is None or not outcome.history:
+        return
+    step, code = outcome.history[-1]["step"], exit_code(outcome.stopped_by)
+    if outcome.stopped_by == EXIT_AFTER:
+        write("exit_after", step, code=code)
+    elif outcome.stopped_by != RESHAPE:
+        write("signal", step, signal=signal.Signals(outcome.stopped_by).name, code=code)
+
+
+def _check_answers(
+    found: Anomaly, answers: int, most: int, history: Sequence[records.Record]
+) -> None:
+    """Raise FloatingPointError where the run is to stop for an anomaly."""
+    if found.action == "stop" and found.kind == "nonfinite":
+        _check_finite(history[-1], (found.metric,))
+    if found.action == "stop":
+        raise FloatingPointError(
+            f"{found}: a spike; wanted none (--anomalies.on-spike stop); fix: go on from a "
+            "checkpoint before it, with --resume --anomalies.on-spike rollback or lower-rate"
+        )
+    if answers > most:
+        raise FloatingPointError(
+            f"{found}; wanted no more after {most} times {found.action}; fix: see events.jsonl, "
+            "lower the learning rate, or raise --anomalies.most"
+        )
+
+
+def _answered(
+    run: Run,
+    out: Path | None,
+    job: Job,
+    outcome: Outcome,
+    found: Anomaly,
+    write: Callable[..., None],
+) -> Run:
+    """The run that goes on after an anomaly, as the policy has it. Collective."""
+    taken = outcome.history[-1]["step"]
+    if found.action == "rollback":
+        return _rolled_back(run, out, job, found, write)
+    on = dataclasses.replace(run, state=outcome.state, start=taken)
+    if found.action != "lower-rate":
+        return on
+    anomalies = run.config.anomalies.lowered(taken)
+    config = dataclasses.replace(run.config, anomalies=anomalies)
+    made = plan(config, run.mesh)
+    step, watch = programs(made)
+    write("lower-rate", taken, factor=anomalies.rate_factor, since=found.step)
+    if job.main and out is not None:
+        run_folder.write_config(out, config)
+    return dataclasses.replace(on, plan=made, step=step, watch=watch)
+
+
+def _rolled_back(
+    run: Run, out: Path | None, job: Job, found: Anomaly, write: Callable[..., None]
+) -> Run:
+    """The run from a checkpoint before an anomaly, without the samples that led to it. Collective.
+
+    What was saved after that checkpoint is removed: it has seen them.
+    """
+    policy, batches = run.config.anomalies, run.batches
+    first = max(found.step - 1 - policy.rollback_steps, 0)  # the first step that is forgotten
+    config = run.config
+    if policy.skip_data:
+        numbers = (batches.first_sample(step) for step in (first, found.step))
+        config = dataclasses.replace(config, anomalies=policy.without(*numbers))
+    folder = None if out is None else out / run_folder.CHECKPOINTS
+
+    def begin() -> int | None:
+        saved = checkpoint.steps(folder) if folder is not None and folder.is_dir() else []
+        begun = max((step for step in saved if step <= first), default=None)
+        for step in saved:
+            if folder is not None and step > (begun or 0):
+                shutil.rmtree(folder / str(step))
+        if out is not None:
+            run_folder.write_config(out, config)
+        return begun
+
+    begun = job.told(begin)
+    where = run.begun_from if begun is None or folder is None else folder / str(begun)
+    state, _ = begin_state(run.plan, where, run.device)
+    start = int(state.step)
+    skipped = {"skipped": config.anomalies.skipped_samples} if policy.skip_data else {}
+    write("rollback", found.step, to=start, since=first + 1, **skipped)
+    # the programs are the same: samples are no part of them
+    made = dataclasses.replace(run.plan, config=config)
+    return Run(
+        made, run.text, state, run.step, run.watch, run.device, start,
+        run.held_out, run.held_out_loss, run.notes, run.begun_from,
+    )  # fmt: skip
+
+
+def begin_state(
+    made: Plan, begin_from: Path | None, device: torch.device, *, recast: bool = False
+) -> tuple[State, Sequence[str]]:
+    """The state that a run begins with, or goes on with, and what was converted, in words.
+
+    Args:
+        made: the plan of the run.
+        begin_from: a checkpoint of it, or of parameters; None: random parameters.
+        device: of the state.
+        recast: as of `prepare`.
+    """
+    key = random.key(made.config.seed)
+    if begin_from is None:
+        return made.init(key.to(device)), ()
+    return restored(begin_from, made, key, device, recast=recast)
 
 
 @contextmanager
@@ -658,7 +946,7 @@ def seen(run: Run, steps: int) -> dict[str, Any]:
     samples = run.batches.first_sample(steps)
     found: dict[str, Any] = {"samples": samples}
     if isinstance(run.text, Blend):
-        found["sources"] = run.text.progress(samples)
+        found["sources"] = run.text.progress(run.gaps.number(samples))
     return found
 
 
@@ -671,7 +959,7 @@ def _saving(run: Run, out: Path, stop: Request) -> Iterator[Callable[[State, int
 
     def timeout() -> float:  # a rank's death may be why this one is to end: it is not waited for
         limit = config.timeout_seconds
-        return limit if stop.signal is None else min(limit, _HURRIED)
+        return limit if stop.signal in (None, signal.SIGUSR1) else min(limit, _HURRIED)
 
     placement, device = run.plan.placement, run.device
     with checkpoint.Saver(folder, placement, keep=keep, timeout=timeout, device=device) as saver:
@@ -681,7 +969,7 @@ def _saving(run: Run, out: Path, stop: Request) -> Iterator[Callable[[State, int
             about = {"step": step, "samples": samples, "tokens": samples * config.seq}
             about |= {"mesh": config.mesh, "config": settings}
             if isinstance(run.text, Blend):
-                about["sources"] = run.text.positions(samples)
+                about["sources"] = run.text.positions(run.gaps.number(samples))
             saver.save(step, state, about)
 
         yield save
@@ -697,7 +985,7 @@ def reporters(config: TrainConfig, out: Path | None, start: int = 0) -> list[rec
         return found
     before = run_folder.rewind(out, start)
     found.append(records.jsonl(out / run_folder.METRICS))
-    found.append(records.loss_picture(out / "loss.svg", before))
+    found.append(records.loss_picture(out / "loss.svg", before, out / records.EVENTS))
     if config.tensorboard:
         found.append(records.tensorboard(out / "tensorboard"))
     if config.wandb:

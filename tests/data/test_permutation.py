@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functron.data import permute
+from functron.data.order import Gaps
 
 
 @given(size=st.integers(1, 3000), key=st.integers(-(2**70), 2**70))
@@ -56,3 +57,18 @@ def test_indices_outside_are_refused():
         permute(np.array([0, 5]), 5, 0)
     with pytest.raises(ValueError, match="from -1"):
         permute(np.array([-1]), 5, 0)
+
+
+def test_gaps_leave_out_what_they_say():
+    gaps = Gaps.parse("40:44, 8:10 42:48")
+    assert str(gaps) == "8:10 40:48"
+    left = [n for n in range(100) if not (8 <= n < 10 or 40 <= n < 48)]
+    assert [gaps.number(count) for count in range(90)] == left
+    assert gaps.number(np.arange(90)).tolist() == left
+    # what comes as 30 ... 49 is left out as well, whatever lies between
+    more = gaps.without(30, 50)
+    assert [more.number(count) for count in range(70)] == [*left[:30], *left[50:90]]
+    assert Gaps.of([]).number(5) == 5
+    for text in ("4", "4:x", "8:8"):
+        with pytest.raises(ValueError, match="leave out"):
+            Gaps.parse(text)

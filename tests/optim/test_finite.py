@@ -1,5 +1,7 @@
 """The scale of the loss: Megatron-LM's rules, on every rank alike, eager and in programs."""
 
+import math
+
 import pytest
 import torch
 
@@ -128,3 +130,53 @@ def test_what_is_impossible_is_told_at_once():
     assert set(found) == {*scale, "optimizer.loss_scale.patience", "optimizer.skip_nonfinite"}
     with pytest.raises(ValueError, match="wanted a power of two; fix: use 65536"):
         optim.with_loss_scale(optim.sgd(0.1), optim.LossScale())
+
+
+def test_a_limit_leaves_out_larger_gradients_alone():
+    """Where the limit is above the norm, the steps are those of what it protects."""
+    params = {"w": torch.ones(3, dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)}
+    rng = torch.Generator().manual_seed(0)
+    grads = [
+        tree.map(lambda p: torch.randn(p.shape, generator=rng, dtype=p.dtype), params)
+        for _ in range(4)
+    ]
+    grads[2] = tree.map(lambda g: 100 * g, grads[2])
+    plain = optim.chain(optim.clip_by_global_norm(50.0), optim.adam(1e-2))
+    limited = optim.with_limit(plain)
+    state, other, ours, theirs = limited.init(params), plain.init(params), params, params
+    for index, each in enumerate(grads):
+        optim.set_limit_(state, 20.0)
+        before = state
+        updates, state = limited.update(each, state, ours)
+        ours = optim.apply_updates(ours, updates)
+        if index == 2:
+            assert int(state.left_out) == int(before.left_out) + 1
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(
+                    tree.leaves(state.inner_state), tree.leaves(before.inner_state), strict=True
+                )
+            )
+        else:
+            updates, other = plain.update(each, other, theirs)
+            theirs = optim.apply_updates(theirs, updates)
+        assert all(
+            torch.equal(a, b) for a, b in zip(tree.leaves(ours), tree.leaves(theirs), strict=True)
+        )
+    taken, end = limited.step_(tree.map(torch.clone, grads[2]), state, tree.map(torch.clone, ours))
+    assert all(
+        torch.equal(a, b) for a, b in zip(tree.leaves(taken), tree.leaves(ours), strict=True)
+    )
+    assert isinstance(end, optim.LimitState)
+    assert int(end.left_out) == 2
+
+
+def test_norms_that_are_not_finite_pass_a_limit_to_what_is_inside():
+    params = {"w": torch.ones(3)}
+    inner = optim.apply_if_finite(optim.sgd(0.1), 5)
+    limited = optim.with_limit(inner)
+    state = limited.init(params)
+    optim.set_limit_(state, 1.0)
+    updates, state = limited.update({"w": torch.tensor([1.0, math.nan, 0.0])}, state, params)
+    assert tree.leaves(updates)[0].tolist() == [0, 0, 0]
+    assert (int(state.left_out), int(state.inner_state.total_notfinite)) == (0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 import xml.etree.ElementTree as ET
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,12 +13,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from functron import checkpoint
 from functron.core import chart as plot
 from functron.spmd import Mesh
 from functron.training import records
 from functron.training.config import TrainConfig
 from functron.training.train import (
+    EXIT_AFTER,
+    REQUEUE_CODE,
+    RESHAPE,
+    RESHAPE_CODE,
     Meter,
+    Request,
     exit_code,
     loop,
     measured_flops,
@@ -188,7 +195,7 @@ def test_a_step_that_was_ahead_of_a_loss_that_is_not_finite_is_not_saved():
     assert saved == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_the_first_signal_finishes_the_step_and_saves(number):
     def step(state, batch):
         if state == 2:
@@ -218,6 +225,86 @@ def test_the_second_signal_raises_at_once():
         loop(step, 0, batch, steps=2, reporters=[])
     assert reached == [0]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_signals_that_ask_again_do_not_end_a_save(monkeypatch):
+    """A scheduler warns with SIGUSR1, and sends SIGTERM to a process and to its launcher."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with stop_requests() as request:
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert request.signal == signal.SIGTERM
+        clock[0] += 2.5
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    with stop_requests():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_leaves_when_its_time_is_over():
+    seen, saved = [], []
+
+    def step(state, batch):
+        return state + 1, {"loss": torch.tensor(1.0)}
+
+    def agree(number):
+        seen.append(number)
+        return number
+
+    request = Request(ends=time.monotonic() + 3600)
+    given = {"reporters": [], "stop": request, "agree": agree, "save": lambda *a: saved.append(a)}
+
+    def batches(index):
+        if index == 1:
+            request.ends = time.monotonic()
+        return batch(index)
+
+    outcome = loop(step, 0, batches, steps=9, **given)
+    assert (outcome.state, outcome.stopped_by, seen) == (2, EXIT_AFTER, [0, EXIT_AFTER])
+    assert saved == [(2, 2)]
+    assert exit_code(outcome.stopped_by) == REQUEUE_CODE == 128 + signal.SIGUSR1
+    assert loop(step, 8, batches, steps=9, start=8, **given).stopped_by is None  # it is done
+    request.signal = signal.SIGTERM
+    assert request.asked() == signal.SIGTERM
+
+
+def test_a_run_grows_where_it_saves_and_evaluates_before():
+    def step(state, batch):
+        return state + 1, {"loss": torch.tensor(1.0)}
+
+    saved, request = [], Request(grown=lambda: True)
+    outcome = loop(
+        step, 0, batch, steps=9, reporters=[], stop=request,
+        save=lambda *a: saved.append(a), save_every=3,
+        evaluate=lambda state: {"held": {"loss": float(state)}}, evaluate_every=3,
+    )  # fmt: skip
+    assert (outcome.state, outcome.stopped_by, saved) == (3, RESHAPE, [(3, 3)])
+    assert outcome.history[-1]["eval"] == {"held": {"loss": 3.0}}
+    assert exit_code(outcome.stopped_by) == RESHAPE_CODE
+    assert loop(step, 8, batch, steps=9, start=8, reporters=[], stop=request).stopped_by is None
+
+
+def test_why_a_run_left_is_an_event(tmp_path):
+    config = TrainConfig(steps=3, global_batch=2, seq=16, format="mock", exit_after="1h")
+    run = prepare(config, Mesh())
+    outcome = train(run, tmp_path / "r", began=time.monotonic() - 3600)
+    assert outcome.stopped_by == EXIT_AFTER
+    assert checkpoint.steps(tmp_path / "r" / "checkpoints") == [1]
+    run = prepare(replace(config, exit_after=""), Mesh())
+
+    def step(state, batch):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return run.step(state, batch)
+
+    assert train(replace(run, step=step), tmp_path / "s").stopped_by == signal.SIGUSR1
+    (event,) = records.read(tmp_path / "r" / "events.jsonl")
+    assert (event["kind"], event["step"], event["code"]) == ("exit_after", 1, 138)
+    (event,) = records.read(tmp_path / "s" / "events.jsonl")
+    assert (event["kind"], event["step"], event["signal"]) == ("signal", 1, "SIGUSR1")
 
 
 def test_another_ranks_signal_stops_this_one():

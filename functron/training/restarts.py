@@ -1,0 +1,252 @@
+"""How a run outlives its processes: restarts, meshes that shrink and grow, and limits of time.
+
+Nothing here starts a process: these are the decisions, of the launcher (`functron.cli.launch`) and
+of the loop, as functions of a configuration and of what the run folder holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from functron.core.errors import Problem, refuse
+from functron.spmd import DATA_AXES, Mesh
+from functron.training import run_folder
+from functron.training.config import TrainConfig
+
+LONGEST_PAUSE_SECONDS = 60.0
+"""Between two starts, however many of them failed."""
+
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
+_UNITS = (86400, 3600, 60, 1)
+
+
+def seconds_of(text: str) -> float:
+    """The seconds that ``90s``, ``45m``, ``3h50m`` or ``1d12h`` stand for.
+
+    Raises:
+        ValueError: it is no such text, or no time at all.
+    """
+    found = _DURATION.fullmatch(text.strip())
+    seconds = sum(
+        float(count) * unit
+        for count, unit in zip(found.groups() if found else (), _UNITS, strict=bool(found))
+        if count
+    )
+    if not seconds:
+        wanted = "a duration such as 90s, 45m, 3h50m or 1d12h"
+        refuse("cannot read the duration", "exit_after", repr(text), wanted)
+    return seconds
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Which sizes an axis of the mesh may have while a run goes on.
+
+    Attributes:
+        axis: of the ranks that share the batch and hold the same model: dp or fsdp.
+        sizes: ascending.
+    """
+
+    axis: str
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Elastic:
+        """The axis and sizes in ``dp=2:8`` (2 to 8), or in ``dp=2,4,8``.
+
+        Raises:
+            ValueError: it is no such text.
+        """
+        axis, _, rest = text.partition("=")
+        span = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", rest)
+        words = re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", rest)
+        if span:
+            least, most = map(int, span.groups())
+            sizes = tuple(range(least, most + 1))
+        else:
+            sizes = tuple(sorted({int(word) for word in rest.split(",")})) if words else ()
+        if axis.strip() not in ELASTIC_AXES or not sizes or sizes[0] < 1:
+            wanted = "dp or fsdp and its sizes, such as dp=2:8 or dp=2,4,8"
+            refuse("cannot read which sizes a mesh may have", "elastic", repr(text), wanted)
+        return cls(axis.strip(), sizes)
+
+    def __str__(self) -> str:
+        return f"{self.axis}={','.join(map(str, self.sizes))}"
+
+
+ELASTIC_AXES = ("dp", "fsdp")
+
+
+def resized(config: TrainConfig, axis: str, size: int) -> TrainConfig | None:
+    """`config` on a mesh whose `axis` has another size, with the same batches of the same samples.
+
+    Its microbatches are as few as there can be of no more samples than now: so ranks that are left
+    take the parts of the others one after another, in the memory that a step takes now. In a
+    pipeline they are a multiple of those now, as its schedule may ask for.
+
+    Returns:
+        None where ranks so many cannot divide the batches equally.
+    """
+    mesh = Mesh.parse(config.mesh)
+    if size == mesh[axis]:
+        return config
+    before = math.prod(mesh[name] for name in DATA_AXES)
+    ranks = before // mesh[axis] * size
+    batches = config.batches.sizes
+    if any(batch % ranks for batch in batches):
+        return None
+    rows = max(config.global_batch // (before * config.microbatches), 1)
+    unit = config.microbatches if mesh["pp"] > 1 else 1
+    most = config.global_batch // ranks
+    count = next(
+        (
+            count
+            for count in range(unit, most + 1, unit)
+            if most <= count * rows and not any(batch % (ranks * count) for batch in batches)
+        ),
+        None,
+    )
+    if count is None:
+        return None
+    shape = {**mesh.shape, axis: size}
+    text = ",".join(f"{name}={length}" for name, length in shape.items())
+    processes = math.prod(shape.values()) if config.nproc else 0
+    return dataclasses.replace(config, mesh=text, nproc=processes, microbatches=count)
+
+
+def usable_sizes(config: TrainConfig) -> tuple[int, ...]:
+    """Those of the sizes in `config.elastic` among which batches can be divided equally."""
+    elastic = Elastic.parse(config.elastic)
+    found = (size for size in elastic.sizes if resized(config, elastic.axis, size) is not None)
+    return tuple(found)
+
+
+def num_slots(config: TrainConfig) -> int | None:
+    """How many processes can be had here now: what a file says, or the GPUs; None: nobody knows."""
+    if config.slots:
+        try:
+            return int(Path(config.slots).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # such as one that is just being written
+            return None
+    return (torch.cuda.device_count() or None) if config.device != "cpu" else None
+
+
+def fitting(config: TrainConfig, slots: int | None) -> TrainConfig | None:
+    """`config` on the largest of its meshes that so many processes make; None: there is none.
+
+    Where it is not elastic, or `slots` is not known, it is what it is.
+    """
+    if not config.elastic or slots is None:
+        return config
+    elastic, mesh = Elastic.parse(config.elastic), Mesh.parse(config.mesh)
+    others = mesh.size // mesh[elastic.axis]
+    for size in sorted(elastic.sizes, reverse=True):
+        if size * others <= slots:
+            found = resized(config, elastic.axis, size)
+            if found is not None:
+                return found
+    return None
+
+
+def can_grow(config: TrainConfig) -> bool:
+    """Whether there are processes now for a larger mesh than that of `config`.
+
+    All its elastic sizes are taken to be usable: those that the launcher gives its processes are.
+    """
+    slots = num_slots(config)
+    if not config.elastic or slots is None:
+        return False
+    elastic, mesh = Elastic.parse(config.elastic), Mesh.parse(config.mesh)
+    others = mesh.size // mesh[elastic.axis]
+    return any(size > mesh[elastic.axis] and size * others <= slots for size in elastic.sizes)
+
+
+def steps_done(out: Path) -> tuple[int, int]:
+    """Of the run in `out`, the step of its newest checkpoint, and the last that it recorded."""
+    newest = run_folder.newest(out)
+    records = run_folder.records(out)
+    return int(newest.name) if newest else 0, records[-1]["step"] if records else 0
+
+
+def pause_seconds(first: float, failures: int) -> float:
+    """How long to wait before a start: `first`, doubled for each start that made no progress."""
+    return min(first * 2.0 ** min(failures, 30), max(LONGEST_PAUSE_SECONDS, first))
+
+
+def problems_of(
+    config: TrainConfig, mesh: Mesh, processes: int | None, launched_here: bool
+) -> Iterator[Problem]:
+    """Settings of restarts that do not fit.
+
+    Args:
+        config: what is to be run.
+        mesh: its mesh.
+        processes: how many processes take part, where they run already.
+        launched_here: whether functron's launcher started them, which has looked at most of this.
+    """
+    if config.exit_after:
+        try:
+            seconds_of(config.exit_after)
+        except ValueError:
+            wanted = "a duration such as 90s, 45m, 3h50m or 1d12h"
+            yield Problem("exit_after", repr(config.exit_after), wanted)
+    if launched_here:
+        return
+    if config.max_restarts and processes is not None:
+        fix = (
+            "leave it out; start the job again with --resume auto, as examples/slurm does; "
+            "functron train --nproc restarts the processes of one machine"
+        )
+        yield Problem("max_restarts", f"{config.max_restarts} under torchrun", "0", fix)
+    elif config.max_restarts and not config.nproc:
+        fix = f"add --nproc {mesh.size}, or leave it out"
+        yield Problem("max_restarts", f"{config.max_restarts}", "processes to restart", fix)
+    if config.slots and not config.elastic:
+        yield Problem("slots", config.slots, "nothing without elastic", "add --elastic dp=1:N")
+    if config.elastic:
+        yield from _elastic_problems(config, mesh, processes)
+
+
+def _elastic_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> Iterator[Problem]:
+    try:
+        elastic = Elastic.parse(config.elastic)
+    except ValueError:
+        wanted = "dp or fsdp and its sizes, such as dp=2:8 or dp=2,4,8"
+        yield Problem("elastic", repr(config.elastic), wanted)
+        return
+    if processes is not None:
+        fix = "leave it out: the scheduler starts the job again with another --mesh, and --resume"
+        wanted = "nothing: only functron train --nproc shrinks and grows, on one machine"
+        yield Problem("elastic", f"{config.elastic} under torchrun", wanted, fix)
+    elif not config.max_restarts:
+        wanted, fix = "max_restarts of at least 1, which it needs", "add --max-restarts 3"
+        yield Problem("elastic", config.elastic, wanted, fix)
+    if mesh[elastic.axis] not in elastic.sizes:
+        got = f"{config.elastic} for {elastic.axis}={mesh[elastic.axis]}"
+        yield Problem("elastic", got, "sizes with that of the mesh among them")
+    usable = usable_sizes(config)
+    ends = {elastic.sizes[0], elastic.sizes[-1]}
+    # in dp=2:8 sizes between may not divide the batch, and are passed over
+    listed = elastic.sizes if ":" not in config.elastic else sorted(ends)
+    wrong = [size for size in listed if size not in usable]
+    if wrong:
+        got = f"{config.elastic}: {', '.join(map(str, wrong))} cannot divide the batch"
+        sizes = ", ".join(map(str, usable)) or "none"
+        batch = f"global_batch={config.global_batch}" + (", ramp_up" if config.ramp_up else "")
+        wanted = f"sizes that divide it, of which there are {sizes} ({batch})"
+        yield Problem("elastic", got, wanted, "choose of these, or another global_batch")
+    if config.slots:
+        if num_slots(config) is None:
+            wanted = "a file with the number of processes that can be had"
+            got = f"{config.slots}, which has none"
+            yield Problem("slots", got, wanted, f"echo {mesh.size} > {config.slots}")
+    elif num_slots(config) is None:
+        wanted = "a file with the number of processes that can be had: CPUs are never lost"
+        yield Problem("slots", "none", wanted, f"echo {mesh.size} > slots, and --slots slots")
