@@ -177,9 +177,7 @@ class Post:
         """The boundary of what rank `source` will send, as it describes it; blocks."""
         found: list[Any] = [None]
         with self._waiting("receive", source):
-            dist.recv_object_list(
-                found, group=self.group, group_src=source, device=self.device
-            )
+            dist.recv_object_list(found, group=self.group, group_src=source, device=self.device)
         return found[0]
 
     def agree(self, boundary: Boundary | None, source: int) -> Boundary:

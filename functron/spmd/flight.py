@@ -278,7 +278,8 @@ class RecordedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, group: dist.ProcessGroup, axis: str, recorder: FlightRecorder):
-        super().__init__(group.rank(), group.size())
+        rank_and_size: tuple[Any, ...] = (group.rank(), group.size())
+        super().__init__(*rank_and_size)
         self._group, self._axis, self._recorder = group, axis, recorder
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
@@ -379,7 +380,7 @@ class DeviceClock:
 # --- agreement
 
 
-class Disagreement(RuntimeError):
+class DisagreementError(RuntimeError):
     """Ranks are about to enter different collectives, or one does not come to any."""
 
 
@@ -408,7 +409,7 @@ class Agreement:
         """Return when all `ranks` have come to this collective.
 
         Raises:
-            Disagreement: one of them is about to enter another, or does not come.
+            DisagreementError: one of them is about to enter another, or does not come.
         """
         among = () if self._one_order else (kind.axis, *ranks)
         place = "/".join(map(str, (*among, self._counts[among])))
@@ -421,14 +422,14 @@ class Agreement:
             self._store.wait(keys, timedelta(seconds=self._seconds))
         except RuntimeError as error:
             late = [r for r, key in zip(others, keys, strict=True) if not self._store.check([key])]
-            raise Disagreement(
+            raise DisagreementError(
                 f"collective {place}, step {step + 1}: got nothing from rank "
                 f"{', '.join(map(str, late))} for {self._seconds:g} s; wanted it in {kind}"
             ) from error
         for rank, key in zip(others, keys, strict=True):
             theirs, matched, text = self._store.get(key).decode().split("|", 2)
             if (theirs, matched) != (str(step), str(kind.matched)):
-                raise Disagreement(
+                raise DisagreementError(
                     f"collective {place}: got {text} (step {int(theirs) + 1}) on rank {rank} where "
                     f"rank {self._rank} has {kind} (step {step + 1}); wanted the same on both, "
                     "which would otherwise wait for one another for ever; fix: decide by "

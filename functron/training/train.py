@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +36,8 @@ from functron.data.order import Gaps, RampUp, drawn
 from functron.models import gpt
 from functron.precision.recipe import check_gpu
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
-from functron.training import data, records, restarts, run_folder
+from functron.spmd.flight import EVERYWHERE
+from functron.training import data, records, restarts, run_folder, watchdog
 from functron.training.anomalies import Anomaly, Guard
 from functron.training.config import TrainConfig
 from functron.training.data import prefetched
@@ -280,6 +281,10 @@ class Meter:
         }
 
 
+def _no_phase(name: str, step: int) -> None:
+    """Nobody asks."""
+
+
 def loop(
     step: Callable,
     state: Any,
@@ -301,6 +306,7 @@ def loop(
     skips: bool = False,
     overflowing: Callable[[Any, Any], Sequence[str]] | None = None,
     guard: Guard | None = None,
+    phase: Callable[[str, int], None] = _no_phase,
 ) -> Outcome:
     """Take steps `start` to ``steps - 1``, record each, and save at the end.
 
@@ -339,6 +345,8 @@ def loop(
             finite, for that error; it may give up the state.
         guard: what sees every record, and may end the loop for an anomaly, which it then has as
             `found`. Nothing is raised for what is not finite, since it says what that is.
+        phase: told what the loop goes over to, with the number of the step: ``data``, ``step``,
+            ``agree``, ``record``, ``evaluate`` or ``save``.
 
     Returns:
         The `Outcome`; its records are those of `Meter.record`.
@@ -358,12 +366,15 @@ def loop(
         anomaly: Anomaly | None = None
         for index in range(start, steps):
             began = time.perf_counter()
+            phase("data", index)
             batch = batches(index)
+            phase("step", index)
             if guard is not None:
                 guard.before(state, index)
             watched = watch if watch is not None and watch.due(index) else None
             state, metrics = (step if watched is None else watched.step)(state, batch)
             taken.append(_Taken.of(index, batch, metrics, watched, began))
+            phase("agree", index)
             last = index + 1 == steps
             evaluating = evaluate is not None and _is_due(index + 1, evaluate_every, steps)
             saving = last or bool(save_every and (index + 1) % save_every == 0)
@@ -373,10 +384,13 @@ def loop(
             left = 0 if evaluating or saving or stopped_by else ahead
             while len(taken) > (0 if anomaly else left):
                 done = taken.popleft()
+                phase("record", index)
                 record = done.record(meter, settled)
                 finite = math.isfinite(record["loss"])  # all ranks agree on that
                 if evaluate is not None and evaluating and not (taken or hurried) and finite:
+                    phase("evaluate", index)
                     record[records.EVAL] = evaluate(state)
+                    phase("record", index)
                     stopped_by = agree(request.signal or 0) or stopped_by  # it may have taken long
                 history.append(record)
                 for write in writers:
@@ -391,6 +405,7 @@ def loop(
                 settled = time.perf_counter()
             kept = anomaly is None or anomaly.keeps
             if save is not None and kept and (saving or stopped_by):
+                phase("save", index)
                 save(state, index + 1)
                 settled = time.perf_counter()
             if stopped_by == RESHAPE and anomaly is not None:
@@ -638,7 +653,13 @@ def programs(made: Plan) -> tuple[Callable, Watch | None]:
     return step, watch
 
 
-def train(run: Run, out: Path | None, *, began: float | None = None) -> Outcome:
+def train(
+    run: Run,
+    out: Path | None,
+    *,
+    began: float | None = None,
+    hung: Callable[[str, bool], None] = watchdog.ended,
+) -> Outcome:
     """Take the steps of `run`, and leave what a run folder holds in `out` (None: no files).
 
     On a bound mesh every rank calls it, with the same `out`, which all must reach: each writes its
@@ -650,6 +671,7 @@ def train(run: Run, out: Path | None, *, began: float | None = None) -> Outcome:
         out: the run folder.
         began: when the process did, by ``time.monotonic()``: `TrainConfig.exit_after` counts from
             then; None: now.
+        hung: ends the process where the job hangs; see `functron.training.watchdog.Watchdog`.
 
     Raises:
         FloatingPointError: loss or gradients are not finite, or an anomaly is one too many; or
@@ -676,12 +698,14 @@ def train(run: Run, out: Path | None, *, began: float | None = None) -> Outcome:
         write = _nowhere
         if job.main and out is not None:
             write = stack.enter_context(records.event_log(out / records.EVENTS))
+        phase = stack.enter_context(_watched(run, out, job, hung))
         past = job.told(lambda: _past(run, out))
         history: list[dict[str, Any]] = []
         answers = 0
         while True:
             guard = _guard(run, write, past)
-            outcome = _stretch(run, out, job, stop, guard, peak)
+            outcome = _stretch(run, out, job, stop, guard, peak, phase)
+            phase("restore", outcome.history[-1]["step"] if outcome.history else run.start)
             history += outcome.history
             found = guard.found
             if found is None or outcome.stopped_by:
@@ -703,11 +727,13 @@ class Job:
         bound: whether there are several.
         main: whether this is the one that writes files.
         group: of gloo, where theirs is of NCCL: numbers of the host would have it wait for the GPU.
+        entered: records a collective for as long as a with block takes; None: nobody asks.
     """
 
     bound: bool
     main: bool
     group: Any = None
+    entered: Callable[..., AbstractContextManager[None]] | None = None
 
     @classmethod
     def of(cls, run: Run) -> Job:
@@ -715,14 +741,19 @@ class Job:
         bound = isinstance(run.mesh, BoundMesh)
         apart = bound and run.device.type == "cuda"
         group = dist.new_group(backend="gloo") if apart else None
-        return cls(bound, not isinstance(run.mesh, BoundMesh) or run.mesh.rank == 0, group)
+        if not isinstance(run.mesh, BoundMesh):
+            return cls(bound, True, group)
+        recorder = run.mesh.recorder
+        entered = None if recorder is None else recorder.entered
+        return cls(bound, run.mesh.rank == 0, group, entered)
 
     def across(self, number: float, operation: Any) -> float:
         """A number of all ranks, summed or the largest. Collective."""
         if not self.bound:
             return number
         value = torch.tensor(number, dtype=torch.float64)
-        dist.all_reduce(value, operation, group=self.group)
+        with nullcontext() if self.entered is None else self.entered("psum", EVERYWHERE, value):
+            dist.all_reduce(value, operation, group=self.group)
         return float(value)
 
     def told(self, find: Callable[[], Any]) -> Any:
@@ -730,7 +761,10 @@ class Job:
         if not self.bound:
             return find()
         found = [find() if self.main else None]
-        dist.broadcast_object_list(found, group=self.group)
+        with (
+            nullcontext() if self.entered is None else self.entered("pbroadcast", EVERYWHERE, None)
+        ):
+            dist.broadcast_object_list(found, group=self.group)
         return found[0]
 
 
@@ -764,7 +798,13 @@ def _guard(run: Run, write: Callable[..., None], past: Sequence[records.Record])
 
 
 def _stretch(
-    run: Run, out: Path | None, job: Job, stop: Request, guard: Guard, peak: float
+    run: Run,
+    out: Path | None,
+    job: Job,
+    stop: Request,
+    guard: Guard,
+    peak: float,
+    phase: Callable[[str, int], None],
 ) -> Outcome:
     """The steps of `run` until all are taken, someone asks to stop, or an anomaly ends them."""
     config, family, scaled = run.config, run.config.family, run.config.optimizer.loss_scale
@@ -802,7 +842,38 @@ def _stretch(
             skips=config.optimizer.skip_nonfinite > 0,
             overflowing=run.plan.overflowing,
             guard=guard,
+            phase=phase,
         )
+
+
+@contextmanager
+def _watched(
+    run: Run, out: Path | None, job: Job, hung: Callable[[str, bool], None]
+) -> Iterator[Callable[[str, int], None]]:
+    """What is told the phases of the loop; it ends the process where the job hangs. Collective."""
+    config, mesh, batches = run.config, run.mesh, run.batches
+    watched = config.hang_after > 0 and out is not None
+    if not (watched and isinstance(mesh, BoundMesh) and mesh.recorder is not None):
+        yield _no_phase
+        return
+
+    def compiles(step: int) -> bool:
+        grown = step > run.start and batches.batch_size(step) != batches.batch_size(step - 1)
+        return step == run.start or grown or (run.watch is not None and run.watch.due(step))
+
+    assert out is not None
+    dog = watchdog.Watchdog.of(
+        mesh,
+        out,
+        job.across(time.time(), dist.ReduceOp.MAX),
+        hang_after=config.hang_after,
+        timeout=config.timeout_seconds,
+        fresh=compiles,
+        end=hung,
+        group=job.group,
+    )
+    with dog.watching():
+        yield dog.phase
 
 
 def _log_end(write: Callable[..., None], outcome: Outcome) -> None:
