@@ -109,7 +109,7 @@ class Forks:
 
     def _ending(self, first: tuple[int, int] | None) -> launch.Ending:
         rank, code = first or (None, 0)
-        for error in sorted(self.log.parent.glob(f"{self.log.name}.error.*")):
+        for error in sorted(self.log.parent.glob(f"{self.log.name}.error.[0-9]")):
             with self.log.open("a") as log:
                 log.write(json.loads(error.read_text())["message"]["extraInfo"]["py_callstack"])
             error.unlink()
@@ -122,7 +122,7 @@ class Forks:
         output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        sys.stderr = sys.__stderr__
+        sys.stderr = sys.__stderr__ or sys.stdout
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
