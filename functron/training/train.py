@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from functron import checkpoint
+from functron.checkpoint.saver import Moments, nowhere
 from functron.compiler.jit import jit
 from functron.core import random, tree
 from functron.data import Blend, Samples
@@ -408,6 +409,9 @@ class Run:
         held_out_loss: of `evaluation.loss_program`, which evaluates them; None without.
         notes: what of its checkpoint was converted, or begins anew, in words.
         begun_from: the checkpoint that it began with, or went on from; None: random parameters.
+        at: ``at(moment, step)`` is called as this process comes to a moment of the run: "step"
+            before the batch of a step, "evaluate" and "save" after so many steps, and what
+            `checkpoint.Saver` calls it with.
     """
 
     plan: Plan
@@ -421,6 +425,7 @@ class Run:
     held_out_loss: Callable | None = None
     notes: Sequence[str] = ()
     begun_from: Path | None = None
+    at: Moments = nowhere
 
     @property
     def config(self) -> TrainConfig:
@@ -501,6 +506,7 @@ def prepare(
     begin_from: Path | None = None,
     *,
     recast: bool = False,
+    at: Moments = nowhere,
 ) -> Run:
     """The run that `config` describes, ready for its next step.
 
@@ -511,6 +517,8 @@ def prepare(
         begin_from: a checkpoint of this run, made on any mesh, or of parameters alone, with which
             it begins; None: begin with random ones.
         recast: whether that may be of another precision; see `functron.training.restored`.
+        at: called with "open" before its state is read, with "restored" after it, and later as
+            `Run.at`.
 
     Raises:
         ValueError: the data cannot be read, the model cannot run on the mesh, the GPU has none of
@@ -524,11 +532,15 @@ def prepare(
     if recipe is not None and where.type == "cuda" and config.kernels != "reference":
         capability = torch.cuda.get_device_capability(where)
         check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
+    at("open", 0)
     state, notes = begin_state(made, begin_from, where, recast=recast)
+    at("restored", int(state.step))
     step, watch = programs(made)
     program = loss_program(made) if held_out else None
     start = int(state.step)
-    return Run(made, text, state, step, watch, where, start, held_out, program, notes, begin_from)
+    return Run(
+        made, text, state, step, watch, where, start, held_out, program, notes, begin_from, at
+    )  # fmt: skip
 
 
 def programs(made: Plan) -> tuple[Callable, Watch | None]:
@@ -687,16 +699,28 @@ def _stretch(
         # the copy to the device stays in this thread: which GPU is current is a thread's own affair
         ahead = prefetched(run.host_batch, run.start, config.steps, config.prefetch)
         host_batch = stack.enter_context(ahead)
+        reached = int(run.start)
+
+        def batches(step: int) -> dict[str, torch.Tensor]:
+            nonlocal reached
+            reached = step + 1
+            run.at("step", step)
+            return run.on_device(host_batch(step))
+
+        def evaluated(state: State) -> dict[str, dict[str, float]]:
+            run.at("evaluate", reached)
+            return run.evaluate(state)
+
         return loop(
             run.step,
             run.state,
-            lambda step: run.on_device(host_batch(step)),
+            batches,
             steps=config.steps,
             start=run.start,
             meter=meter,
             save=save,
             save_every=config.save_every,
-            evaluate=run.evaluate,
+            evaluate=evaluated,
             evaluate_every=config.eval_every,
             reporters=reporters(config, out, run.start) if job.main else [],
             agree=lambda number: int(job.across(number, dist.ReduceOp.MAX)),
@@ -799,7 +823,7 @@ def _rolled_back(
     made = dataclasses.replace(run.plan, config=config)
     return Run(
         made, run.text, state, run.step, run.watch, run.device, start,
-        run.held_out, run.held_out_loss, run.notes, run.begun_from,
+        run.held_out, run.held_out_loss, run.notes, run.begun_from, run.at,
     )  # fmt: skip
 
 
@@ -867,9 +891,11 @@ def _saving(run: Run, out: Path, stop: Request) -> Iterator[Callable[[State, int
         return limit if stop.signal in (None, signal.SIGUSR1) else min(limit, _HURRIED)
 
     placement, device = run.plan.placement, run.device
-    with checkpoint.Saver(folder, placement, keep=keep, timeout=timeout, device=device) as saver:
+    given: dict[str, Any] = {"keep": keep, "timeout": timeout, "device": device, "at": run.at}
+    with checkpoint.Saver(folder, placement, **given) as saver:
 
         def save(state: State, step: int) -> None:
+            run.at("save", step)
             samples = run.batches.first_sample(step)
             about = {"step": step, "samples": samples, "tokens": samples * config.seq}
             about |= {"mesh": config.mesh, "config": settings}
