@@ -479,6 +479,7 @@ def test_only_this_machine_reaches_where_processes_meet():
     """The kernel refuses any other address; by default it would be one of all that there are."""
     parameters = RendezvousParameters("functron-loopback", "127.0.0.1", "run", 1, 1)
     meeting = launch._Loopback(parameters).next_rendezvous()
+    assert meeting.bootstrap_store_info is not None
     port = meeting.bootstrap_store_info.master_port
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set("word", "said")
