@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -105,14 +105,48 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
         content = whole["content"]
         if whole["crc32"] != _checksum_of(content):
             raise ValueError("another checksum than it says")
-    except (ValueError, KeyError, TypeError) as error:
+        if not isinstance(content, dict):
+            raise ValueError(f"a {type(content).__name__} for its content")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         got = f"damaged contents ({error})"
         return None, [Problem(str(path), got, "the manifest as it was written", fix)]
     if content.get("format") != FORMAT:
         got = f"format {content.get('format')}"
         problem = Problem(str(path), got, f"format {FORMAT}", "use another version of functron")
         return None, [problem]
-    return content, []
+    found = [
+        Problem(f"{path}: {where}", f"{value!r:.100}", wanted, fix)
+        for where, value, wanted in _misfits(content)
+    ]
+    return (None, found) if found else (content, [])
+
+
+def _misfits(content: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """The entries of a manifest that no save has written: where, which, and what they are to be.
+
+    A checksum says that nothing was damaged, and not who wrote it: names stay in the folder.
+    """
+    tables = {name: content.get(name) for name in ("metadata", "origin", "leaves", "files")}
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            yield name, table, "names and what they are"
+    leaves, listed = (t if isinstance(t, dict) else {} for t in (tables["leaves"], tables["files"]))
+    for name, entry in leaves.items():
+        found = entry if isinstance(entry, dict) else {}
+        sizes = [found.get("shape"), found.get("chunk"), found.get("crc32c", [])]
+        lists = all(isinstance(x, list) and all(map(_is_size, x)) for x in sizes)
+        if not (lists and isinstance(found.get("dtype"), str)):
+            yield f"leaves/{name}", entry, "a shape, chunk, dtype and checksums"
+    for name, entry in listed.items():
+        found = entry if isinstance(entry, dict) else {}
+        if not (_is_size(found.get("size")) and _is_size(found.get("crc32", 0))):
+            yield f"files/{name}", entry, "a size, and perhaps a checksum"
+        if not name or "\0" in name or PurePosixPath(name).is_absolute() or ".." in name.split("/"):
+            yield "files", name, "files in the checkpoint's own folder"
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def check_files(folder: Path, content: Mapping[str, Any]) -> Iterator[Problem]:
@@ -243,7 +277,7 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
         try:
             text = (self.path / "_CHECKPOINT_METADATA").read_text()
             return dict(json.loads(text).get("custom_metadata") or {})
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
 
     @property
@@ -363,7 +397,7 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
                 if entry["value_metadata"]["value_type"] not in ("None", "Dict", "List", "Tuple")
             ]
             driver = "zarr3" if found.get("use_zarr3") else "zarr"
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             got = f"{type(error).__name__}: {error}"
             problem = Problem(str(path), got, "the metadata of an Orbax PyTree")
             driver, names = "", []
@@ -453,6 +487,9 @@ class StoredLeaf:
         entry = content["leaves"][self.path]
         got = f"{self.dtype_name} {list(self.shape)} in chunks of {list(self.chunk)}"
         wanted = f"{entry['dtype']} {entry['shape']} in chunks of {entry['chunk']}"
+        if got == wanted and (known := entry.get("crc32c")) is not None:
+            count = math.prod(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
+            got, wanted = f"{len(known)} checksums of chunks", f"{count} checksums of chunks"
         fix = "restore an older checkpoint, or copy this one again"
         return [] if got == wanted else [Problem(self.path, got, wanted, fix)]
 

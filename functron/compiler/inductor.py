@@ -68,7 +68,8 @@ def compiled(
 ) -> tuple[Callable[[list], Sequence], str]:
     """The function that a graph compiles to, and its code; read from `folder` where it is there.
 
-    Processes that want the same graph at the same time wait for the first one.
+    Processes that want the same graph at the same time wait for the first one. What another user
+    has put there is not read: code would run.
 
     Args:
         graph: of ATen operations, with writes to operands at its end only.
@@ -80,9 +81,13 @@ def compiled(
     name = _key(graph, operands, options)
     path = folder / f"{name}.kernel"
     with config.patch(dict(options)), FileLock(folder / f"{name}.lock"):
-        if path.exists():
+        if path.exists() and _is_own(path):
             return _load(path, operands)
         return _compile(graph, operands, path)
+
+
+def _is_own(path: Path) -> bool:
+    return not hasattr(os, "getuid") or path.stat().st_uid in (os.getuid(), 0)
 
 
 def _key(graph: fx.GraphModule, operands: Sequence[Var], options: Options) -> str:

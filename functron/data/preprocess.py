@@ -654,7 +654,7 @@ def _check_parts(settings: Settings, manifest: Mapping[str, Any]) -> None:
 def _load(file: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

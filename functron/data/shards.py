@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from types import MappingProxyType
 from typing import Any
 
@@ -250,7 +251,7 @@ def _numpy_shard(path: Path) -> Part | Problem:
             version = np.lib.format.read_magic(stream)
             read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
             shape, _, dtype = read[version[0]](stream)
-        except (ValueError, KeyError, SyntaxError) as error:
+        except (ValueError, KeyError, SyntaxError, TokenError, RecursionError) as error:
             return Problem(f"{path}, offset 0", f"no .npy file ({error})", wanted)
         offset = stream.tell()
     if len(shape) != 1 or dtype.kind not in "iu" or dtype.str[0] == ">":
@@ -374,5 +375,11 @@ def _recorded(path: str) -> Provenance | None:
     try:
         record: Any = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
         return Provenance(record["tokenizer"], record["pattern"], record["tokenizer_sha256"])
-    except (OSError, ValueError, KeyError, TypeError):  # there is none, or another program's
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ):  # there is none, or another program's
         return None

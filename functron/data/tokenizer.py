@@ -11,6 +11,7 @@ import binascii
 import functools
 import json
 import re
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,7 +153,8 @@ class Tokenizer:
     ) -> str:
         """The text of a conversation, as the model's template writes it.
 
-        Templates come with models and are not trusted: they run in Jinja's sandbox.
+        Templates come with models and are not trusted: they run in Jinja's sandbox, for
+        `TEMPLATE_SECONDS` and to `TEMPLATE_CHARACTERS` at most.
 
         Args:
             messages: in order.
@@ -223,7 +225,12 @@ class Tokenizer:
         variables = {"messages": list(messages), "add_generation_prompt": prompt, "tools": None}
         variables |= {"documents": None, **self.special, **more}
         try:
-            marked = self._compiled.render(**variables)
+            environment, template = self._compiled
+            environment.begin()
+            pieces = []
+            for piece in template.generate(**variables):
+                environment.check(len(piece))
+                pieces.append(piece)
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             refuse(
                 "the template refuses this conversation",
@@ -231,11 +238,15 @@ class Tokenizer:
                 error,
                 "messages that the model's template takes",
             )
-        return _unmark(marked, self._mark)
+        except (ArithmeticError, AttributeError, IndexError, MemoryError, RecursionError) as error:
+            got = f"{type(error).__name__}: {error}"
+            refuse("the template fails", str(self.path), got, "a template that writes text")
+        return _unmark("".join(pieces), self._mark)
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        return _environment(self._mark).from_string(self.template or "")
+        environment = _environment(self._mark)
+        return environment, environment.from_string(self.template or "")
 
     def require_template(self) -> None:
         """Check that conversations can be written at all.
@@ -260,10 +271,18 @@ def _unmark(marked: str, mark: str) -> tuple[str, list[tuple[int, int]]]:
     return text, spans
 
 
+TEMPLATE_SECONDS = 10.0
+"""How long a template may take to write a conversation."""
+
+TEMPLATE_CHARACTERS = 1 << 24
+"""How many characters a template may write, and join in a text of its own."""
+
+
 def _environment(mark: str) -> Any:
     """Jinja as chat templates expect it, in a sandbox: no attribute of Python's can be reached.
 
-    What a template marks as the assistant's comes out with `mark` before and after it.
+    What a template marks as the assistant's comes out with `mark` before and after it. Every turn
+    of a loop and call of a macro looks at the clock, and operators that make texts at their length.
     """
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
@@ -286,13 +305,69 @@ def _environment(mark: str) -> Any:
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    environment = ImmutableSandboxedEnvironment(
+    class Limited(ImmutableSandboxedEnvironment):
+        """A sandbox that a template cannot keep busy or fill."""
+
+        intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+        def begin(self) -> None:
+            """Give a template its time and characters."""
+            self.deadline, self.left = time.monotonic() + TEMPLATE_SECONDS, TEMPLATE_CHARACTERS
+
+        def check(self, written: int = 0) -> str:
+            """Raise where time is over, or more is written than may be."""
+            self.left -= written
+            if self.left < 0:
+                raise TemplateError(f"it writes more than {TEMPLATE_CHARACTERS} characters")
+            if time.monotonic() > self.deadline:
+                raise TemplateError(f"it takes longer than {TEMPLATE_SECONDS:g} seconds")
+            return ""
+
+        def joined(self, *parts: Any) -> str:
+            """The text of `parts`, one after another."""
+            texts = [str(part) for part in parts]
+            return self._short(sum(map(len, texts))) or "".join(texts)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            """What an operator gives, where it is not too long."""
+            long = [len(x) for x in (left, right) if isinstance(x, (str, list, tuple))]
+            whole = [abs(x) for x in (left, right) if isinstance(x, int)]
+            if operator == "+":
+                self._short(sum(long))
+            elif operator == "*" and long:
+                self._short(long[0] * max(whole, default=0))
+            elif operator in ("*", "**") and len(whole) == 2:
+                bits = whole[0].bit_length() * (whole[1] if operator == "**" else 1)
+                self._short(bits + whole[1].bit_length())
+            return super().call_binop(context, operator, left, right)
+
+        def _short(self, count: int) -> str:
+            if count > TEMPLATE_CHARACTERS:
+                raise TemplateError(
+                    f"it makes a text of more than {TEMPLATE_CHARACTERS} characters"
+                )
+            return ""
+
+        def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+            tree = super()._parse(source, name, filename)
+            for found in list(tree.find_all(nodes.Concat)):
+                found.nodes = [_called(nodes, "joined", found.nodes)]
+            for found in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+                found.body.insert(0, nodes.ExprStmt(_called(nodes, "check", [])))
+            return tree
+
+    environment = Limited(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
+
+
+def _called(nodes: Any, name: str, arguments: Sequence[Any]) -> Any:
+    """The call of a method of the environment, in a template."""
+    return nodes.Call(nodes.EnvironmentAttribute(name), list(arguments), [], None, None)
 
 
 def _read_tokenizer(file: Path) -> Any:
@@ -317,9 +392,17 @@ def _read_settings(file: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(_read(file, "check the path"))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         refuse(CANNOT, str(file), error, "JSON", "copy or download it again")
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    wrong = [
+        Problem(f"{file}: {name}", f"{token!r:.100}", "a token's text")
+        for name in _SPECIAL
+        if not isinstance(token := _content(found.get(name)), str | None)
+    ]
+    raise_problems(CANNOT, wrong)
+    return found
 
 
 def _read(file: Path, fix: str) -> str:
@@ -339,9 +422,13 @@ def _find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if (folder / TEMPLATE).is_file():
         return _read(folder / TEMPLATE, "check the path")
     found = settings.get("chat_template")
-    if not isinstance(found, list):
+    if isinstance(found, str | None):
         return found
-    templates = {entry["name"]: entry["template"] for entry in found}
+    try:
+        templates = {str(entry["name"]): str(entry["template"]) for entry in found}
+    except (TypeError, KeyError):
+        where = f"{folder / SETTINGS}: chat_template"
+        refuse(CANNOT, where, f"{found!r:.100}", "a template, or a list of names and templates")
     if "default" not in templates:
         fix = nearest("default", templates)
         refuse(

@@ -424,7 +424,7 @@ def rope(
             raise EntryError(Problem(name, repr(inner), "an object or null"))
         sizes = ("rope_theta", "partial_rotary_factor")
         settings = {key: table[key] for key in sizes if table.get(key) is not None} | dict(inner)
-        kind = settings.pop("rope_type", settings.pop("type", "default"))
+        kind = str(settings.pop("rope_type", settings.pop("type", "default")))
         settings.pop("type", None)
         fraction = settings.pop("partial_rotary_factor", partial or 1.0)
         if not is_a(fraction, float) or not (0 < fraction <= 1 if partial else fraction == 1):

@@ -531,7 +531,7 @@ def _table(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         return _from_yaml(text) if is_yaml else tomllib.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         refuse(title, str(path), reason, f"a readable {kind} file", _another(path, error))
 
@@ -584,7 +584,7 @@ def _another(path: Path, error: Exception) -> str:
     text = path.read_text(encoding="utf-8", errors="replace").strip()
     try:
         table = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         table = None
     if isinstance(table, dict) and "model_type" in table:
         return f"this describes a Hugging Face model: functron convert hf:{path.parent} run:RUN"

@@ -247,7 +247,7 @@ def read(file: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             found.append(json.loads(line))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             if number < len(lines):
                 raise ValueError(
                     f"{file}, line {number}: got {line[:60]!r}; wanted a JSON object ({error}); "

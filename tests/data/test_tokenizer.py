@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,44 @@ def test_templates_are_not_trusted(tmp_path, template, reason):
     with pytest.raises(ValueError, match="the template refuses this conversation") as caught:
         ours.render(CHAT)
     assert reason in str(caught.value)
+
+
+LOOP = "{%% for a in range(99999) %%}{%% for b in range(99999) %%}%s{%% endfor %%}{%% endfor %%}"
+DOUBLED = (
+    "{%% set ns = namespace(x='ab') %%}{%% for a in range(99) %%}"
+    "{%% set ns.x = ns.x %s ns.x %%}{%% endfor %%}{{ ns.x | length }}"
+)
+MACRO = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (LOOP % "", "longer than 0.2 seconds"),
+        (MACRO, "longer than 0.2 seconds"),
+        (LOOP % ("x" * 100), "more than 100000 characters"),
+        (DOUBLED % "~", "more than 100000 characters"),
+        (DOUBLED % "+", "more than 100000 characters"),
+        ("{{ ('a' * 10**12) | length }}", "more than 100000 characters"),
+        ("{{ 10 ** 10000000000 }}", "more than 100000 characters"),
+        ("{{ '%1000000000000d' % 1 }}", "MemoryError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    ],
+)
+def test_templates_have_their_time_and_their_characters(tmp_path, monkeypatch, template, reason):
+    module = sys.modules["functron.data.tokenizer"]
+    monkeypatch.setattr(module, "TEMPLATE_SECONDS", 0.2)
+    monkeypatch.setattr(module, "TEMPLATE_CHARACTERS", 100_000)
+    ours = Tokenizer(make(tmp_path, template))
+    with pytest.raises(ValueError, match="the template") as caught:
+        ours.render(CHAT)
+    assert reason in str(caught.value)
+
+
+def test_limits_of_one_conversation_are_not_those_of_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["functron.data.tokenizer"], "TEMPLATE_CHARACTERS", 150)
+    ours = Tokenizer(make(tmp_path, "{{ 'x' * 100 }}"))
+    assert {ours.render(CHAT) for _ in range(3)} == {"x" * 100}
 
 
 def test_where_templates_are(tmp_path):

@@ -1,0 +1,39 @@
+"""What reads files from outside reads them, or says what is wrong; see `tests.parsers`.
+
+``pytest --full`` changes 2,000 inputs for each; ``python -m tests.parsers`` as many as one likes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests import parsers
+
+
+@pytest.mark.parametrize("name", parsers.TARGETS)
+def test_damaged_inputs_are_read_or_refused(name, request):
+    if name == "parquet" and importlib.util.find_spec("pyarrow") is None:
+        pytest.skip("pyarrow is not installed")
+    count = 2000 if request.config.getoption("--full") else 60
+    lines = [f"{data[:200]!r}\n{text}" for data, text in parsers.failures(name, count)]
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", parsers.FOUND)
+def test_what_once_failed(name, tmp_path):
+    target = parsers.TARGETS[name]
+    target.seeds(tmp_path)
+    for data in parsers.FOUND[name]:
+        with pytest.raises(ValueError, match="wanted"):
+            target.read(tmp_path, data)
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), ValueError("no")])
+def test_a_reader_that_fails_is_found(error, tmp_path):
+    def read(folder, data):
+        raise error
+
+    text = parsers.failure(parsers.Target(lambda folder: [b""], read), tmp_path, b"")
+    assert type(error).__name__ in text
