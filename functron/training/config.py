@@ -392,7 +392,8 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "checkpoint": ("out", "resume", "save_every", "keep_last", "keep_every"),
     "evaluation": ("eval_every", "eval_batches", "eval_data", "eval_averaged"),
     "resilience": (
-        "max_restarts", "restart_pause_seconds", "elastic", "slots", "exit_after", "anomalies",
+        "max_restarts", "restart_pause_seconds", "elastic", "slots", "exit_after",
+        "anomalies", "check_replicas_every", "on_corruption",
     ),
     "logging": ("log_layers_every", "tensorboard", "wandb"),
 })  # fmt: skip
