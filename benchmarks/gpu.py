@@ -45,7 +45,7 @@ from peers import Step, functron_step, functron_training, module_step, plain_ste
 
 from functron import Mesh, gpt, tree
 from functron.compiler.jit import jit
-from functron.training.train import peak_flops
+from functron.training.hardware import peak_flops
 
 # in order of importance, in case that time runs out
 PROGRAMS = (

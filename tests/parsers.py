@@ -47,6 +47,7 @@ from functron.pipeline.schedule import Schedule
 from functron.precision import Recipe
 from functron.program.parse import parse
 from functron.training import config, records
+from functron.training.hardware import Hardware, Link, Rank
 
 SLOW_SECONDS = 10.0
 
@@ -298,6 +299,18 @@ def _read_run(folder: Path, data: bytes) -> None:
     records.compare([folder / "run"])
 
 
+def _hardware_seeds(folder: Path) -> list[bytes]:
+    ranks = tuple(Rank(i, "h", "cpu", {"memory": 1e9}) for i in range(2))
+    links = (Link("dp", "psum", ((0, 1),), (1024, 4096), ((1e-5, 1e-4),)),)
+    Hardware("dp=2", ranks, links, {"torch": "2.13"}, 1.0).save(folder / "seed.json")
+    return [(folder / "seed.json").read_bytes()]
+
+
+def _read_hardware(folder: Path, data: bytes) -> None:
+    found = Hardware.load(_put(folder, "hardware.json", data))
+    found.slow()
+
+
 def _json(value: Any) -> Callable[[Path], list[bytes]]:
     return lambda folder: [json.dumps(value).encode()]
 
@@ -346,6 +359,7 @@ TARGETS: dict[str, Target] = {
         _parquet_seeds,
         lambda folder, data: _refuse_first(read_parquet(_put(folder, "x.parquet", data))),
     ),
+    "hardware": Target(_hardware_seeds, _read_hardware),
     "metrics": Target(_bytes(_METRICS), _read_run),
 }
 
@@ -360,7 +374,7 @@ def _manifest(**changes: Any) -> bytes:
 
 FOUND: dict[str, list[bytes]] = {
     "toml": [b"a = " + b"[" * 100_000, b'{"a":' * 100_000],
-    "yaml": [b"a: " + b"[" * 5000, b'{"a":' * 5000],
+    "yaml": [b"a: " + b"[" * 1500, b'{"a":' * 1500],
     "hub config": [json.dumps(_LLAMA | {"rope_scaling": {"rope_type": {}}}).encode()],
     "npy": [b"\x93NUMPY\x01\x00v\x00" + _HEADER[:-4].ljust(117) + b"\n" + bytes(18)],
     "manifest": [

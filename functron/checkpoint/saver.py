@@ -13,6 +13,7 @@ functions, are Orbax and JAX imported: that takes longer than importing torch.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import platform
@@ -38,6 +39,14 @@ from functron.checkpoint.placement import CHUNK_BYTES, Division, Leaf, Piece, Pl
 from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.streams import CUDA, Streams
+
+Moments = Callable[[str, int], None]
+"""``at(moment, step)`` is called as a process comes to a moment of a run; for tests of faults."""
+
+
+def nowhere(moment: str, step: int) -> None:
+    """Do nothing at any moment."""
+
 
 Source = Callable[[int, Piece], np.ndarray]
 """``source(leaf index, piece)``: the values of a piece on the host, which stay as they are."""
@@ -482,12 +491,15 @@ class Order:
         division: who writes what.
         metadata: the user's, as JSON holds it.
         in_flight: bytes that each process writes at the same time.
+        at: called with "write" before this process's pieces are written and "written" after it; by
+            the first with "commit" when all but the renaming is done, and "committed" after it.
     """
 
     target: Path
     division: Division
     metadata: Mapping[str, Any]
     in_flight: int = database.IN_FLIGHT
+    at: Callable[[str], None] = lambda moment: None
 
 
 def save_together(order: Order, source: Source, ranks: Ranks) -> None:
@@ -535,9 +547,11 @@ def _lead(order: Order, source: Source, ranks: Ranks) -> None:
                 )
             ]
             make_manifest(folder, leaves, order.metadata, _origin(order), ranks.beat)
+            order.at("commit")
 
         leaves = order.division.placement.leaves
         commit(order.target, leaves, order.metadata, write, finish)
+        order.at("committed")
         for name in LATER:
             if (order.target / name).exists():
                 sync(order.target / name)
@@ -564,7 +578,10 @@ def _follow(order: Order, source: Source, ranks: Ranks) -> None:
 
 def _write(order: Order, folder: Path, source: Source, ranks: Ranks) -> dict[str, int]:
     division, beat = order.division, ranks.beat
-    return write_pieces(folder, division, source, in_flight=order.in_flight, progress=beat)
+    order.at("write")
+    found = write_pieces(folder, division, source, in_flight=order.in_flight, progress=beat)
+    order.at("written")
+    return found
 
 
 def _check_target(target: Path) -> None:
@@ -693,6 +710,7 @@ class Saver:
         in_flight: bytes that this process writes at the same time.
         device: of the state; on a GPU host memory for the copies is locked from now on, in the
             background, and not by the first save, which would wait for it.
+        at: called by the saving thread at the moments of `Order.at`.
 
     Raises:
         ValueError: the state cannot be stored; all offenders are listed.
@@ -709,7 +727,9 @@ class Saver:
         chunk_bytes: int = CHUNK_BYTES,
         in_flight: int = database.IN_FLIGHT,
         device: torch.device | str | None = None,
+        at: Moments = nowhere,
     ):
+        self._at = at
         self._folder = Path(folder).absolute()
         self._placement = placement
         self._division = _divide(placement, chunk_bytes)
@@ -750,7 +770,8 @@ class Saver:
         try:
             self._snapshot.take(_tensors(self._placement, state))
             target = self._folder / str(int(step))
-            order = Order(target, self._division, _as_json(metadata), self._in_flight)
+            at = functools.partial(_at_step, self._at, int(step))
+            order = Order(target, self._division, _as_json(metadata), self._in_flight, at)
         except BaseException as error:
             give_up(self._ranks, error)
             raise
@@ -795,6 +816,10 @@ class Saver:
                 prune(self._folder, self._keep)
         except BaseException as error:
             self._error = error
+
+
+def _at_step(at: Moments, step: int, moment: str) -> None:
+    at(moment, step)
 
 
 def _join(thread: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""``functron doctor``: the parts of this machine and installation, and those that are missing."""
+"""``functron doctor``: the parts of this machine and installation, and the rates of a mesh."""
 
 from __future__ import annotations
 
@@ -19,8 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
+from functron.cli.launch import device_type, join, launch, leave
 from functron.cli.options import parse
-from functron.ops import launch, nvrtc
+from functron.cli.process import Process, current, mistakes, outside
+from functron.core.errors import refuse
+from functron.ops import launch as kernels
+from functron.ops import nvrtc
+from functron.spmd import Mesh
+from functron.training import hardware
 
 State = Literal["ok", "missing", "broken"]
 """``"missing"`` is what not everybody needs; ``"broken"`` what nothing works without, or what is
@@ -29,15 +35,29 @@ there and does not work."""
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Show what this machine and this installation have, and what is missing.
+    """Show what this machine and this installation have, and what is missing; or, with --nproc or
+    under torchrun, measure what the ranks of a mesh can do, before a run is begun on them.
 
-    The exit code is 0 unless something that is needed is broken.
+    The exit code is 0 unless something that is needed is broken; of a mesh, unless a rank or a
+    group of ranks is slower than the rest.
 
     Attributes:
-        json: print it as JSON: a list of name, state, found and fix.
+        json: print it as JSON: a list of name, state, found and fix; of a mesh, what --out holds.
+        mesh: axes and sizes, such as dp=2,tp=4, whose ranks and collectives are measured; empty:
+            dp, of all processes.
+        nproc: processes to start, one per rank of the mesh; 0: those of torchrun, or none.
+        device: cpu, cuda, or auto: cuda where there is one.
+        out: the file that rates are written to, with a picture of the collectives beside it
+            (.svg); the disk that it is on is measured.
+        largest_bytes: of the messages that are sent; 0: 4 MiB on CPUs, 256 MiB on GPUs.
     """
 
     json: bool = False
+    mesh: str = ""
+    nproc: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    out: Path = Path("hardware.json")
+    largest_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,11 +78,39 @@ class Finding:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the findings; the exit code is 1 if one is broken."""
+    """Print the findings, or the rates of a mesh; the exit code is 1 if one is broken, or slow."""
     options = parse(DoctorOptions, arguments, "doctor")
+    here = current()
+    if here is not None or options.nproc or options.mesh:
+        return _measure(options, arguments, here)
     found = list(findings())
     print(_as_json(found) if options.json else _as_text(found))
     return int(any(one.state == "broken" for one in found))
+
+
+def _measure(options: DoctorOptions, arguments: Sequence[str], here: Process | None) -> int:
+    processes = here.world_size if here else options.nproc
+    with mistakes():
+        mesh = Mesh.parse(options.mesh) if options.mesh else Mesh(dp=max(processes, 1))
+        if not processes or processes != mesh.size:
+            fix = f"--nproc {mesh.size}, or torchrun with as many" if mesh.size > 1 else "--nproc 1"
+            got = f"{processes} for a mesh of {mesh.size}"
+            refuse("cannot measure this mesh", "nproc", got, "a process for each rank", fix)
+        kind = device_type(options.device, options.nproc)
+    if here is None:
+        code = launch(options.nproc, ["-m", "functron", "doctor", *arguments])
+        return code or int(bool(hardware.Hardware.load(options.out).slow()))
+    with mistakes():
+        bound, device = join(mesh, here, kind)
+        folder = options.out.resolve().parent
+        found = hardware.measure(bound, device, folder, largest_bytes=options.largest_bytes)
+    leave()
+    if here.rank == 0:
+        with outside():
+            found.save(options.out)
+            options.out.with_suffix(".svg").write_text(found.picture(), encoding="utf-8")
+        print(options.out.read_text(encoding="utf-8") if options.json else found, flush=True)
+    return 0 if here.launched_here else int(bool(found.slow()))
 
 
 def _as_json(found: Sequence[Finding]) -> str:
@@ -189,7 +237,7 @@ def _devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         device = torch.device("cuda", index)
-        text = f"{about.name}, {launch.arch_of(device)}, {about.total_memory / 2**30:.1f} GiB"
+        text = f"{about.name}, {kernels.arch_of(device)}, {about.total_memory / 2**30:.1f} GiB"
         yield Finding(f"gpu {index}", f"{text}, {about.multi_processor_count} processors")
 
 
@@ -228,7 +276,7 @@ def _compiler() -> Iterator[Finding]:
         yield Finding("kernels", f"no GPU to run them on{can}", "missing")
         return
     for index in range(torch.cuda.device_count()):
-        why_not = launch.usable(torch.device("cuda", index))
+        why_not = kernels.usable(torch.device("cuda", index))
         found = why_not or "usable"
         yield Finding(f"kernels {index}", found, "missing" if why_not else "ok")
 

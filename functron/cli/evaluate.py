@@ -37,8 +37,9 @@ from functron.training.evaluation import (
     problems_of,
     slide,
 )
+from functron.training.hardware import free_memory_bytes
 from functron.training.plan import plan
-from functron.training.train import free_memory_bytes, own_part
+from functron.training.train import own_part
 
 _PARALLEL = (
     "sequence_parallel", "context", "zigzag", "expert_axes", "schedule", "chunks", "layout",

@@ -250,6 +250,8 @@ LEFT_CODES = frozenset(128 + n for n in (signal.SIGINT, signal.SIGTERM, signal.S
 
 def _ending(rank: int, failure: ProcessFailure, nproc: int) -> Ending:
     code, details = failure.exitcode, _details(failure)
+    if code == -signal.SIGUSR1:  # before it could save: there is as much as before
+        return Ending(REQUEUE_CODE)
     if code in LEFT_CODES or code == RESHAPE_CODE:
         return Ending(code)
     name = failure.signal_name() if code < 0 else ""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
+from functron.checkpoint.saver import Moments, nowhere
 from functron.cli.launch import device_type, join, launch, leave, supervise
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes, outside
@@ -55,10 +56,14 @@ class TrainOptions:
     options: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
     """Train; the exit code is 0, or 128 + the signal that ended it after saving.
 
     138 also stands for a run whose time was over (--exit-after).
+
+    Args:
+        arguments: those after the command.
+        at: called by the processes that train as they come to moments of the run; see `Run.at`.
     """
     here, began = current(), time.monotonic()
     with mistakes():
@@ -85,7 +90,7 @@ def run(arguments: Sequence[str]) -> int:
     if here is None and config.nproc:
         return launch(config.nproc, ["-m", "functron", "train", *arguments])
     with mistakes():
-        made, out = _assemble(config, here, kind, recast)
+        made, out = _assemble(config, here, kind, recast, at)
     main_rank = here is None or here.rank == 0
     if main_rank:
         print("\n".join(_introduction(made, here)), flush=True)
@@ -105,18 +110,18 @@ def _names_precision(arguments: Sequence[str]) -> bool:
 
 
 def _assemble(
-    config: TrainConfig, here: Process | None, kind: str, recast: bool
+    config: TrainConfig, here: Process | None, kind: str, recast: bool, at: Moments
 ) -> tuple[Run, Path]:
     mesh = Mesh.parse(config.mesh)
     if here is None:
         out, begin_from = _folder(config)
-        return prepare(config, mesh, kind, begin_from, recast=recast), out
+        return prepare(config, mesh, kind, begin_from, recast=recast, at=at), out
     bound, device = join(mesh, here, kind, config.timeout_seconds)
     chosen = [_folder(config) if here.rank == 0 else None]
     dist.broadcast_object_list(chosen, device=device)
     assert chosen[0] is not None
     out, begin_from = chosen[0]
-    return prepare(config, bound, device, begin_from, recast=recast), out
+    return prepare(config, bound, device, begin_from, recast=recast, at=at), out
 
 
 def _folder(config: TrainConfig) -> tuple[Path, Path | None]:

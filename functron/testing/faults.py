@@ -7,10 +7,14 @@ are meant to survive, ours and our users'.
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -123,3 +127,67 @@ def _corrupt_(state: Any, fault: Corrupt) -> None:
         part.mul_(fault.value)
     else:
         part.fill_(fault.value)
+
+
+# --- ends: of a process, of the room on a disk
+
+Moment = Literal[
+    "open", "restored", "step", "evaluate", "save", "write", "written", "commit", "committed"
+]
+"""The moments of a run: `functron.training.train.prepare` and `Run.at` say when each is."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """The end of a process, by a signal that it cannot handle.
+
+    Attributes:
+        moment: when.
+        rank: of the process; None: every process that comes there.
+        step: at which step's; None: the first time.
+        after_seconds: so long after that, wherever the process is then.
+        signal: which one; SIGTERM and SIGUSR1 ask a run to leave.
+    """
+
+    moment: Moment
+    rank: int | None = 0
+    step: int | None = None
+    after_seconds: float = 0.0
+    signal: int = signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class FullDisk:
+    """A disk without room, as the system reports it to a process that writes.
+
+    Attributes:
+        rank: of the process; None: every one.
+        step: whose checkpoint cannot be written; None: none can.
+    """
+
+    rank: int | None = 0
+    step: int | None = None
+
+
+def moments(faults: Sequence[Kill | FullDisk], rank: int = 0) -> Callable[[str, int], None]:
+    """What `functron.training.train.prepare` takes as `at`, which brings these faults about."""
+
+    def at(moment: str, step: int) -> None:
+        for fault in faults:
+            if fault.rank not in (None, rank) or fault.step not in (None, step):
+                continue
+            if isinstance(fault, Kill) and moment == fault.moment:
+                _kill(fault)
+            if isinstance(fault, FullDisk) and moment == "write":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return at
+
+
+def _kill(fault: Kill) -> None:
+    if not fault.after_seconds:
+        os.kill(os.getpid(), fault.signal)
+        return
+    timer = threading.Timer(fault.after_seconds, os.kill, (os.getpid(), fault.signal))
+    timer.daemon = True
+    timer.start()

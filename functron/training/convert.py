@@ -35,8 +35,8 @@ from functron.params import num_params
 from functron.program.cost import bytes_text
 from functron.spmd import Mesh
 from functron.training import config, run_folder
+from functron.training.hardware import free_memory_bytes
 from functron.training.plan import plan
-from functron.training.train import free_memory_bytes
 
 SCHEMES = ("hf", "run")
 

@@ -9,11 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
-import resource
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -29,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from functron import checkpoint
+from functron.checkpoint.saver import Moments, nowhere
 from functron.compiler.jit import jit
 from functron.core import random, tree
 from functron.data import Blend, Samples
@@ -41,6 +39,7 @@ from functron.training.anomalies import Anomaly, Guard
 from functron.training.config import TrainConfig
 from functron.training.data import prefetched
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
+from functron.training.hardware import free_memory_bytes, peak_flops, peak_memory_bytes
 from functron.training.plan import Plan, Watch, plan
 from functron.training.replicas import Replicas, batch_hash, checking
 from functron.training.rerun import Numbers, Replay, Verdict, numbers_of, take_again
@@ -115,99 +114,6 @@ def stop_requests() -> Iterator[Request]:
 
 
 Entries = dict[str, dict[str, float]]
-
-
-# Dense tensor-core rates without sparsity, and the float32 and float64 rates that torch uses by
-# default (no TF32), in FLOP/s, from the vendor's data sheets. The longest matching name counts.
-PEAKS: tuple[tuple[str, float, float, float], ...] = (
-    # name in torch.cuda.get_device_name, bfloat16, float32, float64
-    ("B200", 2250e12, 75e12, 37e12),
-    ("H200", 989e12, 67e12, 67e12),
-    ("H100 PCIe", 756e12, 51e12, 51e12),
-    ("H100", 989e12, 67e12, 67e12),
-    ("A100", 312e12, 19.5e12, 19.5e12),
-    ("L40S", 362e12, 91.6e12, 1.4e12),
-    ("L4", 121e12, 30.3e12, 0.5e12),
-    ("A10G", 70e12, 35e12, 0.5e12),
-    ("RTX 4090", 165e12, 82.6e12, 1.3e12),
-    ("RTX 3090", 71e12, 35.6e12, 0.6e12),
-)
-
-
-def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
-    """The matrix-multiply rate of one device in FLOP/s: the 100% of model FLOPs utilisation (MFU).
-
-    For the GPUs of `PEAKS` the data sheet's rate. For a CPU, whose rate depends on its clock and
-    on the threads this process has, and for any other GPU, what a large matrix product reaches
-    here (`measured_flops`).
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        found = sorted((row for row in PEAKS if row[0] in name), key=lambda row: len(row[0]))
-        if found:
-            _, bf16, fp32, fp64 = found[-1]
-            return {torch.float32: fp32, torch.float64: fp64}.get(dtype, bf16)
-    return measured_flops(device, dtype)
-
-
-_SLOW_SECONDS = 0.0004
-
-
-def measured_flops(device: torch.device | str, dtype: torch.dtype, size: int = 1024) -> float:
-    """The rate of the fastest of five products of ``[size, size]`` matrices, in FLOP/s.
-
-    Takes some 0.1 seconds on two CPU cores. Where products of 128 rows already take long (CPUs have
-    no fast ones of float16), the rate is that of these.
-    """
-    device = torch.device(device)
-    small = min(size, 128)
-    rows = small if _fastest(device, dtype, small) > _SLOW_SECONDS else size
-    return 2 * rows**3 / _fastest(device, dtype, rows)
-
-
-def _fastest(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """The seconds of the fastest of five products."""
-    a = torch.ones(size, size, dtype=dtype, device=device)
-    fastest = float("inf")
-    for _ in range(5):
-        _synchronize(device)
-        start = time.perf_counter()
-        torch.mm(a, a)
-        _synchronize(device)
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest
-
-
-def peak_memory_bytes(device: torch.device | str) -> int:
-    """The most memory used so far: torch's allocations on a GPU, the resident process on a CPU."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():
-        # unlike ru_maxrss, VmHWM does not start from what the parent process had used
-        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(fields["VmHWM"].split()[0]) * 1024
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return resident if sys.platform == "darwin" else resident * 1024
-
-
-def free_memory_bytes(device: torch.device | str) -> int:
-    """The memory that a process could still take: of a GPU, or of the machine without swapping."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    about = Path("/proc/meminfo")
-    if about.exists():
-        fields = dict(line.split(":", 1) for line in about.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 METRICS = ("loss", "grad_norm", "loss_scale")
@@ -517,6 +423,9 @@ class Run:
         notes: what of its checkpoint was converted, or begins anew, in words.
         begun_from: the checkpoint that it began with, or went on from; None: random parameters.
         around: what every program of a step is wrapped in, such as `functron.testing.faults`.
+        at: ``at(moment, step)`` is called as this process comes to a moment of the run: "step"
+            before the batch of a step, "evaluate" and "save" after so many steps, and what
+            `checkpoint.Saver` calls it with.
     """
 
     plan: Plan
@@ -531,6 +440,7 @@ class Run:
     notes: Sequence[str] = ()
     begun_from: Path | None = None
     around: Callable[[Callable], Callable] | None = None
+    at: Moments = nowhere
 
     @property
     def config(self) -> TrainConfig:
@@ -612,6 +522,7 @@ def prepare(
     *,
     recast: bool = False,
     around: Callable[[Callable], Callable] | None = None,
+    at: Moments = nowhere,
 ) -> Run:
     """The run that `config` describes, ready for its next step.
 
@@ -623,6 +534,8 @@ def prepare(
             it begins; None: begin with random ones.
         recast: whether that may be of another precision; see `functron.training.restored`.
         around: what every program of a step is wrapped in, of its kind; for faults on purpose.
+        at: called with "open" before its state is read, with "restored" after it, and later as
+            `Run.at`.
 
     Raises:
         ValueError: the data cannot be read, the model cannot run on the mesh, the GPU has none of
@@ -636,13 +549,16 @@ def prepare(
     if recipe is not None and where.type == "cuda" and config.kernels != "reference":
         capability = torch.cuda.get_device_capability(where)
         check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
+    at("open", 0)
     state, notes = begin_state(made, begin_from, where, recast=recast)
+    at("restored", int(state.step))
     step, watch = programs(made, around)
     program = loss_program(made) if held_out else None
     start = int(state.step)
     return Run(
-        made, text, state, step, watch, where, start, held_out, program, notes, begin_from, around
-    )
+        made, text, state, step, watch, where, start, held_out, program, notes, begin_from,
+        around, at,
+    )  # fmt: skip
 
 
 def programs(
@@ -849,11 +765,19 @@ def _stretch(
         # the copy to the device stays in this thread: which GPU is current is a thread's own affair
         ahead = prefetched(made, run.start, config.steps, config.prefetch)
         host_batch = stack.enter_context(ahead)
+        reached = int(run.start)
 
         def batch(step: int) -> dict[str, torch.Tensor]:
+            nonlocal reached
+            reached = step + 1
+            run.at("step", step)
             host, part = host_batch(step)
             sums[step] = job.summed(part)
             return run.on_device(host)
+
+        def evaluated(state: State) -> dict[str, dict[str, float]]:
+            run.at("evaluate", reached)
+            return run.evaluate(state)
 
         return loop(
             run.step,
@@ -864,7 +788,7 @@ def _stretch(
             meter=meter,
             save=save,
             save_every=config.save_every,
-            evaluate=run.evaluate,
+            evaluate=evaluated,
             evaluate_every=config.eval_every,
             reporters=reporters(config, out, run.start) if job.main else [],
             agree=lambda number: int(job.across(number, dist.ReduceOp.MAX)),
@@ -1096,7 +1020,7 @@ def _rolled_back(
     made = dataclasses.replace(run.plan, config=config)
     return Run(
         made, run.text, state, run.step, run.watch, run.device, start,
-        run.held_out, run.held_out_loss, run.notes, run.begun_from, run.around,
+        run.held_out, run.held_out_loss, run.notes, run.begun_from, run.around, run.at,
     )  # fmt: skip
 
 
@@ -1164,9 +1088,11 @@ def _saving(run: Run, out: Path, stop: Request) -> Iterator[Callable[[State, int
         return limit if stop.signal in (None, signal.SIGUSR1) else min(limit, _HURRIED)
 
     placement, device = run.plan.placement, run.device
-    with checkpoint.Saver(folder, placement, keep=keep, timeout=timeout, device=device) as saver:
+    given: dict[str, Any] = {"keep": keep, "timeout": timeout, "device": device, "at": run.at}
+    with checkpoint.Saver(folder, placement, **given) as saver:
 
         def save(state: State, step: int) -> None:
+            run.at("save", step)
             samples = run.batches.first_sample(step)
             about = {"step": step, "samples": samples, "tokens": samples * config.seq}
             about |= {"mesh": config.mesh, "config": settings}

@@ -18,6 +18,7 @@ import functron
 from functron.cli import doctor
 from functron.cli.main import main
 from functron.ops import launch, nvrtc
+from functron.training.hardware import Hardware
 
 
 def looked_for() -> dict[str, doctor.Finding]:
@@ -230,3 +231,36 @@ def test_the_cache_is_counted(monkeypatch, tmp_path):
     (folder / f"a{nvrtc.SUFFIX}").write_bytes(bytes(3 * 2**20))
     (folder / "b.txt").write_bytes(bytes(2**20))
     assert looked_for()["cache"].found.endswith("cubins: 1 cubins, 3.0 MiB")
+
+
+def test_ranks_of_a_mesh_are_measured(tmp_path):
+    """Real processes: every rank, axis and collective, and the bytes and picture of each."""
+    out = tmp_path / "rates.json"
+    words = ["--mesh", "dp=2,pp=1", "--nproc", "2", "--largest-bytes", "16384", "--out", str(out)]
+    command = [sys.executable, "-m", "functron", "doctor", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = Hardware.load(out)
+    assert [one.rank for one in found.ranks] == [0, 1]
+    assert {"float32 matmul", "memory", "disk write"} <= found.ranks[0].rates.keys()
+    assert all(rate > 0 for one in found.ranks for rate in one.rates.values())
+    ops = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
+    assert [(link.axis, link.op) for link in found.links] == [("dp", op) for op in ops]
+    assert all(link.bytes == (1024, 4096, 16384) for link in found.links)
+    assert all(second > 0 for link in found.links for row in link.seconds for second in row)
+    assert (tmp_path / "rates.svg").read_text().startswith("<svg")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rates.json", "rates.svg"]
+    assert "no rank is slow" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--mesh", "dp=2"], "nproc: got 0 for a mesh of 2; wanted a process for each rank"),
+        (["--mesh", "dp=2", "--nproc", "3"], "nproc: got 3 for a mesh of 2"),
+        (["--mesh", "dp=x", "--nproc", "2"], "dp=x"),
+    ],
+)
+def test_a_mesh_without_its_processes_is_refused(words, reason, capsys):
+    assert main(["doctor", *words]) == 2
+    assert reason in capsys.readouterr().err

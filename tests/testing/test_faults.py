@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import math
+import os
+import signal
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from functron.testing.faults import Corrupt, flip_, flip_file, injected
+from functron import checkpoint
+from functron.spmd import Mesh
+from functron.testing.faults import Corrupt, FullDisk, Kill, flip_, flip_file, injected, moments
+from functron.training.config import TrainConfig
+from functron.training.train import prepare, stop_requests, train
 
 
 class Held(NamedTuple):
@@ -69,3 +77,60 @@ def test_a_persistent_fault_stays_and_may_scale_a_whole_leaf():
 def test_an_unknown_leaf_is_named_with_the_nearest():
     with pytest.raises(ValueError, match="params/w"):
         injected(taken, [Corrupt(step=0, leaf="params/v")])(held(0), None)
+
+
+TINY = TrainConfig(
+    steps=4, global_batch=2, seq=16, save_every=2, eval_every=3, eval_batches=1, prefetch=0,
+    data=argparse.__file__, eval_data=f"t={argparse.__file__}", keep_last=1,
+)  # fmt: skip
+
+
+def test_the_moments_of_a_run(tmp_path):
+    seen = []
+    run = prepare(TINY, Mesh(), at=lambda moment, step: seen.append((moment, step)))
+    assert seen == [("open", 0), ("restored", 0)]
+    train(run, tmp_path)
+    steps = [(moment, step) for moment, step in seen if moment == "step"]
+    assert steps == [("step", index) for index in range(4)]
+    assert [step for moment, step in seen if moment == "evaluate"] == [3, 4]
+    for step in (2, 4):  # in the thread that saves, while steps go on
+        named = ("save", "write", "written", "commit", "committed")
+        saved = [moment for moment, at in seen if at == step and moment in named]
+        assert saved == list(named)
+    seen.clear()
+    run = prepare(replace(TINY, steps=5), Mesh(), begin_from=tmp_path / "checkpoints" / "4",
+                  at=lambda moment, step: seen.append((moment, step)))  # fmt: skip
+    assert seen == [("open", 0), ("restored", 4)]
+
+
+def test_kills_are_where_they_are_told():
+    at = moments([Kill("step", rank=1, step=3, signal=signal.SIGUSR1)], rank=1)
+    other = moments([Kill("step", rank=1, step=3, signal=signal.SIGUSR1)], rank=0)
+    anybody = moments([Kill("save", rank=None, signal=signal.SIGTERM)], rank=7)
+    with stop_requests() as request:
+        for moment, step in (("step", 2), ("save", 3), ("evaluate", 3)):
+            at(moment, step)
+            other("step", 3)
+        assert request.signal is None
+        at("step", 3)
+        assert request.signal == signal.SIGUSR1
+        anybody("save", 11)
+        assert request.signal == signal.SIGTERM
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_a_kill_is_a_kill():
+    pid = os.fork()
+    if pid == 0:
+        moments([Kill("open")])("open", 0)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_full_disk_ends_a_run_with_what_was_saved_before(tmp_path):
+    run = prepare(TINY, Mesh(), at=moments([FullDisk(step=4)]))
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        train(run, tmp_path)
+    assert "cannot save the checkpoint" in str(caught.value)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
+    assert checkpoint.verify(tmp_path / "checkpoints" / "2")

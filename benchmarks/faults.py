@@ -1,0 +1,373 @@
+"""Faults put into runs on purpose, and what becomes of the runs.
+
+Run it as ``python benchmarks/faults.py``; ``--only`` takes names of sections. It exits with 1 where
+a run does not survive what it should. Ranks are forks of this process, which has imported all that
+they need, so that a restart takes seconds; they talk over gloo, as processes of torchrun do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import argparse as text
+import gc
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from functron import checkpoint, tree
+from functron.checkpoint import saver
+from functron.cli import launch, process
+from functron.cli import train as command
+from functron.spmd import Mesh
+from functron.testing import faults
+from functron.training import records, run_folder
+from functron.training.train import prepare, train
+
+RANKS = 4
+TINY = [
+    "--data", text.__file__, "--seq", "16", "--gpt.num-layers", "1", "--gpt.embed-dim", "32",
+    "--gpt.num-heads", "4", "--gpt.num-kv-heads", "2", "--gpt.mlp-dim", "48", "--device", "cpu",
+    "--global-batch", "12", "--prefetch", "0", "--timeout-seconds", "60",
+]  # fmt: skip
+
+
+def main() -> int:
+    """Run the sections; the exit code is 1 where one of them failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=sorted(SECTIONS), default=sorted(SECTIONS))
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=60, help="after which no more kills are")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", help="where runs lie; a temporary one by default")
+    options = parser.parse_args()
+    warm()
+    good = True
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for name in options.only:
+            began = time.perf_counter()
+            found, fine = SECTIONS[name](Path(folder) / name, options)
+            good &= fine
+            seconds = time.perf_counter() - began
+            print(f"{name}: {'as it should be' if fine else 'WRONG'}, in {seconds:.0f} s")
+            for line in found:
+                print(f"  {line}")
+            sys.stdout.flush()
+    return 0 if good else 1
+
+
+Found = tuple[list[str], bool]
+At = Callable[[str, int], None]
+
+
+@dataclass
+class Forks:
+    """Starts ranks of ``functron train`` as forks of this process; see `launch.Start`.
+
+    Attributes:
+        log: where what they print goes.
+        at: makes, by the number of the start and the rank, what they call at moments of the run.
+        endings: of all starts until now.
+    """
+
+    log: Path
+    at: Callable[[int, int], At] = lambda start, rank: saver.nowhere
+    endings: list[launch.Ending] = field(default_factory=list)
+
+    def __call__(self, nproc: int, arguments: Sequence[str]) -> launch.Ending:
+        number, port = len(self.endings), free_port()
+        pids: dict[int, int] = {}
+        for rank in range(nproc):
+            pid = os.fork()
+            if pid == 0:
+                self._be(rank, nproc, port, arguments[3:], number)
+            pids[pid] = rank
+        first: tuple[int, int] | None = None
+        while pids:
+            pid, status = os.wait()
+            rank, code = pids.pop(pid), os.waitstatus_to_exitcode(status)
+            if code and first is None:
+                first = rank, code
+                leaves = code in (*launch.LEFT_CODES, launch.RESHAPE_CODE)
+                for other in () if leaves else pids:
+                    os.kill(other, signal.SIGKILL)
+        self.endings.append(self._ending(first))
+        return self.endings[-1]
+
+    def _ending(self, first: tuple[int, int] | None) -> launch.Ending:
+        rank, code = first or (None, 0)
+        for error in sorted(self.log.parent.glob(f"{self.log.name}.error.[0-9]")):
+            with self.log.open("a") as log:
+                log.write(json.loads(error.read_text())["message"]["extraInfo"]["py_callstack"])
+            error.unlink()
+        if code in (0, *launch.LEFT_CODES, launch.RESHAPE_CODE):
+            return launch.Ending(code)
+        positive = code if code > 0 else 128 - code
+        return launch.Ending(positive, f"rank {rank} ended with {code}", rank, final=code == 2)
+
+    def _be(self, rank: int, nproc: int, port: int, arguments: Sequence[str], number: int) -> None:
+        output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stderr = sys.__stderr__ or sys.stdout
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RUN_ID": f"{process.MARK}forks",
+            "TORCHELASTIC_ERROR_FILE": f"{self.log}.error.{rank}",
+        }  # fmt: skip
+        code = 1
+        try:
+            at = self.at(number, rank)
+            code = process.guarded(lambda: command.run(arguments, at))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def warm() -> None:
+    """Import all that a rank does, and what a step imports: forks then have it."""
+    saver._import_orbax()
+    torch.set_num_threads(1)
+    config = command.parse_train([*TINY, "--mesh", "dp=2", "--steps", "1", "--deterministic"])
+    train(prepare(config, Mesh(dp=2)), None)
+    gc.collect()
+    gc.freeze()  # a fork's pages stay those of this process
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def apart(compute: Callable[[], str]) -> str:
+    """The text that ``compute()`` gives in a fork, whose threads this process must not have."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            told = compute()
+        except BaseException:
+            told = traceback.format_exc()
+        os.write(writing, told.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as stream:
+        told = stream.read()
+    os.waitpid(pid, 0)
+    return told
+
+
+def supervised(out: Path, arguments: Sequence[str], start: launch.Start) -> int:
+    """The exit code of ``functron train`` with these arguments, whose processes `start` runs."""
+    given = [*TINY, *arguments, "--nproc", str(RANKS), "--restart-pause-seconds", "0"]
+    config = command.parse_train(given)
+    out.mkdir(parents=True)
+    with open(os.devnull, "w") as quiet:
+        shown, sys.stderr = sys.stderr, quiet
+        try:
+            return launch.supervise(config, given, out, start)
+        finally:
+            sys.stderr = shown
+
+
+def losses(out: Path) -> list[tuple[int, float]]:
+    """The steps and losses that a run recorded."""
+    return [(record["step"], record["loss"]) for record in run_folder.records(out)]
+
+
+def same_bits(one: Path, other: Path) -> str:
+    """What is not the same in two checkpoints; empty: nothing."""
+
+    def compare() -> str:
+        states = [checkpoint.restore(path) for path in (one, other)]
+        paths = tree.paths(states[0])
+        rows = zip(paths, *map(tree.leaves, states), strict=True)
+        return ", ".join(path for path, a, b in rows if not torch.equal(a, b))
+
+    return apart(compare)
+
+
+# --- kills
+
+
+EVERY, EVALUATED = 2, 4
+MOMENTS = ("open", "restored", "step", "step", "evaluate", "save", "write", "written", "commit",
+           "committed")  # fmt: skip
+
+
+def plan_kill(draw: random.Random, newest: int) -> faults.Kill:
+    """One kill of a run that goes on from step `newest`."""
+    moment: Any = draw.choice(MOMENTS)
+    rank = 0 if moment in ("commit", "committed") else draw.randrange(RANKS)
+    after = draw.choice((0.0, draw.uniform(0.0, 0.1)))
+    step: int | None = None
+    if moment == "step":
+        step = newest + draw.randrange(3)
+    elif moment not in ("open", "restored"):
+        every = EVALUATED if moment == "evaluate" else EVERY
+        step = (newest // every + 1) * every
+    return faults.Kill(moment, rank, step, after)
+
+
+def kills(folder: Path, options: argparse.Namespace) -> Found:
+    """SIGKILL of a random rank at a random moment, again and again, in one run."""
+    draw = random.Random(options.seed)
+    arguments = [
+        "--mesh", "dp=4", "--zero", "1", "--deterministic", "--keep-last", "3",
+        "--steps", str(3 * options.kills // 2 + 20), "--save-every", str(EVERY),
+        "--eval-every", str(EVALUATED), "--eval-batches", "1", "--eval-data", f"t={text.__file__}",
+        "--max-restarts", "100",
+    ]  # fmt: skip
+    folder.mkdir()
+    whole, killed = folder / "whole", folder / "killed"
+    codes = [supervised(whole, arguments, Forks(folder / "whole.log"))]
+    newest, lost, planned, wrong = [0], [], [], []
+    seen = folder / "restored"
+
+    def at(number: int, rank: int) -> At:
+        inner = faults.moments([planned[number]] if number < len(planned) else [], rank)
+
+        def reached(moment: str, step: int) -> None:
+            if moment == "restored" and rank == 0:
+                seen.write_text(str(step))
+            inner(moment, step)
+
+        return reached
+
+    forks = Forks(folder / "killed.log", at)
+
+    def start(nproc: int, given: Sequence[str]) -> launch.Ending:
+        count = sum(ending.code == 137 for ending in forks.endings)
+        if count < options.kills and time.perf_counter() - began < 60 * options.minutes:
+            planned.append(plan_kill(draw, newest[-1]))
+        seen.unlink(missing_ok=True)
+        ending = forks(nproc, given)
+        if seen.exists() and int(seen.read_text()) != newest[-1]:
+            wrong.append(f"went on from {seen.read_text()}, not from {newest[-1]}")
+        saved = checkpoint.steps(killed / "checkpoints")
+        if (saved or [0])[-1] < newest[-1]:
+            lost.append(f"{newest[-1]} of {saved}")
+        newest.append((saved or [0])[-1])
+        return ending
+
+    began = time.perf_counter()
+    codes.append(supervised(killed, arguments, start))
+    seconds = time.perf_counter() - began
+    happened = [
+        kill.moment + (", later" if kill.after_seconds else "")
+        for kill, ending in zip(planned, forks.endings, strict=False)
+        if ending.code == 137
+    ]
+    others = Counter(ending.code for ending in forks.endings if ending.code not in (0, 137))
+    last = Path("checkpoints") / str(3 * options.kills // 2 + 20)
+    differ = same_bits(whole / last, killed / last)
+    damaged = apart(lambda: "" if checkpoint.verify(killed / last) else "nothing")
+    same = losses(whole) == losses(killed)
+    events = records.read(killed / records.EVENTS)
+    found = [
+        f"{len(happened)} kills, {len(events)} restarts, {seconds:.0f} s; exit codes {codes}",
+        ", ".join(f"{moment}: {count}" for moment, count in sorted(Counter(happened).items())),
+        f"other ends: {dict(others)}; complete checkpoints lost: {len(lost)} {lost[:3]}",
+        f"went on from another than the newest: {len(wrong)} {wrong[:3]}",
+        f"leaves that differ from the run that nothing killed: {differ or 0}; "
+        f"records of losses the same: {same}; damage: {damaged or 0}",
+    ]
+    enough = len(happened) >= options.kills and len(events) >= len(happened)
+    fine = enough and same and not (any(codes) or lost or wrong or differ or damaged or others)
+    return found, fine
+
+
+# --- elastic
+
+
+def elastic(folder: Path, options: argparse.Namespace) -> Found:
+    """Four processes, three and four again: the losses of a run on four."""
+    del options
+    folder.mkdir()
+    found, fine = [], True
+    for dtype in ("float32", "float64"):
+        slots = folder / f"slots-{dtype}"
+        slots.write_text(str(RANKS))
+        arguments = [
+            "--mesh", f"dp={RANKS}", "--steps", "60", "--save-every", "5", "--gpt.dtype", dtype,
+            "--max-restarts", "2",
+        ]  # fmt: skip
+        whole, changed = folder / f"whole-{dtype}", folder / f"changed-{dtype}"
+        codes = [supervised(whole, arguments, Forks(folder / "whole.log"))]
+
+        def at(number: int, rank: int, slots: Path = slots) -> At:
+            inner = faults.moments([faults.Kill("step", 2, 18)] if number == 0 else [], rank)
+
+            def reached(moment: str, step: int) -> None:
+                if (moment, step, rank) in (("step", 18, 2), ("step", 33, 0)):
+                    slots.write_text("3" if step == 18 else "4")
+                inner(moment, step)
+
+            return reached
+
+        more = ["--elastic", "dp=2:4", "--slots", str(slots)]
+        forks = Forks(folder / "changed.log", at)
+        codes.append(supervised(changed, [*arguments, *more], forks))
+        events = records.read(changed / records.EVENTS)
+        one, other = (np.array(losses(out)) for out in (changed, whole))
+        close = one.shape == other.shape == (60, 2)
+        worst = float(np.max(np.abs(one[:, 1] / other[:, 1] - 1))) if close else float("nan")
+        told = [f"{e['kind']} at {e['step']}" for e in events]
+        found.append(f"{dtype}: {', '.join(told)}; exit codes {codes}; losses within {worst:.1e}")
+        fine &= not any(codes) and worst <= 1e-5
+        fine &= [event["kind"] for event in events] == ["restart", "shrink", "grow"]
+    return found, fine
+
+
+# --- a full disk
+
+
+def full_disk(folder: Path, options: argparse.Namespace) -> Found:
+    """No room for the checkpoint of a step, once: the run goes on from the one before."""
+    del options
+    folder.mkdir()
+    arguments = ["--mesh", "dp=4", "--steps", "12", "--save-every", "3", "--max-restarts", "2"]
+    out = folder / "run"
+
+    def at(number: int, rank: int) -> At:
+        return faults.moments([faults.FullDisk(rank=1, step=6)] if number == 0 else [], rank)
+
+    forks = Forks(folder / "log", at)
+    code = supervised(out, arguments, forks)
+    saved = checkpoint.steps(out / "checkpoints")
+    left = [path.name for path in (out / "checkpoints").iterdir() if not path.name.isdigit()]
+    said = "No space left on device" in (folder / "log").read_text()
+    kinds = [event["kind"] for event in records.read(out / records.EVENTS)]
+    found = [f"exit code {code}, saved {saved}, unfinished {left}, said so: {said}; {kinds}"]
+    fine = code == 0 and saved == [3, 6, 9, 12] and kinds == ["restart"]
+    return found, fine and not left and said
+
+
+SECTIONS: Mapping[str, Callable[[Path, argparse.Namespace], Found]] = {
+    "kills": kills,
+    "elastic": elastic,
+    "full-disk": full_disk,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

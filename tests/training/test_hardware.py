@@ -1,0 +1,125 @@
+"""Rates of machines: kept, compared, and refused where a file is not what was written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+
+from functron.training.hardware import (
+    Hardware,
+    Link,
+    Rank,
+    measured_flops,
+    peak_flops,
+    peak_memory_bytes,
+)
+
+RATES = {"float32 matmul": 1e12, "memory": 1e11, "disk write": 1e9}
+
+
+def ranks(count, hosts=2, **changes):
+    found = [Rank(i, f"h{i * hosts // count}", "cpu", dict(RATES)) for i in range(count)]
+    return tuple(
+        dataclasses.replace(one, rates={**one.rates, **changes.get(f"rank{one.rank}", {})})
+        for one in found
+    )
+
+
+def link(op="psum", seconds=((1e-5, 1e-3),) * 4):
+    groups = ((0, 1), (2, 3), (4, 5), (6, 7))
+    return Link("tp", op, groups[: len(seconds)], (1024, 1 << 20), tuple(seconds))
+
+
+def test_a_file_holds_what_was_measured(tmp_path):
+    made = Hardware("dp=4,tp=2", ranks(8), (link(), link("ppermute")), {"torch": "2.13"}, 5.0)
+    made.save(tmp_path / "hardware.json")
+    assert Hardware.load(tmp_path / "hardware.json") == made
+    assert [path.name for path in tmp_path.iterdir()] == ["hardware.json"]
+
+
+@pytest.mark.parametrize(
+    ("op", "share"),
+    [("psum", 1.0), ("all_gather", 0.5), ("psum_scatter", 0.5), ("all_to_all", 0.5),
+     ("ppermute", 1.0)],
+)  # fmt: skip
+def test_rates_of_links_are_those_of_a_ring(op, share):
+    """By hand: of two ranks each sends half of a message, twice for psum; all of it to the next."""
+    found = link(op, seconds=((1e-5, 1e-3), (2e-5, 2e-3), (9e-5, 4e-3)))
+    assert found.latency_seconds == 2e-5
+    assert found.bytes_per_second == pytest.approx(share * (1 << 20) / 2e-3)
+
+
+def test_four_ranks_of_a_ring_send_three_quarters():
+    found = Link("dp", "all_gather", ((0, 1, 2, 3),), (4096,), ((1e-3,),))
+    assert found.bytes_per_second == pytest.approx(0.75 * 4096 / 1e-3)
+
+
+def test_what_is_slow_is_named():
+    slow = {"rank5": {"float32 matmul": 0.7e12}, "rank2": {"memory": 0.85e11}}
+    slowest = ((1e-5, 1e-3), (1e-5, 1.1e-3), (1e-5, 1e-3), (1e-5, 2e-3))
+    made = Hardware("dp=4,tp=2", ranks(8, **slow), (link(seconds=slowest), link("ppermute")))
+    assert made.slow() == [
+        "rank 5 on h1: float32 matmul 0.70 of the median of 8",
+        "ranks 6, 7 on h1: psum over tp 0.53 of the median of 4 groups",
+    ]
+    assert "slow: rank 5 on h1" in str(made)
+
+
+def test_disks_are_those_of_hosts():
+    """Two ranks of a host share its disk: one that waits for the other is not slow."""
+    shared = {"rank0": {"disk write": 0.4e9}, "rank1": {"disk write": 1.6e9}}
+    assert Hardware("dp=6", ranks(6, hosts=3, **shared), ()).slow() == []
+    slow = {"rank4": {"disk write": 0.5e9}, "rank5": {"disk write": 0.5e9}}
+    (text,) = Hardware("dp=6", ranks(6, hosts=3, **slow), ()).slow()
+    assert text == "h2: disk write 0.50 of the median of 3"
+
+
+def test_of_two_none_can_be_told():
+    slow = {"rank1": {"float32 matmul": 1e11}}
+    assert (
+        Hardware("dp=2", ranks(2, **slow), (link(seconds=((1.0, 1.0), (1.0, 9.0))),)).slow() == []
+    )
+
+
+def test_the_picture_has_a_curve_for_each_link():
+    picture = Hardware("dp=4,tp=2", ranks(8), (link(), link("ppermute"))).picture()
+    texts = [node.text for node in ET.fromstring(picture).iter() if node.text]
+    assert any("ppermute over tp" in text for text in texts)
+    ET.fromstring(Hardware("dp=1", ranks(1, hosts=1), ()).picture())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format": 2}, "format 2"),
+        ({"ranks": [{"rank": -1, "host": "h", "device": "cpu", "rates": {}}]}, "-1 for a count"),
+        ({"ranks": 3}, "TypeError"),
+        ({"links": [{"axis": "dp"}]}, "groups"),
+        ({"versions": {"torch": 2}}, "2 for a text"),
+        ({"time": "now"}, "'now' for a number"),
+    ],
+)
+def test_another_file_is_refused(tmp_path, change, reason):
+    path = tmp_path / "hardware.json"
+    Hardware("dp=8", ranks(8), (link(),)).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match="cannot read the rates of machines") as caught:
+        Hardware.load(path)
+    assert reason in str(caught.value)
+
+
+def test_peak_rates_and_memory(monkeypatch):
+    rate = measured_flops("cpu", torch.float32, size=256)
+    assert 1e7 < rate < 1e14
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    assert peak_flops("cuda", torch.bfloat16) == 756e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    assert peak_flops("cuda", torch.float32) == 19.5e12
+    before = peak_memory_bytes("cpu")
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    assert before > 50 << 20
+    assert peak_memory_bytes("cpu") >= max(before, block.numel())
