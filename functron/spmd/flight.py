@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -280,7 +281,12 @@ class RecordedGroup(dist.ProcessGroup):
     def __init__(self, group: dist.ProcessGroup, axis: str, recorder: FlightRecorder):
         rank_and_size: tuple[Any, ...] = (group.rank(), group.size())
         super().__init__(*rank_and_size)
-        self._group, self._axis, self._recorder = group, axis, recorder
+        # who parts from the others wants this one's threads to end with it
+        self._whole, self._axis, self._recorder = weakref.ref(group), axis, recorder
+
+    @property
+    def _group(self) -> Any:
+        return self._whole()
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         """What torch calls it."""

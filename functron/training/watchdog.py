@@ -359,6 +359,7 @@ class Watchdog:
             yield
         finally:
             self._closed.set()
+            thread.join(PROBE_SECONDS)
 
     def __post_init__(self) -> None:
         self._last = _Heard("start", 0, time.monotonic(), self.patience)
