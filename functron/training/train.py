@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from functron import checkpoint
+from functron.checkpoint.memory import Memory
 from functron.checkpoint.saver import Moments, nowhere
 from functron.compiler.jit import jit
 from functron.core import random, tree
@@ -41,7 +42,7 @@ from functron.training.data import prefetched
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
 from functron.training.hardware import peak_flops, peak_memory_bytes
 from functron.training.plan import Plan, Watch, plan
-from functron.training.restored import restored
+from functron.training.restored import abstract_state, restored
 from functron.training.step import State
 
 EXIT_AFTER = int(signal.NSIG)
@@ -196,6 +197,8 @@ def loop(
     meter: Meter | None = None,
     save: Callable[[Any, int], None] | None = None,
     save_every: int = 0,
+    remember: Callable[[Any, int], None] | None = None,
+    remember_every: int = 0,
     evaluate: Callable[[Any], Mapping[str, Mapping[str, float]]] | None = None,
     evaluate_every: int = 0,
     reporters: Sequence[records.Reporter] | None = None,
@@ -226,6 +229,8 @@ def loop(
         meter: what is known about tokens, rates and FLOPs, for the records.
         save: called with the state and the number of steps taken.
         save_every: save after every so many steps too; 0: only at the end.
+        remember: called as `save` is, for what keeps the state elsewhere while steps go on.
+        remember_every: after every so many steps; 0: never.
         evaluate: called with the state; what it returns, numbers of held-out sets by name, is the
             record's ``eval``. Its time is not that of a step. Not called once the run is to stop.
         evaluate_every: evaluate after every so many steps, and after the last; 0: never.
@@ -296,6 +301,9 @@ def loop(
                     _check_finite(record, ("loss",) if skips else ("loss", "grad_norm"))
                 settled = time.perf_counter()
             kept = anomaly is None or anomaly.keeps
+            if remember is not None and kept and _is_multiple(index + 1, remember_every):
+                remember(state, index + 1)
+                settled = time.perf_counter()
             if save is not None and kept and (saving or stopped_by):
                 save(state, index + 1)
                 settled = time.perf_counter()
@@ -349,6 +357,10 @@ class _Taken:
 def _is_due(step: int, every: int, steps: int) -> bool:
     """Whether to evaluate after `step`."""
     return every > 0 and (step % every == 0 or step == steps)
+
+
+def _is_multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _count(batch: Any) -> int | None:
@@ -412,6 +424,8 @@ class Run:
         at: ``at(moment, step)`` is called as this process comes to a moment of the run: "step"
             before the batch of a step, "evaluate" and "save" after so many steps, and what
             `checkpoint.Saver` calls it with.
+        memory: the folder of main memory for ``memory_save_every``; None: nothing is kept there.
+        from_memory: whether the state comes from there.
     """
 
     plan: Plan
@@ -426,6 +440,8 @@ class Run:
     notes: Sequence[str] = ()
     begun_from: Path | None = None
     at: Moments = nowhere
+    memory: Path | None = None
+    from_memory: bool = False
 
     @property
     def config(self) -> TrainConfig:
@@ -507,6 +523,7 @@ def prepare(
     *,
     recast: bool = False,
     at: Moments = nowhere,
+    memory: Path | None = None,
 ) -> Run:
     """The run that `config` describes, ready for its next step.
 
@@ -519,6 +536,8 @@ def prepare(
         recast: whether that may be of another precision; see `functron.training.restored`.
         at: called with "open" before its state is read, with "restored" after it, and later as
             `Run.at`.
+        memory: as of `Run.memory`; a state that lies there is taken in place of an older one that
+            `begin_from` has.
 
     Raises:
         ValueError: the data cannot be read, the model cannot run on the mesh, the GPU has none of
@@ -533,13 +552,18 @@ def prepare(
         capability = torch.cuda.get_device_capability(where)
         check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
     at("open", 0)
-    state, notes = begin_state(made, begin_from, where, recast=recast)
+    kept = _remembered(made, memory, begin_from, where)
+    if kept is None:
+        state, notes = begin_state(made, begin_from, where, recast=recast)
+    else:
+        state, notes = kept, ()
     at("restored", int(state.step))
     step, watch = programs(made)
     program = loss_program(made) if held_out else None
     start = int(state.step)
     return Run(
-        made, text, state, step, watch, where, start, held_out, program, notes, begin_from, at
+        made, text, state, step, watch, where, start, held_out, program, notes, begin_from, at,
+        memory, kept is not None,
     )  # fmt: skip
 
 
@@ -699,6 +723,7 @@ def _stretch(
         # the copy to the device stays in this thread: which GPU is current is a thread's own affair
         ahead = prefetched(run.host_batch, run.start, config.steps, config.prefetch)
         host_batch = stack.enter_context(ahead)
+        remember = stack.enter_context(_remembering(run))
         reached = int(run.start)
 
         def batches(step: int) -> dict[str, torch.Tensor]:
@@ -720,6 +745,8 @@ def _stretch(
             meter=meter,
             save=save,
             save_every=config.save_every,
+            remember=remember,
+            remember_every=config.memory_save_every,
             evaluate=evaluated,
             evaluate_every=config.eval_every,
             reporters=reporters(config, out, run.start) if job.main else [],
@@ -824,6 +851,7 @@ def _rolled_back(
     return Run(
         made, run.text, state, run.step, run.watch, run.device, start,
         run.held_out, run.held_out_loss, run.notes, run.begun_from, run.at,
+        run.memory,
     )  # fmt: skip
 
 
@@ -904,6 +932,39 @@ def _saving(run: Run, out: Path, stop: Request) -> Iterator[Callable[[State, int
             saver.save(step, state, about)
 
         yield save
+
+
+def _memory_of(made: Plan, memory: Path | None) -> Memory | None:
+    """The states in memory of the run of a plan; None where none are kept. Collective."""
+    if memory is None or not isinstance(made.mesh, BoundMesh):
+        return None
+    like = abstract_state(made, random.key(made.config.seed).to("meta"))
+    samples = made.config.anomalies.skipped_samples  # which a state has not seen
+    return Memory(memory, made.mesh, like, f"{made.config.seed} {samples}")
+
+
+def _remembered(
+    made: Plan, memory: Path | None, begin_from: Path | None, device: torch.device
+) -> State | None:
+    """The state in memory, unless a checkpoint on disk is newer. Collective."""
+    there = _memory_of(made, memory)
+    if there is None:
+        return None
+    on_disk = int(begin_from.name) if begin_from and begin_from.name.isdigit() else 0
+    found = there.newest(at_least=max(on_disk, 1))
+    return None if found is None else tree.map(lambda leaf: leaf.to(device), found[1])
+
+
+@contextmanager
+def _remembering(run: Run) -> Iterator[Callable[[State, int], None] | None]:
+    """A function that keeps the state after a step in memory; all is forgotten after the block."""
+    there = _memory_of(run.plan, run.memory)
+    if there is None:
+        yield None
+        return
+    there.forget(but=run.start)  # of steps that will be taken again
+    with there:
+        yield lambda state, step: there.save(step, state)
 
 
 def reporters(config: TrainConfig, out: Path | None, start: int = 0) -> list[records.Reporter]:
