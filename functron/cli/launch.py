@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,13 @@ import tyro
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from functron.checkpoint.memory import folder_of
@@ -155,6 +163,8 @@ def launch(nproc: int, arguments: Sequence[str]) -> int:
 def start(nproc: int, arguments: Sequence[str]) -> Ending:
     """Run ``python *arguments`` in `nproc` processes on this machine, through torchrun's launcher.
 
+    They meet at a port of 127.0.0.1, which no other machine reaches. (torchrun's own rendezvous
+    listens at every address; who runs it on several machines chooses the network.)
     When one fails, the others are stopped within seconds.
     SIGINT and SIGTERM are passed on, and the processes have 30 seconds to save and leave
     (TORCH_ELASTIC_SHUTDOWN_TIMEOUT, where torch knows it, changes that). SIGUSR1 is passed on as
@@ -171,12 +181,13 @@ def start(nproc: int, arguments: Sequence[str]) -> Ending:
         nproc_per_node=nproc,
         logs_specs=DefaultLogsSpecs(),
         run_id=MARK + uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=_LOOPBACK,
+        rdzv_endpoint=_HOST,
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.1,
     )
+    rendezvous_handler_registry.register(_LOOPBACK, _Loopback)
     # what went wrong is printed below, once
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
@@ -188,6 +199,50 @@ def start(nproc: int, arguments: Sequence[str]) -> Ending:
     except SignalException as error:
         return Ending(128 + int(error.sigval))
     return Ending(0)
+
+
+_LOOPBACK, _HOST = "functron-loopback", "127.0.0.1"
+
+
+class _Loopback(RendezvousHandler):
+    """One machine's meeting place: a store that listens at the loopback address alone."""
+
+    def __init__(self, parameters: RendezvousParameters):
+        self._run_id = parameters.run_id
+        with socket.socket() as listener:
+            listener.bind((_HOST, 0))
+            listener.listen(4096)
+            port = listener.getsockname()[1]
+            self._store = dist.TCPStore(
+                _HOST, port, is_master=True, wait_for_workers=False, multi_tenant=True,
+                master_listen_fd=listener.detach(),
+            )  # fmt: skip
+        self._info = RendezvousStoreInfo(_HOST, port)
+
+    def get_backend(self) -> str:
+        return _LOOPBACK
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(self._store, 0, 1, self._info)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody else comes."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
 
 
 @contextmanager

@@ -26,6 +26,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "sample": ("sample.run", "continue a prompt with a trained model"),
         "evaluate": ("evaluate.run", "loss and perplexity of a trained model on held-out sets"),
         "compare": ("compare.run", "the settings, losses and speeds of several runs side by side"),
+        "rerun": (
+            "rerun.run",
+            "take a step of a run again, to tell a fault of the hardware from one of the model",
+        ),
         "checkpoint": (
             "store.checkpoint",
             "list the checkpoints of a run, show what is in one, verify it",

@@ -200,6 +200,12 @@ class TrainConfig:
         tensorboard: write TensorBoard events into the run folder.
         wandb: log to Weights & Biases.
         anomalies: which losses and gradient norms are not as they should be, and what is done.
+        check_replicas_every: see after every so many steps, and before every save, that ranks which
+            hold the same part of the state have the same bits, by 64-bit hashes; 0: never. What
+            fsdp and ZeRO divide no other rank has, unless another axis replicates it, and on a
+            simulated mesh there is one of each.
+        on_corruption: repair: ranks that differ from most get the bits of the others; stop. Where
+            there is no majority the run stops.
         optimizer: the optimizer.
         learning_rate: its schedule; total_steps 0 stands for steps.
     """
@@ -279,6 +285,8 @@ class TrainConfig:
     tensorboard: bool = False
     wandb: bool = False
     anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
+    check_replicas_every: int = 1000
+    on_corruption: Literal["repair", "stop"] = "repair"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learning_rate: ScheduleConfig = field(
         default_factory=lambda: ScheduleConfig(
@@ -393,7 +401,7 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "evaluation": ("eval_every", "eval_batches", "eval_data", "eval_averaged"),
     "resilience": (
         "max_restarts", "restart_pause_seconds", "elastic", "slots", "memory_save_every",
-        "memory_folder", "exit_after", "anomalies",
+        "memory_folder", "exit_after", "anomalies", "check_replicas_every", "on_corruption",
     ),
     "logging": ("log_layers_every", "tensorboard", "wandb"),
 })  # fmt: skip

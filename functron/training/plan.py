@@ -532,6 +532,10 @@ class Plan:
         norms = watch.layers(metrics).items()
         return [name for name, row in norms if not math.isfinite(row.get("grad_norm", 0.0))]
 
+    def watching(self) -> Watch:
+        """The twin of `step` that also measures layers, at every step."""
+        return self._watching(1)
+
     def _watching(self, every: int) -> Watch:
         rows = None
         if self.is_pipelined:

@@ -172,7 +172,7 @@ def tensorboard(folder: Path) -> Iterator[Callable[[Record], None]]:
 
     def write(record: Record) -> None:
         for name, value in flat(record).items():
-            if name != "step" and value is not None:
+            if name != "step" and isinstance(value, int | float):
                 writer.add_scalar(name, value, record["step"])
 
     try:

@@ -57,7 +57,7 @@ def test_a_run_leaves_its_folder_and_can_be_repeated_and_sampled(tmp_path, monke
     records = [json.loads(line) for line in (out / "metrics.jsonl").open()]
     assert list(records[0]) == [
         "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "mfu",
-        "peak_memory_bytes", "samples",
+        "peak_memory_bytes", "samples", "batch",
     ]  # fmt: skip
     assert [record["step"] for record in records] == list(range(1, 13))
     assert records[-1]["tokens"] == 12 * 8 * 32

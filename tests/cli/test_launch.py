@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from functron import checkpoint, tree
 from functron.cli import launch, main, process
@@ -469,3 +472,19 @@ def test_no_process_without_a_launcher(monkeypatch):
     assert process.current() is None
     monkeypatch.setenv("WORLD_SIZE", "4")  # set by other launchers as well
     assert process.current() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="all of 127.0.0.0/8 is this machine on Linux")
+def test_only_this_machine_reaches_where_processes_meet():
+    """The kernel refuses any other address; by default it would be one of all that there are."""
+    parameters = RendezvousParameters("functron-loopback", "127.0.0.1", "run", 1, 1)
+    meeting = launch._Loopback(parameters).next_rendezvous()
+    assert meeting.bootstrap_store_info is not None
+    port = meeting.bootstrap_store_info.master_port
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store.set("word", "said")
+    assert meeting.store.get("word") == b"said"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), 5)
+    everywhere = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    socket.create_connection(("127.0.0.2", everywhere.port), 5).close()

@@ -1,0 +1,265 @@
+"""A step that is taken again, to tell a fault of the hardware from one of the model or its samples.
+
+A step is a pure function: the same state and batch give the same bits. So a step whose numbers look
+wrong is taken again from the newest checkpoint before it: other bits are a fault of the hardware
+that was not there the second time. Equal bits may still be a fault, of one rank that makes the same
+mistake every time: so every rank computes the whole step by itself, of the same state, and the
+ranks are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from functron.core import tree
+from functron.training.anomalies import METRICS, AnomalyConfig, Guard, Record
+from functron.training.plan import Watch
+
+Step = Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
+Numbers = tuple[float, ...]
+"""The loss and the gradient norm of a step."""
+
+TITLES: Mapping[str, str] = {
+    "transient": "transient: other bits when it is taken again, as from a fault of the hardware",
+    "persistent": "persistent: ranks that compute the same do not agree, each time",
+    "data": "data or model: the same bits again, on every rank that was asked",
+    "unsteady": "unsteady: it does not repeat its own bits, which --deterministic operations do",
+    "other batch": "other batch: the samples are not those that the run was given",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The cause of the numbers of a step, as far as taking it again tells.
+
+    Attributes:
+        step: from 1, as in records.
+        kind: one of `TITLES`.
+        begun: the steps that the state had taken from which it was taken again.
+        recorded: the numbers that the run had; None: it has no record of the step.
+        again: those of the second time.
+        since: the first step, of those that were taken again, whose numbers are others; None: none.
+        ranks: that differ from most; of two that differ, both.
+        compared: how many ranks computed the step by themselves; 0: it was not compared.
+        layer: the first in the order of the computation that has an activation or gradient which is
+            not finite.
+        samples: those of the step, as `functron.training.train.Run.samples_of`.
+    """
+
+    step: int
+    kind: Literal["transient", "persistent", "data", "unsteady", "other batch"]
+    begun: int
+    recorded: Numbers | None
+    again: Numbers
+    since: int | None = None
+    ranks: tuple[int, ...] = ()
+    compared: int = 0
+    layer: str | None = None
+    samples: Mapping[str, Any] = field(default_factory=dict)
+
+    def event(self) -> dict[str, Any]:
+        """It as the entries of an event."""
+        found = {
+            "class": self.kind,
+            "begun": self.begun,
+            "since": self.since,
+            "ranks": list(self.ranks),
+            "compared": self.compared,
+            "layer": self.layer,
+            **dict(zip(METRICS, self.again, strict=False)),
+        }
+        return {name: value for name, value in found.items() if value is not None} | {
+            **self.samples
+        }
+
+    def __str__(self) -> str:
+        def shown(numbers: Numbers | None) -> str:
+            rows = zip(("loss", "gradient norm"), numbers or (), strict=False)
+            return ", ".join(f"{name} {value!r}" for name, value in rows) or "nothing"
+
+        lines = [
+            f"step {self.step}, from the state after {self.begun} steps",
+            f"recorded  {shown(self.recorded)}",
+            f"again     {shown(self.again)}",
+            f"class     {TITLES[self.kind]}",
+        ]
+        if self.since is not None and self.since != self.step:
+            lines.append(f"since     step {self.since}, the first whose numbers are others")
+        if self.compared:
+            lines.append(f"compared  {self.compared} ranks that each computed the whole step")
+        if self.ranks:
+            lines.append(f"ranks     {', '.join(map(str, self.ranks))}")
+        if self.layer is not None:
+            lines.append(f"layer     {self.layer} is the first that is not finite")
+        if self.samples:
+            first, end = self.samples["samples"]
+            sources = self.samples.get("sources", ())
+            named = (
+                [f"{name}: {', '.join(map(str, x))}" for name, x in sources.items()]
+                if (isinstance(sources, Mapping))
+                else [str(source) for source in sources if source]
+            )
+            lines.append(f"samples   {first} to {end - 1}" + "".join(f"; {x}" for x in named))
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What taking steps of a run again needs; made by `functron.training.train.replay_of`.
+
+    Attributes:
+        config: what anomalies are, of which the limits of steps follow.
+        begin: ``(index) -> (state, steps)``, the newest state that is known before a step, and how
+            many steps it has taken; the same on every rank. Collective.
+        step: ``(index) -> step``, what the run takes at a step.
+        batch: ``(index) -> batch``.
+        checksum: ``(index) -> text``, the checksum of that as records have it. Collective.
+        alone: ``(state, index) -> numbers by rank``, of every rank the loss and gradient norm that
+            it computes by itself; None where there are no ranks or no memory for it. Collective.
+        watch: a step that says more of layers.
+        samples: ``(index)`` to what is known of the samples.
+        told: ``(find) -> value``, what rank 0 finds. Collective.
+    """
+
+    config: AnomalyConfig
+    begin: Callable[[int], tuple[Any, int]]
+    step: Callable[[int], Step]
+    batch: Callable[[int], Any]
+    checksum: Callable[[int], str]
+    alone: Callable[[Any, int], Sequence[Numbers] | None]
+    watch: Callable[[], Watch]
+    samples: Callable[[int], Mapping[str, Any]]
+    told: Callable[[Callable[[], Any]], Any]
+
+
+def take_again(
+    replay: Replay, step: int, recorded: Mapping[int, Record], *, exact: bool = True
+) -> Verdict:
+    """The verdict on a step of a run, from 1. Collective.
+
+    Needs memory for two states. The state that the run itself has is left alone.
+
+    Args:
+        replay: of the run.
+        step: which one, from 1 as in records.
+        recorded: the records of the run, by step; those that lack are not compared.
+        exact: whether numbers are compared bit for bit; otherwise, where the run was on other
+            ranks, to one in a thousand.
+    """
+    index, same = step - 1, _same if exact else _close
+    state, begun = replay.begin(index)
+    past = [recorded[number] for number in sorted(recorded) if number <= begun]
+    guard = Guard(replay.config, _silent, lambda at: {}, past)
+    since = None
+    for at in range(begun, index):
+        guard.before(state, at)
+        state, metrics = replay.step(at)(state, replay.batch(at))
+        numbers = numbers_of(metrics)
+        guard.observe(dict(zip(METRICS, numbers, strict=False), step=at + 1))
+        if since is None and not _agrees(recorded.get(at + 1), numbers, same):
+            since = at + 1
+    guard.before(state, index)
+    batch = replay.batch(index)
+    again, twice = (numbers_of(replay.step(index)(_copy(state), batch)[1]) for _ in range(2))
+    record = recorded.get(step)
+    if since is None and not _agrees(record, again, same):
+        since = step
+    known = None if record is None else _numbers(record, again)
+    differs = record is not None and record.get("batch") not in (None, replay.checksum(index))
+    finite = all(map(math.isfinite, again))
+    layer = None if finite else _first_layer(replay.watch(), _copy(state), batch)
+    facts: dict[str, Any] = {"layer": layer, "samples": replay.samples(index), "since": since}
+
+    def verdict(kind: Any, **more: Any) -> Verdict:
+        return Verdict(step, kind, begun, known, again, **facts, **more)
+
+    if replay.told(lambda: differs):
+        return verdict("other batch")
+    if replay.told(lambda: not _same(again, twice)):
+        return verdict("unsteady")
+    if replay.told(lambda: since is not None):
+        return verdict("transient")
+    found = replay.alone(state, index)
+    if found is None:
+        return verdict("data")
+    wrong = unlike(found)
+    return verdict("persistent" if wrong else "data", ranks=tuple(wrong), compared=len(found))
+
+
+def unlike(found: Sequence[Numbers]) -> list[int]:
+    """The places of numbers unlike those of most; all, where there is no most."""
+    keys = [tuple(repr(number) for number in numbers) for numbers in found]
+    (most, count), *others = Counter(keys).most_common()
+    if not others:
+        return []
+    if 2 * count > len(keys):
+        return [place for place, key in enumerate(keys) if key != most]
+    return list(range(len(keys)))
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> Numbers:
+    """The loss and the gradient norm in the metrics of a step, on the host."""
+    return tuple(float(metrics[name]) for name in METRICS if name in metrics)
+
+
+def _numbers(record: Record, like: Numbers) -> Numbers:
+    """Those of a record; what JSON had no word for is NaN."""
+    values = [record.get(name) for name in METRICS[: len(like)]]
+    return tuple(math.nan if value is None else float(value) for value in values)
+
+
+def _agrees(
+    record: Record | None, numbers: Numbers, same: Callable[[Numbers, Numbers], bool]
+) -> bool:
+    return record is None or same(_numbers(record, numbers), numbers)
+
+
+def _same(a: Numbers, b: Numbers) -> bool:
+    """Whether numbers are equal, all that are not finite among one another, as records have it."""
+    pairs = zip(a, b, strict=True)
+    return all(x == y or not (math.isfinite(x) or math.isfinite(y)) for x, y in pairs)
+
+
+def _close(a: Numbers, b: Numbers) -> bool:
+    pairs = zip(a, b, strict=True)
+    return all(math.isclose(x, y, rel_tol=1e-3) or _same((x,), (y,)) for x, y in pairs)
+
+
+def _copy(state: Any) -> Any:
+    return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
+
+
+def _silent(kind: str, step: int, **about: Any) -> None:
+    """Write no event."""
+
+
+def _first_layer(watch: Watch, state: Any, batch: Any) -> str | None:
+    """The first layer that is not finite in a step, which is given up the state.
+
+    Of the residual stream the first in the order of the model; else of gradients the last, where
+    backward begins.
+    """
+    _, metrics = watch.step(state, batch)
+    found = watch.layers(metrics)
+    streams = [name for name in watch.stream if not _finite(found[name], "activation_rms")]
+    if streams:
+        return f"{streams[0]}, its activations"
+    parameters = [name for name in found if not _finite(found[name], "param_norm")]
+    if parameters:
+        return f"{parameters[0]}, its parameters"
+    order = [*watch.stream, *(name for name in found if name not in watch.stream)]
+    wrong = [name for name in order if not _finite(found[name], "grad_norm")]
+    if not wrong:
+        return None
+    # what comes after the last layer of the stream is of the loss, where backward begins
+    return f"{wrong[-1]}, its gradients"
+
+
+def _finite(numbers: Mapping[str, float], name: str) -> bool:
+    return math.isfinite(numbers.get(name, 0.0))

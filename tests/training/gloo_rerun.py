@@ -1,0 +1,58 @@
+"""One of three processes that always makes the same mistake, and samples that are bad everywhere.
+
+Started by test_rerun.py, with a folder for runs.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from functron.models.gpt import GPTConfig
+from functron.spmd import Mesh
+from functron.testing.faults import Corrupt, injected
+from functron.training.anomalies import AnomalyConfig
+from functron.training.config import TrainConfig
+from functron.training.records import EVENTS, read
+from functron.training.train import prepare, train
+
+FOLDER = Path(sys.argv[1])
+dist.init_process_group("gloo")
+RANK = dist.get_rank()
+GPT = GPTConfig(vocab_size=256, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=2, mlp_dim=16)
+CONFIG = TrainConfig(
+    gpt=GPT, data=argparse.__file__, mesh="dp=3", seq=16, global_batch=6, steps=6, save_every=2,
+    anomalies=AnomalyConfig(attribute=True),
+)  # fmt: skip
+BOUND = Mesh(dp=3).bind()
+FAULT = Corrupt(step=4, leaf="params/blocks/mlp/up/w", element=None, rank=1, times=None)
+
+
+def ended(name: str, fault: Corrupt) -> tuple[str, dict]:
+    """What a run with a fault ended with, and what was found when its step was taken again."""
+    around = partial(injected, faults=[fault], rank=RANK)
+    try:
+        train(prepare(CONFIG, BOUND, around=around), FOLDER / name)
+    except (OSError, FloatingPointError) as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        said = ""
+    dist.barrier()
+    found = {event["kind"]: event for event in read(FOLDER / name / EVENTS)}
+    return said, found["rerun"]
+
+
+said, found = ended("persistent", FAULT)
+assert (found["class"], found["ranks"], found["compared"]) == ("persistent", [1], 3), found
+assert "ranks 1 of 3 compute other numbers" in said, said
+assert not (FOLDER / "persistent" / "again").exists()
+
+said, found = ended("data", replace(FAULT, rank=None))
+assert (found["class"], found["compared"], found["layer"]) == (
+    "data", 3, "blocks/0, its activations",
+), found  # fmt: skip
+assert "step 5: got loss nan" in said, said
+dist.destroy_process_group()
