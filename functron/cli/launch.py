@@ -342,6 +342,8 @@ def supervise(
     """
     try:
         return _supervised(config, arguments, out, start)
+    except SignalException as error:  # between two starts: torch's launcher leaves its handlers
+        return 128 + int(error.sigval)
     finally:  # what the last start left, or ranks that were lost
         shutil.rmtree(folder_of(config.memory_folder, out), ignore_errors=True)
 
@@ -374,10 +376,7 @@ def _supervised(config: TrainConfig, arguments: Sequence[str], out: Path, start:
             about = {"rank": ending.rank, "code": ending.code, "why": ending.text.splitlines()[-1]}
             write("restart", done[0], **about, failures=failures, pause_seconds=pause)
             print(_announced(failures, config, done[0], pause), file=sys.stderr, flush=True)
-            try:
-                time.sleep(max(min(pause, ends - time.monotonic()), 0))
-            except SignalException as error:  # by the handlers that torch's launcher leaves behind
-                return 128 + int(error.sigval)
+            time.sleep(max(min(pause, ends - time.monotonic()), 0))
     return REQUEUE_CODE
 
 
