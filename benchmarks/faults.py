@@ -14,6 +14,8 @@ import hashlib
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import socket
 import sys
@@ -348,6 +350,51 @@ def elastic(folder: Path, options: argparse.Namespace) -> Found:
     return found, fine
 
 
+# --- memory
+
+
+def memory(folder: Path, options: argparse.Namespace) -> Found:
+    """A rank dies with the memory of its machine, again and again: no disk is read."""
+    draw = random.Random(options.seed)
+    folder.mkdir()
+    (folder / "memory").mkdir()
+    arguments = [
+        "--mesh", "dp=4", "--zero", "1", "--steps", "40", "--max-restarts", "9",
+        "--memory-save-every", "3", "--memory-folder", str(folder / "memory"),
+    ]  # fmt: skip
+    whole, lost = folder / "whole", folder / "lost"
+    codes = [supervised(whole, arguments, Forks(folder / "whole.log"))]
+    ranks = [draw.randrange(RANKS) for _ in range(5)]
+    steps = [7 * number + 5 + draw.randrange(3) for number in range(5)]
+
+    def at(number: int, rank: int) -> At:
+        kills = [faults.Kill("step", ranks[number], steps[number])] if number < 5 else []
+        return faults.moments(kills, rank)
+
+    forks, begun = Forks(folder / "lost.log", at), []
+
+    def start(nproc: int, given: Sequence[str]) -> launch.Ending:
+        number = len(forks.endings)
+        if number:
+            shutil.rmtree(next((folder / "memory").glob("*")) / f"rank-{ranks[number - 1]}")
+        begun.append(len(checkpoint.steps(lost / "checkpoints")))
+        return forks(nproc, given)
+
+    codes.append(supervised(lost, arguments, start))
+    printed = re.findall(r"after step (\d+), from memory", (folder / "lost.log").read_text())
+    resumed = list(map(int, printed))
+    gone = [step - at for step, at in zip(steps, resumed, strict=False)]
+    differ = same_bits(whole / "checkpoints" / "40", lost / "checkpoints" / "40")
+    same = losses(whole) == losses(lost)
+    found = [
+        f"ranks {ranks} lost at steps {steps}: went on from {resumed}; exit codes {codes}",
+        f"steps lost: at most {max(gone, default=0)} of 3; checkpoints on disk then: {sum(begun)}",
+        f"leaves that differ: {differ or 0}; records of losses the same: {same}",
+    ]
+    fine = len(resumed) == 5 and max(gone) <= 4 and not any(begun)
+    return found, fine and same and not differ and not any(codes)
+
+
 # --- a full disk
 
 
@@ -618,6 +665,7 @@ SECTIONS: Mapping[str, Callable[[Path, argparse.Namespace], Found]] = {
     "kills": kills,
     "elastic": elastic,
     "full-disk": full_disk,
+    "memory": memory,
 }
 
 

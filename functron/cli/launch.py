@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,6 +35,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from functron.checkpoint.memory import folder_of
 from functron.cli.process import MARK, Process
 from functron.core.errors import Problem
 from functron.spmd import BoundMesh, Mesh
@@ -338,6 +340,13 @@ def supervise(
     Returns:
         The exit code: 0, or that of the last start.
     """
+    try:
+        return _supervised(config, arguments, out, start)
+    finally:  # what the last start left, or ranks that were lost
+        shutil.rmtree(folder_of(config.memory_folder, out), ignore_errors=True)
+
+
+def _supervised(config: TrainConfig, arguments: Sequence[str], out: Path, start: Start) -> int:
     ends = time.monotonic() + (seconds_of(config.exit_after) if config.exit_after else math.inf)
     failures, best, now = 0, steps_done(out), config
     with event_log(out / EVENTS) as write:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
+from functron.checkpoint.memory import folder_of
 from functron.checkpoint.saver import Moments, nowhere
 from functron.cli.launch import device_type, join, launch, leave, supervise
 from functron.cli.options import parse
@@ -123,7 +124,8 @@ def _assemble(
     dist.broadcast_object_list(chosen, device=device)
     assert chosen[0] is not None
     out, begin_from = chosen[0]
-    return prepare(config, bound, device, begin_from, recast=recast, at=at), out
+    memory = folder_of(config.memory_folder, out) if config.memory_save_every else None
+    return prepare(config, bound, device, begin_from, recast=recast, at=at, memory=memory), out
 
 
 def _folder(config: TrainConfig) -> tuple[Path, Path | None]:
@@ -171,7 +173,7 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
         lines.append(f"bubble {note}")
     if config.resume:
         done = f"after step {run.start}" if run.start else "with the first step: none is saved yet"
-        lines.append(f"resume {config.out}, {done}")
+        lines.append(f"resume {config.out}, {done}{', from memory' if run.from_memory else ''}")
     if run.notes:
         lines.append(f"recast {'; '.join(run.notes)}")
     return lines
