@@ -33,10 +33,12 @@ from functron.training.plan import bubble_note, plan, step_report
 from functron.training.train import (
     REQUEUE_CODE,
     RESHAPE_CODE,
+    Job,
     Outcome,
     Run,
     exit_code,
     prepare,
+    replicas_of,
     train,
 )
 
@@ -162,6 +164,11 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
             f"mesh   {config.mesh}: {run.mesh.size} ranks simulated in this process "
             f"(--nproc {run.mesh.size} starts processes)"
         )
+    if (replicas := replicas_of(run, Job(True, True))) and config.check_replicas_every:
+        share = replicas.covered(run.state)
+        rest = "" if share == 1 else "; no other rank has the rest"
+        every = f"every {config.check_replicas_every} steps"
+        lines.append(f"checks replicas of {share:.0%} of the state's bytes, {every}{rest}")
     if (note := bubble_note(run.plan)) is not None:
         lines.append(f"bubble {note}")
     if config.resume:
