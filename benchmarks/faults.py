@@ -233,10 +233,10 @@ def plan_kill(draw: random.Random, newest: int) -> faults.Kill:
     after = draw.choice((0.0, draw.uniform(0.0, 0.1)))
     step: int | None = None
     if moment == "step":
-        step = newest + draw.randrange(3)
+        step = newest + draw.randrange(2 * EVERY)
     elif moment not in ("open", "restored"):
         every = EVALUATED if moment == "evaluate" else EVERY
-        step = (newest // every + 1) * every
+        step = (newest // every + draw.choice((1, 1, 2))) * every
     return faults.Kill(moment, rank, step, after)
 
 
@@ -252,7 +252,10 @@ def kills(folder: Path, options: argparse.Namespace) -> Found:
     folder.mkdir()
     whole, killed = folder / "whole", folder / "killed"
     codes = [supervised(whole, arguments, Forks(folder / "whole.log"))]
-    newest, lost, planned, wrong = [0], [], [], []
+    newest: list[int] = [0]
+    lost: list[str] = []
+    wrong: list[str] = []
+    planned: list[faults.Kill] = []
     seen = folder / "restored"
 
     def at(number: int, rank: int) -> At:
@@ -261,6 +264,10 @@ def kills(folder: Path, options: argparse.Namespace) -> Found:
         def reached(moment: str, step: int) -> None:
             if moment == "restored" and rank == 0:
                 seen.write_text(str(step))
+            kill = planned[number] if number < len(planned) else None
+            here = kill is not None and (kill.moment, kill.rank) == (moment, rank)
+            if here and kill.step in (None, step):
+                (folder / f"kill-{number}").touch()
             inner(moment, step)
 
         return reached
@@ -268,8 +275,7 @@ def kills(folder: Path, options: argparse.Namespace) -> Found:
     forks = Forks(folder / "killed.log", at)
 
     def start(nproc: int, given: Sequence[str]) -> launch.Ending:
-        count = sum(ending.code == 137 for ending in forks.endings)
-        if count < options.kills and time.perf_counter() - began < 60 * options.minutes:
+        if len(planned) < options.kills and time.perf_counter() - began < 60 * options.minutes:
             planned.append(plan_kill(draw, newest[-1]))
         seen.unlink(missing_ok=True)
         ending = forks(nproc, given)
@@ -284,27 +290,29 @@ def kills(folder: Path, options: argparse.Namespace) -> Found:
     began = time.perf_counter()
     codes.append(supervised(killed, arguments, start))
     seconds = time.perf_counter() - began
+    events = records.read(killed / records.EVENTS)
     happened = [
         kill.moment + (", later" if kill.after_seconds else "")
-        for kill, ending in zip(planned, forks.endings, strict=False)
-        if ending.code == 137
+        for number, kill in enumerate(planned)
+        if (folder / f"kill-{number}").exists()
     ]
-    others = Counter(ending.code for ending in forks.endings if ending.code not in (0, 137))
+    ends = Counter(ending.code for ending in forks.endings)
+    unasked = len(events) - len(happened)
     last = Path("checkpoints") / str(3 * options.kills // 2 + 20)
     differ = same_bits(whole / last, killed / last)
     damaged = apart(lambda: "" if checkpoint.verify(killed / last) else "nothing")
     same = losses(whole) == losses(killed)
-    events = records.read(killed / records.EVENTS)
     found = [
         f"{len(happened)} kills, {len(events)} restarts, {seconds:.0f} s; exit codes {codes}",
         ", ".join(f"{moment}: {count}" for moment, count in sorted(Counter(happened).items())),
-        f"other ends: {dict(others)}; complete checkpoints lost: {len(lost)} {lost[:3]}",
+        f"exit codes of starts: {dict(ends)}, of which {unasked} without a kill",
+        f"complete checkpoints lost: {len(lost)} {lost[:3]}",
         f"went on from another than the newest: {len(wrong)} {wrong[:3]}",
         f"leaves that differ from the run that nothing killed: {differ or 0}; "
         f"records of losses the same: {same}; damage: {damaged or 0}",
     ]
-    enough = len(happened) >= options.kills and len(events) >= len(happened)
-    fine = enough and same and not (any(codes) or lost or wrong or differ or damaged or others)
+    fine = len(planned) == len(happened) > 0 and not unasked and same
+    fine &= not (any(codes) or lost or wrong or differ or damaged)
     return found, fine
 
 
