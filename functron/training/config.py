@@ -285,7 +285,7 @@ class TrainConfig:
     tensorboard: bool = False
     wandb: bool = False
     anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
-    check_replicas_every: int = 1000
+    check_replicas_every: int = 200
     on_corruption: Literal["repair", "stop"] = "repair"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learning_rate: ScheduleConfig = field(
