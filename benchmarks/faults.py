@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from functron import checkpoint, tree
 from functron.checkpoint import saver
@@ -135,6 +137,7 @@ class Forks:
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stderr = sys.__stderr__ or sys.stdout
+        tqdm.set_lock(threading.RLock())  # its own is a semaphore that all forks would share
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -156,6 +159,7 @@ class Forks:
 def warm() -> None:
     """Import all that a rank does, and what a step imports: forks then have it."""
     saver._import_orbax()
+    tqdm.monitor_interval = 0  # no thread, whose locks forks would have
     torch.set_num_threads(1)
     config = command.parse_train([*TINY, "--mesh", "dp=2", "--steps", "1", "--deterministic"])
     train(prepare(config, Mesh(dp=2)), None)
@@ -245,7 +249,7 @@ def kills(folder: Path, options: argparse.Namespace) -> Found:
     draw = random.Random(options.seed)
     arguments = [
         "--mesh", "dp=4", "--zero", "1", "--deterministic", "--keep-last", "3",
-        "--steps", str(3 * options.kills // 2 + 20), "--save-every", str(EVERY),
+        "--steps", str(3 * options.kills // 4 + 20), "--save-every", str(EVERY),
         "--eval-every", str(EVALUATED), "--eval-batches", "1", "--eval-data", f"t={text.__file__}",
         "--max-restarts", "100",
     ]  # fmt: skip
@@ -265,8 +269,7 @@ def kills(folder: Path, options: argparse.Namespace) -> Found:
             if moment == "restored" and rank == 0:
                 seen.write_text(str(step))
             kill = planned[number] if number < len(planned) else None
-            here = kill is not None and (kill.moment, kill.rank) == (moment, rank)
-            if here and kill.step in (None, step):
+            if kill and (kill.moment, kill.rank, kill.step or step) == (moment, rank, step):
                 (folder / f"kill-{number}").touch()
             inner(moment, step)
 
@@ -298,7 +301,7 @@ def kills(folder: Path, options: argparse.Namespace) -> Found:
     ]
     ends = Counter(ending.code for ending in forks.endings)
     unasked = len(events) - len(happened)
-    last = Path("checkpoints") / str(3 * options.kills // 2 + 20)
+    last = Path("checkpoints") / str(3 * options.kills // 4 + 20)
     differ = same_bits(whole / last, killed / last)
     damaged = apart(lambda: "" if checkpoint.verify(killed / last) else "nothing")
     same = losses(whole) == losses(killed)
