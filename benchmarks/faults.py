@@ -10,32 +10,43 @@ from __future__ import annotations
 import argparse
 import argparse as text
 import gc
+import hashlib
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from tqdm import tqdm
 
 from functron import checkpoint, tree
 from functron.checkpoint import saver
 from functron.cli import launch, process
 from functron.cli import train as command
+from functron.data.order import shuffled
+from functron.optim import OptimizerConfig
 from functron.spmd import Mesh
 from functron.testing import faults
 from functron.training import records, run_folder
-from functron.training.train import prepare, train
+from functron.training.anomalies import AnomalyConfig, Guard
+from functron.training.config import load
+from functron.training.train import Job, own_hash, prepare, replicas_of, train
 
 RANKS = 4
 TINY = [
@@ -51,6 +62,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=sorted(SECTIONS), default=sorted(SECTIONS))
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=60, help="after which no more kills are")
+    parser.add_argument("--flips", type=int, default=100)
+    parser.add_argument("--numbers", type=int, default=50)
+    parser.add_argument("--rollbacks", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="where runs lie; a temporary one by default")
     options = parser.parse_args()
@@ -123,6 +137,7 @@ class Forks:
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stderr = sys.__stderr__ or sys.stdout
+        tqdm.set_lock(threading.RLock())  # its own is a semaphore that all forks would share
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -144,6 +159,7 @@ class Forks:
 def warm() -> None:
     """Import all that a rank does, and what a step imports: forks then have it."""
     saver._import_orbax()
+    tqdm.monitor_interval = 0  # no thread, whose locks forks would have
     torch.set_num_threads(1)
     config = command.parse_train([*TINY, "--mesh", "dp=2", "--steps", "1", "--deterministic"])
     train(prepare(config, Mesh(dp=2)), None)
@@ -221,10 +237,10 @@ def plan_kill(draw: random.Random, newest: int) -> faults.Kill:
     after = draw.choice((0.0, draw.uniform(0.0, 0.1)))
     step: int | None = None
     if moment == "step":
-        step = newest + draw.randrange(3)
+        step = newest + draw.randrange(2 * EVERY)
     elif moment not in ("open", "restored"):
         every = EVALUATED if moment == "evaluate" else EVERY
-        step = (newest // every + 1) * every
+        step = (newest // every + draw.choice((1, 1, 2))) * every
     return faults.Kill(moment, rank, step, after)
 
 
@@ -233,14 +249,17 @@ def kills(folder: Path, options: argparse.Namespace) -> Found:
     draw = random.Random(options.seed)
     arguments = [
         "--mesh", "dp=4", "--zero", "1", "--deterministic", "--keep-last", "3",
-        "--steps", str(3 * options.kills // 2 + 20), "--save-every", str(EVERY),
+        "--steps", str(3 * options.kills // 4 + 20), "--save-every", str(EVERY),
         "--eval-every", str(EVALUATED), "--eval-batches", "1", "--eval-data", f"t={text.__file__}",
         "--max-restarts", "100",
     ]  # fmt: skip
     folder.mkdir()
     whole, killed = folder / "whole", folder / "killed"
     codes = [supervised(whole, arguments, Forks(folder / "whole.log"))]
-    newest, lost, planned, wrong = [0], [], [], []
+    newest: list[int] = [0]
+    lost: list[str] = []
+    wrong: list[str] = []
+    planned: list[faults.Kill] = []
     seen = folder / "restored"
 
     def at(number: int, rank: int) -> At:
@@ -249,6 +268,9 @@ def kills(folder: Path, options: argparse.Namespace) -> Found:
         def reached(moment: str, step: int) -> None:
             if moment == "restored" and rank == 0:
                 seen.write_text(str(step))
+            kill = planned[number] if number < len(planned) else None
+            if kill and (kill.moment, kill.rank, kill.step or step) == (moment, rank, step):
+                (folder / f"kill-{number}").touch()
             inner(moment, step)
 
         return reached
@@ -256,8 +278,7 @@ def kills(folder: Path, options: argparse.Namespace) -> Found:
     forks = Forks(folder / "killed.log", at)
 
     def start(nproc: int, given: Sequence[str]) -> launch.Ending:
-        count = sum(ending.code == 137 for ending in forks.endings)
-        if count < options.kills and time.perf_counter() - began < 60 * options.minutes:
+        if len(planned) < options.kills and time.perf_counter() - began < 60 * options.minutes:
             planned.append(plan_kill(draw, newest[-1]))
         seen.unlink(missing_ok=True)
         ending = forks(nproc, given)
@@ -272,27 +293,29 @@ def kills(folder: Path, options: argparse.Namespace) -> Found:
     began = time.perf_counter()
     codes.append(supervised(killed, arguments, start))
     seconds = time.perf_counter() - began
+    events = records.read(killed / records.EVENTS)
     happened = [
         kill.moment + (", later" if kill.after_seconds else "")
-        for kill, ending in zip(planned, forks.endings, strict=False)
-        if ending.code == 137
+        for number, kill in enumerate(planned)
+        if (folder / f"kill-{number}").exists()
     ]
-    others = Counter(ending.code for ending in forks.endings if ending.code not in (0, 137))
-    last = Path("checkpoints") / str(3 * options.kills // 2 + 20)
+    ends = Counter(ending.code for ending in forks.endings)
+    unasked = len(events) - len(happened)
+    last = Path("checkpoints") / str(3 * options.kills // 4 + 20)
     differ = same_bits(whole / last, killed / last)
     damaged = apart(lambda: "" if checkpoint.verify(killed / last) else "nothing")
     same = losses(whole) == losses(killed)
-    events = records.read(killed / records.EVENTS)
     found = [
         f"{len(happened)} kills, {len(events)} restarts, {seconds:.0f} s; exit codes {codes}",
         ", ".join(f"{moment}: {count}" for moment, count in sorted(Counter(happened).items())),
-        f"other ends: {dict(others)}; complete checkpoints lost: {len(lost)} {lost[:3]}",
+        f"exit codes of starts: {dict(ends)}, of which {unasked} without a kill",
+        f"complete checkpoints lost: {len(lost)} {lost[:3]}",
         f"went on from another than the newest: {len(wrong)} {wrong[:3]}",
         f"leaves that differ from the run that nothing killed: {differ or 0}; "
         f"records of losses the same: {same}; damage: {damaged or 0}",
     ]
-    enough = len(happened) >= options.kills and len(events) >= len(happened)
-    fine = enough and same and not (any(codes) or lost or wrong or differ or damaged or others)
+    fine = len(planned) == len(happened) > 0 and not unasked and same
+    fine &= not (any(codes) or lost or wrong or differ or damaged)
     return found, fine
 
 
@@ -338,6 +361,51 @@ def elastic(folder: Path, options: argparse.Namespace) -> Found:
     return found, fine
 
 
+# --- memory
+
+
+def memory(folder: Path, options: argparse.Namespace) -> Found:
+    """A rank dies with the memory of its machine, again and again: no disk is read."""
+    draw = random.Random(options.seed)
+    folder.mkdir()
+    (folder / "memory").mkdir()
+    arguments = [
+        "--mesh", "dp=4", "--zero", "1", "--steps", "40", "--max-restarts", "9",
+        "--memory-save-every", "3", "--memory-folder", str(folder / "memory"),
+    ]  # fmt: skip
+    whole, lost = folder / "whole", folder / "lost"
+    codes = [supervised(whole, arguments, Forks(folder / "whole.log"))]
+    ranks = [draw.randrange(RANKS) for _ in range(5)]
+    steps = [7 * number + 5 + draw.randrange(3) for number in range(5)]
+
+    def at(number: int, rank: int) -> At:
+        kills = [faults.Kill("step", ranks[number], steps[number])] if number < 5 else []
+        return faults.moments(kills, rank)
+
+    forks, begun = Forks(folder / "lost.log", at), []
+
+    def start(nproc: int, given: Sequence[str]) -> launch.Ending:
+        number = len(forks.endings)
+        if number:
+            shutil.rmtree(next((folder / "memory").glob("*")) / f"rank-{ranks[number - 1]}")
+        begun.append(len(checkpoint.steps(lost / "checkpoints")))
+        return forks(nproc, given)
+
+    codes.append(supervised(lost, arguments, start))
+    printed = re.findall(r"after step (\d+), from memory", (folder / "lost.log").read_text())
+    resumed = list(map(int, printed))
+    gone = [step - at for step, at in zip(steps, resumed, strict=False)]
+    differ = same_bits(whole / "checkpoints" / "40", lost / "checkpoints" / "40")
+    same = losses(whole) == losses(lost)
+    found = [
+        f"ranks {ranks} lost at steps {steps}: went on from {resumed}; exit codes {codes}",
+        f"steps lost: at most {max(gone, default=0)} of 3; checkpoints on disk then: {sum(begun)}",
+        f"leaves that differ: {differ or 0}; records of losses the same: {same}",
+    ]
+    fine = len(resumed) == 5 and max(gone) <= 4 and not any(begun)
+    return found, fine and same and not differ and not any(codes)
+
+
 # --- a full disk
 
 
@@ -362,10 +430,260 @@ def full_disk(folder: Path, options: argparse.Namespace) -> Found:
     return found, fine and not left and said
 
 
+# --- bits and numbers
+
+
+def ranks(nproc: int, program: Callable[[int], Any], log: Path) -> list[Any]:
+    """What ``program(rank)`` gives in processes that talk over gloo, by rank; ends if one fails."""
+    port, pids = free_port(), {}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    for rank in range(nproc):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                method = f"tcp://127.0.0.1:{port}"
+                dist.init_process_group("gloo", init_method=method, rank=rank, world_size=nproc)
+                told = json.dumps(program(rank))
+                log.with_name(f"{log.name}.{rank}.json").write_text(told)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        pids[pid] = rank
+    failed = [pids[pid] for pid, status in (os.wait() for _ in range(nproc)) if status]
+    if failed:
+        raise SystemExit(f"ranks {failed} failed:\n{log.read_text()[-4000:]}")
+    return [
+        json.loads(log.with_name(f"{log.name}.{rank}.json").read_text()) for rank in range(nproc)
+    ]
+
+
+def flips(folder: Path, options: argparse.Namespace) -> Found:
+    """Bits that flip in the parameters or the optimizer's state of one of four replicas.
+
+    Each before a step that computes with it, up to `EVERY` steps before the next check. One whose
+    effect the step rounds away leaves nothing to find: that the replicas are equal after it, all
+    gathered bits say.
+    """
+    mesh, count = Mesh(dp=RANKS), options.flips
+    config = replace(
+        command.parse_train([*TINY, "--mesh", "dp=4"]),
+        steps=EVERY * (count + 1),
+        check_replicas_every=EVERY,
+        optimizer=replace(OptimizerConfig(), skip_nonfinite=1 << 30),
+    )
+    leaves = [
+        (path, leaf.numel(), 8 * leaf.element_size())
+        for path, leaf in _floats(prepare(config, mesh).state)
+    ]
+    rng, chosen = random.Random(options.seed), []
+    for number in range(count):
+        path, numel, bits = rng.choice(leaves)
+        step = EVERY * (number + 1) + rng.randrange(EVERY)
+        element, bit = rng.randrange(numel), rng.randrange(bits)
+        chosen.append(faults.Corrupt(step, path, rng.randrange(RANKS), element, bit))
+    due = {fault.step: number for number, fault in enumerate(chosen)}
+
+    def program(rank: int) -> list[int]:
+        run, healed = prepare(config, mesh.bind()), []
+        plain = faults.injected(run.step, chosen, rank)
+
+        def step(state: Any, batch: Any) -> tuple[Any, Any]:
+            index = int(state.step)
+            state, metrics = plain(state, batch)
+            if index in due:
+                own = [leaf.numpy().tobytes() for _, leaf in _floats(state)]
+                digest = hashlib.sha256(b"".join(own)).hexdigest()
+                said = [digest] * RANKS
+                dist.all_gather_object(said, digest)
+                if len({*said}) == 1:
+                    healed.append(due[index])
+            return state, metrics
+
+        train(replace(run, step=step), folder)
+        return healed
+
+    healed = ranks(RANKS, program, folder.with_name("flips.log"))[0]
+    found, late, wrong = {}, [], []
+    for event in records.read(folder / records.EVENTS):
+        if event["kind"] != "corruption":
+            continue
+        # a check after step n sees what was there as steps up to n began, from 0
+        number = max(n for n, fault in enumerate(chosen) if fault.step < event["step"])
+        fault = chosen[number]
+        found[number] = event["step"] - fault.step
+        if event["rank"] != fault.rank:
+            wrong.append(number)
+        if event["step"] - fault.step > EVERY:
+            late.append(number)
+    repaired = sum(e["kind"] == "repair" for e in records.read(folder / records.EVENTS))
+    missed = [n for n in range(count) if n not in found and n not in healed]
+    lines = [
+        f"{count} flipped bits in {len(leaves)} leaves on {RANKS} replicas, checked every {EVERY} "
+        f"steps: {len(found)} found, {len(found) - len(wrong)} with the right rank, {repaired} "
+        f"repaired; {len(healed)} rounded away by the step itself; {len(missed)} missed",
+        f"steps until they were found: {dict(sorted(Counter(found.values()).items()))}",
+    ]
+    return lines, not (missed or wrong or late) and len(found) + len({*healed} - {*found}) == count
+
+
+EVERY = 4
+"""Steps from one comparison of replicas to the next, in the section of flipped bits."""
+
+
+def _floats(state: Any) -> list[tuple[str, torch.Tensor]]:
+    rows = zip(tree.paths(state), tree.leaves(state), strict=True)
+    return [(path, leaf.detach()) for path, leaf in rows if leaf.is_floating_point()]
+
+
+def numbers(folder: Path, options: argparse.Namespace) -> Found:
+    """NaN and spikes in a step: of one rank once, of one rank each time, or of every rank."""
+    nproc, count = 3, options.numbers
+    mesh = Mesh(dp=nproc)
+    watched = {"attribute": True, "minimum": 4, "window": 8, "on_spike": "rollback", "most": 0}
+    config = replace(
+        command.parse_train([*TINY, "--mesh", f"dp={nproc}"]),
+        steps=10,
+        save_every=4,
+        anomalies=AnomalyConfig(**{**watched, "on_nonfinite": "rollback"}),
+    )
+    rng, chosen = random.Random(options.seed), []
+    leaves = [path for path, _ in _floats(prepare(config, mesh).state.params)]
+    for number in range(count):
+        kind = ("transient", "persistent", "data")[number % 3]
+        value: dict[str, Any] = {"value": float("nan")}
+        if number % 2 == 0:
+            value = {"value": 300.0, "scale": True}
+        # a norm's scale times 300 is a spike, as is the last matrix; others a norm may undo
+        leaf = rng.choice(leaves) if number % 2 else rng.choice(["norm/scale", "unembed"])
+        rank = None if kind == "data" else rng.randrange(nproc)
+        times, step = 1 if kind == "transient" else None, rng.randrange(5, 10)
+        fault = faults.Corrupt(step, f"params/{leaf}", rank, element=None, times=times, **value)
+        chosen.append((kind, fault))
+
+    def program(rank: int) -> list[str]:
+        bound, said = mesh.bind(), []
+        for number, (kind, fault) in enumerate(chosen):
+            most = 1 if kind == "transient" else 0
+            own = replace(config, anomalies=replace(config.anomalies, most=most))
+            around = partial(faults.injected, faults=[fault], rank=rank)
+            try:
+                outcome = train(prepare(own, bound, around=around), folder / str(number))
+            except (OSError, FloatingPointError) as error:
+                said.append(type(error).__name__)
+            else:
+                said.append([record["loss"] for record in outcome.history])
+            dist.barrier()
+        said.append([r["loss"] for r in train(prepare(config, bound), None).history])
+        return said
+
+    *ended, plain = ranks(nproc, program, folder.with_name("numbers.log"))[0]
+    right, ranks_right, same, asked = Counter(), 0, 0, Counter(kind for kind, _ in chosen)
+    for number, (kind, fault) in enumerate(chosen):
+        events = records.read(folder / str(number) / records.EVENTS)
+        verdict = next((e for e in events if e["kind"] == "rerun"), {"class": "not seen"})
+        right[kind] += verdict["class"] == kind
+        ranks_right += kind == "persistent" and verdict.get("ranks") == [fault.rank]
+        same += kind == "transient" and ended[number] == plain
+    lines = [f"{kind}: {right[kind]} of {asked[kind]}" for kind in asked]
+    lines[1] += f", with the right rank {ranks_right}"
+    lines[0] += f", and the losses of a run without it {same}"
+    return [f"{count} NaN and spikes on {nproc} ranks; classes that are right:", *lines], (
+        sum(right.values()) >= 0.96 * count and same == right["transient"]
+    )
+
+
+def rollback(folder: Path, options: argparse.Namespace) -> Found:
+    """Bad samples, a rollback, and the losses of a run that never saw them."""
+    cases = options.rollbacks
+    equal = int(apart(lambda: str(_equal_without(folder, cases))))
+    lines = [f"{cases} runs with bad samples: {equal} went back, and have the losses, bit for bit, "
+             "of a run that never saw what they left out"]  # fmt: skip
+    return lines, equal == cases
+
+
+def _equal_without(folder: Path, cases: int) -> int:
+    """How many runs that went back have the losses of those without the samples."""
+    equal, steps = 0, 36
+    folder.mkdir(parents=True)
+    for case in range(cases):
+        rng, file = random.Random(case), folder / f"{case}.txt"
+        letters = [b"abcd"[i % 4] for i in range(16 * 400)]
+        first = rng.randrange(26, 34) * 12
+        for place in shuffled(np.arange(first, first + 4), 400, 0).tolist():
+            letters[16 * place : 16 * place + 16] = [rng.randrange(256) for _ in range(16)]
+        file.write_bytes(bytes(letters))
+        options_of = ["--data", str(file), "--steps", str(steps), "--learning-rate.peak", "3e-2"]
+        config = replace(
+            command.parse_train([*TINY, *options_of, "--learning-rate.name", "constant"]),
+            save_every=4,
+            anomalies=AnomalyConfig("stop", "rollback", 12, 6, 6.0, most=9),
+        )
+        out = folder / str(case)
+        seen = train(prepare(config, Mesh()), out).history
+        skipped = load(out / run_folder.CONFIG).anomalies.skipped_samples
+        never = replace(config, anomalies=AnomalyConfig(skipped_samples=skipped))
+        plain = train(prepare(never, Mesh()), None).history
+        equal += bool(skipped) and [r["loss"] for r in seen] == [r["loss"] for r in plain]
+    return equal
+
+
+def checks(folder: Path, options: argparse.Namespace) -> Found:
+    """The time of a comparison of replicas, and of what watches numbers, beside that of a step."""
+    mesh = Mesh(dp=2)
+    sizes = ["--gpt.embed-dim", "256", "--gpt.mlp-dim", "1024", "--gpt.num-layers", "4"]
+    given = [*TINY, *sizes, "--seq", "128", "--mesh", "dp=2", "--steps", "12"]
+    config = command.parse_train(given)
+
+    def program(rank: int) -> list[float]:
+        run = prepare(config, mesh.bind())
+        job = Job.of(run)
+        replicas = replicas_of(run, job)
+        assert replicas is not None
+        state, batch, times = run.state, run.batch(0), ([], [], [])
+        guard = Guard(config.anomalies, lambda *a, **k: None, run.samples_of)
+        for index in range(12):
+            began = time.perf_counter()
+            state, metrics = run.step(state, batch)
+            numbers = [float(metrics[name]) for name in ("loss", "grad_norm")]
+            times[0].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            replicas.check(state)
+            times[1].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            for again in range(50):
+                guard.observe({"step": index * 50 + again + 1, "loss": numbers[0],
+                               "grad_norm": numbers[1]})  # fmt: skip
+            own_hash(run.mesh, run.host_batch(0))
+            times[2].append((time.perf_counter() - began) / 50)
+        return [sorted(each)[len(each) // 2] for each in times] + [tree.nbytes(state)]
+
+    step, check, watch, nbytes = ranks(2, program, folder.with_name("checks.log"))[0]
+    share = check / step / config.check_replicas_every
+    return [
+        f"{nbytes / 2**20:.0f} MiB of state: a step takes {1e3 * step:.0f} ms, a comparison "
+        f"{1e3 * check:.1f} ms ({nbytes / check / 1e9:.2f} GB/s): {share:.3%} of the steps, at one "
+        f"in {config.check_replicas_every}; what watches numbers {1e6 * watch:.0f} us, "
+        f"{watch / step:.3%}"
+    ], share < 0.001
+
+
 SECTIONS: Mapping[str, Callable[[Path, argparse.Namespace], Found]] = {
+    "flips": flips,
+    "numbers": numbers,
+    "rollback": rollback,
+    "checks": checks,
     "kills": kills,
     "elastic": elastic,
     "full-disk": full_disk,
+    "memory": memory,
 }
 
 

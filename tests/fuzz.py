@@ -111,7 +111,9 @@ def draw(seed: int) -> Case:
                            "--gpt.moe.no-renormalise --gpt.moe.normalise before")  # fmt: skip
         both += maybe(0.2, "--gpt.moe.z-loss 1e-3", "--gpt.moe.drop probability")
     both += _optimizer(rng, dtype)
-    return Case(tuple(both), tuple(_division(rng, experts, layers)))
+    division = tuple(_division(rng, experts, layers))
+    both += maybe(0.2, "--anomalies.on-spike skip")  # with a limit that no step reaches
+    return Case(tuple(both), division)
 
 
 def _optimizer(rng: random.Random, dtype: str) -> list[str]:

@@ -103,6 +103,7 @@ def test_a_job_of_several_machines_is_queued_again_by_what_it_recorded(sbatch, t
         assert done.returncode == int("exit 1" in stub)
 
 
+@pytest.mark.full  # as the one before, and processes that leave in tests/training/test_loop.py
 @pytest.mark.distributed
 def test_two_machines_train_until_their_time_is_over(sbatch, tmp_path):
     """Really: two launchers that meet, and a run that leaves, is queued again and ends."""

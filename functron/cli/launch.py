@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,6 +35,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from functron.checkpoint.memory import folder_of
 from functron.cli.process import MARK, Process
 from functron.core.errors import Problem
 from functron.spmd import BoundMesh, Mesh
@@ -344,6 +346,15 @@ def supervise(
     Returns:
         The exit code: 0, or that of the last start.
     """
+    try:
+        return _supervised(config, arguments, out, start)
+    except SignalException as error:  # between two starts: torch's launcher leaves its handlers
+        return 128 + int(error.sigval)
+    finally:  # what the last start left, or ranks that were lost
+        shutil.rmtree(folder_of(config.memory_folder, out), ignore_errors=True)
+
+
+def _supervised(config: TrainConfig, arguments: Sequence[str], out: Path, start: Start) -> int:
     ends = time.monotonic() + (seconds_of(config.exit_after) if config.exit_after else math.inf)
     failures, best, now = 0, steps_done(out), config
     with event_log(out / EVENTS) as write:
@@ -371,10 +382,7 @@ def supervise(
             about = {"rank": ending.rank, "code": ending.code, "why": ending.text.splitlines()[-1]}
             write("restart", done[0], **about, failures=failures, pause_seconds=pause)
             print(_announced(failures, config, done[0], pause), file=sys.stderr, flush=True)
-            try:
-                time.sleep(max(min(pause, ends - time.monotonic()), 0))
-            except SignalException as error:  # by the handlers that torch's launcher leaves behind
-                return 128 + int(error.sigval)
+            time.sleep(max(min(pause, ends - time.monotonic()), 0))
     return REQUEUE_CODE
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
+from functron.checkpoint.memory import folder_of
 from functron.checkpoint.saver import Moments, nowhere
 from functron.cli.launch import device_type, join, launch, leave, supervise
 from functron.cli.options import parse
@@ -33,10 +34,12 @@ from functron.training.plan import bubble_note, plan, step_report
 from functron.training.train import (
     REQUEUE_CODE,
     RESHAPE_CODE,
+    Job,
     Outcome,
     Run,
     exit_code,
     prepare,
+    replicas_of,
     train,
 )
 from functron.training.watchdog import ended
@@ -138,7 +141,8 @@ def _assemble(
     dist.broadcast_object_list(chosen, device=device)
     assert chosen[0] is not None
     out, begin_from = chosen[0]
-    return prepare(config, bound, device, begin_from, recast=recast, at=at), out
+    memory = folder_of(config.memory_folder, out) if config.memory_save_every else None
+    return prepare(config, bound, device, begin_from, recast=recast, at=at, memory=memory), out
 
 
 def _folder(config: TrainConfig) -> tuple[Path, Path | None]:
@@ -177,11 +181,16 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
             f"mesh   {config.mesh}: {run.mesh.size} ranks simulated in this process "
             f"(--nproc {run.mesh.size} starts processes)"
         )
+    if (replicas := replicas_of(run, Job(True, True))) and config.check_replicas_every:
+        share = replicas.covered(run.state)
+        rest = "" if share == 1 else "; no other rank has the rest"
+        every = f"every {config.check_replicas_every} steps"
+        lines.append(f"checks replicas of {share:.0%} of the state's bytes, {every}{rest}")
     if (note := bubble_note(run.plan)) is not None:
         lines.append(f"bubble {note}")
     if config.resume:
         done = f"after step {run.start}" if run.start else "with the first step: none is saved yet"
-        lines.append(f"resume {config.out}, {done}")
+        lines.append(f"resume {config.out}, {done}{', from memory' if run.from_memory else ''}")
     if run.notes:
         lines.append(f"recast {'; '.join(run.notes)}")
     return lines

@@ -356,8 +356,8 @@ def _number_problems(config: TrainConfig) -> Iterator[Problem]:
     least = {"steps": 1, "seq": 1, "global_batch": 1, "microbatches": 1}
     least |= dict.fromkeys(("nproc", "seed", "chunks", "save_every", "keep_last", "keep_every"), 0)
     least |= {"loss_chunk_tokens": 0, "prefetch": 0, "log_layers_every": 0}
+    least |= {"eval_every": 0, "eval_batches": 0, "max_restarts": 0, "memory_save_every": 0}
     least |= {"check_replicas_every": 0}
-    least |= {"eval_every": 0, "eval_batches": 0, "max_restarts": 0}
     for name, smallest in least.items():
         value = getattr(config, name)
         if value < smallest:

@@ -189,6 +189,12 @@ class TrainConfig:
             not divide the batches are passed over.
         slots: a file with the number of processes that can be had now, which a scheduler or a
             person may change at any time; empty: as many as there are GPUs.
+        memory_save_every: keep the state after every so many steps in memory as well, each rank's
+            own and that of a neighbour on dp or fsdp, on another machine where there is one: a
+            restart on the same mesh goes on from there, without reading a disk, whichever one
+            machine is lost; 0: never.
+        memory_folder: a folder of main memory, where they lie until the run leaves, four times the
+            bytes of a rank's state for each rank of the machine.
         exit_after: save and leave after so long, such as 3h50m, with the exit code 138, which says
             to start the job again, as after SIGUSR1; empty: never.
         device: cpu, cuda, or auto: cuda where there is one.
@@ -276,13 +282,15 @@ class TrainConfig:
     restart_pause_seconds: float = 1.0
     elastic: str = ""
     slots: str = ""
+    memory_save_every: int = 0
+    memory_folder: str = "/dev/shm"
     exit_after: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     log_layers_every: int = 0
     tensorboard: bool = False
     wandb: bool = False
     anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
-    check_replicas_every: int = 1000
+    check_replicas_every: int = 200
     on_corruption: Literal["repair", "stop"] = "repair"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learning_rate: ScheduleConfig = field(
@@ -398,8 +406,8 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "checkpoint": ("out", "resume", "save_every", "keep_last", "keep_every"),
     "evaluation": ("eval_every", "eval_batches", "eval_data", "eval_averaged"),
     "resilience": (
-        "max_restarts", "restart_pause_seconds", "elastic", "slots", "exit_after",
-        "anomalies", "check_replicas_every", "on_corruption",
+        "max_restarts", "restart_pause_seconds", "elastic", "slots", "memory_save_every",
+        "memory_folder", "exit_after", "anomalies", "check_replicas_every", "on_corruption",
     ),
     "logging": ("log_layers_every", "tensorboard", "wandb"),
 })  # fmt: skip

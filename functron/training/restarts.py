@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from functron.checkpoint.memory import axis_of
 from functron.core.errors import Problem, refuse
 from functron.spmd import DATA_AXES, Mesh
 from functron.training import run_folder
@@ -197,6 +198,8 @@ def problems_of(
         except ValueError:
             wanted = "a duration such as 90s, 45m, 3h50m or 1d12h"
             yield Problem("exit_after", repr(config.exit_after), wanted)
+    if config.memory_save_every > 0:
+        yield from _memory_problems(config, mesh, processes)
     if launched_here:
         return
     if config.max_restarts and processes is not None:
@@ -212,6 +215,18 @@ def problems_of(
         yield Problem("slots", config.slots, "nothing without elastic", "add --elastic dp=1:N")
     if config.elastic:
         yield from _elastic_problems(config, mesh, processes)
+
+
+def _memory_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> Iterator[Problem]:
+    name, got = "memory_save_every", str(config.memory_save_every)
+    if axis_of(mesh) is None:
+        wanted = "several dp or fsdp ranks, which keep copies for one another"
+        yield Problem(name, f"{got} on {mesh or 'one rank'}", wanted, "add dp=2, or leave it out")
+    if processes is None and not config.nproc:
+        yield Problem(name, f"{got} without processes", "processes", f"add --nproc {mesh.size}")
+    if not Path(config.memory_folder).is_dir():
+        wanted, fix = "a folder of main memory", "mount a tmpfs, and name it"
+        yield Problem("memory_folder", f"{config.memory_folder}, where none is", wanted, fix)
 
 
 def _elastic_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> Iterator[Problem]:

@@ -71,7 +71,7 @@ def restored(
     new = adapted and not lora.has_adapters(names)
     if new or not any(name.startswith("opt_state/") for name in names):
         return _of_params(path, plan, key, device, new=new, recast=recast)
-    like = _like(plan, key)
+    like = abstract_state(plan, key)
     wanted = dict(zip(tree.paths(like), tree.leaves(like), strict=True))
     stored.open(names)
     histories = _new_histories(plan, stored)
@@ -95,7 +95,7 @@ def restored(
     return state, (*done, *_empty(histories))
 
 
-def _like(plan: Plan, key: torch.Tensor) -> State:
+def abstract_state(plan: Plan, key: torch.Tensor) -> State:
     """The state of this process, of meta tensors: no numbers are drawn for it."""
     mesh = plan.mesh
 
@@ -113,7 +113,7 @@ def _of_params(
     path: Path, plan: Plan, key: torch.Tensor, device: torch.device, *, new: bool, recast: bool
 ) -> tuple[State, tuple[str, ...]]:
     """The state that begins with a checkpoint's parameters; `new` adapters are added to them."""
-    where, params = plan.placement, _like(plan, key).params
+    where, params = plan.placement, abstract_state(plan, key).params
     if plan.config.optimizer.fp32_masters:  # which begin with what is stored in float32
         params = _as_stored(params, path)
         dtypes = {f"params/{name}": leaf.dtype for name, leaf in _named(params)}

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from functron import checkpoint
+from functron.checkpoint.memory import Memory
 from functron.checkpoint.saver import Moments, nowhere
 from functron.compiler.jit import jit
 from functron.core import random, tree
@@ -44,7 +45,7 @@ from functron.training.hardware import free_memory_bytes, peak_flops, peak_memor
 from functron.training.plan import Plan, Watch, plan
 from functron.training.replicas import Replicas, batch_hash, checking
 from functron.training.rerun import Numbers, Replay, Verdict, numbers_of, take_again
-from functron.training.restored import restored
+from functron.training.restored import abstract_state, restored
 from functron.training.step import State
 
 EXIT_AFTER = int(signal.NSIG)
@@ -203,6 +204,8 @@ def loop(
     meter: Meter | None = None,
     save: Callable[[Any, int], None] | None = None,
     save_every: int = 0,
+    remember: Callable[[Any, int], None] | None = None,
+    remember_every: int = 0,
     evaluate: Callable[[Any], Mapping[str, Mapping[str, float]]] | None = None,
     evaluate_every: int = 0,
     reporters: Sequence[records.Reporter] | None = None,
@@ -236,6 +239,8 @@ def loop(
         meter: what is known about tokens, rates and FLOPs, for the records.
         save: called with the state and the number of steps taken.
         save_every: save after every so many steps too; 0: only at the end.
+        remember: called as `save` is, for what keeps the state elsewhere while steps go on.
+        remember_every: after every so many steps; 0: never.
         evaluate: called with the state; what it returns, numbers of held-out sets by name, is the
             record's ``eval``. Its time is not that of a step. Not called once the run is to stop.
         evaluate_every: evaluate after every so many steps, and after the last; 0: never.
@@ -323,6 +328,9 @@ def loop(
             kept = anomaly is None or anomaly.keeps
             if check is not None and check_every and (saving or (index + 1) % check_every == 0):
                 check(state, index + 1)
+            if remember is not None and kept and _is_multiple(index + 1, remember_every):
+                remember(state, index + 1)
+                settled = time.perf_counter()
             if save is not None and kept and (saving or stopped_by):
                 phase("save", index)
                 save(state, index + 1)
@@ -377,6 +385,10 @@ class _Taken:
 def _is_due(step: int, every: int, steps: int) -> bool:
     """Whether to evaluate after `step`."""
     return every > 0 and (step % every == 0 or step == steps)
+
+
+def _is_multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _count(batch: Any) -> int | None:
@@ -441,6 +453,8 @@ class Run:
         at: ``at(moment, step)`` is called as this process comes to a moment of the run: "step"
             before the batch of a step, "evaluate" and "save" after so many steps, and what
             `checkpoint.Saver` calls it with.
+        memory: the folder of main memory for ``memory_save_every``; None: nothing is kept there.
+        from_memory: whether the state comes from there.
     """
 
     plan: Plan
@@ -456,6 +470,8 @@ class Run:
     begun_from: Path | None = None
     around: Callable[[Callable], Callable] | None = None
     at: Moments = nowhere
+    memory: Path | None = None
+    from_memory: bool = False
 
     @property
     def config(self) -> TrainConfig:
@@ -538,6 +554,7 @@ def prepare(
     recast: bool = False,
     around: Callable[[Callable], Callable] | None = None,
     at: Moments = nowhere,
+    memory: Path | None = None,
 ) -> Run:
     """The run that `config` describes, ready for its next step.
 
@@ -551,6 +568,8 @@ def prepare(
         around: what every program of a step is wrapped in, of its kind; for faults on purpose.
         at: called with "open" before its state is read, with "restored" after it, and later as
             `Run.at`.
+        memory: as of `Run.memory`; a state that lies there is taken in place of an older one that
+            `begin_from` has.
 
     Raises:
         ValueError: the data cannot be read, the model cannot run on the mesh, the GPU has none of
@@ -565,14 +584,18 @@ def prepare(
         capability = torch.cuda.get_device_capability(where)
         check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
     at("open", 0)
-    state, notes = begin_state(made, begin_from, where, recast=recast)
+    kept = _remembered(made, memory, begin_from, where)
+    if kept is None:
+        state, notes = begin_state(made, begin_from, where, recast=recast)
+    else:
+        state, notes = kept, ()
     at("restored", int(state.step))
     step, watch = programs(made, around)
     program = loss_program(made) if held_out else None
     start = int(state.step)
     return Run(
         made, text, state, step, watch, where, start, held_out, program, notes, begin_from,
-        around, at,
+        around, at, memory, kept is not None,
     )  # fmt: skip
 
 
@@ -804,6 +827,7 @@ def _stretch(
         # the copy to the device stays in this thread: which GPU is current is a thread's own affair
         ahead = prefetched(made, run.start, config.steps, config.prefetch)
         host_batch = stack.enter_context(ahead)
+        remember = stack.enter_context(_remembering(run))
         reached = int(run.start)
 
         def batch(step: int) -> dict[str, torch.Tensor]:
@@ -827,6 +851,8 @@ def _stretch(
             meter=meter,
             save=save,
             save_every=config.save_every,
+            remember=remember,
+            remember_every=config.memory_save_every,
             evaluate=evaluated,
             evaluate_every=config.eval_every,
             reporters=reporters(config, out, run.start) if job.main else [],
@@ -1090,7 +1116,7 @@ def _rolled_back(
     made = dataclasses.replace(run.plan, config=config)
     return Run(
         made, run.text, state, run.step, run.watch, run.device, start,
-        run.held_out, run.held_out_loss, run.notes, run.begun_from, run.around, run.at,
+        run.held_out, run.held_out_loss, run.notes, run.begun_from, run.around, run.at, run.memory,
     )  # fmt: skip
 
 
@@ -1171,6 +1197,39 @@ def _saving(run: Run, out: Path, stop: Request) -> Iterator[Callable[[State, int
             saver.save(step, state, about)
 
         yield save
+
+
+def _memory_of(made: Plan, memory: Path | None) -> Memory | None:
+    """The states in memory of the run of a plan; None where none are kept. Collective."""
+    if memory is None or not isinstance(made.mesh, BoundMesh):
+        return None
+    like = abstract_state(made, random.key(made.config.seed).to("meta"))
+    samples = made.config.anomalies.skipped_samples  # which a state has not seen
+    return Memory(memory, made.mesh, like, f"{made.config.seed} {samples}")
+
+
+def _remembered(
+    made: Plan, memory: Path | None, begin_from: Path | None, device: torch.device
+) -> State | None:
+    """The state in memory, unless a checkpoint on disk is newer. Collective."""
+    there = _memory_of(made, memory)
+    if there is None:
+        return None
+    on_disk = int(begin_from.name) if begin_from and begin_from.name.isdigit() else 0
+    found = there.newest(at_least=max(on_disk, 1))
+    return None if found is None else tree.map(lambda leaf: leaf.to(device), found[1])
+
+
+@contextmanager
+def _remembering(run: Run) -> Iterator[Callable[[State, int], None] | None]:
+    """A function that keeps the state after a step in memory; all is forgotten after the block."""
+    there = _memory_of(run.plan, run.memory)
+    if there is None:
+        yield None
+        return
+    there.forget(but=run.start)  # of steps that will be taken again
+    with there:
+        yield lambda state, step: there.save(step, state)
 
 
 def reporters(config: TrainConfig, out: Path | None, start: int = 0) -> list[records.Reporter]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
@@ -241,6 +242,15 @@ def test_a_job_shrinks_and_grows_with_its_slots(supervised, tmp_path):
         ("shrink", "dp=4"),
     ]  # fmt: skip
     assert "goes on with dp=3, 3 processes" in said
+
+
+def test_a_signal_between_two_starts_ends_the_job(supervised, monkeypatch):
+    def interrupted(seconds):
+        raise SignalException("asked to", signal.SIGTERM)
+
+    monkeypatch.setattr(time, "sleep", interrupted)
+    code, commands, events, _ = supervised(SUPERVISED, (1, DIED))
+    assert (code, len(commands), len(events)) == (143, 1, 1)
 
 
 def test_too_few_slots_are_waited_for(supervised, tmp_path):

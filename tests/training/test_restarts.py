@@ -101,6 +101,20 @@ def test_pauses():
     assert restarts.pause_seconds(0.0, 3) == 0
 
 
+def test_states_in_memory_need_a_neighbour_and_processes(tmp_path):
+    good = replace(DP, elastic="", format="mock", memory_save_every=2, memory_folder=str(tmp_path))
+    validate(good)
+    validate(replace(good, mesh="fsdp=2,tp=2"))
+    said = refused(replace(good, mesh="tp=4", memory_folder="/no/such"))
+    assert "memory_save_every: got 2 on tp=4; wanted several dp or fsdp ranks" in said
+    assert "memory_folder: got /no/such, where none is; wanted a folder of main memory" in said
+    said = refused(replace(good, nproc=0, max_restarts=0))
+    assert (
+        "memory_save_every: got 2 without processes; wanted processes; fix: add --nproc 4" in said
+    )
+    assert "memory_save_every: got -1" in refused(replace(good, memory_save_every=-1))
+
+
 def refused(config, **given):
     with pytest.raises(ValueError, match="cannot train with this configuration") as caught:
         validate(replace(config, format="mock"), **given)

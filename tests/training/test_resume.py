@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 
 import pytest
@@ -184,3 +185,37 @@ def test_records_are_not_guessed(cut):
     (cut / "metrics.jsonl").write_text("\n".join(["{", *lines]))
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 1: got '{'; wanted a JSON object"):
         run_folder.records(cut)
+
+
+KILLED = """
+import os, sys
+from functron.cli.process import guarded
+from functron.cli.train import run
+from functron.testing.faults import Kill, moments
+at = moments([Kill("step", rank=1, step=5)], int(os.environ["RANK"]))
+sys.exit(guarded(lambda: run(sys.argv[1:], at)))
+"""
+
+
+@pytest.mark.distributed
+def test_goes_on_from_memory_without_a_checkpoint(torchrun, in_processes, tmp_path):
+    """One rank is killed, and what its machine had is gone; its neighbour has a copy."""
+    options = [*SMALL, "--steps", 6, "--mesh", "dp=2", "--zero", 1, "--device", "cpu"]
+    kept = ["--memory-save-every", 2, "--memory-folder", tmp_path / "memory", "--prefetch", 0]
+    (tmp_path / "memory").mkdir()
+    run = tmp_path / "run"
+    done = torchrun(KILLED, 2, *options, *kept, "--out", run, check=False)
+    assert done.returncode != 0
+    assert not (run / "checkpoints").exists() or checkpoint.steps(run / "checkpoints") == []
+    (folder,) = (tmp_path / "memory").iterdir()
+    shutil.rmtree(folder / "rank-1")
+    said = in_processes(2, "train", "--out", run, "--resume", *kept[:4]).stdout
+    found = re.search(r"resume .*, after step (\d), from memory", said)
+    assert found
+    assert int(found[1]) in (2, 4)  # which may not have been whole yet
+    in_processes(2, "train", *options, "--out", tmp_path / "whole")
+    assert losses(run) == losses(tmp_path / "whole")
+    ends = [checkpoint.restore(path / "checkpoints" / "6") for path in (run, tmp_path / "whole")]
+    for path, a, b in zip(tree.paths(ends[0]), *map(tree.leaves, ends), strict=True):
+        assert torch.equal(a, b), path
+    assert list((tmp_path / "memory").iterdir()) == []  # it left nothing

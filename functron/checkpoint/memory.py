@@ -1,0 +1,447 @@
+"""Checkpoints in host memory: each process's state, and a copy of it in a neighbour's.
+
+A process that dies takes its memory with it, so the copies are files in a folder of main memory
+(``/dev/shm``), which lasts as long as the machine does. Every process keeps its own state there and
+that of the neighbour before it on a data-parallel axis, which sends it: on another machine, where
+there is one. So after any one machine is lost, all states of a step can still be had, and nothing
+is read from a disk. They are of one mesh: on another one a run goes on from its checkpoints on
+disk.
+
+Copying and sending are a thread's, over a process group that nobody else uses; the step waits for
+the copy out of its tensors alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import threading
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from functron.checkpoint.database import from_name, name_of, nbytes_of
+from functron.checkpoint.placement import Division, Placement
+from functron.checkpoint.saver import Snapshot
+from functron.core import tree
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.streams import CUDA
+from functron.spmd import BoundMesh, Mesh
+
+AXES = ("dp", "fsdp")
+"""The axes whose ranks keep copies for one another: the first of them that the mesh has."""
+_TITLE = "cannot keep states in memory"
+_GENERATIONS = 2  # the one that is whole everywhere, and the one that is being made
+
+
+def folder_of(room: str | Path, run: str | Path) -> Path:
+    """The folder in `room`, a folder of main memory, where this user's states of a run lie."""
+    name = hashlib.sha256(str(Path(run).absolute()).encode()).hexdigest()[:16]
+    return Path(room) / f"functron-{os.getuid()}-{name}"
+
+
+def axis_of(mesh: Mesh | BoundMesh) -> str | None:
+    """The axis whose ranks are neighbours; None where the mesh has none."""
+    return next((axis for axis in AXES if mesh[axis] > 1), None)
+
+
+def neighbours(mesh: Mesh, machines: Sequence[Any]) -> list[int]:
+    """By rank, the one that keeps a copy of its state: another on the same axis.
+
+    All are as far apart: by the least distance at which the fewest are on the machine of their
+    neighbour.
+
+    Args:
+        mesh: the ranks.
+        machines: of every rank, something that tells machines apart.
+
+    Raises:
+        ValueError: the mesh has no such axis.
+    """
+    axis = axis_of(mesh)
+    if axis is None:
+        fix = "add dp=N to the mesh, or leave it out"
+        refuse(_TITLE, "mesh", str(mesh) or "one rank", "several dp or fsdp ranks", fix)
+    where = [mesh.coordinate(rank) for rank in range(mesh.size)]
+    rank_at = {tuple(at.values()): rank for rank, at in enumerate(where)}
+
+    def at_distance(distance: int) -> list[int]:
+        moved = ({**at, axis: (at[axis] + distance) % mesh[axis]} for at in where)
+        return [rank_at[tuple(at.values())] for at in moved]
+
+    def together(distance: int) -> int:
+        pairs = enumerate(at_distance(distance))
+        return sum(machines[rank] == machines[other] for rank, other in pairs)
+
+    return at_distance(min(range(1, mesh[axis]), key=together))
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file of a state says of itself.
+
+    Attributes:
+        step: the number of steps taken.
+        owner: the rank whose state it is.
+        digest: of the mesh, of all leaves, and of the run; states of others are none of this one's.
+        sizes: of its blocks, in bytes.
+        checksums: of its blocks: CRC-32.
+    """
+
+    step: int
+    owner: int
+    digest: str
+    sizes: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+    def encode(self) -> bytes:
+        """It as bytes: JSON."""
+        return json.dumps(self.__dict__).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Header:
+        """It from `encode`.
+
+        Raises:
+            ValueError: these are other bytes.
+        """
+        try:
+            found = json.loads(data)
+            sizes, checksums = (tuple(map(int, found[name])) for name in ("sizes", "checksums"))
+            header = cls(
+                int(found["step"]), int(found["owner"]), str(found["digest"]), sizes, checksums
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"no header of a state: {error}") from None
+        if len(sizes) != len(checksums) or min(sizes, default=0) < 0:
+            raise ValueError("no header of a state: as many checksums as sizes are wanted")
+        return header
+
+
+class Memory:
+    """The states of a run in host memory, as one of its processes.
+
+    Every process of a bound mesh makes one at the same point and calls the same methods.
+
+    Args:
+        folder: of this machine's main memory; made where it is missing, for this user alone.
+        mesh: the processes.
+        like: this process's state: tensors or meta tensors.
+        about: what else must be the same for a state to be this run's, such as its seed.
+
+    Raises:
+        ValueError: no rank is a neighbour, the folder is somebody else's, or has no room.
+    """
+
+    def __init__(self, folder: Path, mesh: BoundMesh, like: tree.Tree, about: str = ""):
+        self._folder, self._mesh, self._structure = folder, mesh, tree.structure(like)
+        self._like = tree.leaves(like)
+        named = zip(tree.paths(like), self._like, strict=True)
+        leaves = [(path, list(leaf.shape), name_of(leaf.dtype)) for path, leaf in named]
+        text = json.dumps([str(mesh.mesh), mesh.rank, leaves, about])
+        self._digest = hashlib.sha256(text.encode()).hexdigest()
+        self._division = Division(Placement.of(tree.map(_abstract, like)))
+        self._snapshot = Snapshot(self._division, CUDA)
+        self._group: Any = dist.new_group(backend="gloo")
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._digests = self._gathered(self._digest)
+        machines = self._gathered((socket.gethostname(), str(folder)))
+        self._to = neighbours(mesh.mesh, machines)
+        self._from = self._to.index(mesh.rank)
+        problems = self._gathered(self._problem(machines.count(machines[mesh.rank])))
+        raise_problems(_TITLE, [Problem(*found) for found in problems if found])
+
+    @property
+    def _mine(self) -> Path:
+        return self._folder / f"rank-{self._mesh.rank}"
+
+    def _problem(self, processes: int) -> tuple[str, str, str, str] | None:
+        """What is wrong with the folder, as the parts of a `Problem`."""
+        name, other = "memory_folder", "choose another folder of main memory"
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._folder.is_symlink() or self._folder.stat().st_uid != os.getuid():
+                return name, f"{self._folder}, which is another user's", "one's own", other
+            self._mine.mkdir(mode=0o700, exist_ok=True)
+            there = sum(path.stat().st_size for path in self._mine.iterdir())
+            free = shutil.disk_usage(self._folder).free + there * processes
+        except OSError as error:
+            return name, f"{self._folder}: {error.strerror}", "a folder to write in", other
+        wanted = 2 * _GENERATIONS * self._snapshot.nbytes * processes
+        if free < wanted:
+            got = f"{free:,} bytes free in {self._folder}"
+            fix = "leave memory_save_every out, or have fewer processes a machine"
+            return name, got, f"{wanted:,}: {2 * _GENERATIONS} states for each process", fix
+        return None
+
+    def save(self, step: int, state: tree.Tree) -> None:
+        """Begin to keep the state after `step`; returns when it may change again.
+
+        Raises:
+            OSError, RuntimeError: what went wrong with the one before.
+        """
+        self.wait()
+        self._snapshot.take(tree.leaves(state))
+        self._thread = threading.Thread(
+            target=self._run, args=(step,), name=f"memory {step}", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the state that is being kept, and raise what went wrong with it."""
+        if self._thread is not None:
+            while self._thread.is_alive():  # a signal is handled in between
+                self._thread.join(0.1)
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def newest(self, at_least: int) -> tuple[int, tree.Tree] | None:
+        """The newest step, and this process's state after it; None where none is whole.
+
+        A state is read where its owner's machine has it, and otherwise sent by who has a copy.
+        What its checksums do not fit to is as if it were not there. Collective.
+
+        Args:
+            at_least: older ones are not wanted.
+        """
+        mine = self._stored()
+        while True:
+            held = self._gathered(sorted(mine))
+            step = _newest(held, self._mesh.size, at_least)
+            if step is None:
+                return None
+            givers = {
+                owner: owner
+                if (step, owner) in held[owner]
+                else min(rank for rank, there in enumerate(held) if (step, owner) in there)
+                for owner in range(self._mesh.size)
+            }
+            state = self._received(step, givers, mine)
+            whole = self._gathered(state is not None)
+            if state is not None and all(whole):
+                return step, state
+            for owner, giver in givers.items():
+                if giver == self._mesh.rank and not whole[owner]:  # what it gave is none
+                    mine[step, owner].pop(0)
+                    if not mine[step, owner]:
+                        del mine[step, owner]
+
+    def forget(self, but: int | None = None) -> None:
+        """Remove what this process keeps, but for the states after one step."""
+        for path in self._mine.glob("*"):
+            if but is None or _step_of(path) != but:
+                path.unlink(missing_ok=True)
+        if but is None:
+            for folder in (self._mine, self._folder):  # which the others may have left already
+                with suppress(OSError):
+                    folder.rmdir()
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self.wait()
+            self.forget()
+
+    # --- of the thread
+
+    def _run(self, step: int) -> None:
+        try:
+            blocks = list(self._blocks())
+            sizes = tuple(block.size for block in blocks)
+            checksums = tuple(zlib.crc32(block.data) for block in blocks)
+            header = Header(step, self._mesh.rank, self._digest, sizes, checksums)
+            _write(self._mine, header, blocks)
+            theirs = Header.decode(self._swapped(np.frombuffer(header.encode(), np.uint8)))
+            _write(self._mine, theirs, self._exchanged(blocks, theirs))
+            dist.barrier(group=self._group)  # now every state is whole, and older ones may go
+            for path in self._mine.glob("*"):
+                if _step_of(path) != step:
+                    path.unlink()
+        except BaseException as error:
+            self._error = error
+
+    def _blocks(self) -> Iterator[np.ndarray]:
+        for index, pieces in enumerate(self._division.pieces):
+            for piece in pieces:
+                values = np.ascontiguousarray(self._snapshot.source(index, piece))
+                yield values.reshape(-1).view(np.uint8)
+
+    def _swapped(self, data: np.ndarray) -> bytes:
+        """What the neighbour before this one sends, whose size is sent first."""
+        size = torch.empty(1, dtype=torch.int64)
+        self._swap(torch.tensor([data.size]), size)
+        found = torch.empty(int(size), dtype=torch.uint8)
+        self._swap(torch.from_numpy(data.copy()), found)
+        return found.numpy().tobytes()
+
+    def _exchanged(self, blocks: Sequence[np.ndarray], theirs: Header) -> Iterator[np.ndarray]:
+        """The blocks of the neighbour before this one, while this one's are sent on."""
+        for index in range(max(len(blocks), len(theirs.sizes))):
+            out = torch.from_numpy(blocks[index]) if index < len(blocks) else None
+            size = theirs.sizes[index] if index < len(theirs.sizes) else None
+            into = None if size is None else torch.empty(size, dtype=torch.uint8)
+            self._swap(out, into)
+            if into is not None:
+                yield into.numpy()
+
+    def _swap(self, out: torch.Tensor | None, into: torch.Tensor | None) -> None:
+        works = []
+        if out is not None and out.numel():
+            works.append(dist.isend(out, self._to[self._mesh.rank], group=self._group))
+        if into is not None and into.numel():
+            works.append(dist.irecv(into, self._from, group=self._group))
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    # --- of what is there
+
+    def _gathered(self, value: Any) -> list[Any]:
+        """Every rank's value. Collective."""
+        found: list[Any] = [None] * self._mesh.size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def _stored(self) -> dict[tuple[int, int], list[Path]]:
+        """The files of this machine by step and owner, those of this process's own folder first."""
+        found: dict[tuple[int, int], list[Path]] = {}
+        folders = sorted(self._folder.glob("rank-*"), key=lambda path: path != self._mine)
+        for path in (path for folder in folders for path in sorted(folder.glob("*-of-*"))):
+            step, _, owner = path.name.partition("-of-")
+            if step.isdigit() and owner.isdigit():
+                found.setdefault((int(step), int(owner)), []).append(path)
+        return found
+
+    def _received(
+        self, step: int, givers: Mapping[int, int], mine: dict[tuple[int, int], list[Path]]
+    ) -> tree.Tree | None:
+        """This process's state after `step`; None where what was given is damaged."""
+        rank, state = self._mesh.rank, None
+        for owner, giver in givers.items():
+            if rank not in (owner, giver):
+                continue
+            data = None
+            if rank == giver:
+                data = _read(mine[step, owner][0], step, owner, self._digests[owner])
+            if owner != giver:
+                data = self._handed_over(data, owner, giver)
+            if rank == owner and data is not None:
+                state = self._decoded(*data)
+        return state
+
+    def _handed_over(
+        self, data: tuple[Header, list[np.ndarray]] | None, owner: int, giver: int
+    ) -> tuple[Header, list[np.ndarray]] | None:
+        """A state, from who has it to whose it is."""
+        if self._mesh.rank == giver:
+            encoded = b"" if data is None else data[0].encode()
+            parts = [np.frombuffer(encoded, np.uint8), *(data[1] if data else ())]
+            dist.send(torch.tensor([len(encoded)]), owner, group=self._group)
+            for part in parts:
+                if part.size:
+                    dist.send(torch.from_numpy(part.copy()), owner, group=self._group)
+            return None
+        length = torch.empty(1, dtype=torch.int64)
+        dist.recv(length, giver, group=self._group)
+        if not int(length):
+            return None
+        header = Header.decode(self._took(int(length), giver).tobytes())
+        return header, [self._took(size, giver) for size in header.sizes]
+
+    def _took(self, size: int, giver: int) -> np.ndarray:
+        into = torch.empty(size, dtype=torch.uint8)
+        if size:
+            dist.recv(into, giver, group=self._group)
+        return into.numpy()
+
+    def _decoded(self, header: Header, blocks: Sequence[np.ndarray]) -> tree.Tree | None:
+        """The state in blocks; None where they are no state of this process, or damaged."""
+        pieces = [(index, p) for index, each in enumerate(self._division.pieces) for p in each]
+        sizes = tuple(
+            nbytes_of(piece.size, self._division.placement.leaves[index].dtype.itemsize)
+            for index, piece in pieces
+        )
+        if (header.digest, header.sizes) != (self._digest, sizes) or not _fit(header, blocks):
+            return None
+        tensors = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in self._like]
+        for (index, piece), block in zip(pieces, blocks, strict=True):
+            values = torch.from_numpy(block).view(tensors[index].dtype)
+            tensors[index][piece.slices()] = values.view(piece.size)
+        return tree.unflatten(self._structure, tensors)
+
+
+def _abstract(leaf: torch.Tensor) -> torch.Tensor:
+    dtype = from_name(name_of(leaf.dtype))
+    return torch.empty(leaf.shape, dtype=dtype, device="meta")
+
+
+def _newest(held: Sequence[Sequence[tuple[int, int]]], size: int, at_least: int) -> int | None:
+    """The newest step after which somebody has the state of every rank."""
+    there = {pair for each in held for pair in map(tuple, each)}
+    steps = {step for step, _ in there if step >= at_least}
+    whole = (step for step in steps if all((step, owner) in there for owner in range(size)))
+    return max(whole, default=None)
+
+
+def _step_of(path: Path) -> int | None:
+    step = path.name.partition("-of-")[0]
+    return int(step) if step.isdigit() else None
+
+
+_LENGTH_BYTES = 8
+
+
+def _write(folder: Path, header: Header, blocks: Iterator[np.ndarray] | list[np.ndarray]) -> None:
+    """Write a state, which has its name when it is whole.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    path = folder / f"{header.step}-of-{header.owner}"
+    partial = path.with_suffix(".partial")
+    encoded = header.encode()
+    with partial.open("wb") as file:
+        file.write(len(encoded).to_bytes(_LENGTH_BYTES, "little"))
+        file.write(encoded)
+        for block in blocks:
+            file.write(block.data)
+    partial.replace(path)
+
+
+def _read(path: Path, step: int, owner: int, digest: str) -> tuple[Header, list[np.ndarray]] | None:
+    """The state in a file; None where it is damaged, or is another one."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if length > size:
+                return None
+            header = Header.decode(file.read(length))
+            if _LENGTH_BYTES + length + sum(header.sizes) != size:
+                return None
+            blocks = [np.frombuffer(bytearray(file.read(n)), np.uint8) for n in header.sizes]
+    except (OSError, ValueError):
+        return None
+    about = header.step, header.owner, header.digest
+    good = about == (step, owner, digest) and _fit(header, blocks)
+    return (header, blocks) if good else None
+
+
+def _fit(header: Header, blocks: Sequence[np.ndarray]) -> bool:
+    rows = zip(blocks, header.sizes, header.checksums, strict=True)
+    return all(block.size == n and zlib.crc32(block.data) == crc for block, n, crc in rows)
