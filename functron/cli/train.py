@@ -135,7 +135,8 @@ def _assemble(
     if here is None:
         out, begin_from = _folder(config)
         return prepare(config, mesh, kind, begin_from, recast=recast, at=at), out
-    recorder = FlightRecorder(kind) if config.hang_after else None
+    asked = config.hang_after or config.stragglers_every or config.check_programs
+    recorder = FlightRecorder(kind) if asked else None
     bound, device = join(mesh, here, kind, config.timeout_seconds, recorder)
     chosen = [_folder(config) if here.rank == 0 else None]
     dist.broadcast_object_list(chosen, device=device)

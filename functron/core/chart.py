@@ -338,3 +338,63 @@ def _label(
     at += f' text-anchor="{anchor}"' if anchor != "middle" else ""
     at += f' font-size="{size:g}"' if size != 11 else ""
     return f"<text {at}>{escape(text)}</text>"
+
+
+# --- heat maps
+
+
+def heat_map(
+    values: Sequence[Sequence[float]], rows: Sequence[str], columns: Sequence[str], *, title: str
+) -> str:
+    """Numbers in boxes, as an SVG document: the redder, the more above the middle of their column.
+
+    Args:
+        values: of every row and column; one that is not finite is left white.
+        rows: their names, to the left; where there are many, those in between are left out.
+        columns: their names, above.
+        title: above all.
+    """
+    wide, high = 90.0, max(3.0, min(24.0, 1200.0 / max(len(rows), 1)))
+    left = 12 + 7.0 * max(map(len, rows), default=0)
+    width, height = left + wide * len(columns) + 12, 76 + high * len(rows) + 12
+    middles = [_middle([row[i] for row in values]) for i in range(len(columns))]
+    scale = max((abs(middle) for middle in middles), default=0.0)
+    parts = [_text(width / 2, 24, title, more='font-size="15" font-weight="bold"')]
+    parts += [_text(left + wide * (i + 0.5), 62, name) for i, name in enumerate(columns)]
+    every = max(1, math.ceil(14 / high))
+    for number, (name, row) in enumerate(zip(rows, values, strict=True)):
+        top = 72 + high * number
+        if number % every == 0:
+            parts.append(_text(left - 6, top + high / 2 + 4, name, anchor="end"))
+        for i, value in enumerate(row):
+            # what hardly takes time in any row is not red for being twice as long in one
+            over = (value - middles[i]) / max(abs(middles[i]), scale / 10, 1e-12)
+            parts.append(
+                f'<rect x="{left + wide * i:.1f}" y="{top:.1f}" width="{wide - 1:g}" '
+                f'height="{max(high - 1, 2):.1f}" fill="{_heat(over)}">'
+                f"<title>{escape(f'{name}, {columns[i]}: {value:.4g}')}</title></rect>"
+            )
+            if high >= 14 and math.isfinite(value):
+                parts.append(_text(left + wide * (i + 0.5), top + high / 2 + 4, f"{value:.3g}"))
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+            f'width="{width:g}" height="{height:g}" font-family="sans-serif" font-size="12">',
+            f'<rect width="{width:g}" height="{height:g}" fill="white"/>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def _middle(values: Sequence[float]) -> float:
+    known = sorted(value for value in values if math.isfinite(value))
+    return known[len(known) // 2] if known else 0.0
+
+
+def _heat(over: float) -> str:
+    """White in the middle, red at twice that, blue at nothing."""
+    if not math.isfinite(over):
+        return "white"
+    faded = round(255 - 160 * min(abs(over), 1.0))
+    return f"rgb(255,{faded},{faded})" if over > 0 else f"rgb({faded},{faded},255)"

@@ -114,7 +114,7 @@ class FlightRecorder:
         dropped: how many entries of the step were forgotten.
         waiting: for what this process waits; None: for nothing.
         seconds: by axis, how long it has waited in all.
-        marked: seconds in sections of a step that mark themselves, in all.
+        marked: seconds of the processor in sections of a step that mark themselves, in all.
     """
 
     def __init__(self, device_type: str = "cpu"):
@@ -229,9 +229,15 @@ class FlightRecorder:
         before = self.sequence[: max(0, waiting.ordinal - self.dropped)]
         return sum(self.kinds[number].axis == waiting.kind.axis for number in before)
 
-    def total(self) -> float:
-        """Seconds that this process has waited in all."""
-        return sum(self.seconds.values())
+    @contextlib.contextmanager
+    def marking(self, section: str) -> Iterator[None]:
+        """Count the processor's time of this thread in a with block as that of a section."""
+        before = time.thread_time()
+        try:
+            yield
+        finally:
+            seconds = time.thread_time() - before
+            self.marked[section] = self.marked.get(section, 0.0) + seconds
 
 
 def _place(frame: FrameType) -> str:

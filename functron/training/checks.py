@@ -160,6 +160,9 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
         fix = f"set it to {-(-config.global_batch // share) * share}"
         wanted = f"a multiple of {share}: {why}"
         yield Problem("global_batch", str(config.global_batch), wanted, fix)
+    if config.check_programs and not (processes or config.nproc):
+        wanted = "processes, which may enter different collectives"
+        yield Problem("check_programs", "true without them", wanted, "leave it out, or add --nproc")
     parts, why = sequence_parts(config, mesh)
     if config.seq % parts:
         fix = f"set it to {-(-config.seq // parts) * parts}"
@@ -357,7 +360,7 @@ def _number_problems(config: TrainConfig) -> Iterator[Problem]:
     least |= dict.fromkeys(("nproc", "seed", "chunks", "save_every", "keep_last", "keep_every"), 0)
     least |= {"loss_chunk_tokens": 0, "prefetch": 0, "log_layers_every": 0}
     least |= {"eval_every": 0, "eval_batches": 0, "max_restarts": 0, "memory_save_every": 0}
-    least |= {"check_replicas_every": 0}
+    least |= {"check_replicas_every": 0, "stragglers_every": 0}
     for name, smallest in least.items():
         value = getattr(config, name)
         if value < smallest:

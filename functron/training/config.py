@@ -106,6 +106,11 @@ class TrainConfig:
             which rank never came to which collective, and end: see hangs/ in the run folder. At
             most half of timeout_seconds; steps may take three times as long as the longest one
             did, and the first one, saves and evaluations almost timeout_seconds. 0: never.
+        stragglers_every: compare after every so many steps how long ranks were at work, and name
+            one that the others wait for, which takes three such windows; 0: never.
+        check_programs: compare before every collective what its ranks are about to enter, by the
+            job's store, and end with what differs, before they wait for one another. Slow: for a
+            step that hangs.
         sequence_parallel: split the residual stream's sequence over tp.
         context: what the ranks of cp do, each of which has a part of every sequence: ring: keys and
             values go round; gather: every rank gathers them. Ranks of ulysses, which have parts of
@@ -245,6 +250,8 @@ class TrainConfig:
     nproc: int = 0
     timeout_seconds: float = 300.0
     hang_after: float = 150.0
+    stragglers_every: int = 5
+    check_programs: bool = False
     sequence_parallel: bool = False
     context: Literal["ring", "gather"] = "ring"
     zigzag: bool = True
@@ -389,9 +396,9 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "model", "source", "gpt", "mamba", "bert", "t5", "lora_rank", "lora_alpha", "lora_targets",
     ),
     "parallelism": (
-        "mesh", "nproc", "timeout_seconds", "hang_after", "sequence_parallel", "context", "zigzag",
-        "expert_axes", "microbatches", "schedule", "chunks", "layout", "vocab_over_pp", "zero",
-        "gather",
+        "mesh", "nproc", "timeout_seconds", "hang_after", "stragglers_every", "check_programs",
+        "sequence_parallel", "context", "zigzag", "expert_axes", "microbatches", "schedule",
+        "chunks", "layout", "vocab_over_pp", "zero", "gather",
     ),
     "precision": (
         "precision", "products", "gather_as", *(f"{family}.dtype" for family in TRAINED),

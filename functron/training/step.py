@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -407,7 +408,7 @@ def make_step(
     def second(state: State, grads: tree.Tree) -> tuple[State, dict]:
         with named_scope("sync"):
             grads = sync_gradients(grads, shares.specs, wanted, dtype=shares.dtype)
-        with named_scope("update"):
+        with named_scope("update"), _marking(mesh, "update"):
             if optimizer.loss_scale is not None:
                 grads = _unscaled(grads, optimizer.loss_scale(state.opt_state).scale)
             found, known = _measured(norms, grads, state.params, optimizer, specs, shares.copies)
@@ -450,6 +451,12 @@ def make_step(
         return state, _metrics(value, found)
 
     return two_programs
+
+
+def _marking(mesh: Mesh | BoundMesh, section: str) -> AbstractContextManager[None]:
+    """A with block whose time is that of a section of the step, where somebody records it."""
+    recorder = mesh.recorder if isinstance(mesh, BoundMesh) else None
+    return nullcontext() if recorder is None else recorder.marking(section)
 
 
 def _check_work(

@@ -11,6 +11,8 @@ import functools
 import math
 import shutil
 import signal
+import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -27,15 +29,15 @@ import torch.distributed as dist
 
 from functron import checkpoint
 from functron.checkpoint.memory import Memory
-from functron.checkpoint.saver import Moments, nowhere
+from functron.checkpoint.saver import Moments, nowhere, own_store
 from functron.compiler.jit import jit
-from functron.core import random, tree
+from functron.core import compat, random, tree
 from functron.data import Blend, Samples
 from functron.data.order import Gaps, RampUp, drawn
 from functron.models import gpt
 from functron.precision.recipe import check_gpu
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
-from functron.spmd.flight import EVERYWHERE
+from functron.spmd.flight import EVERYWHERE, Agreement, DeviceClock
 from functron.training import data, records, restarts, run_folder, watchdog
 from functron.training.anomalies import Anomaly, Guard
 from functron.training.config import TrainConfig
@@ -47,6 +49,7 @@ from functron.training.replicas import Replicas, batch_hash, checking
 from functron.training.rerun import Numbers, Replay, Verdict, numbers_of, take_again
 from functron.training.restored import abstract_state, restored
 from functron.training.step import State
+from functron.training.stragglers import PICTURE, Comparison, Stopwatch, axes_of
 
 EXIT_AFTER = int(signal.NSIG)
 """That a run's time is over, where the number of a signal may stand as well."""
@@ -220,6 +223,7 @@ def loop(
     check: Callable[[Any, int], bool] | None = None,
     check_every: int = 0,
     phase: Callable[[str, int], None] = _no_phase,
+    ranks: Callable[[int], Mapping[str, Any]] | None = None,
 ) -> Outcome:
     """Take steps `start` to ``steps - 1``, record each, and save at the end.
 
@@ -266,6 +270,8 @@ def loop(
         check_every: call it after every so many steps; 0: never.
         phase: told what the loop goes over to, with the number of the step: ``data``, ``step``,
             ``agree``, ``record``, ``evaluate`` or ``save``.
+        ranks: called after every step with its number; what it returns, of all ranks, is added to
+            the record of the step.
 
     Returns:
         The `Outcome`; its records are those of `Meter.record`.
@@ -283,6 +289,7 @@ def loop(
         taken: deque[_Taken] = deque()
         settled = time.perf_counter()
         anomaly: Anomaly | None = None
+        of_ranks: dict[int, Mapping[str, Any]] = {}
         for index in range(start, steps):
             began = time.perf_counter()
             phase("data", index)
@@ -300,11 +307,14 @@ def loop(
             stopped_by = agree(request.asked(saving=saving and not last))
             stopped_by = 0 if last and stopped_by == EXIT_AFTER else stopped_by
             hurried = stopped_by not in (0, RESHAPE)  # which is asked for at checkpoints
+            if ranks is not None:
+                of_ranks[index] = ranks(index)
             left = 0 if evaluating or saving or stopped_by else ahead
             while len(taken) > (0 if anomaly else left):
                 done = taken.popleft()
                 phase("record", index)
                 record = done.record(meter, settled)
+                record |= of_ranks.pop(done.index, {})
                 finite = math.isfinite(record["loss"])  # all ranks agree on that
                 if evaluate is not None and evaluating and not (taken or hurried) and finite:
                     phase("evaluate", index)
@@ -666,9 +676,14 @@ def train(
         past = job.told(lambda: _past(run, out))
         history: list[dict[str, Any]] = []
         answers = 0
+        phase = _both(*_recording(run), phase)
+        compared = _compared(run, out, job, write)
+        if compared is not None:
+            stack.enter_context(compared.drawing())
+            phase = _both(phase, compared.stopwatch.phase)
         while True:
             guard = _guard(run, write, past)
-            outcome = _stretch(run, out, job, stop, guard, write, peak, phase)
+            outcome = _stretch(run, out, job, stop, guard, write, peak, phase, compared)
             phase("restore", outcome.history[-1]["step"] if outcome.history else run.start)
             history += outcome.history
             found = guard.found
@@ -799,6 +814,7 @@ def _stretch(
     write: Callable[..., None],
     peak: float,
     phase: Callable[[str, int], None],
+    compared: Comparison | None,
 ) -> Outcome:
     """The steps of `run` until all are taken, someone asks to stop, or an anomaly ends them."""
     config, family, scaled = run.config, run.config.family, run.config.optimizer.loss_scale
@@ -867,7 +883,58 @@ def _stretch(
             check=None if replicas is None else checking(replicas, write, repairs=repairs),
             check_every=config.check_replicas_every,
             phase=phase,
+            ranks=(lambda index: {}) if compared is None else compared.gathered,
         )
+
+
+def _both(*phases: Callable[[str, int], None]) -> Callable[[str, int], None]:
+    def tell(name: str, step: int) -> None:
+        for phase in phases:
+            phase(name, step)
+
+    return tell
+
+
+def _recording(run: Run) -> list[Callable[[str, int], None]]:
+    """What tells the recorder of the mesh when a step begins; it compares ranks, if asked to."""
+    config, mesh = run.config, run.mesh
+    if not isinstance(mesh, BoundMesh) or mesh.recorder is None:
+        return []
+    recorder = mesh.recorder
+    if config.check_programs:
+        store = own_store(compat.default_store(), config.timeout_seconds)
+        seconds = config.hang_after or config.timeout_seconds
+        recorder.agreement = Agreement(store, mesh.rank, seconds, one_order=mesh["pp"] == 1)
+
+    def begin(name: str, step: int) -> None:
+        if name == "data":
+            recorder.begin(step)
+
+    return [begin]
+
+
+def _compared(
+    run: Run, out: Path | None, job: Job, write: Callable[..., None]
+) -> Comparison | None:
+    """What finds ranks that are slow; None: there is one, or nobody asks. Collective."""
+    every, mesh = run.config.stragglers_every, run.mesh
+    if not (every and isinstance(mesh, BoundMesh) and mesh.size > 1 and mesh.recorder is not None):
+        return None
+
+    def gather(mine: torch.Tensor) -> torch.Tensor:
+        found = [torch.empty_like(mine) for _ in range(mesh.size)]
+        dist.all_gather(found, mine, group=job.group)
+        return torch.stack(found)
+
+    def say(text: str) -> None:
+        if job.main:
+            print(f"functron: {text}", file=sys.stderr, flush=True)
+
+    clock = DeviceClock() if run.device.type == "cuda" else None
+    watch = Stopwatch(mesh.recorder, axes_of(mesh), clock)
+    hosts = job.gathered(socket.gethostname())
+    picture = out / PICTURE if out is not None and job.main else None
+    return Comparison(mesh, hosts, every, watch, gather, write, say, picture)
 
 
 @contextmanager

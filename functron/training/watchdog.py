@@ -372,8 +372,6 @@ class Watchdog:
             self._longest = max(self._longest, now - last.since)
         if name == "step" and self.fresh(step):
             name = "first step"
-        if name == "data":
-            self.recorder.begin(step)
         limit = self.patience
         if name not in PATIENT:
             limit = min(self.patience, max(self.hang_after, _LONGEST * self._longest))

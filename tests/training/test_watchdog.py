@@ -136,12 +136,12 @@ from functron.training.config import TrainConfig, load
 from functron.training.train import prepare, train
 
 def run():
-    out = Path(sys.argv[1])
+    out, checks = Path(sys.argv[1]), sys.argv[2] == "True"
+    fault = faults.Detour(1, 3, 2) if checks else faults.Stop(2, 3)
     config = dataclasses.replace(TrainConfig(), mesh="dp=2,tp=2", format="mock", seq=16, steps=9,
-        global_batch=4, hang_after=3.0, timeout_seconds=60.0, out=str(out))
+        global_batch=4, hang_after=3.0, timeout_seconds=60.0, out=str(out), check_programs=checks)
     mesh, device = join(Mesh.parse(config.mesh), current(), "cpu", 60.0, FlightRecorder())
     made = prepare(config, mesh, device)
-    fault = faults.Stop(2, 3)
     made = dataclasses.replace(made, step=faults.hanging(made.step, [fault], mesh))
     train(made, out, hung=hung)
 
@@ -152,7 +152,7 @@ sys.exit(guarded(run))
 @pytest.mark.distributed
 def test_a_stopped_process_is_named(torchrun, tmp_path):
     out, began = tmp_path / "run", time.monotonic()
-    done = torchrun(PROGRAM, 4, out, check=False, timeout=120)
+    done = torchrun(PROGRAM, 4, out, False, check=False, timeout=120)
     assert done.returncode == HANG_CODE
     assert "step 4 hangs: rank 2 never arrived at psum over 'dp'" in done.stderr
     assert done.stderr.count("step 4 hangs") == 1
@@ -167,3 +167,13 @@ def test_a_stopped_process_is_named(torchrun, tmp_path):
         "def wait" in str(each["stacks"]) or "all_reduce" in str(each["stacks"]) for each in told
     )
     assert all(each["waiting"] is not None and each["phase"] == "step" for each in told)
+
+
+@pytest.mark.distributed
+def test_a_detour_is_found_before_anybody_waits(torchrun, tmp_path):
+    done = torchrun(PROGRAM, 4, tmp_path / "run", True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert "got psum of all ranks, 12 bytes of float32" in done.stderr
+    assert "(step 4) on rank 1 where rank" in done.stderr
+    assert "torch.where" in done.stderr
+    assert not (tmp_path / "run" / HANGS).exists()
