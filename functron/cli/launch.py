@@ -39,6 +39,7 @@ from functron.checkpoint.memory import folder_of
 from functron.cli.process import MARK, Process
 from functron.core.errors import Problem
 from functron.spmd import BoundMesh, Mesh
+from functron.spmd.flight import FlightRecorder
 from functron.training.config import TrainConfig
 from functron.training.records import CONFIG, EVENTS, event_log
 from functron.training.restarts import (
@@ -102,12 +103,17 @@ def device_type(name: str, processes: int = 1) -> str:
 
 
 def join(
-    mesh: Mesh, here: Process, device_type: str, timeout_seconds: float = TIMEOUT_SECONDS
+    mesh: Mesh,
+    here: Process,
+    device_type: str,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    recorder: FlightRecorder | None = None,
 ) -> tuple[BoundMesh, torch.device]:
     """Meet the other processes, and bind `mesh` to them: (bound mesh, this process's device).
 
     Collective. Gloo on CPU, NCCL on CUDA. A collective that waits longer than `timeout_seconds` for
-    a rank that has stopped fails, and with it the job.
+    a rank that has stopped fails, and with it the job. What goes over the axes is recorded by
+    `recorder`.
 
     Raises:
         ValueError: the mesh has not one rank per process.
@@ -121,7 +127,7 @@ def join(
         dist.init_process_group("nccl", timeout=timeout, device_id=device)
     else:
         dist.init_process_group("gloo", timeout=timeout)
-    return mesh.bind(device_type, timeout_seconds), device
+    return mesh.bind(device_type, timeout_seconds, recorder), device
 
 
 def leave() -> None:

@@ -20,11 +20,12 @@ from functron.checkpoint.memory import folder_of
 from functron.checkpoint.saver import Moments, nowhere
 from functron.cli.launch import device_type, join, launch, leave, supervise
 from functron.cli.options import parse
-from functron.cli.process import Process, current, mistakes, outside
+from functron.cli.process import Process, current, mistakes, outside, record_failure
 from functron.core import tree
 from functron.models import lora
 from functron.params import history_mask, num_params
 from functron.spmd import Mesh
+from functron.spmd.flight import FlightRecorder
 from functron.training import records, run_folder
 from functron.training.checks import validate
 from functron.training.config import BOXES, COMMON, TrainConfig, starting_config
@@ -41,6 +42,7 @@ from functron.training.train import (
     replicas_of,
     train,
 )
+from functron.training.watchdog import ended
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,27 @@ def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
     if main_rank:
         print("\n".join(_introduction(made, here)), flush=True)
     with outside():
-        outcome = train(made, out, began=began)
+        outcome = train(made, out, began=began, hung=hung)
     if main_rank:
         print("\n".join(_conclusion(outcome, out, _prompt(made, out))), flush=True)
     if here is not None and exit_code(outcome.stopped_by) in (REQUEUE_CODE, RESHAPE_CODE):
         dist.barrier()  # the launcher stops all others once one has left with such a code
     leave()
     return exit_code(outcome.stopped_by)
+
+
+def hung(text: str, first: bool) -> None:
+    """End this process for a hang; see `functron.training.watchdog.ended`.
+
+    Args:
+        text: why.
+        first: whether this process is the one to say it, where its launcher does not.
+    """
+    here = current()
+    if here is not None and (first or here.launched_here):
+        record_failure(here, RuntimeError(text), f"functron: {text}")
+        first = False
+    ended(text, first)
 
 
 def _names_precision(arguments: Sequence[str]) -> bool:
@@ -119,7 +135,8 @@ def _assemble(
     if here is None:
         out, begin_from = _folder(config)
         return prepare(config, mesh, kind, begin_from, recast=recast, at=at), out
-    bound, device = join(mesh, here, kind, config.timeout_seconds)
+    recorder = FlightRecorder(kind) if config.hang_after else None
+    bound, device = join(mesh, here, kind, config.timeout_seconds, recorder)
     chosen = [_folder(config) if here.rank == 0 else None]
     dist.broadcast_object_list(chosen, device=device)
     assert chosen[0] is not None

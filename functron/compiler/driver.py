@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from functron.program.equations import Equation, Scan, Var
 from functron.program.order import overlapped
 from functron.program.text import axis_of
 from functron.spmd.axes import raise_lost, user_line
+from functron.spmd.flight import Kind
 
 _c10d = torch.ops._c10d_functional
 
@@ -300,14 +302,20 @@ def routine(
     return Routine(size, steps, procedure, outputs)
 
 
-def _collectives(step: Step) -> str:
-    """The collectives of a step itself, their axes and the user's lines."""
-    equations: tuple[Equation, ...] = ()
+def _equations(step: Step) -> tuple[Equation, ...]:
+    """Those of a step itself; the steps of a loop's parts tell of their own."""
     if isinstance(step, Kernel):
-        equations = step.equations
-    elif isinstance(step, Loop):  # the steps of its parts tell of their own
+        return step.equations
+    equations: tuple[Equation, ...] = ()
+    if isinstance(step, Loop):
         equations = step.ahead.gathers if step.ahead else ()
         equations += step.behind.scatters if step.behind else ()
+    return equations
+
+
+def _collectives(step: Step) -> str:
+    """The collectives of a step itself, their axes and the user's lines."""
+    equations = _equations(step)
     found = dict.fromkeys(
         f"{equation.name} over {axis!r} at {equation.where.line or 'an unknown line'}"
         for equation in equations
@@ -317,6 +325,27 @@ def _collectives(step: Step) -> str:
         return f"the program that is called at {user_line()}"
     shown, more = list(found)[:_SHOWN], len(found) - _SHOWN
     return ", or ".join([*shown, *([f"{more} other collectives"] if more > 0 else [])])
+
+
+def lines_of(frame: FrameType, kind: Kind) -> list[str]:
+    """The lines of the collectives like `kind` in the step that a thread is running.
+
+    Args:
+        frame: the innermost one of a thread that waits in compiled code.
+        kind: what it waits for, as the flight recorder has it.
+    """
+    inner: FrameType | None = frame
+    while inner is not None and inner.f_code is not Routine.run.__code__:
+        inner = inner.f_back
+    if inner is None:
+        return []
+    values = inner.f_locals
+    step = values["self"].procedure.steps[values["index"]]
+    over = [e for e in _equations(step) if axis_of(e) == kind.axis]
+    same = [e for e in over if e.name == kind.op] or over
+    size = lambda e: e.operands[0].nbytes if hasattr(e.operands[0], "nbytes") else None  # noqa: E731
+    alike = [e for e in same if size(e) == kind.bytes] or same
+    return list(dict.fromkeys(e.where.line or "an unknown line" for e in alike))[:_SHOWN]
 
 
 def _step(step, slots: dict[Var, int], dead: tuple[int, ...], compiled, groups) -> Callable:

@@ -14,6 +14,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -56,7 +57,8 @@ def check_agreement(program: Code, mesh: BoundMesh) -> None:
         group = compat.group(mesh.groups[axis])
         digests: list = [None] * size
         try:
-            dist.all_gather_object(digests, mine, group=group)
+            with _entered(mesh, axis):
+                dist.all_gather_object(digests, mine, group=group)
         except RuntimeError as error:
             raise_lost(error, f"compiling {program.name} over {axis!r} at {user_line()}")
             raise
@@ -73,6 +75,13 @@ def check_agreement(program: Code, mesh: BoundMesh) -> None:
             "one another for ever; fix: decide by lax.axis_index and torch.where, not by a Python "
             "branch on the rank. The difference:\n" + "\n".join(changes[:20])
         )
+
+
+def _entered(mesh: BoundMesh, axis: str) -> AbstractContextManager[None]:
+    """A with block in which this process waits for others to have traced a program."""
+    if mesh.recorder is None:
+        return nullcontext()
+    return mesh.recorder.entered("agreement about a program", axis, None)
 
 
 def anywhere(program: Code) -> str:
@@ -373,7 +382,7 @@ def _compiled(
 
 
 def _groups(mesh: Mesh | BoundMesh | None) -> dict[str, str]:
-    return dict(mesh.groups) if isinstance(mesh, BoundMesh) else {}
+    return mesh.compiled_groups if isinstance(mesh, BoundMesh) else {}
 
 
 def _eager(graph: fx.GraphModule) -> Compiled:

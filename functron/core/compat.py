@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.abc
 import importlib.util
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -228,6 +230,15 @@ def name_group(name: str, group: dist.ProcessGroup) -> None:
     c10d._register_process_group(key, group)
 
 
+def kept(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group written in Python, never freed: torch's registry of names does not keep it.
+
+    It keeps what is in C++ alone, which then finds no methods.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    return group
+
+
 _ORDERED_GLOO = "gloo_in_order"
 
 
@@ -268,6 +279,21 @@ def runs_gloo(group: dist.ProcessGroup) -> bool:
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Have a group's collectives give up after so long: new groups do not take it from others."""
     c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def nccl_trace() -> list[dict[str, Any]] | None:
+    """What NCCL's flight recorder has of collectives that have not ended; None where there is none.
+
+    The last twenty of them. Its buffer is there unless the environment says otherwise.
+    """
+    dump = getattr(c10d, "_dump_nccl_trace_json", None)
+    if dump is None or not dist.is_initialized() or dist.get_backend() != "nccl":
+        return None
+    try:
+        entries = json.loads(dump(includeCollectives=True, onlyActive=True))["entries"]
+    except (RuntimeError, TypeError, ValueError, KeyError):
+        return None
+    return entries[-20:]
 
 
 def default_store() -> dist.Store:

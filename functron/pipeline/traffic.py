@@ -6,7 +6,9 @@ sent after the tick that made them, and awaited where they are needed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,13 +81,19 @@ class Boundary:
 class Arriving:
     """A value that is being received; `wait` gives it once it is here."""
 
-    def __init__(self, boundary: Boundary, buffers: list[torch.Tensor]):
-        self.boundary, self.buffers = boundary, buffers
+    def __init__(
+        self,
+        boundary: Boundary,
+        buffers: list[torch.Tensor],
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        self.boundary, self.buffers, self.waiting = boundary, buffers, waiting
         self.works: list[dist.Work] = []
 
     def wait(self) -> tree.Tree:
-        for work in self.works:
-            work.wait()
+        with self.waiting():
+            for work in self.works:
+                work.wait()
         return tree.unflatten(self.boundary.structure, self.buffers)
 
 
@@ -99,10 +107,20 @@ class Post:
     def __init__(self, stages: StageAxis, device: torch.device):
         assert stages.index is not None
         self.group, self.rank, self.size = compat.group(stages.group), stages.index, stages.size
+        self.axis, self.recorder = stages.name, stages.recorder
         self.device = device
         self.batched = not compat.runs_gloo(self.group)  # which has no batches
         self.waiting: list[tuple[torch.Tensor, int, Arriving | None]] = []
-        self.leaving: list[tuple[dist.Work, torch.Tensor]] = []
+        self.leaving: list[tuple[dist.Work, torch.Tensor, int]] = []
+
+    def _waiting(
+        self, op: str, peer: int | None = None, value: torch.Tensor | None = None
+    ) -> AbstractContextManager[None]:
+        """A with block in which this process waits for rank `peer` of the pipeline, or for all."""
+        if self.recorder is None:
+            return nullcontext()
+        rank = None if peer is None else self.recorder.ranks[self.axis][peer]
+        return self.recorder.entered(op, self.axis, value, rank)
 
     def send(self, value: tree.Tree, to: int) -> None:
         """Send the leaves of `value` with the next flush; they are kept until they have left."""
@@ -110,7 +128,10 @@ class Post:
 
     def receive(self, boundary: Boundary, source: int) -> Arriving:
         """Receive what `boundary` describes with the next flush."""
-        arriving = Arriving(boundary, tree.leaves(boundary.fill(torch.empty, self.device)))
+        buffers = tree.leaves(boundary.fill(torch.empty, self.device))
+        largest = max(buffers, key=lambda buffer: buffer.nbytes, default=None)
+        waiting = functools.partial(self._waiting, "receive", source, largest)
+        arriving = Arriving(boundary, buffers, waiting)
         self.waiting += [(buffer, source, arriving) for buffer in arriving.buffers]
         return arriving
 
@@ -121,9 +142,9 @@ class Post:
         rows, self.waiting = self.waiting, []
         works = self._begin(rows)
         self.leaving = [row for row in self.leaving if not row[0].is_completed()]
-        for (tensor, _, arriving), work in zip(rows, works, strict=True):
+        for (tensor, peer, arriving), work in zip(rows, works, strict=True):
             if arriving is None:
-                self.leaving.append((work, tensor))
+                self.leaving.append((work, tensor, peer))
             else:
                 arriving.works.append(work)
 
@@ -142,30 +163,37 @@ class Post:
     def finish(self) -> None:
         """Wait until everything has left."""
         self.flush()
-        for work, _ in self.leaving:
-            work.wait()
+        for work, tensor, peer in self.leaving:
+            with self._waiting("send", peer, tensor):
+                work.wait()
         self.leaving = []
 
     def describe(self, boundary: Boundary, to: int) -> None:
         """Tell rank `to` what it will receive; blocks."""
-        dist.send_object_list([boundary], group=self.group, group_dst=to, device=self.device)
+        with self._waiting("send", to):
+            dist.send_object_list([boundary], group=self.group, group_dst=to, device=self.device)
 
     def described(self, source: int) -> Boundary:
         """The boundary of what rank `source` will send, as it describes it; blocks."""
         found: list[Any] = [None]
-        dist.recv_object_list(found, group=self.group, group_src=source, device=self.device)
+        with self._waiting("receive", source):
+            dist.recv_object_list(found, group=self.group, group_src=source, device=self.device)
         return found[0]
 
     def agree(self, boundary: Boundary | None, source: int) -> Boundary:
         """The boundary that rank `source` has, on every rank."""
         found: list[Any] = [boundary]
-        dist.broadcast_object_list(found, group=self.group, group_src=source, device=self.device)
+        with self._waiting("pbroadcast"):
+            dist.broadcast_object_list(
+                found, group=self.group, group_src=source, device=self.device
+            )
         return found[0]
 
     def broadcast(self, value: tree.Tree, source: int) -> None:
         """Fill the leaves of `value` on every rank with those of rank `source`."""
         for leaf in tree.leaves(value):
-            dist.broadcast(leaf, group=self.group, group_src=source)
+            with self._waiting("pbroadcast", value=leaf):
+                dist.broadcast(leaf, group=self.group, group_src=source)
 
     def add_up(self, value: tree.Tree, ranks: Sequence[int]) -> tree.Tree:
         """The sum of `value` over some ranks, added in their order, on each of them."""

@@ -420,7 +420,8 @@ def _bound(mesh: Mesh) -> BoundMesh | None:
     for name, size in mesh.axes:
         rank = rank * size + coordinate[name]
     groups = {name: axis.group for name, axis in axes.items()}
-    return BoundMesh(mesh, rank, coordinate, groups, "cpu") if axes else None
+    recorder = next((axis.recorder for axis in axes.values()), None)
+    return BoundMesh(mesh, rank, coordinate, groups, "cpu", recorder) if axes else None
 
 
 def _kind(leaf: Any) -> Any:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from functron.core import compat
 from functron.core.errors import in_library, nearest, public
+from functron.spmd.flight import FlightRecorder, Line
 from functron.spmd.mesh import STANDARD_AXES
 
 LIBRARY = torch.library.Library("functron", "DEF")
@@ -186,16 +187,34 @@ def raise_lost(error: RuntimeError, where: str) -> None:
     raise told.with_traceback(error.__traceback__) from None
 
 
+_RECORDED = {
+    "all_reduce": "psum",
+    "broadcast": "pbroadcast",
+    "all_gather": "all_gather",
+    "reduce_scatter": "psum_scatter",
+    "all_to_all": "all_to_all",
+    "permute": "ppermute",
+}
+
+
 def _communicates(method: F) -> F:
-    """`method` of a `BoundAxis`, which names itself, the axis and the line where it fails."""
+    """`method` of a `BoundAxis`, recorded, which names itself, axis and line where it fails."""
+    op = _RECORDED[method.__name__]
 
     @functools.wraps(method)
     def call(self: BoundAxis, *args: Any) -> Any:
+        recorder = self.recorder
+        if recorder is not None:
+            name = _REDUCTIONS[args[1]] if op == "psum" else op
+            recorder.wait(recorder.begun(name, self.name, args[0]))
         try:
-            return method(self, *args)
+            result = method(self, *args)
         except RuntimeError as error:
             raise_lost(error, f"{method.__name__} over {self.name!r} at {user_line()}")
             raise
+        if recorder is not None:
+            recorder.left()
+        return result
 
     made: Any = call
     return made
@@ -228,13 +247,46 @@ def permuted(
 
 @dataclass(frozen=True, eq=False)
 class BoundAxis:
-    """An axis whose ranks are the processes of a torch.distributed group."""
+    """An axis whose ranks are the processes of a torch.distributed group.
+
+    Attributes:
+        name: of the axis.
+        size: the number of ranks on it.
+        index: of this process on it.
+        group: the process group.
+        recorder: of what goes over it; None: nobody asks.
+    """
 
     name: str
     size: int
     index: int
     group: str
     token: None = None
+    recorder: FlightRecorder | None = None
+
+    def line(self) -> Line | None:
+        """The line of a program that is about to communicate over this axis, if one is asked."""
+        return None if self.recorder is None else self.recorder.line(2)
+
+    def about(self, line: Line | None, backward: bool) -> None:
+        """What goes over the axis next is of this line."""
+        if self.recorder is not None:
+            self.recorder.about(line, backward)
+
+    def entered(self, op: str, value: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        """Record a collective that takes as long as a with block."""
+        if self.recorder is None:
+            return contextlib.nullcontext()
+        return self.recorder.entered(op, self.name, value)
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Record that this process waits, in a with block, for what it entered last."""
+        if self.recorder is not None:
+            self.recorder.resume(self.name)
+        yield
+        if self.recorder is not None:
+            self.recorder.left()
 
     @_communicates
     def all_reduce(self, x: torch.Tensor, operation: str, must_vary: bool) -> torch.Tensor:
@@ -294,12 +346,14 @@ class StageAxis:
         size: its ranks.
         index: this process's rank on it; None where this process runs them all.
         group: the process group; "" where there is none.
+        recorder: of what goes over it; None: nobody asks.
     """
 
     name: str
     size: int
     index: int | None = None
     group: str = ""
+    recorder: FlightRecorder | None = None
 
     @property
     def here(self) -> Sequence[int]:

@@ -426,4 +426,6 @@ def psum_stages(x: torch.Tensor) -> torch.Tensor:
     make_index = scope().axis_index
     if make_index is not None:
         return Psum.call(x, TracedAxis(stages.name, stages.size, make_index))
-    return Psum.call(x, BoundAxis(stages.name, stages.size, stages.index, stages.group))
+    return Psum.call(
+        x, BoundAxis(stages.name, stages.size, stages.index, stages.group, None, stages.recorder)
+    )

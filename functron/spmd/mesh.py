@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from functron.core import compat
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
+from functron.spmd.flight import EVERYWHERE, FlightRecorder, RecordedGroup
 
 STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ulysses", "ep", "tp")
 """The axes that layers may name on any mesh; where a mesh lacks one, it has size 1."""
@@ -117,7 +118,12 @@ class Mesh:
         return {name: out[name] for name in self.axis_names}
 
     @public
-    def bind(self, device_type: str = "cpu", timeout_seconds: float | None = None) -> BoundMesh:
+    def bind(
+        self,
+        device_type: str = "cpu",
+        timeout_seconds: float | None = None,
+        recorder: FlightRecorder | None = None,
+    ) -> BoundMesh:
         """This mesh with one process per rank: process groups from torch's DeviceMesh.
 
         Call it in every process, after `torch.distributed.init_process_group`. Creates one group
@@ -131,6 +137,7 @@ class Mesh:
             device_type: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
             timeout_seconds: after which a collective over an axis gives up on ranks that do not
                 come to it; None: torch's choice, whatever that of the default process group is.
+            recorder: of what this process sends over the axes; None: nobody asks.
 
         Raises:
             ValueError: torch.distributed is not initialised, or its world size is not `size`.
@@ -145,8 +152,10 @@ class Mesh:
         )
         raise_problems("cannot bind the mesh to processes", [problem] if world != self.size else [])
         rank = dist.get_rank()
+        if recorder is not None:
+            recorder.ranks[EVERYWHERE] = tuple(range(self.size))
         if not self.axes:
-            return BoundMesh(self, rank, {}, {}, device_type)
+            return BoundMesh(self, rank, {}, {}, device_type, recorder)
         sizes = tuple(size for _, size in self.axes)
         backend = compat.mesh_backend(device_type)
         override: Any = None if backend is None else dict.fromkeys(self.axis_names, backend)
@@ -161,7 +170,11 @@ class Mesh:
             if timeout_seconds is not None:
                 compat.set_group_timeout(devices.get_group(name), timeout_seconds)
             dist.all_reduce(torch.zeros(1, device=device_type), group=devices.get_group(name))
-        return BoundMesh(self, rank, self.coordinate(rank), groups, device_type)
+            if recorder is not None:
+                recorder.ranks[name] = tuple(dist.get_process_group_ranks(devices.get_group(name)))
+                recorded = RecordedGroup(devices.get_group(name), name, recorder)
+                compat.name_group(_recorded(groups[name]), compat.kept(recorded))
+        return BoundMesh(self, rank, self.coordinate(rank), groups, device_type, recorder)
 
 
 @dataclass(frozen=True)
@@ -175,6 +188,7 @@ class BoundMesh:
         groups: the process group of every axis, by its torch.distributed name: the same name on
             every rank.
         device_type: where the tensors of collectives live.
+        recorder: of what this process sends over the axes; None: nobody asks.
     """
 
     mesh: Mesh
@@ -182,6 +196,14 @@ class BoundMesh:
     coordinate: Mapping[str, int]
     groups: Mapping[str, str]
     device_type: str
+    recorder: FlightRecorder | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def compiled_groups(self) -> dict[str, str]:
+        """The process groups that compiled programs name: those that record, if somebody asks."""
+        if self.recorder is None:
+            return dict(self.groups)
+        return {axis: _recorded(name) for axis, name in self.groups.items()}
 
     @property
     def shape(self) -> dict[str, int]:
@@ -210,4 +232,9 @@ class BoundMesh:
         for axis, size in mesh.axes:
             rank = rank * size + coordinate[axis]
         groups = {axis: self.groups[axis] for axis in mesh.axis_names}
-        return BoundMesh(mesh, rank, coordinate, groups, self.device_type)
+        return BoundMesh(mesh, rank, coordinate, groups, self.device_type, self.recorder)
+
+
+def _recorded(group: str) -> str:
+    """The name of the process group that records what goes through another."""
+    return f"{group}:recorded"

@@ -25,6 +25,7 @@ import torch
 from functron.core import compat
 from functron.core.compat import Function
 from functron.spmd.axes import Axis, BoundAxis, SimulatedAxis
+from functron.spmd.flight import Line
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Call:
         source: whose value `Broadcast` sends.
         wait: for the result of `Ppermute`; otherwise it may still be on its way, and only
             `functron.spmd.ragged.arrived` may touch it.
+        line: of the program, where somebody records it.
+        backward: this is the transpose of what is written there.
     """
 
     axis: Axis
@@ -66,6 +69,8 @@ class Call:
     summed: tuple[str, ...] = ()
     source: int = 0
     wait: bool = True
+    line: Line | None = None
+    backward: bool = False
 
 
 def _transport(value: torch.Tensor) -> torch.Tensor:
@@ -79,6 +84,7 @@ class _Primitive(Function):
     generate_vmap_rule = False
     batch_dim_in = 0  # where another level's batch dim goes: past a leading rank dim, if any
     batch_dim_out = 0
+    communicates = True  # forward does
     send: Callable[..., torch.Tensor]
     across: Callable[..., tuple[torch.Tensor, int | None]]
     replicated: Callable[..., tuple[torch.Tensor, int | None]]
@@ -97,7 +103,8 @@ class _Primitive(Function):
         wait: bool = True,
     ) -> torch.Tensor:
         """Apply this primitive to `x` over `axis`."""
-        call = Call(axis, perm, must_vary, dtypes, summed, source, wait)
+        line = axis.line() if isinstance(axis, BoundAxis) else None
+        call = Call(axis, perm, must_vary, dtypes, summed, source, wait, line)
         out: Any = cls.apply(x, axis.token, call)
         return out
 
@@ -108,6 +115,8 @@ class _Primitive(Function):
                 f"a value of the simulated axis {call.axis.name!r} was used after its shard_map "
                 "returned; return it from the mapped function instead of keeping it"
             )
+        if call.line is not None and cls.communicates:
+            call.axis.about(call.line, call.backward)
         return cls.send(_transport(x), call.axis, call).to(x.dtype)
 
     @staticmethod
@@ -119,7 +128,8 @@ class _Primitive(Function):
     def backward(cls, ctx, cotangent):
         if cotangent is None:
             return None, None, None
-        call = replace(ctx.call, must_vary=False)  # the user did not write the transpose
+        # the user did not write the transpose
+        call = replace(ctx.call, must_vary=False, backward=True)
         return cls.transpose(cotangent, ctx.token, call), None, None
 
     @classmethod
@@ -307,6 +317,8 @@ class GatherUnsent(AllGatherAs):
     is NaN lest anybody reads it.
     """
 
+    communicates = False
+
     @classmethod
     def forward(cls, x, token, call):
         if isinstance(call.axis, SimulatedAxis):
@@ -403,11 +415,14 @@ class Ppermute(_Primitive):
     @staticmethod
     def transpose(cotangent, token, call):
         inverse = tuple((d, s) for s, d in call.perm)
-        return Ppermute.apply(cotangent, token, Call(call.axis, inverse))
+        call = Call(call.axis, inverse, line=call.line, backward=call.backward)
+        return Ppermute.apply(cotangent, token, call)
 
 
 class _Statement(_Primitive):
     """y = x: what is stated is which ranks hold the same value. Transpose: identity."""
+
+    communicates = False
 
     @staticmethod
     def send(x, axis, call):

@@ -336,7 +336,11 @@ def exchange(
 
 def arrived(rows: Tensor, axes: Sequence[Axis]) -> Tensor:
     """The rows of an `exchange` over `axes` that did not wait."""
-    out: Any = _Wait.apply(rows) if axes and isinstance(axes[-1], BoundAxis) else rows
+    last = axes[-1] if axes else None
+    if not isinstance(last, BoundAxis):
+        return rows
+    with last.awaited():
+        out: Any = _Wait.apply(rows)
     return out
 
 
@@ -493,7 +497,8 @@ def _send(x: Tensor, sends: Tensor, receives: Tensor, call: RaggedCall) -> Tenso
         return op(x, axis.name, axis.size, sends, receives, call.capacity, *room)
     assert isinstance(axis, BoundAxis)
     if call.room:
-        return padded(x, axis.group, sends, receives, call.capacity, call.room)
+        with axis.entered("ragged_all_to_all", x):
+            return padded(x, axis.group, sends, receives, call.capacity, call.room)
     counts = call.counts or torch.stack([sends, receives]).tolist()
     return _exact(x, axis.group, counts, call.capacity, call.wait)
 

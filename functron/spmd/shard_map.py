@@ -139,7 +139,7 @@ def check_consumable(tensors: Sequence[torch.Tensor], donated: Mapping[int, str]
 def bound_axes(mesh: BoundMesh) -> tuple[list[BoundAxis], list[str]]:
     """The axes of `mesh` that communicate, and the names of those of size 1."""
     axes = [
-        BoundAxis(name, size, mesh.coordinate[name], mesh.groups[name])
+        BoundAxis(name, size, mesh.coordinate[name], mesh.groups[name], None, mesh.recorder)
         for name, size in mesh.shape.items()
         if size > 1
     ]
@@ -222,11 +222,16 @@ def _largest(name: str, mesh: BoundMesh, *numbers: int) -> list[int]:
     """The largest of all ranks' numbers, by an all-reduce per axis, for the call of `name`."""
     found = torch.tensor(numbers, device=mesh.device_type)
     for axis, group in _groups(mesh).items():
+        recorder = mesh.recorder
+        if recorder is not None:
+            recorder.wait(recorder.begun("pmax", axis, found))
         try:
             dist.all_reduce(found, dist.ReduceOp.MAX, group)
         except RuntimeError as error:
             raise_lost(error, f"the call of {name} over {axis!r} at {user_line()}")
             raise
+        if recorder is not None:
+            recorder.left()
     return found.tolist()
 
 
@@ -509,7 +514,8 @@ class Mapped:
             return None
         if not isinstance(mesh, BoundMesh):
             return StageAxis(name, mesh[name])
-        return StageAxis(name, mesh[name], mesh.coordinate[name], mesh.groups[name])
+        index, group = mesh.coordinate[name], mesh.groups[name]
+        return StageAxis(name, mesh[name], index, group, mesh.recorder)
 
     def _flatten(self, args: tuple) -> tuple[list, tree.Structure, list[P | None], list[str]]:
         prefix = self._prefix(args)

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
-from functron.core import tree
+from functron.core import compat, tree
 from functron.core.errors import nearest, refuse
+from functron.spmd import BoundMesh
+from functron.spmd.flight import EVERYWHERE
 
 # --- wrong bits: in tensors, in files
 
@@ -127,6 +134,195 @@ def _corrupt_(state: Any, fault: Corrupt) -> None:
         part.mul_(fault.value)
     else:
         part.fill_(fault.value)
+
+
+# --- hangs: ranks that stop, wait elsewhere, or cannot be heard
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The process of a rank stops as a step begins (SIGSTOP): it does not end, and does nothing.
+
+    Attributes:
+        rank: whose.
+        step: from 0.
+    """
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Detour:
+    """A rank takes another branch in a step, in which it enters a collective that others do not.
+
+    Attributes:
+        rank: that does.
+        step: from 0.
+        collective: before which collective of the step; None: it leaves out the whole step.
+        axis: over which it is, a sum of 12 bytes.
+    """
+
+    rank: int
+    step: int
+    collective: int | None = 0
+    axis: str = EVERYWHERE
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The network of a rank is dead as a step begins: nothing comes, and nothing arrives.
+
+    Attributes:
+        rank: whose.
+        step: from 0.
+        spared: ports whose connections stay, such as that of the job's store.
+    """
+
+    rank: int
+    step: int
+    spared: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank takes longer for its own work in every step, from one on.
+
+    Attributes:
+        rank: that does.
+        share: of the processor's time that its steps take: 0.2 makes them take a fifth more.
+        step: the first one, from 0.
+        how: ``"compute"`` (its processor is slow) or ``"sleep"`` (it does not run).
+    """
+
+    rank: int
+    share: float
+    step: int = 0
+    how: str = "compute"
+
+
+def hanging(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    faults: Sequence[Stop | Detour | Cut | Slow],
+    mesh: BoundMesh,
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """`step` of a run on the processes of `mesh`, into which these faults are put.
+
+    Args:
+        step: ``(state, batch) -> (state, metrics)``; the state has its number as ``step``.
+        faults: of any rank.
+        mesh: bound; a `Detour` within a step needs its recorder.
+
+    Raises:
+        ValueError: there is such a `Detour`, and no recorder.
+    """
+    here, recorder = [fault for fault in faults if fault.rank == mesh.rank], mesh.recorder
+    within = [x for x in here if isinstance(x, Detour) and x.collective is not None]
+    if within and recorder is None:
+        fix = "bind the mesh with one"
+        refuse("cannot take a detour within a step", "mesh.recorder", "None", "a recorder", fix)
+    held: list[socket.socket] = []
+
+    def wrapped(state: Any, batch: Any) -> tuple[Any, Any]:
+        index = int(state.step)
+        for fault in here:
+            if isinstance(fault, Stop) and fault.step == index:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if isinstance(fault, Cut) and fault.step == index:
+                held.extend(cut_connections(fault.spared))
+            if isinstance(fault, Detour) and fault.step == index:
+                if fault.collective is None:
+                    return state, {"loss": torch.zeros(())}
+                _divert(mesh, fault)
+        began = time.thread_time()
+        out = step(state, batch)
+        for fault in here:
+            if isinstance(fault, Slow) and index >= fault.step:
+                _idle(fault.share * (time.thread_time() - began), fault.how)
+        return out
+
+    return wrapped
+
+
+def _divert(mesh: BoundMesh, fault: Detour) -> None:
+    """Have the recorder of `mesh` enter the collective of `fault` before another one, once."""
+    recorder = mesh.recorder
+    assert recorder is not None
+    begun, name = recorder.begun, mesh.groups.get(fault.axis)
+    group = None if name is None else compat.group(name)
+
+    def diverted(*about: Any) -> Any:
+        if len(recorder.sequence) == fault.collective:
+            setattr(recorder, "begun", begun)  # noqa: B010  (of this one object)
+            extra = torch.zeros(3)
+            with recorder.entered("psum", fault.axis, extra):
+                dist.all_reduce(extra, group=group)
+        return begun(*about)
+
+    setattr(recorder, "begun", diverted)  # noqa: B010
+
+
+def _idle(seconds: float, how: str) -> None:
+    """Take so much time: of the processor, or of the clock."""
+    if how == "sleep":
+        time.sleep(seconds)
+        return
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def cut_connections(spared: Sequence[int] = ()) -> list[socket.socket]:
+    """Cut this process's TCP connections, so that neither end notices: Linux only.
+
+    Each stays open, and is read and written by nobody: what was its number is a socket that nobody
+    listens to, and no event of it is reported any more.
+
+    Args:
+        spared: ports whose connections stay.
+
+    Returns:
+        The connections; closing them, as the end of the process does, tells the other ends.
+    """
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    polls = [n for n in numbers if _opened(n) == "anon_inode:[eventpoll]"]
+    kept = []
+    for number in numbers:
+        if not _opened(number).startswith("socket:"):
+            continue
+        with socket.socket(fileno=os.dup(number)) as connection:
+            if not _connected(connection, spared):
+                continue
+            kept.append(connection.dup())
+        dead, other = socket.socketpair()
+        dead.setblocking(False)
+        for poll in polls:
+            with select.epoll.fromfd(os.dup(poll)) as events, suppress(OSError):
+                events.unregister(number)  # raises where it is not this one's
+                os.dup2(dead.fileno(), number)
+                events.register(number, 0)  # who changes what it waits for finds it there
+        os.dup2(dead.fileno(), number)
+        dead.close()
+        kept.append(other)
+    return kept
+
+
+def _opened(number: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return ""
+
+
+def _connected(connection: socket.socket, spared: Sequence[int]) -> bool:
+    """Whether this is a TCP connection to another process, and to none of these ports."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    try:
+        ends = connection.getpeername()[1], connection.getsockname()[1]
+    except OSError:  # it listens
+        return False
+    return not {*ends} & {*spared}
 
 
 # --- ends: of a process, of the room on a disk

@@ -367,6 +367,8 @@ def _number_problems(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("restart_pause_seconds", got, "at least 0, and finite")
     if not 1 <= config.timeout_seconds < float("inf"):
         yield Problem("timeout_seconds", f"{config.timeout_seconds:g}", "at least 1, and finite")
+    if not 0 <= config.hang_after < float("inf"):
+        yield Problem("hang_after", f"{config.hang_after:g}", "at least 0, and finite")
     if config.cuda_graph and not (config.compile and config.device != "cpu"):
         got, fix = "true without compile on a GPU", "add --compile, or leave it out"
         yield Problem("cuda_graph", got, "a compiled step of a CUDA GPU", fix)

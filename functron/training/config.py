@@ -102,6 +102,10 @@ class TrainConfig:
         nproc: processes to start, one per rank of the mesh; 0: simulate the mesh in this process.
         timeout_seconds: after which processes give up on one that has stopped: in collectives, and
             in saves where it shows no sign of life.
+        hang_after: seconds in which nothing of a step moves after which the processes find out
+            which rank never came to which collective, and end: see hangs/ in the run folder. At
+            most half of timeout_seconds; steps may take three times as long as the longest one
+            did, and the first one, saves and evaluations almost timeout_seconds. 0: never.
         sequence_parallel: split the residual stream's sequence over tp.
         context: what the ranks of cp do, each of which has a part of every sequence: ring: keys and
             values go round; gather: every rank gathers them. Ranks of ulysses, which have parts of
@@ -240,6 +244,7 @@ class TrainConfig:
     mesh: str = ""
     nproc: int = 0
     timeout_seconds: float = 300.0
+    hang_after: float = 150.0
     sequence_parallel: bool = False
     context: Literal["ring", "gather"] = "ring"
     zigzag: bool = True
@@ -384,8 +389,9 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "model", "source", "gpt", "mamba", "bert", "t5", "lora_rank", "lora_alpha", "lora_targets",
     ),
     "parallelism": (
-        "mesh", "nproc", "timeout_seconds", "sequence_parallel", "context", "zigzag", "expert_axes",
-        "microbatches", "schedule", "chunks", "layout", "vocab_over_pp", "zero", "gather",
+        "mesh", "nproc", "timeout_seconds", "hang_after", "sequence_parallel", "context", "zigzag",
+        "expert_axes", "microbatches", "schedule", "chunks", "layout", "vocab_over_pp", "zero",
+        "gather",
     ),
     "precision": (
         "precision", "products", "gather_as", *(f"{family}.dtype" for family in TRAINED),

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,8 @@ from functron.data.order import Gaps, RampUp, drawn
 from functron.models import gpt
 from functron.precision.recipe import check_gpu
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
-from functron.training import data, records, restarts, run_folder
+from functron.spmd.flight import EVERYWHERE
+from functron.training import data, records, restarts, run_folder, watchdog
 from functron.training.anomalies import Anomaly, Guard
 from functron.training.config import TrainConfig
 from functron.training.data import prefetched
@@ -189,6 +190,10 @@ class Meter:
         }
 
 
+def _no_phase(name: str, step: int) -> None:
+    """Nobody asks."""
+
+
 def loop(
     step: Callable,
     state: Any,
@@ -214,6 +219,7 @@ def loop(
     guard: Guard | None = None,
     check: Callable[[Any, int], bool] | None = None,
     check_every: int = 0,
+    phase: Callable[[str, int], None] = _no_phase,
 ) -> Outcome:
     """Take steps `start` to ``steps - 1``, record each, and save at the end.
 
@@ -258,6 +264,8 @@ def loop(
             (whether it did, it returns) or raise for. Before what is saved, and where a number is
             not finite, too.
         check_every: call it after every so many steps; 0: never.
+        phase: told what the loop goes over to, with the number of the step: ``data``, ``step``,
+            ``agree``, ``record``, ``evaluate`` or ``save``.
 
     Returns:
         The `Outcome`; its records are those of `Meter.record`.
@@ -277,12 +285,15 @@ def loop(
         anomaly: Anomaly | None = None
         for index in range(start, steps):
             began = time.perf_counter()
+            phase("data", index)
             batch = batches(index)
+            phase("step", index)
             if guard is not None:
                 guard.before(state, index)
             watched = watch if watch is not None and watch.due(index) else None
             state, metrics = (step if watched is None else watched.step)(state, batch)
             taken.append(_Taken.of(index, batch, metrics, watched, began))
+            phase("agree", index)
             last = index + 1 == steps
             evaluating = evaluate is not None and _is_due(index + 1, evaluate_every, steps)
             saving = last or bool(save_every and (index + 1) % save_every == 0)
@@ -292,10 +303,13 @@ def loop(
             left = 0 if evaluating or saving or stopped_by else ahead
             while len(taken) > (0 if anomaly else left):
                 done = taken.popleft()
+                phase("record", index)
                 record = done.record(meter, settled)
                 finite = math.isfinite(record["loss"])  # all ranks agree on that
                 if evaluate is not None and evaluating and not (taken or hurried) and finite:
+                    phase("evaluate", index)
                     record[records.EVAL] = evaluate(state)
+                    phase("record", index)
                     stopped_by = agree(request.signal or 0) or stopped_by  # it may have taken long
                 history.append(record)
                 for write in writers:
@@ -318,6 +332,7 @@ def loop(
                 remember(state, index + 1)
                 settled = time.perf_counter()
             if save is not None and kept and (saving or stopped_by):
+                phase("save", index)
                 save(state, index + 1)
                 settled = time.perf_counter()
             if stopped_by == RESHAPE and anomaly is not None:
@@ -602,7 +617,13 @@ def programs(
     )
 
 
-def train(run: Run, out: Path | None, *, began: float | None = None) -> Outcome:
+def train(
+    run: Run,
+    out: Path | None,
+    *,
+    began: float | None = None,
+    hung: Callable[[str, bool], None] = watchdog.ended,
+) -> Outcome:
     """Take the steps of `run`, and leave what a run folder holds in `out` (None: no files).
 
     On a bound mesh every rank calls it, with the same `out`, which all must reach: each writes its
@@ -614,6 +635,7 @@ def train(run: Run, out: Path | None, *, began: float | None = None) -> Outcome:
         out: the run folder.
         began: when the process did, by ``time.monotonic()``: `TrainConfig.exit_after` counts from
             then; None: now.
+        hung: ends the process where the job hangs; see `functron.training.watchdog.Watchdog`.
 
     Raises:
         FloatingPointError: loss or gradients are not finite, or an anomaly is one too many; or
@@ -640,12 +662,14 @@ def train(run: Run, out: Path | None, *, began: float | None = None) -> Outcome:
         write = _nowhere
         if job.main and out is not None:
             write = stack.enter_context(records.event_log(out / records.EVENTS))
+        phase = stack.enter_context(_watched(run, out, job, hung))
         past = job.told(lambda: _past(run, out))
         history: list[dict[str, Any]] = []
         answers = 0
         while True:
             guard = _guard(run, write, past)
-            outcome = _stretch(run, out, job, stop, guard, write, peak)
+            outcome = _stretch(run, out, job, stop, guard, write, peak, phase)
+            phase("restore", outcome.history[-1]["step"] if outcome.history else run.start)
             history += outcome.history
             found = guard.found
             if found is None or outcome.stopped_by:
@@ -672,11 +696,13 @@ class Job:
         bound: whether there are several.
         main: whether this is the one that writes files.
         group: of gloo, where theirs is of NCCL: numbers of the host would have it wait for the GPU.
+        entered: records a collective for as long as a with block takes; None: nobody asks.
     """
 
     bound: bool
     main: bool
     group: Any = None
+    entered: Callable[..., AbstractContextManager[None]] | None = None
 
     @classmethod
     def of(cls, run: Run) -> Job:
@@ -684,15 +710,24 @@ class Job:
         bound = isinstance(run.mesh, BoundMesh)
         apart = bound and run.device.type == "cuda"
         group = dist.new_group(backend="gloo") if apart else None
-        return cls(bound, not isinstance(run.mesh, BoundMesh) or run.mesh.rank == 0, group)
+        if not isinstance(run.mesh, BoundMesh):
+            return cls(bound, True, group)
+        recorder = run.mesh.recorder
+        entered = None if recorder is None else recorder.entered
+        return cls(bound, run.mesh.rank == 0, group, entered)
 
     def across(self, number: float, operation: Any) -> float:
         """A number of all ranks, summed or the largest. Collective."""
         if not self.bound:
             return number
         value = torch.tensor(number, dtype=torch.float64)
-        dist.all_reduce(value, operation, group=self.group)
+        with self._entered("psum", value):
+            dist.all_reduce(value, operation, group=self.group)
         return float(value)
+
+    def _entered(self, op: str, value: torch.Tensor | None = None) -> AbstractContextManager[None]:
+        recorded = self.entered
+        return nullcontext() if recorded is None else recorded(op, EVERYWHERE, value)
 
     def summed(self, number: int) -> Callable[[], int]:
         """What gives the sum of all ranks' numbers modulo 2^64, which is on its way. Collective."""
@@ -701,7 +736,8 @@ class Job:
 
         def wait() -> int:
             if work is not None:
-                work.wait()
+                with self._entered("psum", value):
+                    work.wait()
             return int(value) % 2**64
 
         return wait
@@ -711,7 +747,8 @@ class Job:
         if not self.bound:
             return [value]
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, value, group=self.group)
+        with self._entered("all_gather"):
+            dist.all_gather_object(found, value, group=self.group)
         return found
 
     def told(self, find: Callable[[], Any]) -> Any:
@@ -719,7 +756,8 @@ class Job:
         if not self.bound:
             return find()
         found = [find() if self.main else None]
-        dist.broadcast_object_list(found, group=self.group)
+        with self._entered("pbroadcast"):
+            dist.broadcast_object_list(found, group=self.group)
         return found[0]
 
 
@@ -760,6 +798,7 @@ def _stretch(
     guard: Guard,
     write: Callable[..., None],
     peak: float,
+    phase: Callable[[str, int], None],
 ) -> Outcome:
     """The steps of `run` until all are taken, someone asks to stop, or an anomaly ends them."""
     config, family, scaled = run.config, run.config.family, run.config.optimizer.loss_scale
@@ -827,7 +866,38 @@ def _stretch(
             guard=guard,
             check=None if replicas is None else checking(replicas, write, repairs=repairs),
             check_every=config.check_replicas_every,
+            phase=phase,
         )
+
+
+@contextmanager
+def _watched(
+    run: Run, out: Path | None, job: Job, hung: Callable[[str, bool], None]
+) -> Iterator[Callable[[str, int], None]]:
+    """What is told the phases of the loop; it ends the process where the job hangs. Collective."""
+    config, mesh, batches = run.config, run.mesh, run.batches
+    watched = config.hang_after > 0 and out is not None
+    if not (watched and isinstance(mesh, BoundMesh) and mesh.recorder is not None):
+        yield _no_phase
+        return
+
+    def compiles(step: int) -> bool:
+        grown = step > run.start and batches.batch_size(step) != batches.batch_size(step - 1)
+        return step == run.start or grown or (run.watch is not None and run.watch.due(step))
+
+    assert out is not None
+    dog = watchdog.Watchdog.of(
+        mesh,
+        out,
+        job.across(time.time(), dist.ReduceOp.MAX),
+        hang_after=config.hang_after,
+        timeout=config.timeout_seconds,
+        fresh=compiles,
+        end=hung,
+        group=job.group,
+    )
+    with dog.watching():
+        yield dog.phase
 
 
 def replicas_of(run: Run, job: Job) -> Replicas | None:

@@ -1,0 +1,169 @@
+"""Which rank is to blame for a hang, as reports tell it; and a job that hangs, in processes."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from functron.training.records import EVENTS, read
+from functron.training.watchdog import HANG_CODE, HANGS, verdict
+
+KINDS = {
+    "a": ["psum", "tp", 8, "float32"],
+    "b": ["psum", "dp", 8, "float32"],
+    "c": ["all_gather", "dp", 16, "float32"],
+    "A": ["psum", "tp", 8, "float32"],  # as a, of another line
+}
+AXES = {  # of ranks 0 to 3 on dp=2,tp=2
+    "tp": {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]},
+    "dp": {0: [0, 2], 2: [0, 2], 1: [1, 3], 3: [1, 3]},
+}
+
+
+def report(rank, done, step=4, waits=True, heard=None, before="aabc", stage=0, **more):
+    """That of a rank which has entered `done` in a step, and waits in the last of them."""
+    order = list(KINDS)
+    kinds = [{"text": f"{op} over {axis} at {k}", "matched": [op, axis, size, dtype], "line": k}
+             for k, (op, axis, size, dtype) in KINDS.items()]  # fmt: skip
+    waiting = None
+    if waits:
+        axis, at = KINDS[done[-1]][1], len(done) - 1
+        over = sum(KINDS[k][1] == axis for k in done[:-1])
+        waiting = {"op": KINDS[done[-1]][0], "axis": axis, "ranks": AXES[axis][rank], "ordinal": at,
+                   "ordinal_over_axis": over, "text": kinds[order.index(done[-1])]["text"]}  # fmt: skip
+    return {
+        "rank": rank, "host": f"host{rank}", "stage": stage, "step": step, "phase": "step",
+        "waiting": waiting, "at": "model.py:7", "kinds": kinds, "dropped": 0,
+        "sequence": [order.index(k) for k in done], "before": [order.index(k) for k in before],
+        "heard": {str(k): v for k, v in (heard or {}).items()}, **more,
+    }  # fmt: skip
+
+
+def reports(*done, **about):
+    return {rank: report(rank, each, **about) for rank, each in enumerate(done) if each is not None}
+
+
+def test_a_rank_that_tells_nothing():
+    found = verdict(reports("aab", "aabc", None, "aa"), 4)
+    assert (found.reason, found.ranks, found.step) == ("silent", (2,), 4)
+    assert found.at is not None
+    # rank 3 waits for it in its second collective; rank 0 comes later
+    assert (found.at["axis"], found.at["ordinal"], found.at["ordinal_over_axis"]) == ("tp", 1, 1)
+    assert "rank 2 never arrived at psum over tp at a, collective 1" in found.text
+    assert "ranks 0, 1, 3 wait" in found.text
+
+
+def test_a_rank_that_is_in_no_collective():
+    late = report(1, "aa", waits=False, phase="data")
+    found = verdict({**reports("aaa", "aa", "aab", "aab"), 1: late}, 4)
+    assert (found.reason, found.ranks) == ("elsewhere", (1,))
+    assert found.at is not None
+    assert found.at["ordinal"] == 2
+    assert "'data' at model.py:7" in found.text
+
+
+def test_of_ranks_in_no_collective_the_one_that_is_behind():
+    found = verdict({
+        0: report(0, "a", step=5, waits=False),
+        1: report(1, "aab", waits=False),
+        2: report(2, "a", step=5),
+        3: report(3, "a", step=5),
+    }, 4)  # fmt: skip
+    assert found.ranks == (1,)
+
+
+@pytest.mark.parametrize("odd", range(4))
+def test_a_rank_that_took_another_branch(odd):
+    done = ["aab"] * 4
+    done[odd] = "aac"
+    found = verdict(reports(*done), 4)
+    assert (found.reason, found.ranks) == ("mismatch", (odd,))
+    assert f"rank {odd}: entered all_gather over dp at c as collective 2" in found.text
+    assert "where others have psum over dp at b" in found.text
+
+
+def test_of_two_ranks_the_one_that_differs_from_the_step_before():
+    for odd in (0, 1):
+        done = ["aab", "aab"]
+        done[odd] = "aac"
+        assert verdict(reports(*done), 2).ranks == (odd,)
+
+
+def test_collectives_that_are_alike_are_told_apart_by_their_lines():
+    found = verdict(reports("aab", "aAb", "aab", "aab"), 4)
+    assert (found.reason, found.ranks) == ("mismatch", (1,))
+
+
+def test_a_rank_that_is_behind_took_no_branch():
+    heard = [{1: True, 2: False, 3: True}, {0: True, 2: False, 3: True},
+             {0: False, 1: False, 3: False}, {0: True, 1: True, 2: False}]  # fmt: skip
+    done = ["aab", "aab", "a", "a"]
+    found = verdict({r: report(r, done[r], heard=heard[r]) for r in range(4)}, 4)
+    assert (found.reason, found.ranks) == ("connection", (2,))
+    assert found.at is not None
+    assert (found.at["axis"], found.at["ordinal"]) == ("tp", 0)  # rank 3 waits for it there
+
+
+def test_a_dead_connection_has_two_ends():
+    heard = {0: {1: True, 2: True, 3: False}, 3: {0: False, 1: True, 2: True}}
+    found = verdict({r: report(r, "aab", heard=heard.get(r)) for r in range(4)}, 4)
+    assert (found.reason, found.ranks) == ("connection", (0, 3))
+
+
+def test_stages_have_programs_of_their_own():
+    two = {r: report(r, "aab" if r < 2 else "bb", stage=r // 2) for r in range(4)}
+    assert verdict(two, 4).reason == "unknown"
+
+
+def test_nobody_is_to_blame():
+    found = verdict(reports("aab", "aab", "aab", "aab", heard=dict.fromkeys(range(4), True)), 4)
+    assert (found.reason, found.ranks) == ("unknown", ())
+
+
+PROGRAM = """
+import dataclasses, sys
+from pathlib import Path
+import torch.distributed as dist
+from functron.cli.launch import join
+from functron.cli.process import current, guarded
+from functron.cli.train import hung
+from functron.spmd import Mesh
+from functron.spmd.flight import FlightRecorder
+from functron.testing import faults
+from functron.training.config import TrainConfig, load
+from functron.training.train import prepare, train
+
+def run():
+    out = Path(sys.argv[1])
+    config = dataclasses.replace(TrainConfig(), mesh="dp=2,tp=2", format="mock", seq=16, steps=9,
+        global_batch=4, hang_after=3.0, timeout_seconds=60.0, out=str(out))
+    mesh, device = join(Mesh.parse(config.mesh), current(), "cpu", 60.0, FlightRecorder())
+    made = prepare(config, mesh, device)
+    fault = faults.Stop(2, 3)
+    made = dataclasses.replace(made, step=faults.hanging(made.step, [fault], mesh))
+    train(made, out, hung=hung)
+
+sys.exit(guarded(run))
+"""
+
+
+@pytest.mark.distributed
+def test_a_stopped_process_is_named(torchrun, tmp_path):
+    out, began = tmp_path / "run", time.monotonic()
+    done = torchrun(PROGRAM, 4, out, check=False, timeout=120)
+    assert done.returncode == HANG_CODE
+    assert "step 4 hangs: rank 2 never arrived at psum over 'dp'" in done.stderr
+    assert done.stderr.count("step 4 hangs") == 1
+    assert time.monotonic() - began < 110
+    (event,) = read(out / EVENTS)
+    assert (event["kind"], event["step"], event["rank"]) == ("hang", 4, 2)
+    assert (event["reason"], event["axis"], event["ordinal"]) == ("silent", "dp", 0)
+    assert "options.py" in event["line"]
+    told = [json.loads(file.read_text()) for file in sorted((out / HANGS).glob("rank-*.json"))]
+    assert [each["rank"] for each in told] == [0, 1, 3]
+    assert all(
+        "def wait" in str(each["stacks"]) or "all_reduce" in str(each["stacks"]) for each in told
+    )
+    assert all(each["waiting"] is not None and each["phase"] == "step" for each in told)
