@@ -12,18 +12,33 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from functron.training.config import TrainConfig
+    from functron.training.anomalies import AnomalyConfig
+    from functron.training.config import TrainConfig, load
     from functron.training.plan import Plan, plan
     from functron.training.records import compare
+    from functron.training.replicas import leaf_hash
     from functron.training.train import prepare, train
 
-__all__ = ["Plan", "TrainConfig", "compare", "plan", "prepare", "train"]
+__all__ = [
+    "AnomalyConfig",
+    "Plan",
+    "TrainConfig",
+    "compare",
+    "leaf_hash",
+    "load",
+    "plan",
+    "prepare",
+    "train",
+]
 
 _MEMBERS: Mapping[str, str] = MappingProxyType(
     {
+        "AnomalyConfig": "anomalies",
         "Plan": "plan",
         "TrainConfig": "config",
         "compare": "records",
+        "leaf_hash": "replicas",
+        "load": "config",
         "plan": "plan",
         "prepare": "train",
         "train": "train",
