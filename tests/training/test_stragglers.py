@@ -52,14 +52,13 @@ def test_groups():
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_slow_rank_is_named_with_what_is_slow(name):
+    planted = 0.04 if name == "host" else 0.022  # which is noisier
+    usual = 0.11 if name in ("compute", "update") else 0.12 + planted
     for seed in range(20):
-        noise = random.Random(seed)
-        (found,) = stragglers(steps(noise, slow=(2, name, 0.022)), GROUPS)
+        (found,) = stragglers(steps(random.Random(seed), slow=(2, name, planted)), GROUPS)
         assert (found.ranks, found.what) == ((2,), name), seed
-        assert found.seconds == pytest.approx(0.022, abs=0.008)
-        assert found.share == pytest.approx(
-            0.022 / (0.11 if name in ("compute", "update") else 0.14), abs=0.06
-        )
+        assert found.seconds == pytest.approx(planted, abs=0.01)
+        assert found.share == pytest.approx(planted / usual, abs=0.08)
 
 
 def test_a_rank_that_waits_is_not_slow():
