@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import argparse
 import argparse as text
+import contextlib
 import gc
 import hashlib
 import json
+import math
 import os
 import random
 import re
 import shutil
 import signal
 import socket
+import statistics
 import sys
 import tempfile
 import threading
@@ -41,12 +44,15 @@ from functron.cli import launch, process
 from functron.cli import train as command
 from functron.data.order import shuffled
 from functron.optim import OptimizerConfig
-from functron.spmd import Mesh
+from functron.spmd import BoundMesh, Mesh
+from functron.spmd.flight import FlightRecorder
 from functron.testing import faults
 from functron.training import records, run_folder
 from functron.training.anomalies import AnomalyConfig, Guard
-from functron.training.config import load
+from functron.training.config import TrainConfig, load
+from functron.training.stragglers import Comparison, Stopwatch, axes_of
 from functron.training.train import Job, own_hash, prepare, replicas_of, train
+from functron.training.watchdog import Watchdog
 
 RANKS = 4
 TINY = [
@@ -65,6 +71,10 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=100)
     parser.add_argument("--numbers", type=int, default=50)
     parser.add_argument("--rollbacks", type=int, default=5)
+    parser.add_argument("--hangs", type=int, default=50)
+    parser.add_argument("--slow", type=int, default=10)
+    parser.add_argument("--quiet", type=int, default=500, help="steps without a slow rank")
+    parser.add_argument("--rounds", type=int, default=40, help="pairs of steps that are compared")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="where runs lie; a temporary one by default")
     options = parser.parse_args()
@@ -676,6 +686,240 @@ def checks(folder: Path, options: argparse.Namespace) -> Found:
     ], share < 0.001
 
 
+# --- hangs and stragglers
+
+
+def endings(nproc: int, program: Callable[[int, int], None], log: Path, seconds: float) -> bool:
+    """Whether the forks that run ``program(rank, port)`` have all ended in time; log is theirs."""
+    port, pids = free_port(), []
+    for rank in range(nproc):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                sys.stderr = sys.__stderr__ or sys.stdout
+                tqdm.set_lock(threading.RLock())
+                program(rank, port)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)
+        pids.append(pid)
+    left, until = set(pids), time.monotonic() + seconds
+    while left and time.monotonic() < until:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        left.discard(pid)
+        if not pid:
+            time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return not left
+
+
+def trained(
+    config: TrainConfig,
+    mesh: Mesh,
+    rank: int,
+    port: int,
+    fault: Any = None,
+    noted: Path | None = None,
+) -> FlightRecorder:
+    """Train on this process of a job, into which a fault is put; the time of it is written down."""
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=mesh.size
+    )
+    bound = mesh.bind("cpu", config.timeout_seconds, FlightRecorder())
+    run = prepare(config, bound)
+    if fault is not None:
+        plain = faults.hanging(run.step, [fault], bound)
+
+        def step(state: Any, batch: Any) -> Any:
+            if noted is not None and rank == fault.rank and int(state.step) == fault.step:
+                noted.write_text(str(time.time()))
+            return plain(state, batch)
+
+        run = replace(run, step=step)
+    train(run, Path(config.out))
+    assert bound.recorder is not None
+    return bound.recorder
+
+
+def hangs(folder: Path, options: argparse.Namespace) -> Found:
+    """Ranks that stop, branch off, or lose their network: who is named, where, and when."""
+    folder.mkdir()
+    mesh, draw, after = Mesh(dp=2, tp=2), random.Random(options.seed), 3.0
+    config = replace(
+        command.parse_train([*TINY, "--mesh", "dp=2,tp=2"]),
+        steps=8, hang_after=after, stragglers_every=0, out=str(folder / "quiet"),
+    )  # fmt: skip
+
+    def quiet(rank: int, port: int) -> None:
+        recorder = trained(config, mesh, rank, port)
+        rows = [[recorder.kinds[n].op, recorder.kinds[n].axis] for n in recorder.sequence]
+        (folder / f"sequence-{rank}.json").write_text(json.dumps(rows))
+
+    endings(RANKS, quiet, folder / "quiet.log", 120)
+    wanted = json.loads((folder / "sequence-0.json").read_text())
+    wrong, late, seconds, counts = [], [], [], Counter()
+    for number in range(options.hangs):
+        rank, step = draw.randrange(RANKS), draw.randrange(2, 6)
+        place = draw.randrange(len(wanted) - 3)
+        fault, at, kind = [
+            (faults.Stop(rank, step, place), place, "stopped"),
+            (faults.Detour(rank, step, place), place, "branch"),
+            (faults.Cut(rank, step), 0, "network"),
+        ][number % 3]
+        out, noted = folder / str(number), folder / f"began-{number}"
+
+        def program(
+            rank: int, port: int, fault: Any = fault, out: Path = out, noted: Path = noted
+        ) -> None:
+            spared = {"spared": (port,)} if isinstance(fault, faults.Cut) else {}
+            with contextlib.redirect_stdout(sys.stderr):
+                trained(
+                    replace(config, out=str(out)), mesh, rank, port, replace(fault, **spared), noted
+                )
+
+        ended = endings(RANKS, program, folder / f"{number}.log", 120)
+        events = records.read(out / records.EVENTS)
+        event = events[0] if events else {"rank": None, "time": math.inf}
+        counts[kind] += 1
+        took = event["time"] - float(noted.read_text())
+        seconds.append(took)
+        right = (event["rank"], event.get("step"), [event.get("op"), event.get("axis")]) == (
+            rank, step + 1, wanted[at],
+        )  # fmt: skip
+        if not (right and event.get("ordinal") == at and ended):
+            wrong.append((number, kind, rank, step + 1, at, wanted[at], event))
+        if took > after + 15:
+            late.append(number)
+    return [
+        f"{len(seconds)} hangs ({', '.join(f'{n} {k}' for k, n in counts.items())}) among "
+        f"{len(wanted)} collectives of a step: {len(seconds) - len(wrong)} with the right rank and "
+        f"collective; --hang-after {after:g} s, found after {min(seconds):.1f} to "
+        f"{max(seconds):.1f} s, {len(late)} later than {after + 15:g} s",
+        *map(str, wrong[:5]),
+    ], not (wrong or late)
+
+
+def slow(folder: Path, options: argparse.Namespace) -> Found:
+    """A rank that computes a fifth longer, and none that does."""
+    folder.mkdir()
+    mesh, draw = Mesh(dp=4), random.Random(options.seed)
+    sizes = [
+        "--gpt.embed-dim",
+        "128",
+        "--gpt.mlp-dim",
+        "256",
+        "--gpt.num-layers",
+        "2",
+        "--seq",
+        "64",
+    ]
+    config = replace(command.parse_train([*TINY, *sizes, "--mesh", "dp=4"]), steps=45)
+    named, wrong = [], []
+    for number in range(options.slow):
+        fault = faults.Slow(draw.randrange(RANKS), 0.2, draw.randrange(8, 20))
+        out = folder / str(number)
+
+        def program(rank: int, port: int, fault: Any = fault, out: Path = out) -> None:
+            trained(replace(config, out=str(out)), mesh, rank, port, fault)
+
+        endings(RANKS, program, folder / f"{number}.log", 300)
+        events = [e for e in records.read(out / records.EVENTS) if e["kind"] == "straggler"]
+        if not events or (events[0]["rank"], events[0]["what"]) != (fault.rank, "compute"):
+            wrong.append((fault, events[:1]))
+        else:
+            named.append(events[0]["step"] - fault.step)
+        wrong += [(fault, event) for event in events[1:] if event["rank"] != fault.rank]
+    out = folder / "quiet"
+
+    def still(rank: int, port: int) -> None:
+        trained(replace(config, out=str(out), steps=options.quiet), mesh, rank, port)
+
+    endings(RANKS, still, folder / "quiet.log", 3000)
+    alarms = records.read(out / records.EVENTS)
+    taken = len(run_folder.records(out))
+    return [
+        f"{options.slow} slow ranks: {len(named)} named with what is slow, after {named} steps; "
+        f"{taken} quiet steps: {len(alarms)} false alarms",
+        *map(str, [*wrong[:5], *alarms[:5]]),
+    ], not (wrong or alarms) and max(named, default=0) <= 20 and taken == options.quiet
+
+
+def overhead(folder: Path, options: argparse.Namespace) -> Found:
+    """The time of a step that is recorded, watched and compared, beside that of one that is not."""
+    mesh = Mesh(dp=1, tp=2)
+    sizes = ["--gpt.embed-dim", "256", "--gpt.mlp-dim", "1024", "--gpt.num-layers", "4"]
+    given = [*TINY, *sizes, "--seq", "128", "--mesh", "dp=1,tp=2", "--steps", "12"]
+    config = command.parse_train(given)
+
+    def program(rank: int) -> list[list[float]]:
+        recorder = FlightRecorder()
+        plain, watched = prepare(config, mesh.bind()), prepare(config, mesh.bind(recorder=recorder))
+        bound, job = watched.mesh, Job.of(watched)
+        assert isinstance(bound, BoundMesh)
+        folder.mkdir(exist_ok=True)
+        dog = Watchdog.of(
+            bound, folder, 0.0, hang_after=100.0, timeout=300.0, fresh=lambda step: False,
+            end=lambda text, first: None,
+        )  # fmt: skip
+        watch = Stopwatch(recorder, axes_of(bound))
+
+        def gather(mine: torch.Tensor) -> torch.Tensor:
+            found = [torch.empty_like(mine) for _ in range(2)]
+            dist.all_gather(found, mine)
+            return torch.stack(found)
+
+        compared = Comparison(
+            bound, ["a"] * 2, config.stragglers_every, watch, gather, saver.nowhere, print, None
+        )
+        states, batch = [plain.state, watched.state], plain.batch(0)
+        took: list[list[float]] = [[], [], [], []]
+        with dog.watching():
+            for index in range(options.rounds):
+                for which in (0, 1) if index % 2 else (1, 0):
+                    wall, used = time.perf_counter(), time.process_time()
+                    if which:
+                        recorder.begin(index)
+                        for tell in (dog.phase, watch.phase):
+                            tell("data", index)
+                            tell("step", index)
+                    run = (plain, watched)[which]
+                    states[which], metrics = run.step(states[which], batch)
+                    float(metrics["loss"])
+                    if which:
+                        for tell in (dog.phase, watch.phase):
+                            tell("agree", index)
+                        compared.gathered(index)
+                    took[which].append(time.perf_counter() - wall)
+                    took[2 + which].append(time.process_time() - used)
+        del job
+        return [*took, [len(recorder.sequence)]]
+
+    off, on, cpu_off, cpu_on, (count,) = ranks(2, program, folder.with_name("overhead.log"))[0]
+    wall = statistics.median(b / a for a, b in zip(off, on, strict=True)) - 1
+    used = statistics.median(b / a for a, b in zip(cpu_off, cpu_on, strict=True)) - 1
+    recorder, rows = FlightRecorder(), torch.zeros(4)
+    recorder.ranks["tp"] = (0, 1)
+    began, times = time.perf_counter(), 20_000
+    for _ in range(times):
+        recorder.wait(recorder.begun("psum", "tp", rows))
+        recorder.left()
+    each = (time.perf_counter() - began) / times
+    return [
+        f"a step of {1e3 * statistics.median(off):.1f} ms with {count} collectives, recorded, "
+        f"watched and compared: {wall:+.2%} of its time, {used:+.2%} of the processor's (medians "
+        f"of {len(off)} pairs); a record takes {1e6 * each:.1f} us, so "
+        f"{each * count / statistics.median(off):.2%} of the step"
+    ], each * count / statistics.median(off) < 0.01
+
+
 SECTIONS: Mapping[str, Callable[[Path, argparse.Namespace], Found]] = {
     "flips": flips,
     "numbers": numbers,
@@ -685,6 +929,9 @@ SECTIONS: Mapping[str, Callable[[Path, argparse.Namespace], Found]] = {
     "elastic": elastic,
     "full-disk": full_disk,
     "memory": memory,
+    "hangs": hangs,
+    "slow": slow,
+    "overhead": overhead,
 }
 
 

@@ -345,7 +345,14 @@ def lines_of(frame: FrameType, kind: Kind) -> list[str]:
     same = [e for e in over if e.name == kind.op] or over
     size = lambda e: e.operands[0].nbytes if hasattr(e.operands[0], "nbytes") else None  # noqa: E731
     alike = [e for e in same if size(e) == kind.bytes] or same
-    return list(dict.fromkeys(e.where.line or "an unknown line" for e in alike))[:_SHOWN]
+    return list(dict.fromkeys(map(_place, alike)))[:_SHOWN]
+
+
+def _place(equation: Equation) -> str:
+    """The scopes and the line of an equation, as far as they are known."""
+    where = equation.where
+    scope = f"{'/'.join(where.scopes)} in {where.phase}" if where.scopes else where.phase
+    return f"{scope} of {where.line}" if where.line else scope
 
 
 def _step(step, slots: dict[Var, int], dead: tuple[int, ...], compiled, groups) -> Callable:

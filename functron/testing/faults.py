@@ -8,6 +8,7 @@ are meant to survive, ours and our users'.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import select
 import signal
@@ -141,15 +142,17 @@ def _corrupt_(state: Any, fault: Corrupt) -> None:
 
 @dataclass(frozen=True)
 class Stop:
-    """The process of a rank stops as a step begins (SIGSTOP): it does not end, and does nothing.
+    """The process of a rank stops in a step (SIGSTOP): it does not end, and does nothing.
 
     Attributes:
         rank: whose.
         step: from 0.
+        collective: before which collective of the step; None: as the step begins.
     """
 
     rank: int
     step: int
+    collective: int | None = None
 
 
 @dataclass(frozen=True)
@@ -211,29 +214,31 @@ def hanging(
     Args:
         step: ``(state, batch) -> (state, metrics)``; the state has its number as ``step``.
         faults: of any rank.
-        mesh: bound; a `Detour` within a step needs its recorder.
+        mesh: bound; a fault before a collective needs its recorder.
 
     Raises:
-        ValueError: there is such a `Detour`, and no recorder.
+        ValueError: there is such a fault, and no recorder.
     """
     here, recorder = [fault for fault in faults if fault.rank == mesh.rank], mesh.recorder
-    within = [x for x in here if isinstance(x, Detour) and x.collective is not None]
+    within = [x for x in here if isinstance(x, Stop | Detour) and x.collective is not None]
     if within and recorder is None:
         fix = "bind the mesh with one"
-        refuse("cannot take a detour within a step", "mesh.recorder", "None", "a recorder", fix)
+        refuse("cannot put a fault within a step", "mesh.recorder", "None", "a recorder", fix)
     held: list[socket.socket] = []
 
     def wrapped(state: Any, batch: Any) -> tuple[Any, Any]:
         index = int(state.step)
         for fault in here:
-            if isinstance(fault, Stop) and fault.step == index:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            if isinstance(fault, Cut) and fault.step == index:
+            if isinstance(fault, Slow) or fault.step != index:
+                continue
+            if isinstance(fault, Cut):
                 held.extend(cut_connections(fault.spared))
-            if isinstance(fault, Detour) and fault.step == index:
-                if fault.collective is None:
-                    return state, {"loss": torch.zeros(())}
-                _divert(mesh, fault)
+            elif fault.collective is not None:
+                _before(mesh, fault.collective, functools.partial(_act, mesh, fault))
+            elif isinstance(fault, Detour):
+                return state, {"loss": torch.zeros(())}
+            else:
+                _act(mesh, fault)
         began = time.thread_time()
         out = step(state, batch)
         for fault in here:
@@ -244,19 +249,27 @@ def hanging(
     return wrapped
 
 
-def _divert(mesh: BoundMesh, fault: Detour) -> None:
-    """Have the recorder of `mesh` enter the collective of `fault` before another one, once."""
+def _act(mesh: BoundMesh, fault: Stop | Detour) -> None:
+    """Stop this process, or enter a collective that nobody else does."""
+    if isinstance(fault, Stop):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    assert mesh.recorder is not None
+    name, extra = mesh.groups.get(fault.axis), torch.zeros(3)
+    with mesh.recorder.entered("psum", fault.axis, extra):
+        dist.all_reduce(extra, group=None if name is None else compat.group(name))
+
+
+def _before(mesh: BoundMesh, number: int, act: Callable[[], None]) -> None:
+    """Call `act` before this process enters the collective of that number in the step, once."""
     recorder = mesh.recorder
     assert recorder is not None
-    begun, name = recorder.begun, mesh.groups.get(fault.axis)
-    group = None if name is None else compat.group(name)
+    begun = recorder.begun
 
     def diverted(*about: Any) -> Any:
-        if len(recorder.sequence) == fault.collective:
+        if len(recorder.sequence) == number:
             setattr(recorder, "begun", begun)  # noqa: B010  (of this one object)
-            extra = torch.zeros(3)
-            with recorder.entered("psum", fault.axis, extra):
-                dist.all_reduce(extra, group=group)
+            act()
         return begun(*about)
 
     setattr(recorder, "begun", diverted)  # noqa: B010

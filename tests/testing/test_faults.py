@@ -6,6 +6,9 @@ import argparse
 import math
 import os
 import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,9 +16,12 @@ import pytest
 import torch
 
 from functron import checkpoint
-from functron.spmd import Mesh
+from functron.spmd import BoundMesh, Mesh
+from functron.spmd.flight import FlightRecorder
+from functron.testing import faults
 from functron.testing.faults import Corrupt, FullDisk, Kill, flip_, flip_file, injected, moments
 from functron.training.config import TrainConfig
+from functron.training.step import State
 from functron.training.train import prepare, stop_requests, train
 
 
@@ -134,3 +140,82 @@ def test_a_full_disk_ends_a_run_with_what_was_saved_before(tmp_path):
     assert "cannot save the checkpoint" in str(caught.value)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
     assert checkpoint.verify(tmp_path / "checkpoints" / "2")
+
+
+def alone(recorder=None) -> BoundMesh:
+    return BoundMesh(Mesh(), 0, {}, {}, "cpu", recorder)
+
+
+def state(step: int) -> State:
+    return State(torch.tensor(step), {}, (), torch.zeros(2, dtype=torch.int64))
+
+
+def work(state, batch):
+    """Some milliseconds of a processor."""
+    until = time.thread_time() + 0.02
+    while time.thread_time() < until:
+        pass
+    return state, {"loss": torch.tensor(1.0)}
+
+
+@pytest.mark.parametrize("how", ["compute", "sleep"])
+def test_a_slow_rank(how):
+    slow = faults.Slow(0, 1.5, 3, how)
+    step = faults.hanging(work, [slow, faults.Slow(1, 100.0)], alone())
+    for index, share in ((2, 0.0), (3, 1.5), (4, 1.5)):
+        wall, used = time.perf_counter(), time.thread_time()
+        step(state(index), None)
+        wall, used = time.perf_counter() - wall, time.thread_time() - used
+        assert wall >= 0.02 * (1 + share)
+        expected = 0.02 * (1 + (share if how == "compute" else 0.0))
+        assert used == pytest.approx(expected, rel=0.4)
+
+
+def test_a_step_that_is_left_out():
+    step = faults.hanging(work, [faults.Detour(0, 1, None)], alone())
+    assert float(step(state(0), None)[1]["loss"]) == 1.0
+    before = state(1)
+    after, metrics = step(before, None)
+    assert after is before
+    assert float(metrics["loss"]) == 0.0
+
+
+def test_faults_within_a_step_need_a_recorder():
+    for fault in (faults.Stop(0, 1, 2), faults.Detour(0, 1, 2)):
+        with pytest.raises(ValueError, match=r"mesh\.recorder: got None"):
+            faults.hanging(work, [fault], alone())
+        faults.hanging(work, [fault], alone(FlightRecorder()))
+        faults.hanging(work, [faults.Detour(1, 1, 2)], alone())  # of another rank
+
+
+CUT = """
+import socket, sys
+from functron.testing.faults import cut_connections
+
+def pair():
+    server = socket.create_server(("127.0.0.1", 0))
+    one = socket.create_connection(server.getsockname())
+    other, _ = server.accept()
+    return server, one, other
+
+server, near, far = pair()
+spared = pair()
+held = cut_connections([spared[0].getsockname()[1]])
+far.setblocking(False)
+near.setblocking(False)
+assert len(held) == 4, held  # both ends are this process's, and what stands in their place
+near.sendall(b"lost")
+for end in (near, far):
+    try:
+        raise SystemExit(f"got {end.recv(9)!r}; wanted neither data nor an end")
+    except BlockingIOError:
+        pass
+spared[1].sendall(b"here")
+assert spared[2].recv(9) == b"here"
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="connections are found in /proc")
+def test_connections_that_are_cut_carry_nothing_and_do_not_end(tmp_path):
+    done = subprocess.run([sys.executable, "-c", CUT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
