@@ -903,8 +903,8 @@ def _recording(run: Run) -> list[Callable[[str, int], None]]:
     recorder = mesh.recorder
     if config.check_programs:
         store = own_store(compat.default_store(), config.timeout_seconds)
-        seconds = config.hang_after or config.timeout_seconds
-        recorder.agreement = Agreement(store, mesh.rank, seconds, one_order=mesh["pp"] == 1)
+        seconds, one_order = config.timeout_seconds, mesh["pp"] == 1
+        recorder.agreement = Agreement(store, mesh.rank, seconds, one_order)
 
     def begin(name: str, step: int) -> None:
         if name == "data":

@@ -50,6 +50,7 @@ REPORT_SECONDS = 10.0
 PROBE_SECONDS = 5.0
 POLL_SECONDS = 0.5
 _PATIENCE = 0.9  # of what a collective waits: the watchdog knows more than its error
+_TELL_SECONDS, _AFTER_SECONDS = 5.0, 0.3
 _LONGEST = 3.0  # steps may take so many times as long as the longest did
 _NEIGHBOURS = 8  # ranks that one listens to
 
@@ -386,7 +387,7 @@ class Watchdog:
             if not hangs and (silent < self.hang_after / 2 or not self._reports()):
                 continue
             if (self.folder / VERDICT).exists():  # this process was stopped meanwhile
-                self.end("", False)
+                self.end(self._told(), False)
                 return
             found = self._found()
             if found is not None:
@@ -516,7 +517,7 @@ class Watchdog:
 
     def _end(self, found: Verdict) -> None:
         text = f"{found.text}\n  - reports of all ranks: {self.folder}"
-        first = self._claim(text)
+        first = self._claim()
         if first:
             at = found.at or {}
             about = {name: at.get(name) for name in ("op", "axis", "ordinal", "line")}
@@ -525,20 +526,36 @@ class Watchdog:
                 more = {"reason": found.reason, "ranks": list(found.ranks), **about}
                 with event_log(self.out / EVENTS) as write:
                     write("hang", found.step + 1, rank=one, **more)
+                (self.folder / VERDICT).write_text(json.dumps({"text": text, **more}))
+        else:
+            text = self._told() or text
         for rank in found.ranks if found.reason == "silent" else ():
             self._wake(self.places[rank])
         self.end(text, first)
 
-    def _claim(self, text: str) -> bool:
+    def _claim(self) -> bool:
         """Whether this is the process that says it: the first one that comes."""
         try:
-            with (self.folder / VERDICT).open("x", encoding="utf-8") as file:
-                file.write(json.dumps({"job": self.job, "rank": self.rank, "text": text}))
+            (self.folder / VERDICT).open("x").close()
         except FileExistsError:
             return False
         except OSError:
             return True
         return True
+
+    def _told(self) -> str:
+        """What the process says that came first, once it has; the others end after it.
+
+        The end of any process is an error in those that wait for it, which then say that instead.
+        """
+        until = time.monotonic() + _TELL_SECONDS
+        while time.monotonic() < until:
+            with suppress(OSError, ValueError):
+                found = json.loads((self.folder / VERDICT).read_text(encoding="utf-8"))["text"]
+                time.sleep(_AFTER_SECONDS)
+                return found
+            time.sleep(0.05)
+        return ""
 
     def _wake(self, place: Place) -> None:
         """Have a stopped process of this machine go on, so that its launcher can end it."""
