@@ -124,3 +124,4 @@ def test_the_look_before_a_flight(sbatch, tmp_path):
     done, _ = sbatch("preflight", *SMALL[2:], **given)
     assert done.returncode == 0, done.stderr
     assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [10]
+    assert (tmp_path / "run.hardware.json").is_file()

@@ -303,11 +303,11 @@ def test_a_run_loses_ranks_and_gets_them_back(tmp_path):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-def test_a_rank_that_hangs_ends_the_job_after_the_timeout(torchrun, tmp_path):
+def test_a_rank_that_hangs_ends_the_job_after_the_timeout_where_nothing_watches(torchrun, tmp_path):
     script = tmp_path / "failing.py"
     fault = "import time; time.sleep(600)"
     arguments = [*TRAIN, "--mesh", "dp=2", "--prefetch", "0", "--timeout-seconds", "4"]
-    arguments += ["--out", str(tmp_path / "r")]
+    arguments += ["--hang-after", "0", "--out", str(tmp_path / "r")]
     script.write_text(FAILING.format(fault=fault, arguments=arguments))
     done = torchrun(script, 2, check=False)
     assert done.returncode == 1
