@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch.distributed as dist
+from tqdm import tqdm
 
 T = TypeVar("T")
 PORTS = range(20_000, 32_000)  # below those that systems give to whoever asks for any
@@ -191,6 +193,7 @@ def _import() -> None:
     import functron.cli.sample
     import functron.cli.train
 
+    tqdm.monitor_interval = 0  # no thread beside the one that forks
     with tempfile.TemporaryDirectory() as kernels:
         ft.jit(lambda x: x + 1, cache=kernels)(torch.ones(2))
     gc.collect()
@@ -199,6 +202,8 @@ def _import() -> None:
 
 def _run(job: Job, rank: int) -> int:
     os.setsid()
+    # tqdm's own lock is one for all forks, and stays locked when its holder is killed
+    tqdm.set_lock(threading.RLock())
     for stream, descriptor in (("out", 1), ("err", 2)):
         target = os.open(job.output(rank, stream), os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(target, descriptor)

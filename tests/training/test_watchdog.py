@@ -153,7 +153,7 @@ sys.exit(guarded(run))
 def test_a_stopped_process_is_named(torchrun, tmp_path):
     out, began = tmp_path / "run", time.monotonic()
     done = torchrun(PROGRAM, 4, out, False, check=False, timeout=120)
-    assert done.returncode == HANG_CODE
+    assert done.returncode == HANG_CODE, done.stderr
     assert "step 4 hangs: rank 2 never arrived at psum over 'dp'" in done.stderr
     assert done.stderr.count("step 4 hangs") == 1
     assert time.monotonic() - began < 110
@@ -172,7 +172,7 @@ def test_a_stopped_process_is_named(torchrun, tmp_path):
 @pytest.mark.distributed
 def test_a_detour_is_found_before_anybody_waits(torchrun, tmp_path):
     done = torchrun(PROGRAM, 4, tmp_path / "run", True, check=False, timeout=120)
-    assert done.returncode == 1
+    assert done.returncode == 1, done.stderr
     assert "got psum of all ranks, 12 bytes of float32" in done.stderr
     assert "(step 4) on rank 1 where rank" in done.stderr
     assert "torch.where" in done.stderr
