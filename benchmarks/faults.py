@@ -38,11 +38,13 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from functron import checkpoint, tree
+from functron import checkpoint, data, tree
 from functron.checkpoint import saver
+from functron.checkpoint.folder import LATER
 from functron.cli import launch, process
 from functron.cli import train as command
 from functron.data.order import shuffled
+from functron.data.preprocess import Settings, preprocess
 from functron.optim import OptimizerConfig
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
@@ -69,6 +71,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=60, help="after which no more kills are")
     parser.add_argument("--flips", type=int, default=100)
+    parser.add_argument("--bytes", type=int, default=1000, help="that flip in files")
     parser.add_argument("--numbers", type=int, default=50)
     parser.add_argument("--rollbacks", type=int, default=5)
     parser.add_argument("--hangs", type=int, default=50)
@@ -545,6 +548,56 @@ def flips(folder: Path, options: argparse.Namespace) -> Found:
     return lines, not (missed or wrong or late) and len(found) + len({*healed} - {*found}) == count
 
 
+def files(folder: Path, options: argparse.Namespace) -> Found:
+    """Bits that flip in the files of a checkpoint, of tokens, their indexes and their record.
+
+    What `verify` does not notice must do no harm: the same values are read. Orbax writes two files
+    after the manifest, which nothing here reads.
+    """
+    folder.mkdir()
+    config = command.parse_train([*TINY, "--steps", "1", "--save-every", "1"])
+    run = prepare(config, Mesh())
+    saved, tokens = folder / "checkpoint", folder / "tokens"
+    placement = run.plan.placement
+    checkpoint.save(saved, run.state, {"step": 1}, placement=placement)
+    made = Settings((text.__file__,), "bytes", str(tokens), workers=1)
+    preprocess(made)
+
+    def values() -> str:
+        found = checkpoint.restore(saved, prepare(config, Mesh()).state, placement=placement)
+        return hashlib.sha256(b"".join(v.numpy().tobytes() for _, v in _floats(found))).hexdigest()
+
+    whole, draw, counts = values(), random.Random(options.seed), Counter()
+    stored = sorted(path for path in saved.rglob("*") if path.is_file())
+    parts = [*((path, "checkpoint") for path in stored)] * 2
+    parts += [(made.targets[0], "tokens"), (made.targets[1], "index"), (made.record, "record")] * 5
+    harmless, unnoticed = 0, []
+    for number in range(options.bytes):
+        path, kind = parts[number % len(parts)]
+        if not path.stat().st_size:
+            continue
+        byte, bit = draw.randrange(path.stat().st_size), draw.randrange(8)
+        faults.flip_file(path, byte, bit)
+        counts[kind] += 1
+        try:
+            checkpoint.verify(saved) if kind == "checkpoint" else data.verify(tokens)
+        except ValueError:
+            pass
+        else:
+            same = kind == "checkpoint" and values() == whole
+            harmless += same
+            if not same:
+                unnoticed.append((path, byte, bit))
+        faults.flip_file(path, byte, bit)
+    about = ", ".join(f"{count} of {kind}" for kind, count in counts.items())
+    return [
+        f"{counts.total()} flipped bits ({about}) in {len(stored) + 3} files: "
+        f"{counts.total() - harmless - len(unnoticed)} noticed, {harmless} in files that "
+        f"nothing here reads ({', '.join(LATER)}), {len(unnoticed)} unnoticed",
+        *map(str, unnoticed[:5]),
+    ], not unnoticed
+
+
 EVERY = 4
 """Steps from one comparison of replicas to the next, in the section of flipped bits."""
 
@@ -924,6 +977,7 @@ def overhead(folder: Path, options: argparse.Namespace) -> Found:
 
 SECTIONS: Mapping[str, Callable[[Path, argparse.Namespace], Found]] = {
     "flips": flips,
+    "files": files,
     "numbers": numbers,
     "rollback": rollback,
     "checks": checks,

@@ -18,10 +18,10 @@ from functron.data.chat import Chat
 from functron.data.context_schedule import ContextCosts, ContextPlan, Placement, arrange, schedule
 from functron.data.denoising import FillInTheMiddle, Transformed, mask_tokens, spans_of, take_out
 from functron.data.documents import python_text
-from functron.data.indexed import IndexedFile, IndexedWriter, merge, verify
+from functron.data.indexed import IndexedFile, IndexedWriter, merge
 from functron.data.order import Samples, permute, shuffled
 from functron.data.packing import PackedChat, PackedTokens, balance, pack
-from functron.data.shards import open_tokens
+from functron.data.shards import open_tokens, verify
 from functron.data.tokenizer import Tokenizer, open_tokenizer
 from functron.data.windows import ByteText, MockTokens, TokenText, TokenWindows, check_tokens
 

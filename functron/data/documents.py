@@ -10,7 +10,7 @@ import mmap
 import os
 import sysconfig
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -372,3 +372,29 @@ def check_dtype(where: str, dtype: np.dtype, vocab_size: int | None) -> None:
     """
     problem = None if vocab_size is None else dtype_problem(where, dtype, vocab_size)
     raise_problems("dtype too small for the vocabulary", [problem] if problem else [])
+
+
+def ids_outside(file: TokenFile, path: Path, vocab_size: int | None) -> Iterator[Problem]:
+    """Tokens that are below 0, or not below `vocab_size`, a few MB at a time.
+
+    Args:
+        file: whose tokens they are.
+        path: where these begin at offset 0, which the problems name.
+        vocab_size: None: any that the dtype holds.
+    """
+    if file.dtype.kind not in "iu":
+        return
+    limit = vocab_size if vocab_size is not None else int(np.iinfo(file.dtype).max) + 1
+    for begin in range(0, file.num_tokens, _SCANNED):
+        tokens = file.read(begin, min(_SCANNED, file.num_tokens - begin))
+        if int(tokens.min()) >= 0 and int(tokens.max()) < limit:
+            continue
+        wide = tokens.astype(np.int64)
+        for index in np.flatnonzero((wide < 0) | (wide >= limit)):
+            offset = begin + int(index)
+            where = f"{path}, offset {offset * file.dtype.itemsize}"
+            got = f"token id {wide[index]} in document {file.document_of(offset)}"
+            yield Problem(where, got, f"0 to {limit - 1}", "use the tokenizer that wrote it")
+
+
+_SCANNED = 1 << 20

@@ -14,8 +14,8 @@ All of .idx is little-endian, without padding; N sequences make D documents:
 | 34 + 12 N     | 8 (D + 1)   | int64: the first sequence of every document, and N at the end |
 | the end       | N, or none  | int8: modes of sequences, in files of several modalities      |
 
-`IndexedFile` reads them where they are needed, `verify` all of a file to be sure of it, and
-`IndexedWriter` and `merge` write them without holding them in memory.
+`IndexedFile` reads them where they are needed; `IndexedWriter` and `merge` write them without
+holding them in memory.
 
 Source: ``megatron/core/datasets/indexed_dataset.py`` of Megatron-LM.
 """
@@ -29,7 +29,6 @@ import struct
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO
@@ -44,6 +43,7 @@ from functron.data.documents import (
     check_range,
     checked_offsets,
     dtype_problem,
+    ids_outside,
     last_not_after,
 )
 
@@ -357,31 +357,13 @@ def _size_problem(idx: Path, size: int, layout: Layout) -> Problem:
     return Problem(str(idx), f"{size} bytes", wanted, fix)
 
 
-def verify(
-    file: IndexedFile | str | Path, *, vocab_size: int | None = None, allow_empty: bool = False
-) -> None:
-    """Check every length, pointer, document index and token of an indexed file.
+def mistakes_in(file: IndexedFile, vocab_size: int | None, allow_empty: bool) -> Iterator[Problem]:
+    """Every length, pointer, document index and token of an indexed file that cannot be.
 
     Sequences must stand in .bin one after another without gaps, documents must be in order, ids at
-    least 0 and below `vocab_size`. Reads everything once, a few MB at a time.
-
-    Args:
-        file: opened; or its path, as `IndexedFile` and `merge` take it.
-        vocab_size: of the tokenizer; None: any ids that are not negative.
-        allow_empty: let documents have no tokens. Megatron-LM writes such for texts that have none;
-            nothing is ever drawn from them.
-
-    Raises:
-        ValueError: the first 20 places that are wrong, each with file, offset and what it is; or
-            what `IndexedFile` raises.
+    least 0 and below `vocab_size`; see `functron.data.verify`, which asks. Reads everything once, a
+    few MB at a time.
     """
-    file = file if isinstance(file, IndexedFile) else IndexedFile(file)
-    problems = list(islice(_problems(file, vocab_size, allow_empty), MAX_LISTED + 1))
-    more = f": the first {MAX_LISTED} mistakes" if len(problems) > MAX_LISTED else ""
-    raise_problems(f"{file.path} is damaged{more}", problems[:MAX_LISTED])
-
-
-def _problems(file: IndexedFile, vocab_size: int | None, allow_empty: bool) -> Iterator[Problem]:
     problem = None
     if vocab_size is not None:
         problem = dtype_problem(f"{file.idx_path}, offset 17", file.dtype, vocab_size)
@@ -389,7 +371,7 @@ def _problems(file: IndexedFile, vocab_size: int | None, allow_empty: bool) -> I
         yield problem
     yield from _sequence_problems(file)
     yield from _document_problems(file, allow_empty)
-    yield from _token_problems(file, vocab_size)
+    yield from ids_outside(file, file.bin_path, vocab_size)
 
 
 def _sequence_problems(file: IndexedFile) -> Iterator[Problem]:
@@ -429,22 +411,6 @@ def _document_problems(file: IndexedFile, allow_empty: bool) -> Iterator[Problem
                 got = f"document {document} without tokens"
                 fix = "leave it out when writing, or verify with allow_empty=True"
                 yield Problem(where, got, "at least 1", fix)
-
-
-def _token_problems(file: IndexedFile, vocab_size: int | None) -> Iterator[Problem]:
-    if file.dtype.kind not in "iu":
-        return
-    limit = vocab_size if vocab_size is not None else int(np.iinfo(file.dtype).max) + 1
-    for begin in range(0, file.num_tokens, BLOCK):
-        tokens = file.read(begin, min(BLOCK, file.num_tokens - begin))
-        if int(tokens.min()) >= 0 and int(tokens.max()) < limit:
-            continue
-        wide = tokens.astype(np.int64)
-        for index in np.flatnonzero((wide < 0) | (wide >= limit)):
-            offset = begin + int(index)
-            where = f"{file.bin_path}, offset {offset * file.dtype.itemsize}"
-            got = f"token id {wide[index]} in document {file.document_of(offset)}"
-            yield Problem(where, got, f"0 to {limit - 1}", "use the tokenizer that wrote it")
 
 
 class IndexedWriter:

@@ -31,6 +31,7 @@ import numpy as np
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.documents import MAX_LISTED, check_dtype, fitting_dtype
 from functron.data.indexed import IndexedFile, IndexedWriter
+from functron.data.shards import with_checksums
 from functron.data.sources import Chunk, Text, cut, find_files, read, where
 from functron.data.tokenizer import TextTokenizer, end_of_text, open_tokenizer
 
@@ -566,7 +567,7 @@ def preprocess(
             refuse(_CANNOT, str(settings.inputs), got, "at least one")
         assemble(settings, resolved.dtype, [task.part for task in tasks], counts)
         record = settings.parts / "record.json"
-        write_json(record, {**manifest, **asdict(counts)})
+        write_json(record, with_checksums({**manifest, **asdict(counts)}, settings.targets))
         record.replace(settings.record)
         shutil.rmtree(settings.parts, ignore_errors=True)
     return summary(**asdict(counts), progress=progress)

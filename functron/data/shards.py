@@ -1,15 +1,18 @@
 """Token shards: .npy files, raw files, and those of llm.c, read as one row of tokens.
 
-`open_tokens` opens tokens on disk whatever wrote them, and `provenance` is the tokenizer that made
-them, as `functron preprocess` wrote it down beside them.
+`open_tokens` opens tokens on disk whatever wrote them. `functron preprocess` writes a record beside
+them: which tokenizer made them (`provenance`), and the checksums of their files, which `verify`
+compares.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
@@ -20,6 +23,7 @@ import numpy as np
 
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.documents import (
+    MAX_LISTED,
     Concatenated,
     Mapped,
     Part,
@@ -27,9 +31,10 @@ from functron.data.documents import (
     check_dtype,
     check_range,
     checked_offsets,
+    ids_outside,
     raise_listed,
 )
-from functron.data.indexed import IndexedFile, files_of
+from functron.data.indexed import IndexedFile, files_of, mistakes_in
 from functron.data.tokenizer import BYTES
 
 SUFFIXES = MappingProxyType(
@@ -369,17 +374,132 @@ def provenance(paths: Sequence[str | Path]) -> Provenance | None:
 
 
 def _recorded(path: str) -> Provenance | None:
-    stem = path
+    record = _record_of(_record_file(path)) or {}
+    try:
+        return Provenance(record["tokenizer"], record["pattern"], record["tokenizer_sha256"])
+    except KeyError:  # another program's
+        return None
+
+
+def _record_file(path: str | Path) -> Path:
+    stem = str(path)
     for ending in _ENDINGS:
         stem = stem.removesuffix(ending)
+    return Path(f"{stem}.json")
+
+
+def _record_of(file: Path) -> dict[str, Any] | None:
+    """The record in a file; None: there is none.
+
+    Raises:
+        ValueError: it is not as it was written.
+    """
     try:
-        record: Any = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
-        return Provenance(record["tokenizer"], record["pattern"], record["tokenizer_sha256"])
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        RecursionError,
-    ):  # there is none, or another program's
+        found: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
+    if not isinstance(found, dict):
+        return None
+    whole = {name: value for name, value in found.items() if name != "crc32"}
+    if ("files" in found or "crc32" in found) and found.get("crc32") != _checksum_of(whole):
+        refuse(_DAMAGED, str(file), "damaged contents", "the record as it was written", _AGAIN)
+    return whole
+
+
+def _checksum_of(record: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
+def with_checksums(record: Mapping[str, Any], files: Sequence[Path]) -> dict[str, Any]:
+    """The record of tokens, with the sizes and checksums of their files, and one of itself.
+
+    Args:
+        record: as JSON can have it.
+        files: that the record will stand beside; all of them are read.
+    """
+    content = {**record, "files": {file.name: _entry(file) for file in files}}
+    content = json.loads(json.dumps(content))  # as it will be read
+    return {**content, "crc32": _checksum_of(content)}
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "crc32": list(_checksums(file))}
+
+
+def _checksums(file: Path) -> Iterator[int]:
+    """The CRC-32 of every `CHECKED_BYTES` of a file."""
+    with file.open("rb") as stream:
+        while block := stream.read(CHECKED_BYTES):
+            yield zlib.crc32(block)
+
+
+def _differences(record: Path) -> Iterator[Problem]:
+    """Where files of tokens are not as the record beside them says."""
+    content = _record_of(record)
+    if content is None:
+        yield Problem(str(record), "damaged contents", "the record as it was written", _AGAIN)
+        return
+    files = content.get("files")
+    for name, entry in files.items() if isinstance(files, dict) else ():
+        file = record.with_name(Path(name).name)
+        try:
+            size = file.stat().st_size
+            if size != entry["bytes"]:
+                yield Problem(str(file), f"{size} bytes", f"{entry['bytes']} bytes", _AGAIN)
+                continue
+            for number, (found, wanted) in enumerate(
+                zip(_checksums(file), entry["crc32"], strict=True)
+            ):
+                if found != wanted:
+                    begin = number * CHECKED_BYTES
+                    where = f"{file}, offsets {begin} to {min(begin + CHECKED_BYTES, size) - 1}"
+                    yield Problem(where, "other bytes", "the bytes that were written", _AGAIN)
+        except OSError as error:
+            got = error.strerror or str(error)
+            yield Problem(str(file), got, "a file that can be read", _AGAIN)
+        except (KeyError, TypeError, ValueError):  # a record of another make
+            wanted = "a size and a checksum of each block"
+            yield Problem(f"{record}: {name}", f"{entry!r:.100}", wanted, _AGAIN)
+
+
+def verify(
+    tokens: TokenFile | str | Path, *, vocab_size: int | None = None, allow_empty: bool = False
+) -> bool:
+    """Read all of the tokens that `open_tokens` opens, and check that they are what was written.
+
+    Compares the checksums of the record beside them, where `functron preprocess` left one. Then
+    every id must be at least 0 and below `vocab_size`; in indexed files sequences must stand one
+    after another without gaps, and documents in order. A few MB at a time.
+
+    Args:
+        tokens: opened; or where they are, as `open_tokens` takes it.
+        vocab_size: of the tokenizer; None: any ids that are not negative.
+        allow_empty: let documents of indexed files have no tokens. Megatron-LM writes such for
+            texts that have none; nothing is ever drawn from them.
+
+    Returns:
+        Whether there are checksums. Without them, a token may be another one unnoticed.
+
+    Raises:
+        ValueError: the first 20 places that are wrong, each with file, offset and what it is; or
+            what `open_tokens` raises.
+    """
+    file = open_tokens(tokens) if isinstance(tokens, str | Path) else tokens
+    paths = [part.path for part in file.files] if isinstance(file, Shards) else [file.path]
+    records = [_record_file(path) for path in paths]
+    if isinstance(file, IndexedFile):
+        places = mistakes_in(file, vocab_size, allow_empty)
+    else:
+        places = ids_outside(file, file.path, vocab_size)
+    there = [record for record in records if record.is_file()]
+    found = itertools.chain(places, *map(_differences, there))
+    problems = list(itertools.islice(found, MAX_LISTED + 1))
+    more = f": the first {MAX_LISTED} mistakes" if len(problems) > MAX_LISTED else ""
+    raise_problems(f"{file.path} is damaged{more}", problems[:MAX_LISTED])
+    return all("files" in (_record_of(record) or {}) for record in records)
+
+
+CHECKED_BYTES = 1 << 26
+"""Bytes of a file that one checksum is of."""
+_DAMAGED = "the record of tokens is damaged"
+_AGAIN = "copy it again, or preprocess again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 from functron import checkpoint, tree
 from functron.cli.main import main
+from functron.testing.faults import flip_file
 from functron.training import run_folder
 
 SMALL = [
@@ -50,6 +52,21 @@ def test_a_damaged_file_is_named(trained, capsys):
         assert file.name in capsys.readouterr().err
     finally:
         file.write_bytes(whole)
+
+
+def test_tokens_are_verified_too(tmp_path, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "tokens"
+    text.write_text("a fox and a dog")
+    assert main(["preprocess", str(text), "--tokenizer", "bytes", "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", f"{out}.bin"]) == 0
+    assert capsys.readouterr().out == f"{out}.bin: no damage found\n"
+    flip_file(Path(f"{out}.bin"), 3, 0)
+    assert main(["checkpoint", "verify", str(out)]) == 2
+    assert f"{out}.bin, offsets 0 to 31: got other bytes" in capsys.readouterr().err
+    Path(f"{out}.json").unlink()
+    assert main(["checkpoint", "verify", str(out)]) == 0
+    assert "not checked" in capsys.readouterr().out
 
 
 def test_a_run_becomes_a_hugging_face_model_and_a_run_that_trains(trained, tmp_path, capsys):

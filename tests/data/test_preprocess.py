@@ -8,6 +8,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import random
 import signal
 import traceback
 from pathlib import Path
@@ -16,9 +17,11 @@ import numpy as np
 import pytest
 
 from functron.cli.main import main
-from functron.data.indexed import IndexedFile, IndexedWriter, verify
+from functron.data import shards
+from functron.data.indexed import IndexedFile, IndexedWriter
 from functron.data.preprocess import Settings, preprocess
-from functron.data.shards import open_tokens
+from functron.data.shards import open_tokens, verify
+from functron.testing.faults import flip_file
 from tests.data.chats import WORDS, make_tokenizer, tokenizers
 from tests.data.megatron_bytes import expected
 
@@ -106,6 +109,42 @@ def test_numpy(tmp_path, text, folder):
     file = open_tokens(tmp_path / "x.npy")
     assert (file.num_documents, file.num_tokens) == (40, len(row)) == (done.documents, done.tokens)
     assert not (tmp_path / "x.parts").exists()
+
+
+@pytest.mark.parametrize("kind", ["indexed", "npy"])
+def test_every_flipped_bit_is_noticed(tmp_path, text, folder, kind, monkeypatch):
+    monkeypatch.setattr(shards, "CHECKED_BYTES", 100)  # several blocks a file
+    made = settings(text, folder, tmp_path / "x", format=kind)
+    preprocess(made)
+    tokens, draw = made.targets[1], random.Random(0)
+    assert verify(tokens)
+    for file in [*made.targets, made.record] * 30:
+        whole = file.read_bytes()
+        flip_file(file, draw.randrange(len(whole)), draw.randrange(8))
+        with pytest.raises(ValueError, match="wanted"):
+            verify(tokens)
+        file.write_bytes(whole)
+    flip_file(made.targets[0], 150, 0)
+    with pytest.raises(ValueError, match=r"offsets 100 to 199: got other bytes"):
+        verify(tokens)
+
+
+def test_tokens_without_checksums(tmp_path, text, folder):
+    made = settings(text, folder, tmp_path / "x")
+    preprocess(made)
+    made.record.unlink()
+    assert not verify(made.out)
+    made.record.write_text("{}")  # another program's
+    assert not verify(made.out)
+    record = shards.with_checksums({}, made.targets)
+    record["files"]["x.bin"]["crc32"] = None
+    record["crc32"] = shards._checksum_of({"files": record["files"]})
+    made.record.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"x\.json: x\.bin: got .* wanted a size and a checksum"):
+        verify(made.out)
+    made.targets[0].unlink()
+    with pytest.raises(ValueError, match="No such file"):
+        verify(made.out)
 
 
 def test_documents_without_tokens(tmp_path, folder):
