@@ -118,9 +118,32 @@ def _read_idx(folder: Path, data: bytes) -> None:
     _put(folder, "x.bin", np.arange(6, dtype=np.uint16).tobytes())
     _put(folder, "x.idx", data)
     opened = indexed.IndexedFile(folder / "x")
-    indexed.verify(folder / "x")
+    shards.verify(folder / "x")
     for index in range(min(opened.num_documents, 50)):
         opened.document(index)
+
+
+def _record_seeds(folder: Path) -> list[bytes]:
+    with indexed.IndexedWriter(folder / "tokens", np.uint16) as writer:
+        writer.add([1, 2, 3])
+    made = {"tokenizer": "a.json", "pattern": "", "tokenizer_sha256": "00", "tokens": 3}
+    pair = [folder / "tokens.bin", folder / "tokens.idx"]
+    return [json.dumps(shards.with_checksums(made, pair)).encode()]
+
+
+def _read_record(folder: Path, data: bytes) -> None:
+    """As it is, and as one who knows how would have it: with the checksum of what it says."""
+    try:
+        content = json.loads(data)
+        content.pop("crc32")
+        crc = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+        data = json.dumps({**content, "crc32": crc}).encode()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    _put(folder, "tokens.json", data)
+    shards.verify(folder / "tokens")
+    found = shards.provenance([folder / "tokens"])
+    assert found is None or not found.is_there
 
 
 _TOML = b"""
@@ -326,6 +349,7 @@ TARGETS: dict[str, Target] = {
     "index": Target(_index_seeds, _read_index),
     "hub config": Target(_json(_LLAMA), _read_hub_config),
     "idx": Target(_idx_seeds, _read_idx),
+    "record": Target(_record_seeds, _read_record),
     "npy": Target(_bytes(_npy(np.arange(9, dtype=np.uint16))), _read_npy),
     "toml": Target(_bytes(_TOML), _read_config("x.toml")),
     "yaml": Target(_bytes(_YAML), _read_config("x.yaml")),
@@ -372,11 +396,16 @@ def _manifest(**changes: Any) -> bytes:
     return json.dumps({"crc32": 0, "content": _SAVED | changes}).encode()
 
 
+def _program(kind: str) -> bytes:
+    return f"program f on Mesh(dp=2): 0 equations\ninputs:\n  %x: {kind}  0  P()\n".encode()
+
+
 FOUND: dict[str, list[bytes]] = {
     "toml": [b"a = " + b"[" * 100_000, b'{"a":' * 100_000],
     "yaml": [b"a: " + b"[" * 1500, b'{"a":' * 1500],
     "hub config": [json.dumps(_LLAMA | {"rope_scaling": {"rope_type": {}}}).encode()],
     "npy": [b"\x93NUMPY\x01\x00v\x00" + _HEADER[:-4].ljust(117) + b"\n" + bytes(18)],
+    "program": [_program(f"f32[{n}]") for n in ("2" * 130, "9" * 5000, "4294967296,4294967296")],
     "manifest": [
         b"[" * 100_000,
         _manifest(files={"manifest.ocdbt": 1}),

@@ -344,7 +344,7 @@ class Provenance:
             return True
         try:
             return hashlib.sha256(Path(self.tokenizer).read_bytes()).hexdigest() == self.sha256
-        except OSError:
+        except (OSError, ValueError):  # no name of a file
             return False
 
 
@@ -375,10 +375,9 @@ def provenance(paths: Sequence[str | Path]) -> Provenance | None:
 
 def _recorded(path: str) -> Provenance | None:
     record = _record_of(_record_file(path)) or {}
-    try:
-        return Provenance(record["tokenizer"], record["pattern"], record["tokenizer_sha256"])
-    except KeyError:  # another program's
-        return None
+    fields = [record.get(name) for name in ("tokenizer", "pattern", "tokenizer_sha256")]
+    texts = [field for field in fields if isinstance(field, str)]
+    return Provenance(*texts) if len(texts) == len(fields) else None  # another program's
 
 
 def _record_file(path: str | Path) -> Path:
@@ -439,9 +438,15 @@ def _differences(record: Path) -> Iterator[Problem]:
     if content is None:
         yield Problem(str(record), "damaged contents", "the record as it was written", _AGAIN)
         return
-    files = content.get("files")
-    for name, entry in files.items() if isinstance(files, dict) else ():
-        file = record.with_name(Path(name).name)
+    files = content.get("files", {})
+    if not isinstance(files, dict):
+        yield Problem(f"{record}: files", f"{files!r:.100}", "names and checksums", _AGAIN)
+        return
+    for name, entry in files.items():
+        if not name or name in (".", "..") or "/" in name or "\0" in name:
+            yield Problem(str(record), f"{name!r:.100}", "names of files beside it", _AGAIN)
+            continue
+        file = record.with_name(name)
         try:
             size = file.stat().st_size
             if size != entry["bytes"]:

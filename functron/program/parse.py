@@ -50,6 +50,9 @@ _PHASES: Mapping[str, Phase] = {
 }
 _STRING = r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
 _NUMBER = r"(-?(?:inf|nan|\d+(?:\.\d+)?(?:e[+-]?\d+)?))(?![\w.])"
+_SIZES = r"(?:\d{1,18},)*(?:\d{1,18})?"
+_DIGITS = 40
+_MOST_BYTES = 1 << 60  # torch counts in 64 bits
 _WORD = r"[\w./<>+*-]+"
 _VALUE = "a value: %name, a number, a string, [..], (..), P(..), a dtype, a layout or a device"
 
@@ -109,8 +112,11 @@ class Line:
         if text := self.match(_STRING):
             return self._literal(text[1])
         if number := self.match(_NUMBER):
-            plain = re.fullmatch(r"-?\d+", number[1])
-            return int(number[1]) if plain else float(number[1])
+            if not re.fullmatch(r"-?\d+", number[1]):
+                return float(number[1])
+            if len(number[1]) > _DIGITS:
+                self.fail(f"a number of at most {_DIGITS} digits", got=number[1][:_DIGITS] + "...")
+            return int(number[1])
         if self.match(r"\["):
             return self._sequence(lookup, r"\]")
         if self.match(r"\("):
@@ -173,7 +179,8 @@ class Line:
     def type(self) -> Type:
         """``dtype[shape]{strides}@device``."""
         found = self.take(
-            r"(\w+)\[([\d,]*)\](?:\{([\d,]*)\})?(?:@(\w+(?::\d+)?))?", "a type, such as f32[4,8]"
+            rf"(\w+)\[({_SIZES})\](?:\{{({_SIZES})\}})?(?:@(\w+(?::\d{{1,3}})?))?",
+            "a type, such as f32[4,8]",
         )
         dtype = _dtype(found[1])
         if dtype is None:
@@ -182,7 +189,10 @@ class Line:
         stride = contiguous_strides(shape) if found[3] is None else _numbers(found[3])
         if len(stride) != len(shape):
             self.fail(f"{len(shape)} strides", got=repr(found[0].strip()))
-        return Type(shape, stride, dtype, torch.device(found[4] or "cpu"))
+        kind = Type(shape, stride, dtype, torch.device(found[4] or "cpu"))
+        if max((span_bytes(kind), *shape, *stride)) > _MOST_BYTES:
+            self.fail(f"at most {_MOST_BYTES} bytes", got=repr(found[0].strip()))
+        return kind
 
     def where(self) -> Where:
         """The comment of an equation, without its remark on bytes."""
@@ -321,7 +331,7 @@ class _Parser:
         line.take(r"program\b", "'program NAME on Mesh(...)'")
         name = line.word("the name of the program")
         mesh = self.mesh(line)
-        count = int(line.take(r"(\d+) equations", "the number of equations")[1])
+        count = int(line.take(r"(\d{1,9}) equations", "the number of equations")[1])
         checked = not line.match(", unchecked")
         line.end()
         self.section("inputs")
@@ -351,7 +361,7 @@ class _Parser:
         """``on Mesh(dp=2, tp=4):``."""
         text = line.take(r"on Mesh\(([^)]*)\):", "'on Mesh(axis=size, ...):'")[1]
         entries = [entry.partition("=") for entry in text.split(", ") if entry]
-        if not all(size.isdigit() and int(size) for _, _, size in entries):
+        if not all(re.fullmatch(r"0*[1-9]\d{0,8}", size) for _, _, size in entries):
             line.fail("Mesh(axis=size, ...)", f"Mesh({text})")
         return Mesh(**{name: int(size) for name, _, size in entries})
 
@@ -396,7 +406,7 @@ class _Parser:
         if owner := line.match(r"shares %(\w+)"):
             whole = scope.tensor(scope.lookup(line)(owner[1]))
         else:
-            size = line.match(r"of (\d+) bytes")
+            size = line.match(r"of (\d{1,18}) bytes")
             whole = self.memory(int(size[1]) if size else span_bytes(kind), kind.device)
         line.end()
         return scope.define(line, name, self.on_memory(whole, kind))
@@ -510,7 +520,7 @@ class _Parser:
 
     def scan(self, line: Line, scope: _Scope) -> Equation:
         """A scan with its body."""
-        length = int(line.take(r"scan\[length=(\d+)", "scan[length=N]")[1])
+        length = int(line.take(r"scan\[length=(\d{1,18})", "scan[length=N]")[1])
         reverse = bool(line.match(", reverse"))
         line.take(r"\]", "']' after length and reverse")
         name = line.word("the name of the scanned function")
