@@ -485,7 +485,7 @@ def _changed(draw: random.Random, value: Any) -> Any:
     """`value` with one of the values in it replaced, removed or repeated."""
     places = list(_places(value))
     if not places:
-        return draw.choice(_VALUES)
+        return copy.deepcopy(draw.choice(_VALUES))
     holder, key = draw.choice(places)
     match draw.randrange(6):
         case 0:
@@ -498,7 +498,7 @@ def _changed(draw: random.Random, value: Any) -> Any:
             other, name = draw.choice(places)
             holder[key] = copy.deepcopy(other[name])
         case _:
-            holder[key] = draw.choice(_VALUES)
+            holder[key] = copy.deepcopy(draw.choice(_VALUES))
     return value
 
 
