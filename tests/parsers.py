@@ -567,7 +567,8 @@ def guided(name: str, count: int) -> None:
                 print(data, text, sep="\n")
                 raise AssertionError(text)
 
-        atheris.Setup([sys.argv[0], f"-runs={count}", str(corpus)], one)
+        options = [f"-runs={count}", f"-artifact_prefix={made}/"]
+        atheris.Setup([sys.argv[0], *options, str(corpus)], one)
         atheris.Fuzz()
 
 
