@@ -5,8 +5,9 @@ compared between ranks is what each does by itself: its data, its computation, i
 time in which its process did not run. Where nobody works longer and yet one group of an axis sends
 longer than its like, that is the network.
 
-Machines are noisy. A rank is named where it was behind the middle of the ranks in most steps of
-three windows in a row, by a share that matters and by more than the noise between steps.
+Machines are noisy. A rank is named where it was behind the middle of the others in most steps of
+three windows in a row, by a share that matters and by more than the noise between steps; after two
+of them where it stands out more.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,16 +35,17 @@ OWN = ("data", "compute", "update", "host")
 and the update where the step is not compiled; its process does not run (it sleeps, swaps, or others
 use its processor)."""
 
-WINDOWS = 3
-"""How many windows in a row a rank must be behind to be named."""
+NOISE: Mapping[int, float] = MappingProxyType({2: 4.5, 3: 3.0})
+"""By how many windows in a row: the standard errors that a rank must be behind to be named."""
 
 MOST_SHOWN = 64
 """Ranks whose numbers stand in records; of more, the slowest and the middle do."""
 
-_SHARE = 0.08  # of a step that a rank must be behind
-_STEPS = 0.8  # the share of steps in which it must be
-_NOISE = 4.0  # standard errors
+_SHARE = 0.06  # of a step that a rank must be behind
+_STEPS = 0.7  # the share of steps in which it must be
 _NETWORK = 0.2  # of a step: what is sent is noisier
+_TINY = 1e-9  # seconds
+_AGAIN = 10  # windows after which a rank is named once more
 _REDRAW_SECONDS = 10.0
 
 
@@ -66,31 +69,43 @@ class Straggler:
 
 
 def stragglers(
-    steps: Sequence[Mapping[str, Sequence[float]]], groups: Mapping[str, Sequence[Sequence[int]]]
+    steps: Sequence[Mapping[str, Sequence[float]]],
+    groups: Mapping[str, Sequence[Sequence[int]]],
+    noise: float = NOISE[3],
 ) -> list[Straggler]:
     """The ranks that were behind in most of these steps, for their own reasons.
+
+    Computation is compared as a share of what others need for the same step: a machine that is
+    busy with something else slows all of them down, for a while.
 
     Args:
         steps: by section, the seconds of every rank: those of `OWN`, and ``wait/AXIS``.
         groups: by axis, the ranks that meet there.
+        noise: the standard errors that the middle of the steps must be behind.
     """
     found: list[Straggler] = []
     if not steps:
         return found
     size = len(steps[0]["compute"])
     whole = statistics.median(sum(_of(step, rank)) for step in steps for rank in range(size))
-    for rank in range(size) if size > 1 else ():
+    ranks = range(size) if size > 1 else ()
+    compute, update = (
+        statistics.median(step[name][rank] for step in steps for rank in range(size))
+        for name in ("compute", "update")
+    )
+    # of what ranks do, however long they wait
+    bases = {"data": whole, "compute": compute, "update": compute + update, "host": whole}
+    for rank in ranks:
         behind = {name: [_behind(step[name], rank) for step in steps] for name in OWN}
         name = max(OWN, key=lambda name: statistics.median(behind[name]))
-        seconds = statistics.median(behind[name])
-        usual = whole
-        if name in ("compute", "update"):  # of what ranks do, however long they wait
-            usual = statistics.median(
-                step["compute"][r] + step["update"][r] for step in steps for r in range(size)
-            )
-        if _matters(behind[name], _SHARE * usual) and seconds > _SHARE / 2 * whole:
-            found.append(Straggler((rank,), name, seconds / usual, seconds))
-    return found or _networks(steps, groups, whole)
+        base, late = bases[name], [seconds / bases[name] for seconds in behind[name]]
+        if name == "compute":
+            of = [max(_middle(step[name], rank), _TINY) for step in steps]
+            late = [seconds / usual for seconds, usual in zip(behind[name], of, strict=True)]
+        share = statistics.median(late)
+        if _matters(late, _SHARE, noise) and share * base > _SHARE / 3 * whole:
+            found.append(Straggler((rank,), name, share, share * base))
+    return found or _networks(steps, groups, whole, noise)
 
 
 def _of(step: Mapping[str, Sequence[float]], rank: int) -> list[float]:
@@ -99,21 +114,26 @@ def _of(step: Mapping[str, Sequence[float]], rank: int) -> list[float]:
 
 def _behind(values: Sequence[float], rank: int) -> float:
     """How much longer than the middle of the others one took."""
-    return values[rank] - statistics.median(v for r, v in enumerate(values) if r != rank)
+    return values[rank] - _middle(values, rank)
 
 
-def _matters(values: Sequence[float], least: float) -> bool:
+def _middle(values: Sequence[float], rank: int) -> float:
+    return statistics.median(value for other, value in enumerate(values) if other != rank)
+
+
+def _matters(values: Sequence[float], least: float, noise: float) -> bool:
     """Whether most values are over `least`, and their middle is more than noise."""
     middle = statistics.median(values)
     spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
     often = sum(value > least for value in values) >= _STEPS * len(values)
-    return often and middle > _NOISE * spread / math.sqrt(len(values))
+    return often and middle > noise * spread / math.sqrt(len(values))
 
 
 def _networks(
     steps: Sequence[Mapping[str, Sequence[float]]],
     groups: Mapping[str, Sequence[Sequence[int]]],
     whole: float,
+    noise: float,
 ) -> list[Straggler]:
     """Groups of an axis in which even the rank that comes last waits longer than in the others."""
     found = []
@@ -127,7 +147,7 @@ def _networks(
             behind = [_behind(row, number) for row in sent]
             seconds = statistics.median(behind)
             usual = statistics.median(row[number] for row in sent) - seconds
-            if _matters(behind, _NETWORK * whole) and seconds > usual:
+            if _matters(behind, _NETWORK * whole, noise) and seconds > usual:
                 found.append(Straggler((*ranks,), "network", seconds / whole, seconds, axis))
     return found
 
@@ -264,9 +284,9 @@ class Comparison:
     say: Callable[[str], None]
     picture: Path | None
     _windows: deque[list[dict[str, list[float]]]] = field(
-        default_factory=lambda: deque(maxlen=WINDOWS), init=False
+        default_factory=lambda: deque(maxlen=max(NOISE)), init=False
     )
-    _named: set[tuple] = field(default_factory=set, init=False)
+    _named: dict[tuple, int] = field(default_factory=dict, init=False)
     _drawn: float = field(default=-math.inf, init=False)
     _count: int = field(default=0, init=False)
 
@@ -287,18 +307,17 @@ class Comparison:
         rows = everywhere.permute(1, 2, 0).tolist()
         window = [dict(zip(names, row, strict=True)) for row in rows]
         self._windows.append(window)
-        if len(self._windows) == WINDOWS:
-            self._name(index)
+        self._name(index)
         if self.picture is not None and time.monotonic() - self._drawn > _REDRAW_SECONDS:
             self.draw()
         return {"ranks": _summary(medians(window))}
 
     def _name(self, index: int) -> None:
-        steps = [step for window in self._windows for step in window]
-        slow = stragglers(steps, groups_of(self.mesh.mesh))
+        slow = self._slow()
         for each in slow:
             key = each.ranks, each.what, each.axis
-            if key in self._named:
+            last, self._named[key] = self._named.get(key), self._count
+            if last is not None and self._count - last <= _AGAIN * self.every:
                 continue
             hosts = sorted({self.hosts[rank] for rank in each.ranks})
             about = {"what": each.what, "share": round(each.share, 4), "hosts": hosts}
@@ -307,7 +326,14 @@ class Comparison:
             one = each.ranks[0] if len(each.ranks) == 1 else None
             self.write("straggler", index + 1, rank=one, **about)
             self.say(f"step {index + 1}: {described(each, hosts)}")
-        self._named = {(each.ranks, each.what, each.axis) for each in slow}
+
+    def _slow(self) -> list[Straggler]:
+        groups, windows = groups_of(self.mesh.mesh), list(self._windows)
+        for count, noise in NOISE.items():
+            steps = [step for window in windows[-count:] for step in window]
+            if len(windows) >= count and (found := stragglers(steps, groups, noise)):
+                return found
+        return []
 
     def draw(self) -> None:
         """Draw the heat map of what is known."""
