@@ -36,7 +36,7 @@ from functron.data.documents import python_text
 from functron.data.indexed import Layout
 from functron.data.preprocess import Settings, preprocess
 from functron.training.config import TrainConfig
-from functron.training.train import prepare
+from functron.training.run import prepare
 
 SEED_BYTES = 4 << 20
 BLOCK = 1 << 22

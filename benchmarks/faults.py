@@ -52,8 +52,9 @@ from functron.testing import faults
 from functron.training import records, run_folder
 from functron.training.anomalies import AnomalyConfig, Guard
 from functron.training.config import TrainConfig, load
+from functron.training.run import Job, own_hash, prepare
 from functron.training.stragglers import Comparison, Stopwatch, axes_of
-from functron.training.train import Job, own_hash, prepare, replicas_of, train
+from functron.training.train import replicas_of, train
 from functron.training.watchdog import Watchdog
 
 RANKS = 4

@@ -28,7 +28,8 @@ from functron.cli.train import parse_train
 from functron.spmd import Mesh
 from functron.training.checks import validate
 from functron.training.config import TrainConfig
-from functron.training.train import prepare, train
+from functron.training.run import prepare
+from functron.training.train import train
 
 STEPS = 3
 CLOCK = {"step_seconds", "tokens_per_second", "mfu", "peak_memory_bytes"}

@@ -39,7 +39,7 @@ from functron.training.evaluation import (
 )
 from functron.training.hardware import free_memory_bytes
 from functron.training.plan import plan
-from functron.training.train import own_part
+from functron.training.run import own_part
 
 _PARALLEL = (
     "sequence_parallel", "context", "zigzag", "expert_axes", "schedule", "chunks", "layout",

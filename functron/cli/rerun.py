@@ -17,7 +17,8 @@ from functron.core.errors import Problem, raise_problems
 from functron.spmd import Mesh
 from functron.training import records, run_folder
 from functron.training.config import TrainConfig, load
-from functron.training.train import Job, attributed, deterministic, prepare
+from functron.training.rerun import attributed
+from functron.training.run import Job, deterministic, prepare
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,14 +31,12 @@ from functron.training.checks import validate
 from functron.training.config import BOXES, COMMON, TrainConfig, starting_config
 from functron.training.data import is_chat, reader_of, with_tokenizer
 from functron.training.plan import bubble_note, plan, step_report
+from functron.training.run import Job, Run, prepare
 from functron.training.train import (
     REQUEUE_CODE,
     RESHAPE_CODE,
-    Job,
     Outcome,
-    Run,
     exit_code,
-    prepare,
     replicas_of,
     train,
 )

@@ -343,7 +343,7 @@ def _connected(connection: socket.socket, spared: Sequence[int]) -> bool:
 Moment = Literal[
     "open", "restored", "step", "evaluate", "save", "write", "written", "commit", "committed"
 ]
-"""The moments of a run: `functron.training.train.prepare` and `Run.at` say when each is."""
+"""The moments of a run: `functron.training.run.prepare` and `Run.at` say when each is."""
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ class FullDisk:
 
 
 def moments(faults: Sequence[Kill | FullDisk], rank: int = 0) -> Callable[[str, int], None]:
-    """What `functron.training.train.prepare` takes as `at`, which brings these faults about."""
+    """What `functron.training.run.prepare` takes as `at`, which brings these faults about."""
 
     def at(moment: str, step: int) -> None:
         for fault in faults:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from functron.training.plan import Plan, plan
     from functron.training.records import compare
     from functron.training.replicas import leaf_hash
-    from functron.training.train import prepare, train
+    from functron.training.run import prepare
+    from functron.training.train import train
 
 __all__ = [
     "AnomalyConfig",
@@ -40,7 +41,7 @@ _MEMBERS: Mapping[str, str] = MappingProxyType(
         "leaf_hash": "replicas",
         "load": "config",
         "plan": "plan",
-        "prepare": "train",
+        "prepare": "run",
         "train": "train",
     }
 )

@@ -9,17 +9,27 @@ ranks are compared.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
+from functron import checkpoint
 from functron.core import tree
+from functron.spmd import BoundMesh
+from functron.training import records, run_folder
 from functron.training.anomalies import METRICS, AnomalyConfig, Guard, Record
+from functron.training.hardware import free_memory_bytes
 from functron.training.plan import Watch
+from functron.training.run import Job, Run, begin_state, own_hash, programs
+from functron.training.step import State
 
 Step = Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
 Numbers = tuple[float, ...]
@@ -49,7 +59,7 @@ class Verdict:
         compared: how many ranks computed the step by themselves; 0: it was not compared.
         layer: the first in the order of the computation that has an activation or gradient which is
             not finite.
-        samples: those of the step, as `functron.training.train.Run.samples_of`.
+        samples: those of the step, as `functron.training.run.Run.samples_of`.
     """
 
     step: int
@@ -111,7 +121,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Replay:
-    """What taking steps of a run again needs; made by `functron.training.train.replay_of`.
+    """What taking steps of a run again needs; made by `replay_of`.
 
     Attributes:
         config: what anomalies are, of which the limits of steps follow.
@@ -263,3 +273,109 @@ def _first_layer(watch: Watch, state: Any, batch: Any) -> str | None:
 
 def _finite(numbers: Mapping[str, float], name: str) -> bool:
     return math.isfinite(numbers.get(name, 0.0))
+
+
+def check_hardware(verdict: Verdict) -> None:
+    """Raise OSError where ranks make the same mistake each time."""
+    if verdict.kind != "persistent":
+        return
+    who = ", ".join(map(str, verdict.ranks))
+    raise OSError(
+        f"step {verdict.step}: ranks {who} of {verdict.compared} compute other numbers than the "
+        "others of the same state and batch, each time; wanted the same bits on all; fix: take "
+        "their machine out, then go on with --resume"
+    )
+
+
+def replay_of(run: Run, out: Path | None, job: Job) -> Replay:
+    """What taking steps of `run` again needs."""
+    folder = None if out is None else out / run_folder.CHECKPOINTS
+
+    def begin(index: int) -> tuple[State, int]:
+        def newest() -> int | None:
+            saved = checkpoint.steps(folder) if folder is not None and folder.is_dir() else []
+            return max((step for step in saved if step <= index), default=None)
+
+        begun = job.told(newest)
+        where = run.begun_from if begun is None or folder is None else folder / str(begun)
+        state, _ = begin_state(run.plan, where, run.device)
+        return state, int(state.step)
+
+    def step(index: int) -> Callable:
+        return run.watch.step if run.watch is not None and run.watch.due(index) else run.step
+
+    def watch() -> Watch:
+        found = run.plan.watching()
+        return (
+            found if run.around is None else dataclasses.replace(found, step=run.around(found.step))
+        )
+
+    return Replay(
+        run.config.anomalies,
+        begin,
+        step,
+        run.batch,
+        lambda index: f"{job.summed(own_hash(run.mesh, run.host_batch(index)))():016x}",
+        lambda state, index: _alone(run, out, job, state, index),
+        watch,
+        run.samples_of,
+        job.told,
+    )
+
+
+def attributed(
+    run: Run,
+    out: Path | None,
+    job: Job,
+    step: int,
+    known: Sequence[records.Record],
+    *,
+    exact: bool = True,
+) -> Verdict:
+    """The verdict on a step of `run`, from 1, by taking it again. Collective.
+
+    Args:
+        run: its state is left alone.
+        out: its folder.
+        job: its processes.
+        step: which one.
+        known: records of this session, beside those in the folder.
+        exact: as of `take_again`.
+    """
+    names = ("step", "batch", "loss", "grad_norm")
+
+    def stored() -> list[dict[str, Any]]:
+        rows = [] if out is None else run_folder.records(out)
+        return [{name: row.get(name) for name in names} for row in rows if row["step"] <= step]
+
+    found = {record["step"]: record for record in job.told(stored)}
+    found |= {record["step"]: record for record in known if "batch" in record}
+    return take_again(replay_of(run, out, job), step, found, exact=exact)
+
+
+def _alone(run: Run, out: Path | None, job: Job, state: State, index: int) -> list[Numbers] | None:
+    """The numbers of a step that every rank computes by itself, all of it, simulating the others.
+
+    The state goes through a checkpoint, which is removed. None where there are no other ranks, no
+    folder for it, or no memory for the whole state on each.
+    """
+    mesh = run.mesh
+    if not isinstance(mesh, BoundMesh) or out is None:
+        return None
+    leaves = run.plan.placement.leaves
+    nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    free = -job.across(-free_memory_bytes(run.device), dist.ReduceOp.MAX)
+    together = 1 if run.device.type == "cuda" else mesh.size
+    if 3 * nbytes * together > free:
+        return None
+    path = out / run_folder.AGAIN
+    checkpoint.save(path, state, placement=run.plan.placement, timeout=run.config.timeout_seconds)
+    config = dataclasses.replace(run.config, compile=False, cuda_graph=False, nproc=0)
+    made = dataclasses.replace(run.plan, config=config, mesh=mesh.mesh)
+    whole, _ = begin_state(made, path, run.device)
+    simulated = dataclasses.replace(run, plan=made, state=whole)
+    step, _ = programs(made, run.around)
+    numbers = numbers_of(step(whole, simulated.batch(index))[1])
+    found = job.gathered(numbers)
+    job.told(lambda: shutil.rmtree(path, ignore_errors=True))
+    return found

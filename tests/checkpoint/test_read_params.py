@@ -23,7 +23,8 @@ from functron.training.checks import validate
 from functron.training.config import TrainConfig
 from functron.training.convert import convert, upcycle, upcycle_run
 from functron.training.plan import plan
-from functron.training.train import prepare, train
+from functron.training.run import prepare
+from functron.training.train import train
 
 DECAY, STEPS = 0.7, 4
 RUN = TrainConfig(

@@ -28,7 +28,7 @@ from functron.params import abstract_params, num_params
 from functron.spmd import Mesh
 from functron.training.config import BOXES, COMMON, TrainConfig, load, with_model
 from functron.training.plan import plan
-from functron.training.train import prepare
+from functron.training.run import prepare
 
 SMALL = ["--model", "llama3-tiny", "--seq", "32"]
 

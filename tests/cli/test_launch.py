@@ -27,7 +27,7 @@ from functron.data import IndexedWriter
 from functron.spmd import Mesh
 from functron.training import records
 from functron.training.config import TrainConfig, with_model
-from functron.training.train import Run, prepare
+from functron.training.run import Run, prepare
 
 pytestmark = pytest.mark.distributed
 
@@ -38,7 +38,7 @@ TRAIN += ["--data", __file__]
 FAILING = """
 import os, sys, torch.distributed as dist
 from functron.cli.main import main
-from functron.training.train import Run
+from functron.training.run import Run
 real = Run.host_batch
 def host_batch(run, step):
     if step == 2 and dist.get_rank() == 1:
@@ -437,7 +437,7 @@ from functron.cli import launch, process
 from functron.training.config import TrainConfig, with_model
 from functron.spmd import Mesh
 from functron.training import records
-from functron.training.train import prepare
+from functron.training.run import prepare
 config = with_model(TrainConfig(mesh="dp=2,tp=2", seq=16, seed=5), "llama3-tiny")
 mesh, device = launch.join(Mesh.parse(config.mesh), process.current(), "cpu")
 run = prepare(config, mesh, device)

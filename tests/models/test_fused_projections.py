@@ -22,7 +22,7 @@ from functron.pipeline import Partition, even_layout, make
 from functron.program.equations import Scan
 from functron.training.config import TrainConfig
 from functron.training.convert import upcycle
-from functron.training.train import prepare
+from functron.training.run import prepare
 from tests.test_params import bound
 
 TOLERANCE = 1e-10

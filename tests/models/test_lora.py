@@ -17,7 +17,8 @@ from functron.params import abstract_params
 from functron.training.config import TrainConfig, dump
 from functron.training.convert import convert
 from functron.training.plan import plan
-from functron.training.train import prepare, train
+from functron.training.run import prepare
+from functron.training.train import train
 
 CONFIG = gpt.GPTConfig(
     vocab_size=256, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24,

@@ -16,7 +16,7 @@ from functron import checkpoint, tree
 from functron.cli.main import main
 from functron.spmd import Mesh
 from functron.training.config import load
-from functron.training.train import prepare
+from functron.training.run import prepare
 
 pytestmark = pytest.mark.distributed
 

@@ -21,8 +21,9 @@ from functron.spmd.flight import FlightRecorder
 from functron.testing import faults
 from functron.testing.faults import Corrupt, FullDisk, Kill, flip_, flip_file, injected, moments
 from functron.training.config import TrainConfig
+from functron.training.run import prepare
 from functron.training.step import State
-from functron.training.train import prepare, stop_requests, train
+from functron.training.train import stop_requests, train
 
 
 class Held(NamedTuple):

@@ -17,7 +17,7 @@ from functron import tree
 from functron.optim.config import OptimizerConfig
 from functron.program.equations import Equation, Scan
 from functron.training.config import TrainConfig, with_model
-from functron.training.train import prepare
+from functron.training.run import prepare
 
 backend_registration._setup_privateuseone_for_python_backend("elsewhere")
 DEVICE = torch.device("elsewhere:0")

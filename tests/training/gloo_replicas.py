@@ -16,7 +16,8 @@ from functron.testing.faults import Corrupt, injected
 from functron.training.config import TrainConfig
 from functron.training.records import EVENTS, read
 from functron.training.replicas import CorruptionError
-from functron.training.train import Job, own_hash, prepare, replicas_of, train
+from functron.training.run import Job, own_hash, prepare
+from functron.training.train import replicas_of, train
 
 FOLDER, DATA = Path(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo")

@@ -17,7 +17,8 @@ from functron.testing.faults import Corrupt, injected
 from functron.training.anomalies import AnomalyConfig
 from functron.training.config import TrainConfig
 from functron.training.records import EVENTS, read
-from functron.training.train import prepare, train
+from functron.training.run import prepare
+from functron.training.train import train
 
 FOLDER = Path(sys.argv[1])
 dist.init_process_group("gloo")

@@ -21,7 +21,8 @@ from functron.testing.faults import Corrupt, injected
 from functron.training import records, run_folder
 from functron.training.anomalies import AnomalyConfig, Detector, Guard, with_factors
 from functron.training.config import TrainConfig, load
-from functron.training.train import prepare, train
+from functron.training.run import prepare
+from functron.training.train import train
 
 SMALL = [
     "--seq", "16", "--global-batch", "8", "--gpt.num-layers", "2", "--gpt.embed-dim", "16",

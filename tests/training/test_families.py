@@ -29,7 +29,7 @@ from functron.training import run_folder
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, dump, load, with_model
 from functron.training.plan import plan
-from functron.training.train import prepare
+from functron.training.run import prepare
 from tests.data.chats import corpus as chats
 from tests.data.chats import make_tokenizer, write_lines
 

@@ -29,7 +29,8 @@ from functron.training.checks import validate
 from functron.training.config import TrainConfig, dump, load
 from functron.training.data import open_samples
 from functron.training.evaluation import loss_memory_bytes, open_sets
-from functron.training.train import loop, prepare
+from functron.training.run import prepare
+from functron.training.train import loop
 from tests.data.chats import corpus, make_tokenizer, write_lines
 from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL
 

@@ -18,6 +18,7 @@ from functron.core import chart as plot
 from functron.spmd import Mesh
 from functron.training import records
 from functron.training.config import TrainConfig
+from functron.training.run import prepare
 from functron.training.train import (
     EXIT_AFTER,
     REQUEUE_CODE,
@@ -27,7 +28,6 @@ from functron.training.train import (
     Request,
     exit_code,
     loop,
-    prepare,
     stop_requests,
     train,
 )

@@ -16,7 +16,7 @@ from functron.optim import config as optim_config
 from functron.spmd import Mesh
 from functron.training.config import TrainConfig, with_model
 from functron.training.plan import plan
-from functron.training.train import prepare
+from functron.training.run import prepare
 from tests.data.chats import make_tokenizer
 
 COUNTED = {

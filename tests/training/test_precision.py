@@ -18,7 +18,7 @@ from functron.training import run_folder
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, dump, load, with_model, with_precision
 from functron.training.plan import plan
-from functron.training.train import prepare
+from functron.training.run import prepare
 from functron.training.train import train as train_run
 from tests.training.test_resume import losses, train
 from tests.training.test_watch import CONFIG, MODELS, batch_of

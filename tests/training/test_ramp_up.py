@@ -25,7 +25,8 @@ from functron.training import run_folder
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, load
 from functron.training.plan import plan
-from functron.training.train import prepare, train
+from functron.training.run import prepare
+from functron.training.train import train
 
 RUN = TrainConfig(
     gpt=gpt.GPTConfig(
@@ -112,7 +113,7 @@ def test_a_program_per_size(alone, monkeypatch):
         seen.append(settings)
         return ft.jit(*args, **settings, backend="eager")
 
-    monkeypatch.setattr(sys.modules["functron.training.train"], "jit", jit)
+    monkeypatch.setattr(sys.modules["functron.training.run"], "jit", jit)
     config = replace(RUN, ramp_up="4 8 4", steps=2)
     found = taken(replace(config, compile=True))
     assert found[1]["tokens"] == (4 + 12) * 12

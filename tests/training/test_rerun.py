@@ -19,7 +19,8 @@ from functron.training import records, run_folder
 from functron.training.anomalies import AnomalyConfig
 from functron.training.config import TrainConfig
 from functron.training.rerun import Verdict, unlike
-from functron.training.train import prepare, train
+from functron.training.run import prepare
+from functron.training.train import train
 
 GPT = GPTConfig(vocab_size=256, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=2, mlp_dim=16)
 BASE = TrainConfig(

@@ -21,7 +21,7 @@ from functron.training import run_folder
 from functron.training.checks import validate
 from functron.training.config import TrainConfig
 from functron.training.data import open_samples
-from functron.training.train import prepare
+from functron.training.run import prepare
 from tests.data.chats import WORDS, corpus, make_tokenizer, messages, write_lines
 
 ANSWER = "I am here to help"

@@ -23,7 +23,7 @@ from functron.spmd import Mesh
 from functron.training import run_folder
 from functron.training.config import TrainConfig
 from functron.training.data import open_samples
-from functron.training.train import prepare
+from functron.training.run import prepare
 from tests.data.chats import corpus, make_tokenizer, messages, write_lines
 
 TOLERANCE = 1e-10

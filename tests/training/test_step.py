@@ -12,7 +12,7 @@ from functron.spmd.shard_map import Donated
 from functron.spmd.spec import unpad
 from functron.training.config import TrainConfig
 from functron.training.plan import plan
-from functron.training.train import prepare
+from functron.training.run import prepare
 
 CONFIG = gpt.GPTConfig(
     vocab_size=40, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, max_seq=12,

@@ -133,7 +133,8 @@ from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.testing import faults
 from functron.training.config import TrainConfig, load
-from functron.training.train import prepare, train
+from functron.training.run import prepare
+from functron.training.train import train
 
 def run():
     out, checks = Path(sys.argv[1]), sys.argv[2] == "True"

@@ -1,0 +1,421 @@
+"""A training run, ready for its next step: its plan, data, programs and state; and its processes.
+
+What takes the steps is in `functron.training.train`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from functron.checkpoint.memory import Memory
+from functron.checkpoint.saver import Moments, nowhere
+from functron.compiler.jit import jit
+from functron.core import random, tree
+from functron.data import Blend, Samples
+from functron.data.order import Gaps, RampUp, drawn
+from functron.precision.recipe import check_gpu
+from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
+from functron.spmd.flight import EVERYWHERE
+from functron.training import data
+from functron.training.config import TrainConfig
+from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
+from functron.training.plan import Plan, Watch, plan
+from functron.training.replicas import batch_hash
+from functron.training.restored import abstract_state, restored
+from functron.training.step import State
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run, ready for its next step; made by `prepare`.
+
+    Attributes:
+        plan: everything that follows of its configuration and mesh.
+        text: where batches come from.
+        state: before the first step, which consumes it: global values, or this rank's shards.
+        step: ``(state, batch) -> (state, metrics)``, compiled if that was asked for.
+        watch: the twin of `step` that also measures layers, where it is asked for.
+        device: where it runs.
+        start: steps taken already.
+        held_out: sets that are evaluated, none without `eval_every`.
+        held_out_loss: of `evaluation.loss_program`, which evaluates them; None without.
+        notes: what of its checkpoint was converted, or begins anew, in words.
+        begun_from: the checkpoint that it began with, or went on from; None: random parameters.
+        around: what every program of a step is wrapped in, such as `functron.testing.faults`.
+        at: ``at(moment, step)`` is called as this process comes to a moment of the run: "step"
+            before the batch of a step, "evaluate" and "save" after so many steps, and what
+            `checkpoint.Saver` calls it with.
+        memory: the folder of main memory for ``memory_save_every``; None: nothing is kept there.
+        from_memory: whether the state comes from there.
+    """
+
+    plan: Plan
+    text: Samples
+    state: State
+    step: Callable
+    watch: Watch | None
+    device: torch.device
+    start: int = 0
+    held_out: Sequence[HeldOut] = ()
+    held_out_loss: Callable | None = None
+    notes: Sequence[str] = ()
+    begun_from: Path | None = None
+    around: Callable[[Callable], Callable] | None = None
+    at: Moments = nowhere
+    memory: Path | None = None
+    from_memory: bool = False
+
+    @property
+    def config(self) -> TrainConfig:
+        """The configuration that it was made of."""
+        return self.plan.config
+
+    @property
+    def mesh(self) -> Mesh | BoundMesh:
+        """Its ranks: simulated, or bound to processes."""
+        return self.plan.mesh
+
+    @cached_property
+    def batches(self) -> RampUp:
+        """How many samples each step has, and which one is its first."""
+        return self.config.batches
+
+    @cached_property
+    def gaps(self) -> Gaps:
+        """The samples that it leaves out."""
+        return self.config.anomalies.gaps
+
+    def samples_of(self, step: int) -> dict[str, Any]:
+        """The samples of `step`, for events: ``samples``, ``[first, end]``, and their ``sources``.
+
+        By the name of a source of a blend the numbers that its samples have in it; otherwise the
+        name of the data.
+        """
+        first, end = (self.batches.first_sample(step + more) for more in (0, 1))
+        numbers = self.gaps.number(np.arange(first, end, dtype=np.int64))
+        found: dict[str, Any] = {"samples": [int(numbers[0]), int(numbers[-1]) + 1]}
+        if not isinstance(self.text, Blend):
+            return {**found, "sources": [self.config.data]}
+        which, own = self.text.mixture.at(numbers)
+        sources: dict[str, list[int]] = {}
+        for source, number in zip(which.tolist(), own.tolist(), strict=True):
+            sources.setdefault(self.text.names[source], []).append(number)
+        return {**found, "sources": sources}
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """This process's part of the batch of `step`, on the device of the state."""
+        return self.on_device(self.host_batch(step))
+
+    def host_batch(self, step: int) -> dict[str, torch.Tensor]:
+        """This process's part of the batch of `step`, in host memory: pinned for a GPU."""
+        first, size = self.batches.first_sample(step), self.batches.batch_size(step)
+        gaps = self.gaps
+        batch = own_part(self.mesh, lambda part: drawn(self.text, first, size, part, gaps))
+        if self.device.type != "cuda":
+            return batch
+        return {name: value.pin_memory() for name, value in batch.items()}
+
+    def on_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A batch on the device of the state."""
+        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+
+    def evaluate(self, state: State) -> dict[str, dict[str, float]]:
+        """The loss, perplexity and number of targets of every held-out set, by its name.
+
+        Collective. Collectives: those of `evaluation.loss_program`, batch by batch; and before,
+        where averages are evaluated that ZeRO divides, one all-gather per leaf and axis.
+        """
+
+        def batch(held_out: HeldOut, index: int) -> dict[str, torch.Tensor]:
+            host = own_part(self.mesh, lambda part: held_out.batch(index, part))
+            return self.on_device(host)
+
+        if self.held_out_loss is None:
+            return {}
+        averaged = self.plan.averaged if self.config.eval_averaged else None
+        params = state.params if averaged is None else averaged(state)
+        return evaluate(self.held_out_loss, params, self.held_out, batch)
+
+
+def prepare(
+    config: TrainConfig,
+    mesh: Mesh | BoundMesh,
+    device: torch.device | str = "cpu",
+    begin_from: Path | None = None,
+    *,
+    recast: bool = False,
+    around: Callable[[Callable], Callable] | None = None,
+    at: Moments = nowhere,
+    memory: Path | None = None,
+) -> Run:
+    """The run that `config` describes, ready for its next step.
+
+    Args:
+        config: what is to be run.
+        mesh: simulated, or bound to processes.
+        device: where it runs.
+        begin_from: a checkpoint of this run, made on any mesh, or of parameters alone, with which
+            it begins; None: begin with random ones.
+        recast: whether that may be of another precision; see `functron.training.restored`.
+        around: what every program of a step is wrapped in, of its kind; for faults on purpose.
+        at: called with "open" before its state is read, with "restored" after it, and later as
+            `Run.at`.
+        memory: as of `Run.memory`; a state that lies there is taken in place of an older one that
+            `begin_from` has.
+
+    Raises:
+        ValueError: the data cannot be read, the model cannot run on the mesh, the GPU has none of
+            the products, or the checkpoint is damaged or another model's.
+    """
+    tokenizer = data.reader_of(config)  # of its held-out sets, too
+    text = data.open_samples(config, reader=lambda _: tokenizer)
+    held_out = open_sets(config, reader=lambda _: tokenizer)
+    made, where = plan(config, mesh), torch.device(device)
+    recipe = config.recipe
+    if recipe is not None and where.type == "cuda" and config.kernels != "reference":
+        capability = torch.cuda.get_device_capability(where)
+        check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
+    at("open", 0)
+    kept = _remembered(made, memory, begin_from, where)
+    if kept is None:
+        state, notes = begin_state(made, begin_from, where, recast=recast)
+    else:
+        state, notes = kept, ()
+    at("restored", int(state.step))
+    step, watch = programs(made, around)
+    program = loss_program(made) if held_out else None
+    start = int(state.step)
+    return Run(
+        made, text, state, step, watch, where, start, held_out, program, notes, begin_from,
+        around, at, memory, kept is not None,
+    )  # fmt: skip
+
+
+def programs(
+    made: Plan, around: Callable[[Callable], Callable] | None = None
+) -> tuple[Callable, Watch | None]:
+    """The step of a plan, and its twin that measures layers; compiled if that was asked for."""
+    config, step, watch = made.config, made.step, made.watch
+    if config.compile and made.rank is None:  # stages on processes are compiled one by one
+        sizes = len(config.batches.sizes)
+        compiled = functools.partial(jit, donate=0, num_signatures=sizes, graph=config.cuda_graph)
+        step = compiled(step)
+        if watch is not None:
+            watch = dataclasses.replace(watch, step=compiled(watch.step))
+    if around is None:
+        return step, watch
+    return around(step), None if watch is None else dataclasses.replace(
+        watch, step=around(watch.step)
+    )
+
+
+def begin_state(
+    made: Plan, begin_from: Path | None, device: torch.device, *, recast: bool = False
+) -> tuple[State, Sequence[str]]:
+    """The state that a run begins with, or goes on with, and what was converted, in words.
+
+    Args:
+        made: the plan of the run.
+        begin_from: a checkpoint of it, or of parameters; None: random parameters.
+        device: of the state.
+        recast: as of `prepare`.
+    """
+    key = random.key(made.config.seed)
+    if begin_from is None:
+        return made.init(key.to(device)), ()
+    return restored(begin_from, made, key, device, recast=recast)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Torch's operations give the same bits in every run inside this with block, or raise.
+
+    Torch has that as a setting of the process. Products of cuBLAS want CUBLAS_WORKSPACE_CONFIG in
+    the environment of the process as well, and say so; `functron train` puts it there.
+    """
+    filled: Any = torch.utils.deterministic
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        filled.fill_uninitialized_memory,
+    )
+    try:
+        torch.use_deterministic_algorithms(True)
+        filled.fill_uninitialized_memory = False  # nobody reads it, and it would be written twice
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        filled.fill_uninitialized_memory = before[2]
+
+
+def seen(run: Run, steps: int) -> dict[str, Any]:
+    """The samples of the first `steps` steps: ``samples``, and ``sources`` of a blend.
+
+    By the name of a source how many of its samples these are, and how often it has come round:
+    ``{"samples", "epochs"}``. Arithmetic; nothing is read.
+    """
+    samples = run.batches.first_sample(steps)
+    found: dict[str, Any] = {"samples": samples}
+    if isinstance(run.text, Blend):
+        found["sources"] = run.text.progress(run.gaps.number(samples))
+    return found
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the processes of a run tell one another on the host, each step and in between.
+
+    Attributes:
+        bound: whether there are several.
+        main: whether this is the one that writes files.
+        group: of gloo, where theirs is of NCCL: numbers of the host would have it wait for the GPU.
+        entered: records a collective for as long as a with block takes; None: nobody asks.
+    """
+
+    bound: bool
+    main: bool
+    group: Any = None
+    entered: Callable[..., AbstractContextManager[None]] | None = None
+
+    @classmethod
+    def of(cls, run: Run) -> Job:
+        """That of the processes of `run`. Collective."""
+        bound = isinstance(run.mesh, BoundMesh)
+        apart = bound and run.device.type == "cuda"
+        group = dist.new_group(backend="gloo") if apart else None
+        if not isinstance(run.mesh, BoundMesh):
+            return cls(bound, True, group)
+        recorder = run.mesh.recorder
+        entered = None if recorder is None else recorder.entered
+        return cls(bound, run.mesh.rank == 0, group, entered)
+
+    def across(self, number: float, operation: Any) -> float:
+        """A number of all ranks, summed or the largest. Collective."""
+        if not self.bound:
+            return number
+        value = torch.tensor(number, dtype=torch.float64)
+        with self._entered("psum", value):
+            dist.all_reduce(value, operation, group=self.group)
+        return float(value)
+
+    def _entered(self, op: str, value: torch.Tensor | None = None) -> AbstractContextManager[None]:
+        recorded = self.entered
+        return nullcontext() if recorded is None else recorded(op, EVERYWHERE, value)
+
+    def summed(self, number: int) -> Callable[[], int]:
+        """What gives the sum of all ranks' numbers modulo 2^64, which is on its way. Collective."""
+        value = torch.tensor(number - 2**64 if number >= 2**63 else number, dtype=torch.int64)
+        work = dist.all_reduce(value, group=self.group, async_op=True) if self.bound else None
+
+        def wait() -> int:
+            if work is not None:
+                with self._entered("psum", value):
+                    work.wait()
+            return int(value) % 2**64
+
+        return wait
+
+    def gathered(self, value: Any) -> list[Any]:
+        """What every rank says, by rank, on every rank. Collective."""
+        if not self.bound:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size()
+        with self._entered("all_gather"):
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def told(self, find: Callable[[], Any]) -> Any:
+        """What rank 0 finds, on every rank. Collective."""
+        if not self.bound:
+            return find()
+        found = [find() if self.main else None]
+        with self._entered("pbroadcast"):
+            dist.broadcast_object_list(found, group=self.group)
+        return found[0]
+
+
+def _memory_of(made: Plan, memory: Path | None) -> Memory | None:
+    """The states in memory of the run of a plan; None where none are kept. Collective."""
+    if memory is None or not isinstance(made.mesh, BoundMesh):
+        return None
+    like = abstract_state(made, random.key(made.config.seed).to("meta"))
+    samples = made.config.anomalies.skipped_samples  # which a state has not seen
+    return Memory(memory, made.mesh, like, f"{made.config.seed} {samples}")
+
+
+def _remembered(
+    made: Plan, memory: Path | None, begin_from: Path | None, device: torch.device
+) -> State | None:
+    """The state in memory, unless a checkpoint on disk is newer. Collective."""
+    there = _memory_of(made, memory)
+    if there is None:
+        return None
+    on_disk = int(begin_from.name) if begin_from and begin_from.name.isdigit() else 0
+    found = there.newest(at_least=max(on_disk, 1))
+    return None if found is None else tree.map(lambda leaf: leaf.to(device), found[1])
+
+
+@contextmanager
+def remembering(run: Run) -> Iterator[Callable[[State, int], None] | None]:
+    """A function that keeps the state after a step in memory; all is forgotten after the block."""
+    there = _memory_of(run.plan, run.memory)
+    if there is None:
+        yield None
+        return
+    there.forget(but=run.start)  # of steps that will be taken again
+    with there:
+        yield lambda state, step: there.save(step, state)
+
+
+def own_part(
+    mesh: Mesh | BoundMesh, rows: Callable[[tuple[int, int]], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """This process's part of a batch: all of it where it simulates the mesh.
+
+    Args:
+        mesh: the ranks.
+        rows: makes the samples of the part ``(index, count)`` of the batch.
+    """
+    if not isinstance(mesh, BoundMesh):
+        return rows((0, 1))
+    host = rows(part_of(mesh, DATA_AXES))
+    index, count = part_of(mesh, CONTEXT_AXES)
+    return {
+        name: x.chunk(count, 1)[index].contiguous() if x.dim() > 1 else x
+        for name, x in host.items()
+    }
+
+
+def own_hash(mesh: Mesh | BoundMesh, batch: Mapping[str, torch.Tensor]) -> int:
+    """This process's share of the checksum of a batch, of which it has this part; see `batch_hash`.
+
+    Of the ranks that have the same part one counts it.
+    """
+    if not isinstance(mesh, BoundMesh):
+        return batch_hash(batch)
+    splits = {*DATA_AXES, *CONTEXT_AXES}
+    if any(place for axis, place in mesh.coordinate.items() if axis not in splits):
+        return 0
+    index, _ = part_of(mesh, CONTEXT_AXES)
+    longest = max((x.shape[1] for x in batch.values() if x.dim() > 1), default=0)
+    return batch_hash(batch, index * longest)
+
+
+def part_of(mesh: BoundMesh, axes: Sequence[str]) -> tuple[int, int]:
+    """Which part of what `axes` split this rank gets, ``(index, count)``: row-major over them."""
+    index, count = 0, 1
+    for axis in axes:
+        index = index * mesh[axis] + mesh.coordinate.get(axis, 0)
+        count *= mesh[axis]
+    return index, count
