@@ -186,7 +186,7 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
         yield Problem("nproc", got, "one process per rank", fix)
     if processes is not None and processes != mesh.size:
         fix = f"start torchrun with --nproc-per-node {mesh.size}, or change --mesh"
-        got = f"{processes} processes for a mesh of {mesh.size}"
+        got = f"{processes} process{'' if processes == 1 else 'es'} for a mesh of {mesh.size}"
         yield Problem("mesh", got, "one process per rank", fix)
 
 

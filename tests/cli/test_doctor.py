@@ -233,13 +233,13 @@ def test_the_cache_is_counted(monkeypatch, tmp_path):
     assert looked_for()["cache"].found.endswith("cubins: 1 cubins, 3.0 MiB")
 
 
-def test_ranks_of_a_mesh_are_measured(tmp_path):
+@pytest.mark.distributed
+def test_ranks_of_a_mesh_are_measured(tmp_path, in_processes):
     """Real processes: every rank, axis and collective, and the bytes and picture of each."""
-    out = tmp_path / "rates.json"
-    words = ["--mesh", "dp=2,pp=1", "--nproc", "2", "--largest-bytes", "16384", "--out", str(out)]
-    command = [sys.executable, "-m", "functron", "doctor", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    out = tmp_path / "measured" / "rates.json"
+    out.parent.mkdir()
+    words = ["--mesh", "dp=2,pp=1", "--largest-bytes", "16384", "--out", str(out)]
+    done = in_processes(2, "doctor", *words)
     found = Hardware.load(out)
     assert [one.rank for one in found.ranks] == [0, 1]
     assert {"float32 matmul", "memory", "disk write"} <= found.ranks[0].rates.keys()
@@ -248,9 +248,17 @@ def test_ranks_of_a_mesh_are_measured(tmp_path):
     assert [(link.axis, link.op) for link in found.links] == [("dp", op) for op in ops]
     assert all(link.bytes == (1024, 4096, 16384) for link in found.links)
     assert all(second > 0 for link in found.links for row in link.seconds for second in row)
-    assert (tmp_path / "rates.svg").read_text().startswith("<svg")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rates.json", "rates.svg"]
+    assert out.with_suffix(".svg").read_text().startswith("<svg")
+    assert sorted(path.name for path in out.parent.iterdir()) == ["rates.json", "rates.svg"]
     assert "no rank is slow" in done.stdout
+
+
+def test_it_starts_the_processes_of_a_mesh(monkeypatch):
+    asked = []
+    monkeypatch.setattr(doctor, "launch", lambda nproc, words: asked.append((nproc, words)) or 7)
+    words = ["doctor", "--mesh", "dp=2", "--nproc", "2"]
+    assert main(words) == 7
+    assert asked == [(2, ["-m", "functron", *words])]
 
 
 @pytest.mark.parametrize(

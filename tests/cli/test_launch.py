@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from functron import checkpoint, tree
 from functron.cli import launch, main, process
+from functron.cli.train import parse_train
 from functron.data import IndexedWriter
 from functron.spmd import Mesh
 from functron.training import records
@@ -262,37 +263,43 @@ def test_too_few_slots_are_waited_for(supervised, tmp_path):
     assert "too few processes can be had" in said
 
 
-def test_a_run_loses_ranks_and_gets_them_back(tmp_path):
+# The command line of the start of that number; who is there changes in the first two.
+CHANGING = """
+import os, sys
+from pathlib import Path
+from functron.cli import process, train
+from functron.testing.faults import Kill, moments
+number, slots, *arguments = sys.argv[1:]
+os.environ["TORCHELASTIC_RUN_ID"] = f"{process.MARK}tests"  # --nproc is of the command that starts it
+rank = process.current().rank
+kill = moments([Kill("step", 1, 9)] if number == "0" else [], rank)
+
+def at(moment, step):
+    if (moment, rank, step) in (("step", 1, 9), ("step", 0, 14)):
+        Path(slots).write_text("1" if step == 9 else "2")
+    kill(moment, step)
+
+sys.exit(process.guarded(lambda: train.run(arguments, at)))
+"""
+
+
+def test_a_run_loses_ranks_and_gets_them_back(torchrun, tmp_path):
     """Two processes, one after a kill, and two again; the batches and the numbers are the same."""
-    out, slots = tmp_path / "r", tmp_path / "slots"
+    out, slots, codes = tmp_path / "r", tmp_path / "slots", []
+    out.mkdir()
     slots.write_text("2")
-    arguments = [*TRAIN, "--steps", "40", "--save-every", "4", "--keep-last", "3"]
+    arguments = [*TRAIN, "--steps", "24", "--save-every", "4", "--device", "cpu"]
     arguments[arguments.index("dp=3")] = "dp=2"
     more = ["--nproc", "2", "--max-restarts", "1", "--elastic", "dp=1:2", "--slots", str(slots)]
-    command = [sys.executable, "-m", "functron", *arguments, *more, "--device", "cpu"]
-    job = subprocess.Popen(
-        [*command, "--restart-pause-seconds", "0", "--out", str(out)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV,
-    )  # fmt: skip
-    try:
-        until = time.monotonic() + 150
-        while 8 not in checkpoint.steps(out / "checkpoints"):
-            assert time.monotonic() < until
-            assert job.poll() is None
-            time.sleep(0.05)
-        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True)
-        rows = [tuple(map(int, line.split())) for line in listed.stdout.splitlines()]
-        ranks = [pid for pid, parent in rows if parent == job.pid]
-        slots.write_text("1")
-        os.kill(ranks[-1], signal.SIGKILL)
-        while not any(event["kind"] == "shrink" for event in records.read(out / "events.jsonl")):
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        slots.write_text("2")
-        _, said = job.communicate(timeout=150)
-    finally:
-        job.kill()
-    assert job.returncode == 0, said
+    given = [*arguments[1:], *more, "--restart-pause-seconds", "0", "--out", str(out)]
+
+    def start(nproc, command):
+        done = torchrun(CHANGING, nproc, len(codes), slots, *command[3:], check=False)
+        codes.append(done.returncode)
+        return launch.Ending(abs(done.returncode), done.stderr, final=done.returncode == 0)
+
+    assert launch.supervise(parse_train(given), given, out, start) == 0
+    assert codes == [-signal.SIGKILL, launch.RESHAPE_CODE, 0]
     kinds = [event["kind"] for event in records.read(out / "events.jsonl")]
     assert kinds == ["restart", "shrink", "grow"]
     assert main.main([*arguments, "--out", str(tmp_path / "whole")]) == 0
@@ -470,9 +477,9 @@ def test_torchrun_and_its_wrong_process_count(torchrun, tmp_path):
     done = torchrun(program, 2, *TRAIN[:5], "--mesh", "tp=2", "--steps", 2, "--out", tmp_path / "r")
     assert done.stdout.count("2 processes") == 1
     assert checkpoint.steps(tmp_path / "r" / "checkpoints") == [2]
-    done = torchrun(program, 2, *TRAIN, "--out", tmp_path / "s", check=False, own=True)
+    done = torchrun(program, 1, *TRAIN, "--out", tmp_path / "s", check=False, own=True)
     assert done.returncode != 0
-    assert "mesh: got 2 processes for a mesh of 3; wanted one process per rank" in done.stderr
+    assert "mesh: got 1 process for a mesh of 3; wanted one process per rank" in done.stderr
     assert not (tmp_path / "s").exists()
 
 
