@@ -405,6 +405,7 @@ FOUND: dict[str, list[bytes]] = {
     "yaml": [b"a: " + b"[" * 1500, b'{"a":' * 1500],
     "hub config": [json.dumps(_LLAMA | {"rope_scaling": {"rope_type": {}}}).encode()],
     "npy": [b"\x93NUMPY\x01\x00v\x00" + _HEADER[:-4].ljust(117) + b"\n" + bytes(18)],
+    "layout": [b"t*2|*" + b"8" * 25, b"(t*1000)*1000000|t", b"t*" + b"9" * 5000],
     "program": [_program(f"f32[{n}]") for n in ("2" * 130, "9" * 5000, "4294967296,4294967296")],
     "manifest": [
         b"[" * 100_000,

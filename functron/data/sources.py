@@ -278,7 +278,7 @@ def _open(file: Path, key: str) -> Any:
 
     try:
         opened = pyarrow.parquet.ParquetFile(file)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # names in no UTF-8
         got = str(error).splitlines()[0]
         fix = "copy or download it again"
         refuse(_NOT_PARQUET, str(file), got, "a Parquet file", fix)

@@ -187,6 +187,7 @@ def _best_counts(
 
 
 _HINT = "such as 'Et|tt|tL' (E embedding, t layer, L loss, | between stages, (tt|)*3 repeats)"
+_DIGITS, _MOST = 9, 1_000_000
 _TOKEN = re.compile(r"\s*(?:([EtmL|()])|\*\s*(\d+)|(,)|(.))")
 
 
@@ -233,6 +234,9 @@ def _expand(text: str) -> tuple[list[str], list[Problem]]:
                 found.append(
                     Problem(f"layout column {column}", f"'*{count}'", "something before it", fix)
                 )
+            elif len(count) > _DIGITS or len(done) + len(last) * int(count) > _MOST:
+                got, wanted = f"'*{count[:20]}'", f"a layout of at most {_MOST:,} symbols"
+                found.append(Problem(f"layout column {column}", got, wanted))
             else:
                 done += last * (int(count) - 1)
                 if int(count) == 0:

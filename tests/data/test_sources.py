@@ -124,9 +124,11 @@ def test_parquet_that_cannot_be_read(tmp_path):
     ) as caught:
         cut([numbers, table(tmp_path, {"body": ["a"]}, "c.parquet")], "text", 1)
     assert "c.parquet: got no column 'text'" in str(caught.value)
-    (tmp_path / "d.parquet").write_bytes(b"PAR1 but no footer")
-    with pytest.raises(ValueError, match=r"d\.parquet: got .*; wanted a Parquet file"):
-        cut([tmp_path / "d.parquet"], "text", 1)
+    names = table(tmp_path, {"text": ["a"], "column": ["b"]}, "d.parquet").read_bytes()
+    for damaged in (b"PAR1 but no footer", names.replace(b"column", b"\xf8olumn")):
+        (tmp_path / "d.parquet").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"d\.parquet: got .*; wanted a Parquet file"):
+            cut([tmp_path / "d.parquet"], "text", 1)
     plain = {"compression": "none", "use_dictionary": False, "row_group_size": 2}
     text = pa.array([b"abcdefgh", b"bad \xff bytes", b"c", b"d"]).cast(pa.string(), safe=False)
     bad = table(tmp_path, {"text": text}, "e.parquet", **plain)
