@@ -252,7 +252,7 @@ def test_a_lower_rate_stays_lower(text, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        [],
+        pytest.param([], marks=pytest.mark.full),  # as one rank of the next
         ["--mesh", "dp=2,tp=2", "--zero", "1"],
         pytest.param(["--compile"], marks=pytest.mark.full),
     ],
