@@ -33,6 +33,7 @@ class Process:
         world_size: the number of processes.
         error_file: where the launcher looks for why this process failed; empty: nowhere.
         launched_here: whether `launch.launch` started it, which prints that file.
+        meeting_at: the host that all of them reach, where they meet.
     """
 
     rank: int
@@ -40,6 +41,12 @@ class Process:
     world_size: int
     error_file: str
     launched_here: bool
+    meeting_at: str
+
+    @property
+    def is_open(self) -> bool:
+        """Whether processes of other machines could come to where these meet."""
+        return not (self.meeting_at == "localhost" or self.meeting_at.startswith(("127.", "::1")))
 
 
 def current() -> Process | None:
@@ -53,6 +60,7 @@ def current() -> Process | None:
         int(env["WORLD_SIZE"]),
         env.get("TORCHELASTIC_ERROR_FILE", ""),
         env.get("TORCHELASTIC_RUN_ID", "").startswith(MARK),
+        env["MASTER_ADDR"],
     )
 
 

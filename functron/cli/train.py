@@ -175,6 +175,11 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
         )
     if here is not None:
         lines.append(f"mesh   {config.mesh or 'one rank'}: {here.world_size} processes")
+        if here.is_open:
+            lines.append(
+                f"open   they meet at {here.meeting_at}, which other machines reach: whoever does "
+                "can join them, so its network must be yours alone"
+            )
     elif run.mesh.size > 1:
         lines.append(
             f"mesh   {config.mesh}: {run.mesh.size} ranks simulated in this process "

@@ -1,8 +1,8 @@
 """Faults: values that say what goes wrong where, and functions that put them into a run.
 
 A fault is put in by wrapping what a run is given (`injected` around its step), or by changing a
-file; nothing is patched, and a process without the wrapper is untouched. For tests of runs that
-are meant to survive, ours and our users'.
+file; nothing is patched but the clock, and a process without the wrapper is untouched. For tests of
+runs that are meant to survive, ours and our users'.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from functron.core import compat, tree
 from functron.core.errors import nearest, refuse
 from functron.spmd import BoundMesh
-from functron.spmd.flight import EVERYWHERE
+from functron.spmd.flight import EVERYWHERE, FlightRecorder
 
 # --- wrong bits: in tensors, in files
 
@@ -36,7 +37,7 @@ def flip_(tensor: torch.Tensor, element: int, bit: int) -> None:
     """Flip one bit of one element, in place.
 
     Args:
-        tensor: contiguous, of any dtype.
+        tensor: of any dtype and strides.
         element: in row-major order.
         bit: from 0, the least significant one.
 
@@ -47,8 +48,10 @@ def flip_(tensor: torch.Tensor, element: int, bit: int) -> None:
     if not (0 <= element < tensor.numel() and 0 <= bit < 8 * size):
         got, wanted = f"bit {bit} of element {element}", f"one of {tensor.numel()} x {8 * size}"
         refuse("cannot flip a bit", "tensor", got, wanted)
-    raw = tensor.detach().view(-1).view(torch.uint8)  # little-endian on all that torch runs on
-    raw[element * size + bit // 8] ^= 1 << bit % 8
+    place = np.unravel_index(element, tensor.shape)
+    # hardware tells nobody: autograd's count of changes stays, too
+    raw = tensor.data[tuple(map(int, place))].unsqueeze(0).view(torch.uint8)
+    raw[bit // 8] ^= 1 << bit % 8  # little-endian on all that torch runs on
 
 
 def flip_file(path: Path, byte: int, bit: int) -> None:
@@ -82,6 +85,8 @@ class Corrupt:
         scale: multiply by `value`, rather than set it.
         times: how often the step goes wrong; None: whenever it is taken, as on broken hardware. 1
             is a transient fault, which is not there when the step is taken again.
+        layer: of a leaf that has all layers' values in its first dim, the layer that `element` is
+            of; None: the whole leaf.
     """
 
     step: int
@@ -92,6 +97,7 @@ class Corrupt:
     value: float = float("nan")
     scale: bool = False
     times: int | None = 1
+    layer: int | None = None
 
 
 def injected(
@@ -127,6 +133,11 @@ def _corrupt_(state: Any, fault: Corrupt) -> None:
             "no such leaf", fault.leaf, "no leaf of the state", "one", nearest(fault.leaf, leaves)
         )
     leaf = leaves[fault.leaf].detach()
+    if fault.layer is not None:
+        layers = leaf.shape[0] if leaf.dim() else 0
+        if not 0 <= fault.layer < layers:
+            refuse("no such layer", fault.leaf, f"layer {fault.layer}", f"one of {layers}")
+        leaf = leaf[fault.layer]
     if fault.bit is not None:
         flip_(leaf, fault.element or 0, fault.bit)
         return
@@ -188,6 +199,25 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Garble:
+    """A bit flips in what a rank sends into a collective, on its way: its own copy stays right.
+
+    Attributes:
+        rank: that sends.
+        step: from 0.
+        collective: which one of the step; it must send something.
+        element: of what is sent, in row-major order.
+        bit: from 0, the least significant one.
+    """
+
+    rank: int
+    step: int
+    collective: int
+    element: int = 0
+    bit: int = 30
+
+
+@dataclass(frozen=True)
 class Slow:
     """A rank takes longer for its own work in every step, from one on.
 
@@ -206,7 +236,7 @@ class Slow:
 
 def hanging(
     step: Callable[[Any, Any], tuple[Any, Any]],
-    faults: Sequence[Stop | Detour | Cut | Slow],
+    faults: Sequence[Stop | Detour | Cut | Garble | Slow],
     mesh: BoundMesh,
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
     """`step` of a run on the processes of `mesh`, into which these faults are put.
@@ -220,7 +250,8 @@ def hanging(
         ValueError: there is such a fault, and no recorder.
     """
     here, recorder = [fault for fault in faults if fault.rank == mesh.rank], mesh.recorder
-    within = [x for x in here if isinstance(x, Stop | Detour) and x.collective is not None]
+    within = [x for x in here if isinstance(x, Stop | Detour | Garble)]
+    within = [x for x in within if x.collective is not None]
     if within and recorder is None:
         fix = "bind the mesh with one"
         refuse("cannot put a fault within a step", "mesh.recorder", "None", "a recorder", fix)
@@ -249,19 +280,41 @@ def hanging(
     return wrapped
 
 
-def _act(mesh: BoundMesh, fault: Stop | Detour) -> None:
-    """Stop this process, or enter a collective that nobody else does."""
+def _act(
+    mesh: BoundMesh, fault: Stop | Detour | Garble, operand: torch.Tensor | None = None
+) -> None:
+    """Stop this process, change what it sends, or enter a collective that nobody else does."""
     if isinstance(fault, Stop):
         os.kill(os.getpid(), signal.SIGSTOP)
         return
     assert mesh.recorder is not None
+    if isinstance(fault, Garble):
+        _garble(mesh.recorder, fault, operand)
+        return
     name, extra = mesh.groups.get(fault.axis), torch.zeros(3)
     with mesh.recorder.entered("psum", fault.axis, extra):
         dist.all_reduce(extra, group=None if name is None else compat.group(name))
 
 
-def _before(mesh: BoundMesh, number: int, act: Callable[[], None]) -> None:
-    """Call `act` before this process enters the collective of that number in the step, once."""
+def _garble(recorder: FlightRecorder, fault: Garble, operand: torch.Tensor | None) -> None:
+    if operand is None or not operand.numel():
+        got = "one that sends nothing"
+        refuse("cannot change what a rank sends", "collective", got, "one that sends numbers")
+    flip_(operand, fault.element, fault.bit)
+    if recorder.line(2) is None:  # compiled code sends what it needs no more, or receives there
+        return
+    left = recorder.left
+
+    def righted() -> None:
+        setattr(recorder, "left", left)  # noqa: B010  (of this one object)
+        flip_(operand, fault.element, fault.bit)
+        left()
+
+    setattr(recorder, "left", righted)  # noqa: B010
+
+
+def _before(mesh: BoundMesh, number: int, act: Callable[[torch.Tensor | None], None]) -> None:
+    """Call `act` with what the collective of that number in the step sends, before it, once."""
     recorder = mesh.recorder
     assert recorder is not None
     begun = recorder.begun
@@ -269,7 +322,7 @@ def _before(mesh: BoundMesh, number: int, act: Callable[[], None]) -> None:
     def diverted(*about: Any) -> Any:
         if len(recorder.sequence) == number:
             setattr(recorder, "begun", begun)  # noqa: B010  (of this one object)
-            act()
+            act(about[2])
         return begun(*about)
 
     setattr(recorder, "begun", diverted)  # noqa: B010
@@ -336,6 +389,25 @@ def _connected(connection: socket.socket, spared: Sequence[int]) -> bool:
     except OSError:  # it listens
         return False
     return not {*ends} & {*spared}
+
+
+# --- the clock
+
+
+@contextmanager
+def clock_jump(seconds: float) -> Iterator[None]:
+    """In a with block the machine's time of day is another one in this process: `time.time`.
+
+    As where a clock is set, by hand or by its network. Clocks that only go forward stay, as they do
+    then. What is asked of the system otherwise, such as the times of files, stays too.
+    """
+    real, real_ns = time.time, time.time_ns
+    time.time = lambda: real() + seconds
+    time.time_ns = lambda: real_ns() + round(seconds * 1e9)
+    try:
+        yield
+    finally:
+        time.time, time.time_ns = real, real_ns
 
 
 # --- ends: of a process, of the room on a disk

@@ -492,6 +492,19 @@ def test_no_process_without_a_launcher(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="all of 127.0.0.0/8 is this machine on Linux")
+@pytest.mark.parametrize(
+    ("address", "is_open"),
+    [("127.0.0.1", False), ("localhost", False), ("::1", False), ("node0", True)],
+)
+def test_it_is_known_whether_others_can_join(address, is_open, monkeypatch):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", address)
+    here = process.current()
+    assert here is not None
+    assert here.is_open == is_open
+
+
 def test_only_this_machine_reaches_where_processes_meet():
     """The kernel refuses any other address; by default it would be one of all that there are."""
     parameters = RendezvousParameters("functron-loopback", "127.0.0.1", "run", 1, 1)

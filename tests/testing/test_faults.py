@@ -20,6 +20,7 @@ from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.testing import faults
 from functron.testing.faults import Corrupt, FullDisk, Kill, flip_, flip_file, injected, moments
+from functron.training import run_folder
 from functron.training.config import TrainConfig
 from functron.training.run import prepare
 from functron.training.step import State
@@ -43,6 +44,8 @@ def test_a_flipped_sign_bit_is_a_sign():
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     flip_(x, 2, 31)
     assert x.tolist() == [[1.0, 2.0], [-3.0, 4.0]]
+    flip_(x.t(), 1, 31)  # row-major of what is flipped, whatever its strides are
+    assert x.tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64, torch.uint8])
@@ -79,6 +82,15 @@ def test_a_persistent_fault_stays_and_may_scale_a_whole_leaf():
     fault = Corrupt(step=0, leaf="params/w", element=None, value=10.0, scale=True, times=None)
     step = injected(taken, [fault], rank=7)
     assert [float(step(held(0), None)[1]["loss"]) for _ in range(2)] == [60, 60]
+
+
+def test_one_layer_goes_wrong():
+    whole = Held(torch.tensor(0), {"w": torch.ones(3, 2)})
+    step = injected(lambda state, batch: (state, {}), [Corrupt(0, "params/w", layer=2, element=1)])
+    wrong = torch.isnan(step(whole, None)[0].params["w"])
+    assert wrong.tolist() == [[False, False], [False, False], [False, True]]
+    with pytest.raises(ValueError, match="layer 3; wanted one of 3"):
+        injected(lambda s, b: (s, {}), [Corrupt(0, "params/w", layer=3)])(whole, None)
 
 
 def test_an_unknown_leaf_is_named_with_the_nearest():
@@ -187,6 +199,60 @@ def test_faults_within_a_step_need_a_recorder():
             faults.hanging(work, [fault], alone())
         faults.hanging(work, [fault], alone(FlightRecorder()))
         faults.hanging(work, [faults.Detour(1, 1, 2)], alone())  # of another rank
+
+
+GARBLED = """
+import sys, torch
+import torch.distributed as dist
+from functron import P, lax, shard_map
+from functron.spmd import Mesh
+from functron.spmd.flight import FlightRecorder
+from functron.testing import faults
+dist.init_process_group("gloo")
+mesh = Mesh(tp=2).bind(recorder=FlightRecorder())
+sums = shard_map(lambda x: (lax.psum(x, "tp"), lax.psum(2 * x, "tp")), mesh, P("tp"), P())
+x, seen = torch.tensor([[1.0, 2.0]]), []
+
+def step(state, batch):
+    mesh.recorder.begin(int(state.step))
+    seen.append([y.tolist() for y in (*sums(x), x)])
+    return state, {}
+
+class State:
+    step = 0
+
+step = faults.hanging(step, [faults.Garble(1, 1, 0, element=1, bit=31)], mesh)
+for State.step in range(3):
+    step(State, None)
+right, wrong = [[[2, 4]], [[4, 8]], [[1, 2]]], [[[2, 0]], [[4, 8]], [[1, 2]]]
+assert seen == [right, wrong, right], seen
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_a_message_that_changes_on_its_way(torchrun):
+    torchrun(GARBLED, 2)
+
+
+def test_a_clock_that_jumps():
+    now = time.time()
+    with faults.clock_jump(-3600):
+        assert now - 3601 < time.time() < now - 3500
+        assert abs(time.time_ns() / 1e9 - time.time()) < 1
+    assert time.time() >= now
+
+
+def test_a_run_does_not_mind_the_time_of_day(tmp_path):
+    """It goes on from the newest step, though an older one was saved later by the clock."""
+    train(prepare(TINY, Mesh()), tmp_path / "r")
+    more = replace(TINY, steps=6, resume=True, out=str(tmp_path / "r"))
+    with faults.clock_jump(-86400):
+        run = prepare(more, Mesh(), begin_from=run_folder.newest(tmp_path / "r"))
+        assert run.start == 4
+        train(run, tmp_path / "r")
+    assert run_folder.newest(tmp_path / "r") == tmp_path / "r" / "checkpoints" / "6"
+    assert [record["step"] for record in run_folder.records(tmp_path / "r")] == [*range(1, 7)]
 
 
 CUT = """
