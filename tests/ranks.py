@@ -182,6 +182,7 @@ def _serve(port: int) -> None:
 
 def _import() -> None:
     """Import what programs would import, and find the headers that Inductor compiles first."""
+    import matplotlib.pyplot  # noqa: F401
     import pytest  # noqa: F401
     import torch._dynamo
     import torch._inductor.codecache
@@ -192,7 +193,10 @@ def _import() -> None:
     import functron.cli.evaluate
     import functron.cli.sample
     import functron.cli.train
+    import functron.hub
+    from functron.checkpoint import saver
 
+    saver._import_orbax()
     tqdm.monitor_interval = 0  # no thread beside the one that forks
     with tempfile.TemporaryDirectory() as kernels:
         ft.jit(lambda x: x + 1, cache=kernels)(torch.ones(2))

@@ -159,7 +159,9 @@ def test_a_run_goes_on_where_experts_lie_on_other_ranks(tmp_path, capsys):
         ("deepseek-v3-tiny", "ep=2,tp=2", ["--sequence-parallel", "--expert-axes", "ep,tp"]),
         # rings of four: tests/nn/gloo_context.py
         pytest.param("llama-tiny", "cp=4", [], marks=pytest.mark.full),
-        ("gpt-oss-tiny", "cp=2,ulysses=2", ["--context", "gather"]),
+        pytest.param(
+            "gpt-oss-tiny", "cp=2,ulysses=2", ["--context", "gather"], marks=pytest.mark.full
+        ),
         ("mixtral-tiny", "pp=2", ["--microbatches", "2"]),
         pytest.param("mixtral-tiny", "pp=2,dp=2", ["--microbatches", "2"], marks=pytest.mark.full),
     ],
