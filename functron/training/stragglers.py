@@ -88,14 +88,14 @@ def stragglers(
         return found
     size = len(steps[0]["compute"])
     whole = statistics.median(sum(_of(step, rank)) for step in steps for rank in range(size))
-    ranks = range(size) if size > 1 else ()
     compute, update = (
         statistics.median(step[name][rank] for step in steps for rank in range(size))
         for name in ("compute", "update")
     )
     # of what ranks do, however long they wait
     bases = {"data": whole, "compute": compute, "update": compute + update, "host": whole}
-    for rank in ranks:
+    bases = {name: max(seconds, _TINY) for name, seconds in bases.items()}
+    for rank in range(size) if size > 1 else ():
         behind = {name: [_behind(step[name], rank) for step in steps] for name in OWN}
         name = max(OWN, key=lambda name: statistics.median(behind[name]))
         base, late = bases[name], [seconds / bases[name] for seconds in behind[name]]

@@ -72,6 +72,11 @@ def test_noise_is_no_straggler():
         assert stragglers(steps(random.Random(seed)), GROUPS) == []
 
 
+def test_ranks_that_measured_nothing_are_no_stragglers():
+    names = (*OWN, "wait/tp")
+    assert stragglers([{name: [0.0] * 4 for name in names}] * 15, {"tp": [[0, 1], [2, 3]]}) == []
+
+
 def test_single_long_steps_are_no_straggler():
     rows = steps(random.Random(0))
     for step in rows[::4]:
