@@ -451,7 +451,7 @@ class FullDisk:
 
 
 def moments(faults: Sequence[Kill | FullDisk], rank: int = 0) -> Callable[[str, int], None]:
-    """What `functron.training.run.prepare` takes as `at`, which brings these faults about."""
+    """Brings these faults about, as the `at` of `functron.training.run.prepare`."""
 
     def at(moment: str, step: int) -> None:
         for fault in faults:

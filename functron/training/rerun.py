@@ -121,7 +121,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Replay:
-    """What taking steps of a run again needs; made by `replay_of`.
+    """All that taking steps of a run again needs; made by `replay_of`.
 
     Attributes:
         config: what anomalies are, of which the limits of steps follow.
@@ -288,7 +288,7 @@ def check_hardware(verdict: Verdict) -> None:
 
 
 def replay_of(run: Run, out: Path | None, job: Job) -> Replay:
-    """What taking steps of `run` again needs."""
+    """All that taking steps of `run` again needs."""
     folder = None if out is None else out / run_folder.CHECKPOINTS
 
     def begin(index: int) -> tuple[State, int]:

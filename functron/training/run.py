@@ -274,7 +274,7 @@ def seen(run: Run, steps: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Job:
-    """What the processes of a run tell one another on the host, each step and in between.
+    """The processes of a run, which tell one another numbers on the host, each step and in between.
 
     Attributes:
         bound: whether there are several.
@@ -314,7 +314,7 @@ class Job:
         return nullcontext() if recorded is None else recorded(op, EVERYWHERE, value)
 
     def summed(self, number: int) -> Callable[[], int]:
-        """What gives the sum of all ranks' numbers modulo 2^64, which is on its way. Collective."""
+        """A function that waits for the sum of all ranks' numbers modulo 2^64. Collective."""
         value = torch.tensor(number - 2**64 if number >= 2**63 else number, dtype=torch.int64)
         work = dist.all_reduce(value, group=self.group, async_op=True) if self.bound else None
 
@@ -327,7 +327,7 @@ class Job:
         return wait
 
     def gathered(self, value: Any) -> list[Any]:
-        """What every rank says, by rank, on every rank. Collective."""
+        """The values of all ranks, by rank, on every rank. Collective."""
         if not self.bound:
             return [value]
         found: list[Any] = [None] * dist.get_world_size()
@@ -336,7 +336,7 @@ class Job:
         return found
 
     def told(self, find: Callable[[], Any]) -> Any:
-        """What rank 0 finds, on every rank. Collective."""
+        """The value that rank 0 finds, on every rank. Collective."""
         if not self.bound:
             return find()
         found = [find() if self.main else None]

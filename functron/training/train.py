@@ -640,7 +640,7 @@ def _both(*phases: Callable[[str, int], None]) -> Callable[[str, int], None]:
 
 
 def _recording(run: Run) -> list[Callable[[str, int], None]]:
-    """What tells the recorder of the mesh when a step begins; it compares ranks, if asked to."""
+    """Tell the recorder of the mesh when a step begins; it compares ranks, if asked to."""
     config, mesh = run.config, run.mesh
     if not isinstance(mesh, BoundMesh) or mesh.recorder is None:
         return []
@@ -660,7 +660,7 @@ def _recording(run: Run) -> list[Callable[[str, int], None]]:
 def _compared(
     run: Run, out: Path | None, job: Job, write: Callable[..., None]
 ) -> Comparison | None:
-    """What finds ranks that are slow; None: there is one, or nobody asks. Collective."""
+    """The search for ranks that are slow; None: there is one, or nobody asks. Collective."""
     every, mesh = run.config.stragglers_every, run.mesh
     if not (every and isinstance(mesh, BoundMesh) and mesh.size > 1 and mesh.recorder is not None):
         return None
@@ -685,7 +685,7 @@ def _compared(
 def _watched(
     run: Run, out: Path | None, job: Job, hung: Callable[[str, bool], None]
 ) -> Iterator[Callable[[str, int], None]]:
-    """What is told the phases of the loop; it ends the process where the job hangs. Collective."""
+    """A listener to the phases of the loop; it ends the process where the job hangs. Collective."""
     config, mesh, batches = run.config, run.mesh, run.batches
     watched = config.hang_after > 0 and out is not None
     if not (watched and isinstance(mesh, BoundMesh) and mesh.recorder is not None):
