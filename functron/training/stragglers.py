@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -262,7 +263,7 @@ class Stopwatch:
 
 @dataclass
 class Comparison:
-    """What all ranks measured, gathered every so many steps, and who is slow.
+    """The measurements of all ranks, gathered every so many steps, and who is slow.
 
     Attributes:
         mesh: the ranks.
@@ -291,7 +292,7 @@ class Comparison:
     _count: int = field(default=0, init=False)
 
     def gathered(self, index: int) -> Mapping[str, Any]:
-        """What the record of step `index` has of all ranks: nothing, but at the end of a window.
+        """The entries of all ranks in the record of step `index`: none but at the end of a window.
 
         Collective. Collectives: at the end of a window a gather of a few numbers per step.
         """
@@ -313,8 +314,7 @@ class Comparison:
         return {"ranks": _summary(medians(window))}
 
     def _name(self, index: int) -> None:
-        slow = self._slow()
-        for each in slow:
+        for each in self._slow():
             key = each.ranks, each.what, each.axis
             last, self._named[key] = self._named.get(key), self._count
             if last is not None and self._count - last <= _AGAIN * self.every:
@@ -327,11 +327,15 @@ class Comparison:
             self.write("straggler", index + 1, rank=one, **about)
             self.say(f"step {index + 1}: {described(each, hosts)}")
 
+    @cached_property
+    def _groups(self) -> dict[str, list[list[int]]]:
+        return groups_of(self.mesh.mesh)
+
     def _slow(self) -> list[Straggler]:
-        groups, windows = groups_of(self.mesh.mesh), list(self._windows)
+        windows = list(self._windows)
         for count, noise in NOISE.items():
             steps = [step for window in windows[-count:] for step in window]
-            if len(windows) >= count and (found := stragglers(steps, groups, noise)):
+            if len(windows) >= count and (found := stragglers(steps, self._groups, noise)):
                 return found
         return []
 

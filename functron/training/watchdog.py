@@ -544,7 +544,7 @@ class Watchdog:
         return True
 
     def _told(self) -> str:
-        """What the process says that came first, once it has; the others end after it.
+        """The text of the process that came first, once it is there; the others end after it.
 
         The end of any process is an error in those that wait for it, which then say that instead.
         """
