@@ -48,8 +48,7 @@ from functron.data.preprocess import Settings, preprocess
 from functron.optim import OptimizerConfig
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
-from functron.testing import faults
-from functron.training import records, run_folder
+from functron.training import faults, records, run_folder
 from functron.training.anomalies import AnomalyConfig, Guard
 from functron.training.config import TrainConfig, load
 from functron.training.run import Job, own_hash, prepare

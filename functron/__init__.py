@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         nn,
         ops,
         optim,
-        params,
         pipeline,
         precision,
         spmd,
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from functron.models import bert, gpt, llava, lora, mamba, t5, vit
     from functron.models.generation import generate
     from functron.models.options import Hook, ModelOptions
-    from functron.params import ParamDef, abstract_params, init_params, num_params, param_specs
     from functron.program import debug
     from functron.program.program import Program
     from functron.program.trace import eval_shape, trace
@@ -48,10 +46,12 @@ if TYPE_CHECKING:
         P,
         Rules,
         gather,
+        params,
         shard,
         shard_map,
     )
     from functron.spmd import collectives as lax
+    from functron.spmd.params import ParamDef, abstract_params, init_params, num_params, param_specs
     from functron.training.step import (
         Norms,
         State,
@@ -151,11 +151,11 @@ __all__ = [
 _MODULES: Mapping[str, str] = MappingProxyType({
     name: f"functron{package}.{name}"
     for package, names in {
-        "": "checkpoint data hub models nn ops optim params pipeline precision spmd training "
-        "transforms",
+        "": "checkpoint data hub models nn ops optim pipeline precision spmd training transforms",
         ".core": "random tree",
         ".models": "bert gpt llava lora mamba t5 vit",
         ".program": "debug",
+        ".spmd": "params",
         ".transforms": "policies",
     }.items()
     for name in names.split()
@@ -169,7 +169,7 @@ _MEMBERS: Mapping[str, str] = MappingProxyType({
         "core.scopes": "named_scope",
         "models.generation": "generate",
         "models.options": "Hook ModelOptions",
-        "params": "ParamDef abstract_params init_params num_params param_specs",
+        "spmd.params": "ParamDef abstract_params init_params num_params param_specs",
         "program.program": "Program",
         "program.trace": "eval_shape trace",
         "spmd": "CONTEXT_AXES DATA_AXES BoundMesh Mesh P Rules gather shard shard_map",

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parent.parent / "functron"
 FLOORS = (
     ("core",),
     ("spmd",),
-    ("params",),
     ("program",),
     ("compiler",),
     ("transforms",),
@@ -24,7 +23,6 @@ FLOORS = (
     ("checkpoint",),
     ("hub",),
     ("training",),
-    ("testing",),
     ("cli",),
 )
 """From the ground up. A room imports itself and floors below; rooms of a floor do not meet."""

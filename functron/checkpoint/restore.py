@@ -22,8 +22,8 @@ from functron.checkpoint.folder import Checkpoint, StoredLeaf
 from functron.checkpoint.placement import Box, Leaf, Placement
 from functron.core import tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.params import abstract_params, param_specs
 from functron.spmd import BoundMesh, Mesh, P, Rules
+from functron.spmd.params import abstract_params, param_specs
 from functron.spmd.spec import local_shape, offsets
 
 

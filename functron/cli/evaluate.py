@@ -20,9 +20,9 @@ from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems
 from functron.data.sliding import Sliding
 from functron.models import lora
-from functron.params import history_mask
 from functron.program.cost import bytes_text
 from functron.spmd import DATA_AXES, BoundMesh, Mesh
+from functron.spmd.params import history_mask
 from functron.training import run_folder
 from functron.training.checks import sequence_parts
 from functron.training.config import TrainConfig, load

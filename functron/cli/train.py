@@ -23,9 +23,9 @@ from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes, outside, record_failure
 from functron.core import tree
 from functron.models import lora
-from functron.params import history_mask, num_params
 from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
+from functron.spmd.params import history_mask, num_params
 from functron.training import records, run_folder
 from functron.training.checks import validate
 from functron.training.config import BOXES, COMMON, TrainConfig, starting_config

@@ -21,7 +21,7 @@ from functron.core import tree
 from functron.core.errors import Problem
 from functron.hub.entries import Entry, write_entries
 from functron.models.family import FAMILIES, Config, Family, family_of
-from functron.params import ParamDef, pieces_of
+from functron.spmd.params import ParamDef, pieces_of
 
 Box = tuple[tuple[int, int], ...]
 """From where to where, per dim."""

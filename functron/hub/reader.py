@@ -29,8 +29,8 @@ from functron.hub.format import Box, Format, Layout, Part, config_problems, layo
 from functron.hub.quantised import decoded
 from functron.models.config import Dtype, GPTConfig
 from functron.models.family import Config, family_of
-from functron.params import abstract_params, param_specs
 from functron.spmd import BoundMesh, Mesh, P
+from functron.spmd.params import abstract_params, param_specs
 from functron.spmd.spec import is_spec, local_shape, offsets, validate
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from functron import nn, params
+from functron import nn
 from functron.core.errors import public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
@@ -35,9 +35,10 @@ from functron.models.stack import (
 )
 from functron.nn.layers import linear_defs, sequence_axes
 from functron.nn.masked import masked_attention
-from functron.params import Normal, ParamDef, zeros
 from functron.spmd import collectives as lax
+from functron.spmd import params
 from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.params import Normal, ParamDef, zeros
 from functron.spmd.spec import Rules
 
 __all__ = [

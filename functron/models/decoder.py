@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron import nn, params
+from functron import nn
 from functron.core import compat, random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.scopes import named_scope
@@ -38,11 +38,11 @@ from functron.nn import context
 from functron.nn.context import own_part
 from functron.nn.layers import JOINED, sequence_axes
 from functron.nn.moe import RouterSums, moe, moe_defs
-from functron.params import ParamDef
 from functron.pipeline.partition import Part
 from functron.precision import history_def
-from functron.spmd import CONTEXT_AXES, P
+from functron.spmd import CONTEXT_AXES, P, params
 from functron.spmd import collectives as lax
+from functron.spmd.params import ParamDef
 from functron.spmd.spec import spec_axes
 from functron.transforms import Gather, policies
 from functron.transforms import remat as rematerialise

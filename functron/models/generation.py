@@ -31,9 +31,9 @@ from functron.models.options import (
 )
 from functron.nn.context import context_attention
 from functron.nn.masked import KVCache, cached_attention, empty_cache, written
-from functron.params import param_specs
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd import collectives as lax
+from functron.spmd.params import param_specs
 from functron.transforms import Gather
 
 _IN_ORDER = Context("ring", "contiguous")

@@ -10,7 +10,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from functron import params
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models import decoder, mup
@@ -41,12 +40,12 @@ from functron.models.options import (
     require,
 )
 from functron.nn import moe
-from functron.params import Normal, ParamDef
 from functron.pipeline.partition import Part, whole
 from functron.program.cost import attended
-from functron.spmd import CONTEXT_AXES, DATA_AXES, P
+from functron.spmd import CONTEXT_AXES, DATA_AXES, P, params
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
+from functron.spmd.params import Normal, ParamDef
 from functron.spmd.spec import Rules, as_entry
 
 __all__ = [

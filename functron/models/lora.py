@@ -29,7 +29,7 @@ import torch
 from functron.core import tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.nn import Adapter
-from functron.params import Constant, Normal, ParamDef, Width, zeros
+from functron.spmd.params import Constant, Normal, ParamDef, Width, zeros
 
 LORA = "lora"
 """The name of an `Adapter` among the parameters of its layer."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from functron import nn, params
+from functron import nn
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
@@ -36,11 +36,11 @@ from functron.models.stack import (
 from functron.nn.layers import sequence_axes
 from functron.nn.mamba import Mamba2Config, MambaCache, mamba, mamba_cache, mamba_defs, mamba_step
 from functron.ops.attention import attention
-from functron.params import Normal, ParamDef
 from functron.program.cost import attended
-from functron.spmd import P
+from functron.spmd import P, params
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.params import Normal, ParamDef
 from functron.spmd.spec import Rules
 
 __all__ = [

@@ -64,7 +64,7 @@ from functron.core import tree
 from functron.core.errors import Problem, raise_problems
 from functron.models.config import GPTConfig
 from functron.optim.zero import num_stacked
-from functron.params import Normal, ParamDef, Width
+from functron.spmd.params import Normal, ParamDef, Width
 
 
 def wider(config: GPTConfig) -> GPTConfig:

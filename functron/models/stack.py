@@ -19,10 +19,10 @@ from functron.core.scopes import named_scope
 from functron.core.tree import Tree
 from functron.core.typing import Key, Scalar, Tensor
 from functron.models.options import ModelOptions, check_gathered
-from functron.params import ParamDef
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
+from functron.spmd.params import ParamDef
 from functron.spmd.spec import Rules
 from functron.transforms import Gather, policies, scan
 from functron.transforms import remat as rematerialise

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron import nn, params
+from functron import nn
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.scopes import named_scope
@@ -48,11 +48,11 @@ from functron.nn.masked import (
     relative_buckets,
     written,
 )
-from functron.params import Normal, ParamDef, param_specs
 from functron.program.cost import attended
-from functron.spmd import DATA_AXES, P, shard_map
+from functron.spmd import DATA_AXES, P, params, shard_map
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.params import Normal, ParamDef, param_specs
 from functron.spmd.spec import Rules
 from functron.transforms import Gather, scan
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from functron import nn, params
+from functron import nn
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.tree import Tree
@@ -34,10 +34,10 @@ from functron.models.stack import (
 )
 from functron.nn.layers import linear_defs, sequence_axes, weights
 from functron.nn.masked import masked_attention
-from functron.params import Normal, ParamDef
-from functron.spmd import P
+from functron.spmd import P, params
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.params import Normal, ParamDef
 from functron.spmd.spec import Rules
 from functron.transforms import Gather
 

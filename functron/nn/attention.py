@@ -31,8 +31,8 @@ from functron.nn.layers import (
 from functron.ops.attention import attention
 from functron.ops.define import AUTO, Kernels
 from functron.ops.qk_norm_rope import QK_NORM_ROPE, qkv_norm_rope
-from functron.params import Normal, ParamDef, ones, zeros
 from functron.spmd import collectives as lax
+from functron.spmd.params import Normal, ParamDef, ones, zeros
 from functron.spmd.spec import P
 
 _SEVERAL = 3  # dims of positions, where a token has several

@@ -31,9 +31,9 @@ from functron.ops.glu import glu, glu_linear, halves
 from functron.ops.grouped_matmul import grouped_matmul
 from functron.ops.ids import check_ids
 from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
-from functron.params import Normal, ParamDef, ones, zeros
 from functron.spmd import collectives as lax
 from functron.spmd.axes import AxisNames
+from functron.spmd.params import Normal, ParamDef, ones, zeros
 from functron.spmd.spec import P, entry_axes
 from functron.transforms.fsdp import Encoded
 

@@ -34,8 +34,8 @@ from torch.nn import functional as F
 from functron.core import random
 from functron.core.typing import Float, Tensor
 from functron.nn.layers import column_parallel, gather_sequence, linear_defs, row_parallel, weights
-from functron.params import ParamDef, ones
 from functron.spmd import collectives as lax
+from functron.spmd.params import ParamDef, ones
 from functron.spmd.spec import P
 from functron.transforms import scan
 

@@ -70,8 +70,8 @@ from functron.optim.schedules import LearningRate, Schedule, inject_hyperparams
 from functron.optim.sgd import sgd
 from functron.optim.transformation import GradientTransformation, chain
 from functron.optim.zero import zero
-from functron.params import Width
 from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.params import Width
 from functron.spmd.spec import P
 
 

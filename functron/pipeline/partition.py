@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems
-from functron.params import Index, Initializer, ParamDef
 from functron.pipeline.schedule import Pipe
 from functron.spmd.mesh import BoundMesh
+from functron.spmd.params import Index, Initializer, ParamDef
 from functron.spmd.spec import P, entry_axes, is_spec
 
 

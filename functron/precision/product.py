@@ -71,11 +71,11 @@ from functron.ops.scaled_matmul import (
     scaled_grouped_weight,
     scaled_matmul,
 )
-from functron.params import ParamDef, zeros
 from functron.precision.recipe import Contraction, Recipe, Scaling, check_sizes
 from functron.precision.weights import Codes, agreed
 from functron.spmd import collectives as lax
 from functron.spmd.axes import SimulatedAxis, scope
+from functron.spmd.params import ParamDef, zeros
 from functron.spmd.spec import P, dim_axes, spec_axes
 from functron.transforms.custom_vjp import custom_vjp
 from functron.transforms.fsdp import Encoded
@@ -168,7 +168,7 @@ def history_def(layers: int | None = None, *, experts: int | None = None) -> Par
     """The memory of a layer with ``scaling=delayed``: of x, w and dy the magnitudes of 256 steps.
 
     A leaf of the state beside the layer's weight, replicated, in float32 on every device. It is no
-    weight (`functron.params.weight_mask`): its cotangent is a histogram, it has no part in the
+    weight (`functron.spmd.params.weight_mask`): its cotangent is a histogram, it has no part in the
     gradients' norm, and the optimizer replaces it by `functron.ops.quantise.remember`.
 
     Args:

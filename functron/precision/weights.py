@@ -33,10 +33,10 @@ from functron.core.scopes import named_scope
 from functron.core.typing import Tensor
 from functron.ops.define import AUTO, Kernels
 from functron.ops.quantise import E2M1, Format, Quantised, copied, magnitude, quantise, undivided
-from functron.params import ParamDef
 from functron.precision.recipe import Contraction, Recipe, Scaling
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
+from functron.spmd.params import ParamDef
 from functron.spmd.spec import P, dim_axes, is_spec, local_shape
 from functron.transforms.fsdp import Code, Encoded, Split
 

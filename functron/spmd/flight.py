@@ -31,7 +31,7 @@ EVERYWHERE = "all ranks"
 
 MAX_ENTRIES = 1 << 17  # of one step; beyond, the first are forgotten
 
-_BELOW = ("functron.core.", "functron.spmd.", "functron.transforms.", "functron.params")
+_BELOW = ("functron.core.", "functron.spmd.", "functron.transforms.", "functron.spmd.params")
 _COMPILED = ("functron.compiler.", "functron.program.")
 
 

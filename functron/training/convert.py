@@ -31,9 +31,9 @@ from functron.models.family import Config, TrainedConfig, dtype_of, family_of
 from functron.models.gpt import GPTConfig
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
-from functron.params import num_params
 from functron.program.cost import bytes_text
 from functron.spmd import Mesh
+from functron.spmd.params import num_params
 from functron.training import config, run_folder
 from functron.training.hardware import free_memory_bytes
 from functron.training.plan import plan

@@ -26,10 +26,10 @@ from functron.data.chat import IGNORED
 from functron.data.shards import provenance
 from functron.data.sliding import Sliding, Texts
 from functron.models import gpt
-from functron.params import abstract_params
 from functron.pipeline.execute import pipelined
 from functron.program.trace import trace
 from functron.spmd import BoundMesh, P, shard_map
+from functron.spmd.params import abstract_params
 from functron.training import data
 from functron.training.config import TrainConfig
 from functron.training.plan import Plan

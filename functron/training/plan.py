@@ -29,15 +29,6 @@ from functron.models.options import ModelOptions
 from functron.ops import use
 from functron.ops.quantise import remember
 from functron.optim import torch_dtype
-from functron.params import (
-    ParamDef,
-    abstract_params,
-    decay_mask,
-    history_mask,
-    num_params,
-    param_specs,
-    weight_mask,
-)
 from functron.pipeline.execute import pipelined
 from functron.pipeline.partition import (
     Layout,
@@ -58,6 +49,15 @@ from functron.program.program import Program
 from functron.program.text import aligned
 from functron.program.trace import trace
 from functron.spmd import CONTEXT_AXES, DATA_AXES, FSDP_AXES, BoundMesh, Mesh, P, Rules, shard_map
+from functron.spmd.params import (
+    ParamDef,
+    abstract_params,
+    decay_mask,
+    history_mask,
+    num_params,
+    param_specs,
+    weight_mask,
+)
 from functron.spmd.spec import local_shape, validate, whole_over
 from functron.training.anomalies import with_factors
 from functron.training.config import TrainConfig

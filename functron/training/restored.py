@@ -36,9 +36,9 @@ from functron.models.config import GPTConfig
 from functron.models.family import TrainedConfig
 from functron.ops.adamw import halves, joined
 from functron.optim.low_precision import BLOCK, CODES, Quantised, coding_of, dequantise, quantise
-from functron.params import ParamDef, history_mask, init_params
 from functron.precision import Recipe
 from functron.spmd import BoundMesh, P
+from functron.spmd.params import ParamDef, history_mask, init_params
 from functron.spmd.spec import is_spec, local_shape
 from functron.training.plan import Plan
 from functron.training.step import State

@@ -52,7 +52,7 @@ class Run:
         held_out_loss: of `evaluation.loss_program`, which evaluates them; None without.
         notes: what of its checkpoint was converted, or begins anew, in words.
         begun_from: the checkpoint that it began with, or went on from; None: random parameters.
-        around: what every program of a step is wrapped in, such as `functron.testing.faults`.
+        around: what every program of a step is wrapped in, such as `functron.training.faults`.
         at: ``at(moment, step)`` is called as this process comes to a moment of the run: "step"
             before the batch of a step, "evaluate" and "save" after so many steps, and what
             `checkpoint.Saver` calls it with.

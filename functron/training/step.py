@@ -21,10 +21,10 @@ from functron.core.errors import public, refuse
 from functron.core.scopes import named_scope
 from functron.ops import AUTO, Kernels
 from functron.optim.transformation import multiplied
-from functron.params import ParamDef, init_params
 from functron.pipeline.execute import Pipeline
 from functron.spmd import DATA_AXES, FSDP_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd.axes import AxisNames
+from functron.spmd.params import ParamDef, init_params
 from functron.spmd.shard_map import refuse_idle, unsplit_axes
 from functron.spmd.spec import cut_tree, join, whole_over
 from functron.transforms import Gather, accumulate, sync_gradients, value_and_grad

@@ -17,7 +17,7 @@ from functron.cli.main import main
 from functron.nn import Adapter
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig
-from functron.params import weight_mask
+from functron.spmd.params import weight_mask
 from functron.training import run_folder
 from functron.training.checks import validate
 from functron.training.config import TrainConfig

@@ -16,9 +16,9 @@ import torch
 
 from functron import Mesh, P, checkpoint, gpt, optim, random, tree
 from functron.models.config import GPTConfig
-from functron.params import param_specs
 from functron.pipeline.partition import Partition, layout_of
 from functron.spmd import BoundMesh, Rules
+from functron.spmd.params import param_specs
 from functron.spmd.spec import pad, shard
 from functron.training.step import State, init_state, state_specs
 

@@ -24,8 +24,8 @@ from functron.data import IndexedWriter
 from functron.models import gpt
 from functron.models.family import TRAINED
 from functron.models.lora import trainable
-from functron.params import abstract_params, num_params
 from functron.spmd import Mesh
+from functron.spmd.params import abstract_params, num_params
 from functron.training.config import BOXES, COMMON, TrainConfig, load, with_model
 from functron.training.plan import plan
 from functron.training.run import prepare

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from functron import checkpoint, tree
 from functron.cli.main import main
-from functron.testing.faults import flip_file
 from functron.training import run_folder
+from functron.training.faults import flip_file
 
 SMALL = [
     "--data", argparse.__file__, "--seq", "16", "--global-batch", "4", "--gpt.num-layers", "2",

@@ -16,9 +16,9 @@ import functron as ft
 from functron import Mesh, P, lax, optim, random, tree
 from functron.compiler import compile as compile_program
 from functron.compiler import inductor
-from functron.params import Normal
 from functron.program.equations import Scan
 from functron.program.trace import trace
+from functron.spmd.params import Normal
 from tests.ranks import on_the_first
 
 pytestmark = pytest.mark.distributed

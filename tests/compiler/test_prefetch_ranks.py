@@ -9,7 +9,7 @@ import torch.distributed as dist
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random, tree
 from functron.compiler import compile as compile_program
-from functron.params import Normal
+from functron.spmd.params import Normal
 from tests.compiler.test_prefetch import batch, training
 from tests.ranks import on_the_first
 

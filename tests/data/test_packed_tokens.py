@@ -28,7 +28,7 @@ from functron.data.documents import TokenFile, last_not_after
 from functron.data.order import shuffled_blocks
 from functron.data.packing import TOGETHER, best_fit, fill
 from functron.models import gpt
-from functron.params import init_params
+from functron.spmd.params import init_params
 from functron.training import run_folder
 
 

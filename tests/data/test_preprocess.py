@@ -21,7 +21,7 @@ from functron.data import shards
 from functron.data.indexed import IndexedFile, IndexedWriter
 from functron.data.preprocess import Settings, preprocess
 from functron.data.shards import open_tokens, verify
-from functron.testing.faults import flip_file
+from functron.training.faults import flip_file
 from tests.data.chats import WORDS, make_tokenizer, tokenizers
 from tests.data.megatron_bytes import expected
 

@@ -16,8 +16,8 @@ from functron import checkpoint, gpt, hub, tree
 from functron.cli.main import main
 from functron.hub.files import open_folder
 from functron.optim import make_optimizer, make_schedule
-from functron.params import abstract_params, decay_mask
 from functron.spmd import Mesh
+from functron.spmd.params import abstract_params, decay_mask
 from functron.training import config
 from functron.training.convert import convert, fine_tuning
 from functron.training.plan import plan

@@ -12,8 +12,8 @@ from functron import BoundMesh, Mesh, P, Rules, checkpoint, gpt, hub, tree
 from functron.hub import files, reader
 from functron.hub.mixtures import DECODERS
 from functron.nn.moe import MoEConfig
-from functron.params import abstract_params
 from functron.pipeline.partition import Partition, layout_of
+from functron.spmd.params import abstract_params
 from functron.spmd.spec import shard
 
 LLAMA = gpt.GPTConfig(

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.test_params import bound
 
 import functron as ft
 from functron import Mesh, checkpoint, gpt, lora, ops, random, tree
@@ -17,13 +18,12 @@ from functron.models import mup
 from functron.models.lora import LoRA
 from functron.nn.moe import MoEConfig
 from functron.optim.contrib import adam_mini
-from functron.params import Normal, ParamDef, init_params
 from functron.pipeline import Partition, even_layout, make
 from functron.program.equations import Scan
+from functron.spmd.params import Normal, ParamDef, init_params
 from functron.training.config import TrainConfig
 from functron.training.convert import upcycle
 from functron.training.run import prepare
-from tests.test_params import bound
 
 TOLERANCE = 1e-10
 GROUP = 2

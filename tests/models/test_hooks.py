@@ -12,9 +12,9 @@ from functron import Hook, Mesh, ModelOptions, P, gpt, lax, nn, random, tree
 from functron.models.decoder import transformer_block
 from functron.nn import moe
 from functron.nn.layers import linear_defs, sequence_axes
-from functron.params import Normal, ParamDef
 from functron.pipeline import Partition, make, pipelined
 from functron.pipeline.partition import layout_of
+from functron.spmd.params import Normal, ParamDef
 
 CONFIG = gpt.GPTConfig(
     vocab_size=37, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, max_seq=8,

@@ -13,7 +13,7 @@ from functron import Mesh, checkpoint, gpt, hub, lora, optim, random, tree
 from functron.cli import sample
 from functron.models.lora import LoRA
 from functron.optim import OptimizerConfig
-from functron.params import abstract_params
+from functron.spmd.params import abstract_params
 from functron.training.config import TrainConfig, dump
 from functron.training.convert import convert
 from functron.training.plan import plan

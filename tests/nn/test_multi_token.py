@@ -14,7 +14,7 @@ import functron as ft
 from functron import DATA_AXES, Mesh, P, lax, nn
 from functron.nn.context import context_attention
 from functron.nn.multi_token import ahead, merge, multi_token, multi_token_defs, shifted
-from functron.params import Normal, ParamDef
+from functron.spmd.params import Normal, ParamDef
 
 BATCH, SEQ, EMBED, VOCAB, HEADS, HEAD_DIM, DEPTHS = 4, 16, 6, 12, 4, 3, 2
 CONTEXT = ("cp", "ulysses")

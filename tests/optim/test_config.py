@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from functron import optim, tree
-from functron.params import Normal, ParamDef
 from functron.spmd import Mesh, P
+from functron.spmd.params import Normal, ParamDef
 
 
 def step(optimizer):

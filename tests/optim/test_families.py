@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from functron import optim, tree
-from functron.params import Normal, ParamDef
+from functron.spmd.params import Normal, ParamDef
 
 STEPS = 20
 SHAPES = {"blocks": {"norm": (3, 4), "up": (3, 4, 8)}, "embed": (8, 6), "out_bias": (8,)}

@@ -7,7 +7,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, gpt, optim, random, shard_map, tree
-from functron.params import Normal, ParamDef
+from functron.spmd.params import Normal, ParamDef
 from functron.spmd.spec import cut_tree, is_spec, take, unpad
 
 STEPS = 3

@@ -6,7 +6,7 @@ import torch
 
 import functron as ft
 from functron import gpt, optim, random, tree
-from functron.params import Normal, ParamDef
+from functron.spmd.params import Normal, ParamDef
 
 STEPS, RATE, DECAY = 20, 0.01, 0.2
 KIND = (Normal(1.0), torch.float64)

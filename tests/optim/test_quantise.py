@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from functron import Mesh, P, optim, shard_map, tree
 from functron.optim.low_precision import values
-from functron.params import Normal, ParamDef, abstract_params
+from functron.spmd.params import Normal, ParamDef, abstract_params
 
 
 def paper_values(signed):

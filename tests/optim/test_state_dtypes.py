@@ -9,7 +9,7 @@ import torch
 
 from functron import Mesh, P, optim, shard_map, tree
 from functron.optim.config import OPTIMIZERS
-from functron.params import ParamDef, zeros
+from functron.spmd.params import ParamDef, zeros
 
 DEFS = {
     "embed": ParamDef((8, 4), ("vocab", "embed"), zeros),

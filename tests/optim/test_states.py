@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from functron import ParamDef, optim
-from functron.params import Normal
+from functron.spmd.params import Normal
 
 NORMAL = Normal(0.02)
 DEFS = {

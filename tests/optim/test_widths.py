@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from functron import optim, params
-from functron.params import Normal, ParamDef, Width
+from functron.spmd.params import Normal, ParamDef, Width
 
 R, C, E = 12, 48, 4  # outputs and inputs of a matrix that is three times as wide; experts
 

@@ -10,11 +10,11 @@ import torch
 
 import functron as ft
 from functron import Mesh, gpt, random, tree
-from functron.params import Normal, ParamDef
 from functron.pipeline import Partition, even_layout, make
 from functron.pipeline.partition import layout_of
 from functron.spmd import spec as sharding
 from functron.spmd.mesh import BoundMesh
+from functron.spmd.params import Normal, ParamDef
 
 UNTIED = {"embed": "E", "positions": "E", "blocks": "t", "norm": "L", "unembed": "L"}
 TIED = {"embed": "EL", "positions": "E", "blocks": "t", "norm": "L"}

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import functron as ft
 from functron import Mesh, P, checkpoint, lax, random, tree
-from functron.params import Normal, ParamDef
 from functron.pipeline import Partition, make, pipelined
 from functron.pipeline.partition import layout_of
 from functron.spmd import BoundMesh
+from functron.spmd.params import Normal, ParamDef
 
 DENSE_FIRST = {"embed": "EL", "dense": range(3), "blocks": range(3, 7), "norm": "L"}
 ONE, VEE, LOOP, BOTH_ENDS = (

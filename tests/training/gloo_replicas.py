@@ -12,8 +12,8 @@ import torch.distributed as dist
 from functron import tree
 from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
-from functron.testing.faults import Corrupt, injected
 from functron.training.config import TrainConfig
+from functron.training.faults import Corrupt, injected
 from functron.training.records import EVENTS, read
 from functron.training.replicas import CorruptionError
 from functron.training.run import Job, own_hash, prepare

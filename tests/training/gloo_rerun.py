@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
-from functron.testing.faults import Corrupt, injected
 from functron.training.anomalies import AnomalyConfig
 from functron.training.config import TrainConfig
+from functron.training.faults import Corrupt, injected
 from functron.training.records import EVENTS, read
 from functron.training.run import prepare
 from functron.training.train import train

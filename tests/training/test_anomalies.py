@@ -17,10 +17,10 @@ from functron import checkpoint, tree
 from functron.cli.main import main
 from functron.data.order import shuffled
 from functron.spmd import Mesh
-from functron.testing.faults import Corrupt, injected
 from functron.training import records, run_folder
 from functron.training.anomalies import AnomalyConfig, Detector, Guard, with_factors
 from functron.training.config import TrainConfig, load
+from functron.training.faults import Corrupt, injected
 from functron.training.run import prepare
 from functron.training.train import train
 

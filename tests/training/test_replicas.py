@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from functron.cli.main import main
-from functron.testing.faults import flip_
 from functron.training import run_folder
+from functron.training.faults import flip_
 from functron.training.replicas import (
     COLUMNS,
     ROWS,

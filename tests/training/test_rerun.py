@@ -14,10 +14,10 @@ import pytest
 from functron.cli.main import main
 from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
-from functron.testing.faults import Corrupt, injected
 from functron.training import records, run_folder
 from functron.training.anomalies import AnomalyConfig
 from functron.training.config import TrainConfig
+from functron.training.faults import Corrupt, injected
 from functron.training.rerun import Verdict, unlike
 from functron.training.run import prepare
 from functron.training.train import train

@@ -18,8 +18,8 @@ from functron.data.order import shuffled
 from functron.models import gpt
 from functron.nn import IGNORE_INDEX
 from functron.optim import OptimizerConfig, ScheduleConfig
-from functron.params import init_params
 from functron.spmd import Mesh
+from functron.spmd.params import init_params
 from functron.training import run_folder
 from functron.training.config import TrainConfig
 from functron.training.data import open_samples

@@ -10,9 +10,9 @@ import torch
 from functron import Mesh, P, gpt, mamba, optim, random, tree
 from functron.compiler.jit import jit
 from functron.optim import OptimizerConfig, ScheduleConfig
-from functron.params import init_params
 from functron.pipeline.partition import Part
 from functron.program.trace import trace
+from functron.spmd.params import init_params
 from functron.training.checks import validate
 from functron.training.config import TrainConfig
 from functron.training.plan import Watch, plan

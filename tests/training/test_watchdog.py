@@ -131,7 +131,7 @@ from functron.cli.process import current, guarded
 from functron.cli.train import hung
 from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
-from functron.testing import faults
+from functron.training import faults
 from functron.training.config import TrainConfig, load
 from functron.training.run import prepare
 from functron.training.train import train

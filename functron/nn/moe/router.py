@@ -38,10 +38,10 @@ from functron.nn.layers import SEQ_DIM, linear_defs, sequence_axes
 from functron.nn.moe.config import Drop, MoEConfig
 from functron.ops.define import AUTO, Kernels
 from functron.ops.moe import RENORMALISE_EPS, Score, Weighting, best, choose, fits, moe_router
-from functron.params import ParamDef, zeros
 from functron.spmd import DATA_AXES
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import CONTEXT_AXES
+from functron.spmd.params import ParamDef, zeros
 from functron.spmd.spec import P
 from functron.transforms.custom_vjp import custom_vjp
 

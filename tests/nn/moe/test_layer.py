@@ -13,8 +13,8 @@ from torch import Tensor
 import functron as ft
 from functron import DATA_AXES, Mesh, P, lax, tree
 from functron.nn.moe import MoEConfig, RouterInput, RouterOutput, moe, moe_defs
-from functron.params import Normal, ParamDef
 from functron.spmd.mesh import CONTEXT_AXES
+from functron.spmd.params import Normal, ParamDef
 
 BATCH, SEQ, EMBED, HIDDEN, EXPERTS = 4, 8, 4, 6, 8
 WHOLE = P(DATA_AXES, CONTEXT_AXES)

@@ -13,8 +13,8 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, ParamDef, Rules, gpt, random, tree
-from functron.params import Normal, decay_mask, ones, stack, zeros
 from functron.spmd import BoundMesh
+from functron.spmd.params import Normal, decay_mask, ones, stack, zeros
 from functron.spmd.spec import shard
 
 DEFS = {
