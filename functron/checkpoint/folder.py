@@ -28,6 +28,7 @@ import torch
 from functron.checkpoint import database
 from functron.checkpoint.database import as_array, as_tensor, from_name, name_of
 from functron.checkpoint.placement import Box, Leaf, cells, grid
+from functron.core import tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.program.text import aligned
 
@@ -84,7 +85,7 @@ def make_manifest(
     }
     content = json.loads(json.dumps(content))  # as it will be read
     path = folder / MANIFEST
-    path.write_text(json.dumps({"crc32": _checksum_of(content), "content": content}))
+    path.write_text(json.dumps({"crc32": tree.json_checksum(content), "content": content}))
     sync_all(folder, progress)
 
 
@@ -103,7 +104,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
     try:
         whole = json.loads(text)
         content = whole["content"]
-        if whole["crc32"] != _checksum_of(content):
+        if whole["crc32"] != tree.json_checksum(content):
             raise ValueError("another checksum than it says")
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__} for its content")
@@ -229,10 +230,6 @@ def _entry(path: Path, progress: Callable[[], None] | None) -> dict[str, int]:
 
 def _checksum(path: Path) -> int:
     return zlib.crc32(path.read_bytes())
-
-
-def _checksum_of(content: Any) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 class Checkpoint(Mapping[str, "StoredLeaf"]):

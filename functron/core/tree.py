@@ -7,6 +7,8 @@ no leaf.
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -216,6 +218,11 @@ def size(tree: Tree) -> int:
 def nbytes(tree: Tree) -> int:
     """The bytes of all tensor leaves, views counted at their own size."""
     return sum(leaf.nbytes for leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def json_checksum(content: Any) -> int:
+    """The CRC-32 of a tree as JSON, keys in order: the same however a file lays it out."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def is_leaf(value: Any) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from functron.core import tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.documents import (
     MAX_LISTED,
@@ -400,13 +401,9 @@ def _record_of(file: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         return None
     whole = {name: value for name, value in found.items() if name != "crc32"}
-    if ("files" in found or "crc32" in found) and found.get("crc32") != _checksum_of(whole):
+    if ("files" in found or "crc32" in found) and found.get("crc32") != tree.json_checksum(whole):
         refuse(_DAMAGED, str(file), "damaged contents", "the record as it was written", _AGAIN)
     return whole
-
-
-def _checksum_of(record: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def with_checksums(record: Mapping[str, Any], files: Sequence[Path]) -> dict[str, Any]:
@@ -418,7 +415,7 @@ def with_checksums(record: Mapping[str, Any], files: Sequence[Path]) -> dict[str
     """
     content = {**record, "files": {file.name: _entry(file) for file in files}}
     content = json.loads(json.dumps(content))  # as it will be read
-    return {**content, "crc32": _checksum_of(content)}
+    return {**content, "crc32": tree.json_checksum(content)}
 
 
 def _entry(file: Path) -> dict[str, Any]:

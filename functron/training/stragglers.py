@@ -12,6 +12,7 @@ of them where it stands out more.
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 import time
@@ -96,13 +97,19 @@ def stragglers(
     # of what ranks do, however long they wait
     bases = {"data": whole, "compute": compute, "update": compute + update, "host": whole}
     bases = {name: max(seconds, _TINY) for name, seconds in bases.items()}
-    for rank in range(size) if size > 1 else ():
-        behind = {name: [_behind(step[name], rank) for step in steps] for name in OWN}
+    if size < 2:
+        return found
+    usual = {name: [_middles(step[name]) for step in steps] for name in OWN}
+    for rank in range(size):
+        behind = {
+            name: [step[name][rank] - of[rank] for step, of in zip(steps, usual[name], strict=True)]
+            for name in OWN
+        }
         name = max(OWN, key=lambda name: statistics.median(behind[name]))
         base, late = bases[name], [seconds / bases[name] for seconds in behind[name]]
         if name == "compute":
-            of = [max(_middle(step[name], rank), _TINY) for step in steps]
-            late = [seconds / usual for seconds, usual in zip(behind[name], of, strict=True)]
+            of = [max(row[rank], _TINY) for row in usual[name]]
+            late = [seconds / other for seconds, other in zip(behind[name], of, strict=True)]
         share = statistics.median(late)
         if _matters(late, _SHARE, noise) and share * base > _SHARE / 3 * whole:
             found.append(Straggler((rank,), name, share, share * base))
@@ -113,13 +120,16 @@ def _of(step: Mapping[str, Sequence[float]], rank: int) -> list[float]:
     return [step[name][rank] for name in step]
 
 
-def _behind(values: Sequence[float], rank: int) -> float:
-    """How much longer than the middle of the others one took."""
-    return values[rank] - _middle(values, rank)
+def _middles(values: Sequence[float]) -> list[float]:
+    """For every value, the median of the others; of two values at least."""
+    ordered, others = sorted(values), len(values) - 1
+    below, above = (others - 1) // 2, others // 2
 
+    def median(value: float) -> float:
+        left_out = bisect.bisect_left(ordered, value)
+        return (ordered[below + (below >= left_out)] + ordered[above + (above >= left_out)]) / 2
 
-def _middle(values: Sequence[float], rank: int) -> float:
-    return statistics.median(value for other, value in enumerate(values) if other != rank)
+    return [median(value) for value in values]
 
 
 def _matters(values: Sequence[float], least: float, noise: float) -> bool:
@@ -144,8 +154,9 @@ def _networks(
         sent = [
             [min(step[f"wait/{axis}"][r] for r in ranks) for ranks in members] for step in steps
         ]
+        others = [_middles(row) for row in sent]
         for number, ranks in enumerate(members):
-            behind = [_behind(row, number) for row in sent]
+            behind = [row[number] - of[number] for row, of in zip(sent, others, strict=True)]
             seconds = statistics.median(behind)
             usual = statistics.median(row[number] for row in sent) - seconds
             if _matters(behind, _NETWORK * whole, noise) and seconds > usual:
@@ -272,7 +283,7 @@ class Comparison:
         stopwatch: of this rank.
         gather: the numbers of all ranks, by rank: a collective on the host.
         write: an event of a run; see `functron.training.records.event_log`.
-        say: tells the user.
+        say: tells the user; None: another rank looks for who is slow, and tells.
         picture: the file of the heat map; None: nobody draws it.
     """
 
@@ -282,7 +293,7 @@ class Comparison:
     stopwatch: Stopwatch
     gather: Callable[[torch.Tensor], torch.Tensor]
     write: Callable[..., None]
-    say: Callable[[str], None]
+    say: Callable[[str], None] | None
     picture: Path | None
     _windows: deque[list[dict[str, list[float]]]] = field(
         default_factory=lambda: deque(maxlen=max(NOISE)), init=False
@@ -308,12 +319,13 @@ class Comparison:
         rows = everywhere.permute(1, 2, 0).tolist()
         window = [dict(zip(names, row, strict=True)) for row in rows]
         self._windows.append(window)
-        self._name(index)
+        if self.say is not None:
+            self._name(index, self.say)
         if self.picture is not None and time.monotonic() - self._drawn > _REDRAW_SECONDS:
             self.draw()
         return {"ranks": _summary(medians(window))}
 
-    def _name(self, index: int) -> None:
+    def _name(self, index: int, say: Callable[[str], None]) -> None:
         for each in self._slow():
             key = each.ranks, each.what, each.axis
             last, self._named[key] = self._named.get(key), self._count
@@ -325,7 +337,7 @@ class Comparison:
             about |= {"axis": each.axis} if each.axis else {}
             one = each.ranks[0] if len(each.ranks) == 1 else None
             self.write("straggler", index + 1, rank=one, **about)
-            self.say(f"step {index + 1}: {described(each, hosts)}")
+            say(f"step {index + 1}: {described(each, hosts)}")
 
     @cached_property
     def _groups(self) -> dict[str, list[list[int]]]:

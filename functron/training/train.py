@@ -671,14 +671,13 @@ def _compared(
         return torch.stack(found)
 
     def say(text: str) -> None:
-        if job.main:
-            print(f"functron: {text}", file=sys.stderr, flush=True)
+        print(f"functron: {text}", file=sys.stderr, flush=True)
 
     clock = DeviceClock() if run.device.type == "cuda" else None
     watch = Stopwatch(mesh.recorder, axes_of(mesh), clock)
     hosts = job.gathered(socket.gethostname())
     picture = out / PICTURE if out is not None and job.main else None
-    return Comparison(mesh, hosts, every, watch, gather, write, say, picture)
+    return Comparison(mesh, hosts, every, watch, gather, write, say if job.main else None, picture)
 
 
 @contextmanager
