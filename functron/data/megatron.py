@@ -1,7 +1,7 @@
 """Samples in Megatron-LM's order: its shuffles, blends and splits, so that its runs go on here.
 
-Elsewhere in `functron.data` the order of samples is arithmetic. Megatron-LM shuffles tables instead,
-with numpy's MT19937 (`numpy.random.RandomState`), of the number of samples that the whole run takes:
+Elsewhere in `functron.data` the order of samples is arithmetic. Megatron-LM shuffles tables, with
+numpy's MT19937 (`numpy.random.RandomState`), of the number of samples that the whole run takes:
 
 1. The epochs that so many samples need are put one after another, each with the corpus's sequences,
    and shuffled as one. The last epoch is shuffled by itself if less than 0.8 of it is needed.
@@ -10,9 +10,9 @@ with numpy's MT19937 (`numpy.random.RandomState`), of the number of samples that
 3. The samples are shuffled: those of the last epoch by themselves if its sequences were.
 
 So the order depends on the seed, on ``num_samples`` and on ``seq``: another number of samples may
-give another order from the first one on. Sources of a blend are each shuffled so, all with the same
-seed, and the blend's sample n comes from the source whose deficit ``w_i max(n, 1) - count_i`` is the
-largest, in float64, the first such source on a tie.
+give another order from the first one on. Sources of a blend are each shuffled so, all with the
+same seed, and the blend's sample n comes from the source whose deficit ``w_i max(n, 1) - count_i``
+is the largest, in float64, the first such source on a tie.
 
 | table              | bytes                                                                   |
 |--------------------|-------------------------------------------------------------------------|
@@ -113,9 +113,8 @@ class MegatronWindows(Samples):
         self._sequences = range(file.num_sequences) if sequences is None else sequences
         self._extra, self._drop_last, self._most = int(extra_token), drop_last, vocab_size
         self.mask_documents, self._cache, self.vocab_size = mask_documents, cache, vocab_size or 0
-        _, lengths = file.spans(np.arange(self._sequences.start, self._sequences.stop))
-        self.num_tokens = int(lengths.sum())
-        raise_problems(_CANNOT, self._problems(lengths))
+        self.num_tokens = 0
+        raise_problems(_CANNOT, [*self._problems(), *self._counted()])
         needed = self._extra + (num_samples or 0) * seq
         self.num_epochs = max(-(-needed // self.num_tokens), 1)
         per_epoch = self._count(1)
@@ -126,20 +125,27 @@ class MegatronWindows(Samples):
             wanted, fix = f"at least {seq + self._extra}", "use a smaller seq, or more text"
             refuse("cannot cut the text into samples", f"data {file.path}", got, wanted, fix)
 
-    def _problems(self, lengths: np.ndarray) -> Iterator[Problem]:
+    def _problems(self) -> Iterator[Problem]:
         if self.seq < 2:
             yield Problem("seq", str(self.seq), "at least 2, as Megatron-LM wants")
         if not 0 <= self.seed < _SEEDS:
             yield Problem("seed", str(self.seed), f"0 to {_SEEDS - 1}, as numpy's RandomState has")
         if self._wanted is not None and self._wanted < 1:
             yield Problem("num_samples", str(self._wanted), "at least 1")
-        where = f"data {self._file.path}"
-        if len(lengths) and lengths.min() < 0:
-            index = self._sequences.start + int(lengths.argmin())
-            got = f"length {lengths.min()} of sequence {index}"
-            yield Problem(where, got, "at least 0", "copy or write it again")
-        elif not self.num_tokens:
-            yield Problem(where, f"no tokens in {len(lengths)} sequences", "at least one")
+
+    def _counted(self) -> Iterator[Problem]:
+        """Count the tokens of an epoch; what is wrong with the lengths of its sequences."""
+        where, again = f"data {self._file.path}", "copy or write it again"
+        for begin in range(self._sequences.start, self._sequences.stop, _SCANNED):
+            some = np.arange(begin, min(begin + _SCANNED, self._sequences.stop))
+            _, lengths = self._file.spans(some)
+            self.num_tokens += int(lengths.sum())
+            if lengths.min() < 0:
+                got = f"length {lengths.min()} of sequence {some[lengths.argmin()]}"
+                yield Problem(where, got, "at least 0", again)
+                return
+        if not self.num_tokens:
+            yield Problem(where, f"no tokens in {len(self._sequences)} sequences", "at least one")
 
     def _count(self, epochs: int) -> int:
         """The samples that so many epochs make."""
@@ -217,7 +223,7 @@ class MegatronWindows(Samples):
         return {name: torch.from_numpy(leaf) for name, leaf in leaves.items()}
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of sample `index` of the shuffled sequences in a row, and where documents begin.
+        """The tokens of sample `index` of the shuffled sequences, and where documents begin in it.
 
         Returns:
             int64 ``[seq]``, and one more with the extra token; fewer where `drop_last` is False and
@@ -226,24 +232,23 @@ class MegatronWindows(Samples):
         total = self.num_epochs * self.num_tokens
         start = min(index * self.seq, total - self._extra)
         stop = min(start + self.seq + self._extra, total)
-        pieces, begins, length = [], [0], 0
-        for sequences, begin, end in self._parts(start, stop):
-            places, lengths = self._file.spans(sequences)
-            last = self._file.end_documents(sequences) if self.mask_documents else lengths
-            for place, size, is_last, first, final in zip(
-                places.tolist(), lengths.tolist(), last.tolist(), begin, end, strict=True
-            ):
-                piece = self._file.read(place + first, final - first)
-                check_ids(self._file.path, piece, place + first, self._most)
+        pieces, begins, length = [], [np.zeros(1, np.int64)], 0
+        for sequences, first, final in self._parts(start, stop):
+            places, _ = self._file.spans(sequences)
+            spans = zip((places + first).tolist(), (final - first).tolist(), strict=True)
+            for place, count in spans:
+                piece = self._file.read(place, count)
+                check_ids(self._file.path, piece, place, self._most)
                 pieces.append(piece)
-                length += len(piece)
-                if is_last and final == size:
-                    begins.append(length)
-        text = np.concatenate(pieces).astype(np.int64)
-        found = np.array(begins)
-        return text, found[found < len(text)]
+            ends = length + np.cumsum(final - first)
+            length = int(ends[-1]) if len(ends) else length
+            if self.mask_documents:
+                begins.append(ends[self._file.end_documents(sequences)])
+        found = np.concatenate(begins)
+        # a document ends with the last sequence of all that are read, or is cut off with it
+        return np.concatenate(pieces).astype(np.int64), found[found < length]
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[np.ndarray, list, list]]:
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[np.ndarray, ...]]:
         """The sequences that tokens `start` to `stop` of the row are in, and which of theirs."""
         begins, order = self._tables["begins"], self._tables["sequences"]
         block = int(np.searchsorted(begins, start, side="right")) - 1
@@ -254,7 +259,7 @@ class MegatronWindows(Samples):
             first = np.maximum(start - (ends - lengths), 0)
             final = lengths - np.maximum(ends - stop, 0)
             taken = final > first
-            yield sequences[taken], first[taken].tolist(), final[taken].tolist()
+            yield sequences[taken], first[taken], final[taken]
             block += 1
 
     def summary(self) -> str:
@@ -306,11 +311,7 @@ class MegatronMixture:
         cache: Path | None = None,
     ):
         found = np.array(weights, np.float64)
-        raise_problems("cannot blend", [
-            Problem(f"weights[{i}]", f"{x:g}", "a finite number above 0")
-            for i, x in enumerate(found.tolist()) if not 0 < x < math.inf
-        ])  # fmt: skip
-        self.weights = found / found.sum() if len(found) else found
+        self.weights = np.array(_shares(weights))
         self._spent = None if size is not None else found
         self.size = int(found.sum()) if size is None else size
         self._limits, self._cache = np.array(limits), cache
@@ -318,7 +319,11 @@ class MegatronMixture:
     @functools.cached_property
     def _tables(self) -> Mapping[str, np.ndarray]:
         """``sources`` of all samples, and the ``counts`` of each before every block of them."""
-        about = {"weights": self.weights.tolist(), "size": self.size, "all": self._spent is not None}
+        about = {
+            "weights": self.weights.tolist(),
+            "size": self.size,
+            "all": self._spent is not None,
+        }
         shape = (-(-self.size // _BLOCK) + 1, len(self.weights))
         kinds = {"sources": ("int16", (self.size,)), "counts": ("int64", shape)}
         found = _kept(self._cache, about, kinds, self._made)
@@ -373,6 +378,20 @@ class MegatronMixture:
         return counts + np.bincount(order, minlength=len(self.weights))
 
 
+def _shares(weights: Sequence[float]) -> list[float]:
+    """Weights divided by their sum, in float64.
+
+    Raises:
+        ValueError: they are none, not finite or not above 0.
+    """
+    found = np.array(weights, np.float64)
+    raise_problems("cannot blend", [
+        Problem(f"weights[{i}]", f"{x:g}", "a finite number above 0", "leave it out")
+        for i, x in enumerate(found.tolist()) if not 0 < x < math.inf
+    ])  # fmt: skip
+    return (found / found.sum()).tolist()
+
+
 _STRETCH = 1 << 11
 _PASSES = 6
 
@@ -388,13 +407,13 @@ def _largest_deficits(
     begins = np.arange(0, size, step)
     starts = _near(weights, begins, limits)
     order, ends = np.empty((len(begins), step), np.int16), np.empty_like(starts)
-    wrong, passes = np.arange(len(begins)), 0
-    while wrong.size:
-        # where many are wrong again and again, one after another is faster
-        some = wrong if passes < _PASSES else wrong[:1]
+    some, passes = np.arange(len(begins)), 0
+    while some.size:
         order[some], ends[some] = _one_by_one(weights, begins[some], starts[some], step, limits)
-        differ = np.flatnonzero((starts[1:] != ends[:-1]).any(1)) + 1
-        starts[differ], wrong, passes = ends[differ - 1], differ, passes + 1
+        some, passes = np.flatnonzero((starts[1:] != ends[:-1]).any(1)) + 1, passes + 1
+        # where many are wrong again and again, one after another is faster
+        some = some if passes < _PASSES else some[:1]
+        starts[some] = ends[some - 1]
     return order.reshape(-1)[:size]
 
 
@@ -469,6 +488,7 @@ def megatron_samples(
     part: str = PARTS[0],
     surplus: float = SURPLUS,
     cache: Path | None = None,
+    build: bool = True,
     **options: Any,
 ) -> Samples:
     """The samples that Megatron-LM's dataset builder makes of these files.
@@ -488,6 +508,7 @@ def megatron_samples(
         part: of these.
         surplus: ``mid_level_dataset_surplus``.
         cache: as of `MegatronWindows`.
+        build: make the tables now, or find them in the cache, rather than with the first batch.
         options: of `MegatronWindows`: seed, vocab_size, extra_token, drop_last, mask_documents.
 
     Returns:
@@ -507,23 +528,36 @@ def megatron_samples(
         return MegatronWindows(file, seq, count, sequences=parts[part], cache=cache, **options)
 
     if len(files) == 1 and (weights is None or not split):
-        return windows(files[0], num_samples)
+        only = windows(files[0], num_samples)
+        if build:
+            only.build()
+        return only
     if weights is None:
         sources = [windows(file, None) for file in files]
         sizes = [source.num_ordered for source in sources]
         size = None if num_samples is None else min(num_samples, sum(sizes))
-        return Blend(sources, MegatronMixture(sizes, size, sizes, cache=cache), names)
-    if num_samples is None:
+        mixture = MegatronMixture(sizes, size, sizes, cache=cache)
+    elif num_samples is None:
         refuse(_CANNOT, "num_samples", "None with weights", "how many samples the blend has")
-    shares = np.array(weights, np.float64)
-    taken = [math.ceil(num_samples * share) for share in (shares / shares.sum()).tolist()]
-    sources = [
-        windows(file, math.ceil(count * (1 + surplus)))
-        for file, count in zip(files, taken, strict=True)
-    ]
-    limits = [source.num_ordered for source in sources]
-    normal = (shares / shares.sum()).tolist()
-    return Blend(sources, MegatronMixture(normal, sum(taken), limits, cache=cache), names)
+    else:
+        normal = _shares(weights)
+        taken = [math.ceil(num_samples * share) for share in normal]
+        rows = zip(files, taken, strict=True)
+        sources = [windows(file, math.ceil(count * (1 + surplus))) for file, count in rows]
+        limits = [source.num_ordered for source in sources]
+        mixture = MegatronMixture(normal, sum(taken), limits, cache=cache)
+    for each in (*sources, mixture) if build else ():
+        each.build()
+    return Blend(sources, mixture, names)
+
+
+def num_ordered(samples: Samples) -> int:
+    """How many samples an order of `megatron_samples` has."""
+    if isinstance(samples, MegatronWindows):
+        return samples.num_ordered
+    assert isinstance(samples, Blend)
+    assert isinstance(samples.mixture, MegatronMixture)
+    return samples.mixture.size
 
 
 def _kept(
@@ -534,8 +568,8 @@ def _kept(
 ) -> Mapping[str, np.ndarray]:
     """Tables by name, from files of a folder, which are made where they are not there.
 
-    Processes may make them at the same time: each file gets its name when it is whole, and all write
-    the same.
+    Processes may make them at the same time: each file gets its name when it is whole, and all
+    write the same.
 
     Args:
         folder: None: they are made, and kept in memory.

@@ -93,7 +93,9 @@ def cases() -> list[dict]:
     ]:  # fmt: skip
         for extra in (True, False):
             sizes = [count, 0, 0]
-            found.append({"data": ["a"], "seed": seed, "seq": seq, "sizes": sizes, "extra_token": extra})
+            found.append(
+                {"data": ["a"], "seed": seed, "seq": seq, "sizes": sizes, "extra_token": extra}
+            )
     for name, seq, count in [("b", 16, 90), ("c", 64, 20), ("c", 5, 3)]:
         found.append({"data": [name], "seed": 3, "seq": seq, "sizes": [count, 0, 0]})
     for split in ("969, 30, 1", "8,1,1", "0.7,0.2,0.1", "1,1,1", "90,10"):
@@ -111,8 +113,19 @@ def cases() -> list[dict]:
             for count in (40, 333):
                 case = {"data": list(data), "weights": weights, "seed": 1234, "seq": 12}
                 found.append({**case, "split": split, "sizes": [count, 0, 0]})
-    found.append({"data": ["a", "c"], "weights": [1, 3], "seed": 1, "seq": 12, "sizes": [50, 0, 0], "surplus": 0.5})
-    found.append({"data": list("abc"), "weights": None, "seed": 9, "seq": 12, "sizes": [None, 0, 0]})
+    found.append(
+        {
+            "data": ["a", "c"],
+            "weights": [1, 3],
+            "seed": 1,
+            "seq": 12,
+            "sizes": [50, 0, 0],
+            "surplus": 0.5,
+        }
+    )
+    found.append(
+        {"data": list("abc"), "weights": None, "seed": 9, "seq": 12, "sizes": [None, 0, 0]}
+    )
     for name in ("a", "b"):
         case = {"data": [name], "seed": 6, "seq": 24, "sizes": [40, 0, 0], "reset": True}
         found.append(case)
