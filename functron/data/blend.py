@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -234,6 +234,7 @@ def _share(count: Any, size: int, total: int) -> Any:
     return (2 * count * size + total) // (2 * total) if total else count * 0
 
 
+@runtime_checkable
 class Shares(Protocol):
     """Which source each sample of a blend comes from, such as `Mixture` and `Exhaustive`.
 
@@ -283,15 +284,14 @@ class Blend(Samples):
         self.names = tuple(map(str, range(len(sources))) if names is None else names)
         if weights is None:
             weights = Exhaustive(_sizes(sources)) if sources else []
-        given = len(weights if isinstance(weights, Sequence) else weights.weights)
+        given = len(weights.weights if isinstance(weights, Shares) else weights)
         raise_problems("cannot blend", [
             Problem(what, f"{got} for {len(sources)} sources", "one of each, and at least 1 source")
             for what, got in (("weights", given), ("names", len(self.names)))
             if got != len(sources) or not sources
         ])  # fmt: skip
         self._sources = tuple(sources)
-        made = Mixture(weights) if isinstance(weights, Sequence) else weights
-        self.mixture: Shares = made
+        self.mixture: Shares = weights if isinstance(weights, Shares) else Mixture(weights)
         self.vocab_size = max(source.vocab_size for source in sources)
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:

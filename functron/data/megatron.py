@@ -22,8 +22,11 @@ is the largest, in float64, the first such source on a tie.
 
 Megatron-LM itself has 12 per sample, 4 per sequence and epoch, and 10 per sample of a blend: the
 place of a sample is found here by adding up the lengths of at most 64 sequences, so there is no
-table of samples. Tables are made when first needed, in each process, some 30 ns per entry; with a
-`cache` folder they are kept in files, which all processes of a machine map and share.
+table of samples. Each process makes its tables, in some 50 ns per entry; with a `cache` folder they
+are kept in files, which all processes of a machine map and share.
+
+Which of a step's samples go to which rank differs from Megatron-LM's sampler, whose microbatches
+take turns over the ranks: here each rank has neighbouring rows. The samples of a step are the same.
 
 Source: ``megatron/core/datasets`` of Megatron-Core 0.16.1: ``gpt_dataset.py``,
 ``blended_dataset.py``, ``blended_megatron_dataset_builder.py`` and ``helpers.cpp``.
