@@ -170,10 +170,11 @@ class Mixture:
 class Exhaustive:
     """Which source sample n comes from where every sample of all sources comes once an epoch.
 
-    The sources are spread evenly over an epoch, as Megatron-LM's exhaustive blend spreads them, in
-    proportion to how many samples each has. Source 0 of a of N samples has sample n of an epoch
-    where ``floor((2 (n + 1) a + N) / 2N)`` is larger than the same of n (Bresenham's line); what is
-    left is divided in the same way among the others. Integers, and no table.
+    The sources are spread evenly over an epoch, in proportion to how many samples each has. Source
+    0 of a of N samples has sample n of an epoch where ``floor((2 (n + 1) a + N) / 2N)`` is larger
+    than the same of n (Bresenham's line); what is left is divided in the same way among the others.
+    Integers, and no table. Megatron-LM's exhaustive blend has as many of each in another order,
+    which is that of `functron.data.MegatronMixture`.
 
     Args:
         sizes: how many samples each source has, at least 1.

@@ -27,6 +27,7 @@ are kept in files, which all processes of a machine map and share.
 
 Which of a step's samples go to which rank differs from Megatron-LM's sampler, whose microbatches
 take turns over the ranks: here each rank has neighbouring rows. The samples of a step are the same.
+Tokens that are its tokenizer's padding, which it makes 0 and predicts not, are left as they are.
 
 Source: ``megatron/core/datasets`` of Megatron-Core 0.16.1: ``gpt_dataset.py``,
 ``blended_dataset.py``, ``blended_megatron_dataset_builder.py`` and ``helpers.cpp``.
@@ -404,7 +405,8 @@ def _largest_deficits(
 ) -> np.ndarray:
     """The source of each sample, int16 ``[size]``; with limits those that have given all drop out.
 
-    Numbers are those of Megatron-LM on x86-64: products rounded to float64 before the difference.
+    Numbers are those of Megatron-LM on x86-64: products are rounded to float64 before differences
+    are taken, which compilers for processors with fused operations may leave out.
     """
     step = max(_STRETCH, math.isqrt(size))
     begins = np.arange(0, size, step)
