@@ -48,6 +48,8 @@ _ALIASES: Mapping[str, str] = MappingProxyType({
     "microbatches": "micro-batch-size gradient-accumulation-steps grad-accum accumulation-steps "
     "accumulate-grad-batches num-microbatches",
     "ramp-up": "rampup-batch-size",
+    "order-cache": "data-cache-path",
+    "blend-surplus": "mid-level-dataset-surplus",
     "seq": "seq-length seq-len sequence-length block-size context-length max-length max-seq-len "
     "max-seq-length",
     "max-seq": "max-position-embeddings",

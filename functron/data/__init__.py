@@ -8,6 +8,7 @@ iterator state to save, and the same samples come on every mesh and after resumi
 
 - Text: `ByteText`, `TokenText`; tokens on disk (`open_tokens`, `IndexedFile`, `split`):
   `TokenWindows`, `PackedTokens`, `MockTokens`; conversations: `Chat`, `PackedChat`.
+- The order of Megatron-LM's samples: `megatron_samples`, `MegatronWindows`, `MegatronMixture`.
 - Several sources: `Blend`. Objectives: `mask_tokens`, `take_out`, `FillInTheMiddle`, `Transformed`.
 - Documents shared by the ranks of cp: `pack`, `balance`; `schedule`, `arrange`.
 - Tokenizers: `open_tokenizer`, `Tokenizer`. Tokens of text: `functron.data.preprocess`.
@@ -19,6 +20,7 @@ from functron.data.context_schedule import ContextCosts, ContextPlan, Placement,
 from functron.data.denoising import FillInTheMiddle, Transformed, mask_tokens, spans_of, take_out
 from functron.data.documents import python_text
 from functron.data.indexed import IndexedFile, IndexedWriter, merge
+from functron.data.megatron import MegatronMixture, MegatronWindows, megatron_samples
 from functron.data.order import Samples, permute, shuffled
 from functron.data.packing import PackedChat, PackedTokens, balance, pack
 from functron.data.shards import open_tokens, verify
@@ -35,6 +37,8 @@ __all__ = [
     "FillInTheMiddle",
     "IndexedFile",
     "IndexedWriter",
+    "MegatronMixture",
+    "MegatronWindows",
     "Mixture",
     "MockTokens",
     "PackedChat",
@@ -49,6 +53,7 @@ __all__ = [
     "balance",
     "check_tokens",
     "mask_tokens",
+    "megatron_samples",
     "merge",
     "open_tokenizer",
     "open_tokens",

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -170,10 +170,11 @@ class Mixture:
 class Exhaustive:
     """Which source sample n comes from where every sample of all sources comes once an epoch.
 
-    The sources are spread evenly over an epoch, as Megatron-LM's exhaustive blend spreads them, in
-    proportion to how many samples each has. Source 0 of a of N samples has sample n of an epoch
-    where ``floor((2 (n + 1) a + N) / 2N)`` is larger than the same of n (Bresenham's line); what is
-    left is divided in the same way among the others. Integers, and no table.
+    The sources are spread evenly over an epoch, in proportion to how many samples each has. Source
+    0 of a of N samples has sample n of an epoch where ``floor((2 (n + 1) a + N) / 2N)`` is larger
+    than the same of n (Bresenham's line); what is left is divided in the same way among the others.
+    Integers, and no table. Megatron-LM's exhaustive blend has as many of each in another order,
+    which is that of `functron.data.MegatronMixture`.
 
     Args:
         sizes: how many samples each source has, at least 1.
@@ -234,6 +235,25 @@ def _share(count: Any, size: int, total: int) -> Any:
     return (2 * count * size + total) // (2 * total) if total else count * 0
 
 
+@runtime_checkable
+class Shares(Protocol):
+    """Which source each sample of a blend comes from, such as `Mixture` and `Exhaustive`.
+
+    Attributes:
+        weights: of the sources, of sum 1.
+    """
+
+    weights: Any
+
+    def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The sources of samples, and how many earlier ones each has given."""
+        ...
+
+    def positions(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples came from each source."""
+        ...
+
+
 class Blend(Samples):
     """Samples of several sources in proportion to their weights.
 
@@ -244,7 +264,7 @@ class Blend(Samples):
     Args:
         sources: what to draw from; their samples have the same leaves and as many tokens.
         weights: of each, as `Mixture` takes them; None: every sample of all sources comes once an
-            epoch, as `Exhaustive` orders them.
+            epoch, as `Exhaustive` orders them; or who has which sample, as a value that says it.
         names: the user's, for them; None: their numbers.
 
     Attributes:
@@ -259,18 +279,20 @@ class Blend(Samples):
     def __init__(
         self,
         sources: Sequence[Samples],
-        weights: Sequence[float | int | str | Fraction] | None,
+        weights: Sequence[float | int | str | Fraction] | Shares | None,
         names: Sequence[str] | None = None,
     ):
         self.names = tuple(map(str, range(len(sources))) if names is None else names)
-        given = len(sources) if weights is None else len(weights)
+        if weights is None:
+            weights = Exhaustive(_sizes(sources)) if sources else []
+        given = len(weights.weights if isinstance(weights, Shares) else weights)
         raise_problems("cannot blend", [
             Problem(what, f"{got} for {len(sources)} sources", "one of each, and at least 1 source")
             for what, got in (("weights", given), ("names", len(self.names)))
             if got != len(sources) or not sources
         ])  # fmt: skip
         self._sources = tuple(sources)
-        self.mixture = Mixture(weights) if weights is not None else Exhaustive(_sizes(sources))
+        self.mixture: Shares = weights if isinstance(weights, Shares) else Mixture(weights)
         self.vocab_size = max(source.vocab_size for source in sources)
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:

@@ -265,6 +265,19 @@ class IndexedFile:
         start = int(self.pointers[index]) // self.dtype.itemsize
         return self.read(start, int(self.lengths[index]))
 
+    def spans(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where sequences begin in the row of all tokens, and how many they have: int64 both."""
+        self._check_index()
+        places = self.pointers[sequences].astype(np.int64) // self.dtype.itemsize
+        return places, self.lengths[sequences].astype(np.int64)
+
+    def end_documents(self, sequences: np.ndarray) -> np.ndarray:
+        """Whether sequences are the last of their documents: bool, the shape of `sequences`."""
+        self._check_index()
+        ends = np.asarray(sequences, np.int64) + 1
+        after = last_not_after(lambda i: self.documents[i], self.num_documents + 1, ends)
+        return self.documents[after] == ends
+
     def document_of(self, offset: int) -> int:
         """As `documents_of`, of one token."""
         return int(self.documents_of(np.array(offset)))

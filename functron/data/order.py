@@ -396,6 +396,11 @@ class RampUp:
         return steps[stage] + (sample - samples[stage]) // sizes[stage]
 
     @property
+    def first_steps(self) -> tuple[int, ...]:
+        """The first step of each of `sizes`."""
+        return tuple(self._stages[0])
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """The sizes that come up, ascending: what a mesh must be able to divide."""
         return tuple(self._stages[2])

@@ -264,11 +264,7 @@ class TokenWindows(Windows):
                 sample, begins = self._middle.rearranged(sample, begins, number)
             leaves["tokens"][row], leaves["targets"][row] = sample[:-1], sample[1:]
             if self.mask_documents:
-                leaves["targets"][row, begins[1:] - 1] = IGNORED
-                lengths = np.diff(begins, append=self.seq + 1)
-                segments = np.repeat(np.arange(len(begins)), lengths)[: self.seq]
-                leaves["segments"][row] = segments
-                leaves["positions"][row] = np.arange(self.seq) - begins[segments]
+                mark_documents(leaves, row, begins)
         return {name: torch.from_numpy(leaf) for name, leaf in leaves.items()}
 
     def _begins(self, windows: np.ndarray) -> list[np.ndarray]:
@@ -304,6 +300,22 @@ class TokenWindows(Windows):
     def summary(self) -> str:
         """The samples, in a few words for the user."""
         return f"{self.num_tokens:,} tokens in {self.num_documents:,} documents, on disk"
+
+
+def mark_documents(leaves: dict[str, np.ndarray], row: int, begins: np.ndarray) -> None:
+    """Keep the documents of a row of a batch apart, in ``segments``, ``positions``, ``targets``.
+
+    Args:
+        leaves: of the batch, int64 ``[rows, seq]``; written to.
+        row: which.
+        begins: where documents begin in it and its last target: 0, and increasing.
+    """
+    seq = leaves["tokens"].shape[1]
+    leaves["targets"][row, begins[1:] - 1] = IGNORED
+    lengths = np.diff(begins, append=seq + 1)
+    segments = np.repeat(np.arange(len(begins)), lengths)[:seq]
+    leaves["segments"][row] = segments
+    leaves["positions"][row] = np.arange(seq) - begins[segments]
 
 
 class TokenText(Windows):

@@ -593,6 +593,7 @@ def make_optimizer(
     shards: tree.Tree = None,
     mesh: Mesh | BoundMesh | None = None,
     total_steps: int | None = None,
+    counted: Callable[[Schedule], Schedule] | None = None,
     kernels: Kernels = AUTO,
 ) -> GradientTransformation:
     """The optimizer that `config` describes: clipping, then the optimizer (on masters).
@@ -615,6 +616,8 @@ def make_optimizer(
             ZeRO: `zero` around the optimizer. None: every rank updates what it holds.
         mesh: the ranks; with it, moments in 8 bits are checked against how they are sharded.
         total_steps: the count at which a weight decay that changes is what it is to be.
+        counted: makes a schedule of that count one of the updates, such as `schedules.by_samples`;
+            None: they are the same.
         kernels: whether "adamw" and "global_norm" are kernels; see `functron.ops.define.use`.
 
     Raises:
@@ -641,7 +644,7 @@ def make_optimizer(
     if eight and defs is not None and mesh is not None:
         check_blocks(defs, P() if seen is None else seen, mesh)
     given = _Given(mask, defs, seen, kernels)
-    inner = _inner(config, learning_rate, given, groups, multiples, total_steps)
+    inner = _inner(config, learning_rate, given, groups, multiples, total_steps, counted)
     if config.ema_decay:
         inner = with_average(inner, config.ema_decay)
     if config.fp32_masters:
@@ -669,6 +672,7 @@ def _inner(
     groups: tuple[Group, ...],
     multiples: Mapping[str, float],
     total_steps: int | None,
+    counted: Callable[[Schedule], Schedule] | None,
 ) -> GradientTransformation:
     if config.name == "adafactor" and config.adafactor.relative_step:
         rate = schedules.relative_step()
@@ -685,6 +689,7 @@ def _inner(
             return decaying(config.weight_decay * share)
         ends = (share * config.start_weight_decay, share * config.end_weight_decay)
         decay: Any = schedules.weight_decay_increase(*ends, total_steps, style)
+        decay = decay if counted is None else counted(decay)
         return inject_hyperparams(decaying)(weight_decay=decay)
 
     return by_group(make, given.defs, groups, multiples)

@@ -275,6 +275,42 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     return schedule
 
 
+@public
+def by_samples(schedule: Schedule, first_steps: Sequence[int], sizes: Sequence[int]) -> Schedule:
+    """``schedule(samples)``, of the samples of all updates so far, whose batches change their size.
+
+    Before update c they are ``sum over i of (size_i - size_(i-1)) max(c - first_i, 0)``, with 0
+    before the first size. Megatron-LM counts warm-up and decay so (``--lr-warmup-samples``,
+    ``--lr-decay-samples``).
+
+    Args:
+        schedule: of the number of samples.
+        first_steps: the first update of each size: from 0, increasing.
+        sizes: samples of an update, as many.
+
+    Raises:
+        ValueError: there are not as many of both, or updates that do not increase from 0.
+    """
+    problems = []
+    if len(sizes) != len(first_steps) or not sizes:
+        got = f"{len(sizes)} for {len(first_steps)} first_steps"
+        problems.append(Problem("sizes", got, "one of each, and at least one"))
+    if list(first_steps[:1]) != [0] or any(b <= a for a, b in pairwise(first_steps)):
+        problems.append(Problem("first_steps", str(list(first_steps)), "0, and increasing"))
+    raise_problems("cannot count samples", problems)
+    grown = [b - a for a, b in pairwise([0, *sizes])]
+
+    def counted(count: int | torch.Tensor) -> Any:
+        samples: Any = 0
+        for first, more in zip(first_steps, grown, strict=True):
+            after = count - first
+            after = after.clamp(min=0) if isinstance(after, torch.Tensor) else max(after, 0)
+            samples = samples + more * after
+        return schedule(samples)
+
+    return counted
+
+
 def _exponential(progress: torch.Tensor, peak: float, end: float) -> torch.Tensor:
     return peak * torch.exp(progress * math.log(end / peak))
 

@@ -126,8 +126,8 @@ def validate(
     problems += adapters
     problems += precision
     problems += optimizer_problems(config.optimizer) or _fit_problems(config, defs)
-    if config.steps >= 1:
-        problems += schedule_problems(config.rate_schedule, "learning_rate")
+    if config.steps >= 1 and (rates := _try(lambda: config.rate_schedule, messages)) is not None:
+        problems += schedule_problems(rates, "learning_rate")
     problems += _resume_problems(config, recast) if config.resume else _out_problems(config.out)
     problems += _try(lambda: list(data.problems_of(config)), messages) or []
     problems += _try(lambda: list(evaluation.problems_of(config)), messages) or []
@@ -399,7 +399,8 @@ def _out_problems(out: str) -> Sequence[Problem]:
 _ORDER = (
     "data", "tokenizer", "tokenizer_pattern", "format", "overlong", "split", "mask_documents",
     "fim_rate", "fim_spm_rate", "fim_tokens", "pack", "seed", "seq", "global_batch",
-    "extra_token", "ramp_up", "mask_rate", "mask_token", "mean_span", "end_token",
+    "extra_token", "order", "blend_surplus", "ramp_up", "mask_rate", "mask_token", "mean_span",
+    "end_token",
 )  # fmt: skip
 """The settings that determine which samples each step sees."""
 
@@ -432,6 +433,7 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
     ]
     if begun_steps and newest is not None:
         found += _gap_problems(config, begun, int(newest.name))
+        found += _ordered_problems(config, begun)
     if config.family is not begun.family:
         was = begun.family
         return [*found, Problem("model", config.family.title, f"{was.title}, as in the run", fix)]
@@ -459,6 +461,19 @@ def _gap_problems(config: TrainConfig, begun: TrainConfig, steps: int) -> Iterat
         wanted = f"{str(Gaps(kept[1])) or 'nothing'} of the {seen} samples that the run has seen"
         fix = "leave it out, or begin a new run in another folder"
         yield Problem("anomalies.skipped_samples", str(gaps) or "''", wanted, fix)
+
+
+def _ordered_problems(config: TrainConfig, begun: TrainConfig) -> Iterator[Problem]:
+    """Another number of samples, of which Megatron-LM makes another order."""
+    if not config.order == begun.order == "megatron":
+        return
+    try:
+        now, before = config.ordered_samples, begun.ordered_samples
+    except ValueError:
+        return  # said elsewhere
+    if now != before:
+        fix = f"add --order-samples {before}, with which the order stays"
+        yield Problem("order_samples", str(now), f"{before}, as in the run", fix)
 
 
 def _policy_problems(config: TrainConfig, begun: TrainConfig) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse
+from functron.data.megatron import SURPLUS
 from functron.data.order import RampUp, parse_ramp_up
 from functron.models import gpt
 from functron.models.bert import BertConfig
@@ -70,6 +71,17 @@ class TrainConfig:
             error), cut (off their end) or drop.
         split: which documents of tokens on disk are for training, validation and test, such as
             969,30,1: training has the first of these parts; empty: all of them.
+        order: arithmetic: every epoch shuffled by itself, without tables; megatron: the very order
+            in which Megatron-LM draws from its .bin and .idx with this seed, seq and number of
+            samples (functron.data.megatron), for a run that goes on from one of its. `split` then
+            rounds as it does, and `data` without `split` is its --train-data-path. Held-out sets
+            come as under its --full-validation.
+        order_samples: of how many samples Megatron-LM made its order: its --train-samples, or
+            --train-iters times the batch; 0: those of `steps`.
+        order_cache: a folder for the tables of that order, which all processes of a machine map;
+            empty: each process makes them, and keeps them in memory.
+        blend_surplus: how many more samples than a blend takes its sources have in that order: its
+            --mid-level-dataset-surplus.
         extra_token: samples of tokens on disk have a target for their last token, which is read
             beyond them; otherwise it predicts nothing, as with Megatron-LM's
             add_extra_token_to_sequence=False.
@@ -217,6 +229,10 @@ class TrainConfig:
             there is no majority the run stops.
         optimizer: the optimizer.
         learning_rate: its schedule; total_steps 0 stands for steps.
+        rate_unit: what the counts of learning_rate are (warmup_steps, decay_steps, total_steps),
+            and what a weight decay that changes goes by: steps; or the samples that came before a
+            step, as Megatron-LM's --lr-warmup-samples and --lr-decay-samples have it, which differs
+            where batches grow.
     """
 
     model: str = "tiny"
@@ -231,6 +247,10 @@ class TrainConfig:
     format: Literal["auto", "text", "chat", "tokens", "mock"] = "auto"
     overlong: Literal["refuse", "cut", "drop"] = "refuse"
     split: str = ""
+    order: Literal["arithmetic", "megatron"] = "arithmetic"
+    order_samples: int = 0
+    order_cache: str = ""
+    blend_surplus: float = SURPLUS
     extra_token: bool = True
     mask_documents: bool = False
     fim_rate: float = 0.0
@@ -305,6 +325,7 @@ class TrainConfig:
             name="cosine", peak=2e-3, total_steps=0, end_fraction=0.05
         )
     )
+    rate_unit: Literal["steps", "samples"] = "steps"
 
     @property
     def batches(self) -> RampUp:
@@ -381,16 +402,32 @@ class TrainConfig:
 
     @property
     def rate_schedule(self) -> ScheduleConfig:
-        """`learning_rate` with its total_steps filled in."""
-        total = self.learning_rate.total_steps or self.steps
+        """`learning_rate` with its total_steps filled in, in `rate_unit`.
+
+        Raises:
+            ValueError: it counts samples, and `ramp_up` describes no sizes of batches.
+        """
+        counted = self.rate_unit == "samples"
+        total = self.learning_rate.total_steps
+        total = total or (self.batches.first_sample(self.steps) if counted else self.steps)
         return dataclasses.replace(self.learning_rate, total_steps=total)
+
+    @property
+    def ordered_samples(self) -> int:
+        """Of how many samples ``order="megatron"`` is made.
+
+        Raises:
+            ValueError: `ramp_up` describes no sizes of batches.
+        """
+        return self.order_samples or self.batches.first_sample(self.steps)
 
 
 BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "data": (
         "data", "tokenizer", "tokenizer_pattern", "format", "seq", "global_batch", "ramp_up",
-        "overlong", "split", "extra_token", "mask_documents", "pack", "fim_rate", "fim_spm_rate",
-        "fim_tokens", "mask_rate", "mask_token", "mean_span", "end_token", "prefetch",
+        "overlong", "split", "order", "order_samples", "order_cache", "blend_surplus",
+        "extra_token", "mask_documents", "pack", "fim_rate", "fim_spm_rate", "fim_tokens",
+        "mask_rate", "mask_token", "mean_span", "end_token", "prefetch",
     ),
     "model": (
         "model", "source", "gpt", "mamba", "bert", "t5", "lora_rank", "lora_alpha", "lora_targets",
@@ -409,7 +446,7 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "loss_chunk_tokens", "kernels", "compile", "cuda_graph", "deterministic",
         "device",
     ),
-    "optimizer": ("steps", "seed", "optimizer", "learning_rate"),
+    "optimizer": ("steps", "seed", "optimizer", "learning_rate", "rate_unit"),
     "checkpoint": ("out", "resume", "save_every", "keep_last", "keep_every"),
     "evaluation": ("eval_every", "eval_batches", "eval_data", "eval_averaged"),
     "resilience": (

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -34,10 +35,12 @@ from functron.data import (
     open_tokens,
     split,
 )
-from functron.data.blend import ALL, PARTS, parse_blend
+from functron.data.blend import ALL, PARTS, DocumentRange, parse_blend
 from functron.data.chat import chat_files
 from functron.data.denoising import Spans, Transformed, mask_tokens, spans_of, take_out
 from functron.data.documents import TokenFile, find
+from functron.data.indexed import IndexedFile
+from functron.data.megatron import megatron_samples, num_ordered, sequence_parts
 from functron.data.shards import is_tokens, provenance
 from functron.data.sliding import Conversations, Documents, StoredTokens, Texts
 from functron.data.tokenizer import BYTES, ByteTokenizer, TextTokenizer, open_tokenizer
@@ -397,8 +400,12 @@ def open_texts(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = re
     return Documents(config.data, tokenizer, size)
 
 
-def _token_samples(config: TrainConfig, learnt: Objective, part: str) -> Samples:
-    """Samples of tokens on disk, or of a blend of them."""
+def _token_samples(
+    config: TrainConfig, learnt: Objective, part: str, *, build: bool = True
+) -> Samples:
+    """Samples of tokens on disk, or of a blend of them, with the tables of their order if any."""
+    if config.order == "megatron":
+        return _megatron_samples(config, part, build)
     if config.format == "mock":
         file = MockTokens(_MOCK_TOKENS, learnt.vocab_size, seed=config.seed)
         return _samples(config, learnt, file, part)
@@ -410,6 +417,51 @@ def _token_samples(config: TrainConfig, learnt: Objective, part: str) -> Samples
         _samples(config, learnt, open_tokens(x), part, index) for index, x in enumerate(paths)
     ]
     return Blend(sources, None if weights[0] == ALL else weights, paths)
+
+
+def _megatron_samples(config: TrainConfig, part: str, build: bool) -> Samples:
+    """Samples of tokens on disk in the order in which Megatron-LM draws them.
+
+    Raises:
+        ValueError: files are not Megatron-LM's, or the order has fewer samples than the run takes.
+    """
+    blend = _blend_of(config) or [(ALL, config.data)]
+    weights = None if blend[0][0] == ALL else [float(weight) for weight, _ in blend]
+    made = megatron_samples(
+        [_indexed(path) for _, path in blend],
+        config.seq,
+        config.ordered_samples if part == PARTS[0] else None,
+        weights=weights,
+        names=[path for _, path in blend],
+        split=config.split,
+        part=part,
+        surplus=config.blend_surplus,
+        cache=Path(config.order_cache) if config.order_cache else None,
+        build=build,
+        seed=config.seed,
+        vocab_size=config.architecture.vocab_size,
+        extra_token=config.extra_token,
+        mask_documents=config.mask_documents,
+    )
+    if part == PARTS[0]:
+        last = config.batches.first_sample(config.steps) - 1
+        needed = int(config.anomalies.gaps.number(last)) + 1
+        if needed > (count := num_ordered(made)):
+            fix = "take fewer steps" + ("; or give weights in place of all" if blend[1:] else "")
+            wanted = f"at most {count}, which the order has"
+            problem = Problem("steps", f"{config.steps}, up to sample {needed}", wanted, fix)
+            raise_problems("the order has no more samples", [problem])
+    return made
+
+
+def _indexed(path: str) -> IndexedFile:
+    file = open_tokens(path)
+    if isinstance(file, IndexedFile):
+        return file
+    fix = "write them again: functron preprocess --format indexed; or leave --order out"
+    problem = Problem(f"data {path}", "shards with order=megatron", "its .bin and .idx", fix)
+    raise_problems("cannot order samples as Megatron-LM does", [problem])
+    raise AssertionError("unreachable")
 
 
 def _samples(
@@ -436,12 +488,30 @@ def _part_of(config: TrainConfig, file: TokenFile, part: str) -> TokenFile:
     """The documents of a file that `split` has for `part`; without `split` all of them."""
     if not config.split:
         return file
+    if config.order == "megatron":
+        return _megatron_part(config, _indexed(config.data), part)
     parts = split(file, config.split)
     if part not in parts:
         fix = f"give it a weight in --split, such as {config.split},1"
         problem = Problem("split", f"{config.split}: nothing for {part}", "a part of it", fix)
         raise_problems("cannot split", [problem])
     return parts[part]
+
+
+def _megatron_part(config: TrainConfig, file: IndexedFile, part: str) -> TokenFile:
+    """The documents of a file that Megatron-LM's split has for `part`."""
+    found = sequence_parts(config.split, file.num_sequences).get(part)
+    problem = None
+    if file.num_sequences != file.num_documents:
+        fix = "give the texts a file of their own: --eval-data NAME=PREFIX"
+        got = f"{config.split} of documents of several sequences, which Megatron-LM divides"
+        problem = Problem("split", got, "documents that are whole", fix)
+    elif not found:
+        fix = f"give it a larger weight in --split than {config.split}"
+        problem = Problem("split", f"{config.split}: nothing for {part}", "a part of it", fix)
+    raise_problems("cannot split", [problem] if problem else [])
+    assert found
+    return DocumentRange(file, found, part)
 
 
 def _middle(config: TrainConfig) -> FillInTheMiddle | None:
@@ -489,6 +559,7 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
         fix = "leave it out, or --mask-documents in place of --pack"
         wanted = "documents as long as they were packed"
         yield Problem("fim_rate", f"{config.fim_rate} with pack={config.pack}", wanted, fix)
+    yield from _order_problems(config)
     if not config.extra_token and is_on_disk(config):
         others = {"pack": config.pack, "fim_rate": config.fim_rate}
         others |= {"a model that restores tokens": config.family.objective in ("masked", "spans")}
@@ -518,6 +589,34 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
+def _order_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Settings that do not go with the order of samples."""
+    default = TrainConfig()
+    if config.order != "megatron":
+        for name in ("order_samples", "order_cache", "blend_surplus"):
+            if (value := getattr(config, name)) != getattr(default, name):
+                wanted = f"nothing with order={config.order}"
+                yield Problem(name, str(value), wanted, "leave it out, or add --order megatron")
+        return
+    wanted, fix = "Megatron-LM's .bin and .idx", "name their prefix: --data PREFIX, or leave it out"
+    if not is_on_disk(config) or config.format == "mock" or not config.data:
+        got = "mock" if config.format == "mock" else repr(config.data)
+        yield Problem("order", f"megatron with data={got}", wanted, fix)
+    wanted, fix = "documents as they follow one another", "leave one of them out"
+    for name in ("pack", "fim_rate"):
+        if value := getattr(config, name):
+            yield Problem("order", f"megatron with {name}={value}", wanted, fix)
+    if config.family.objective != "next":
+        got, wanted = f"megatron with {config.family.title}", "a model that predicts the next token"
+        yield Problem("order", got, wanted, "leave it out: these samples it draws otherwise")
+    if config.order_samples < 0:
+        yield Problem("order_samples", str(config.order_samples), "at least 0", "leave it out")
+    if not 0 <= config.blend_surplus < 100:
+        yield Problem("blend_surplus", str(config.blend_surplus), "at least 0", "such as 0.005")
+    if not 0 <= config.seed < 1 << 32:
+        yield Problem("seed", str(config.seed), "0 to 2^32 - 1 with order=megatron", "such as 1234")
+
+
 def check(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_of) -> None:
     """Check what can be known of the data at little cost, such as that it is there.
 
@@ -531,7 +630,7 @@ def check(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_
     """
     if is_on_disk(config):
         if config.data or config.format == "mock":
-            _token_samples(config, objective_of(config, reader(config)), part)
+            _token_samples(config, objective_of(config, reader(config)), part, build=False)
     elif is_chat(config):
         if config.data:
             chat_files(config.data)

@@ -126,22 +126,23 @@ def sets_of(config: TrainConfig) -> dict[str, TrainConfig]:
 
     With `eval_data` these are its sets; else the validation part of `split`, or of every source of
     a blend. Their samples come in an order that is the same for all seeds, so that the first
-    `eval_batches` are, too.
+    `eval_batches` are, too; but in Megatron-LM's they are those that it draws with the run's.
 
     Raises:
         ValueError: `eval_data`, or a blend, is written wrongly.
     """
+    seed = config.seed if config.order == "megatron" else 0
     if config.eval_data:
         kind = "tokens" if data.is_on_disk(config) else "text"
         kind = "chat" if data.is_chat(config) else kind
-        like = dataclasses.replace(config, seed=0, split="", format=kind)
+        like = dataclasses.replace(config, seed=seed, split="", format=kind)
         named = parse_sets(config.eval_data).items()
         return {name: dataclasses.replace(like, data=path) for name, path in named}
     if not config.split or not data.is_on_disk(config):
         return {}
     if config.format == "mock":
         return {VALIDATION: config}  # whose tokens follow from the seed
-    like = dataclasses.replace(config, seed=0)
+    like = dataclasses.replace(config, seed=seed)
     sources = list(dict.fromkeys(data.sources_of(config)))
     if len(sources) < 2:
         return {VALIDATION: dataclasses.replace(like, data="".join(sources))}

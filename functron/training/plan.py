@@ -397,7 +397,16 @@ class Plan:
     def learning_rate(self) -> Callable:
         """The learning rate of each step, from 0."""
         schedule = optim.make_schedule(self.config.rate_schedule)
+        schedule = schedule if self._counted is None else self._counted(schedule)
         return with_factors(schedule, self.config.anomalies.factors)
+
+    @property
+    def _counted(self) -> Callable[[optim.Schedule], optim.Schedule] | None:
+        """Makes a schedule of `rate_unit` one of the steps; None where these are the same."""
+        if self.config.rate_unit == "steps":
+            return None
+        given = self.config.batches.first_steps, self.config.batches.sizes
+        return lambda schedule: optim.by_samples(schedule, *given)
 
     @cached_property
     def zero_specs(self) -> tree.Tree:
@@ -432,6 +441,7 @@ class Plan:
             shards=zero_specs,
             mesh=self.mesh,
             total_steps=config.rate_schedule.total_steps,
+            counted=self._counted,
             kernels=use(config.kernels),
         )
         if config.lora is not None:

@@ -121,6 +121,30 @@ def test_a_program_per_size(alone, monkeypatch):
     assert seen == [{"donate": 0, "num_signatures": 2, "graph": False}]
 
 
+@pytest.mark.parametrize(
+    "changes", [pytest.param({"compile": True}, marks=pytest.mark.full), {"mesh": "dp=2"}]
+)
+def test_rates_may_count_samples(changes, monkeypatch):
+    """Linear, up over 10 samples and down over 30, before those that `FIRST` has."""
+    jit = functools.partial(ft.jit, backend="eager")
+    monkeypatch.setattr(sys.modules["functron.training.run"], "jit", jit)
+    decays = replace(
+        RUN.optimizer, weight_decay_incr_style="linear", start_weight_decay=0.1,
+        end_weight_decay=0.9,
+    )  # fmt: skip
+    rates = optim.ScheduleConfig("linear", 1e-2, warmup_steps=10, total_steps=40, end=0.0)
+    config = replace(RUN, optimizer=decays, learning_rate=rates, rate_unit="samples")
+    found = taken(config)
+    wanted = [1e-2 * share for share in (0, 4 / 10, 8 / 10, 24 / 30, 12 / 30)]
+    assert [record["lr"] for record in found] == pytest.approx(wanted, rel=1e-6)
+    again = taken(replace(config, **changes, steps=4))
+    close([x["loss"] for x in again], [x["loss"] for x in found[:4]])
+    assert replace(config, rate_unit="steps").rate_schedule.total_steps == 40
+    assert replace(RUN, rate_unit="samples").rate_schedule.total_steps == FIRST[5]
+    with pytest.raises(ValueError, match=r"first_steps: got .*; wanted 0, and increasing"):
+        optim.by_samples(optim.constant(1.0), [1, 1], [2, 4])
+
+
 # --- as a command ---------------------------------------------------------------------------------
 
 SMALL = [

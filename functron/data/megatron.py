@@ -1,0 +1,620 @@
+"""Samples in Megatron-LM's order: its shuffles, blends and splits, so that its runs go on here.
+
+Elsewhere in `functron.data` the order of samples is arithmetic. Megatron-LM shuffles tables, with
+numpy's MT19937 (`numpy.random.RandomState`), of the number of samples that the whole run takes:
+
+1. The epochs that so many samples need are put one after another, each with the corpus's sequences,
+   and shuffled as one. The last epoch is shuffled by itself if less than 0.8 of it is needed.
+2. The tokens of these sequences in a row are cut into samples, which run on from one epoch into the
+   next.
+3. The samples are shuffled: those of the last epoch by themselves if its sequences were.
+
+So the order depends on the seed, on ``num_samples`` and on ``seq``: another number of samples may
+give another order from the first one on. Sources of a blend are each shuffled so, all with the
+same seed, and the blend's sample n comes from the source whose deficit ``w_i max(n, 1) - count_i``
+is the largest, in float64, the first such source on a tie.
+
+| table              | bytes                                                                   |
+|--------------------|-------------------------------------------------------------------------|
+| shuffled samples   | 4 per sample (8 where there are 2^32)                                   |
+| shuffled sequences | 4 per sequence and epoch, and 1/8 for where every 64th one begins       |
+| sources of a blend | 2 per sample, and 8 per source for 4,096 samples                        |
+
+Megatron-LM itself has 12 per sample, 4 per sequence and epoch, and 10 per sample of a blend: the
+place of a sample is found here by adding up the lengths of at most 64 sequences, so there is no
+table of samples. Each process makes its tables, in some 50 ns per entry; with a `cache` folder they
+are kept in files, which all processes of a machine map and share.
+
+Which of a step's samples go to which rank differs from Megatron-LM's sampler, whose microbatches
+take turns over the ranks: here each rank has neighbouring rows. The samples of a step are the same.
+Tokens that are its tokenizer's padding, which it makes 0 and predicts not, are left as they are.
+
+Source: ``megatron/core/datasets`` of Megatron-Core 0.16.1: ``gpt_dataset.py``,
+``blended_dataset.py``, ``blended_megatron_dataset_builder.py`` and ``helpers.cpp``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.data.blend import PARTS, Blend
+from functron.data.documents import check_ids
+from functron.data.indexed import IndexedFile
+from functron.data.order import IGNORED, Samples
+from functron.data.windows import mark_documents
+
+SURPLUS = 0.005
+"""By how much more samples a blend's sources have than it takes: mid_level_dataset_surplus."""
+
+_APART = 0.8
+_TOGETHER = 64
+_SCANNED = 1 << 20
+_BLOCK = 1 << 12
+_SEEDS = 1 << 32
+_CANNOT = "cannot order samples as Megatron-LM does"
+
+
+class MegatronWindows(Samples):
+    """A file's samples as GPTDataset draws them: token for token, of every seed and number.
+
+    Args:
+        file: of tokens; its sequences are what Megatron-LM shuffles, one per document unless
+            sentences were split.
+        seq: tokens per sample, at least 2.
+        num_samples: how many the run takes at least, on which the order depends; None: one epoch,
+            which then comes round in the same order (a validation set under ``--full-validation``).
+        seed: of the shuffles, 0 to 2^32 - 1 (``--seed``).
+        sequences: those to use (see `sequence_parts`); None: all.
+        vocab_size: how many ids the model has; None: any.
+        extra_token: as of `Windows`; False is ``add_extra_token_to_sequence=False``, whose last
+            label Megatron-LM pads, without a loss.
+        drop_last: leave out the tokens at the end that are too few for a sample. False: they are
+            padded with zeros, without targets (``drop_last_partial_validation_sequence=False``).
+        mask_documents: as of `TokenWindows`. It is ``--reset-position-ids --reset-attention-mask
+            --eod-mask-loss`` where every document ends with the token that ends documents.
+        cache: a folder for tables; None: they are kept in memory.
+
+    Attributes:
+        seq, mask_documents: as given.
+        num_samples: samples in an epoch.
+        num_ordered: samples that there are in all, at least as many as were asked for.
+        num_epochs: how often the sequences come.
+        num_tokens: in an epoch.
+        vocab_size: of the model, or 0: what ids there are is not known without reading all.
+
+    Raises:
+        ValueError: a size or seed that cannot be, no tokens, or too few for a sample.
+    """
+
+    def __init__(
+        self,
+        file: IndexedFile,
+        seq: int,
+        num_samples: int | None = None,
+        *,
+        seed: int = 0,
+        sequences: range | None = None,
+        vocab_size: int | None = None,
+        extra_token: bool = True,
+        drop_last: bool = True,
+        mask_documents: bool = False,
+        cache: Path | None = None,
+    ):
+        self._file, self.seq, self.seed, self._wanted = file, seq, seed, num_samples
+        self._sequences = range(file.num_sequences) if sequences is None else sequences
+        self._extra, self._drop_last, self._most = int(extra_token), drop_last, vocab_size
+        self.mask_documents, self._cache, self.vocab_size = mask_documents, cache, vocab_size or 0
+        self.num_tokens = 0
+        raise_problems(_CANNOT, [*self._problems(), *self._counted()])
+        needed = self._extra + (num_samples or 0) * seq
+        self.num_epochs = max(-(-needed // self.num_tokens), 1)
+        per_epoch = self._count(1)
+        self.num_ordered = self._count(self.num_epochs)
+        self.num_samples = self.num_ordered if num_samples is None else per_epoch
+        if not self.num_ordered:
+            got = f"{self.num_tokens} tokens"
+            wanted, fix = f"at least {seq + self._extra}", "use a smaller seq, or more text"
+            refuse("cannot cut the text into samples", f"data {file.path}", got, wanted, fix)
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.seq < 2:
+            yield Problem("seq", str(self.seq), "at least 2, as Megatron-LM wants")
+        if not 0 <= self.seed < _SEEDS:
+            yield Problem("seed", str(self.seed), f"0 to {_SEEDS - 1}, as numpy's RandomState has")
+        if self._wanted is not None and self._wanted < 1:
+            yield Problem("num_samples", str(self._wanted), "at least 1")
+
+    def _counted(self) -> Iterator[Problem]:
+        """Count the tokens of an epoch; what is wrong with the lengths of its sequences."""
+        where, again = f"data {self._file.path}", "copy or write it again"
+        for begin in range(self._sequences.start, self._sequences.stop, _SCANNED):
+            some = np.arange(begin, min(begin + _SCANNED, self._sequences.stop))
+            _, lengths = self._file.spans(some)
+            self.num_tokens += int(lengths.sum())
+            if lengths.min() < 0:
+                got = f"length {lengths.min()} of sequence {some[lengths.argmin()]}"
+                yield Problem(where, got, "at least 0", again)
+                return
+        if not self.num_tokens:
+            yield Problem(where, f"no tokens in {len(self._sequences)} sequences", "at least one")
+
+    def _count(self, epochs: int) -> int:
+        """The samples that so many epochs make."""
+        tokens = max(epochs * self.num_tokens - self._extra, 0)
+        if self._drop_last:
+            return tokens // self.seq
+        return math.ceil(np.float32(tokens) / np.float32(self.seq))  # as Megatron-LM counts them
+
+    @functools.cached_property
+    def _num_first(self) -> int:
+        """The samples that are shuffled together: all, or those before a last epoch apart."""
+        if self._wanted is None or self.num_epochs == 1:
+            return self.num_ordered
+        tokens = (self.num_epochs - 1) * self.num_tokens
+        before = (tokens - self._extra) // self.seq
+        per_epoch = (self.num_tokens - self._extra) // self.seq
+        apart = self._wanted - before < int(_APART * per_epoch)
+        return before if apart else self.num_ordered
+
+    @functools.cached_property
+    def _tables(self) -> Mapping[str, np.ndarray]:
+        """``sequences`` and ``samples`` in order, and where every 64th sequence ``begins``."""
+        idx = self._file.idx_path.stat()
+        about = {"file": str(self._file.idx_path.resolve()), "bytes": idx.st_size}
+        about |= {"modified": idx.st_mtime_ns, "tokens": self.num_tokens, "seed": self.seed}
+        about |= {"sequences": [self._sequences.start, self._sequences.stop], "seq": self.seq}
+        about |= {"epochs": self.num_epochs, "first": self._num_first, "all": self.num_ordered}
+        total = self.num_epochs * len(self._sequences)
+        kinds = {"sequences": ("int32", (total,)), "samples": _samples_kind(self.num_ordered)}
+        kinds["begins"] = ("int64", (-(-total // _TOGETHER) + 1,))
+        return _kept(self._cache, about, kinds, self._shuffled)
+
+    def _shuffled(self) -> dict[str, np.ndarray]:
+        numbers = np.random.RandomState(self.seed)
+        apart = self._num_first < self.num_ordered
+        epochs = [self.num_epochs - 1, 1] if apart else [self.num_epochs]
+        once = np.arange(self._sequences.start, self._sequences.stop, dtype=np.int32)
+        sequences = [np.tile(once, count) for count in epochs]
+        bounds = sorted({0, self._num_first, self.num_ordered})
+        kind, _ = _samples_kind(self.num_ordered)
+        samples = [np.arange(*pair, dtype=kind) for pair in itertools.pairwise(bounds)]
+        for each in (*sequences, *samples):
+            numbers.shuffle(each)
+        order = np.concatenate(sequences)
+        sums = [np.zeros(1, np.int64)]
+        for begin in range(0, len(order), _SCANNED):
+            _, lengths = self._file.spans(order[begin : begin + _SCANNED])
+            sums.append(np.add.reduceat(lengths, np.arange(0, len(lengths), _TOGETHER)))
+        begins = np.cumsum(np.concatenate(sums))
+        return {"sequences": order, "samples": np.concatenate(samples), "begins": begins}
+
+    def build(self) -> None:
+        """Make the tables now, or find them in the cache, rather than with the first batch."""
+        assert self._tables
+
+    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
+        """The samples that come as `numbers`, as `Samples.draw` and `TokenWindows.draw` have them.
+
+        Raises:
+            ValueError: the order has not as many, or an id is none of the model's.
+        """
+        numbers = np.asarray(numbers, np.int64)
+        if self._wanted is None:
+            numbers = numbers % self.num_ordered
+        _check_end(numbers, self.num_ordered)
+        names = ("tokens", "targets", *(("positions", "segments") if self.mask_documents else ()))
+        leaves = {name: np.zeros((len(numbers), self.seq), np.int64) for name in names}
+        leaves["targets"].fill(IGNORED)
+        for row, sample in enumerate(self._tables["samples"][numbers].tolist()):
+            text, begins = self.sample(sample)
+            leaves["tokens"][row, : len(text)] = text[: self.seq]
+            leaves["targets"][row, : len(text) - 1] = text[1:]
+            if self.mask_documents:
+                mark_documents(leaves, row, begins)
+        return {name: torch.from_numpy(leaf) for name, leaf in leaves.items()}
+
+    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of sample `index` of the shuffled sequences, and where documents begin in it.
+
+        Returns:
+            int64 ``[seq]``, and one more with the extra token; fewer where `drop_last` is False and
+            there are no more. And int64 increasing, from 0, the beginnings of documents in it.
+        """
+        total = self.num_epochs * self.num_tokens
+        start = min(index * self.seq, total - self._extra)
+        stop = min(start + self.seq + self._extra, total)
+        pieces, begins, length = [], [np.zeros(1, np.int64)], 0
+        for sequences, first, final in self._parts(start, stop):
+            places, _ = self._file.spans(sequences)
+            spans = zip((places + first).tolist(), (final - first).tolist(), strict=True)
+            for place, count in spans:
+                piece = self._file.read(place, count)
+                check_ids(self._file.path, piece, place, self._most)
+                pieces.append(piece)
+            ends = length + np.cumsum(final - first)
+            length = int(ends[-1]) if len(ends) else length
+            if self.mask_documents:
+                begins.append(ends[self._file.end_documents(sequences)])
+        found = np.concatenate(begins)
+        # a document ends with the last sequence of all that are read, or is cut off with it
+        return np.concatenate(pieces).astype(np.int64), found[found < length]
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[np.ndarray, ...]]:
+        """The sequences that tokens `start` to `stop` of the row are in, and which of theirs."""
+        begins, order = self._tables["begins"], self._tables["sequences"]
+        block = int(np.searchsorted(begins, start, side="right")) - 1
+        while begins[block] < stop:
+            sequences = np.asarray(order[block * _TOGETHER : (block + 1) * _TOGETHER])
+            _, lengths = self._file.spans(sequences)
+            ends = begins[block] + np.cumsum(lengths)
+            first = np.maximum(start - (ends - lengths), 0)
+            final = lengths - np.maximum(ends - stop, 0)
+            taken = final > first
+            yield sequences[taken], first[taken], final[taken]
+            block += 1
+
+    def summary(self) -> str:
+        """The samples, in a few words for the user."""
+        what = f"{self.num_tokens:,} tokens in {len(self._sequences):,} sequences, on disk"
+        return f"{what}, in Megatron-LM's order of {self.num_ordered:,} samples"
+
+
+def _samples_kind(count: int) -> tuple[str, tuple[int]]:
+    return ("uint32" if count < 2**32 - 1 else "int64"), (count,)
+
+
+def _check_end(numbers: np.ndarray, count: int) -> None:
+    """Raise ValueError where there are no more samples in an order."""
+    if numbers.size and int(numbers.max()) >= count:
+        fix = "take fewer steps; an order of more samples is another one from its first sample on"
+        refuse("the order has no more samples", "sample", numbers.max(), f"below {count}", fix)
+
+
+class MegatronMixture:
+    """Which source each sample of a blend comes from, as BlendedDataset has it; see the module.
+
+    The rule looks at one sample after another. Here stretches of samples go side by side, each from
+    counts that are guessed; wherever the stretch before ends with other counts it is made again
+    from these. Few are: from any counts near their shares the rule soon comes to the same ones. The
+    result is that of one after another, bit for bit.
+
+    Args:
+        weights: of the sources; with a size they are divided by their sum.
+        size: samples of the blend; None: as many of each source as its weight, a whole number
+            (``build_exhaustive_blending_indices``).
+        limits: how many samples each source has.
+        cache: as of `MegatronWindows`.
+
+    Attributes:
+        weights: float64 ``[k]``, of sum 1.
+        size: samples of the blend.
+
+    Raises:
+        ValueError: weights are none, not finite or not above 0.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float],
+        size: int | None,
+        limits: Sequence[int],
+        *,
+        cache: Path | None = None,
+    ):
+        found = np.array(weights, np.float64)
+        self.weights = np.array(_shares(weights))
+        self._spent = None if size is not None else found
+        self.size = int(found.sum()) if size is None else size
+        self._limits, self._cache = np.array(limits), cache
+
+    @functools.cached_property
+    def _tables(self) -> Mapping[str, np.ndarray]:
+        """``sources`` of all samples, and the ``counts`` of each before every block of them."""
+        about = {
+            "weights": self.weights.tolist(),
+            "size": self.size,
+            "all": self._spent is not None,
+        }
+        shape = (-(-self.size // _BLOCK) + 1, len(self.weights))
+        kinds = {"sources": ("int16", (self.size,)), "counts": ("int64", shape)}
+        found = _kept(self._cache, about, kinds, self._made)
+        totals = found["counts"][-1]
+        raise_problems("the blend takes more of its sources than Megatron-LM gives them", [
+            Problem(f"source {i}", f"{totals[i]} samples of it", f"at most {self._limits[i]}",
+                    "raise blend_surplus (mid_level_dataset_surplus), as Megatron-LM would ask")
+            for i in np.flatnonzero(totals > self._limits)
+        ])  # fmt: skip
+        return found
+
+    def _made(self) -> dict[str, np.ndarray]:
+        sources = _largest_deficits(self.weights, self.size, self._spent)
+        blocks = range(0, self.size, _BLOCK)
+        rows = [np.bincount(sources[i : i + _BLOCK], minlength=len(self.weights)) for i in blocks]
+        counts = np.cumsum([np.zeros(len(self.weights), np.int64), *rows], axis=0)
+        return {"sources": sources, "counts": counts}
+
+    def build(self) -> None:
+        """As `MegatronWindows.build`.
+
+        Raises:
+            ValueError: a source has fewer samples than the blend takes of it.
+        """
+        assert self._tables
+
+    def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `functron.data.Mixture.at`.
+
+        Raises:
+            ValueError: the blend has not as many samples.
+        """
+        numbers = np.asarray(numbers, np.int64)
+        _check_end(numbers, self.size)
+        sources, own = np.empty_like(numbers), np.empty_like(numbers)
+        blocks, within = np.divmod(numbers, _BLOCK)
+        for block in np.unique(blocks).tolist():
+            chosen = blocks == block
+            order = self._tables["sources"][block * _BLOCK : (block + 1) * _BLOCK]
+            totals = np.bincount(order, minlength=len(self.weights))
+            rank, by = np.empty(len(order), np.int64), np.argsort(order, kind="stable")
+            rank[by] = np.arange(len(order)) - (np.cumsum(totals) - totals)[order[by]]
+            sources[chosen] = order[within[chosen]]
+            own[chosen] = self._tables["counts"][block][sources[chosen]] + rank[within[chosen]]
+        return sources, own
+
+    def positions(self, samples: int) -> np.ndarray:
+        """As `functron.data.Mixture.positions`."""
+        block, within = divmod(samples, _BLOCK)
+        order = self._tables["sources"][block * _BLOCK :][:within]
+        counts = self._tables["counts"][min(block, len(self._tables["counts"]) - 1)]
+        return counts + np.bincount(order, minlength=len(self.weights))
+
+
+def _shares(weights: Sequence[float]) -> list[float]:
+    """Weights divided by their sum, in float64.
+
+    Raises:
+        ValueError: they are none, not finite or not above 0.
+    """
+    found = np.array(weights, np.float64)
+    raise_problems("cannot blend", [
+        Problem(f"weights[{i}]", f"{x:g}", "a finite number above 0", "leave it out")
+        for i, x in enumerate(found.tolist()) if not 0 < x < math.inf
+    ])  # fmt: skip
+    return (found / found.sum()).tolist()
+
+
+_STRETCH = 1 << 11
+_PASSES = 6
+
+
+def _largest_deficits(
+    weights: np.ndarray, size: int, limits: np.ndarray | None = None
+) -> np.ndarray:
+    """The source of each sample, int16 ``[size]``; with limits those that have given all drop out.
+
+    Numbers are those of Megatron-LM on x86-64: products are rounded to float64 before differences
+    are taken, which compilers for processors with fused operations may leave out.
+    """
+    step = max(_STRETCH, math.isqrt(size))
+    begins = np.arange(0, size, step)
+    starts = _near(weights, begins, limits)
+    order, ends = np.empty((len(begins), step), np.int16), np.empty_like(starts)
+    some, passes = np.arange(len(begins)), 0
+    while some.size:
+        order[some], ends[some] = _one_by_one(weights, begins[some], starts[some], step, limits)
+        some, passes = np.flatnonzero((starts[1:] != ends[:-1]).any(1)) + 1, passes + 1
+        # where many are wrong again and again, one after another is faster
+        some = some if passes < _PASSES else some[:1]
+        starts[some] = ends[some - 1]
+    return order.reshape(-1)[:size]
+
+
+def _near(weights: np.ndarray, totals: np.ndarray, limits: np.ndarray | None) -> np.ndarray:
+    """Counts near the sources' shares of so many samples: whole numbers as float64 ``[n, k]``."""
+    shares = totals[:, None] * weights
+    found = np.floor(shares)
+    missing = totals - found.sum(1)
+    rank = np.argsort(np.argsort(found - shares, axis=1, kind="stable"), axis=1)
+    found += rank < missing[:, None]
+    return found if limits is None else np.minimum(found, limits)
+
+
+def _one_by_one(
+    weights: np.ndarray,
+    begins: np.ndarray,
+    starts: np.ndarray,
+    step: int,
+    limits: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The sources of `step` samples from each of `begins` on, and the counts after them."""
+    counts, rows = starts.copy(), np.arange(len(begins))
+    order = np.empty((step, len(begins)), np.int16)
+    for index in range(step):
+        deficits = np.maximum(begins + index, 1).astype(np.float64)[:, None] * weights
+        deficits -= counts
+        if limits is not None:
+            deficits[counts >= limits] = -np.inf
+        chosen = deficits.argmax(1)
+        order[index] = chosen
+        counts[rows, chosen] += 1
+    return order.T, counts
+
+
+def sequence_parts(weights: str, num_sequences: int) -> dict[str, range]:
+    """Which sequences the parts of ``--split`` have: as Megatron-LM's, rounded in float64.
+
+    Args:
+        weights: of `functron.data.blend.PARTS`, such as ``"969, 30, 1"``, divided by their sum.
+        num_sequences: in the file.
+
+    Returns:
+        The sequences of each of `PARTS` whose weight is not 0; none where it is too small.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    words = [word.strip() for word in weights.split(",")]
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        numbers = []
+    good = 0 < len(numbers) <= len(PARTS) and all(0 <= x < math.inf for x in numbers)
+    if not good or not sum(numbers):
+        wanted = "one to three numbers of at least 0, separated by commas, and not all 0"
+        refuse("cannot split", "split", repr(weights), wanted, "write --split 969,30,1")
+    shares = np.array(numbers + [0.0] * (len(PARTS) - len(numbers)))
+    shares = (shares / shares.sum()).tolist()
+    bounds = [round(x * float(num_sequences)) for x in itertools.accumulate(shares, initial=0)]
+    pairs = zip(PARTS, shares, itertools.pairwise(bounds), strict=True)
+    return {name: range(*pair) for name, share, pair in pairs if share}
+
+
+def megatron_samples(
+    files: Sequence[IndexedFile],
+    seq: int,
+    num_samples: int | None,
+    *,
+    weights: Sequence[float] | None = None,
+    names: Sequence[str] | None = None,
+    split: str = "",
+    part: str = PARTS[0],
+    surplus: float = SURPLUS,
+    cache: Path | None = None,
+    build: bool = True,
+    **options: Any,
+) -> Samples:
+    """The samples that Megatron-LM's dataset builder makes of these files.
+
+    Without `split` they are those of ``--train-data-path``, where one file alone needs no weight;
+    with it those of ``--data-path``, where one file with a weight is a blend of one.
+
+    Args:
+        files: the sources.
+        seq: tokens per sample.
+        num_samples: how many the run takes (``--train-samples``, or iterations times batch); None:
+            every sample once.
+        weights: of the files, as they are written; None: as many of each as it has, at most
+            `num_samples` in all.
+        names: the user's, for the files; None: their numbers.
+        split: the weights of training, validation and test; see `sequence_parts`.
+        part: of these.
+        surplus: ``mid_level_dataset_surplus``.
+        cache: as of `MegatronWindows`.
+        build: make the tables now, or find them in the cache, rather than with the first batch.
+        options: of `MegatronWindows`: seed, vocab_size, extra_token, drop_last, mask_documents.
+
+    Returns:
+        A `MegatronWindows`, or a `Blend` of such with a `MegatronMixture`.
+
+    Raises:
+        ValueError: what these raise, weights without a number of samples, or no such part.
+    """
+
+    def windows(file: IndexedFile, count: int | None) -> MegatronWindows:
+        count_all = file.num_sequences
+        parts = {part: range(count_all)} if not split else sequence_parts(split, count_all)
+        if not parts.get(part):
+            got = f"{split or 'empty'}: none of {count_all} sequences of {file.path} for {part}"
+            fix = "give it a larger weight in --split"
+            refuse("cannot split", "split", got, "at least 1 sequence", fix)
+        return MegatronWindows(file, seq, count, sequences=parts[part], cache=cache, **options)
+
+    if len(files) == 1 and (weights is None or not split):
+        only = windows(files[0], num_samples)
+        if build:
+            only.build()
+        return only
+    if weights is None:
+        sources = [windows(file, None) for file in files]
+        sizes = [source.num_ordered for source in sources]
+        size = None if num_samples is None else min(num_samples, sum(sizes))
+        mixture = MegatronMixture(sizes, size, sizes, cache=cache)
+    elif num_samples is None:
+        refuse(_CANNOT, "num_samples", "None with weights", "how many samples the blend has")
+    else:
+        normal = _shares(weights)
+        taken = [math.ceil(num_samples * share) for share in normal]
+        rows = zip(files, taken, strict=True)
+        sources = [windows(file, math.ceil(count * (1 + surplus))) for file, count in rows]
+        limits = [source.num_ordered for source in sources]
+        mixture = MegatronMixture(normal, sum(taken), limits, cache=cache)
+    for each in (*sources, mixture) if build else ():
+        each.build()
+    return Blend(sources, mixture, names)
+
+
+def num_ordered(samples: Samples) -> int:
+    """How many samples an order of `megatron_samples` has."""
+    if isinstance(samples, MegatronWindows):
+        return samples.num_ordered
+    assert isinstance(samples, Blend)
+    assert isinstance(samples.mixture, MegatronMixture)
+    return samples.mixture.size
+
+
+def _kept(
+    folder: Path | None,
+    about: Mapping[str, Any],
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]],
+    make: Callable[[], Mapping[str, np.ndarray]],
+) -> Mapping[str, np.ndarray]:
+    """Tables by name, from files of a folder, which are made where they are not there.
+
+    Processes may make them at the same time: each file gets its name when it is whole, and all
+    write the same.
+
+    Args:
+        folder: None: they are made, and kept in memory.
+        about: everything that they depend on.
+        kinds: their dtypes and shapes.
+        make: makes them.
+
+    Raises:
+        ValueError: the folder cannot be written to.
+    """
+    if folder is None:
+        return make()
+    mark = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+    files = {name: folder / f"{mark}.{name}.npy" for name in kinds}
+    found = {name: _mapped(files[name], *kind) for name, kind in kinds.items()}
+    if all(table is not None for table in found.values()):
+        return found  # type: ignore[return-value]  (none is None)
+    made = make()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, table in made.items():
+            partial = folder / f".{mark}.{name}.{uuid.uuid4().hex[:8]}"
+            try:
+                with partial.open("wb") as stream:
+                    np.save(stream, table)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                partial.replace(files[name])
+            finally:
+                partial.unlink(missing_ok=True)
+    except OSError as error:
+        got = error.strerror or str(error)
+        refuse("cannot keep the order of samples", f"order_cache {folder}", got, "a place to write")
+    return {name: np.load(file, mmap_mode="r") for name, file in files.items()}
+
+
+def _mapped(path: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    """The table in a file; None where it is not there, or not whole."""
+    try:
+        found = np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        return None
+    return found if found.dtype == dtype and found.shape == shape else None
