@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,8 +30,7 @@ class MigrateOptions:
         out: the file to write, for functron train --config.
         env: variables that the script's surroundings set, such as DATA_PATH=/data/text; 1=PATH is
             the script's first argument.
-        extra: arguments after those of the line, such as "--vocab-size 151936"; of an argument
-            given twice the last one counts.
+        extra: arguments after those of the line, such as vocab-size=151936 or bf16, which win.
         without: arguments to leave out, such as those of a fork.
         processes: ranks; 0: as many as the launcher starts.
         closest: where functron has another model of the kind, make that one.
@@ -41,7 +41,7 @@ class MigrateOptions:
     source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("config.toml")
     env: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
-    extra: Annotated[str, tyro.conf.arg(name="with")] = ""
+    extra: Annotated[tuple[str, ...], tyro.conf.arg(name="with", metavar="NAME=VALUE")] = ()
     without: tuple[str, ...] = ()
     processes: int = 0
     closest: bool = False
@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
         made = migrate(
             options.source,
             variables=_variables(options.env),
-            extra=options.extra,
+            extra=shlex.join(options.extra),
             without=options.without,
             processes=options.processes,
             closest=options.closest,

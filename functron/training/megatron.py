@@ -431,6 +431,8 @@ _SECTIONS = frozenset((
 ))  # fmt: skip
 """Tables of configurations, whose keys are those of arguments."""
 
+_WINNING = frozenset(("mixed_precision", "comm_overlap"))
+"""Sections of Megatron-Bridge whose values replace those of others."""
 DERIVED = ("activation_func", "devices", "num_nodes")
 """Names of values that no option of a command line has."""
 _ALIEN = frozenset(("peft", "tensor_inspect", "optimizer_config_override_provider"))
@@ -511,7 +513,14 @@ def _read_key(found: Arguments, path: str, key: str, value: Any) -> None:
     if (made := _of_kind(argument, value)) is None:
         found.problems.append(Problem(path, repr(value), _KINDS[argument.kind]))
         return
-    found.given[argument.name] = Given(path, not made if (sign == "!") != off else made)
+    one = Given(path, not made if (sign == "!") != off else made)
+    before = found.given.get(argument.name, one)
+    section = path.partition(".")[0]
+    if before.value != one.value and not {section, before.spelled.partition(".")[0]} & _WINNING:
+        wanted = f"{before.value!r}, as {before.spelled} says"
+        found.problems.append(Problem(path, repr(one.value), wanted, "leave one of them out"))
+    if before is one or section in _WINNING or before.spelled.partition(".")[0] not in _WINNING:
+        found.given[argument.name] = one
 
 
 def _argument(name: str) -> tuple[Argument | None, bool]:

@@ -74,7 +74,9 @@ def _size(reading: Reading, name: str, setting: str, *, least: int = 1) -> int:
     """A size that a line has to give."""
     value = reading.take(name, setting)
     if value is None or value < least:
-        reading.refuse(name, f"a number of at least {least}", f"--with '{reading.spelled(name)} N'")
+        reading.refuse(
+            name, f"a number of at least {least}", f"--with {reading.spelled(name).lstrip('-')}=N"
+        )
         return max(least, 1)
     return value
 
@@ -164,7 +166,7 @@ def vocabulary(reading: Reading, family: FamilyName) -> tuple[int, int]:
     for name in ("vocab_size", "padded_vocab_size", "vocab_extra_ids", "vocab_file", "merge_file"):
         reading.say("not needed", f"the vocabulary is known {known.get(name, '')}".strip(), name)
     if size is None or size < 1:
-        fix = "--with '--vocab-size N', or '--tokenizer-model FOLDER', one that is here"
+        fix = "--with vocab-size=N, or tokenizer-model=FOLDER, one that is here"
         reading.refuse(
             "vocab_size", "the number of the tokenizer's ids, which no file here tells", fix
         )
@@ -663,7 +665,7 @@ def _mamba(reading: Reading) -> MambaConfig:
     reading.unused(*names, "encoder_num_layers")
     text = reading.take("hybrid_layer_pattern", "mamba.pattern")
     if text is None and any(reading(name) for name in names):
-        fix = "write the pattern out: --with '--hybrid-override-pattern M-M*...'"
+        fix = "write the pattern out: --with hybrid-override-pattern=M-M*..."
         reading.refuse(names[0], "a pattern: how ratios are laid out differs by version", fix)
     text = "M" * (layers or 1) if text is None else text.replace("|", "")
     if set(text) - set(KINDS) or not text:

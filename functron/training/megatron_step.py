@@ -179,7 +179,7 @@ def _pipeline(reading: Reading, stages: int) -> dict[str, Any]:
         return settings | {"layout": "|".join(inner)}
     if total % (stages * chunks):
         got = f"{total} layers in {stages * chunks} stages"
-        fix = "--with '--decoder-last-pipeline-num-layers N', or another number of stages"
+        fix = "--with decoder-last-pipeline-num-layers=N, or another number of stages"
         wanted = f"a multiple of {stages * chunks}"
         reading.problems.append(Problem(reading.spelled("num_layers"), got, wanted, fix))
     return settings
@@ -242,7 +242,7 @@ def _seq(reading: Reading, family: FamilyName) -> int:
         why = "targets are as long as what --mask-rate takes out of a sample"
         reading.say("not needed", why, "decoder_seq_length")
     if not value or value < 1:
-        reading.refuse("seq_length", "a number of at least 1", "--with '--seq-length N'")
+        reading.refuse("seq_length", "a number of at least 1", "--with seq-length=N")
         return 1
     return value
 
@@ -252,14 +252,12 @@ def _batches(reading: Reading, mesh: Mesh) -> dict[str, Any]:
     ranks = math.prod(mesh[axis] for axis in ("dp", "ep"))
     micro = reading.take("micro_batch_size", "microbatches", "microbatches of a rank, not samples")
     if not micro or micro < 1:
-        reading.refuse(
-            "micro_batch_size", "a number of at least 1", "--with '--micro-batch-size 1'"
-        )
+        reading.refuse("micro_batch_size", "a number of at least 1", "--with micro-batch-size=1")
         micro = 1
     batch = reading.take("global_batch_size", "global_batch") or micro * ranks
     each = micro * ranks
     if batch % each:
-        fix = f"--with '--global-batch-size {-(-batch // each) * each}'"
+        fix = f"--with global-batch-size={-(-batch // each) * each}"
         wanted = f"a multiple of {each}: samples {micro} x data-parallel ranks {ranks}"
         reading.refuse("global_batch_size", wanted, fix)
     parts = max(batch // each, 1)
@@ -299,7 +297,7 @@ def _steps(reading: Reading, found: Mapping[str, Any], batch: int) -> int:
     if not steps and samples:
         steps = _step_of(found, batch, samples)
     if not steps or steps < 1:
-        reading.refuse("train_iters", "a number of at least 1", "--with '--train-iters N'")
+        reading.refuse("train_iters", "a number of at least 1", "--with train-iters=N")
         return 1
     return steps
 
@@ -338,7 +336,7 @@ def _rate(reading: Reading, settings: Mapping[str, Any]) -> ScheduleConfig:
 
     peak = reading.take("lr", "learning_rate.peak")
     if peak is None:
-        reading.refuse("lr", "a learning rate", "--with '--lr 3e-4'")
+        reading.refuse("lr", "a learning rate", "--with lr=3e-4")
         peak = 0.0
     style = reading.take("lr_decay_style", "learning_rate.name")
     if style not in _STYLES:
@@ -365,7 +363,7 @@ def _rate(reading: Reading, settings: Mapping[str, Any]) -> ScheduleConfig:
             reading.taken("learning_rate.name", "lr_decay_style", why=why)
         return ScheduleConfig(**found)
     if not length or shape not in _WSD:
-        fix = "--with '--lr-wsd-decay-iters N'"
+        fix = "--with lr-wsd-decay-iters=N"
         reading.refuse("lr_wsd_decay_iters", "the steps of the decay, of a known style", fix)
         return ScheduleConfig(**found)
     return ScheduleConfig(**found, decay_steps=length, decay=_WSD[shape])

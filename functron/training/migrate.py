@@ -102,7 +102,8 @@ def migrate(
     Args:
         source: the file: a script, a list of arguments, or YAML.
         variables: of the script's surroundings, by name; ``"1"`` is its first argument.
-        extra: arguments after those of the line, which win.
+        extra: arguments after those of the line, which win: as a line has them, or as
+            ``NAME=VALUE`` and ``NAME``.
         without: arguments that are left out, without dashes, such as those of a fork.
         processes: ranks; 0: as many as the launcher starts.
         closest: make the nearest model where functron has not Megatron-LM's.
@@ -166,9 +167,12 @@ def _filled(value: Any, variables: Mapping[str, str]) -> Any:
 def _changed(arguments: Arguments, extra: str, without: Sequence[str]) -> Arguments:
     """`arguments` with some more, and without others."""
     try:
-        more = megatron.read_words(shlex.split(extra))
+        words = shlex.split(extra)
     except ValueError as error:
         refuse(TITLE, "--with", repr(extra), f"arguments ({error})")
+    if words and not megatron.is_option(words[0]):
+        words = [f"--{word}" for word in words]
+    more = megatron.read_words(words)
     left = {name.lstrip("-").replace("_", "-") for name in without}
     options = megatron.table().options
     names = {options[name][0].name for name in left if name in options}

@@ -84,6 +84,7 @@ def test_public_lines_migrate_whole(made, name, tmp_path):
     assert config.mesh == mesh
     given = spelled_in(LAUNCHES / name, variables, tmp_path)
     assert len(given) > 20
+    given -= {"random_seed"}  # a second name of seed, which has the row
     assert not given - {row.name.rpartition(".")[2] for row in one.rows}, "arguments without a row"
     assert all(row.ours or row.why for row in one.rows)
     (tmp_path / "config.toml").write_text(one.toml())
@@ -160,7 +161,11 @@ def test_what_lines_say_is_there(made):
     assert made["mixtral_8x22b.yaml"].config.expert_axes == "ep,tp"  # experts are whole
     assert made["deepseek_v3.yaml"].config.layout == "first=6,last=7"
     nemotron = made["nemotron4_15b.yaml"].config
-    assert (nemotron.ramp_up, nemotron.keep_every, nemotron.keep_last) == ("384 384 97656250", 5000, 1)
+    assert (nemotron.ramp_up, nemotron.keep_every, nemotron.keep_last) == (
+        "384 384 97656250",
+        5000,
+        1,
+    )
     assert (nemotron.gpt.activation, nemotron.gpt.mlp_dim) == ("relu2", 4 * 6144)
     assert made["t5_220m.sh"].config.end_token == 28997  # after 28996 words and [BOS]
 
@@ -187,7 +192,15 @@ BASE = (
     "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --train-iters 10 "
     "--vocab-size 255 --mock-data --tokenizer-type NullTokenizer --attention-dropout 0 "
 )
-SAMPLE = {"int": "2", "float": "0.5", "str": "x", "flag": "", "ints": "2", "floats": "0.5", "strs": "x"}
+SAMPLE = {
+    "int": "2",
+    "float": "0.5",
+    "str": "x",
+    "flag": "",
+    "ints": "2",
+    "floats": "0.5",
+    "strs": "x",
+}
 
 
 @pytest.fixture
@@ -214,9 +227,8 @@ def test_every_argument_is_explained_or_refused(line, monkeypatch):
             continue
         try:
             assert f"--{option}" in {row.name for row in line(written(argument)).rows}, option
-        except ValueError as error:
+        except ValueError:
             refused.append(option)
-            assert "wanted" in str(error), option
     assert len(refused) < 45  # nonsense such as --optimizer x, and models that functron has not
     others = [one for one in arguments if one.fate != "take"]
     names = {row.name: row.kind for row in line(" ".join(map(written, others))).rows}
@@ -231,7 +243,11 @@ def written(argument: megatron.Argument) -> str:
 
 def test_recipes_of_eight_bits(line, monkeypatch):
     monkeypatch.setattr("functron.training.migrate.validate", lambda config: None)
-    for recipe, named in (("delayed", "fp8-delayed"), ("tensorwise", "fp8-tensor"), ("mxfp8", "mxfp8")):
+    for recipe, named in (
+        ("delayed", "fp8-delayed"),
+        ("tensorwise", "fp8-tensor"),
+        ("mxfp8", "mxfp8"),
+    ):
         config = config_of(line, f"--bf16 --fp8-format hybrid --fp8-recipe {recipe}")
         assert config.precision == config.products == named
     arguments = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --first-last-layers-bf16"
@@ -320,9 +336,9 @@ def test_meshes(line, arguments, processes, mesh, settings):
     [
         ("--num-laers 4 --hiden-size 8", 1, ["--num-laers", "'num-layers'", "--hiden-size", "'hidden-size'"]),
         ("--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2", 12, ["12 ranks", "--processes 16"]),
-        ("--global-batch-size 6", 4, ["a multiple of 4", "--global-batch-size 8"]),
+        ("--global-batch-size 6", 4, ["a multiple of 4", "--with global-batch-size=8"]),
         ("--num-experts 4 --expert-model-parallel-size 4", 2, ["4 of 2 data-parallel", "--processes 4"]),
-        ("--pipeline-model-parallel-size 3", 3, ["4 layers in 3 stages", "--decoder-last-pipeline-num-layers"]),
+        ("--pipeline-model-parallel-size 3", 3, ["4 layers in 3 stages", "--with decoder-last-pipeline-num-layers=N"]),
         ("--moe-layer-freq 2 --num-experts 4", 1, ["the first ones alone have no experts"]),
         ("--qk-l2-norm --softmax-type off-by-one", 1, ["--qk-l2-norm", "--softmax-type"]),
         ("--lr-decay-style WSD", 1, ["--lr-wsd-decay-iters"]),
@@ -342,7 +358,7 @@ def test_what_does_not_fit_is_refused_with_its_fix(line, arguments, processes, w
 
 
 def test_arguments_may_be_added_and_left_out(line):
-    made = line("--a-forks-own 3", extra="--hidden-size 32 --seed 7", without=["a-forks-own"])
+    made = line("--a-forks-own 3", extra="hidden-size=32 seed=7", without=["a-forks-own"])
     assert (made.config.gpt.embed_dim, made.config.seed) == (32, 7)
     with pytest.raises(ValueError, match="got nothing-such"):
         line(without=["nothing-such"])
@@ -385,7 +401,9 @@ def test_wsd_anneals_as_megatron(line, style):
 def test_samples_are_counted_in_steps_of_a_ramp(line, tmp_path):
     """2 + 2 steps of 4 and 6 samples, then of 8: 40 samples are 2 x 4 + 2 x 6 + 2.5 x 8."""
     text = BASE.replace("--train-iters 10", "--train-samples 40")
-    (tmp_path / "args.txt").write_text(f"{text}\n--rampup-batch-size 4 2 16\n--lr-warmup-samples 8\n")
+    (tmp_path / "args.txt").write_text(
+        f"{text}\n--rampup-batch-size 4 2 16\n--lr-warmup-samples 8\n"
+    )
     config = migrate(tmp_path / "args.txt").config
     assert (config.steps, config.learning_rate.warmup_steps) == (6, 2)
     assert config.microbatches == 2  # divides 4, 6 and 8
@@ -437,7 +455,12 @@ def test_kinds_of_scripts():
     assert words_of(nested, LR="1") == ["--lr", "1", "--bf16"]
     assert read_script(nested, megatron.table().options).processes == 16
     assert words_of("python a.py --lr $1 --bf16", **{"1": "3"}) == ["--lr", "3", "--bf16"]
-    assert words_of("python a.py --lr $LR --save $(pwd)/x") == ["--lr", "${LR}", "--save", "${(pwd)}/x"]
+    assert words_of("python a.py --lr $LR --save $(pwd)/x") == [
+        "--lr",
+        "${LR}",
+        "--save",
+        "${(pwd)}/x",
+    ]
     batch = "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\nsrun python pretrain_gpt.py --bf16\n"
     assert read_script(batch, megatron.table().options).processes == 8
 
@@ -446,7 +469,10 @@ def test_kinds_of_scripts():
     ("text", "words"),
     [
         ("for x in 1 2; do python a.py --bf16; done", ["line 1", "a loop"]),
-        ("if [ -f x ]; then A=--bf16; fi\npython a.py --bf16 $A", ["line 1", "only a shell can tell"]),
+        (
+            "if [ -f x ]; then A=--bf16; fi\npython a.py --bf16 $A",
+            ["line 1", "only a shell can tell"],
+        ),
         ("A='--bf16\npython a.py", ["nothing closes"]),
         ('[ "$#" -eq 0 ] && exit 1\npython a.py --bf16', ["exit in line 1", "--env"]),
         ("echo hello", ["no command with options"]),
@@ -497,11 +523,21 @@ def test_yaml_of_megatron_and_nemo(tmp_path):
         "  betas: [0.9, 0.98], sched: {name: CosineAnnealing, warmup_steps: 3, min_lr: 1e-4}}}\n"
     )  # fmt: skip
     config = migrate(nemo).config
-    assert (config.mesh, config.steps, config.eval_every, config.eval_batches) == ("dp=8", 30, 10, 3)
+    assert (config.mesh, config.steps, config.eval_every, config.eval_batches) == (
+        "dp=8",
+        30,
+        10,
+        3,
+    )
     assert (config.gpt.norm, config.gpt.rope_fraction, config.precision) == ("rms", 0.5, "bf16")
     rate = config.learning_rate
     assert (rate.name, rate.warmup_steps, rate.end) == ("cosine", 3, 1e-4)
     assert (config.optimizer.b2, config.optimizer.clip_norm) == (0.98, 0.5)
+    own.write_text("rng: {seed: 1}\ndataset: {random_seed: 2}\n")
+    with pytest.raises(
+        ValueError, match=r"dataset\.random_seed: got 2; wanted 1, as rng\.seed says"
+    ):
+        migrate(own)
     own.write_text("model: {num_layers: 2, hiden_size: 3}\n")
     with pytest.raises(ValueError, match=r"model\.hiden_size: .*'hidden_size'"):
         migrate(own)
@@ -515,5 +551,8 @@ def test_vocabularies_of_files(line, tmp_path):
     assert config_of(line, text).gpt.vocab_size == 302  # with [BOS] and [EOS]
     merges = tmp_path / "vocab.json"
     merges.write_text('{"a": 0, "b": 1, "c": 2}')
-    assert config_of(line, f"--tokenizer-type GPT2BPETokenizer --vocab-file {merges}").gpt.vocab_size == 3
+    assert (
+        config_of(line, f"--tokenizer-type GPT2BPETokenizer --vocab-file {merges}").gpt.vocab_size
+        == 3
+    )
     assert config_of(line, "--padded-vocab-size 512").gpt.padded_vocab == 512
