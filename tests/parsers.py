@@ -47,8 +47,8 @@ from functron.pipeline.schedule import Schedule
 from functron.precision import Recipe
 from functron.program.parse import parse
 from functron.training import config, records
-from functron.training.migrate import migrate
 from functron.training.hardware import Hardware, Link, Rank
+from functron.training.migrate import migrate
 
 SLOW_SECONDS = 10.0
 

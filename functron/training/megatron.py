@@ -63,10 +63,11 @@ class Argument:
 
 
 class Given(NamedTuple):
-    """A value as it was given: under which name, and the value."""
+    """A value as it was given: under which name, the value, and the text that says it."""
 
     spelled: str
     value: Any
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ class Reading:
         """
         found = [self._row(name, settings, defaults) for name in self.arguments.given]
         found += [
-            Row("not needed", given.spelled, _text(given.value), why=why)
+            Row("not needed", given.spelled, given.text, why=why)
             for given, why in self.arguments.idle.values()
         ]
         said = {fate[1] for name, fate in self.fates.items() if name in self.arguments.given}
@@ -304,8 +305,7 @@ class Reading:
         return found
 
     def _row(self, name: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> Row:
-        spelled, value = self.arguments.given[name]
-        text = _text(value)
+        spelled, value, text = self.arguments.given[name]
         if name in self.fates:
             kind, setting, why = self.fates[name]
             if kind == "taken" and setting in settings:
@@ -332,6 +332,8 @@ def _text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple | list):
         return " ".join(map(str, value))
+    if isinstance(value, Mapping):  # such as {_target_: torch.float32}
+        value = value.get("_target_", value)
     if value is None:
         return "none"
     text = repr(value) if isinstance(value, float) else str(value)
@@ -404,7 +406,7 @@ def _note(
             fix = "leave the value out"
             problem = Problem(spelled, repr(" ".join(words)), "no value: it is a switch", fix)
             found.problems.append(problem)
-        found.given[argument.name] = Given(spelled, not off)
+        found.given[argument.name] = Given(spelled, not off)  # a switch has no text
         return
     unset = [name for word in words for name in open_names(word)]
     if unset and argument.fate in ("take", "lack") and not argument.kind.startswith("str"):
@@ -417,7 +419,7 @@ def _note(
         got = repr(" ".join(words)) if words else "nothing"
         found.problems.append(Problem(spelled, got, _KINDS[argument.kind]))
         return
-    found.given[argument.name] = Given(spelled, value)
+    found.given[argument.name] = Given(spelled, value, shown(" ".join(words)))
 
 
 # --- the keys and values of a configuration
@@ -489,13 +491,13 @@ def _read_key(found: Arguments, path: str, key: str, value: Any) -> None:
     if special := _SPECIAL.get(key):
         for name, one in special(path, value):
             if name in table().arguments or name in DERIVED:
-                found.given[name] = Given(path, one)
+                found.given[name] = Given(path, one, _text(one))
             else:
                 found.problems.append(Problem(path, repr(value), name))
         return
     sign, other = table().keys.get(key, ("=", key))
     if sign == "~":
-        found.idle[path] = (Given(path, value), other)
+        found.idle[path] = (Given(path, value, _text(value)), other)
         return
     argument, off = _argument(other)
     if argument is None:
@@ -513,7 +515,7 @@ def _read_key(found: Arguments, path: str, key: str, value: Any) -> None:
     if (made := _of_kind(argument, value)) is None:
         found.problems.append(Problem(path, repr(value), _KINDS[argument.kind]))
         return
-    one = Given(path, not made if (sign == "!") != off else made)
+    one = Given(path, not made if (sign == "!") != off else made, _text(value))
     before = found.given.get(argument.name, one)
     section = path.partition(".")[0]
     if before.value != one.value and not {section, before.spelled.partition(".")[0]} & _WINNING:

@@ -205,7 +205,8 @@ def _configured(
     mesh, settings = step_settings(reading, family, ranks)
     settings |= _data(reading, family) | _checkpoints(reading) | _logs(reading)
     settings |= _evaluation(reading, settings, family)
-    settings |= {"seed": reading.take("seed", "seed")}
+    why = "initial parameters, dropout and the order of samples are other numbers of it"
+    settings |= {"seed": reading.take("seed", "seed", why)}
     settings |= _anomalies(reading, settings)
     own: dict[str, Any] = {family: model}
     config = replace(TrainConfig(), **settings, **own)

@@ -88,7 +88,7 @@ def test_json_has_every_row(script, tmp_path, capsys):
     assert main(["migrate", str(script), *given]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["--bf16"] == {
-        "kind": "taken", "name": "--bf16", "value": "true", "ours": "precision = bf16", "why": "",
+        "kind": "taken", "name": "--bf16", "value": "", "ours": "precision = bf16", "why": "",
     }  # fmt: skip
-    assert rows["--seed"]["ours"] == "seed = 5"
+    assert (rows["--seed"]["value"], rows["--seed"]["ours"]) == ("5", "seed = 5")
     assert rows["attention-dropout"]["kind"] == "not supported"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,7 +218,7 @@ def line(tmp_path):
 
 def test_every_argument_is_explained_or_refused(line, monkeypatch):
     """Each has a row, or a problem, beside those that a line needs; configurations are not checked."""
-    monkeypatch.setattr("functron.training.migrate.validate", lambda config: None)
+    monkeypatch.setattr(sys.modules[migrate.__module__], "validate", lambda config: None)
     arguments = megatron.table().arguments.values()
     assert len(arguments) > 600
     refused = []
@@ -242,7 +243,7 @@ def written(argument: megatron.Argument) -> str:
 
 
 def test_recipes_of_eight_bits(line, monkeypatch):
-    monkeypatch.setattr("functron.training.migrate.validate", lambda config: None)
+    monkeypatch.setattr(sys.modules[migrate.__module__], "validate", lambda config: None)
     for recipe, named in (
         ("delayed", "fp8-delayed"),
         ("tensorwise", "fp8-tensor"),
