@@ -99,12 +99,20 @@ def _write(path: Path, made: Migration) -> None:
         refuse(title, str(path), error.strerror or str(error), "a file to write", fix)
 
 
+_A_NODE = 8  # GPUs of most machines
+
+
 def _conclusion(path: Path, made: Migration) -> list[str]:
     config, missing = made.config, len(made.of("not supported"))
     lines = [f"{path}: {config.title}, on {config.mesh or 'one rank'}"]
     if missing:
         plural = "argument has" if missing == 1 else "arguments have"
         lines.append(f"{missing} {plural} no counterpart: see above, and the head of the file")
+    if not made.told:
+        lines.append(
+            f"nothing says how many processes there are, so they are {made.processes}, as few as "
+            "the sizes allow: --processes N"
+        )
     if made.absent:
         lines.append(f"not on this machine, and so not looked into: {', '.join(made.absent)}")
     lines.append(f"look at it: functron train --config {path} --dry-run")

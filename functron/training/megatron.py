@@ -659,7 +659,47 @@ def _rope_scaling(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield "a number", None
 
 
+def _blend(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Of Megatron-Bridge's ``blend``: files, and weights where there are any."""
+    words = _blended(value)
+    if words:
+        yield "data_path", words
+    elif value:
+        yield "a list of files, and one of weights", None
+
+
+def _blend_per_split(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    names = ("train_data_path", "valid_data_path", "test_data_path")
+    if not value:
+        return
+    if not isinstance(value, list) or len(value) > len(names):
+        yield "a blend for training, validation and test", None
+        return
+    for name, one in zip(names, value, strict=False):
+        if words := _blended(one):
+            yield name, words
+        elif one:
+            yield "a list of files, and one of weights", None
+
+
+def _blended(value: Any) -> tuple[str, ...]:
+    """A blend as a command line has it; (): it is none."""
+    if not isinstance(value, list) or not value:
+        return ()
+    files = value[0] if isinstance(value[0], list) else value
+    weights = value[1] if len(value) == 2 and isinstance(value[1], list) else []
+    if any(not isinstance(file, str) for file in files):
+        return tuple(map(str, files)) if not isinstance(value[0], list) else ()
+    if not weights:
+        return tuple(files)
+    if len(weights) != len(files) or not all(map(_is_number, weights)):
+        return ()
+    return tuple(w for pair in zip(map(str, weights), files, strict=True) for w in pair)
+
+
 _SPECIAL = {
+    "blend": _blend,
+    "blend_per_split": _blend_per_split,
     "activation_func": _activation,
     "activation": _activation,
     "betas": _moments,

@@ -94,6 +94,10 @@ def _expert_axes(
         reading.refuse("expert_tensor_parallel_size", f"1 or {tp}", fix)
         return 1, {}
     folded = tp if own == 1 else 1
+    if whole % folded:
+        wanted = f"{tp}, or --expert-model-parallel-size a multiple of it: tp divides tokens then"
+        reading.refuse("expert_tensor_parallel_size", wanted)
+        return 1, {}
     for axes, inner in ((["ep"], folded), (["ep", "cp"], folded * cp)):
         names = [*axes, *(["tp"] if folded > 1 else [])]
         if whole % inner == 0 and data % (whole // inner) == 0 and (len(axes) == 1 or cp > 1):

@@ -52,12 +52,15 @@ class Migration:
             has: data, a tokenizer, packages.
         rows: what became of every argument.
         processes: ranks of the mesh.
+        told: whether the launcher, or who migrates, says how many there are; otherwise they are as
+            few as the sizes allow.
         absent: files that the configuration names, and which are not here.
     """
 
     config: TrainConfig
     rows: tuple[Row, ...]
     processes: int
+    told: bool = True
     absent: tuple[str, ...] = ()
 
     def of(self, kind: Kind) -> list[Row]:
@@ -124,10 +127,11 @@ def migrate(
         raise_problems(f"{TITLE} {source}", reading.problems)
         raise ValueError(f"{TITLE} {source}\n{error}") from None
     ranks = processes or line.processes or _nemo_ranks(arguments)
+    told = ranks > 0
     config, ranks = _configured(reading, family, model, ranks)
     config = replace(config, model=family, source=f"megatron:{Path(source).name}")
     raise_problems(f"{TITLE} {source}", reading.problems)
-    return _checked(source, config, reading, ranks)
+    return replace(_checked(source, config, reading, ranks), told=told)
 
 
 def _read(path: Path, variables: Mapping[str, str]) -> tuple[LaunchLine, Arguments]:
@@ -139,7 +143,11 @@ def _read(path: Path, variables: Mapping[str, str]) -> tuple[LaunchLine, Argumen
         target = str(target.get("_target_", "")) if isinstance(target, Mapping) else ""
         for word, name in (("T5", "t5"), ("Mamba", "mamba"), ("Bert", "bert")):
             program = f"pretrain_{name}" if word in target else program
-        return LaunchLine(program, ()), megatron.read_mapping(mapping)
+        arguments = megatron.read_mapping(mapping)
+        if isinstance(mapping.get("dataset"), Mapping) and not _DATA & arguments.given.keys():
+            # Megatron-Bridge's, where there is no blend
+            arguments.given["mock_data"] = megatron.Given("dataset.blend", True, "none")
+        return LaunchLine(program, ()), arguments
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -150,6 +158,9 @@ def _read(path: Path, variables: Mapping[str, str]) -> tuple[LaunchLine, Argumen
     if (inner := arguments.given.get("yaml_cfg")) and isinstance(inner.value, str):
         return line, _read(path.parent / inner.value, variables)[1]
     return line, arguments
+
+
+_DATA = frozenset(("data_path", "train_data_path", "mock_data", "data_args_path"))
 
 
 def _filled(value: Any, variables: Mapping[str, str]) -> Any:
@@ -234,7 +245,7 @@ def _checked(source: Any, config: TrainConfig, reading: Reading, ranks: int) -> 
         raise ValueError(f"{TITLE} {source}\n{error}") from None
     default = replace(TrainConfig(), **{config.family.name: type(config.architecture)()})
     rows = reading.rows(_paths(config), _paths(default))
-    return Migration(config, tuple(rows), ranks, tuple(missing))
+    return Migration(config, tuple(rows), ranks, absent=tuple(missing))
 
 
 def _paths(config: TrainConfig) -> dict[str, Any]:
@@ -293,13 +304,20 @@ def _data(reading: Reading, family: FamilyName) -> dict[str, Any]:
     if not reading.has(names[2]):
         reading.unused(names[2])
     split = reading.take("split", "split")
-    mock = reading.take("mock_data", "format")
+    mock = reading("mock_data")
+    if mock:
+        reading.taken("format", "mock_data")
+    else:
+        reading.unused("mock_data")
     if sum(map(bool, (blend, train, mock))) > 1:
         reading.refuse("data_path", "one of --data-path, --train-data-path and --mock-data")
     text = "" if split is None else ",".join(re.findall(r"[\d.]+", split))
     if split is None and (blend or mock):
         text = "969,30,1"  # Megatron-LM's own
         reading.taken("split", "split")
+    if not (mock or blend or train):
+        fix = "--with data-path=PREFIX, or mock-data for random tokens"
+        reading.refuse("data_path", "files of tokens", fix)
     if mock or not (blend or train):
         return found | _tokens(reading, True) | {"format": "mock", "split": text or "969,30,1"}
     found |= {"data": blend or train, "format": "tokens", "split": text if blend else ""}

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from functron.data import preprocess
 from functron.models.config import PRESETS
 from functron.optim.config import make_schedule
 from functron.spmd.params import num_params
@@ -33,7 +34,7 @@ ZOO = {
 }  # fmt: skip
 SAVED = {"CHECKPOINT_SAVE_PATH": "/ck", "CHECKPOINT_LOAD_PATH": "/ck", "DATA_BLEND": "/data/text"}
 ENDS = "--decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 7"
-LEAST = "--train-iters 1000 --lr 1e-4"  # what those of Megatron-LM's modelopt leave to others
+LEAST = "--train-iters 1000 --lr 1e-4 --mock-data"  # what those of Megatron-LM's modelopt leave to others
 
 PUBLIC = {
     # the parameters that are published, and to how many digits; the mesh, worked out by hand
@@ -341,6 +342,7 @@ def test_meshes(line, arguments, processes, mesh, settings):
         ("--num-experts 4 --expert-model-parallel-size 4", 2, ["4 of 2 data-parallel", "--processes 4"]),
         ("--pipeline-model-parallel-size 3", 3, ["4 layers in 3 stages", "--with decoder-last-pipeline-num-layers=N"]),
         ("--moe-layer-freq 2 --num-experts 4", 1, ["the first ones alone have no experts"]),
+        ("--num-experts 4 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2", 2, ["got 1; wanted 2, or"]),
         ("--qk-l2-norm --softmax-type off-by-one", 1, ["--qk-l2-norm", "--softmax-type"]),
         ("--lr-decay-style WSD", 1, ["--lr-wsd-decay-iters"]),
         ("--num-layers x", 1, ["a whole number"]),
@@ -375,6 +377,23 @@ def test_other_models_are_refused_or_the_closest(line):
     hybrid = "--hybrid-override-pattern M*-M --position-embedding-type none --normalization RMSNorm"
     config = config_of(line, f"{hybrid} --mamba-num-groups 2", program="pretrain_mamba.py")
     assert (config.mamba.pattern, config.mamba.num_heads) == ("M*-M", 2)
+
+
+def test_tokens_that_are_here_are_looked_into(line, tmp_path, monkeypatch):
+    """Documents of bytes: of two files with weights, and one held out, too short for long samples."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        Path(f"{name}.txt").write_text("some words of a text " * 60)
+        settings = preprocess.Settings((f"{name}.txt",), "bytes", name, workers=1)
+        preprocess.preprocess(settings, lambda progress: None)
+    text = BASE.replace(
+        "--mock-data", "--train-data-path 0.3 a 0.7 b --valid-data-path b --eval-iters 1"
+    )
+    Path("args.txt").write_text(text)
+    made = migrate("args.txt")
+    assert (made.config.data, made.config.eval_data, made.absent) == ("0.3 a 0.7 b", "b=b", ())
+    with pytest.raises(ValueError, match="cannot train with this configuration"):
+        migrate("args.txt", extra="seq-length=4096 max-position-embeddings=4096")
 
 
 # --- schedules, against Megatron-LM's formulas
@@ -523,7 +542,9 @@ def test_yaml_of_megatron_and_nemo(tmp_path):
         "  rotary_percentage: 0.5, megatron_amp_O2: true, optim: {name: distributed_fused_adam, lr: 1e-3,\n"
         "  betas: [0.9, 0.98], sched: {name: CosineAnnealing, warmup_steps: 3, min_lr: 1e-4}}}\n"
     )  # fmt: skip
-    config = migrate(nemo).config
+    config = migrate(nemo, extra="mock-data").config
+    with pytest.raises(ValueError, match="--data-path: got none; wanted files of tokens"):
+        migrate(nemo)
     assert (config.mesh, config.steps, config.eval_every, config.eval_batches) == (
         "dp=8",
         30,
@@ -534,6 +555,13 @@ def test_yaml_of_megatron_and_nemo(tmp_path):
     rate = config.learning_rate
     assert (rate.name, rate.warmup_steps, rate.end) == ("cosine", 3, 1e-4)
     assert (config.optimizer.b2, config.optimizer.clip_norm) == (0.98, 0.5)
+    own.write_text(
+        "model: {num_layers: 1, hidden_size: 64, num_attention_heads: 4, vocab_size: 256,\n"
+        "  max_position_embeddings: 64}\ntrain: {train_iters: 9, global_batch_size: 4, micro_batch_size: 1}\n"
+        "optimizer: {lr: 1e-3}\ndataset: {seq_length: 64, blend: [[a, b], [0.25, 0.75]], split: '9,1'}\n"
+    )  # fmt: skip
+    made = migrate(own)
+    assert (made.config.data, made.absent, made.told) == ("0.25 a 0.75 b", ("a", "b"), False)
     own.write_text("rng: {seed: 1}\ndataset: {random_seed: 2}\n")
     with pytest.raises(
         ValueError, match=r"dataset\.random_seed: got 2; wanted 1, as rng\.seed says"
