@@ -426,9 +426,9 @@ def _note(
 
 _SECTIONS = frozenset((
     "language_model", "model_parallel", "model", "train", "validation", "optimizer", "scheduler",
-    "dataset", "ddp", "logger", "tokenizer", "checkpoint", "rng", "dist", "mixed_precision", "ft",
-    "straggler", "nvrx_straggler", "profiling", "comm_overlap", "rerun_state_machine", "data",
-    "inprocess_restart", "trainer", "exp_manager", "optim", "run", "config", "optimizer_config",
+    "dataset", "ddp", "logger", "tokenizer", "checkpoint", "rng", "dist", "mixed_precision",
+    "straggler", "profiling", "comm_overlap", "rerun_state_machine", "data",
+    "trainer", "exp_manager", "optim", "run", "config", "optimizer_config",
     "wandb_logger_kwargs",
 ))  # fmt: skip
 """Tables of configurations, whose keys are those of arguments."""
@@ -437,7 +437,7 @@ _WINNING = frozenset(("mixed_precision", "comm_overlap"))
 """Sections of Megatron-Bridge whose values replace those of others."""
 DERIVED = ("activation_func", "devices", "num_nodes")
 """Names of values that no option of a command line has."""
-_ALIEN = frozenset(("peft", "tensor_inspect", "optimizer_config_override_provider"))
+_ADAPTERS = "peft"
 _NOTHING = (None, "", [], {}, "null")
 
 
@@ -497,15 +497,16 @@ def _read_key(found: Arguments, path: str, key: str, value: Any) -> None:
         return
     sign, other = table().keys.get(key, ("=", key))
     if sign == "~":
-        found.idle[path] = (Given(path, value, _text(value)), other)
+        text = "" if isinstance(value, Mapping) else _text(value)
+        found.idle[path] = (Given(path, value, text), other)
         return
     argument, off = _argument(other)
     if argument is None:
-        # what asks for nothing need not be known
-        if key in _ALIEN or value in (*_NOTHING, False):
-            if value not in (*_NOTHING, False):
-                wanted = "nothing: functron has its own"
-                found.problems.append(Problem(path, "a section", wanted, "leave it out"))
+        if value in (*_NOTHING, False):  # what asks for nothing need not be known
+            return
+        if key == _ADAPTERS:
+            fix = f"--without {key}, and then functron train --lora-rank N"
+            found.problems.append(Problem(path, "low-rank adapters", "nothing", fix))
             return
         known = [*table().arguments, *table().keys, *_SPECIAL]
         found.problems.append(unknown(path, key, known))

@@ -113,9 +113,12 @@ def _activation(reading: Reading, setting: str, family: FamilyName) -> str:
     """The activation of feed-forward layers."""
     names = ("swiglu", "squared_relu", "quick_geglu", "openai_gelu", "activation_func")
     reading.taken(setting, *names, "gated_linear_unit")
-    fused = reading("bias_gelu_fusion") and reading("add_bias_linear")
-    reading.taken(setting, "bias_gelu_fusion", why="Megatron-LM's fused kernel is GELU by tanh")
-    reading.say("not needed", "fusions change no numbers", "bias_activation_fusion")
+    fusion = (
+        "bias_activation_fusion" if reading.has("bias_activation_fusion") else "bias_gelu_fusion"
+    )
+    fused = reading(fusion) and reading("add_bias_linear")
+    reading.unused("bias_activation_fusion", "bias_gelu_fusion")
+    reading.taken(setting, fusion, why="Megatron-LM's fused kernel is GELU by tanh")
     clamp, offset = reading("activation_func_clamp_value"), reading("glu_linear_offset")
     reading.unused("activation_func_clamp_value", "glu_linear_offset")
     word = reading("activation_func")

@@ -531,6 +531,14 @@ def test_yaml_of_megatron_and_nemo(tmp_path):
     assert (config.mesh, config.gpt.num_kv_heads, config.gpt.norm_eps) == ("dp=2,tp=2", 2, 1e-6)
     assert (config.gpt.zero_centered_norm, config.gpt.bias, config.gpt.tied) == (True, False, False)
     assert (config.gpt.activation, config.gpt.gated, config.microbatches) == ("silu", True, 2)
+    plain = (
+        own.read_text()
+        .replace("swiglu", "gelu")
+        .replace("add_bias_linear: false", "add_bias_linear: true")
+    )
+    for fused, wanted in (("true", "gelu_tanh"), ("false", "gelu")):
+        own.write_text(f"{plain}bias_activation_fusion: {fused}\n")
+        assert migrate(own, processes=4).config.gpt.activation == wanted
     nemo = tmp_path / "nemo.yaml"
     nemo.write_text(
         "trainer: {devices: 4, num_nodes: 2, precision: bf16, max_steps: 30, gradient_clip_val: 0.5,\n"
@@ -562,6 +570,12 @@ def test_yaml_of_megatron_and_nemo(tmp_path):
     )  # fmt: skip
     made = migrate(own)
     assert (made.config.data, made.absent, made.told) == ("0.25 a 0.75 b", ("a", "b"), False)
+    own.write_text(
+        "peft: {dim: 8}\ninprocess_restart: {enabled: true}\nlogger: {log_interval: 3}\n"
+    )
+    with pytest.raises(ValueError, match="low-rank adapters") as error:
+        migrate(own)
+    assert "inprocess" not in str(error.value)
     own.write_text("rng: {seed: 1}\ndataset: {random_seed: 2}\n")
     with pytest.raises(
         ValueError, match=r"dataset\.random_seed: got 2; wanted 1, as rng\.seed says"
