@@ -444,6 +444,19 @@ FOUND: dict[str, list[bytes]] = {
     "yaml": [b"a: " + b"[" * 1500, b'{"a":' * 1500],
     "hub config": [json.dumps(_LLAMA | {"rope_scaling": {"rope_type": {}}}).encode()],
     "npy": [b"\x93NUMPY\x01\x00v\x00" + _HEADER[:-4].ljust(117) + b"\n" + bytes(18)],
+    "launch line": [
+        b"A=(x y)\n" + b'A+=("${A[@]}" "${A[@]}")\n' * 60 + b"python a.py --bf16 ${A[@]}",
+        b"A=xxxxx\n" + b"A=$A$A\n" * 60 + b"python a.py --bf16 $A",
+        b"f() { f; f; f; f; f; f; f; f; }\nf\npython a.py --bf16",
+        b"A=$(( " + b"9**" * 5000 + b"9 ))\npython a.py --num-layers $A",
+    ],
+    "launch yaml": [
+        b"a: &a [x,x,x,x,x,x]\n"
+        + b"".join(
+            b"%c: &%c [%s*%c]\n" % (c, c, b"*%c, " % (c - 1) * 9, c - 1) for c in range(98, 110)
+        ),
+        b"a: &a [*a]\n",
+    ],
     "layout": [b"t*2|*" + b"8" * 25, b"(t*1000)*1000000|t", b"t*" + b"9" * 5000],
     "program": [_program(f"f32[{n}]") for n in ("2" * 130, "9" * 5000, "4294967296,4294967296")],
     "manifest": [

@@ -23,6 +23,8 @@ from functron.core.errors import Problem, raise_problems, refuse
 
 TITLE = "cannot read the launch line"
 _MOST_TEXT = 1_000_000
+_MOST_WORDS = 100_000
+_MOST_EDITED = 4096  # characters of a value that patterns are taken off
 _MOST_DEPTH = 12
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Around what stays open in a text; no script has them."""
@@ -78,7 +80,8 @@ def read_script(
     if len(text) > _MOST_TEXT:
         refuse(TITLE, "the script", f"{len(text)} characters", f"at most {_MOST_TEXT}")
     text = text.translate({ord(_OPEN): None, ord(_CLOSE): None, ord("\r"): None})
-    plain = re.sub(r"^\s*(#.*)?$", "", text, flags=re.MULTILINE).lstrip().startswith("-")
+    lines = (line.lstrip() for line in text.splitlines())
+    plain = next((line for line in lines if line and line[0] != "#"), "").startswith("-")
     shell = _Shell(dict(variables or {}))
     shell.run(_tokens(text, joined=plain, problems=shell.problems))
     raise_problems(TITLE, shell.problems)
@@ -451,6 +454,9 @@ class _Shell:
             items = [w for t in tokens[index + 2 : end - 1] if t.parts for w in self.expand(t)]
             old = before if isinstance(before, list) else [before] if before else []
             self.variables[name] = [*old, *items] if adds else items
+            if len(self.variables[name]) > _MOST_WORDS:
+                line, wanted = f"line {tokens[index].line}", f"at most {_MOST_WORDS} words"
+                refuse(TITLE, line, "an array without end", wanted)
             return end
         value = self._joined(rest)
         if adds and isinstance(before, list):
@@ -479,7 +485,7 @@ class _Shell:
                     current = piece
             else:
                 text = " ".join(pieces)
-                fields = text.split()
+                fields = _FIELD.findall(text)
                 if not fields:
                     continue
                 if text[:1].isspace() and current is not None:
@@ -573,11 +579,15 @@ class _Shell:
             return made
         if value is None:
             return _opened(name)
-        return _edited(value, rest) if not is_open(value) else value
+        return _edited(value, rest) if not is_open(value) and len(value) <= _MOST_EDITED else value
 
 
 def _opened(name: str) -> str:
     return f"{_OPEN}{name}{_CLOSE}"
+
+
+_FIELD = re.compile(f"(?:{_OPEN}[^{_CLOSE}]*{_CLOSE}|\\S)+")
+"""What a shell makes a word of its own; what is open stays whole."""
 
 
 def _closed(word: str) -> str:
@@ -762,10 +772,15 @@ def _test(words: list[str]) -> bool | None:
     return _COMPARE[sign](int(left), int(right)) if sign in _COMPARE and whole else None
 
 
+def _quotient(a: int, b: int) -> int:
+    """a / b rounded towards zero, as in C."""
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
 _BINARY: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-    ast.Div: lambda a, b: int(a / b), ast.FloorDiv: lambda a, b: int(a / b),
-    ast.Mod: lambda a, b: a - b * int(a / b), ast.Pow: lambda a, b: a ** min(b, 64),
+    ast.Div: lambda a, b: _quotient(a, b), ast.Mod: lambda a, b: a - b * _quotient(a, b),
+    ast.Pow: lambda a, b: a ** min(max(b, 0), 64),
 }  # fmt: skip
 
 

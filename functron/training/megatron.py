@@ -23,6 +23,7 @@ a configuration of Megatron-Core, Megatron-Bridge or NeMo.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from functron.core.errors import Problem, nearest
+from functron.core.errors import Problem
 from functron.training.launch_line import is_open, open_names, shown
 
 Fate = Literal["take", "same", "need", "lack"]
@@ -342,6 +343,7 @@ def _text(value: Any) -> str:
 
 # --- the words of a command line
 
+_MOST_PROBLEMS = 30  # a file with more is of another kind
 _VALUE = re.compile(r"-\.?\d")
 
 
@@ -357,7 +359,7 @@ def read_words(words: Sequence[str]) -> Arguments:
     """
     found = Arguments()
     index = 0
-    while index < len(words):
+    while index < len(words) and len(found.problems) < _MOST_PROBLEMS:
         word = words[index]
         index += 1
         if not is_option(word):
@@ -391,8 +393,9 @@ def unset_problem(spelled: str, word: str) -> Problem:
 
 def unknown(spelled: str, name: str, known: Iterable[str]) -> Problem:
     """The problem of a name that Megatron-LM does not have."""
-    fix = nearest(name, known)
-    fix += "; an argument of a fork is not Megatron-LM's: --without leaves it out"
+    close = difflib.get_close_matches(name, list(known), n=1)
+    fix = f"did you mean {close[0]!r}? " if close else ""
+    fix += "--without leaves out what is a fork's"
     return Problem(spelled, "an unknown argument", "one of Megatron-LM's", fix)
 
 
@@ -452,7 +455,8 @@ def read_mapping(config: Mapping[str, Any]) -> Arguments:
     if isinstance(config.get("MODEL_ARGS"), Mapping):
         return read_words(list(_as_words(config["MODEL_ARGS"])))
     for path, key, value in _leaves(config, ""):
-        _read_key(found, path, key, value)
+        if len(found.problems) < _MOST_PROBLEMS:
+            _read_key(found, path, key, value)
     return found
 
 

@@ -137,7 +137,9 @@ def migrate(
 def _read(path: Path, variables: Mapping[str, str]) -> tuple[LaunchLine, Arguments]:
     """The launch line in a file, and its arguments."""
     if path.suffix in (".yaml", ".yml"):
-        mapping = _filled(read_yaml(path), variables)
+        mapping = read_yaml(path)
+        _check_size(path, mapping)
+        mapping = _filled(mapping, variables)
         program = str(mapping.get("TRAINING_SCRIPT", ""))
         target = mapping.get("model")
         target = str(target.get("_target_", "")) if isinstance(target, Mapping) else ""
@@ -161,6 +163,22 @@ def _read(path: Path, variables: Mapping[str, str]) -> tuple[LaunchLine, Argumen
 
 
 _DATA = frozenset(("data_path", "train_data_path", "mock_data", "data_args_path"))
+
+
+_MOST_VALUES = 100_000
+
+
+def _check_size(path: Path, mapping: Mapping[str, Any]) -> None:
+    """Refuse what references within a file make of it: much, or something without end."""
+    values: list[Any] = [mapping]
+    for _ in range(_MOST_VALUES):
+        if not values:
+            return
+        value = values.pop()
+        inner = value.values() if isinstance(value, Mapping) else value
+        values += inner if isinstance(value, Mapping | list) else ()
+    got, wanted = f"more than {_MOST_VALUES} values", "a configuration"
+    refuse(TITLE, str(path), got, wanted)
 
 
 def _filled(value: Any, variables: Mapping[str, str]) -> Any:

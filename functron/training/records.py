@@ -482,6 +482,7 @@ def is_log(file: Path) -> bool:
 
 _ITERATION = re.compile(r"iteration\s+(\d{1,15})/\s*\d+\s*\|(.*)")
 _HELD_OUT = re.compile(r"validation loss at iteration\s+(\d{1,15})\b[^|]*\|(.*)")
+_MOST_SETTING = 400  # characters of a line that has one
 _SETTING = re.compile(r"^\s*(?:\S+:\s+)?(\w+) \.{2,} (\S.*?)\s*$")
 _SETTINGS = MappingProxyType({
     "seq_length": "seq", "global_batch_size": "global_batch", "train_iters": "steps",
@@ -518,7 +519,9 @@ def read_log(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             numbers = _fields(match[2])
             loss, ppl = numbers.get("lm loss value"), numbers.get("lm loss PPL")
             held_out[int(match[1])] = {"validation": {"loss": loss, "perplexity": ppl}}
-        elif not rows and (match := _SETTING.match(line)) and match[1] in _SETTINGS:
+        elif rows or len(line) > _MOST_SETTING:
+            continue
+        elif (match := _SETTING.match(line)) and match[1] in _SETTINGS:
             value = _value(match[2])
             settings |= {} if value is None else {_SETTINGS[match[1]]: value}
     seq = settings.get("seq")

@@ -481,6 +481,7 @@ def test_kinds_of_scripts():
         "--save",
         "${(pwd)}/x",
     ]
+    assert words_of("python a.py --lr $(a b) --bf16") == ["--lr", "${(a b)}", "--bf16"]
     batch = "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\nsrun python pretrain_gpt.py --bf16\n"
     assert read_script(batch, megatron.table().options).processes == 8
 
