@@ -315,6 +315,9 @@ def test_values_mean_the_same(line, arguments, settings):
         ("--pipeline-model-parallel-size 3 --account-for-embedding-in-pipeline-split "
          "--account-for-loss-in-pipeline-split", 3, "pp=3", {"layout": "Et|tt|tL"}),
         ("--num-experts 4 --expert-model-parallel-size 2", 4, "dp=2,ep=2", {"expert_axes": "ep"}),
+        # each expert's matrices are divided over tp, as Megatron-LM has it by default
+        ("--num-experts 4 --expert-model-parallel-size 2 --tensor-model-parallel-size 2", 4, "ep=2,tp=2",
+         {"expert_axes": "ep"}),
         # experts are whole: two ranks of tp and two of ep have one each
         ("--num-experts 4 --expert-model-parallel-size 4 --tensor-model-parallel-size 2 "
          "--expert-tensor-parallel-size 1 --sequence-parallel", 8, "dp=2,ep=2,tp=2", {"expert_axes": "ep,tp"}),
