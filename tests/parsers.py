@@ -48,6 +48,7 @@ from functron.precision import Recipe
 from functron.program.parse import parse
 from functron.training import config, records
 from functron.training.hardware import Hardware, Link, Rank
+from functron.training.migrate import migrate
 
 SLOW_SECONDS = 10.0
 
@@ -342,7 +343,42 @@ def _bytes(*found: bytes) -> Callable[[Path], list[bytes]]:
     return lambda folder: list(found)
 
 
+_LAUNCH = b"""#!/bin/bash
+#SBATCH --nodes=2
+NODES=${SLURM_NNODES:-"2"}; W=$(( $NODES*8 ))
+A=(--num-layers 2 --hidden-size 64 # c
+  --num-attention-heads 4 "--seq-length 16" --max-position-embeddings 16)
+if [[ "$1" == x* ]] || [ -z "$1" ]; then A+=(--bf16); else exit 1; fi
+case $W in 1?) B="--moe-layer-freq ([0]*1+[1]*1) --num-experts 4" ;; *) B= ;; esac
+f() { C="--lr ${1%%e*}e-4 --min-lr 1e-5"; }
+f 3e-1 && torchrun --nproc_per_node=8 --nnodes $NODES pretrain_gpt.py ${A[@]} $B $C \\
+  --micro-batch-size 1 --global-batch-size 16 --train-iters 9 --vocab-size 99 --mock-data 2>&1 | tee x
+"""
+_BRIDGE = b"""model: {_target_: a.GPTModelProvider, num_layers: 2, hidden_size: 64, num_attention_heads: 4,
+  activation_func: {_target_: torch.nn.functional.silu}, gated_linear_unit: true, vocab_size: 99,
+  seq_length: 16, max_position_embeddings: 16, normalization: RMSNorm, window_size: [7, 0]}
+train: {train_iters: 9, global_batch_size: 16, micro_batch_size: 1, rampup_batch_size: [4, 4, 16]}
+optimizer: {lr: 3.0e-4, min_lr: 1e-5, betas: [0.9, 0.95]}
+mixed_precision: bf16_mixed
+"""
+
+
+def _migrate(name: str) -> Callable[[Path, bytes], object]:
+    return lambda folder, data: str(migrate(_put(folder, name, data)))
+
+
 _METRICS = b'{"step": 1, "loss": 2.5, "grad_norm": 1.0, "tokens": 64, "eval": {"x": {"loss": 1}}}\n'
+
+_MEGATRON_LOG = b"""  seq_length ...................................... 16
+ iteration       10/      40 | consumed samples: 40 | elapsed time per iteration (ms): 500.0 | \
+learning rate: 1.0E-03 | global batch size:     4 | lm loss: 5.5E+00 | grad norm: 1.250 |
+ validation loss at iteration 10 | lm loss value: 4.25E+00 | lm loss PPL: 7.0E+01 |
+"""
+
+
+def _read_log(folder: Path, data: bytes) -> object:
+    return records.read_log(_put(folder, "x.log", data))
+
 
 TARGETS: dict[str, Target] = {
     "safetensors": Target(_safetensors_seeds, _read_safetensors),
@@ -384,6 +420,9 @@ TARGETS: dict[str, Target] = {
         lambda folder, data: _refuse_first(read_parquet(_put(folder, "x.parquet", data))),
     ),
     "hardware": Target(_hardware_seeds, _read_hardware),
+    "launch line": Target(_bytes(_LAUNCH), _migrate("x.sh")),
+    "launch yaml": Target(_bytes(_BRIDGE), _migrate("x.yaml")),
+    "megatron log": Target(_bytes(_MEGATRON_LOG), _read_log),
     "metrics": Target(_bytes(_METRICS), _read_run),
 }
 
@@ -405,6 +444,19 @@ FOUND: dict[str, list[bytes]] = {
     "yaml": [b"a: " + b"[" * 1500, b'{"a":' * 1500],
     "hub config": [json.dumps(_LLAMA | {"rope_scaling": {"rope_type": {}}}).encode()],
     "npy": [b"\x93NUMPY\x01\x00v\x00" + _HEADER[:-4].ljust(117) + b"\n" + bytes(18)],
+    "launch line": [
+        b"A=(x y)\n" + b'A+=("${A[@]}" "${A[@]}")\n' * 60 + b"python a.py --bf16 ${A[@]}",
+        b"A=xxxxx\n" + b"A=$A$A\n" * 60 + b"python a.py --bf16 $A",
+        b"f() { f; f; f; f; f; f; f; f; }\nf\npython a.py --bf16",
+        b"A=$(( " + b"9**" * 5000 + b"9 ))\npython a.py --num-layers $A",
+    ],
+    "launch yaml": [
+        b"a: &a [x,x,x,x,x,x]\n"
+        + b"".join(
+            b"%c: &%c [%s*%c]\n" % (c, c, b"*%c, " % (c - 1) * 9, c - 1) for c in range(98, 110)
+        ),
+        b"a: &a [*a]\n",
+    ],
     "layout": [b"t*2|*" + b"8" * 25, b"(t*1000)*1000000|t", b"t*" + b"9" * 5000],
     "program": [_program(f"f32[{n}]") for n in ("2" * 130, "9" * 5000, "4294967296,4294967296")],
     "manifest": [

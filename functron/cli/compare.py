@@ -21,7 +21,7 @@ class CompareOptions:
     """Show several runs side by side: the settings that differ, losses and speeds, and a picture.
 
     Attributes:
-        runs: run folders.
+        runs: run folders, or files with what Megatron-LM printed of its runs.
         svg: write the loss curves of all into this file.
         json: print a JSON object instead of a table.
     """

@@ -38,6 +38,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "store.convert",
             "make a run folder of a Hugging Face model, and the other way",
         ),
+        "migrate": (
+            "migrate.run",
+            "make a configuration of a launch line of Megatron-LM, and show what became of it",
+        ),
         "upcycle": ("store.upcycle", "make a mixture of experts of a dense run"),
         "params": (
             "inspect.params",

@@ -88,7 +88,7 @@ class ScheduleConfig:
         end: the last learning rate, or the floor of inverse_square_root (Megatron-LM's min_lr); -1:
             end_fraction of the peak.
         decay_steps: length of the decay at the end of `total_steps` (wsd only).
-        decay: its shape: "linear", "cosine", "sqrt" or "exponential" (wsd only).
+        decay: its shape: "linear", "cosine", "sqrt", "exponential" or "halving" (wsd only).
         end_fraction: the last learning rate as a fraction of the peak (Optax's alpha).
         init: where the warm-up begins (Megatron-LM's lr_warmup_init).
         power: the exponent of polynomial.

@@ -142,7 +142,7 @@ def wsd(
     """Warm up, stay at `peak`, then decay to `end` over the last `decay_steps` of `total_steps`.
 
     Source: MiniCPM (Hu et al. 2024); the "sqrt" decay, ``1 - sqrt(progress)``: Hägele et al.
-    2024.
+    2024; the "halving" one, ``2 * 2^-progress - 1``: Megatron-LM, which calls it exponential.
 
     Args:
         peak: the stable rate.
@@ -150,7 +150,7 @@ def wsd(
         decay_steps: length of the decay, at the end of the `total_steps`.
         warmup_steps: length of the warm-up.
         end: the last rate; positive for the "exponential" decay.
-        decay: "linear", "cosine", "sqrt" or "exponential".
+        decay: "linear", "cosine", "sqrt", "exponential" or "halving".
         init: where the warm-up begins.
 
     Raises:
@@ -323,6 +323,7 @@ _DECAYS: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
     "linear": _interpolate(lambda x: 1 - x),
     "cosine": _interpolate(lambda x: 0.5 * (1 + torch.cos(math.pi * x))),
     "sqrt": _interpolate(lambda x: 1 - x.sqrt()),
+    "halving": _interpolate(lambda x: 2 * torch.exp2(-x) - 1),
     "exponential": _exponential,
 }
 

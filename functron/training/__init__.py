@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from functron.training.anomalies import AnomalyConfig
     from functron.training.config import TrainConfig, load
-    from functron.training.plan import Plan, plan
+    from functron.training.migrate import migrate
+    from functron.training.plan import Plan, plan, step_report
     from functron.training.records import compare
     from functron.training.replicas import leaf_hash
     from functron.training.run import prepare
@@ -27,8 +28,10 @@ __all__ = [
     "compare",
     "leaf_hash",
     "load",
+    "migrate",
     "plan",
     "prepare",
+    "step_report",
     "train",
 ]
 
@@ -40,8 +43,10 @@ _MEMBERS: Mapping[str, str] = MappingProxyType(
         "compare": "records",
         "leaf_hash": "replicas",
         "load": "config",
+        "migrate": "migrate",
         "plan": "plan",
         "prepare": "run",
+        "step_report": "plan",
         "train": "train",
     }
 )

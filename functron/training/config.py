@@ -220,6 +220,9 @@ class TrainConfig:
             mean square of the residual stream after the layer; 0: never.
         tensorboard: write TensorBoard events into the run folder.
         wandb: log to Weights & Biases.
+        log_names: what TensorBoard and Weights & Biases call the numbers of a record: empty: as
+            metrics.jsonl does; megatron: as Megatron-LM does ("lm loss", "learning-rate"), so that
+            pictures of its runs show these as well.
         anomalies: which losses and gradient norms are not as they should be, and what is done.
         check_replicas_every: see after every so many steps, and before every save, that ranks which
             hold the same part of the state have the same bits, by 64-bit hashes; 0: never. What
@@ -316,6 +319,7 @@ class TrainConfig:
     log_layers_every: int = 0
     tensorboard: bool = False
     wandb: bool = False
+    log_names: Literal["", "megatron"] = ""
     anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
     check_replicas_every: int = 200
     on_corruption: Literal["repair", "stop"] = "repair"
@@ -453,7 +457,7 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "max_restarts", "restart_pause_seconds", "elastic", "slots", "memory_save_every",
         "memory_folder", "exit_after", "anomalies", "check_replicas_every", "on_corruption",
     ),
-    "logging": ("log_layers_every", "tensorboard", "wandb"),
+    "logging": ("log_layers_every", "tensorboard", "wandb", "log_names"),
 })  # fmt: skip
 """The options by subject, for the help: paths of fields, which stand for all that is under them.
 
@@ -593,6 +597,22 @@ def _table(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         refuse(title, str(path), reason, f"a readable {kind} file", _another(path, error))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a file of YAML, or of JSON, which is YAML too.
+
+    Raises:
+        ValueError: it cannot be read, or the package that reads it is not installed.
+    """
+    if importlib.util.find_spec("yaml") is None:
+        fix = "pip install 'functron[yaml]'"
+        refuse("cannot read YAML", "pyyaml", "no such package", f"it, to read {path}", fix)
+    try:
+        return _from_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        refuse("cannot read YAML", str(path), reason, "a readable file")
 
 
 def _from_yaml(text: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Each place is a context manager that yields a function of one record. A record i
 by name, some of them in dicts of their own: `flat` names each of them.
 
 `compare` sets several runs side by side: the settings that differ, losses, speeds, one picture. It
-reads run folders alone: nothing is restored or computed, and no torch is needed.
+reads run folders, and logs of Megatron-LM: nothing is restored or computed, and no torch is needed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import json
 import math
+import re
 import statistics
 import sys
 import time
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from functron.core import chart
@@ -37,6 +39,8 @@ EVAL = "eval"
 
 Record = Mapping[str, Any]
 Reporter = AbstractContextManager[Callable[[Record], None]]
+Naming = Callable[[Record], Iterable[tuple[str, Any, int]]]
+"""``(record)`` to the name of each of its numbers, the number, and where it is drawn."""
 
 REDRAW_SECONDS = 10.0
 
@@ -161,8 +165,12 @@ def loss_picture(
 
 
 @contextmanager
-def tensorboard(folder: Path) -> Iterator[Callable[[Record], None]]:
+def tensorboard(folder: Path, named: Naming | None = None) -> Iterator[Callable[[Record], None]]:
     """Event files for TensorBoard in `folder`.
+
+    Args:
+        folder: where they go.
+        named: what numbers are called, and where they are drawn; None: `by_path`.
 
     Raises:
         ValueError: TensorBoard is not installed.
@@ -171,9 +179,9 @@ def tensorboard(folder: Path) -> Iterator[Callable[[Record], None]]:
     writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
 
     def write(record: Record) -> None:
-        for name, value in flat(record).items():
+        for name, value, at in (named or by_path)(record):
             if name != "step" and isinstance(value, int | float):
-                writer.add_scalar(name, value, record["step"])
+                writer.add_scalar(name, value, at)
 
     try:
         yield write
@@ -182,8 +190,16 @@ def tensorboard(folder: Path) -> Iterator[Callable[[Record], None]]:
 
 
 @contextmanager
-def wandb(folder: Path, config: Mapping[str, Any]) -> Iterator[Callable[[Record], None]]:
+def wandb(
+    folder: Path, config: Mapping[str, Any], named: Naming | None = None
+) -> Iterator[Callable[[Record], None]]:
     """A Weights & Biases run named after `folder`, which also holds its local files.
+
+    Args:
+        folder: where they go.
+        config: the settings of the run.
+        named: what numbers are called; those that are not drawn at steps are left out. None:
+            `by_path`.
 
     Raises:
         ValueError: wandb is not installed.
@@ -194,8 +210,8 @@ def wandb(folder: Path, config: Mapping[str, Any]) -> Iterator[Callable[[Record]
     )
 
     def write(record: Record) -> None:
-        known = {name: value for name, value in flat(record).items() if value is not None}
-        run.log(known, step=record["step"])
+        step, rows = record["step"], (named or by_path)(record)
+        run.log({name: x for name, x, at in rows if x is not None and at == step}, step=step)
 
     try:
         yield write
@@ -263,6 +279,54 @@ def flat(record: Record, under: str = "") -> dict[str, Any]:
         inner = isinstance(value, Mapping)
         found |= flat(value, f"{under}{name}/") if inner else {f"{under}{name}": value}
     return found
+
+
+def by_path(record: Record) -> Iterator[tuple[str, Any, int]]:
+    """The numbers of a record by their paths, at its step."""
+    for name, value in flat(record).items():
+        yield name, value, record["step"]
+
+
+_MEGATRON = MappingProxyType({
+    "loss": "lm loss", "lr": "learning-rate", "grad_norm": "grad-norm", "loss_scale": "loss-scale",
+    "step_seconds": "iteration-time", "peak_memory_bytes": "mem-max-allocated-bytes",
+})  # fmt: skip
+"""Numbers of a record, and their names in Megatron-LM (``training_log`` of its training.py)."""
+
+_BY_STEP = ("iteration-time", "mem-max-allocated-bytes")
+"""Those that Megatron-LM does not draw over samples as well."""
+
+
+def megatron_names(samples_after: Callable[[int], int]) -> Naming:
+    """Names as Megatron-LM's, over steps and, as it does, ``NAME vs samples`` over samples.
+
+    What it has no name for keeps its own.
+
+    Args:
+        samples_after: of a number of steps how many samples they have.
+    """
+
+    def named(record: Record) -> Iterator[tuple[str, Any, int]]:
+        step = record["step"]
+        seen = samples_after(step)
+        known = dict(_MEGATRON)
+        if "next_token_loss" in record:  # of a loss with other terms, which Megatron-LM leaves out
+            known |= {"next_token_loss": known.pop("loss")}
+        rows = {known.get(name, name): v for name, v in record.items() if name != EVAL}
+        rows["batch-size"] = seen - samples_after(step - 1)
+        sets = record.get(EVAL, {})
+        for name, numbers in sets.items():
+            key = "lm loss validation" if len(sets) == 1 else f"lm loss validation {name}"
+            rows |= {key: numbers["loss"], f"{key} ppl": numbers["perplexity"]}
+        drawn = (*_MEGATRON.values(), "batch-size")
+        for name, value in flat(rows).items():
+            yield name, value, step
+            over = name in drawn and name not in _BY_STEP
+            if over or name.startswith("lm loss validation"):
+                yield f"{name} vs samples", value, seen
+        yield "samples vs steps", seen, step
+
+    return named
 
 
 def _finite(value: Any) -> Any:
@@ -338,11 +402,13 @@ def compare(folders: Iterable[str | Path]) -> Comparison:
     """Runs side by side.
 
     Args:
-        folders: run folders, two or more.
+        folders: run folders, or files with what Megatron-LM printed, two or more. A log's losses
+            are means over its intervals. It has tokens, and settings to compare, where it begins
+            with the arguments of the run.
 
     Raises:
-        ValueError: a folder is no run's, or is given twice, or its files cannot be read; or there
-            are less than two. All such folders are listed.
+        ValueError: a folder is no run's, a file no such log, one is given twice, or its files
+            cannot be read; or there are less than two. All such are listed.
     """
     paths = [Path(folder) for folder in folders]
     _check(paths)
@@ -350,16 +416,21 @@ def compare(folders: Iterable[str | Path]) -> Comparison:
     runs = tuple(
         path.resolve().name if names[path.resolve().name] == 1 else str(path) for path in paths
     )
-    configs = [_settings(path / CONFIG) for path in paths]
-    records = [_records(path / METRICS) for path in paths]
+    opened = [_opened(path) for path in paths]
+    configs, records = [settings for settings, _ in opened], [rows for _, rows in opened]
+    told = [config for path, config in zip(paths, configs, strict=True) if path.is_file()]
     settings = {}
     for name in dict.fromkeys(name for config in configs for name in config):
         values = tuple(config.get(name) for config in configs)
+        if any(name not in config for config in told):
+            continue  # a log says little of its run
         if any(value != values[0] or type(value) is not type(values[0]) for value in values):
             settings[name] = values
     sets = dict.fromkeys(name for of_run in records for r in of_run for name in r.get(EVAL, {}))
     results = [_results(of_run, sets) for of_run in records]
-    x_label = "tokens" if any(name in settings for name in _TOKENS_A_STEP) else "step"
+    counted = all(row["tokens"] is not None for of_run in records for row in of_run)
+    differ = any(name in settings for name in _TOKENS_A_STEP)
+    x_label = "tokens" if counted and (differ or told) else "step"
     return Comparison(
         runs,
         settings,
@@ -379,14 +450,129 @@ def _check(paths: Sequence[Path]) -> None:
         refuse(title, "runs", got, "at least two run folders", "name another")
     problems = []
     for index, path in enumerate(paths):
-        if not is_run(path):
+        if path.is_file():
+            if not is_log(path):
+                wanted = "a run folder, or a log of Megatron-LM with its lines of iterations"
+                problems.append(Problem(str(path), "a file of another kind", wanted))
+        elif not is_run(path):
             near = nearest(path)
             fix = "" if near is None else f"name {near}, which is one"
             got = "a folder where no run is" if path.is_dir() else "no such folder"
             problems.append(Problem(str(path), got, "a run folder", fix))
-        elif path.resolve() in [other.resolve() for other in paths[:index]]:
+        if path.exists() and path.resolve() in [other.resolve() for other in paths[:index]]:
             problems.append(Problem(str(path), "the same run twice", "each once", "name it once"))
     raise_problems(title, problems)
+
+
+def _opened(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The settings of a run, and its records: of a run folder, or of a log."""
+    if path.is_dir():
+        return _settings(path / CONFIG), _records(path / METRICS)
+    return read_log(path)
+
+
+def is_log(file: Path) -> bool:
+    """Whether a file has lines that Megatron-LM prints of its iterations."""
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            return any(_ITERATION.search(line) for line in lines)
+    except OSError:
+        return False
+
+
+_ITERATION = re.compile(r"iteration\s+(\d{1,15})/\s*\d+\s*\|(.*)")
+_HELD_OUT = re.compile(r"validation loss at iteration\s+(\d{1,15})\b[^|]*\|(.*)")
+_MOST_SETTING = 400  # characters of a line that has one
+_SETTING = re.compile(r"^\s*(?:\S+:\s+)?(\w+) \.{2,} (\S.*?)\s*$")
+_SETTINGS = MappingProxyType({
+    "seq_length": "seq", "global_batch_size": "global_batch", "train_iters": "steps",
+    "seed": "seed", "lr": "learning_rate.peak", "min_lr": "learning_rate.end",
+    "lr_warmup_iters": "learning_rate.warmup_steps", "adam_beta1": "optimizer.b1",
+    "adam_beta2": "optimizer.b2", "adam_eps": "optimizer.eps",
+    "weight_decay": "optimizer.weight_decay", "clip_grad": "optimizer.clip_norm",
+})  # fmt: skip
+"""Arguments that Megatron-LM prints, and the settings that say the same."""
+
+
+def read_log(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The settings and records in what Megatron-LM printed of a run.
+
+    A record has ``step``, ``loss`` (the mean since the line before), ``grad_norm``, ``lr``,
+    ``samples``, ``step_seconds``, and ``tokens`` and ``tokens_per_second`` where the arguments are
+    printed; None where a line has no such number. An iteration that comes twice, after a restart,
+    counts as it came last.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    settings: dict[str, Any] = {}
+    rows: dict[int, dict[str, Any]] = {}
+    held_out: dict[int, dict[str, Any]] = {}
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        refuse("cannot compare", str(file), error.strerror or str(error), "a readable log")
+    for line in text.splitlines():
+        if match := _ITERATION.search(line):
+            rows[int(match[1])] = _logged(int(match[1]), _fields(match[2]))
+        elif match := _HELD_OUT.search(line):
+            numbers = _fields(match[2])
+            loss, ppl = numbers.get("lm loss value"), numbers.get("lm loss PPL")
+            held_out[int(match[1])] = {"validation": {"loss": loss, "perplexity": ppl}}
+        elif rows or len(line) > _MOST_SETTING:
+            continue
+        elif (match := _SETTING.match(line)) and match[1] in _SETTINGS:
+            value = _value(match[2])
+            settings |= {} if value is None else {_SETTINGS[match[1]]: value}
+    seq = settings.get("seq")
+    for step, row in rows.items():
+        if isinstance(seq, int) and row["samples"] is not None:
+            row["tokens"] = row["samples"] * seq
+            seconds, batch = row["step_seconds"], row["batch"]
+            if seconds and batch is not None:
+                row["tokens_per_second"] = batch * seq / seconds
+        row.pop("batch", None)
+        if step in held_out:
+            row[EVAL] = held_out[step]
+    return settings, [rows[step] for step in sorted(rows)]
+
+
+def _fields(text: str) -> dict[str, float | None]:
+    """The numbers of a line of ``name: number`` between bars."""
+    pairs = (part.rpartition(":") for part in text.split("|"))
+    return {name.strip(): _number_in(value) for name, colon, value in pairs if colon}
+
+
+def _number_in(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _value(text: str) -> int | float | None:
+    """A number as a configuration has it: whole ones without a point are int."""
+    number = _number_in(text)
+    whole = number is not None and re.fullmatch(r"-?\d+", text)
+    return int(text) if whole else number
+
+
+def _logged(step: int, numbers: Mapping[str, float | None]) -> dict[str, Any]:
+    """The record of a line of an iteration."""
+    milliseconds = numbers.get("elapsed time per iteration (ms)")
+    samples, batch = numbers.get("consumed samples"), numbers.get("global batch size")
+    return {
+        "step": step,
+        "loss": numbers.get("lm loss", numbers.get("loss")),
+        "grad_norm": numbers.get("grad norm"),
+        "lr": numbers.get("learning rate"),
+        "samples": None if samples is None else int(samples),
+        "batch": None if batch is None else int(batch),
+        "tokens": None,
+        "tokens_per_second": None,
+        "step_seconds": None if milliseconds is None else milliseconds / 1000,
+    }
 
 
 def _settings(file: Path) -> dict[str, Any]:

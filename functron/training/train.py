@@ -862,8 +862,10 @@ def reporters(config: TrainConfig, out: Path | None, start: int = 0) -> list[rec
     before = run_folder.rewind(out, start)
     found.append(records.jsonl(out / run_folder.METRICS))
     found.append(records.loss_picture(out / "loss.svg", before, out / records.EVENTS))
+    samples_after = config.batches.first_sample
+    named = records.megatron_names(samples_after) if config.log_names else records.by_path
     if config.tensorboard:
-        found.append(records.tensorboard(out / "tensorboard"))
+        found.append(records.tensorboard(out / "tensorboard", named))
     if config.wandb:
-        found.append(records.wandb(out, dataclasses.asdict(config)))
+        found.append(records.wandb(out, dataclasses.asdict(config), named))
     return found

@@ -1,0 +1,611 @@
+"""The steps that Megatron-LM's arguments describe: mesh, batches, rates, optimizer, precision."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from functron.core.errors import Problem
+from functron.data.order import parse_ramp_up
+from functron.optim import OptimizerConfig, ScheduleConfig
+from functron.optim.config import MuonConfig
+from functron.optim.finite import LossScale
+from functron.spmd import Mesh
+from functron.training.config import TrainConfig, with_precision
+from functron.training.megatron import Reading
+from functron.training.megatron_model import FamilyName
+
+
+def step_settings(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mesh, dict[str, Any]]:
+    """The mesh, and the settings of `TrainConfig` that say what its steps are.
+
+    Args:
+        reading: the line; what becomes of its arguments is noted there.
+        family: what it trains.
+        ranks: processes; 0: as few as the sizes allow.
+    """
+    mesh, settings = _mesh(reading, family, ranks)
+    settings |= {"seq": _seq(reading, family)}
+    settings |= _batches(reading, mesh)
+    settings |= {"learning_rate": _rate(reading, settings), "optimizer": _optimizer(reading)}
+    return mesh, settings | _memory(reading)
+
+
+# --- the mesh
+
+
+def _mesh(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mesh, dict[str, Any]]:
+    """The mesh, and the settings that go with it."""
+    sizes = {
+        "tp": reading.take("tensor_model_parallel_size", "mesh"),
+        "pp": reading.take("pipeline_model_parallel_size", "mesh"),
+        "cp": reading.take("context_parallel_size", "mesh"),
+    }
+    sizes = {name: max(size or 1, 1) for name, size in sizes.items()}
+    if family != "gpt":
+        for axis, name in (("pp", "pipeline_model_parallel_size"), ("cp", "context_parallel_size")):
+            if sizes[axis] > 1:
+                why = f"this model has no {axis} here: its ranks are left out"
+                reading.say("not supported", why, name)
+                ranks //= sizes[axis]
+                sizes[axis] = 1
+    model = math.prod(sizes.values())
+    ranks = ranks or model * max(reading("expert_model_parallel_size") or 1, 1)
+    if ranks % model:
+        got = f"{ranks} ranks for tp={sizes['tp']} x pp={sizes['pp']} x cp={sizes['cp']} = {model}"
+        fix = f"--processes {-(-ranks // model) * model}, or change one of the sizes"
+        reading.problems.append(Problem("ranks", got, f"a multiple of {model}", fix))
+        ranks = model
+    data = ranks // model
+    experts, settings = _expert_axes(reading, sizes, data)
+    context, inner = _context(reading, sizes["cp"])
+    axes = {"pp": sizes["pp"], "dp": data // experts, "ep": experts, **inner, "tp": sizes["tp"]}
+    mesh = Mesh(**{name: size for name, size in axes.items() if size > 1})
+    settings |= {"mesh": str(mesh)} | context | _pipeline(reading, sizes["pp"])
+    split = reading.take("sequence_parallel", "sequence_parallel") and sizes["tp"] > 1
+    if not split:
+        reading.say("not needed", "there is one rank of tp", "sequence_parallel")
+    settings["sequence_parallel"] = bool(split)
+    reading.say(
+        "not needed", "--mesh is the order of ranks, dp before pp there", "use_tp_pp_dp_mapping"
+    )
+    return mesh, settings | _zero(reading, mesh)
+
+
+def _expert_axes(
+    reading: Reading, sizes: Mapping[str, int], data: int
+) -> tuple[int, dict[str, Any]]:
+    """The size of ep, and the axes that experts are divided over."""
+    whole = reading.take("expert_model_parallel_size", "mesh") or 1
+    own = reading.take("expert_tensor_parallel_size", "expert_axes")
+    tp, cp = sizes["tp"], sizes["cp"]
+    if not reading("num_experts"):
+        reading.unused("expert_tensor_parallel_size")
+        if whole > 1:
+            reading.refuse("expert_model_parallel_size", "1 for a model without experts")
+        return 1, {}
+    own = tp if own is None else own
+    if own not in (1, tp):
+        fix = "1: experts are whole; or that of tp: experts are divided as other matrices"
+        reading.refuse("expert_tensor_parallel_size", f"1 or {tp}", fix)
+        return 1, {}
+    folded = tp if own == 1 else 1
+    if whole % folded:
+        wanted = f"{tp}, or --expert-model-parallel-size a multiple of it: tp divides tokens then"
+        reading.refuse("expert_tensor_parallel_size", wanted)
+        return 1, {}
+    for axes, inner in ((["ep"], folded), (["ep", "cp"], folded * cp)):
+        names = [*axes, *(["tp"] if folded > 1 else [])]
+        if whole % inner == 0 and data % (whole // inner) == 0 and (len(axes) == 1 or cp > 1):
+            if folded > 1:
+                why = "tokens are divided over tp for it: --sequence-parallel"
+                reading.taken("expert_axes", "expert_tensor_parallel_size", why=why)
+            return whole // inner, {"expert_axes": ",".join(names)} if len(names) > 1 else {}
+    most = data * folded * cp
+    got = f"{whole} of {data} data-parallel ranks, tp={tp}, cp={cp}, expert tp={own}"
+    fitting = whole // math.gcd(whole, most) * data * tp * cp * sizes["pp"]
+    fix = f"--processes {fitting}, or another size"
+    wanted = "ranks that experts can be divided over"
+    reading.problems.append(
+        Problem(reading.spelled("expert_model_parallel_size"), got, wanted, fix)
+    )
+    return 1, {}
+
+
+def _context(reading: Reading, size: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """The setting of context parallelism, and its axes."""
+    kinds = set(reading.take("cp_comm_type", "context") or ("p2p",))
+    levels = reading.take("hierarchical_context_parallel_sizes", "mesh") or ()
+    if size == 1:
+        reading.unused("cp_comm_type", "hierarchical_context_parallel_sizes")
+        return {}, {}
+    if len(kinds) > 1:
+        reading.refuse("cp_comm_type", "one for all layers")
+    (kind, *_) = kinds
+    if kind == "a2a+p2p":
+        if len(levels) != 2 or math.prod(levels) != size:
+            reading.refuse("hierarchical_context_parallel_sizes", f"two numbers of product {size}")
+            return {}, {}
+        reading.taken("mesh", "cp_comm_type", why="ulysses exchanges heads")
+        return {}, {"cp": levels[1], "ulysses": levels[0]}
+    if kind == "a2a":
+        reading.taken("mesh", "cp_comm_type", why="ulysses exchanges heads")
+        return {}, {"ulysses": size}
+    if kind not in ("p2p", "allgather", "all_gather"):
+        reading.refuse("cp_comm_type", "p2p, allgather, a2a or a2a+p2p")
+    return {"context": "ring" if kind == "p2p" else "gather"}, {"cp": size}
+
+
+def _pipeline(reading: Reading, stages: int) -> dict[str, Any]:
+    """Schedule and layout."""
+    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    counts = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    text = reading.take("pipeline_model_parallel_layout", "layout")
+    names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    names = (*names, "virtual_pipeline_model_parallel_size")
+    reading.taken("chunks", *names)
+    reading.taken("layout", *ends, *counts)
+    group = "microbatch_group_size_per_vp_stage"
+    reading.say(
+        "not needed", "the interleaved schedule takes groups of the pipeline's ranks", group
+    )
+    if stages == 1:
+        reading.unused(*names, *ends, *counts, "pipeline_model_parallel_layout", group)
+        return {}
+    if reading(group) not in (None, stages):
+        reading.refuse(group, f"{stages}, the ranks of the pipeline: groups of the schedule")
+    layers = reading("num_layers") or 1
+    extra = [int(bool(reading(name))) for name in counts]
+    first, last = (reading(name) for name in ends)
+    if text is not None:
+        text = text.strip("\"'")
+        chunks = max(_stages_of(text) // stages, 1)
+        return _interleaved(chunks) | {"layout": text}
+    total = layers + sum(extra)
+    chunks = reading(names[1]) or reading(names[2]) or 1
+    if per := reading(names[0]):
+        chunks = max(total // stages // per, 1)
+    settings = _interleaved(chunks)
+    if first or last:
+        both = (("first", first), ("last", last))
+        return settings | {"layout": ",".join(f"{k}={n}" for k, n in both if n)}
+    if sum(extra):
+        each = total // (stages * chunks)
+        if total % (stages * chunks):
+            reading.refuse(counts[0] if extra[0] else counts[1], f"a multiple of {stages * chunks}")
+        inner = ["t" * each] * (stages * chunks)
+        inner[0] = "E" + inner[0][extra[0] :]
+        inner[-1] = inner[-1][extra[1] :] + "L"
+        return settings | {"layout": "|".join(inner)}
+    if total % (stages * chunks):
+        got = f"{total} layers in {stages * chunks} stages"
+        fix = "--with decoder-last-pipeline-num-layers=N, or another number of stages"
+        wanted = f"a multiple of {stages * chunks}"
+        reading.problems.append(Problem(reading.spelled("num_layers"), got, wanted, fix))
+    return settings
+
+
+def _interleaved(chunks: int) -> dict[str, Any]:
+    return {"schedule": "interleaved", "chunks": chunks} if chunks > 1 else {}
+
+
+def _stages_of(text: str) -> int:
+    """The stages of a layout, whose repetitions are written out."""
+    for _ in range(20):
+        grown = re.sub(r"\(([^()]*)\)\*(\d{1,4})", lambda m: m[1] * int(m[2]), text)
+        grown = re.sub(r"([EtmL|])\*(\d{1,4})", lambda m: m[1] * int(m[2]), grown)
+        if grown == text or len(grown) > 100_000:
+            break
+        text = grown
+    return text.count("|") + 1
+
+
+_STRATEGIES: Mapping[str, int] = MappingProxyType(
+    {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+)
+
+
+def _zero(reading: Reading, mesh: Mesh) -> dict[str, Any]:
+    """What data-parallel ranks divide."""
+    fsdp = reading.take("use_megatron_fsdp", "zero")
+    strategy = reading.take("data_parallel_sharding_strategy", "zero")
+    torchs = reading.take("use_torch_fsdp2", "zero")
+    kept = reading.take("torch_fsdp2_reshard_after_forward", "gather")
+    level = 1 if reading.take("use_distributed_optimizer", "zero") else 0
+    if fsdp:
+        level = _STRATEGIES.get(strategy, -1)
+        if level < 0:
+            reading.refuse("data_parallel_sharding_strategy", f"one of {', '.join(_STRATEGIES)}")
+            level = 0
+    else:
+        reading.unused("data_parallel_sharding_strategy")
+    level = 3 if torchs else level
+    if not torchs:
+        reading.unused("torch_fsdp2_reshard_after_forward")
+    copies = math.prod(mesh[axis] for axis in ("dp", "ep", "cp", "ulysses"))
+    if (mesh["dp"] if level == 3 else copies) == 1:
+        names = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
+        reading.say("not needed", "there is one data-parallel rank", *names)
+        return {}
+    found: dict[str, Any] = {"zero": level}
+    return found | ({"gather": "keep"} if torchs and not kept else {})
+
+
+# --- batches and rates
+
+
+def _seq(reading: Reading, family: FamilyName) -> int:
+    name = "seq_length" if reading("seq_length") else "encoder_seq_length"
+    reading.unused("encoder_seq_length", "decoder_seq_length")
+    value = reading.take(name, "seq")
+    if family == "t5":
+        why = "targets are as long as what --mask-rate takes out of a sample"
+        reading.say("not needed", why, "decoder_seq_length")
+    if not value or value < 1:
+        reading.refuse("seq_length", "a number of at least 1", "--with seq-length=N")
+        return 1
+    return value
+
+
+def _batches(reading: Reading, mesh: Mesh) -> dict[str, Any]:
+    """Sizes of batches, and the number of steps."""
+    ranks = math.prod(mesh[axis] for axis in ("dp", "ep"))
+    micro = reading.take("micro_batch_size", "microbatches", "microbatches of a rank, not samples")
+    if not micro or micro < 1:
+        reading.refuse("micro_batch_size", "a number of at least 1", "--with micro-batch-size=1")
+        micro = 1
+    batch = reading.take("global_batch_size", "global_batch") or micro * ranks
+    each = micro * ranks
+    if batch % each:
+        fix = f"--with global-batch-size={-(-batch // each) * each}"
+        wanted = f"a multiple of {each}: samples {micro} x data-parallel ranks {ranks}"
+        reading.refuse("global_batch_size", wanted, fix)
+    parts = max(batch // each, 1)
+    found: dict[str, Any] = {"global_batch": batch, "microbatches": parts}
+    words = [w for word in reading("rampup_batch_size") or () for w in word.split()]
+    numbers = [int(w) for w in words if w.isdigit()]
+    if words and len(numbers) != 3:
+        reading.refuse("rampup_batch_size", "a start, an increment and samples")
+    elif words:
+        found |= _ramp(reading, numbers, batch, ranks, parts)
+    return found | {"steps": _steps(reading, found, batch)}
+
+
+def _ramp(
+    reading: Reading, numbers: Sequence[int], batch: int, ranks: int, parts: int
+) -> dict[str, Any]:
+    """A growing batch: ours has as many microbatches throughout, of more and more samples."""
+    start, increment, _ = numbers
+    most = math.gcd(start, increment, batch) // ranks
+    fitting = max((n for n in range(1, most + 1) if most % n == 0 and parts % n == 0), default=1)
+    if start % ranks or increment % ranks:
+        reading.refuse("rampup_batch_size", f"multiples of the {ranks} data-parallel ranks")
+    why = ""
+    if fitting < parts:
+        why = f"microbatches stay {fitting} and grow to {batch // ranks // fitting} samples; "
+        why += f"without the ramp they are {parts}"
+        reading.taken("microbatches", "micro_batch_size", why=why)
+    reading.taken("ramp_up", "rampup_batch_size")
+    return {"ramp_up": " ".join(map(str, numbers)), "microbatches": fitting}
+
+
+def _steps(reading: Reading, found: Mapping[str, Any], batch: int) -> int:
+    steps = reading.take("train_iters", "steps")
+    samples = reading.take("train_samples", "steps", "steps, not samples")
+    if steps and samples:
+        reading.refuse("train_samples", "one of it and --train-iters", "leave one out")
+    if not steps and samples:
+        steps = _step_of(found, batch, samples)
+    if not steps or steps < 1:
+        reading.refuse("train_iters", "a number of at least 1", "--with train-iters=N")
+        return 1
+    return steps
+
+
+def _step_of(found: Mapping[str, Any], batch: int, samples: int) -> int:
+    """How many whole steps so many samples are."""
+    try:
+        ramp = parse_ramp_up(found.get("ramp_up", ""), batch)
+    except ValueError:
+        return samples // batch  # said elsewhere
+    return ramp.step_of(samples)
+
+
+_STYLES: Mapping[str, str] = MappingProxyType({
+    "constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd",
+    "inverse-square-root": "inverse_square_root",
+})  # fmt: skip
+_WSD: Mapping[str, str] = MappingProxyType({
+    "exponential": "halving", "linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt",
+})  # fmt: skip
+
+
+def _rate(reading: Reading, settings: Mapping[str, Any]) -> ScheduleConfig:
+    """The schedule of the learning rate, counted in steps."""
+    batch = settings["global_batch"]
+
+    def steps_of(stem: str, setting: str) -> int | None:
+        steps = reading.take(f"{stem}_iters", f"learning_rate.{setting}")
+        why = "steps, not samples"
+        why += ": of the growing batches" if settings.get("ramp_up") else ""
+        samples = reading.take(f"{stem}_samples", f"learning_rate.{setting}", why)
+        if samples:
+            ramped = _step_of(settings, batch, samples) if settings.get("ramp_up") else 0
+            return ramped or max(round(samples / batch), 1)
+        return steps
+
+    peak = reading.take("lr", "learning_rate.peak")
+    if peak is None:
+        reading.refuse("lr", "a learning rate", "--with lr=3e-4")
+        peak = 0.0
+    style = reading.take("lr_decay_style", "learning_rate.name")
+    if style not in _STYLES:
+        reading.refuse("lr_decay_style", f"one of {', '.join(_STYLES)}")
+        style = "linear"
+    total = steps_of("lr_decay", "total_steps") or settings["steps"]
+    warmup = steps_of("lr_warmup", "warmup_steps") or 0
+    fraction = reading.take("lr_warmup_fraction", "learning_rate.warmup_steps")
+    warmup = round(fraction * total) if fraction else warmup
+    found: dict[str, Any] = {
+        "name": _STYLES[style], "peak": peak, "warmup_steps": warmup, "total_steps": total,
+        "end": reading.take("min_lr", "learning_rate.end"),
+        "init": reading.take("lr_warmup_init", "learning_rate.init"),
+    }  # fmt: skip
+    length = steps_of("lr_wsd_decay", "decay_steps")
+    shape = reading.take("lr_wsd_decay_style", "learning_rate.decay")
+    if style != "WSD":
+        names = ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
+        reading.unused(*names)
+        if style == "constant":
+            reading.say("not needed", "a constant rate has no end", "min_lr")
+        if style == "inverse-square-root" and not warmup:
+            why = "without a warm-up Megatron-LM divides by the root of samples, ours of steps"
+            reading.taken("learning_rate.name", "lr_decay_style", why=why)
+        return ScheduleConfig(**found)
+    if not length or shape not in _WSD:
+        fix = "--with lr-wsd-decay-iters=N"
+        reading.refuse("lr_wsd_decay_iters", "the steps of the decay, of a known style", fix)
+        return ScheduleConfig(**found)
+    return ScheduleConfig(**found, decay_steps=length, decay=_WSD[shape])
+
+
+# --- the optimizer and precision
+
+_DTYPES: Mapping[str, str] = MappingProxyType({
+    "fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16",
+    "fp8": "fp8", "uint8": "fp8",
+})  # fmt: skip
+_SCALE_MODES = MappingProxyType({("spectral", 0.2): "adamw", ("shape_scaling", 1.0): "spectral"})
+
+
+def _optimizer(reading: Reading) -> OptimizerConfig:
+    """The optimizer, without what follows of the precision."""
+    kind = reading.take("optimizer", "optimizer.name", "AdamW: its decay is decoupled")
+    names = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"}
+    if kind not in names:
+        reading.refuse("optimizer", f"one of {', '.join(names)}")
+    name = names.get(kind, "adamw")
+    found: dict[str, Any] = {"name": name}
+    pairs = {
+        "adam_beta1": "b1", "adam_beta2": "b2", "adam_eps": "eps", "clip_grad": "clip_norm",
+        "weight_decay": "weight_decay", "sgd_momentum": "momentum",
+    }  # fmt: skip
+    for theirs, ours in pairs.items():
+        found[ours] = reading.take(theirs, f"optimizer.{ours}")
+    if kind == "sgd":
+        reading.unused("adam_beta1", "adam_beta2", "adam_eps")
+        if reading("weight_decay"):
+            reading.say("not supported", "sgd has no weight decay", "weight_decay")
+    else:
+        reading.unused("sgd_momentum")
+        found["momentum"] = OptimizerConfig.momentum
+    found |= _increase(reading) | _muon(reading, name) | _decoupled(reading)
+    found["offload"] = reading.take("optimizer_cpu_offload", "optimizer.offload")
+    why = "all of the state lies in host memory"
+    reading.say("not needed", why, "optimizer_offload_fraction")
+    return OptimizerConfig(**found)
+
+
+def _increase(reading: Reading) -> dict[str, Any]:
+    """A weight decay that changes."""
+    style = reading.take("weight_decay_incr_style", "optimizer.weight_decay_incr_style")
+    ends = ("start_weight_decay", "end_weight_decay")
+    if style == "constant":
+        reading.unused(*ends)
+        return {}
+    values = [reading.take(name, f"optimizer.{name}") for name in ends]
+    if None in values:
+        reading.refuse(ends[values.index(None)], "a number where the decay changes")
+        return {}
+    total = reading("lr_decay_iters") or reading("lr_decay_samples")
+    if total not in (None, reading("train_iters"), reading("train_samples")):
+        why = "ours changes until the learning rate's end, Megatron-LM's until that of training"
+        reading.taken("optimizer.weight_decay_incr_style", "weight_decay_incr_style", why=why)
+    return {"weight_decay_incr_style": style, **dict(zip(ends, values, strict=True))}
+
+
+def _muon(reading: Reading, name: str) -> dict[str, Any]:
+    """Options of Muon."""
+    names = ("muon_momentum", "muon_use_nesterov", "muon_num_ns_steps", "muon_scale_mode")
+    if name != "muon":
+        reading.unused(*names, "muon_extra_scale_factor", "muon_tp_mode")
+        return {}
+    fields = ("momentum", "nesterov", "steps", "scale")
+    values = [
+        reading.take(theirs, f"optimizer.muon.{ours}")
+        for theirs, ours in zip(names, fields, strict=True)
+    ]
+    factor = reading.take("muon_extra_scale_factor", "optimizer.muon.scale")
+    scale = _SCALE_MODES.get((values[3], factor))
+    if scale is None:
+        fix = "such as --muon-scale-mode spectral --muon-extra-scale-factor 0.2, AdamW's size"
+        wanted = "spectral with 0.2, or shape_scaling with 1"
+        reading.refuse("muon_scale_mode", wanted, fix)
+    mode = reading.take("muon_tp_mode", "optimizer.muon.distributed")
+    if mode == "blockwise" and reading("tensor_model_parallel_size") > 1:
+        why = "matrices are orthogonalised whole, not by the blocks of tp"
+        reading.say("not supported", why, "muon_tp_mode")
+    own: dict[str, Any] = dict(zip(fields, [*values[:3], scale or "adamw"], strict=True))
+    return {"muon": MuonConfig(**own, distributed=mode == "distributed")}
+
+
+def _decoupled(reading: Reading) -> dict[str, Any]:
+    """A learning rate of embedding and output of their own."""
+    own = reading.take("decoupled_lr", "optimizer.groups")
+    end, peak = reading.take("decoupled_min_lr", "optimizer.groups"), reading("lr")
+    if own is None or not peak:
+        reading.unused("decoupled_lr", "decoupled_min_lr")
+        return {}
+    ratio = own / peak
+    last = (end or 0.0) / reading("min_lr") if reading("min_lr") else ratio
+    if not math.isclose(last, ratio, rel_tol=1e-3):
+        why = f"ours is {ratio:.4g} times the rate throughout, at the end too"
+        reading.say("not supported", why, "decoupled_min_lr")
+    both = ["embed"] if not reading("untie_embeddings_and_output_weights") else ["embed", "unembed"]
+    return {"groups": "; ".join(f"{name} lr={ratio:.6g}" for name in both)}
+
+
+def recast(reading: Reading, config: TrainConfig) -> TrainConfig:
+    """`config` in the precision of the line."""
+    reading.taken("precision", "fp16", "bf16", "params_dtype")
+    name = "fp16" if reading("fp16") else "bf16" if reading("bf16") else "float32"
+    if reading("fp16") and reading("bf16"):
+        reading.refuse("fp16", "one of it and --bf16", "leave one out")
+    name, products = _products(reading, name)
+    made = with_precision(config, name)
+    own: dict[str, Any] = _scale(reading, name) | _sums(reading, name) | _moments(reading, name)
+    made = replace(made, optimizer=replace(made.optimizer, **own))
+    if products:
+        made = replace(made, products=products)
+    gathers = [n for n in ("fp8_param_gather", "fp4_param_gather") if reading.take(n, "gather_as")]
+    if gathers and made.zero == 3 and made.products:
+        return replace(made, gather_as="quantised")
+    reading.say("not needed", "parameters are gathered where --zero is 3", *gathers)
+    return made
+
+
+_RECIPES: Mapping[str, str] = MappingProxyType({
+    "delayed": "fp8-delayed", "tensorwise": "fp8-tensor", "blockwise": "fp8-block",
+    "mxfp8": "mxfp8",
+})  # fmt: skip
+
+
+def _products(reading: Reading, name: str) -> tuple[str, str]:
+    """The precision with quantised products, and its recipe where the name has another."""
+    four = reading.take("fp4", "precision")
+    eight = None if four else reading.take("fp8", "precision")
+    ends = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    details = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad")
+    if not four and not eight:
+        reading.unused("fp8", "fp8_recipe", "fp4_recipe", *ends, *details)
+        return name, ""
+    kind = reading.take("fp4_recipe" if four else "fp8_recipe", "precision")
+    reading.unused("fp8_recipe" if four else "fp4_recipe")
+    known: Mapping[str, str] = {"nvfp4": "nvfp4"} if four else _RECIPES
+    if kind not in known:
+        reading.refuse("fp4_recipe" if four else "fp8_recipe", f"one of {', '.join(known)}")
+        return name, ""
+    if name != "bf16":
+        reading.refuse("fp4" if four else "fp8", "--bf16 with it")
+    recipe, words = known[kind], []
+    own = {"delayed": "hybrid", "tensorwise": "hybrid"}.get(kind, "e4m3")
+    if eight and eight != own:
+        why = f"{recipe} is {own}: write the formats out, --products 'fprop=...'"
+        reading.say("not supported", why, "fp8")
+    if not reading.take("fp8_wgrad", "products"):
+        words.append("wgrad=high")
+    why = "scales are of the largest magnitude of 256 steps"
+    for detail in details[:2]:
+        reading.say("not needed", "scales are those of this step", detail)
+        if kind == "delayed":
+            reading.say("not supported", why, detail)
+    if reading.take(ends[0], "products"):
+        first, last = (reading.take(n, "products") for n in ends[1:])
+        words += [f"first={first}", f"last={last}"]
+    else:
+        reading.unused(*ends[1:])
+        words += ["last=0"] if four else []
+    return recipe, " ".join([recipe, *words]) if words else ""
+
+
+def _scale(reading: Reading, name: str) -> dict[str, Any]:
+    """The factor of the loss."""
+    pairs = {"initial_loss_scale": "initial", "loss_scale_window": "growth_interval",
+             "hysteresis": "hysteresis", "min_loss_scale": "minimum"}  # fmt: skip
+    fixed = reading.take("loss_scale", "optimizer.loss_scale.initial")
+    values = {o: reading.take(t, f"optimizer.loss_scale.{o}") for t, o in pairs.items()}
+    if name != "fp16":
+        reading.unused("loss_scale", *pairs)
+        return {}
+    values["growth_interval"] = int(values["growth_interval"])
+    if fixed:
+        reading.unused("initial_loss_scale", "loss_scale_window")
+        values |= {"initial": fixed, "growth_interval": 0, "minimum": fixed}
+    return {"loss_scale": LossScale(**values)}
+
+
+def _sums(reading: Reading, name: str) -> dict[str, Any]:
+    """The dtypes that gradients are summed in."""
+    low = reading.take("grad_reduce_in_bf16", "optimizer.grad_dtype")
+    why = "gradients are summed in float32"
+    reading.say("same", why, "accumulate_allreduce_grads_in_fp32")
+    main = _dtype(reading, "main_grads_dtype", "optimizer.grad_dtype")
+    if name == "float32":
+        return {}
+    if low or main == "bfloat16":
+        return {"grad_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+    return {}
+
+
+def _moments(reading: Reading, name: str) -> dict[str, Any]:
+    """The dtypes of the optimizer's state."""
+    aware = reading.take("use_precision_aware_optimizer", "optimizer.mu_dtype")
+    names = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "store_param_remainders")
+    if not aware:
+        reading.unused(*names)
+        return {}
+    found: dict[str, Any] = {}
+    for theirs, ours in zip(names, ("mu_dtype", "nu_dtype"), strict=False):
+        found[ours] = _dtype(reading, theirs, f"optimizer.{ours}")
+    if _dtype(reading, "main_params_dtype", "optimizer.fp32_masters") != "float32":
+        reading.refuse("main_params_dtype", "fp32")
+    if reading.take("store_param_remainders", "optimizer.master_bits") and name == "bf16":
+        found["master_bits"] = 16
+    return found
+
+
+def _dtype(reading: Reading, name: str, setting: str) -> str:
+    value = str(reading.take(name, setting)).rpartition(".")[2]
+    if value not in _DTYPES:
+        reading.refuse(name, f"one of {', '.join(_DTYPES)}")
+        return "float32"
+    return _DTYPES[value]
+
+
+def _memory(reading: Reading) -> dict[str, Any]:
+    """What backward computes again, and how steps run."""
+    kind = reading.take("recompute_granularity", "remat")
+    if reading.take("recompute_activations", "remat"):
+        kind = kind or "selective"
+    if reading.take("checkpoint_activations", "remat"):
+        kind = "full"
+    why = "memory alone: every block is computed again, or its core of attention"
+    reading.say("not needed", why, "recompute_method", "recompute_num_layers", "recompute_modules")
+    if kind not in (None, "none", "full", "selective"):
+        reading.refuse("recompute_granularity", "full or selective")
+    found: dict[str, Any] = {"remat": kind or "none"}
+    found["deterministic"] = reading.take("deterministic_mode", "deterministic")
+    graphs = [reading("cuda_graph_impl") != "none", reading("enable_cuda_graph")]
+    if any((*graphs, reading("external_cuda_graph"))):
+        found |= {"compile": True, "cuda_graph": True, "device": "cuda"}
+    names = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+    reading.taken("cuda_graph", *names, why="of a compiled step")
+    minutes = reading.take("distributed_timeout_minutes", "timeout_seconds")
+    if reading.has("distributed_timeout_minutes"):
+        found["timeout_seconds"] = 60.0 * minutes
+        found["hang_after"] = min(TrainConfig.hang_after, 30.0 * minutes)
+    return found

@@ -1,0 +1,541 @@
+"""A launch line of Megatron-LM, or a configuration of its kin, as a configuration of functron.
+
+`migrate` reads a shell script, a list of arguments, or YAML of Megatron-LM, Megatron-Bridge or
+NeMo, and makes the `TrainConfig` of the same run, with a table of what became of every argument.
+Where the line is silent, Megatron-LM's defaults are written out. Unknown arguments, variables that
+nothing sets and sizes that do not fit are refused, all at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from functron.core.chart import table
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.data.order import parse_ramp_up
+from functron.training import megatron
+from functron.training.anomalies import AnomalyConfig
+from functron.training.checks import validate
+from functron.training.config import TrainConfig, dump, read_yaml
+from functron.training.launch_line import LaunchLine, is_open, read_script
+from functron.training.megatron import Arguments, Kind, Reading, Row
+from functron.training.megatron_model import FamilyName, architecture, family_of_line, vocabulary
+from functron.training.megatron_step import recast, step_settings
+
+TITLE = "cannot migrate"
+_NONE = ("none", "None", "null", "")
+_KINDS: Mapping[Kind, str] = MappingProxyType(
+    {
+        "taken": "taken",
+        "default": "Megatron-LM's defaults, where the line is silent",
+        "same": "the same by default",
+        "not needed": "not needed here",
+        "not supported": "not supported",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Migration:
+    """What a launch line became.
+
+    Attributes:
+        config: the configuration, complete and checked but for what only the machine that trains
+            has: data, a tokenizer, packages.
+        rows: what became of every argument.
+        processes: ranks of the mesh.
+        told: whether the launcher, or who migrates, says how many there are; otherwise they are as
+            few as the sizes allow.
+        absent: files that the configuration names, and which are not here.
+    """
+
+    config: TrainConfig
+    rows: tuple[Row, ...]
+    processes: int
+    told: bool = True
+    absent: tuple[str, ...] = ()
+
+    def of(self, kind: Kind) -> list[Row]:
+        """The rows of one kind."""
+        return [row for row in self.rows if row.kind == kind]
+
+    def __str__(self) -> str:
+        parts = []
+        for kind, title in _KINDS.items():
+            if rows := self.of(kind):
+                cells = [[row.name, row.value, _last(row)] for row in rows]
+                parts.append(f"{title}:\n{_indented(table(cells, left=3))}")
+        return "\n\n".join(parts)
+
+    def toml(self) -> str:
+        """The configuration as a file that ``functron train --config`` reads, what it does not have
+        of the line at its head."""
+        lines = ["# made by functron migrate"]
+        lines += [f"# not supported: {r.name} {r.value}: {r.why}" for r in self.of("not supported")]
+        return "\n".join([*(" ".join(line.split()) for line in lines), "", dump(self.config)])
+
+
+def _last(row: Row) -> str:
+    return "; ".join(filter(None, (row.ours, row.why)))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def migrate(
+    source: str | Path,
+    *,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    extra: str = "",
+    without: Sequence[str] = (),
+    processes: int = 0,
+    closest: bool = False,
+) -> Migration:
+    """The configuration of the run that a launch line starts.
+
+    Args:
+        source: the file: a script, a list of arguments, or YAML.
+        variables: of the script's surroundings, by name; ``"1"`` is its first argument.
+        extra: arguments after those of the line, which win: as a line has them, or as
+            ``NAME=VALUE`` and ``NAME``.
+        without: arguments that are left out, without dashes, such as those of a fork.
+        processes: ranks; 0: as many as the launcher starts.
+        closest: make the nearest model where functron has not Megatron-LM's.
+
+    Raises:
+        ValueError: the file cannot be read or launches nothing; arguments are unknown, or describe
+            what cannot be trained; or sizes do not fit. All such are listed with their fixes.
+    """
+    line, arguments = _read(Path(source), variables)
+    arguments = _changed(arguments, extra, without)
+    reading = Reading(arguments, closest)
+    reading.problems += arguments.problems
+    raise_problems(f"{TITLE} {source}", reading.problems)
+    family = family_of_line(reading, line.program)
+    try:
+        model = architecture(reading, family)
+    except ValueError as error:
+        raise_problems(f"{TITLE} {source}", reading.problems)
+        raise ValueError(f"{TITLE} {source}\n{error}") from None
+    ranks = processes or line.processes or _nemo_ranks(arguments)
+    told = ranks > 0
+    config, ranks = _configured(reading, family, model, ranks)
+    config = replace(config, model=family, source=f"megatron:{Path(source).name}")
+    raise_problems(f"{TITLE} {source}", reading.problems)
+    return replace(_checked(source, config, reading, ranks), told=told)
+
+
+def _read(path: Path, variables: Mapping[str, str]) -> tuple[LaunchLine, Arguments]:
+    """The launch line in a file, and its arguments."""
+    if path.suffix in (".yaml", ".yml"):
+        mapping = read_yaml(path)
+        _check_size(path, mapping)
+        mapping = _filled(mapping, variables)
+        program = str(mapping.get("TRAINING_SCRIPT", ""))
+        target = mapping.get("model")
+        target = str(target.get("_target_", "")) if isinstance(target, Mapping) else ""
+        for word, name in (("T5", "t5"), ("Mamba", "mamba"), ("Bert", "bert")):
+            program = f"pretrain_{name}" if word in target else program
+        arguments = megatron.read_mapping(mapping)
+        if isinstance(mapping.get("dataset"), Mapping) and not _DATA & arguments.given.keys():
+            # Megatron-Bridge's, where there is no blend
+            arguments.given["mock_data"] = megatron.Given("dataset.blend", True, "none")
+        return LaunchLine(program, ()), arguments
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        refuse(TITLE, str(path), reason, "a readable script, list of arguments, or YAML")
+    line = read_script(text, megatron.table().options, variables)
+    arguments = megatron.read_words(line.words)
+    if (inner := arguments.given.get("yaml_cfg")) and isinstance(inner.value, str):
+        return line, _read(path.parent / inner.value, variables)[1]
+    return line, arguments
+
+
+_DATA = frozenset(("data_path", "train_data_path", "mock_data", "data_args_path"))
+
+
+_MOST_VALUES = 100_000
+
+
+def _check_size(path: Path, mapping: Mapping[str, Any]) -> None:
+    """Refuse what references within a file make of it: much, or something without end."""
+    values: list[Any] = [mapping]
+    for _ in range(_MOST_VALUES):
+        if not values:
+            return
+        value = values.pop()
+        inner = value.values() if isinstance(value, Mapping) else value
+        values += inner if isinstance(value, Mapping | list) else ()
+    got, wanted = f"more than {_MOST_VALUES} values", "a configuration"
+    refuse(TITLE, str(path), got, wanted)
+
+
+def _filled(value: Any, variables: Mapping[str, str]) -> Any:
+    """A configuration with ``${NAME}`` replaced where `variables` has it."""
+    if isinstance(value, Mapping):
+        return {key: _filled(inner, variables) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_filled(inner, variables) for inner in value]
+    if not isinstance(value, str) or "$" not in value:
+        return value
+    line = read_script(f'x --lr "{value}"' if '"' not in value else "x --lr x", {"lr"}, variables)
+    return line.words[1] if '"' not in value else value
+
+
+def _changed(arguments: Arguments, extra: str, without: Sequence[str]) -> Arguments:
+    """`arguments` with some more, and without others."""
+    try:
+        words = shlex.split(extra)
+    except ValueError as error:
+        refuse(TITLE, "--with", repr(extra), f"arguments ({error})")
+    if words and not megatron.is_option(words[0]):
+        words = [f"--{word}" for word in words]
+    more = megatron.read_words(words)
+    left = {name.lstrip("-").replace("_", "-") for name in without}
+    options = megatron.table().options
+    names = {options[name][0].name for name in left if name in options}
+    given = {name: one for name, one in arguments.given.items() if name not in names}
+    problems = [
+        problem
+        for problem in arguments.problems
+        if problem.path.lstrip("-").rpartition(".")[2].replace("_", "-") not in left
+    ]
+    unread = {problem.path.lstrip("-").replace("_", "-") for problem in arguments.problems}
+    for name in left - unread - {one.replace("_", "-") for one in arguments.given}:
+        if not names & {entry[0].name for key, entry in options.items() if key == name}:
+            fix = "leave it out"
+            problems.append(Problem("--without", name, "an argument of the line", fix))
+    return Arguments(given | more.given, arguments.idle, [*problems, *more.problems])
+
+
+def _nemo_ranks(arguments: Arguments) -> int:
+    """Ranks that NeMo's trainer starts."""
+    sizes = [arguments.given[n].value for n in ("devices", "num_nodes") if n in arguments.given]
+    return math.prod(sizes) if sizes and all(type(size) is int for size in sizes) else 0
+
+
+def _configured(
+    reading: Reading, family: FamilyName, model: Any, ranks: int
+) -> tuple[TrainConfig, int]:
+    """The configuration, and its ranks."""
+    reading.say("not needed", "the mesh says it", "devices", "num_nodes")
+    reading.say("not needed", "its arguments are read", "yaml_cfg")
+    mesh, settings = step_settings(reading, family, ranks)
+    settings |= _data(reading, family) | _checkpoints(reading) | _logs(reading)
+    settings |= _evaluation(reading, settings, family)
+    why = "initial parameters, dropout and the order of samples are other numbers of it"
+    settings |= {"seed": reading.take("seed", "seed", why)}
+    settings |= _anomalies(reading, settings)
+    own: dict[str, Any] = {family: model}
+    config = replace(TrainConfig(), **settings, **own)
+    if family != "gpt":
+        config = replace(config, gpt=TrainConfig().gpt)
+    return recast(reading, config), mesh.size
+
+
+def _checked(source: Any, config: TrainConfig, reading: Reading, ranks: int) -> Migration:
+    """The migration, whose configuration is valid but for what is not on this machine."""
+    missing = [path for path in _files(config) if not _is_here(path)]
+    tried = replace(config, tensorboard=False, wandb=False, cuda_graph=False, device="cpu")
+    if missing:
+        named = bool(config.eval_data)
+        tried = replace(tried, data="", tokenizer="", eval_data="", format="mock")
+        tried = replace(tried, split=config.split or ("1,1" if named else ""))
+    if not config.data and config.format != "mock":
+        tried = replace(tried, format="mock", data="")
+    if config.out and Path(config.out).exists():
+        tried = replace(tried, out="", resume=False)
+    tried = replace(tried, resume=False)
+    try:
+        validate(tried)
+    except ValueError as error:
+        raise ValueError(f"{TITLE} {source}\n{error}") from None
+    default = replace(TrainConfig(), **{config.family.name: type(config.architecture)()})
+    rows = reading.rows(_paths(config), _paths(default))
+    return Migration(config, tuple(rows), ranks, absent=tuple(missing))
+
+
+def _paths(config: TrainConfig) -> dict[str, Any]:
+    """The settings of a configuration by their paths."""
+    found: dict[str, Any] = {}
+
+    def walk(value: Any, path: str) -> None:
+        for field in dataclasses.fields(value):
+            inner, where = getattr(value, field.name), f"{path}{field.name}"
+            found[where] = inner
+            if dataclasses.is_dataclass(inner) and field.name != "rope_scaling":
+                walk(inner, f"{where}.")
+
+    walk(config, "")
+    return found
+
+
+def _files(config: TrainConfig) -> list[str]:
+    """The files of data and the tokenizer that a configuration names."""
+    words = [word for word in shlex.split(config.data) if not _is_weight(word)]
+    words += [word.partition("=")[2] for word in shlex.split(config.eval_data)]
+    return list(filter(None, [*words, config.tokenizer]))
+
+
+def _is_weight(word: str) -> bool:
+    return word == "all" or re.fullmatch(r"[\d.]+(e-?\d+)?", word) is not None
+
+
+def _is_here(path: str) -> bool:
+    return Path(path).exists() or Path(f"{path}.bin").exists()
+
+
+# --- data
+
+
+def _data(reading: Reading, family: FamilyName) -> dict[str, Any]:
+    """Where samples come from."""
+    found: dict[str, Any] = _documents(reading)
+    kind = reading.take("dataloader_type", "data")
+    if kind not in (None, "single"):
+        why = "samples come in one shuffled order, and again in another for the next epoch"
+        reading.say("not supported", why, "dataloader_type")
+    else:
+        reading.say("same", "samples come in one shuffled order", "dataloader_type")
+    why = "of a BERT's samples: they have all --seq tokens"
+    reading.say("not supported" if family == "bert" else "not needed", why, "short_seq_prob")
+    rate = reading.take("mask_prob", "mask_rate")
+    found |= {"mask_rate": rate} if family in ("bert", "t5") else {}
+    if family == "gpt":
+        reading.unused("mask_prob")
+    found |= _special_tokens(reading, family)
+    names = ("train_data_path", "valid_data_path", "test_data_path")
+    blend = _paths_of(reading, "data_path", "data_args_path")
+    train = _paths_of(reading, "train_data_path", "per_split_data_args_path")
+    reading.say("not supported", "functron evaluate RUN --data PREFIX, afterwards", names[2])
+    if not reading.has(names[2]):
+        reading.unused(names[2])
+    split = reading.take("split", "split")
+    mock = reading("mock_data")
+    if mock:
+        reading.taken("format", "mock_data")
+    else:
+        reading.unused("mock_data")
+    if sum(map(bool, (blend, train, mock))) > 1:
+        reading.refuse("data_path", "one of --data-path, --train-data-path and --mock-data")
+    text = "" if split is None else ",".join(re.findall(r"[\d.]+", split))
+    if split is None and (blend or mock):
+        text = "969,30,1"  # Megatron-LM's own
+        reading.taken("split", "split")
+    if not (mock or blend or train):
+        fix = "--with data-path=PREFIX, or mock-data for random tokens"
+        reading.refuse("data_path", "files of tokens", fix)
+    if mock or not (blend or train):
+        return found | _tokens(reading, True) | {"format": "mock", "split": text or "969,30,1"}
+    found |= {"data": blend or train, "format": "tokens", "split": text if blend else ""}
+    if train:
+        reading.unused("split")
+    return found | _tokens(reading, False)
+
+
+def _special_tokens(reading: Reading, family: FamilyName) -> dict[str, Any]:
+    """The ids of a BERT's [MASK], and of a T5's end, in the tokenizers that Megatron-LM has."""
+    kind = reading("tokenizer_type") or "BertWordPieceLowerCase"
+    words = kind.startswith("BertWordPiece")
+    if family == "bert" and words:
+        return {"mask_token": 103}  # in both published vocabularies
+    if family != "t5" or not (words or kind.startswith("Null")):
+        return {}
+    size, _ = vocabulary(reading, family)
+    # [BOS], [EOS] and the sentinels follow the words
+    return {"end_token": size - (reading("vocab_extra_ids") if words else 0) - 1}
+
+
+def _documents(reading: Reading) -> dict[str, Any]:
+    """Whether documents see one another."""
+    names = ("reset_position_ids", "reset_attention_mask")
+    both = [reading.take(name, "mask_documents") for name in names]
+    if any(both) and not all(both):
+        name = names[both.index(True)]
+        other = reading.spelled(names[both.index(False)])
+        reading.refuse(name, f"{other} with it", "documents see themselves alone, or all that came")
+    return {"mask_documents": True} if all(both) else {}
+
+
+def _paths_of(reading: Reading, name: str, file: str) -> str:
+    """A blend of files of tokens as functron writes it; empty: there is none."""
+    reading.unused(file)
+    words = list(reading.take(name, "data") or ())
+    path = reading(file)
+    if not words and path and not is_open(path):
+        reading.taken("data", file)
+        words = _listed(reading, file, path, name)
+    words = [word.strip("\"'") for word in words]
+    words = [piece for word in words for piece in word.split()]
+    if len(words) < 2 or any(map(is_open, words)):
+        return " ".join(words)
+    if len(words) % 2 == 0 and all(map(_is_weight, words[::2])):
+        return " ".join(map(shlex.quote, words))
+    why = "all of each, every sample once an epoch: Megatron-LM takes them by their sizes"
+    reading.taken("data", name, why=why)
+    return " ".join(f"all {shlex.quote(word)}" for word in words)
+
+
+def _listed(reading: Reading, file: str, path: str, name: str) -> list[str]:
+    """The words of a file that lists data."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if file.startswith("per_split"):
+            key = name.partition("_")[0]
+            found = read_yaml(Path(path)).get(key) or []
+            return [str(word) for word in (found if isinstance(found, list) else [found])]
+        return text.split()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        reading.refuse(file, f"a readable list of data ({reason})")
+        return []
+
+
+def _tokens(reading: Reading, mock: bool) -> dict[str, Any]:
+    """The tokenizer, which a run on tokens needs for nothing but to show text."""
+    why = "tokens on disk are made already; --tokenizer FOLDER shows samples as text"
+    for name in ("tokenizer_type", "tokenizer_model", "tiktoken_pattern"):
+        if reading.fates.get(name, ("",))[0] != "taken":  # of which the vocabulary is known
+            reading.say("not needed", why, name)
+    path = reading("tokenizer_model")
+    if mock or not path or is_open(path) or not Path(path).exists():
+        return {}
+    reading.taken("tokenizer", "tokenizer_model")
+    return {"tokenizer": path}
+
+
+def _evaluation(
+    reading: Reading, settings: Mapping[str, Any], family: FamilyName
+) -> dict[str, Any]:
+    """Held-out data."""
+    every = reading.take("eval_interval", "eval_every") or 0
+    batches = reading.take("eval_iters", "eval_batches")
+    whole = reading.take("full_validation", "eval_batches")
+    if whole and settings["format"] == "mock":
+        reading.say("not needed", "random tokens have no end: --eval-iters", "full_validation")
+        whole = False
+    reading.say("same", "every held-out set has a loss of its own", "multiple_validation_sets")
+    valid = [w for word in reading.take("valid_data_path", "eval_data") or () for w in word.split()]
+    weights = len(valid) > 1 and len(valid) % 2 == 0 and all(map(_is_weight, valid[::2]))
+    if weights and len(valid) > 2:
+        why = "each of its files is a held-out set: a blend has no loss of its own"
+        reading.taken("eval_data", "valid_data_path", why=why)
+    paths = valid[1::2] if weights else valid
+    names = [Path(path).name for path in paths]
+    names = names if len(set(names)) == len(names) else [f"valid-{n}" for n in range(len(names))]
+    names = [re.sub(r"[^\w.-]", "-", name) for name in names]
+    pairs = zip(names, map(shlex.quote, paths), strict=True)
+    named = " ".join(f"{name}={path}" for name, path in pairs)
+    shares = [float(x) for x in re.findall(r"\d+\.?\d*|\.\d+", settings.get("split", ""))]
+    some = bool(named) or (len(shares) > 1 and shares[1] > 0)
+    if every < 1 or not some or (not whole and (batches or 0) < 1):
+        why = "there is no held-out data"
+        reading.say("not needed", why, "eval_interval", "eval_iters", "full_validation")
+        return {}
+    found: dict[str, Any] = {"eval_every": every, "eval_batches": 0 if whole else batches}
+    return found | ({"eval_data": named} if named else {})
+
+
+# --- checkpoints, logs, and what is watched
+
+
+def _checkpoints(reading: Reading) -> dict[str, Any]:
+    """The run folder, what is saved, and what a run goes on from."""
+    found: dict[str, Any] = {}
+    folder = reading.take("save", "out")
+    every = reading.take("save_interval", "save_every")
+    kept = reading.take("save_retain_interval", "keep_every")
+    newest = reading.take("most_recent_k", "keep_last")
+    why = "a run folder of its own: functron's checkpoints are not Megatron-LM's"
+    if folder in _NONE or folder is None:
+        reading.unused("save", "save_interval", "save_retain_interval", "most_recent_k")
+    elif not is_open(folder):
+        here = Path(folder)
+        used = here.is_dir() and any(here.iterdir())
+        found["out"] = str(here / "functron") if used else folder
+        reading.taken("out", "save", why=why)
+        found["save_every"] = every or 0
+        found |= {"keep_every": kept, "keep_last": 1} if kept else {}
+        found |= {"keep_last": newest} if newest and newest > 0 else {}
+    load, first = reading("load"), reading("pretrained_checkpoint")
+    convert = "functron convert megatron:{} run:RUN first, then --out RUN --resume"
+    begins = load is not None and load == folder and not reading("finetune")
+    if begins and "out" in found:
+        found["resume"] = "auto"
+        why = "begins, or goes on with its own; with Megatron-LM's: " + convert
+        reading.taken("resume", "load", why=why.format("DIR"))
+    else:
+        for name, value in (("load", load), ("pretrained_checkpoint", first)):
+            if value is not None:
+                reading.say("not supported", convert.format("DIR"), name)
+            else:
+                reading.unused(name)
+    reading.unused("exit_on_missing_checkpoint", "finetune", "no_load_optim")
+    for name in ("finetune", "no_load_optim"):
+        if reading(name):
+            why = "a converted model begins with new state where it is converted from hf:"
+            reading.say("not needed", why, name)
+    minutes = reading.take("exit_duration_in_mins", "exit_after")
+    if minutes:
+        found["exit_after"] = f"{minutes}m"
+    return found
+
+
+def _logs(reading: Reading) -> dict[str, Any]:
+    """Where records go: under Megatron-LM's names, so that pictures of them go on."""
+    found: dict[str, Any] = {}
+    for theirs, ours in (("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")):
+        reading.taken(
+            ours, theirs, why="its scalars have Megatron-LM's names: --log-names megatron"
+        )
+        if reading(theirs) not in (None, *_NONE):
+            found[ours] = True
+        else:
+            reading.unused(theirs)
+    found |= {"log_names": "megatron"} if found else {}
+    for name in ("log_params_norm", "log_l2_norm_grad_to_tensorboard"):
+        reading.taken("log_layers_every", name, why="norms by layer, every 100 steps")
+        found |= {"log_layers_every": 100} if reading(name) else {}
+    slow = reading.take("log_straggler", "stragglers_every", "every five steps")
+    return found | ({"stragglers_every": TrainConfig.stragglers_every} if slow else {})
+
+
+def _anomalies(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Steps that are left out, and replicas that are compared."""
+    found: dict[str, Any] = {}
+    every = reading.take("check_weight_hash_across_dp_replicas_interval", "check_replicas_every")
+    if every:
+        found["check_replicas_every"] = every
+    skipped = reading.take("iterations_to_skip", "anomalies.skipped_samples")
+    if skipped:
+        try:
+            ramp = parse_ramp_up(settings.get("ramp_up", ""), settings["global_batch"])
+        except ValueError:
+            return found  # said elsewhere
+        text = _ranges((ramp.first_sample(n - 1), ramp.first_sample(n)) for n in sorted(skipped))
+        found["anomalies"] = AnomalyConfig(skipped_samples=text)
+        why = "the samples are left out, and later steps have those that come next"
+        reading.taken("anomalies.skipped_samples", "iterations_to_skip", why=why)
+    return found
+
+
+def _ranges(pairs: Iterable[tuple[int, int]]) -> str:
+    """Ranges of samples, neighbours joined."""
+    joined: list[list[int]] = []
+    for first, end in pairs:
+        if joined and joined[-1][1] == first:
+            joined[-1][1] = end
+        else:
+            joined.append([first, end])
+    return " ".join(f"{first}:{end}" for first, end in joined)
