@@ -492,9 +492,8 @@ class _Shell:
                     words.append(current)
                     current = None
                 current = (current or "") + fields[0]
-                for piece in fields[1:]:
-                    words.append(current)
-                    current = piece
+                words += [current, *fields[1:-1]] if len(fields) > 1 else []
+                current = fields[-1] if len(fields) > 1 else current
         if sum(map(len, words)) + len(current or "") > _MOST_TEXT:
             refuse(TITLE, f"line {token.line}", "a word without end", f"{_MOST_TEXT} characters")
         return words if current is None else [*words, current]
