@@ -75,6 +75,50 @@ def active() -> Recorder | None:
     return _active.get()
 
 
+_keeper: contextvars.ContextVar[Any] = contextvars.ContextVar("functron_keeper", default=None)
+_origin: contextvars.ContextVar[str] = contextvars.ContextVar("functron_origin", default="")
+
+
+def keeper() -> Any:
+    """What records calls of transforms whole, in a trace that wants them so; None elsewhere.
+
+    Its methods have the names of the transforms: `functron.partition` differentiates, and computes
+    again, after it has decided where values lie.
+    """
+    return _keeper.get()
+
+
+@contextlib.contextmanager
+def keeping(keeper: Any) -> Iterator[None]:
+    """Let transforms in this with block ask `keeper` to record their calls."""
+    token = _keeper.set(keeper)
+    try:
+        yield
+    finally:
+        _keeper.reset(token)
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Run a with block as if nothing were being traced or transformed around it."""
+    token = _active.set(None)
+    try:
+        with compat.no_transforms(), compat.no_dispatch_modes():
+            yield
+    finally:
+        _active.reset(token)
+
+
+@contextlib.contextmanager
+def from_line(line: str) -> Iterator[None]:
+    """Say that what is recorded in this with block is of that line of the user's program."""
+    token = _origin.set(line)
+    try:
+        yield
+    finally:
+        _origin.reset(token)
+
+
 class Frame:
     """A list of equations being recorded, and the frame around it."""
 
@@ -425,5 +469,5 @@ def _is_plain(value: Any) -> bool:
 
 
 def _line() -> str:
-    line = user_line()
+    line = _origin.get() or user_line()
     return "" if line == "an unknown line" else line

@@ -20,6 +20,7 @@ from functron.core import compat, tree
 from functron.core.compat import Function
 from functron.core.errors import public
 from functron.core.scopes import in_phase
+from functron.program.recorder import keeper
 from functron.spmd.axes import user_line
 from functron.transforms.gradient import rule_vjp
 from functron.transforms.remat import Site, differentiated, fresh, map_level, partial_of
@@ -58,6 +59,9 @@ def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
 
     @functools.wraps(f)
     def wrapped(*args):
+        if (keep := keeper()) is not None:
+            return keep.custom_vjp(f, forward, backward, args)
+
         def functions():
             return forward, backward
 
