@@ -11,13 +11,14 @@ axis comes with several letters, the split that reaches further through the prog
 operands split otherwise are gathered: an axis that splits the batch gathers parameters (fully
 sharded data parallelism), and one that splits parameters gathers activations (tensor and sequence
 parallelism). Where none reaches further, bytes decide, and candidates within a tenth of each other
-are refused: `functron.partition.constrain` settles them. Partial sums pass through what is linear,
-as long as that makes them no larger.
+are refused: `functron.constrain` settles them. Partial sums that are read once pass through what is
+linear, as long as that makes them no larger; others are reduced once, for all that read them.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -374,7 +375,7 @@ class Planner:
         for value, placement in zip(block.outputs, outputs, strict=True):
             if placement is not None and isinstance(value, Var):
                 pins[value] = placement.split
-        state = _State(self, wishes(self.settings, block, self.spread, pins))
+        state = _State(self, block, wishes(self.settings, block, self.spread, pins))
         state.placed.update(zip(block.inputs, inputs, strict=True))
         steps = [state.step(equation) for equation in block.equations]
         moves, placed = [], []
@@ -405,8 +406,10 @@ class Planner:
 class _State:
     """Where the values of one block lie so far."""
 
-    def __init__(self, planner: Planner, wanted: Wishes):
+    def __init__(self, planner: Planner, block: Block, wanted: Wishes):
         self.planner, self.settings = planner, planner.settings
+        self.readers = Counter(v for e in block.equations for v in {*e.operands})
+        self.readers.update(v for v in block.outputs if isinstance(v, Var))
         self.sizes, self.wanted = planner.sizes, wanted
         self.placed: dict[Var, Placement] = {}
         self.copies: dict[Var, list[Placement]] = {}
@@ -461,30 +464,43 @@ class _State:
         given = [self.placed[var] for var in equation.operands]
         start = op.num_consts + op.num_carry
         consts = [placement.whole for placement in given[: op.num_consts]]
-        carry = [placement.whole for placement in given[op.num_consts : start]]
         columns = [_row(placement) for placement in given[start:]]
+        carry = [placement.whole for placement in given[op.num_consts : start]]
         free = [None] * len(op.body.outputs)
-        for attempt in range(4):
-            inputs = [*consts, *carry, *columns]
-            plan = self.planner.plan(op.body, inputs, free, partial=attempt < 3)
-            after = [p or replicated(0) for p in plan.outputs[: op.num_carry]]
+        for _ in range(3):  # until it comes out as it went in
+            plan = self.planner.plan(op.body, [*consts, *carry, *columns], free)
+            after = _placed(plan.outputs[: op.num_carry])
             if after == carry:
                 break
-            if attempt < 2:  # sums of partial values may stay partial until the end
-                carry = after
-            else:
-                carry = [placement.whole for placement in after]
-        fixed = [*carry, *(None if p is None else self.planner._plain(p)
-                           for p in plan.outputs[op.num_carry :])]  # fmt: skip
-        plan = self.planner.plan(op.body, [*consts, *carry, *columns], fixed)
+            carry = after
+        carry = self._accumulated(op, plan, consts, carry, columns)
+        ys = plan.outputs[op.num_carry :]
+        plan = self.planner.plan(op.body, [*consts, *carry, *columns], [*carry, *ys])
         wanted = [*consts, *carry, *(Placement(((), *p.dims)) for p in columns)]
         moves = self._moves(equation.operands, wanted)
-        stacked = [
-            Placement(((), *(p or replicated(0)).dims)) for p in plan.outputs[op.num_carry :]
-        ]
-        results = [*carry, *stacked]
+        results = [*carry, *(Placement(((), *p.dims)) for p in _placed(ys))]
         self.placed.update(zip(equation.results, results, strict=True))
         return Step(equation, moves, tuple(wanted), tuple(results), body=plan)
+
+    def _accumulated(self, op: Scan, plan: Plan, consts, carry, columns) -> list[Placement]:
+        """The placements of the carry, of which sums that are only added to stay partial."""
+        reads = Counter(v for e in op.body.equations for v in e.operands)
+        made = {var: step for step in plan.steps for var in step.equation.results}
+        found = list(carry)
+        pairs = zip(op.body.inputs[op.num_consts :], op.body.outputs[: op.num_carry], strict=False)
+        for i, (before, after) in enumerate(pairs):
+            step = made.get(after)
+            if step is None or step.equation.name != "add" or before not in step.equation.operands:
+                continue
+            for each in step.moves:
+                reduced = each.source.partial and each.var is not before
+                if reduced and reads[before] == 1 and each.source.dims == carry[i].dims:
+                    found[i] = each.source
+        if found == carry:
+            return carry
+        inputs, free = [*consts, *found, *columns], [None] * len(op.body.outputs)
+        again = self.planner.plan(op.body, inputs, free, partial=True)
+        return found if _placed(again.outputs[: op.num_carry]) == found else carry
 
     def _call(self, equation: Equation, op: Call) -> Step:
         operands = [self.placed[var].whole for var in equation.operands]
@@ -499,6 +515,10 @@ class _State:
             results.append(replace(placement, partial=tuple([(axis, SUM) for axis in shares])))
         self.placed.update(zip(equation.results, results, strict=True))
         return Step(equation, moves, tuple(operands), tuple(results), body=plan)
+
+
+def _placed(outputs: Sequence[Placement | None]) -> list[Placement]:
+    return [placement or replicated(0) for placement in outputs]
 
 
 def _row(placement: Placement) -> Placement:
@@ -614,6 +634,8 @@ class Choice:
         if self.passing and self._linear() != partial:
             return False
         values = {self.equation.operands[i] for i in partial}
+        if any(self.state.readers[var] > 1 for var in values):
+            return False
         before = sum(var.nbytes for var in values)
         return sum(var.nbytes for var in self.equation.results) <= before
 

@@ -155,4 +155,5 @@ def test_letters_of_a_dim(letters, data):
     if not left:
         assert from_letters(zip(letters, rows, strict=True)) == digits
     else:
-        assert rows == [()] * len(letters) and left == digits
+        assert rows == [()] * len(letters)
+        assert left == digits
