@@ -77,8 +77,9 @@ class _Function:
         held: Values = self._held
         if self._buffers:
             held, args = args[0], args[1:]
-        # a buffer that forward changes must not be the caller's
-        copies = {name: value.clone() for name, value in held.items()} if self._buffers else held
+        # a buffer that forward changes must be neither the caller's nor the module's
+        own = self._buffers or self._train
+        copies = {name: value.clone() for name, value in held.items()} if own else held
         before = {name: value._version for name, value in copies.items()}
         with _Mode(self._module, self._train), _Draws(key, self.__name__):
             out = torch.func.functional_call(self._module, {**params, **copies}, args, kwargs)
