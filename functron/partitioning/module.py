@@ -7,7 +7,8 @@ that of the module or of `train`, and dropout draws from a key.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from functron.core import random
 from functron.core.errors import public
+from functron.core.scopes import named_scope
 
 Values = Mapping[str, torch.Tensor]
 """Parameters or buffers by their names."""
@@ -25,7 +27,7 @@ Values = Mapping[str, torch.Tensor]
 def from_module(
     module: torch.nn.Module, *, train: bool = False, buffers: bool = False
 ) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
-    """``(fn, params)``: the module as ``fn(params, *args, **kwargs)``, and its parameters by name.
+    r"""``(fn, params)``: the module as ``fn(params, *args, **kwargs)``, and its parameters by name.
 
     Names are those of ``module.named_parameters()``, in its order; weights that are tied come once,
     under their first name, and are tied in `fn`. Tensors are the module's own, detached; the module
@@ -37,6 +39,10 @@ def from_module(
         fn, params = ft.from_module(model)
         specs = ft.Rules({r"(q|k|v|gate|up)_proj": P("tp"), r"(o|down)_proj": P(None, "tp")})
         logits = ft.partition(lambda p, t: fn(p, t).logits, mesh, (specs.specs(params), P("dp")))
+
+    Each module inside runs in a named scope, ``model/layers.0/mlp``, by which programs show it and
+    `functron.partition` may constrain what it returns: with
+    ``constraints={r"layers.\d+$": P("dp", "tp")}`` the residual stream is split along the sequence.
 
     Args:
         module: in whatever mode; it is run in that of `train`.
@@ -81,7 +87,7 @@ class _Function:
         own = self._buffers or self._train
         copies = {name: value.clone() for name, value in held.items()} if own else held
         before = {name: value._version for name, value in copies.items()}
-        with _Mode(self._module, self._train), _Draws(key, self.__name__):
+        with _Mode(self._module, self._train), _scopes(self._module), _Draws(key, self.__name__):
             out = torch.func.functional_call(self._module, {**params, **copies}, args, kwargs)
         if self._buffers:
             return out, copies
@@ -93,6 +99,33 @@ class _Function:
                 "them, or train=False"
             )
         return out
+
+
+@contextlib.contextmanager
+def _scopes(module: torch.nn.Module) -> Iterator[None]:
+    """Run a with block with every module's forward in a named scope of its name in its caller."""
+    names = {inner: name for name, inner in module.named_modules() if name}
+    open_scopes: list[tuple[str, contextlib.AbstractContextManager]] = []
+
+    def enter(inner: torch.nn.Module, args: object) -> None:
+        name, outer = names[inner], open_scopes[-1][0] if open_scopes else ""
+        inside = name.startswith(f"{outer}.")
+        scope = named_scope(name[len(outer) + 1 :] if inside else name)
+        scope.__enter__()
+        open_scopes.append((name, scope))
+
+    def leave(inner: torch.nn.Module, args: object, out: object) -> None:
+        open_scopes.pop()[1].__exit__(None, None, None)
+
+    hooks = []
+    for inner in names:
+        hooks.append(inner.register_forward_pre_hook(enter, prepend=True))
+        hooks.append(inner.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class _Mode:

@@ -281,6 +281,25 @@ def _layer_norm(equation: Equation) -> Rule:
     return Rule(tuple(rows), results, sizes_of([x], [labels]), run=getattr(shards, name))
 
 
+def _rows_of(equation: Equation) -> Rule:
+    """An op of functron on rows, the last dim, with vectors that all rows share."""
+    labels = _dims(equation.operands[0].shape)
+    operands = tuple(
+        labels if len(value.shape) == len(labels) else labels[-1:] for value in equation.operands
+    )
+    results = tuple(labels[: len(value.shape)] for value in equation.results)
+    sizes = sizes_of(equation.operands, operands)
+    return Rule(operands, results, sizes, whole=frozenset(labels[-1]), run=shards.own)
+
+
+def _packed_glu(equation: Equation) -> Rule:
+    (y,) = equation.results
+    rows, sizes = _dims(y.shape), sizes_of([y], [_dims(y.shape)])
+    packed = (*rows[:-1], ("half", *rows[-1]))
+    whole = frozenset({"half"})
+    return Rule((packed,), (rows,), {**sizes, "half": 2}, whole=whole, run=shards.own)
+
+
 # --- views and joins
 
 
@@ -762,6 +781,9 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         "flip": along("dims", linear=True),
         "roll": along("dims", linear=True),
         **_rows("native_layer_norm _fused_rms_norm", _layer_norm),
+        **_rows("rms_norm add_rms_norm layer_norm add_layer_norm", _rows_of),
+        "glu": pointwise(run=shards.own),
+        "glu_packed": _packed_glu,
         **_rows("view _unsafe_view reshape _reshape_alias", _view),
         "t": _reordered(lambda e, n: list(range(n))[::-1]),
         "transpose": _reordered(_swapped),

@@ -11,13 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from functron.core import compat
+from functron.ops import Op
 from functron.ops import attention as attention_ops
+from functron.ops.glu import GLU, GLU_PACKED
+from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from functron.partitioning.placement import Digits, Sizes
 from functron.program.equations import Equation, contiguous_strides
 from functron.spmd import collectives as lax
@@ -93,6 +97,16 @@ def _total(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
 def same(site: Site, x, *args, **kwargs):
     """x itself."""
     return x
+
+
+_OWN: Mapping[str, Op] = MappingProxyType(
+    {op.name: op for op in (RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM, GLU, GLU_PACKED)}
+)
+
+
+def own(site: Site, *args):
+    """An op of functron, with its derivative."""
+    return _OWN[site.equation.name](*args)
 
 
 def name(site: Site, x, name):

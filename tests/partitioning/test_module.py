@@ -124,6 +124,28 @@ def test_models_as_they_are(name):
         )
 
 
+def test_one_line_splits_the_sequence():
+    """Megatron's sequence parallelism of a module: scatters and gathers in place of reductions."""
+    fn, params = ft.from_module(model("llama"))
+    specs, _ = specs_of("llama", params, {"tp": 2})
+    tokens = torch.arange(64).reshape(4, 16) * 7 % 60
+
+    def loss(params, tokens):
+        return fn(params, input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    line = {r"layers.\d+$|embed_tokens$": P(None, "tp")}
+    mapped = ft.partition(loss, ft.Mesh(tp=2), (specs, P()), P(), constraints=line)
+    torch.testing.assert_close(mapped(params, tokens), loss(params, tokens), rtol=1e-5, atol=0)
+    program = ft.trace(mapped)(params, tokens)
+    sent = {row.op: row.payload_bytes for row in program.cost().collectives}
+    stream = 4 * 16 * 32 * 8
+    # embedding and two per layer scatter; two per layer and the logits gather
+    assert sent["psum_scatter"] == sent["all_gather"] == 5 * stream
+    assert sent["psum"] < stream // 8
+    scopes = {"/".join(equation.where.scopes) for equation in program.block.equations}
+    assert {"model/layers.0/mlp/up_proj", "lm_head"} <= scopes
+
+
 class Block(nn.Module):
     """Everything that a function must take out of a module: ties, buffers, dropout, a mode."""
 

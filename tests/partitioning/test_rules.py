@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 import functron as ft
 from functron import P
+from functron.ops.glu import GLU, GLU_PACKED
+from functron.ops.norms import ADD_LAYER_NORM, RMS_NORM
 
 MESHES = ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "tp": 4})
 IDS = torch.arange(32).reshape(4, 8) * 7 % 16
@@ -106,6 +108,14 @@ CASES = {
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, MASK.double(), enable_gqa=True),
         (4, 4, 8, 8), (4, 2, 8, 8), (4, 2, 8, 8),
     ),
+    # ops of functron
+    "rms_norm op": (lambda x, w: RMS_NORM(x, w, 1e-5, False)[0], (4, 8, 16), (16,)),
+    "sum and layer_norm op": (
+        lambda x, y, w, b: torch.cat(ADD_LAYER_NORM(x, y, w, b, 1e-5, True)[:2]),
+        (8, 16), (8, 16), (16,), (16,),
+    ),
+    "glu op": (lambda x, y: GLU(x, y, "silu"), (8, 16), (8, 16)),
+    "packed glu op": (lambda x: GLU_PACKED(x, "gelu"), (8, 16)),
     # factories
     "arange": (lambda a: a * torch.arange(16) + torch.ones_like(a) + a.new_zeros(8, 1), (8, 16)),
 }  # fmt: skip
