@@ -8,16 +8,17 @@ transposes of forward's collectives, as a handwritten program's has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from functron.core import tree
+from functron.core.scopes import in_phase
 from functron.program.equations import Block, Var, contiguous_strides
 from functron.program.recorder import Recorder, active
-from functron.spmd.axes import user_line
+from functron.transforms.custom_vjp import custom_vjp, leaves_like
 from functron.transforms.gradient import check_loss, value_and_grad
 from functron.transforms.policies import Policy
 from functron.transforms.remat import remat
@@ -35,15 +36,24 @@ class Call:
 
     Attributes:
         body: the function's program, in global view.
-        transform: "remat" or "value_and_grad".
-        wrap: from the function that a rank runs, of flat operands, to the transformed one.
+        transform: "remat", "value_and_grad" or "custom_vjp".
+        wrap: from the functions that a rank runs, of flat operands, to the transformed one.
         num_moving: how many operands are differentiated.
+        backward: of a custom_vjp the program from residuals, cotangents and captured values to the
+            cotangents of operands.
+        num_outputs: the outputs of its body that are results; the others are residuals.
+        floats: the results that have cotangents.
+        pulled: the operands that `backward` has cotangents of.
     """
 
     body: Block
     transform: str
-    wrap: Callable[[Flat], Flat]
+    wrap: Callable[..., Flat]
     num_moving: int = 0
+    backward: Block | None = None
+    num_outputs: int = 0
+    floats: tuple[int, ...] = ()
+    pulled: tuple[int, ...] = ()
 
     namespace = "functron"
     tags = ()
@@ -108,16 +118,98 @@ class Keeper:
         return kept["out"].join(made)
 
     def custom_vjp(self, f, forward, backward, args) -> tree.Tree:
-        """Refused: what `backward` means for shards is not known.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            f"partition: at {user_line()} the function calls a custom_vjp, whose backward is a "
-            "program of its own; wanted functions that are differentiated as they are written; "
-            "fix: partition a function without it, or write this one per rank with shard_map"
+        """The results of `forward`, as fake tensors; its backward is traced beside it."""
+        recorder = active()
+        assert recorder is not None
+        given = _Tree(args)
+        operands = [recorder.var(value) for value in given.tensors]
+        with recorder.frame() as frame:
+            fresh = [_like(recorder, value) for value in given.tensors]
+            inputs = [recorder.input(value, "operand") for value in fresh]
+            out, residuals = forward(*given.join(fresh))
+            outs, kept = _Tree(out), _Tree(residuals)
+            outputs = [recorder.var(value) for value in (*outs.tensors, *kept.tensors)]
+            body = recorder.block(inputs, outputs)
+        pull = _Pull.traced(recorder, given, outs, kept, backward)
+        both = {**frame.captured, **pull.captured}
+        captured, around = [*both], [*both.values()]
+        count = len(outs.tensors)
+        op = Call(
+            Block((*inputs, *captured), body.equations, body.outputs),
+            "custom_vjp",
+            lambda rank, rank_back: _ruled(rank, rank_back, len(operands), count, pull),
+            backward=Block((*pull.inputs, *captured), pull.equations, tuple(pull.outputs)),
+            num_outputs=count,
+            floats=pull.floats,
+            pulled=pull.pulled,
         )
+        results = _described(outputs[:count])
+        return outs.join(recorder.emit(op, [*operands, *around], results))
+
+
+@dataclass(frozen=True, eq=False)
+class _Pull:
+    """The backward of a custom_vjp, traced.
+
+    Attributes:
+        inputs: residuals, then the cotangents of results.
+        equations, outputs: to the cotangents of operands.
+        captured: values from around it, by what they are there.
+        floats: the results that have cotangents.
+        pulled: the operands whose cotangents the outputs are.
+    """
+
+    inputs: Sequence[Var]
+    equations: tuple
+    outputs: Sequence[Var]
+    captured: Mapping[Var, Var]
+    floats: tuple[int, ...]
+    pulled: tuple[int, ...]
+
+    @classmethod
+    def traced(cls, recorder: Recorder, given: _Tree, outs: _Tree, kept: _Tree, backward) -> _Pull:
+        """`backward` on residuals and cotangents like those that forward has made."""
+        floats = tuple(i for i, x in enumerate(outs.tensors) if x.is_floating_point())
+        with recorder.frame() as frame, in_phase("backward"):
+            saved = [_like(recorder, value) for value in kept.tensors]
+            cotangents: list[Any] = [None] * len(outs.tensors)
+            for i in floats:
+                like = outs.tensors[i]
+                stride = contiguous_strides(like.shape)
+                cotangents[i] = recorder.empty(like.shape, stride, like.dtype, like.device)
+            fresh = [*saved, *(cotangents[i] for i in floats)]
+            inputs = [recorder.input(value, "cotangent") for value in fresh]
+            grads = backward(kept.join(saved), outs.join(cotangents))
+            leaves = leaves_like(given.join(given.tensors), grads)
+            rows = [leaves[place] for place in given.places]
+            pulled = tuple(
+                i
+                for i, (row, x) in enumerate(zip(rows, given.tensors, strict=True))
+                if row is not None and x.is_floating_point()
+            )
+            outputs = [recorder.var(rows[i]) for i in pulled]
+            block = recorder.block(inputs, outputs)
+        return cls(inputs, block.equations, outputs, dict(frame.captured), floats, pulled)
+
+
+def _ruled(rank: Flat, rank_back: Flat, num_operands: int, num_outputs: int, pull: _Pull) -> Flat:
+    """The custom_vjp of a rank's forward and backward; what they capture is closed over."""
+
+    def function(*operands):
+        moving, captured = operands[:num_operands], operands[num_operands:]
+
+        def forward(*values):
+            made = rank(*values, *captured)
+            return tuple(made[:num_outputs]), tuple(made[num_outputs:])
+
+        def backward(residuals, cotangents):
+            given = [cotangents[i] for i in pull.floats]
+            found = iter(rank_back(*residuals, *given, *captured))
+            return tuple(next(found) if i in pull.pulled else None for i in range(num_operands))
+
+        return custom_vjp(lambda *values: forward(*values)[0], forward, backward)(*moving)
+
+    return function
 
 
 class _Tree:
@@ -126,13 +218,13 @@ class _Tree:
     def __init__(self, value: tree.Tree):
         leaves, self._structure = tree.flatten(value)
         self._leaves = leaves
-        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self.tensors = [leaves[i] for i in self._places]
+        self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.tensors = [leaves[i] for i in self.places]
 
     def join(self, tensors: Sequence[torch.Tensor]) -> tree.Tree:
         """The tree with other tensors in their place."""
         leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
+        for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
         return tree.unflatten(self._structure, leaves)
 
@@ -159,8 +251,11 @@ def _recorded(
     body = Block(tuple(inputs), block.equations, block.outputs)
     results: list[Var] = [*outputs, *(operands[: len(given)] if moving else [])]
     op = Call(body, name, wrap, len(given) if moving else 0)
-    described = [(v.shape, contiguous_strides(v.shape), v.dtype, v.device) for v in results]
-    return recorder.emit(op, operands, described)
+    return recorder.emit(op, operands, _described(results))
+
+
+def _described(values: Sequence[Var]) -> list[tuple]:
+    return [(v.shape, contiguous_strides(v.shape), v.dtype, v.device) for v in values]
 
 
 def _like(recorder: Recorder, value: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -127,6 +128,9 @@ def partition(
 
     ``partition(loss, mesh, (specs, P("dp")))`` computes what ``loss`` does; which collectives that
     takes follows from the specs. Read them in ``functron.trace(f)(*args)``, or in `explain`.
+
+    `fn` is traced once for each structure, shapes and dtypes of its arguments, as by `jit`: what it
+    closes over, tensors or Python values, stays what it was then.
 
     Args:
         fn: a function of whole values, without collectives; positional arguments only. `constrain`
@@ -414,6 +418,10 @@ def run(plan: Plan, inputs: Sequence[torch.Tensor], sizes) -> list[torch.Tensor]
     return _Run(plan, sizes).outputs(inputs)
 
 
+def _run(plan: Plan, sizes, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    return run(plan, inputs, sizes)
+
+
 class _Run:
     """The values of one rank while a plan runs, by where they lie."""
 
@@ -459,7 +467,8 @@ class _Run:
             elif isinstance(equation.op, Call):
                 body = step.body
                 assert body is not None
-                ranked = equation.op.wrap(lambda *values: run(body, list(values), self.sizes))
+                parts = [body] if step.backward is None else [body, step.backward]
+                ranked = equation.op.wrap(*(functools.partial(_run, p, self.sizes) for p in parts))
                 results = list(ranked(*operands))
                 if equation.op.num_moving:
                     self.shares.update(equation.results[-equation.op.num_moving :])

@@ -130,6 +130,7 @@ class Step:
         site: where its rule's `run` is.
         rule: of an operation.
         body: of a scan or a call.
+        backward: of a custom_vjp.
         after: moves of results, to where they are pinned.
     """
 
@@ -140,6 +141,7 @@ class Step:
     rule: Rule | None = None
     site: Site | None = None
     body: Plan | None = None
+    backward: Plan | None = None
     after: tuple[Move, ...] = ()
 
 
@@ -226,6 +228,8 @@ class Spread:
                 carry = body.inputs[op.num_consts : first_x]
                 for inner, out in zip(carry, body.outputs, strict=False):
                     self.places[inner] = _merged(self.places[inner], self.places.get(out, {}))
+        if not scanned and op.backward is not None:
+            self._backward(equation, op)
         for i, (result, out) in enumerate(zip(equation.results, body.outputs, strict=False)):
             found = self.places.get(out, {}) if isinstance(out, Var) else {}
             self.places[result] = _stacked(found) if scanned and i >= op.num_carry else found
@@ -233,6 +237,16 @@ class Spread:
             grads = equation.results[len(body.outputs) :]
             for result, outer in zip(grads, equation.operands, strict=False):
                 self.places[result] = self.places.get(outer, {})
+
+    def _backward(self, equation: Equation, op: Call) -> None:
+        assert op.backward is not None
+        made = op.body.outputs
+        sources = [*made[op.num_outputs :], *(made[i] for i in op.floats)]
+        count = len(op.backward.inputs) - len(sources)
+        sources += equation.operands[len(equation.operands) - count :]
+        for inner, source in zip(op.backward.inputs, sources, strict=True):
+            self.places[inner] = _merged({}, self.places.get(source, {}))
+        self.block(op.backward)
 
 
 def _bits(mask: int) -> Iterable[int]:
@@ -505,16 +519,37 @@ class _State:
     def _call(self, equation: Equation, op: Call) -> Step:
         operands = [self.placed[var].whole for var in equation.operands]
         moves = self._moves(equation.operands, operands)
+        if op.backward is not None:
+            return self._ruled(equation, op, operands, moves)
         pins: list[Placement | None] = [None] * len(op.body.outputs)
         if op.num_moving:
             pins[0] = replicated(0)
         plan = self.planner.plan(op.body, operands, pins)
         results = [placement or replicated(0) for placement in plan.outputs]
         for placement in operands[: op.num_moving]:
-            shares = [axis for axis in self.sizes if axis not in placement.split]
-            results.append(replace(placement, partial=tuple([(axis, SUM) for axis in shares])))
+            results.append(self._share(placement))
         self.placed.update(zip(equation.results, results, strict=True))
         return Step(equation, moves, tuple(operands), tuple(results), body=plan)
+
+    def _ruled(self, equation: Equation, op: Call, operands, moves) -> Step:
+        """A custom_vjp: forward, and backward from where its residuals and results lie."""
+        plan = self.planner.plan(op.body, operands, [None] * len(op.body.outputs))
+        made = _placed(plan.outputs)
+        outs, residuals = made[: op.num_outputs], made[op.num_outputs :]
+        assert op.backward is not None
+        captured = operands[len(operands) - len(op.backward.inputs) + len(residuals)
+                            + len(op.floats) :]  # fmt: skip
+        cotangents = [self._share(outs[i]) for i in op.floats]
+        shares = [self._share(operands[i]) for i in op.pulled]
+        inputs = [*residuals, *cotangents, *captured]
+        back = self.planner.plan(op.backward, inputs, shares)
+        self.placed.update(zip(equation.results, outs, strict=True))
+        return Step(equation, moves, tuple(operands), tuple(outs), body=plan, backward=back)
+
+    def _share(self, placement: Placement) -> Placement:
+        """The placement of a rank's share of a cotangent of what lies so."""
+        rest = [(axis, SUM) for axis in self.sizes if axis not in placement.split]
+        return replace(placement, partial=tuple(rest))
 
 
 def _placed(outputs: Sequence[Placement | None]) -> list[Placement]:

@@ -163,14 +163,13 @@ def _sets(equation: Equation, linear: Sequence[Sequence[int]]) -> tuple[frozense
     )
 
 
-def _floating(make: MakeRule) -> MakeRule:
-    """A rule whose linearity holds between floating dtypes alone."""
+def _same_dtype(make: MakeRule) -> MakeRule:
+    """A rule of a copy, through which sums of another dtype do not pass: they would be rounded."""
 
     def rule(equation: Equation) -> Rule:
-        values = (*equation.operands, *equation.results)
-        floats = all(value.dtype.is_floating_point for value in values)
         made = make(equation)
-        return made if floats else replace(made, linear=())
+        same = len({value.dtype for value in (*equation.operands, *equation.results)}) == 1
+        return made if same else replace(made, linear=())
 
     return rule
 
@@ -759,7 +758,7 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         **_rows("conj real positive", _FIRST),
         "constrain": pointwise((0,), run=shards.same),
         "checkpoint_name": pointwise((0,), run=shards.name),
-        "_to_copy": _floating(_FIRST),
+        "_to_copy": _same_dtype(_FIRST),
         "masked_fill": lambda e: pointwise(*([(0,)] if e.args[2] == 0 else []))(e),
         **_rows("zeros_like ones_like full_like empty_like", pointwise()),
         **_rows("check_ids", pointwise()),
@@ -843,7 +842,9 @@ def _inlined(block: Block, fresh: Fresh) -> Block:
             equations.append(replace(equation, op=op))
         elif hasattr(equation.op, "body"):
             op = equation.op
-            equations.append(replace(equation, op=replace(op, body=_inlined(op.body, fresh))))
+            back = op.backward and _inlined(op.backward, fresh)
+            op = replace(op, body=_inlined(op.body, fresh), backward=back)
+            equations.append(replace(equation, op=op))
         elif equation.name in ("addmm", "baddbmm") or _has_bias(equation):
             equations += _parts(equation, fresh)
         else:

@@ -134,7 +134,7 @@ class _Rule:
             given[i] = cotangent
         with self.site.entered(operands, check=False) as (functions, args):
             grads = functions()[1](residuals, tree.unflatten(self.out_structure, given))
-        leaves = _leaves_like(args, grads)
+        leaves = leaves_like(args, grads)
         first = self.site.first_argument
         flat = [leaves[self.site.positions[i - first]] for i in self.moving]
         return tuple(
@@ -155,7 +155,7 @@ def _source(leaf: Any, operands: _Tensors, made: list) -> tuple[str, Any]:
     return "made", len(made) - 1
 
 
-def _leaves_like(args: tuple, grads: Any) -> list:
+def leaves_like(args: tuple, grads: Any) -> list:
     """The leaves of `grads`, one per leaf of `args`; None stands for a whole tree of None."""
     if not isinstance(grads, (tuple, list)) or len(grads) != len(args):
         got = f"{len(grads)}" if isinstance(grads, (tuple, list)) else type(grads).__name__

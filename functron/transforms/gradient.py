@@ -73,6 +73,7 @@ def value_and_grad(
     def wrapped(*args, **kwargs):
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         if (keep := keeper()) is not None:
+            _refuse_axes(axes)
             value, grads = keep.value_and_grad(f, positions, has_aux, args, kwargs)
             return value, grads[0] if isinstance(argnums, int) else grads
         chosen = tuple(args[position] for position in positions)
@@ -233,6 +234,15 @@ def sync_gradients(
                     leaf = Psum.call(leaf, axis)
             out.append(leaf.to(result))
     return tree.unflatten(structure, out)
+
+
+def _refuse_axes(axes: Sequence[str] | None) -> None:
+    if axes is not None:
+        raise ValueError(
+            f"value_and_grad at {user_line()}: got axes={tuple(axes)} in a function of whole "
+            "values, which knows no ranks; wanted None; fix: leave it out, and give "
+            "functron.partition the specs"
+        )
 
 
 def _chosen(axes: Sequence[str] | None) -> list[tuple[str, Any]]:

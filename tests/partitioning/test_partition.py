@@ -195,6 +195,39 @@ def test_states_are_sharded_by_their_specs(zero):
         close(compiled(PARAMS, state, X), step(PARAMS, state, X))
 
 
+def test_a_backward_of_ones_own_is_partitioned_too():
+    """Its cotangents are doubled on purpose, so that they are told from the derivative."""
+
+    def product(x, w):
+        return x @ w * scale
+
+    def forward(x, w):
+        return product(x, w), (x, w)
+
+    def backward(residuals, cotangent):
+        x, w = residuals
+        return 2 * cotangent @ w.T, 3 * x.T @ cotangent
+
+    scale = torch.linspace(0.5, 2, 16, dtype=DTYPE)
+    ruled = ft.custom_vjp(product, forward, backward)
+
+    def step(w, x):
+        def loss(w):
+            return (torch.relu(ruled(torch.tanh(x @ w["up"]), w["down"])) ** 2).mean()
+
+        return ft.value_and_grad(loss)(w)
+
+    w = {name: value[0] for name, value in PARAMS.items()}
+    for specs, data in (
+        ({"up": P(None, "tp"), "down": P("tp")}, P("dp")),
+        ({"up": P("dp"), "down": P(None, ("dp", "tp"))}, P("dp")),
+        ({"up": P(), "down": P()}, P(None, "tp")),
+    ):
+        mapped = ft.partition(step, ft.Mesh(dp=2, tp=2), (specs, data), (P(), specs))
+        close(mapped(w, X), step(w, X))
+        ft.trace(mapped)(w, X).check()
+
+
 def test_dropout_is_the_same_on_every_mesh():
     def drop(x, key):
         return torch.where(ft.random.bernoulli(key, 0.7, (8, 16)), x / 0.7, 0.0)

@@ -61,6 +61,8 @@ CASES = {
     "norm of 1": (lambda a: torch.linalg.vector_norm(a, 1), (8, 16)),
     "prod": (lambda a: a.prod(1), (8, 16)),
     "var": (lambda a: a.var(1), (8, 16)),
+    "any and all": (lambda a: (a > 1).any(1) * a.sum(1) + (a < 2).all(), (8, 16)),
+    "largest": (lambda a: a.detach().amax(1) * a.sum(1) - a.detach().amin((0, 1)), (8, 16)),
     "max": (lambda a: a.max(1).values, (8, 16)),
     # along dims
     "softmax": (lambda a: a.softmax(1), (8, 16)),
