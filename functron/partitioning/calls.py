@@ -8,16 +8,19 @@ transposes of forward's collectives, as a handwritten program's has.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from functron.core import tree
 from functron.core.scopes import in_phase
 from functron.program.equations import Block, Var, contiguous_strides
 from functron.program.recorder import Recorder, active
+from functron.spmd.axes import user_line
 from functron.transforms.custom_vjp import custom_vjp, leaves_like
 from functron.transforms.gradient import check_loss, value_and_grad
 from functron.transforms.policies import Policy
@@ -63,8 +66,53 @@ class Call:
         return f"functron::{self.transform}"
 
 
-class Keeper:
-    """Records calls of transforms as equations of the recorder that is active."""
+_KNOWN = frozenset(
+    {
+        "functron.ops.attention",
+        "functron.ops.cross_entropy",
+        "functron.ops.define",
+        "functron.partitioning.partition",
+        "functron.transforms.policies",
+    }
+)
+"""Modules whose autograd Functions have the derivatives of what they record."""
+
+
+class Keeper(TorchFunctionMode):
+    """Records calls of transforms as equations of the recorder that is active.
+
+    As a mode it sees where gradients are switched off, which a trace of whole values is not: the
+    program is differentiated later, and must not be there.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._grad = True
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch._C._set_grad_enabled:
+            self._grad = bool(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def stops_gradients(self) -> bool:
+        """Whether what runs here is in a ``torch.no_grad()``.
+
+        Raises:
+            ValueError: it is in the forward of an autograd Function, whose backward is not known.
+        """
+        if self._grad and not torch.is_grad_enabled():
+            frame = sys._getframe(1)
+            while frame is not None and frame.f_code.co_name not in ("forward", "_call"):
+                frame = frame.f_back
+            module = frame.f_globals.get("__name__", "") if frame is not None else ""
+            if module not in _KNOWN:
+                raise ValueError(
+                    f"partition: at {user_line()} the function calls a torch.autograd.Function (of "
+                    f"{module or 'an unknown module'}), whose backward no program in global view "
+                    "has; wanted functions that are differentiated as they are written; fix: write "
+                    "it with functron.custom_vjp"
+                )
+        return not self._grad
 
     def value_and_grad(self, f, positions, has_aux: bool, args, kwargs) -> tuple[Any, tuple]:
         """The value (with what is auxiliary) and the gradients, as fake tensors."""

@@ -404,7 +404,8 @@ def global_program(fn: Callable, args: tuple) -> tuple[Program, list[P]]:
     pins: list[P] = []
     token = _pins.set(pins)
     try:
-        with aside(), enter(Scope()), keeping(Keeper()), torch.no_grad():
+        keeper = Keeper()
+        with aside(), enter(Scope()), torch.enable_grad(), keeper, keeping(keeper):
             return trace(fn, simulate=True)(*args), pins
     finally:
         _pins.reset(token)

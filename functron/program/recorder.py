@@ -289,15 +289,29 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _SAME and isinstance(args[0], torch.Tensor):
+        stops = keeper() is not None and func is _aten.detach.default
+        if func in _SAME and isinstance(args[0], torch.Tensor) and not stops:
             return self._same(func, args[0])
         self._refuse(func, args, kwargs)
         args, kwargs = _map_tensors(self._as_fake, args), _map_tensors(self._as_fake, dict(kwargs))
         if func._schema.is_mutable:
             return self._mutate(func, args, kwargs)
+        return self._stopped(self._recorded(func, args, kwargs))
+
+    def _recorded(self, func, args, kwargs):
         out = self._run(func, args, kwargs)
         self._record(func, args, kwargs, out)
         return out
+
+    def _stopped(self, out):
+        """`out`, which has no derivative where it was made without gradients.
+
+        A program that is differentiated once it is recorded needs to know.
+        """
+        keep = keeper()
+        if keep is None or not keep.stops_gradients():
+            return out
+        return _map_tensors(lambda x: self._recorded(_aten.detach.default, (x,), {}), out)
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._constant(tensor)
@@ -364,8 +378,7 @@ class Recorder(TorchDispatchMode):
             self._check_mutable(target, func)
         if torch.Tag.inplace_view in func.tags:
             return self._reshape(targets[0], func, functional, args, kwargs)
-        out = self._run(functional, args, kwargs)
-        self._record(functional, args, kwargs, out)
+        out = self._stopped(self._recorded(functional, args, kwargs))
         results = list(out) if isinstance(out, (list, tuple)) else [out]
         for target, result in zip(targets, results, strict=True):
             self._write(target, result, func)

@@ -228,6 +228,37 @@ def test_a_backward_of_ones_own_is_partitioned_too():
         ft.trace(mapped)(w, X).check()
 
 
+def test_gradients_stop_where_they_do():
+    def fn(x):
+        with torch.no_grad():
+            scale = x.abs().amax(1, keepdim=True) * x
+            shifted = torch.zeros_like(x)
+            shifted[:, 1:] = x[:, :-1]
+        return (x / scale * x.detach() * shifted).sum() + lax.stop_gradient(x).sum() * x.sum()
+
+    mapped = ft.partition(fn, ft.Mesh(dp=2, tp=2), (P("dp", "tp"),), P())
+    close(torch.func.grad(mapped)(X), torch.func.grad(fn)(X))
+    inside = ft.partition(ft.grad(fn), ft.Mesh(dp=2, tp=2), (P("dp", "tp"),))
+    close(inside(X), torch.func.grad(fn)(X))
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        return cotangents[0]
+
+
+def test_a_backward_that_no_trace_sees_is_refused():
+    with pytest.raises(ValueError, match=r"autograd\.Function.*fix: write it with functron.custom"):
+        ft.partition(lambda x: _Rounded.apply(x), ft.Mesh(dp=2), (P("dp"),))(X)
+    with pytest.raises(ValueError, match=r"got axes=\('dp',\) in a function of whole values"):
+        ft.partition(ft.grad(net, axes=("dp",)), ft.Mesh(dp=2), (P(), P("dp")))(PARAMS, X)
+
+
 def test_dropout_is_the_same_on_every_mesh():
     def drop(x, key):
         return torch.where(ft.random.bernoulli(key, 0.7, (8, 16)), x / 0.7, 0.0)
