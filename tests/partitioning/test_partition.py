@@ -88,7 +88,7 @@ FULL = [pytest.mark.full]  # each is a part of one that runs always
 @pytest.mark.parametrize(
     ("sizes", "sequence"),
     [
-        pytest.param(*layout, id=name, marks=FULL if name in ("tp+sp", "dp") else [])
+        pytest.param(*layout, id=name, marks=FULL if name in ("tp+sp", "dp", "fsdp") else [])
         for name, layout in LAYOUTS.items()
     ],
 )
