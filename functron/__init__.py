@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from functron.models import bert, gpt, llava, lora, mamba, t5, vit
     from functron.models.generation import generate
     from functron.models.options import Hook, ModelOptions
+    from functron.partitioning import constrain, from_module, partition
     from functron.program import debug
     from functron.program.program import Program
     from functron.program.trace import eval_shape, trace
@@ -99,10 +100,12 @@ __all__ = [
     "bert",
     "checkpoint",
     "checkpoint_name",
+    "constrain",
     "custom_vjp",
     "data",
     "debug",
     "eval_shape",
+    "from_module",
     "fsdp",
     "gather",
     "generate",
@@ -126,6 +129,7 @@ __all__ = [
     "optim",
     "param_specs",
     "params",
+    "partition",
     "pipeline",
     "pipelined_gradients",
     "policies",
@@ -170,6 +174,7 @@ _MEMBERS: Mapping[str, str] = MappingProxyType({
         "models.generation": "generate",
         "models.options": "Hook ModelOptions",
         "spmd.params": "ParamDef abstract_params init_params num_params param_specs",
+        "partitioning": "constrain from_module partition",
         "program.program": "Program",
         "program.trace": "eval_shape trace",
         "spmd": "CONTEXT_AXES DATA_AXES BoundMesh Mesh P Rules gather shard shard_map",

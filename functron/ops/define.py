@@ -31,6 +31,7 @@ from functron.core.compat import Function
 from functron.core.errors import nearest
 from functron.core.typing import Tensor
 from functron.ops.launch import cuda, usable
+from functron.program.recorder import keeper
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _NO_DEFINES: Mapping[str, str] = MappingProxyType({})
@@ -408,6 +409,8 @@ class Kernels:
         choice = self.by_op.get(op, self.choice)
         if choice != "auto":
             return choice == "kernel"
+        if keeper() is not None and op not in PARTITIONED:
+            return False
         tensors = [x for x in operands if x is not None]
         floats = [x.dtype for x in tensors if x.is_floating_point()]
         return (
@@ -458,6 +461,10 @@ OPERATIONS = frozenset(
 )
 """The names of operations that have kernels: those of the files of ``kernels/``,
 ``"attention"`` with masks or caps, torch's FlexAttention, and ``"scaled_matmul"``, torch's."""
+
+
+PARTITIONED = frozenset({"glu", "layer_norm", "rms_norm"})
+"""The operations whose ops `functron.partition` has rules for; of others it takes the reference."""
 
 
 FORWARD_THREADS = 1024

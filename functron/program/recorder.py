@@ -75,6 +75,50 @@ def active() -> Recorder | None:
     return _active.get()
 
 
+_keeper: contextvars.ContextVar[Any] = contextvars.ContextVar("functron_keeper", default=None)
+_origin: contextvars.ContextVar[str] = contextvars.ContextVar("functron_origin", default="")
+
+
+def keeper() -> Any:
+    """What records calls of transforms whole, in a trace that wants them so; None elsewhere.
+
+    Its methods have the names of the transforms: `functron.partition` differentiates, and computes
+    again, after it has decided where values lie.
+    """
+    return _keeper.get()
+
+
+@contextlib.contextmanager
+def keeping(keeper: Any) -> Iterator[None]:
+    """Let transforms in this with block ask `keeper` to record their calls."""
+    token = _keeper.set(keeper)
+    try:
+        yield
+    finally:
+        _keeper.reset(token)
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Run a with block as if nothing were being traced or transformed around it."""
+    token = _active.set(None)
+    try:
+        with compat.no_transforms(), compat.no_dispatch_modes():
+            yield
+    finally:
+        _active.reset(token)
+
+
+@contextlib.contextmanager
+def from_line(line: str) -> Iterator[None]:
+    """Say that what is recorded in this with block is of that line of the user's program."""
+    token = _origin.set(line)
+    try:
+        yield
+    finally:
+        _origin.reset(token)
+
+
 class Frame:
     """A list of equations being recorded, and the frame around it."""
 
@@ -245,15 +289,29 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _SAME and isinstance(args[0], torch.Tensor):
+        stops = keeper() is not None and func is _aten.detach.default
+        if func in _SAME and isinstance(args[0], torch.Tensor) and not stops:
             return self._same(func, args[0])
         self._refuse(func, args, kwargs)
         args, kwargs = _map_tensors(self._as_fake, args), _map_tensors(self._as_fake, dict(kwargs))
         if func._schema.is_mutable:
             return self._mutate(func, args, kwargs)
+        return self._stopped(self._recorded(func, args, kwargs))
+
+    def _recorded(self, func, args, kwargs):
         out = self._run(func, args, kwargs)
         self._record(func, args, kwargs, out)
         return out
+
+    def _stopped(self, out):
+        """`out`, which has no derivative where it was made without gradients.
+
+        A program that is differentiated once it is recorded needs to know.
+        """
+        keep = keeper()
+        if keep is None or not keep.stops_gradients():
+            return out
+        return _map_tensors(lambda x: self._recorded(_aten.detach.default, (x,), {}), out)
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._constant(tensor)
@@ -320,8 +378,7 @@ class Recorder(TorchDispatchMode):
             self._check_mutable(target, func)
         if torch.Tag.inplace_view in func.tags:
             return self._reshape(targets[0], func, functional, args, kwargs)
-        out = self._run(functional, args, kwargs)
-        self._record(functional, args, kwargs, out)
+        out = self._stopped(self._recorded(functional, args, kwargs))
         results = list(out) if isinstance(out, (list, tuple)) else [out]
         for target, result in zip(targets, results, strict=True):
             self._write(target, result, func)
@@ -425,5 +482,5 @@ def _is_plain(value: Any) -> bool:
 
 
 def _line() -> str:
-    line = user_line()
+    line = _origin.get() or user_line()
     return "" if line == "an unknown line" else line

@@ -71,11 +71,14 @@ def trace(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a program runs: the ranks, how arguments are split, and whether they come whole."""
+    """Where a program runs: the ranks, how arguments are split, and whether they come whole.
+
+    The specs of results are asked for once there are results: `functron.partition` finds them then.
+    """
 
     mesh: Mesh
     in_specs: Any
-    out_specs: Any
+    out_specs: Callable[[], Any]
     whole: bool
     per_rank: bool
     checked: bool
@@ -84,7 +87,7 @@ class _Place:
 
 def _place(fn, mesh, in_specs, simulate: bool) -> _Place:
     if simulate:
-        return _Place(Mesh(), P(), P(), True, False, False)
+        return _Place(Mesh(), P(), P, True, False, False)
     if isinstance(fn, Mapped):
         if mesh is not None or in_specs is not None:
             raise ValueError(
@@ -96,7 +99,7 @@ def _place(fn, mesh, in_specs, simulate: bool) -> _Place:
         return _Place(
             whole,
             fn.in_specs,
-            fn.out_specs,
+            lambda: fn.out_specs,
             not bound,
             True,
             fn.check,
@@ -107,7 +110,7 @@ def _place(fn, mesh, in_specs, simulate: bool) -> _Place:
     bound = isinstance(mesh, BoundMesh)
     plain = mesh.mesh if isinstance(mesh, BoundMesh) else mesh
     specs = P() if in_specs is None else in_specs
-    return _Place(plain or Mesh(), specs, None, not bound, True, mesh is not None)
+    return _Place(plain or Mesh(), specs, lambda: None, not bound, True, mesh is not None)
 
 
 class _Trace:
@@ -206,7 +209,7 @@ class _Trace:
 
     def _outputs(self, result: Any) -> tuple[list[Output], tree.Structure]:
         leaves, structure = tree.flatten(result)
-        prefix = self.place.out_specs
+        prefix = self.place.out_specs()
         specs = (
             [None] * len(leaves)
             if prefix is None

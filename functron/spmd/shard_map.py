@@ -366,13 +366,13 @@ def shard_map(
             place that is not donated, or an argument was donated before; all offenders are listed.
         TypeError: keyword arguments, or a leaf that is no tensor and not declared static.
     """
-    _check_spec_trees(in_specs, out_specs, mesh, stages)
+    check_spec_trees(in_specs, out_specs, mesh, stages)
     donated = (donate,) if isinstance(donate, int) else tuple(donate)
     meant = (replicated_over,) if isinstance(replicated_over, str) else tuple(replicated_over)
     return Mapped(f, mesh, in_specs, out_specs, check, stages, donated, meant)
 
 
-def _check_spec_trees(
+def check_spec_trees(
     in_specs: tree.Tree, out_specs: tree.Tree, mesh: Mesh | BoundMesh, stages: str | None
 ) -> None:
     if not isinstance(mesh, (Mesh, BoundMesh)):

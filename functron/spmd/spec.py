@@ -11,8 +11,9 @@ know of it but who stores the parts, for whom there are `padded_shape`, `pad` an
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -248,6 +249,42 @@ class Rules(Mapping[str, Entry]):
             ],
         )
         return spec
+
+    @public
+    def specs(self, values: tree.Tree) -> tree.Tree:
+        """The specs of a tree of values by their paths, of rules from patterns to specs.
+
+        ``Rules({r"(q|k|v)_proj": P("tp"), r"o_proj": P(None, "tp")}).specs(params)``. A value has
+        the spec of the first rule whose regular expression is found in its path (names joined by
+        slashes), and is replicated where none is. A spec may be longer than the rank of a value
+        that it should split less, such as a bias: entries beyond it are left out.
+
+        Raises:
+            TypeError: a rule is no spec.
+            ValueError: a rule is no regular expression, or is found in no path.
+        """
+        kinds = [
+            Problem(f"rule {name!r}", repr(rule), "a P", "write P(...)")
+            for name, rule in self._rules.items()
+            if not isinstance(rule, P)
+        ]
+        raise_problems("rules by path", kinds, TypeError)
+        paths = tree.paths(values)
+        found, used = [], set()
+        for path, leaf in zip(paths, tree.leaves(values), strict=True):
+            name = next((name for name in self._rules if re.search(name, path)), None)
+            used.add(name)
+            spec: Any = P() if name is None else self._rules[name]
+            found.append(P(*spec[: len(leaf.shape)]) if hasattr(leaf, "shape") else P())
+        raise_problems(
+            "rules by path",
+            [
+                Problem(f"rule {name!r}", "no path that it is found in", "one of the paths")
+                for name in self._rules
+                if name not in used and not any(re.search(name, path) for path in paths)
+            ],
+        )
+        return tree.unflatten(tree.flatten(values)[1], found)
 
 
 class Cut(NamedTuple):

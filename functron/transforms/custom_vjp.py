@@ -20,6 +20,7 @@ from functron.core import compat, tree
 from functron.core.compat import Function
 from functron.core.errors import public
 from functron.core.scopes import in_phase
+from functron.program.recorder import keeper
 from functron.spmd.axes import user_line
 from functron.transforms.gradient import rule_vjp
 from functron.transforms.remat import Site, differentiated, fresh, map_level, partial_of
@@ -58,6 +59,9 @@ def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
 
     @functools.wraps(f)
     def wrapped(*args):
+        if (keep := keeper()) is not None:
+            return keep.custom_vjp(f, forward, backward, args)
+
         def functions():
             return forward, backward
 
@@ -130,7 +134,7 @@ class _Rule:
             given[i] = cotangent
         with self.site.entered(operands, check=False) as (functions, args):
             grads = functions()[1](residuals, tree.unflatten(self.out_structure, given))
-        leaves = _leaves_like(args, grads)
+        leaves = leaves_like(args, grads)
         first = self.site.first_argument
         flat = [leaves[self.site.positions[i - first]] for i in self.moving]
         return tuple(
@@ -151,7 +155,7 @@ def _source(leaf: Any, operands: _Tensors, made: list) -> tuple[str, Any]:
     return "made", len(made) - 1
 
 
-def _leaves_like(args: tuple, grads: Any) -> list:
+def leaves_like(args: tuple, grads: Any) -> list:
     """The leaves of `grads`, one per leaf of `args`; None stands for a whole tree of None."""
     if not isinstance(grads, (tuple, list)) or len(grads) != len(args):
         got = f"{len(grads)}" if isinstance(grads, (tuple, list)) else type(grads).__name__

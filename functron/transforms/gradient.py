@@ -17,6 +17,7 @@ from functron.core import compat, tree
 from functron.core.closure import hoist
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase
+from functron.program.recorder import keeper
 from functron.spmd.axes import SimulatedAxis, TracedAxis, scope, user_line
 from functron.spmd.primitives import Psum, Vary
 from functron.spmd.simulate import (
@@ -71,6 +72,10 @@ def value_and_grad(
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        if (keep := keeper()) is not None:
+            _refuse_axes(axes)
+            value, grads = keep.value_and_grad(f, positions, has_aux, args, kwargs)
+            return value, grads[0] if isinstance(argnums, int) else grads
         chosen = tuple(args[position] for position in positions)
         leaves, structure = tree.flatten(chosen)
         _check_leaves(tree.paths(chosen), leaves)
@@ -229,6 +234,15 @@ def sync_gradients(
                     leaf = Psum.call(leaf, axis)
             out.append(leaf.to(result))
     return tree.unflatten(structure, out)
+
+
+def _refuse_axes(axes: Sequence[str] | None) -> None:
+    if axes is not None:
+        raise ValueError(
+            f"value_and_grad at {user_line()}: got axes={tuple(axes)} in a function of whole "
+            "values, which knows no ranks; wanted None; fix: leave it out, and give "
+            "functron.partition the specs"
+        )
 
 
 def _chosen(axes: Sequence[str] | None) -> list[tuple[str, Any]]:

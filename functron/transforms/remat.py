@@ -40,7 +40,7 @@ from functron.core.closure import hoist
 from functron.core.compat import Function
 from functron.core.errors import nearest, public
 from functron.core.scopes import in_phase, named_scope, scope_names
-from functron.program.recorder import active
+from functron.program.recorder import active, keeper
 from functron.spmd.axes import SimulatedAxis, enter, scope, user_line
 from functron.transforms.gradient import rule_vjp
 from functron.transforms.policies import CHECKPOINT_NAME, DOTS, Policy, nothing
@@ -528,6 +528,8 @@ def remat(f: Callable | None = None, *, policy: Policy = nothing) -> Callable:
     @public
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
+        if (keep := keeper()) is not None:
+            return keep.remat(function, policy, args, kwargs)
         site = Site(function, (args, kwargs))
         memory = Memory(policy, needed=differentiated(site.tensors))
         result: list[tree.Structure] = []

@@ -24,7 +24,7 @@ from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase
 from functron.program.equations import Block, Equation, Scan, Var, contiguous_strides
-from functron.program.recorder import Recorder, active, live_equations
+from functron.program.recorder import Recorder, active, keeper, live_equations
 from functron.transforms.fsdp import by_row
 
 
@@ -117,7 +117,8 @@ def _trace_body(recorder, body, hidden, carry, columns, length, taped) -> _Body:
         recorder.input(made, name)
         return made
 
-    with recorder.frame() as frame, torch.set_grad_enabled(taped):
+    # what is kept whole is differentiated later
+    with recorder.frame() as frame, torch.set_grad_enabled(taped or keeper() is not None):
         values = [
             *(fresh(leaf, "const") for leaf in hidden),
             *(fresh(leaf, "carry") for leaf in carry),

@@ -1,0 +1,25 @@
+"""Partitioning: functions of whole values, and annotations, to the per-rank program of any mesh.
+
+`partition.partition` makes the program: it traces the function in global view (`calls` keeps
+transforms whole), finds where values lie (`propagate`, by the `rules` of operations and the
+`placement`s that they allow), and runs equations on `shards`. `module` makes functions of modules.
+"""
+
+from functron.partitioning.module import from_module
+from functron.partitioning.partition import Partitioned, constrain, partition
+from functron.partitioning.placement import Digit, Placement
+from functron.partitioning.rules import Rule, pointwise, product, reduction, whole
+
+__all__ = [
+    "Digit",
+    "Partitioned",
+    "Placement",
+    "Rule",
+    "constrain",
+    "from_module",
+    "partition",
+    "pointwise",
+    "product",
+    "reduction",
+    "whole",
+]

@@ -1,0 +1,813 @@
+"""Propagation: from the placements of inputs to those of all values, and the moves in between.
+
+Three passes over a block. `Spread` goes forward: of every split of an input it follows which values
+it could reach, and how many bytes of them. `_wishes` goes backward: from pins (outputs, constrained
+values) and from what is computed with a value, it finds how the value would best be split, which a
+partial sum is scattered by. The third decides, equation by equation.
+
+A decision gives each letter of a rule the axes that split it. An axis that comes with one letter
+stays on it, and operands that are replicated along it are sliced, which costs nothing. Where one
+axis comes with several letters, the split that reaches further through the program stays, and
+operands split otherwise are gathered: an axis that splits the batch gathers parameters (fully
+sharded data parallelism), and one that splits parameters gathers activations (tensor and sequence
+parallelism). Where none reaches further, bytes decide, and candidates within a tenth of each other
+are refused: `functron.constrain` settles them. Partial sums that are read once pass through what is
+linear, as long as that makes them no larger; others are reduced once, for all that read them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from functron.partitioning.calls import Call
+from functron.partitioning.placement import (
+    SUM,
+    Digit,
+    Digits,
+    Kind,
+    Placement,
+    Sizes,
+    described,
+    fits,
+    from_letters,
+    local_shape,
+    minor,
+    moved_bytes,
+    of_spec,
+    replicated,
+    spec_of,
+)
+from functron.partitioning.rules import Labels, MakeRule, Rule, rule_of, whole
+from functron.partitioning.shards import Site
+from functron.program.equations import Block, Equation, Scan, Var
+from functron.spmd.spec import P
+
+Slot = tuple[str, int]
+"""A letter, and the blocks of it outside of an axis that splits it."""
+
+Place = tuple[int, int]
+"""A dim, and the blocks of it outside of an axis that splits it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a program is partitioned.
+
+    Attributes:
+        sizes: of the mesh axes with more than one rank.
+        rules: of the caller, by operation.
+        fallback: "replicate": operations without a rule run on replicated operands.
+        pick: "cheapest": of candidates that cost alike the cheapest, or the first, is taken.
+        pins: the specs that `constrain` was called with, by number.
+    """
+
+    sizes: Sizes
+    rules: Mapping[str, MakeRule] = field(default_factory=dict)
+    fallback: Literal["replicate"] | None = None
+    pick: Literal["cheapest"] | None = None
+    pins: Sequence[P] = ()
+
+    def pin(self, equation: Equation) -> P:
+        """The spec of a `constrain`."""
+        number: int = equation.args[1]
+        return self.pins[number]
+
+    def rule(self, equation: Equation) -> Rule:
+        """The rule of an equation.
+
+        Raises:
+            ValueError: there is none.
+        """
+        found = rule_of(equation, self.rules)
+        if found is not None:
+            return found
+        if self.fallback == "replicate":
+            return whole(equation)
+        raise ValueError(_no_rule(equation))
+
+
+def _no_rule(equation: Equation) -> str:
+    name = equation.name
+    shapes = ", ".join(str(list(value.shape)) for value in equation.operands)
+    results = ", ".join(str(list(value.shape)) for value in equation.results)
+    hint = (
+        "differentiate with ft.value_and_grad or ft.grad inside the function, or outside of what "
+        "partition returned; or "
+        if "backward" in name
+        else ""
+    )
+    return (
+        f"partition: at {equation.where.line or 'an unknown line'} the function runs {name} "
+        f"({equation.op}) on {shapes} to {results}, for which there is no rule; wanted how its "
+        f"dims belong together; fix: {hint}pass rules={{{name!r}: rule}} with a rule of "
+        'functron.partitioning, such as product("mk,kn->mn") of its dims, pointwise(), or a '
+        "function of the equation that returns a Rule; "
+        'or fallback="replicate", which gathers its operands'
+    )
+
+
+class Move(NamedTuple):
+    """A value taken from one placement to another."""
+
+    var: Var
+    source: Placement
+    target: Placement
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """An equation as a rank runs it.
+
+    Attributes:
+        equation: in global view.
+        moves: of operands, before it.
+        operands: the placement in which each operand is read.
+        results: the placement of each result.
+        site: where its rule's `run` is.
+        rule: of an operation.
+        body: of a scan or a call.
+        backward: of a custom_vjp.
+        after: moves of results, to where they are pinned.
+    """
+
+    equation: Equation
+    moves: tuple[Move, ...]
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+    rule: Rule | None = None
+    site: Site | None = None
+    body: Plan | None = None
+    backward: Plan | None = None
+    after: tuple[Move, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A block as a rank runs it.
+
+    Attributes:
+        block: in global view.
+        inputs: the placements of its inputs.
+        steps: in order.
+        moves: of outputs, at the end.
+        outputs: their placements; None for those that are no values.
+    """
+
+    block: Block
+    inputs: tuple[Placement, ...]
+    steps: tuple[Step, ...]
+    moves: tuple[Move, ...]
+    outputs: tuple[Placement | None, ...]
+
+
+# --- forward: what reaches how far
+
+
+class Spread:
+    """Of every value the places where axes could split it, with the inputs that they come from.
+
+    Attributes:
+        places: by value and axis the places, each with a set of inputs as bits.
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.places: dict[Var, dict[str, dict[Place, int]]] = {}
+        self._bytes: dict[tuple[str, int], int] = {}  # per axis and set of inputs
+
+    def start(self, var: Var, placement: Placement, bit: int) -> None:
+        """Let an input split its dims by `placement`."""
+        found = self.places.setdefault(var, {})
+        for axis, place in placement.split.items():
+            row = found.setdefault(axis, {})
+            row[place] = row.get(place, 0) | 1 << bit
+
+    def reach(self, var: Var, axis: str, place: Place) -> int:
+        """The bytes of values that the split of `var` comes to, from the furthest of its inputs."""
+        mask = self.places.get(var, {}).get(axis, {}).get(place, 0)
+        best = 0
+        for bit in _bits(mask):
+            reached = sum(
+                size
+                for (name, others), size in self._bytes.items()
+                if name == axis and others >> bit & 1
+            )
+            best = max(best, reached)
+        return best
+
+    def block(self, block: Block) -> None:
+        """Follow the splits of its inputs through a block."""
+        for equation in block.equations:
+            if isinstance(equation.op, (Scan, Call)):
+                self._body(equation)
+                continue
+            rule = self.settings.rule(equation)
+            reached = letters_of(rule, equation.operands, self.places)
+            for var, labels in zip(equation.results, rule.results, strict=True):
+                found = places_of(labels, rule.sizes, reached)
+                self.places[var] = found
+                for axis, row in found.items():
+                    for mask in row.values():
+                        key = axis, mask
+                        self._bytes[key] = self._bytes.get(key, 0) + var.nbytes
+
+    def _body(self, equation: Equation) -> None:
+        op: Any = equation.op
+        body = op.body
+        scanned = isinstance(op, Scan)
+        first_x = op.num_consts + op.num_carry if scanned else len(body.inputs)
+        for i, (inner, outer) in enumerate(zip(body.inputs, equation.operands, strict=True)):
+            self.places[inner] = _merged({}, _sliced(self.places.get(outer, {}), i >= first_x))
+        for _ in range(2 if scanned else 1):
+            self.block(body)
+            if scanned:
+                carry = body.inputs[op.num_consts : first_x]
+                for inner, out in zip(carry, body.outputs, strict=False):
+                    self.places[inner] = _merged(self.places[inner], self.places.get(out, {}))
+        if not scanned and op.backward is not None:
+            self._backward(equation, op)
+        for i, (result, out) in enumerate(zip(equation.results, body.outputs, strict=False)):
+            found = self.places.get(out, {}) if isinstance(out, Var) else {}
+            self.places[result] = _stacked(found) if scanned and i >= op.num_carry else found
+        if not scanned and op.num_moving:
+            grads = equation.results[len(body.outputs) :]
+            for result, outer in zip(grads, equation.operands, strict=False):
+                self.places[result] = self.places.get(outer, {})
+
+    def _backward(self, equation: Equation, op: Call) -> None:
+        assert op.backward is not None
+        made = op.body.outputs
+        sources = [*made[op.num_outputs :], *(made[i] for i in op.floats)]
+        count = len(op.backward.inputs) - len(sources)
+        sources += equation.operands[len(equation.operands) - count :]
+        for inner, source in zip(op.backward.inputs, sources, strict=True):
+            self.places[inner] = _merged({}, self.places.get(source, {}))
+        self.block(op.backward)
+
+
+def _bits(mask: int) -> Iterable[int]:
+    while mask:
+        yield (mask & -mask).bit_length() - 1
+        mask &= mask - 1
+
+
+def _merged(into: dict, more: Mapping) -> dict:
+    for axis, row in more.items():
+        mine = into.setdefault(axis, {})
+        for place, mask in row.items():
+            mine[place] = mine.get(place, 0) | mask
+    return into
+
+
+def _sliced(found: Mapping, sliced: bool) -> dict:
+    """Places of a slice along the leading dim, if it is one."""
+    if not sliced:
+        return {axis: dict(row) for axis, row in found.items()}
+    return {
+        axis: {(dim - 1, outer): mask for (dim, outer), mask in row.items() if dim}
+        for axis, row in found.items()
+    }
+
+
+def _stacked(found: Mapping) -> dict:
+    return {
+        axis: {(dim + 1, outer): mask for (dim, outer), mask in row.items()}
+        for axis, row in found.items()
+    }
+
+
+def letters_of(
+    rule: Rule, operands: Sequence[Var], places: Mapping[Var, Mapping[str, Mapping[Place, int]]]
+) -> dict[str, dict[Slot, int]]:
+    """The slots of an equation's letters that the places of operands are, by axis."""
+    found: dict[str, dict[Slot, int]] = {}
+    for var, labels in zip(operands, rule.operands, strict=True):
+        for axis, row in places.get(var, {}).items():
+            for (dim, outer), mask in row.items():
+                slot = slot_of(labels[dim], rule.sizes, outer)
+                if slot is not None and slot[0] not in rule.whole:
+                    mine = found.setdefault(axis, {})
+                    mine[slot] = mine.get(slot, 0) | mask
+    return found
+
+
+def slot_of(letters: Sequence[str], sizes: Mapping[str, int], outer: int) -> Slot | None:
+    """The letter of a dim in which a place is; None where it is in none."""
+    start = 1
+    for letter in letters:
+        end = start * sizes[letter]
+        if start <= outer < end:
+            return (letter, outer // start) if outer % start == 0 else None
+        start = end
+    return None
+
+
+def places_of(
+    labels: Labels, sizes: Mapping[str, int], slots: Mapping[str, Mapping[Slot, int]]
+) -> dict[str, dict[Place, int]]:
+    """The places of a value that these slots are, by axis; inverse of `letters_of`."""
+    starts: dict[str, Place] = {}
+    for dim, letters in enumerate(labels):
+        start = 1
+        for letter in letters:
+            starts[letter] = dim, start
+            start *= sizes[letter]
+    found: dict[str, dict[Place, int]] = {}
+    for axis, row in slots.items():
+        for (letter, outer), mask in row.items():
+            if letter in starts:
+                dim, start = starts[letter]
+                found.setdefault(axis, {})[dim, start * outer] = mask
+    return found
+
+
+# --- backward: how values would best be split
+
+
+Wishes = dict[Var, dict[str, Place]]
+
+
+def wishes(settings: Settings, block: Block, spread: Spread, pins: Wishes) -> Wishes:
+    """Of values the places where pins, and what is computed with them, would have them split."""
+    found: Wishes = {var: dict(row) for var, row in pins.items()}
+    for equation in reversed(block.equations):
+        if isinstance(equation.op, (Scan, Call)):
+            continue
+        rule = settings.rule(equation)
+        slots: dict[str, Slot] = {}
+        if len(equation.operands) > 1 and not rule.combined:
+            # what other operands bring, such as optimizer state split further than a gradient
+            reached = letters_of(rule, equation.operands, spread.places)
+            slots = {axis: next(iter(row)) for axis, row in reached.items() if row}
+        for var, labels in zip(equation.results, rule.results, strict=True):
+            row = found.get(var, {})
+            if equation.name == "constrain":
+                placement = of_spec(settings.pin(equation), len(var.shape), settings.sizes)
+                row = placement.split
+            for axis, (dim, outer) in row.items():
+                slot = slot_of(labels[dim], rule.sizes, outer)
+                if slot is not None:
+                    slots[axis] = slot
+        given = {axis: {slot: 1} for axis, slot in slots.items()}
+        for var, labels in zip(equation.operands, rule.operands, strict=True):
+            for axis, row in places_of(labels, rule.sizes, given).items():
+                found.setdefault(var, {})[axis] = next(iter(row))
+    return found
+
+
+# --- deciding
+
+
+class Planner:
+    """Decides where all values of a program lie."""
+
+    def __init__(self, settings: Settings, spread: Spread):
+        self.settings, self.spread, self.sizes = settings, spread, settings.sizes
+
+    def plan(
+        self,
+        block: Block,
+        inputs: Sequence[Placement],
+        outputs: Sequence[Placement | None],
+        *,
+        partial: bool = False,
+    ) -> Plan:
+        """The plan of a block.
+
+        Args:
+            block: in global view.
+            inputs: where its inputs lie.
+            outputs: where its outputs must; None: wherever they come out, with no partial values,
+                and with no dim split inside of blocks.
+            partial: outputs may be partial where they need not lie anywhere.
+        """
+        pins: Wishes = {}
+        for value, placement in zip(block.outputs, outputs, strict=True):
+            if placement is not None and isinstance(value, Var):
+                pins[value] = placement.split
+        state = _State(self, block, wishes(self.settings, block, self.spread, pins))
+        state.placed.update(zip(block.inputs, inputs, strict=True))
+        steps = [state.step(equation) for equation in block.equations]
+        moves, placed = [], []
+        for value, wanted in zip(block.outputs, outputs, strict=True):
+            if not isinstance(value, Var):
+                placed.append(None)
+                continue
+            source = state.placed[value]
+            target = wanted or (source if partial else self._plain(source))
+            if target != source:
+                moves.append(Move(value, source, target))
+            placed.append(target)
+        return Plan(block, tuple(inputs), tuple(steps), tuple(moves), tuple(placed))
+
+    def _plain(self, placement: Placement) -> Placement:
+        """`placement` as a spec can say it."""
+        placement = placement.whole
+        while spec_of(placement, self.sizes) is None:
+            bad = next(
+                digits
+                for digits in placement.dims
+                if spec_of(Placement((digits,)), self.sizes) is None
+            )
+            placement = placement.without(bad[-1].axis)
+        return placement
+
+
+class _State:
+    """Where the values of one block lie so far."""
+
+    def __init__(self, planner: Planner, block: Block, wanted: Wishes):
+        self.planner, self.settings = planner, planner.settings
+        self.readers = Counter(v for e in block.equations for v in {*e.operands})
+        self.readers.update(v for v in block.outputs if isinstance(v, Var))
+        self.sizes, self.wanted = planner.sizes, wanted
+        self.placed: dict[Var, Placement] = {}
+        self.copies: dict[Var, list[Placement]] = {}
+
+    def step(self, equation: Equation) -> Step:
+        """Decide one equation."""
+        if isinstance(equation.op, Scan):
+            return self._scan(equation, equation.op)
+        if isinstance(equation.op, Call):
+            return self._call(equation, equation.op)
+        rule = self.settings.rule(equation)
+        operands, results, letters = Choice(self, equation, rule).made()
+        moves = self._moves(equation.operands, operands)
+        shapes = [
+            local_shape(var.shape, placement, self.sizes)
+            for var, placement in zip(equation.results, results, strict=True)
+        ]
+        site = Site(equation, rule.operands, letters, rule.sizes, shapes, self.sizes)
+        self.placed.update(zip(equation.results, results, strict=True))
+        after = self._pinned(equation) if equation.name == "constrain" else ()
+        return Step(equation, moves, operands, results, rule, site, after=after)
+
+    def _moves(self, operands: Sequence[Var], wanted: Sequence[Placement]) -> tuple[Move, ...]:
+        moves = []
+        for var, target in zip(operands, wanted, strict=True):
+            source = self.placed[var]
+            if target == source or target in self.copies.get(var, ()):
+                continue
+            moves.append(Move(var, source, target))
+            self.copies.setdefault(var, []).append(target)
+            if source.partial and not target.partial:
+                # reduced once, for whatever else reads it
+                self.copies[var].append(source)
+                self.placed[var] = target
+        return tuple(moves)
+
+    def _pinned(self, equation: Equation) -> tuple[Move, ...]:
+        (var,) = equation.results
+        spec = self.settings.pin(equation)
+        source, target = self.placed[var], of_spec(spec, len(var.shape), self.sizes)
+        for digits, size in zip(target.dims, var.shape, strict=True):
+            if not fits(digits, size, self.sizes):
+                raise ValueError(
+                    f"partition: at {equation.where.line} got constrain to {spec} of shape "
+                    f"{tuple(var.shape)}; wanted dims that its axes divide; fix: constrain another "
+                    "dim, or pad it"
+                )
+        self.placed[var] = target
+        return (Move(var, source, target),) if source != target else ()
+
+    def _scan(self, equation: Equation, op: Scan) -> Step:
+        given = [self.placed[var] for var in equation.operands]
+        start = op.num_consts + op.num_carry
+        consts = [placement.whole for placement in given[: op.num_consts]]
+        columns = [_row(placement) for placement in given[start:]]
+        carry = [placement.whole for placement in given[op.num_consts : start]]
+        free = [None] * len(op.body.outputs)
+        for _ in range(3):  # until it comes out as it went in
+            plan = self.planner.plan(op.body, [*consts, *carry, *columns], free)
+            after = _placed(plan.outputs[: op.num_carry])
+            if after == carry:
+                break
+            carry = after
+        carry = self._accumulated(op, plan, consts, carry, columns)
+        ys = plan.outputs[op.num_carry :]
+        plan = self.planner.plan(op.body, [*consts, *carry, *columns], [*carry, *ys])
+        wanted = [*consts, *carry, *(Placement(((), *p.dims)) for p in columns)]
+        moves = self._moves(equation.operands, wanted)
+        results = [*carry, *(Placement(((), *p.dims)) for p in _placed(ys))]
+        self.placed.update(zip(equation.results, results, strict=True))
+        return Step(equation, moves, tuple(wanted), tuple(results), body=plan)
+
+    def _accumulated(self, op: Scan, plan: Plan, consts, carry, columns) -> list[Placement]:
+        """The placements of the carry, of which sums that are only added to stay partial."""
+        reads = Counter(v for e in op.body.equations for v in e.operands)
+        made = {var: step for step in plan.steps for var in step.equation.results}
+        found = list(carry)
+        pairs = zip(op.body.inputs[op.num_consts :], op.body.outputs[: op.num_carry], strict=False)
+        for i, (before, after) in enumerate(pairs):
+            step = made.get(after)
+            if step is None or step.equation.name != "add" or before not in step.equation.operands:
+                continue
+            for each in step.moves:
+                reduced = each.source.partial and each.var is not before
+                if reduced and reads[before] == 1 and each.source.dims == carry[i].dims:
+                    found[i] = each.source
+        if found == carry:
+            return carry
+        inputs, free = [*consts, *found, *columns], [None] * len(op.body.outputs)
+        again = self.planner.plan(op.body, inputs, free, partial=True)
+        return found if _placed(again.outputs[: op.num_carry]) == found else carry
+
+    def _call(self, equation: Equation, op: Call) -> Step:
+        operands = [self.placed[var].whole for var in equation.operands]
+        moves = self._moves(equation.operands, operands)
+        if op.backward is not None:
+            return self._ruled(equation, op, operands, moves)
+        pins: list[Placement | None] = [None] * len(op.body.outputs)
+        if op.num_moving:
+            pins[0] = replicated(0)
+        plan = self.planner.plan(op.body, operands, pins)
+        results = [placement or replicated(0) for placement in plan.outputs]
+        for placement in operands[: op.num_moving]:
+            results.append(self._share(placement))
+        self.placed.update(zip(equation.results, results, strict=True))
+        return Step(equation, moves, tuple(operands), tuple(results), body=plan)
+
+    def _ruled(self, equation: Equation, op: Call, operands, moves) -> Step:
+        """A custom_vjp: forward, and backward from where its residuals and results lie."""
+        plan = self.planner.plan(op.body, operands, [None] * len(op.body.outputs))
+        made = _placed(plan.outputs)
+        outs, residuals = made[: op.num_outputs], made[op.num_outputs :]
+        assert op.backward is not None
+        captured = operands[len(operands) - len(op.backward.inputs) + len(residuals)
+                            + len(op.floats) :]  # fmt: skip
+        cotangents = [self._share(outs[i]) for i in op.floats]
+        shares = [self._share(operands[i]) for i in op.pulled]
+        inputs = [*residuals, *cotangents, *captured]
+        back = self.planner.plan(op.backward, inputs, shares)
+        self.placed.update(zip(equation.results, outs, strict=True))
+        return Step(equation, moves, tuple(operands), tuple(outs), body=plan, backward=back)
+
+    def _share(self, placement: Placement) -> Placement:
+        """The placement of a rank's share of a cotangent of what lies so."""
+        rest = [(axis, SUM) for axis in self.sizes if axis not in placement.split]
+        return replace(placement, partial=tuple(rest))
+
+
+def _placed(outputs: Sequence[Placement | None]) -> list[Placement]:
+    return [placement or replicated(0) for placement in outputs]
+
+
+def _row(placement: Placement) -> Placement:
+    return Placement(placement.dims[1:])
+
+
+class Choice:
+    """The axes of the letters of one equation, decided axis by axis."""
+
+    def __init__(self, state: _State, equation: Equation, rule: Rule):
+        self.state, self.equation, self.rule = state, equation, rule
+        self.sizes, self.placed = state.sizes, [state.placed[v] for v in equation.operands]
+        self.letters: dict[str, Digits] = {}
+        self.passing: dict[str, Kind] = {}
+
+    def made(self) -> tuple[tuple[Placement, ...], tuple[Placement, ...], dict[str, Digits]]:
+        """Where operands are read and results come, and the axes of letters."""
+        for axis in self.sizes:
+            slot = self._slot(axis)
+            if slot is not None:
+                letter, outer = slot
+                digits = (*self.letters.get(letter, ()), Digit(outer, axis))
+                self.letters[letter] = tuple(sorted(digits))
+        linear = self._linear()
+        operands = []
+        for i, labels in enumerate(self.rule.operands):
+            partial: list[tuple[str, Kind]] = list(self.passing.items()) if i in linear else []
+            operands.append(Placement(self._dims(labels), tuple(partial)))
+        sums: dict[str, Kind] = dict(self.passing)
+        for letter, kind in self.rule.combined.items():
+            for digit in self.letters.get(letter, ()):
+                sums[digit.axis] = kind
+        partial = [(axis, sums[axis]) for axis in self.sizes if axis in sums]
+        results = tuple(
+            Placement(self._dims(labels), tuple(partial)) for labels in self.rule.results
+        )
+        return tuple(operands), results, self.letters
+
+    def _dims(self, labels: Labels) -> tuple[Digits, ...]:
+        sizes = self.rule.sizes
+        return tuple(
+            from_letters((sizes[letter], self.letters.get(letter, ())) for letter in letters)
+            for letters in labels
+        )
+
+    def _linear(self) -> frozenset[int]:
+        """The operands that are partial where partial values pass."""
+        axes = set(self.passing)
+        found = (i for i, p in enumerate(self.placed) if axes & {axis for axis, _ in p.partial})
+        return frozenset(found)
+
+    def _slot(self, axis: str) -> Slot | None:
+        """The letter that an axis splits, and where."""
+        slots: dict[Slot, list[int]] = {}
+        for i, labels in enumerate(self.rule.operands):
+            place = self.placed[i].split.get(axis)
+            if place is None:
+                continue
+            slot = self._valid(axis, slot_of(labels[place[0]], self.rule.sizes, place[1]))
+            if slot is not None:
+                slots.setdefault(slot, []).append(i)
+        if not slots:
+            return self._without_split(axis)
+        if len(slots) > 1:
+            return self._settled(axis, slots)
+        ((slot, holders),) = slots.items()
+        if slot[0] in self.rule.combined:
+            others = [i for i in self._with(slot[0]) if i not in holders]
+            if others and self.cost(axis, slot) > self.cost(axis, None):
+                return None
+        return slot
+
+    def _with(self, letter: str) -> list[int]:
+        return [
+            i for i, labels in enumerate(self.rule.operands) if any(letter in dim for dim in labels)
+        ]
+
+    def _valid(self, axis: str, slot: Slot | None) -> Slot | None:
+        """`slot`, where the rule, the size and axes decided before allow it; or the nearest."""
+        if slot is None or not self.rule.may_split(slot[0]):
+            return None
+        letter, _ = slot
+        before, size = self.letters.get(letter, ()), self.rule.sizes[letter]
+        for outer in (slot[1], minor(before, self.sizes)):
+            digits = tuple(sorted((*before, Digit(outer, axis))))
+            if fits(digits, size, self.sizes):
+                return letter, outer
+        return None
+
+    def _without_split(self, axis: str) -> Slot | None:
+        """An axis that splits no letter as it comes: partial values, or dims that must be whole."""
+        kinds = {i: dict(p.partial).get(axis) for i, p in enumerate(self.placed)}
+        partial = frozenset(i for i, kind in kinds.items() if kind is not None)
+        if partial:
+            wished = self._wished(axis)
+            if self._passes(axis, partial, kinds):
+                self.passing[axis] = "sum"
+                return None
+            return wished
+        for i, labels in enumerate(self.rule.operands):
+            place = self.placed[i].split.get(axis)
+            for letter in labels[place[0]] if place is not None else ():
+                kept = any(letter in dim for row in self.rule.results for dim in row)
+                slot = self._valid(axis, (letter, minor(self.letters.get(letter, ()), self.sizes)))
+                if kept and slot is not None:
+                    return slot
+        return None
+
+    def _passes(self, axis: str, partial: frozenset[int], kinds: Mapping) -> bool:
+        if any(kinds[i] != "sum" for i in partial) or partial not in self.rule.linear:
+            return False
+        # all axes that pass must do so through the same operands
+        if self.passing and self._linear() != partial:
+            return False
+        values = {self.equation.operands[i] for i in partial}
+        if any(self.state.readers[var] > 1 for var in values):
+            return False
+        before = sum(var.nbytes for var in values)
+        return sum(var.nbytes for var in self.equation.results) <= before
+
+    def _wished(self, axis: str) -> Slot | None:
+        """Where what reads the result, or the operand, would have it split."""
+        wanted = self.state.wanted
+        rows = [
+            *zip(self.equation.results, self.rule.results, strict=True),
+            *zip(self.equation.operands, self.rule.operands, strict=True),
+        ]
+        for var, labels in rows:
+            place = wanted.get(var, {}).get(axis)
+            if place is not None:
+                slot = self._valid(axis, slot_of(labels[place[0]], self.rule.sizes, place[1]))
+                kept = slot and any(slot[0] in dim for row in self.rule.results for dim in row)
+                if kept:
+                    return slot
+        return None
+
+    def _settled(self, axis: str, slots: Mapping[Slot, list[int]]) -> Slot:
+        """One of several letters that an axis comes with."""
+        reached = {}
+        for slot, holders in slots.items():
+            split = [(self.equation.operands[i], self.placed[i].split[axis]) for i in holders]
+            reached[slot] = max(
+                self.state.planner.spread.reach(v, axis, place) for v, place in split
+            )
+        first, second = sorted(reached.values(), reverse=True)[:2]
+        best = max(slots, key=reached.__getitem__)
+        if second < 0.9 * first or self._same(slots):
+            return best
+        costs = {slot: self.cost(axis, slot) for slot in slots}
+        cheapest = min(costs, key=costs.__getitem__)
+        alike = [slot for slot in costs if costs[slot] <= 1.1 * costs[cheapest]]
+        if len(alike) > 1 and self.settings.pick is None:
+            raise ValueError(self._ambiguous(axis, costs))
+        return cheapest
+
+    @property
+    def settings(self) -> Settings:
+        return self.state.settings
+
+    def _same(self, slots: Mapping[Slot, list[int]]) -> bool:
+        """Whether all are one letter, split in other blocks."""
+        return len({letter for letter, _ in slots}) == 1
+
+    def cost(self, axis: str, slot: Slot | None) -> int:
+        """The bytes that a rank sends where an axis splits this letter: operands, then results."""
+        n, total = self.sizes[axis], 0
+        seen: set[Var] = set()
+        for var, labels, placement in zip(
+            self.equation.operands, self.rule.operands, self.placed, strict=True
+        ):
+            if var in seen:
+                continue
+            seen.add(var)
+            target = self._place(labels, slot)
+            source = placement.split.get(axis)
+            kind = dict(placement.partial).get(axis)
+            if any(
+                copy.split.get(axis) == target and axis not in dict(copy.partial)
+                for copy in self.state.copies.get(var, ())
+            ):
+                continue
+            held = var.nbytes // math.prod(self.sizes[a] for a in placement.split if a != axis)
+            if kind is not None:
+                total += held * (n - 1) // n * (1 if target else 2)
+            elif source is not None and target != source:
+                total += held * (n - 1) // n // (n if target else 1)
+        if slot is not None and slot[0] in self.rule.combined:
+            total += sum(
+                2 * self._held(i, axis) * (n - 1) // n for i in range(len(self.rule.results))
+            )
+        return total
+
+    def _place(self, labels: Labels, slot: Slot | None) -> Place | None:
+        if slot is None:
+            return None
+        found = places_of(labels, self.rule.sizes, {"": {slot: 1}}).get("", {})
+        return next(iter(found), None)
+
+    def _held(self, result: int, axis: str) -> int:
+        var, labels = self.equation.results[result], self.rule.results[result]
+        axes = [d.axis for dim in labels for name in dim for d in self.letters.get(name, ())]
+        return var.nbytes // math.prod(self.sizes[name] for name in axes if name != axis)
+
+    def _ambiguous(self, axis: str, costs: Mapping[Slot, int]) -> str:
+        lines = []
+        for slot, cost in costs.items():
+            pins = []
+            for var, labels, placement in zip(
+                self.equation.operands, self.rule.operands, self.placed, strict=True
+            ):
+                place = self._place(labels, slot)
+                target = placement.without(axis)
+                target = target if place is None else target.splitting(axis, *place)
+                if target != placement:
+                    spec = spec_of(target.whole, self.sizes)
+                    pins.append(
+                        f"ft.constrain(x, {spec}) of its operand of shape {tuple(var.shape)}"
+                    )
+            lines.append(
+                f"  - {axis!r} on {self._where(slot)}: {cost:,} bytes; {' and '.join(pins)}"
+            )
+        where = self.equation.where.line or "an unknown line"
+        operands = ", ".join(described(placement) for placement in self.placed)
+        return (
+            f"partition: at {where} {self.equation.name} gets operands {operands}, which axis "
+            f"{axis!r} splits along different dims, and no choice is better than the others. "
+            "Candidates, with the bytes that a rank sends, and the line that settles it:\n"
+            + "\n".join(lines)
+            + '\nor pass pick="cheapest" to partition'
+        )
+
+    def _where(self, slot: Slot) -> str:
+        rows = [(f"operand {i}", labels) for i, labels in enumerate(self.rule.operands)]
+        rows += [(f"result {i}", labels) for i, labels in enumerate(self.rule.results)]
+        return ", ".join(
+            f"dim {dim} of {what}"
+            for what, labels in rows
+            for dim, letters in enumerate(labels)
+            if slot[0] in letters
+        )
+
+
+def total_bytes(plan: Plan, sizes: Sizes) -> int:
+    """The bytes that one rank sends in the moves of a plan, forward."""
+
+    def of(moves: Iterable[Move]) -> int:
+        return sum(
+            moved_bytes(m.var.shape, m.var.dtype.itemsize, m.source, m.target, sizes) for m in moves
+        )
+
+    total = of(plan.moves)
+    for step in plan.steps:
+        total += of((*step.moves, *step.after))
+        if step.body is not None:
+            times = step.equation.op.length if isinstance(step.equation.op, Scan) else 1
+            total += times * total_bytes(step.body, sizes)
+    return total

@@ -1,0 +1,902 @@
+"""Rules of operations: how the dims of operands and results belong together.
+
+A rule gives every dim a letter, as an einsum does: what is split in one place is split in all that
+have its letter. ``"mk,kn->mn"`` is a product of matrices; a letter that results lack is reduced, so
+that ranks with parts of it hold partial sums. A dim that is a product of several, before or after
+a reshape, has several letters, major to minor: ``"b(st)->(bs)t"``. Everything that a mesh can do to
+an operation follows of its letters: data and tensor parallelism, split sequences, split vocabulary.
+
+`TABLE` has the rules of torch's operations by name; operations that torch tags as pointwise need no
+row. A rule of one's own is a function of an `Equation` that returns a `Rule`, such as `product` and
+`pointwise` make, given to `functron.partition` as ``rules={"name": rule}``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from functron.partitioning import shards
+from functron.partitioning.placement import Kind
+from functron.partitioning.shards import Run, named
+from functron.program.equations import (
+    Block,
+    Equation,
+    Fresh,
+    Scan,
+    Var,
+    canonical_strides,
+    contiguous_strides,
+)
+
+Labels = tuple[tuple[str, ...], ...]
+"""Of every dim of a value its letters, major to minor; a dim of size 1 may have none."""
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a mesh may do to one equation.
+
+    Attributes:
+        operands: the letters of every tensor among the arguments, in order (`Equation.operands`).
+        results: of every tensor that it returns (`Equation.results`).
+        sizes: of the letters.
+        combined: letters that results lack, with how the results of ranks that hold parts combine.
+        inside: letters that results lack, which `run` combines itself.
+        whole: letters that no axis may split.
+        linear: sets of operands: results are linear in those of a set together, so that they may
+            all be partial sums where the results may be.
+        run: what a rank computes, ``(site, *args, **kwargs)`` on its shards; None: the operation.
+    """
+
+    operands: tuple[Labels, ...]
+    results: tuple[Labels, ...]
+    sizes: Mapping[str, int]
+    combined: Mapping[str, Kind] = field(default_factory=dict)
+    inside: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    run: Run | None = None
+
+    def may_split(self, letter: str) -> bool:
+        """Whether an axis may split it: it is in a result, or combined."""
+        kept = any(letter in dim for labels in self.results for dim in labels)
+        return letter not in self.whole and (
+            kept or letter in self.combined or letter in self.inside
+        )
+
+
+MakeRule = Callable[[Equation], Rule]
+"""The rule of an equation."""
+
+
+def sizes_of(values: Sequence[Var], labels: Sequence[Labels]) -> dict[str, int]:
+    """The sizes of the letters of dims that have one."""
+    found: dict[str, int] = {}
+    for value, dims in zip(values, labels, strict=True):
+        for size, letters in zip(value.shape, dims, strict=True):
+            if len(letters) == 1:
+                found[letters[0]] = size
+    return found
+
+
+def parsed(text: str) -> tuple[tuple[Labels, ...], tuple[Labels, ...]]:
+    """The labels of operands and of results of ``"mk,kn->mn"``; ``"(ab)"`` is one dim of two."""
+    sides = []
+    for side in text.replace(" ", "").split("->"):
+        values = []
+        for word in side.split(","):
+            dims = re.findall(r"\([^)]*\)|[^()]", word)
+            values.append(tuple(tuple(dim.strip("()")) for dim in dims))
+        sides.append(tuple(values))
+    return sides[0], sides[1]
+
+
+def product(text: str) -> MakeRule:
+    """A product that sums over letters that its result lacks, linear in each operand."""
+    operands, results = parsed(text)
+
+    def rule(equation: Equation) -> Rule:
+        sizes = sizes_of(equation.operands, operands)
+        kept = {letter for labels in results for dim in labels for letter in dim}
+        combined: dict[str, Kind] = {letter: "sum" for letter in sizes if letter not in kept}
+        linear = tuple(frozenset({i}) for i in range(len(operands)))
+        return Rule(operands, results, sizes, combined, linear=linear)
+
+    return rule
+
+
+def pointwise(*linear: Sequence[int], run: Run | None = None) -> MakeRule:
+    """An operation on elements, with broadcasting.
+
+    Args:
+        linear: sets of arguments, by position among all, in which it is linear together.
+        run: as in `Rule`.
+    """
+
+    def rule(equation: Equation) -> Rule:
+        shape = _broadcast([value.shape for value in (*equation.operands, *equation.results)])
+        result = _dims(shape)
+        operands = tuple(_aligned(value, shape, result) for value in equation.operands)
+        results = tuple(_aligned(value, shape, result) for value in equation.results)
+        sizes = {letters[0]: size for size, letters in zip(shape, result, strict=True) if letters}
+        return Rule(operands, results, sizes, linear=_sets(equation, linear), run=run)
+
+    return rule
+
+
+def _broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*shapes)) if shapes else ()
+
+
+def _dims(shape: Sequence[int], prefix: str = "d") -> Labels:
+    return tuple((f"{prefix}{i}",) if size != 1 else () for i, size in enumerate(shape))
+
+
+def _aligned(value: Var, shape: Sequence[int], labels: Labels) -> Labels:
+    offset = len(shape) - len(value.shape)
+    return tuple(
+        labels[offset + i] if size == shape[offset + i] else ()
+        for i, size in enumerate(value.shape)
+    )
+
+
+def _sets(equation: Equation, linear: Sequence[Sequence[int]]) -> tuple[frozenset[int], ...]:
+    """Positions among arguments as positions among operands; none with an argument that is none."""
+    places, count = {}, 0
+    for i, argument in enumerate(equation.args):
+        if isinstance(argument, Var):
+            places[i] = count
+            count += 1
+    return tuple(
+        frozenset(places[i] for i in row) for row in linear if all(i in places for i in row)
+    )
+
+
+def _same_dtype(make: MakeRule) -> MakeRule:
+    """A rule of a copy, through which sums of another dtype do not pass: they would be rounded."""
+
+    def rule(equation: Equation) -> Rule:
+        made = make(equation)
+        same = len({value.dtype for value in (*equation.operands, *equation.results)}) == 1
+        return made if same else replace(made, linear=())
+
+    return rule
+
+
+def _unrounded(make: MakeRule) -> MakeRule:
+    """A rule of a quotient, which rounding makes nonlinear."""
+    return lambda e: replace(make(e), linear=()) if e.kwargs.get("rounding_mode") else make(e)
+
+
+def _argument(equation: Equation, name: str, default: Any = None) -> Any:
+    """An argument by the name that the operation's schema gives it."""
+    return named(equation.op, equation.args, equation.kwargs).get(name, default)
+
+
+def _axes(equation: Equation, name: str = "dim") -> list[int]:
+    """The dims that an argument gives, of the first operand; all where it is None or empty."""
+    given, num_dims = _argument(equation, name), len(equation.operands[0].shape)
+    if given is None or given == []:
+        return list(range(num_dims))
+    given = given if isinstance(given, (list, tuple)) else [given]
+    return [dim % num_dims if num_dims else 0 for dim in given]
+
+
+# --- reductions and what is computed along dims
+
+
+def reduction(
+    kind: Kind | None = None, *, linear: bool = False, run: Run | None = None, inside: bool = False
+) -> MakeRule:
+    """A reduction over the dims of argument ``dim``.
+
+    Args:
+        kind: how ranks' results combine; None: the dims are whole, unless `inside`.
+        linear: whether it is.
+        run: as in `Rule`.
+        inside: `run` combines them itself.
+    """
+
+    def rule(equation: Equation) -> Rule:
+        (x,) = equation.operands
+        dims, keep = _axes(equation), bool(_argument(equation, "keepdim", False))
+        labels = _dims(x.shape)
+        letters = [labels[dim][0] for dim in dims if labels[dim]]
+        kept = tuple(
+            () if i in dims else row for i, row in enumerate(labels) if keep or i not in dims
+        )
+        return Rule(
+            (labels,),
+            (kept,) * len(equation.results),
+            sizes_of([x], [labels]),
+            dict.fromkeys(letters, kind) if kind is not None else {},
+            inside=frozenset(letters) if inside else frozenset(),
+            linear=(frozenset({0}),) if linear else (),
+            run=run,
+        )
+
+    return rule
+
+
+def along(
+    name: str = "dim", *, split: Run | None = None, first: int = 1, linear: bool = False
+) -> MakeRule:
+    """An operation along the dim of an argument, the same for every place in the others.
+
+    Args:
+        name: of the argument.
+        split: what ranks compute where the dim is split; None: it is whole.
+        first: how many operands have the dims of the result; others are whole.
+        linear: whether it is, in the first operand.
+    """
+
+    def rule(equation: Equation) -> Rule:
+        x, labels = equation.operands[0], _dims(equation.operands[0].shape)
+        along = [labels[dim][0] for dim in _axes(equation, name) if labels[dim]]
+        # a result may be longer or shorter there, as of topk
+        own = [
+            tuple(
+                (f"{letters[0]}*",) if letters and letters[0] in along and size != old else letters
+                for letters, size, old in zip(labels, value.shape, x.shape, strict=True)
+            )
+            for value in (*equation.operands[:first], *equation.results)
+        ]
+        others = [_dims(value.shape, "o") for value in equation.operands[first:]]
+        operands = (*own[:first], *others)
+        sizes = sizes_of([*equation.operands, *equation.results], [*operands, *own[first:]])
+        whole = {letter for row in others for dim in row for letter in dim}
+        whole |= {letter for letter in sizes if letter.endswith("*")}
+        whole |= set(along) if split is None else set()
+        return Rule(
+            operands,
+            tuple(own[first:]),
+            sizes,
+            whole=frozenset(whole),
+            linear=(frozenset({0}),) if linear else (),
+            run=split,
+        )
+
+    return rule
+
+
+def _layer_norm(equation: Equation) -> Rule:
+    x, labels = equation.operands[0], _dims(equation.operands[0].shape)
+    count = len(_argument(equation, "normalized_shape"))
+    rows = [labels, *(labels[-count:] for _ in equation.operands[1:])]
+    means = tuple(() if i >= len(labels) - count else row for i, row in enumerate(labels))
+    results = (labels, *(means for _ in equation.results[1:]))
+    name = "layer_norm" if equation.name == "native_layer_norm" else "rms_norm"
+    return Rule(tuple(rows), results, sizes_of([x], [labels]), run=getattr(shards, name))
+
+
+def _rows_of(equation: Equation) -> Rule:
+    """An op of functron on rows, the last dim, with vectors that all rows share."""
+    labels = _dims(equation.operands[0].shape)
+    operands = tuple(
+        labels if len(value.shape) == len(labels) else labels[-1:] for value in equation.operands
+    )
+    results = tuple(labels[: len(value.shape)] for value in equation.results)
+    sizes = sizes_of(equation.operands, operands)
+    return Rule(operands, results, sizes, whole=frozenset(labels[-1]), run=shards.own)
+
+
+def _packed_glu(equation: Equation) -> Rule:
+    (y,) = equation.results
+    rows, sizes = _dims(y.shape), sizes_of([y], [_dims(y.shape)])
+    packed = (*rows[:-1], ("half", *rows[-1]))
+    whole = frozenset({"half"})
+    return Rule((packed,), (rows,), {**sizes, "half": 2}, whole=whole, run=shards.own)
+
+
+# --- views and joins
+
+
+def _view(equation: Equation) -> Rule:
+    (x,), (y,) = equation.operands, equation.results
+    before, after, sizes, whole = reshaped(x.shape, y.shape)
+    linear = (frozenset({0}),)
+    return Rule((before,), (after,), sizes, whole=whole, linear=linear, run=shards.reshape)
+
+
+def reshaped(
+    before: Sequence[int], after: Sequence[int]
+) -> tuple[Labels, Labels, dict[str, int], frozenset[str]]:
+    """Labels of a shape and of another with as many elements, sizes, and what must be whole.
+
+    Dims between places where both shapes have as many elements belong together; they are cut into
+    letters wherever one of the shapes cuts them. Where the cuts do not fit, such as of 6 x 4 and
+    4 x 6, the dims are whole.
+    """
+    if math.prod(before) == 0:
+        sides = _dims(before, "x"), _dims(after, "y")
+        sizes = {r[0]: n for row, s in zip(sides, (before, after), strict=True)
+                 for r, n in zip(row, s, strict=True) if r}  # fmt: skip
+        return *sides, sizes, frozenset(sizes)
+    ends = [_ends(before), _ends(after)]
+    cuts = sorted({1, *ends[0], *ends[1]})
+    sizes, whole = {}, set()
+    for number, (start, end) in enumerate(itertools.pairwise(cuts)):
+        # a cut that does not fit the next one has no letter of its own
+        sizes[f"r{number}"] = end // start if end % start == 0 else 0
+    if 0 in sizes.values():
+        return _unaligned(before, after, cuts)
+    places = {cut: i for i, cut in enumerate(cuts)}
+    labels = []
+    for shape in (before, after):
+        start, rows = 1, []
+        for size in shape:
+            end = start * size
+            rows.append(tuple(f"r{i}" for i in range(places[start], places[end])))
+            start = end
+        labels.append(tuple(rows))
+    return labels[0], labels[1], sizes, frozenset(whole)
+
+
+def _ends(shape: Sequence[int]) -> list[int]:
+    found, total = [], 1
+    for size in shape:
+        total *= size
+        found.append(total)
+    return found
+
+
+def _unaligned(before, after, cuts) -> tuple[Labels, Labels, dict[str, int], frozenset[str]]:
+    """As `reshaped`, of shapes some of whose cuts do not fit one another."""
+    shared = sorted({1, *_ends(before)} & {1, *_ends(after)})
+    sizes: dict[str, int] = {}
+    whole: set[str] = set()
+    sides: list[Labels] = []
+    for side, shape in (("x", before), ("y", after)):
+        rows, start = [], 1
+        for i, size in enumerate(shape):
+            end = start * size
+            letter = f"{side}{i}"
+            alone = (
+                start in shared and end in shared and shared.index(end) <= shared.index(start) + 1
+            )
+            if size == 1:
+                rows.append(())
+            elif alone:
+                rows.append((f"s{start}",))
+                sizes[f"s{start}"] = size
+            else:
+                rows.append((letter,))
+                sizes[letter] = size
+                whole.add(letter)
+            start = end
+        sides.append(tuple(rows))
+    # a dim that is alone on one side only belongs to nothing
+    for letter in [k for k in sizes if k.startswith("s")]:
+        if any(all(row != (letter,) for row in labels) for labels in sides):
+            whole.add(letter)
+    return sides[0], sides[1], sizes, frozenset(whole)
+
+
+def _reordered(order: Callable[[Equation, int], Sequence[int]]) -> MakeRule:
+    """A view with the operand's dims in another order; None in it is a new dim of size 1."""
+
+    def rule(equation: Equation) -> Rule:
+        (x,) = equation.operands
+        labels = _dims(x.shape)
+        rows = tuple(() if i is None else labels[i] for i in order(equation, len(labels)))
+        return Rule((labels,), (rows,), sizes_of([x], [labels]), linear=(frozenset({0}),))
+
+    return rule
+
+
+def _swapped(equation: Equation, num_dims: int) -> list[int]:
+    order = list(range(num_dims))
+    a, b = (_argument(equation, name) % num_dims for name in ("dim0", "dim1"))
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _permuted(equation: Equation, num_dims: int) -> list[int]:
+    return [dim % num_dims for dim in _argument(equation, "dims")]
+
+
+def _unsqueezed(equation: Equation, num_dims: int) -> list:
+    order: list = list(range(num_dims))
+    order.insert(_argument(equation, "dim") % (num_dims + 1), None)
+    return order
+
+
+def _squeezed(equation: Equation, num_dims: int) -> list[int]:
+    shape = equation.operands[0].shape
+    dims = _axes(equation)
+    return [i for i in range(num_dims) if i not in dims or shape[i] != 1]
+
+
+def _expanded(equation: Equation) -> Rule:
+    (x,), (y,) = equation.operands, equation.results
+    labels = _dims(y.shape)
+    linear = (frozenset({0}),)
+    sizes = sizes_of([y], [labels])
+    return Rule((_aligned(x, y.shape, labels),), (labels,), sizes, linear=linear, run=shards.expand)
+
+
+def _repeated(equation: Equation) -> Rule:
+    (x,), (y,) = equation.operands, equation.results
+    offset = len(y.shape) - len(x.shape)
+    labels = _dims(x.shape)
+    rows: list[tuple[str, ...]] = []
+    sizes = sizes_of([x], [labels])
+    for i, times in enumerate(_argument(equation, "repeats")):
+        inner = labels[i - offset] if i >= offset else ()
+        rows.append((f"t{i}", *inner) if times != 1 else inner)
+        sizes |= {f"t{i}": times} if times != 1 else {}
+    whole = frozenset(letter for letter in sizes if letter.startswith("t"))
+    return Rule((labels,), (tuple(rows),), sizes, whole=whole, linear=(frozenset({0}),))
+
+
+def _cut(equation: Equation) -> Rule:
+    """Parts of a dim: where they are equal, each has the same letter of it."""
+    (x,), results = equation.operands, equation.results
+    dim = _axes(equation)[0] if "dim" in _names(equation) else 0
+    labels = list(_dims(x.shape))
+    parts = {value.shape[dim] for value in results}
+    even = len(parts) == 1 and len(results) * min(parts) == x.shape[dim]
+    sizes = sizes_of([x], [tuple(labels)])
+    outer = labels[dim]
+    if even and len(results) > 1:
+        inner = ("part",) if results[0].shape[dim] != 1 else ()
+        outer = ("parts", *inner)
+        sizes |= {"parts": len(results), "part": results[0].shape[dim]}
+        after = [tuple(inner if i == dim else row for i, row in enumerate(labels))] * len(results)
+        whole = frozenset({"parts"})
+    else:
+        whole = frozenset() if len(results) == 1 and even else frozenset(outer) | {"cut"}
+        own = [("cut",) if whole and value.shape[dim] != 1 else () for value in results]
+        own = own if whole else [outer]
+        after = [
+            tuple(own[k] if i == dim else row for i, row in enumerate(labels))
+            for k in range(len(results))
+        ]
+        sizes["cut"] = 0
+    before = tuple(outer if i == dim else row for i, row in enumerate(labels))
+    linear = (frozenset({0}),)
+    return Rule((before,), tuple(after), sizes, whole=whole, linear=linear, run=shards.cut)
+
+
+def _names(equation: Equation) -> set[str]:
+    op: Any = equation.op
+    return {argument.name for argument in op._schema.arguments}
+
+
+def _selected(equation: Equation) -> Rule:
+    """One place, or a range, of a dim, which is whole unless the range is all of it."""
+    (x,), (y,) = equation.operands, equation.results
+    dim, labels = _axes(equation)[0], _dims(x.shape)
+    linear = (frozenset({0}),)
+    sizes = sizes_of([x], [labels])
+    if len(y.shape) < len(x.shape):
+        rows = tuple(row for i, row in enumerate(labels) if i != dim)
+        return Rule((labels,), (rows,), sizes, whole=frozenset(labels[dim]), linear=linear)
+    if y.shape[dim] == x.shape[dim] and _argument(equation, "step", 1) == 1:
+        return Rule((labels,), (labels,), sizes, linear=linear, run=shards.same)
+    own = ("cut",) if y.shape[dim] != 1 else ()
+    rows = tuple(own if i == dim else row for i, row in enumerate(labels))
+    whole = frozenset({*labels[dim], "cut"})
+    return Rule((labels,), (rows,), {**sizes, "cut": y.shape[dim]}, whole=whole, linear=linear)
+
+
+def _joined(equation: Equation) -> Rule:
+    """Parts one after another along a dim; where they are equal, with one letter for all."""
+    operands, (y,) = equation.operands, equation.results
+    linear = (frozenset(range(len(operands))),)
+    stacked = equation.name == "stack"
+    dim = (_argument(equation, "dim") or 0) % len(y.shape)
+    labels = list(_dims(y.shape))
+    sizes = sizes_of([y], [tuple(labels)])
+    if stacked:
+        own = tuple(row for i, row in enumerate(labels) if i != dim)
+        after = tuple(("parts",) if i == dim else row for i, row in enumerate(labels))
+        sizes |= {"parts": len(operands)}
+        rule = Rule((own,) * len(operands), (after,), sizes, linear=linear)
+        return replace(rule, whole=frozenset({"parts"}))
+    parts = {value.shape[dim] if value.shape != (0,) else 0 for value in operands}
+    if len(parts) == 1 and len(operands) > 1:
+        inner = ("part",) if min(parts) != 1 else ()
+        before = tuple(inner if i == dim else row for i, row in enumerate(labels))
+        after = tuple(("parts", *inner) if i == dim else row for i, row in enumerate(labels))
+        sizes |= {"parts": len(operands), "part": min(parts)}
+        rule = Rule((before,) * len(operands), (after,), sizes, linear=linear)
+        return replace(rule, whole=frozenset({"parts"}))
+    rows, whole = [], set(labels[dim])
+    for number, value in enumerate(operands):
+        if len(value.shape) != len(y.shape):
+            rows.append(_dims(value.shape, f"e{number}."))
+            whole |= {letter for row in rows[-1] for letter in row}
+            continue
+        own = (f"p{number}",) if value.shape[dim] != 1 else ()
+        own = labels[dim] if value.shape[dim] == y.shape[dim] else own
+        rows.append(tuple(own if i == dim else row for i, row in enumerate(labels)))
+        whole |= set(own)
+    sizes |= sizes_of(operands, rows)
+    return Rule(tuple(rows), (tuple(labels),), sizes, whole=frozenset(whole), linear=linear)
+
+
+def _padded(equation: Equation) -> Rule:
+    (x,), (y,) = equation.operands, equation.results
+    labels = _dims(x.shape)
+    changed = [i for i, (a, b) in enumerate(zip(x.shape, y.shape, strict=True)) if a != b]
+    rows = tuple(
+        (f"q{i}",) if i in changed and y.shape[i] != 1 else row for i, row in enumerate(labels)
+    )
+    whole = frozenset(letter for i in changed for letter in (*labels[i], *rows[i]))
+    sizes = sizes_of([x, y], [labels, rows])
+    linear = (frozenset({0}),) if not _argument(equation, "value", 0) else ()
+    return Rule((labels,), (rows,), sizes, whole=whole, linear=linear)
+
+
+def _windowed(equation: Equation) -> Rule:
+    """A view by strides, and a write through one: of ranges of dims, those are whole."""
+    x = equation.operands[0]
+    given = named(equation.op, equation.args, equation.kwargs)
+    places = given["size"], given["stride"], given["storage_offset"]
+    spans = shards.window(x.shape, *places)
+    contiguous = canonical_strides(x.shape, x.stride) == contiguous_strides(x.shape)
+    if spans is None or not contiguous:
+        return whole(equation)
+    labels = _dims(x.shape)
+    rows = [
+        row if span.size == size else (f"w{i}",) if span.size != 1 else ()
+        for i, (row, span, size) in enumerate(zip(labels, spans, x.shape, strict=True))
+    ]
+    shown = tuple(row for row, span in zip(rows, spans, strict=True) if span.kept)
+    scatters = equation.name == "as_strided_scatter"
+    operands = (labels, shown) if scatters else (labels,)
+    results = (labels,) if scatters else (shown,)
+    values = (*equation.operands, *equation.results)
+    sizes = sizes_of(values, (*operands, *results))
+    cut = {letter for i, span in enumerate(spans) if span.size != x.shape[i]
+           for letter in (*labels[i], *rows[i])}  # fmt: skip
+    linear = (frozenset(range(len(operands))),)
+    run = getattr(shards, equation.name)
+    return Rule(operands, results, sizes, whole=frozenset(cut), linear=linear, run=run)
+
+
+# --- lookups
+
+
+def _embedding(equation: Equation) -> Rule:
+    weight, ids = equation.operands
+    rows = _dims(ids.shape, "i")
+    table = _dims(weight.shape, "w")
+    sizes = sizes_of([weight, ids], [table, rows])
+    combined: dict[str, Kind] = dict.fromkeys(table[0], "sum")
+    return Rule(
+        (table, rows),
+        ((*rows, table[1]),),
+        sizes,
+        combined,
+        linear=(frozenset({0}),),
+        run=shards.embedding,
+    )
+
+
+def _gather(equation: Equation) -> Rule:
+    x, index = equation.operands
+    dim = _argument(equation, "dim") % max(len(x.shape), 1)
+    table, rows, whole = [], [], set()
+    for i, (size, count) in enumerate(zip(x.shape, index.shape, strict=True)):
+        if i == dim or size != count:
+            table.append((f"v{i}",) if size != 1 else ())
+            rows.append((f"i{i}",) if count != 1 else ())
+            whole |= set(table[-1]) if i != dim else set()
+        else:
+            table.append((f"d{i}",) if size != 1 else ())
+            rows.append(table[-1])
+    sizes = sizes_of([x, index], [tuple(table), tuple(rows)])
+    combined: dict[str, Kind] = dict.fromkeys(table[dim], "sum") if table else {}
+    return Rule(
+        (tuple(table), tuple(rows)),
+        (tuple(rows),),
+        sizes,
+        combined,
+        whole=frozenset(whole),
+        linear=(frozenset({0}),),
+        run=shards.gather,
+    )
+
+
+def _index(equation: Equation) -> Rule:
+    """Advanced indexing with integer tensors; with one of them, along a dim that may be split."""
+    x, *found = equation.operands
+    if equation.name == "index_select":
+        dims = [_argument(equation, "dim") % max(len(x.shape), 1)]
+    else:
+        dims = [i for i, index in enumerate(equation.args[1]) if index is not None]
+    shape = _broadcast([index.shape for index in found])
+    rows = _dims(shape, "i")
+    labels = _dims(x.shape, "x")
+    adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
+    place = dims[0] if adjacent else 0
+    rest = [(i, row) for i, row in enumerate(labels) if i not in dims]
+    before = [row for i, row in rest if i < place]
+    after = [row for i, row in rest if i >= place]
+    operands = (labels, *(_aligned(index, shape, rows) for index in found))
+    sizes = sizes_of([x], [labels]) | {
+        row[0]: size for row, size in zip(rows, shape, strict=True) if row
+    }
+    indexed = {letter for dim in dims for letter in labels[dim]}
+    one = len(dims) == 1
+    return Rule(
+        operands,
+        ((*before, *rows, *after),),
+        sizes,
+        dict.fromkeys(indexed, "sum") if one else {},
+        whole=frozenset() if one else frozenset(indexed),
+        linear=(frozenset({0}),),
+        run=shards.index if one else None,
+    )
+
+
+def _nll_loss(equation: Equation) -> Rule:
+    x, target, *weight = equation.operands
+    labels = _dims(x.shape)
+    rows = labels[:-1]
+    results = (rows if _argument(equation, "reduction") == 0 else (), ())
+    inside = {letter for row in labels for letter in row}
+    operands = (labels, rows[: len(target.shape)], *((labels[-1],) for _ in weight))
+    whole = frozenset(labels[-1]) if weight else frozenset()
+    sizes = sizes_of([x], [labels])
+    return Rule(
+        operands, results, sizes, inside=frozenset(inside) - whole, whole=whole,
+        run=shards.nll_loss,
+    )  # fmt: skip
+
+
+def _attention(equation: Equation) -> Rule:
+    """Attention: batch and heads split, and queries where no causal mask counts their places."""
+    given = named(equation.op, equation.args, equation.kwargs)
+    q, k = equation.operands[:2]
+    groups = q.shape[1] // k.shape[1]
+    heads = ("h", "g") if groups > 1 else ("h",)
+    rows = [(("b",), heads, ("s",), ("d",)), (("b",), ("h",), ("t",), ("d",)),
+            (("b",), ("h",), ("t",), ("e",))]  # fmt: skip
+    v = equation.operands[2]
+    sizes = {"b": q.shape[0], "h": k.shape[1], "g": groups, "s": q.shape[2], "d": q.shape[3],
+             "t": k.shape[2], "e": v.shape[3]}  # fmt: skip
+    for mask in equation.operands[3:]:
+        full = (rows[0][0], heads, ("s",), ("t",))
+        full = full[4 - len(mask.shape) :]
+        shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])[4 - len(mask.shape) :]
+        pairs = zip(full, mask.shape, shape, strict=True)
+        rows.append(tuple(row if size == whole else () for row, size, whole in pairs))
+    out = (rows[0][0], heads, ("s",), ("e",))
+    lse = out[:3]
+    results = [
+        out,
+        *(lse if len(r.shape) == 3 else ((),) * len(r.shape) for r in equation.results[1:]),
+    ]
+    whole = {"d", "t", "e", *(["s"] if given.get("is_causal") else [])}
+    rule = Rule(tuple(rows), tuple(results), sizes, whole=frozenset(whole), run=shards.attention)
+    return _without_units(rule, equation)
+
+
+def _without_units(rule: Rule, equation: Equation) -> Rule:
+    """`rule` whose letters of size 1 no axis may split."""
+    units = {letter for letter, size in rule.sizes.items() if size == 1}
+    return replace(rule, whole=rule.whole | units)
+
+
+def _convolution(equation: Equation) -> Rule:
+    x, _, *bias = equation.operands
+    space = [(f"k{i}",) for i in range(len(x.shape) - 2)]
+    places = [(f"s{i}",) for i in range(len(x.shape) - 2)]
+    outs = [(f"z{i}",) for i in range(len(x.shape) - 2)]
+    rows = [(("b",), ("c",), *places), (("o",), ("c",), *space), *((("o",),) for _ in bias)]
+    (y,) = equation.results
+    result = (("b",), ("o",), *outs)
+    sizes = sizes_of([*equation.operands, y], [*rows, result])
+    grouped = _argument(equation, "groups") != 1 or _argument(equation, "transposed")
+    whole = {row[0] for row in (*space, *places, *outs)}
+    whole |= {"c", "o"} if grouped else ({"c"} if bias else set())
+    if grouped:
+        rows[1] = (("o",), ("m",), *space) if not _argument(equation, "transposed") else (
+            ("c",), ("m",), *space)  # fmt: skip
+        whole |= {"m"}
+        sizes = sizes_of([*equation.operands, y], [*rows, result])
+    combined: dict[str, Kind] = {} if "c" in whole else {"c": "sum"}
+    return _without_units(
+        Rule(tuple(rows), (result,), sizes, combined, whole=frozenset(whole)), equation
+    )
+
+
+def factory(equation: Equation) -> Rule:
+    """A new tensor of known numbers: every rank makes all of it, and takes its part at use."""
+    results = tuple(_dims(value.shape, f"n{i}.") for i, value in enumerate(equation.results))
+    operands = tuple(_dims(value.shape, f"o{i}.") for i, value in enumerate(equation.operands))
+    values = [*equation.results, *equation.operands]
+    sizes = sizes_of(values, [*results, *operands])
+    return Rule(operands, results, sizes, whole=frozenset(sizes))
+
+
+def whole(equation: Equation) -> Rule:
+    """An operation that every rank runs on replicated operands."""
+    return factory(equation)
+
+
+def _linear_whole(equation: Equation) -> Rule:
+    return replace(whole(equation), linear=(frozenset({0}),))
+
+
+_FIRST = pointwise((0,))
+_BOTH = pointwise((0, 1))
+
+
+def _rows(names: str, rule: MakeRule) -> dict[str, MakeRule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+TABLE: Mapping[str, MakeRule] = MappingProxyType(
+    {
+        "mm": product("mk,kn->mn"),
+        "bmm": product("bmk,bkn->bmn"),
+        "mv": product("mk,k->m"),
+        "dot": product("k,k->"),
+        "convolution": _convolution,
+        **_rows("add sub", _BOTH),
+        "copy": pointwise((1,), run=shards.copy),
+        "fill": pointwise(run=shards.copy),
+        "mul": pointwise((0,), (1,)),
+        "div": _unrounded(_FIRST),
+        "where": pointwise((1, 2)),
+        **_rows("neg clone alias detach lift_fresh_copy contiguous", _FIRST),
+        **_rows("conj real positive", _FIRST),
+        "constrain": pointwise((0,), run=shards.same),
+        "checkpoint_name": pointwise((0,), run=shards.name),
+        "_to_copy": _same_dtype(_FIRST),
+        "masked_fill": lambda e: pointwise(*([(0,)] if e.args[2] == 0 else []))(e),
+        **_rows("zeros_like ones_like full_like empty_like", pointwise()),
+        **_rows("check_ids", pointwise()),
+        **_rows("arange full zeros ones scalar_tensor empty eye linspace", factory),
+        **_rows("new_zeros new_ones new_full new_empty tril_indices triu_indices", factory),
+        "sum": reduction("sum", linear=True),
+        "mean": reduction("sum", linear=True, run=shards.mean),
+        "amax": reduction("max"),
+        "amin": reduction("min"),
+        "any": reduction("max"),
+        "all": reduction("min"),
+        **_rows("prod var std argmax argmin max min var_mean", reduction()),
+        "logsumexp": reduction(run=shards.logsumexp, inside=True),
+        "linalg_vector_norm": reduction(run=shards.norm, inside=True),
+        "_softmax": along(split=shards.softmax),
+        "_log_softmax": along(split=shards.log_softmax),
+        **_rows("cumsum", along(linear=True)),
+        **_rows("cumprod sort topk argsort flip kthvalue logcumsumexp", along()),
+        "flip": along("dims", linear=True),
+        "roll": along("dims", linear=True),
+        **_rows("native_layer_norm _fused_rms_norm", _layer_norm),
+        **_rows("rms_norm add_rms_norm layer_norm add_layer_norm", _rows_of),
+        "glu": pointwise(run=shards.own),
+        "glu_packed": _packed_glu,
+        **_rows("view _unsafe_view reshape _reshape_alias", _view),
+        "t": _reordered(lambda e, n: list(range(n))[::-1]),
+        "transpose": _reordered(_swapped),
+        "permute": _reordered(_permuted),
+        "unsqueeze": _reordered(_unsqueezed),
+        "squeeze": _reordered(_squeezed),
+        "expand": _expanded,
+        "repeat": _repeated,
+        **_rows("split split_with_sizes unsafe_split chunk", _cut),
+        **_rows("select slice narrow", _selected),
+        **_rows("cat stack", _joined),
+        "constant_pad_nd": _padded,
+        **_rows("tril triu diagonal unfold unbind", _linear_whole),
+        "as_strided": _windowed,
+        "as_strided_scatter": _windowed,
+        "embedding": _embedding,
+        "gather": _gather,
+        **_rows("index index_select", _index),
+        **_rows("scatter scatter_add", along(first=3)),
+        "nll_loss_forward": _nll_loss,
+        **_rows(
+            "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+            "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
+            _attention,
+        ),
+    }
+)
+"""The rules of operations, by the name that `Equation.name` has."""
+
+
+def rule_of(equation: Equation, own: Mapping[str, MakeRule] = _NONE) -> Rule | None:
+    """The rule of an equation: one of the caller's own, of `TABLE`, or by torch's tags; or None."""
+    make = own.get(equation.name) or TABLE.get(equation.name)
+    if make is None and torch.Tag.pointwise in getattr(equation.op, "tags", ()):
+        make = pointwise()
+    return None if make is None else make(equation)
+
+
+_aten = torch.ops.aten
+
+
+def inlined(block: Block) -> Block:
+    """The block, in which every view is taken once, and ``bias + a @ b`` is a product and a sum.
+
+    A value that several products read through views of their own is then gathered once for all,
+    and products have rules without exceptions.
+    """
+    fresh = Fresh(block)
+    return _inlined(block, fresh)
+
+
+def _inlined(block: Block, fresh: Fresh) -> Block:
+    equations: list[Equation] = []
+    for equation in _views_once(block):
+        if isinstance(equation.op, Scan):
+            op: Any = replace(equation.op, body=_inlined(equation.op.body, fresh))
+            equations.append(replace(equation, op=op))
+        elif hasattr(equation.op, "body"):
+            op = equation.op
+            back = op.backward and _inlined(op.backward, fresh)
+            op = replace(op, body=_inlined(op.body, fresh), backward=back)
+            equations.append(replace(equation, op=op))
+        elif equation.name in ("addmm", "baddbmm") or _has_bias(equation):
+            equations += _parts(equation, fresh)
+        else:
+            equations.append(equation)
+    return replace(block, equations=tuple(equations))
+
+
+def _views_once(block: Block) -> list[Equation]:
+    """The equations without views that one before is the same as."""
+    first: dict[Any, Sequence[Var]] = {}
+    same: dict[Var, Var] = {}
+    kept = []
+    outputs = {value for value in block.outputs if isinstance(value, Var)}
+    for equation in block.equations:
+        if any(value in same for value in equation.operands):
+            args, kwargs = pytree.tree_map_only(
+                Var, lambda v: same.get(v, v), (equation.args, dict(equation.kwargs))
+            )
+            equation = replace(equation, args=args, kwargs=kwargs)
+        if equation.aliases and not outputs & {*equation.results}:
+            key = repr((str(equation.op), pytree.tree_map_only(Var, id, equation.args)))
+            if key in first:
+                same.update(zip(equation.results, first[key], strict=True))
+                continue
+            first[key] = equation.results
+        kept.append(equation)
+    return kept
+
+
+def _has_bias(equation: Equation) -> bool:
+    return equation.name == "convolution" and equation.args[2] is not None
+
+
+def _parts(equation: Equation, fresh: Fresh) -> list[Equation]:
+    (y,), where = equation.results, equation.where
+    product = fresh.like(y, "product")
+    if equation.name == "convolution":
+        x, w, bias, *rest = equation.args
+        shape = [1, bias.shape[0], *[1] * (len(y.shape) - 2)]
+        view = fresh.like(bias, "bias", shape=tuple(shape), stride=contiguous_strides(shape))
+        return [
+            replace(equation, args=(x, w, None, *rest), outputs=(product,)),
+            Equation(_aten.view.default, (bias, shape), {}, (view,), where),
+            Equation(_aten.add.Tensor, (product, view), {}, (y,), where),
+        ]
+    bias, a, b = equation.args[:3]
+    beta, alpha = (equation.kwargs.get(name, 1) for name in ("beta", "alpha"))
+    op = _aten.mm.default if equation.name == "addmm" else _aten.bmm.default
+    made = [Equation(op, (a, b), {}, (product,), where)]
+    if beta != 1:
+        scaled = fresh.like(bias, "scaled")
+        made.append(Equation(_aten.mul.Tensor, (bias, beta), {}, (scaled,), where))
+        bias = scaled
+    kwargs = {"alpha": alpha} if alpha != 1 else {}
+    return [*made, Equation(_aten.add.Tensor, (bias, product), kwargs, (y,), where)]

@@ -1,0 +1,395 @@
+"""Operations on shards: what a rank computes where an operation is more than itself on its part.
+
+Views have sizes of their own on every rank. A mean divides by the global count. What is computed
+along a split dim, such as a softmax or a lookup in a split vocabulary, needs statistics of all of
+it, a maximum and a sum, never the values. All are plain functions on `functron.lax`, so that they
+are simulated, differentiated and traced like everything else in a per-rank program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from functron.core import compat
+from functron.ops import Op
+from functron.ops import attention as attention_ops
+from functron.ops.glu import GLU, GLU_PACKED
+from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from functron.partitioning.placement import Digits, Sizes
+from functron.program.equations import Equation, contiguous_strides
+from functron.spmd import collectives as lax
+from functron.transforms.policies import checkpoint_name
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a rank runs an equation.
+
+    Attributes:
+        equation: of the program in global view.
+        operands: the letters of every operand's dims.
+        letters: the axes that split each letter; letters that none splits are missing.
+        sizes: of the letters, globally.
+        shapes: of this rank's part of every result.
+        axes: the sizes of the mesh axes.
+    """
+
+    equation: Equation
+    operands: Sequence[Any]
+    letters: Mapping[str, Digits]
+    sizes: Mapping[str, int]
+    shapes: Sequence[tuple[int, ...]]
+    axes: Sizes
+
+    @property
+    def op(self) -> Any:
+        """The operation itself, for letters that are not split."""
+        return self.equation.op
+
+    def names(self, letters: Sequence[str]) -> list[str]:
+        """The axes that split these letters."""
+        return [d.axis for letter in letters for d in self.letters.get(letter, ())]
+
+    def split(self, operand: int, dim: int) -> list[str]:
+        """The axes that split a dim of an operand."""
+        return self.names(self.operands[operand][dim])
+
+    def local(self, ids: torch.Tensor, letter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where global indices are in this rank's part of a letter, and whether they are there."""
+        size, here = self.sizes[letter], torch.ones_like(ids, dtype=torch.bool)
+        for outer, axis in reversed(self.letters.get(letter, ())):
+            n = self.axes[axis]
+            block = size // (outer * n)
+            here = here & (ids // block % n == lax.axis_index(axis))
+            ids = ids // (block * n) * block + ids % block
+            size //= n
+        return ids, here
+
+
+Run = Callable[..., Any]
+"""What a rank computes: ``(site, *args, **kwargs)`` on its shards to the results."""
+
+
+def named(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the names of an operation's schema, with its defaults."""
+    found = {}
+    for position, argument in enumerate(op._schema.arguments):
+        if position < len(args):
+            found[argument.name] = args[position]
+        elif argument.name in kwargs:
+            found[argument.name] = kwargs[argument.name]
+        elif argument.has_default_value():
+            found[argument.name] = argument.default_value
+    return found
+
+
+def _total(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+    return lax.psum(x, axes) if axes else x
+
+
+def same(site: Site, x, *args, **kwargs):
+    """x itself."""
+    return x
+
+
+_OWN: Mapping[str, Op] = MappingProxyType(
+    {op.name: op for op in (RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM, GLU, GLU_PACKED)}
+)
+
+
+def own(site: Site, *args):
+    """An op of functron, with its derivative."""
+    return _OWN[site.equation.name](*args)
+
+
+def name(site: Site, x, name):
+    """x, marked by a name for the policies of remat."""
+    return checkpoint_name(x, name)
+
+
+def copy(site: Site, x, source, *args, **kwargs):
+    """`source` in the shape and dtype of x, whose numbers do not matter."""
+    if not isinstance(source, torch.Tensor):
+        return torch.full_like(x, source)
+    return source.to(x.dtype).expand(x.shape)
+
+
+def reshape(site: Site, x, *args, **kwargs):
+    """x in the shape that this rank's part of the result has."""
+    return x.reshape(site.shapes[0])
+
+
+def expand(site: Site, x, *args, **kwargs):
+    """x expanded to this rank's part of the result."""
+    return x.expand(site.shapes[0])
+
+
+def cut(site: Site, x, *args, **kwargs):
+    """Parts of x of the sizes of this rank's parts."""
+    operand, (dim,) = site.equation.operands[0], _dims(site)
+    results = site.equation.results
+    if sum(value.shape[dim] for value in results) != operand.shape[dim]:
+        return site.op(x, *args, **kwargs)
+    return x.split([shape[dim] for shape in site.shapes], dim)
+
+
+def _dims(site: Site) -> list[int]:
+    given = named(site.equation.op, site.equation.args, site.equation.kwargs).get("dim")
+    count = len(site.equation.operands[0].shape)
+    if given is None or given == []:
+        return list(range(count))
+    return [dim % max(count, 1) for dim in (given if isinstance(given, (list, tuple)) else [given])]
+
+
+def mean(site: Site, x, *args, **kwargs):
+    """This rank's part of the mean: its sum, divided by the global count."""
+    dims, shape = _dims(site), site.equation.operands[0].shape
+    count = math.prod(shape[dim] for dim in dims)
+    keep = len(site.equation.results[0].shape) == len(shape)
+    return x.sum(dims, keepdim=keep, dtype=kwargs.get("dtype")) / count
+
+
+def softmax(site: Site, x, dim, half_to_float=False):
+    """Softmax along a dim that may be split: two reductions of one number per row."""
+    axes = site.split(0, dim)
+    if not axes:
+        return site.op(x, dim, half_to_float)
+    x = x.float() if half_to_float else x
+    e = (x - _largest(x, dim, axes)).exp()
+    return e / _total(e.sum(dim, keepdim=True), axes)
+
+
+def log_softmax(site: Site, x, dim, half_to_float=False):
+    """The logarithm of `softmax`."""
+    axes = site.split(0, dim)
+    if not axes:
+        return site.op(x, dim, half_to_float)
+    x = x.float() if half_to_float else x
+    x = x - _largest(x, dim, axes)
+    return x - _total(x.exp().sum(dim, keepdim=True), axes).log()
+
+
+def _largest(x: torch.Tensor, dim, axes: Sequence[str]) -> torch.Tensor:
+    """The maximum over dims and ranks, with no derivative; 0 where it is infinite."""
+    most = lax.pmax(lax.stop_gradient(x).amax(dim, keepdim=True), axes)
+    return torch.where(most.abs() == math.inf, torch.zeros_like(most), most)
+
+
+def logsumexp(site: Site, x, *args, **kwargs):
+    """log sum exp over dims that may be split."""
+    dims = _dims(site)
+    axes = [name for dim in dims for name in site.split(0, dim)]
+    if not axes:
+        return site.op(x, *args, **kwargs)
+    most = _largest(x, dims, axes)
+    out = _total((x - most).exp().sum(dims, keepdim=True), axes).log() + most
+    return out.reshape(site.shapes[0])
+
+
+def norm(site: Site, x, ord=2, *args, **kwargs):  # noqa: A002
+    """The vector norm over dims that may be split."""
+    dims = _dims(site)
+    axes = [name for dim in dims for name in site.split(0, dim)]
+    if not axes:
+        return site.op(x, ord, *args, **kwargs)
+    x = x.to(kwargs.get("dtype") or x.dtype).abs()
+    if ord in (math.inf, -math.inf):
+        reduce = lax.pmax if ord > 0 else lax.pmin
+        return reduce((x.amax(dims) if ord > 0 else x.amin(dims)), axes).reshape(site.shapes[0])
+    if ord == 0:
+        return _total((x != 0).to(x.dtype).sum(dims), axes).reshape(site.shapes[0])
+    return (_total((x**ord).sum(dims), axes) ** (1 / ord)).reshape(site.shapes[0])
+
+
+def layer_norm(site: Site, x, normalized_shape, weight, bias, eps):
+    """Layer normalisation of dims that may be split: the mean, then the variance, are summed."""
+    dims = list(range(-len(normalized_shape), 0))
+    axes = [name for dim in dims for name in site.split(0, dim)]
+    if not axes:
+        return site.op(x, normalized_shape, weight, bias, eps)
+    count = math.prod(normalized_shape)
+    mean = _total(x.sum(dims, keepdim=True), axes) / count
+    variance = _total((x - mean).square().sum(dims, keepdim=True), axes) / count
+    scale = (variance + eps).rsqrt()
+    y = (x - mean) * scale
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias), mean, scale
+
+
+def rms_norm(site: Site, x, normalized_shape, weight=None, eps=None):
+    """Root-mean-square normalisation of dims that may be split."""
+    dims = list(range(-len(normalized_shape), 0))
+    axes = [name for dim in dims for name in site.split(0, dim)]
+    if not axes:
+        return site.op(x, normalized_shape, weight, eps)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    total = _total(x.square().sum(dims, keepdim=True), axes)
+    scale = (total / math.prod(normalized_shape) + eps).rsqrt()
+    return (x * scale if weight is None else x * scale * weight), scale
+
+
+class Span(NamedTuple):
+    """A range of a dim that a window shows.
+
+    Attributes:
+        start: where it begins.
+        size: how long it is.
+        kept: the window has the dim; otherwise it is one place of it.
+    """
+
+    start: int
+    size: int
+    kept: bool
+
+
+def window(shape: Sequence[int], size, stride, offset) -> list[Span] | None:
+    """The ranges of a contiguous tensor's dims that a strided view shows; None for other views.
+
+    Args:
+        shape: of the tensor.
+        size, stride, offset: of the view, in elements.
+    """
+    spans, rest, dims = [], offset or 0, list(zip(size, stride, strict=True))
+    for length, step in zip(shape, contiguous_strides(shape), strict=True):
+        start, rest = divmod(rest, max(step, 1))
+        kept = bool(dims) and dims[0][1] == step and start + dims[0][0] <= length
+        span = Span(start, dims.pop(0)[0] if kept else 1, kept)
+        if span.start + span.size > length:
+            return None
+        spans.append(span)
+    return None if dims or rest else spans
+
+
+def _narrowed(x: torch.Tensor, spans: Sequence[Span], shape: Sequence[int]) -> torch.Tensor:
+    for dim, (span, size) in enumerate(zip(spans, shape, strict=True)):
+        if span.size != size:
+            x = x.narrow(dim, span.start, span.size)
+    return x.squeeze([i for i, span in enumerate(spans) if not span.kept])
+
+
+def as_strided(site: Site, x, size, stride, offset=None):
+    """The window of x that a strided view of the whole value shows."""
+    shape = site.equation.operands[0].shape
+    spans = window(shape, size, stride, offset)
+    return site.op(x, size, stride, offset) if spans is None else _narrowed(x, spans, shape)
+
+
+def as_strided_scatter(site: Site, x, source, size, stride, offset=None):
+    """x, with other values in that window."""
+    shape = site.equation.operands[0].shape
+    spans = window(shape, size, stride, offset)
+    if spans is None:
+        return site.op(x, source, size, stride, offset)
+    for dim, span in enumerate(spans):
+        source = source if span.kept else source.unsqueeze(dim)
+    return _placed(x, source, spans, shape, 0)
+
+
+def _placed(x, source, spans: Sequence[Span], shape: Sequence[int], dim: int) -> torch.Tensor:
+    """x with `source` in the window that dims from `dim` on show."""
+    if dim == len(spans):
+        return source
+    span = spans[dim]
+    if span.size == shape[dim]:
+        return _placed(x, source, spans, shape, dim + 1)
+    inner = _placed(x.narrow(dim, span.start, span.size), source, spans, shape, dim + 1)
+    return x.slice_scatter(inner, dim, span.start, span.start + span.size)
+
+
+def _masked(values: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+    return torch.where(here, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def embedding(site: Site, weight, ids, *args, **kwargs):
+    """Rows of a table; zeros for those that are in another rank's part of it."""
+    letters = site.operands[0][0]
+    if not site.names(letters):
+        return site.op(weight, ids, *args, **kwargs)
+    local, here = site.local(ids, letters[0])
+    return _masked(F.embedding(torch.where(here, local, 0), weight), here.unsqueeze(-1))
+
+
+def gather(site: Site, x, dim, index, **kwargs):
+    """Elements along a dim; zeros for those that are in another rank's part of it."""
+    labels: Any = site.operands[0]
+    letters: list[str] = [*labels[dim]] if labels else []
+    if not site.names(letters):
+        return torch.gather(x, dim, index)
+    local, here = site.local(index, letters[0])
+    return _masked(torch.gather(x, dim, torch.where(here, local, 0)), here)
+
+
+def index(site: Site, x, *args: Any, **kwargs):
+    """Rows along one dim; zeros for those that are in another rank's part of it."""
+    if site.equation.name == "index_select":
+        dim, ids = args[0] % max(x.dim(), 1), args[1]
+    else:
+        dim, ids = next((i, ids) for i, ids in enumerate(args[0]) if ids is not None)
+    letters = site.operands[0][dim]
+    if not site.names(letters):
+        return site.op(x, *args, **kwargs)
+    size = site.sizes[letters[0]]
+    local, here = site.local(torch.where(ids < 0, ids + size, ids), letters[0])
+    rows = x[(*(slice(None),) * dim, torch.where(here, local, 0))]
+    return _masked(rows, here.reshape(*here.shape, *(1,) * (x.dim() - 1 - dim)))
+
+
+def nll_loss(site: Site, x, target, weight, reduction, ignore_index):
+    """The negative log likelihoods of targets, and how many count, over a split vocabulary."""
+    labels = site.operands[0]
+    if weight is not None and not site.names([letter for row in labels for letter in row]):
+        return site.op(x, target, weight, reduction, ignore_index)
+    counts = target != ignore_index
+    ids = torch.where(counts, target, 0).unsqueeze(-1)
+    letters = labels[-1]
+    if site.names(letters):
+        local, here = site.local(ids, letters[0])
+        ids, counts_here = torch.where(here, local, 0), here
+        picked = _total(_masked(x.gather(-1, ids), counts_here), site.names(letters)).squeeze(-1)
+    else:
+        picked = x.gather(-1, ids).squeeze(-1)
+    weights = counts.to(x.dtype)
+    if weight is not None:
+        weights = weights * weight[ids.squeeze(-1)]
+    losses = torch.where(counts, -picked, torch.zeros_like(picked))
+    losses = losses if weight is None else losses * weights
+    if reduction == 0:
+        return losses, weights.new_zeros(())
+    axes = site.names([letter for row in labels[:-1] for letter in row])
+    total, count = _total(losses.sum(), axes), _total(weights.sum(), axes)
+    return (total / count if reduction == 1 else total), count
+
+
+def attention(site: Site, *args, **kwargs):
+    """softmax(scale q k^T + mask) v of this rank's samples and heads."""
+    given = named(site.equation.op, args, kwargs)
+    q, k, v = given["query"], given["key"], given["value"]
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    scale, causal = given.get("scale"), bool(given.get("is_causal"))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    rest = [None] * (len(site.equation.outputs) - 2)
+    if mask is None:
+        out, lse = attention_ops.block(q, k, v, causal=causal, scale=scale)
+        return out, lse, *rest
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    if not compat.transforms_active():
+        return (
+            F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale),
+            None,
+            *rest,
+        )
+    scores = q @ k.transpose(-1, -2) * scale
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    else:
+        scores = scores + mask
+    return scores.softmax(-1) @ v, None, *rest

@@ -1,0 +1,220 @@
+"""Modules: Hugging Face models as they are, partitioned by a few specs, against themselves.
+
+Every model runs on tp=2, dp=2,tp=2 and fsdp=2: its loss, logits and all gradients are those of the
+dense module. transformers computes norms and losses in float32 whatever the model's dtype, so that
+the order of sums shows at 1e-6.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import functron as ft
+from functron import P
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}  # fmt: skip
+GROUPED = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 64}
+LLAMA = {
+    r"(q|k|v|gate|up)_proj": P("tp"),
+    r"(o|down)_proj": P(None, "tp"),
+    r"embed_tokens|lm_head": P("tp"),
+}
+MODELS = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED, LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**GROUPED, "head_dim": 8}, LLAMA),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**GROUPED, "head_dim": 8}, LLAMA),
+    "mixtral": (
+        "MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 4},
+        {
+            r"(q|k|v)_proj": P("tp"),
+            r"o_proj": P(None, "tp"),
+            r"experts": P("tp"),
+            r"embed_tokens|lm_head": P("tp"),
+        },
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel", "GPT2Config",
+        {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+         "bos_token_id": 0, "eos_token_id": 0},
+        {
+            r"(c_attn|c_fc).weight": P(None, "tp"),
+            r"(c_attn|c_fc).bias": P("tp"),
+            r"c_proj.weight": P("tp"),
+            r"wte": P("tp"),
+        },
+    ),
+    "bert": (
+        "BertForMaskedLM", "BertConfig", {**SIZES, "max_position_embeddings": 64},
+        {
+            r"query|key|value|intermediate.dense": P("tp"),
+            r"output.dense.weight": P(None, "tp"),
+            r"word_embeddings|predictions.bias": P("tp"),
+        },
+    ),
+    "t5": (
+        "T5ForConditionalGeneration", "T5Config",
+        {"vocab_size": 64, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8,
+         "decoder_start_token_id": 0, "pad_token_id": 0},
+        {
+            r"\.(q|k|v|wi)\.": P("tp"),
+            r"\.(o|wo)\.": P(None, "tp"),
+            r"shared": P("tp"),
+            r"relative_attention_bias": P(None, "tp"),
+        },
+    ),
+    "vit": (
+        "ViTForImageClassification", "ViTConfig",
+        {**SIZES, "image_size": 16, "patch_size": 4},
+        {r"query|key|value|q_proj|k_proj|v_proj|fc1|intermediate": P("tp"),
+         r"(o_proj|fc2|output.dense).weight": P(None, "tp")},
+    ),
+}  # fmt: skip
+MESHES = ({"tp": 2}, {"dp": 2, "tp": 2}, {"fsdp": 2})
+ALWAYS = {"llama", "gpt2", "t5"}
+
+
+def model(name: str) -> nn.Module:
+    cls, config, sizes, _ = MODELS[name]
+    made = getattr(transformers, config)(**sizes)
+    made._attn_implementation = "eager" if name in ("gpt2", "qwen3") else "sdpa"
+    if name == "mixtral":
+        made._experts_implementation = "batched_mm"
+    torch.manual_seed(0)
+    return getattr(transformers, cls)(made).double()
+
+
+def specs_of(name: str, params: dict, sizes: dict[str, int]) -> tuple[dict, P]:
+    if "fsdp" in sizes:
+        return {k: P("fsdp") if v.shape[0] % 2 == 0 else P() for k, v in params.items()}, P("fsdp")
+    return ft.Rules(MODELS[name][3]).specs(params), P("dp")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ALWAYS else [pytest.mark.full]) for n in MODELS]
+)
+def test_models_as_they_are(name):
+    fn, params = ft.from_module(model(name))
+    if name == "vit":
+        batch, named = torch.randn(4, 3, 16, 16, dtype=torch.float64), "pixel_values"
+    else:
+        batch, named = torch.arange(64).reshape(4, 16) * 7 % 60 + 1, "input_ids"
+
+    def step(params, batch):
+        def loss(params):
+            options = {"labels": batch} if name != "vit" else {}
+            out = fn(params, **{named: batch}, **options)
+            return (out.loss if options else out.logits.square().sum()), out.logits
+
+        return ft.value_and_grad(loss, has_aux=True)(params)
+
+    dense = step(params, batch)
+    for sizes in MESHES if name != "t5" else MESHES[:1]:
+        specs, data = specs_of(name, params, sizes)
+        mapped = ft.partition(step, ft.Mesh(**sizes), (specs, data))
+        torch.testing.assert_close(mapped(params, batch), dense, rtol=1e-5, atol=2e-6)
+        assert any(
+            p != P() for p in ft.tree.leaves(mapped.out_specs[1], lambda x: isinstance(x, P))
+        )
+
+
+def test_one_line_splits_the_sequence():
+    """Megatron's sequence parallelism of a module: scatters and gathers in place of reductions."""
+    fn, params = ft.from_module(model("llama"))
+    specs, _ = specs_of("llama", params, {"tp": 2})
+    tokens = torch.arange(64).reshape(4, 16) * 7 % 60
+
+    def loss(params, tokens):
+        return fn(params, input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    line = {r"layers.\d+$|embed_tokens$": P(None, "tp")}
+    mapped = ft.partition(loss, ft.Mesh(tp=2), (specs, P()), P(), constraints=line)
+    torch.testing.assert_close(mapped(params, tokens), loss(params, tokens), rtol=1e-5, atol=0)
+    program = ft.trace(mapped)(params, tokens)
+    sent = {row.op: row.payload_bytes for row in program.cost().collectives}
+    stream = 4 * 16 * 32 * 8
+    # embedding and two per layer scatter; two per layer and the logits gather
+    assert sent["psum_scatter"] == sent["all_gather"] == 5 * stream
+    assert sent["psum"] < stream // 8
+    scopes = {"/".join(equation.where.scopes) for equation in program.block.equations}
+    assert {"model/layers.0/mlp/up_proj", "lm_head"} <= scopes
+
+
+class Block(nn.Module):
+    """Everything that a function must take out of a module: ties, buffers, dropout, a mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16)
+        self.drop, self.down = nn.Dropout(0.5), nn.Linear(16, 16, bias=False)
+        self.down.weight = self.up.weight
+
+    def forward(self, x):
+        return self.down(self.drop(self.norm(self.up(x))))
+
+
+@pytest.fixture
+def block():
+    torch.manual_seed(0)
+    return Block().double()
+
+
+X = torch.linspace(-1, 1, 128, dtype=torch.float64).reshape(8, 16).sin()
+
+
+def test_a_function_of_what_the_module_holds(block):
+    fn, params = ft.from_module(block)
+    assert list(params) == ["up.weight", "norm.weight", "norm.bias"]
+    torch.testing.assert_close(fn(params, X), block.eval()(X))
+    halved = {name: value / 2 for name, value in params.items()}
+    wanted = block.norm(X @ params["up.weight"].T / 2)  # with half the scale and half the bias
+    torch.testing.assert_close(fn(halved, X), wanted / 2 @ params["up.weight"].T / 2)
+    with pytest.raises(ValueError, match=r"without up\.weight and with w"):
+        fn({"w": X, "norm.weight": X, "norm.bias": X}, X)
+
+
+def test_training_mode_draws_from_a_key_and_returns_buffers(block):
+    fn, params = ft.from_module(block, train=True, buffers=True)
+    before, key = dict(block.named_buffers()), ft.random.key(1)
+    out, after = fn(params, before, X, key=key)
+    hidden = X @ params["up.weight"].T
+    mean, variance = hidden.mean(0), hidden.var(0, unbiased=False)
+    normal = (hidden - mean) / (variance + 1e-5).sqrt()
+    keep = ft.random.bernoulli(ft.random.fold_in(key, 1), 0.5, (8, 16))
+    torch.testing.assert_close(out, torch.where(keep, normal * 2, 0.0) @ params["up.weight"].T)
+    torch.testing.assert_close(after["norm.running_mean"], 0.1 * mean)
+    assert int(after["norm.num_batches_tracked"]) == 1
+    assert int(before["norm.num_batches_tracked"]) == 0
+    assert block.training
+    with pytest.raises(ValueError, match="drops out without a key"):
+        fn(params, before, X)
+    with pytest.raises(ValueError, match="changed the buffers"):
+        ft.from_module(block, train=True)[0](params, X, key=key)
+    assert int(block.norm.num_batches_tracked) == 0
+
+
+def test_dropout_of_a_module_is_the_same_on_every_mesh():
+    module = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3), nn.Linear(16, 16)).double()
+    fn, params = ft.from_module(module, train=True)
+    key = ft.random.key(2)
+    specs = ft.Rules({r"0\.": P("tp"), r"2\.weight": P(None, "tp")}).specs(params)
+    mapped = ft.partition(
+        lambda p, x, key: fn(p, x, key=key), ft.Mesh(dp=2, tp=2), (specs, P("dp"), P())
+    )
+    torch.testing.assert_close(mapped(params, X, key), fn(params, X, key=key))
+
+
+def test_rules_by_path():
+    values = {"q_proj": {"weight": X, "bias": X[0]}, "norm": X[0]}
+    specs = ft.Rules({r"q_proj": P("tp", "fsdp"), r"weight|bias": P("dp")}).specs(values)
+    assert specs == {"q_proj": {"weight": P("tp", "fsdp"), "bias": P("tp")}, "norm": P()}
+    with pytest.raises(ValueError, match=r"rule 'k_proj': got no path that it is found in"):
+        ft.Rules({"k_proj": P("tp")}).specs(values)
+    with pytest.raises(TypeError, match=r"rule 'q_proj': got 'tp'; wanted a P"):
+        ft.Rules({"q_proj": "tp"}).specs(values)

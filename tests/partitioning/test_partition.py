@@ -1,0 +1,341 @@
+"""Partitioned functions: programs against handwritten ones, steps against dense, and messages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import functron as ft
+from functron import P, gpt, lax, optim
+from functron.models.options import SEQUENCE_PARALLEL_STREAM
+from functron.partitioning import Rule, pointwise
+
+DTYPE = torch.float64
+X = torch.randn(8, 16, dtype=DTYPE, generator=torch.Generator().manual_seed(0))
+PARAMS = {
+    "down": torch.randn(3, 32, 16, dtype=DTYPE, generator=torch.Generator().manual_seed(1)) / 6,
+    "up": torch.randn(3, 16, 32, dtype=DTYPE, generator=torch.Generator().manual_seed(2)) / 4,
+}
+SPECS = {"down": P(None, "tp"), "up": P(None, None, "tp")}
+
+
+def net(params, x):
+    def layer(h, w):
+        with ft.named_scope("layer"):
+            return h + torch.relu(h @ w["up"]) @ w["down"], None
+
+    h, _ = ft.scan(layer, x, params)
+    return (h**2).mean()
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def collectives(mapped, *args) -> Counter:
+    """Bytes sent by axis and operation, forward and backward."""
+    program = ft.trace(mapped)(*args)
+    program.check()
+    found: Counter = Counter()
+    for row in program.cost().collectives:
+        found[row.axis, row.op, row.phase] += row.sent_bytes
+    return found
+
+
+# --- the program that is written by hand
+
+
+def test_the_program_is_the_handwritten_one():
+    def mlp(w, x):
+        return torch.relu(x @ w["up"]) @ w["down"]
+
+    def by_hand(w, x):
+        return lax.psum(torch.relu(x @ w["up"]) @ w["down"], "tp")
+
+    mesh, w = ft.Mesh(dp=2, tp=4), {name: value[0] for name, value in PARAMS.items()}
+    specs = {"up": P(None, "tp"), "down": P("tp", None)}
+    mapped = ft.partition(mlp, mesh, (specs, P("dp")))
+    close(mapped(w, X), mlp(w, X))
+    assert mapped.out_specs == P("dp")
+    hand = ft.shard_map(by_hand, mesh, (specs, P("dp")), P("dp"))
+    ours, theirs = (ft.trace(f)(w, X).block.equations for f in (mapped, hand))
+    assert [e.name for e in ours] == [e.name for e in theirs] == ["mm", "relu", "mm", "psum"]
+    assert "test_partition.py" in ours[0].where.line
+    assert "partial sum over 'tp' -> P('dp', None)" in mapped.explain(w, X)
+
+
+TINY = dataclasses.replace(
+    gpt.PRESETS["tiny"], vocab_size=60, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64,
+    max_seq=16, num_layers=2, vocab_multiple=64, dtype="float64",
+)  # fmt: skip
+LAYOUTS = {
+    "tp": ({"tp": 2}, False),
+    "tp+sp": ({"tp": 2}, True),
+    "dp": ({"dp": 2}, False),
+    "fsdp": ({"fsdp": 2}, False),
+    "dp+fsdp+tp+sp": ({"dp": 2, "fsdp": 2, "tp": 2}, True),
+}
+
+
+FULL = [pytest.mark.full]  # each is a part of one that runs always
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sequence"),
+    [
+        pytest.param(*layout, id=name, marks=FULL if name in ("tp+sp", "dp", "fsdp") else [])
+        for name, layout in LAYOUTS.items()
+    ],
+)
+def test_gpt_sends_what_the_handwritten_step_sends(sizes, sequence):
+    """The plain loss of one device, against the per-rank program of the same rules."""
+    mesh, defs = ft.Mesh(**sizes), gpt.defs(TINY)
+    params = ft.init_params(ft.random.key(0), defs)
+    specs = ft.param_specs(defs, gpt.rules(TINY, mesh))
+    tokens = torch.arange(128).reshape(8, 16) * 7 % 60
+    batch = {"tokens": tokens, "targets": tokens.roll(1, 1)}
+    batch_specs = {name: gpt.batch_specs()[name] for name in batch}
+    options = ft.ModelOptions()
+    if sequence:
+        options = dataclasses.replace(options, stream=SEQUENCE_PARALLEL_STREAM)
+    if "fsdp" in sizes:
+        options = dataclasses.replace(options, gather=ft.Gather(specs))
+
+    def by_hand(params, batch):
+        value, grads = ft.value_and_grad(lambda p: gpt.loss(TINY, p, batch, options))(params)
+        return value, ft.sync_gradients(grads, specs)
+
+    def plain(params, batch):
+        return ft.value_and_grad(lambda p: gpt.loss(TINY, p, batch))(params)
+
+    stream = {"^embed|attention|mlp": P(("dp", "fsdp"), "tp")} if sequence else {}
+    ours = ft.partition(plain, mesh, (specs, batch_specs), (P(), specs), constraints=stream)
+    hand = ft.shard_map(by_hand, mesh, (specs, batch_specs), (P(), specs))
+    torch.testing.assert_close(ours(params, batch), plain(params, batch), rtol=1e-10, atol=1e-11)
+    sent, wanted = collectives(ours, params, batch), collectives(hand, params, batch)
+    # what is gathered for backward again is kept here, as nothing says to compute it again
+    again = {key: size for key, size in wanted.items() if key[2] == "recompute"}
+    assert sent == Counter({key: size for key, size in wanted.items() if key not in again})
+    assert bool(again) == ("fsdp" in sizes)
+
+
+# --- transforms inside
+
+
+def test_remat_gathers_again_and_scans_stay_scans():
+    specs = {"down": P(None, "fsdp"), "up": P(None, "fsdp")}
+
+    def step(params, x):
+        def layer(h, w):
+            return h + torch.relu(h @ w["up"]) @ w["down"], None
+
+        def loss(params):
+            h, _ = ft.scan(ft.remat(layer), x, params)
+            return (h**2).mean()
+
+        return ft.value_and_grad(loss)(params)
+
+    mapped = ft.partition(step, ft.Mesh(fsdp=2), (specs, P("fsdp")), (P(), specs))
+    close(mapped(PARAMS, X), step(PARAMS, X))
+    sent = collectives(mapped, PARAMS, X)
+    half = 3 * 2 * 16 * 32 * 8 // 2
+    assert sent["fsdp", "all_gather", "forward"] == half
+    assert sent["fsdp", "all_gather", "recompute"] == half
+    assert sent["fsdp", "psum_scatter", "backward"] == half
+    assert [e.name for e in ft.trace(mapped)(PARAMS, X).block.equations].count("scan") == 2
+
+
+def test_microbatches_are_reduced_at_their_end():
+    def step(params, x):
+        return ft.accumulate(ft.value_and_grad(net), 2)(params, x)
+
+    mapped = ft.partition(step, ft.Mesh(dp=2, tp=2), (SPECS, P("dp")), (P(), SPECS))
+    close(mapped(PARAMS, X), step(PARAMS, X))
+    sent = collectives(mapped, PARAMS, X)
+    # each rank's half of both once, and for each microbatch the loss and its transpose
+    gradients = 2 * 3 * 16 * 16 * 8
+    assert (
+        sum(size for key, size in sent.items() if key[:2] == ("dp", "psum"))
+        == gradients + 2 * 2 * 8
+    )
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_states_are_sharded_by_their_specs(zero):
+    """AdamW with clipping: moments split over dp make reduce-scatters, and gathers at the end."""
+    optimizer = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2, weight_decay=0.1))
+
+    def step(params, state, x):
+        loss, grads = ft.value_and_grad(net)(params, x)
+        updates, state = optimizer.update(grads, state, params)
+        return optim.apply_updates(params, updates), state, loss
+
+    state = optimizer.init(PARAMS)
+    split = {"down": P(None, "tp", "dp"), "up": P(None, "dp", "tp")} if zero else SPECS
+    rows = zip(ft.tree.paths(state), ft.tree.leaves(state), strict=True)
+    leaves = [split[path.rpartition("/")[2]] if leaf.dim() else P() for path, leaf in rows]
+    states = ft.tree.unflatten(ft.tree.flatten(state)[1], leaves)
+    specs = (SPECS, states, P("dp")), (SPECS, states, P())
+    mapped = ft.partition(step, ft.Mesh(dp=2, tp=2), *specs)
+    close(mapped(PARAMS, state, X), step(PARAMS, state, X))
+    sent = collectives(mapped, PARAMS, state, X)
+    gradients = 2 * 3 * 16 * 16 * 8
+    if zero:
+        assert sent["dp", "psum_scatter", "backward"] == gradients // 2
+        assert sent["dp", "all_gather", "forward"] == gradients // 2
+    else:
+        assert sent["dp", "psum", "backward"] == gradients + 8
+    with torch.no_grad():
+        compiled = ft.jit(mapped, backend="eager")
+        close(compiled(PARAMS, state, X), step(PARAMS, state, X))
+
+
+def test_a_backward_of_ones_own_is_partitioned_too():
+    """Its cotangents are doubled on purpose, so that they are told from the derivative."""
+
+    def product(x, w):
+        return x @ w * scale
+
+    def forward(x, w):
+        return product(x, w), (x, w)
+
+    def backward(residuals, cotangent):
+        x, w = residuals
+        return 2 * cotangent @ w.T, 3 * x.T @ cotangent
+
+    scale = torch.linspace(0.5, 2, 16, dtype=DTYPE)
+    ruled = ft.custom_vjp(product, forward, backward)
+
+    def step(w, x):
+        def loss(w):
+            return (torch.relu(ruled(torch.tanh(x @ w["up"]), w["down"])) ** 2).mean()
+
+        return ft.value_and_grad(loss)(w)
+
+    w = {name: value[0] for name, value in PARAMS.items()}
+    for specs, data in (
+        ({"up": P(None, "tp"), "down": P("tp")}, P("dp")),
+        ({"up": P("dp"), "down": P(None, ("dp", "tp"))}, P("dp")),
+        ({"up": P(), "down": P()}, P(None, "tp")),
+    ):
+        mapped = ft.partition(step, ft.Mesh(dp=2, tp=2), (specs, data), (P(), specs))
+        close(mapped(w, X), step(w, X))
+        ft.trace(mapped)(w, X).check()
+
+
+def test_gradients_stop_where_they_do():
+    def fn(x):
+        with torch.no_grad():
+            scale = x.abs().amax(1, keepdim=True) * x
+            shifted = torch.zeros_like(x)
+            shifted[:, 1:] = x[:, :-1]
+        return (x / scale * x.detach() * shifted).sum() + lax.stop_gradient(x).sum() * x.sum()
+
+    mapped = ft.partition(fn, ft.Mesh(dp=2, tp=2), (P("dp", "tp"),), P())
+    close(torch.func.grad(mapped)(X), torch.func.grad(fn)(X))
+    inside = ft.partition(ft.grad(fn), ft.Mesh(dp=2, tp=2), (P("dp", "tp"),))
+    close(inside(X), torch.func.grad(fn)(X))
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        return cotangents[0]
+
+
+def test_a_backward_that_no_trace_sees_is_refused():
+    with pytest.raises(ValueError, match=r"autograd\.Function.*fix: write it with functron.custom"):
+        ft.partition(lambda x: _Rounded.apply(x), ft.Mesh(dp=2), (P("dp"),))(X)
+    with pytest.raises(ValueError, match=r"got axes=\('dp',\) in a function of whole values"):
+        ft.partition(ft.grad(net, axes=("dp",)), ft.Mesh(dp=2), (P(), P("dp")))(PARAMS, X)
+
+
+def test_dropout_is_the_same_on_every_mesh():
+    def drop(x, key):
+        return torch.where(ft.random.bernoulli(key, 0.7, (8, 16)), x / 0.7, 0.0)
+
+    key = ft.random.key(3)
+    for spec in (P("dp"), P(None, "tp"), P("tp", "dp")):
+        mapped = ft.partition(drop, ft.Mesh(dp=2, tp=4), (spec, P()))
+        close(mapped(X, key), drop(X, key))
+        assert mapped.out_specs == spec
+
+
+@pytest.mark.distributed
+def test_on_processes(torchrun):
+    done = torchrun(Path(__file__).with_name("gloo_partition.py"), 4)
+    assert done.stdout.count("equal") == 4
+
+
+# --- what cannot be decided, and what is not known
+
+
+def test_an_ambiguity_is_settled_by_a_constraint():
+    w = X[:, :8].T.contiguous()  # [8, 8], as large as x
+    x, specs, mesh = X[:, :8], (P("dp"), P(None, "dp")), ft.Mesh(dp=2)
+    with pytest.raises(ValueError, match="no choice is better") as caught:
+        ft.partition(lambda x, w: x @ w, mesh, specs)(x, w)
+    message = str(caught.value)
+    assert "test_partition.py" in message
+    assert (
+        "'dp' on dim 0 of operand 0, dim 0 of result 0: 256 bytes; ft.constrain(x, P())" in message
+    )
+    assert 'pick="cheapest"' in message
+    settled = ft.partition(lambda x, w: x @ ft.constrain(w, P()), mesh, specs)
+    close(settled(x, w), x @ w)
+    assert settled.out_specs == P("dp")
+    close(ft.partition(lambda x, w: x @ w, mesh, specs, pick="cheapest")(x, w), x @ w)
+
+
+def test_an_unknown_operation_names_its_rule():
+    def fn(x):
+        return x.cummax(1).values * 2
+
+    mesh = ft.Mesh(dp=2)
+    with pytest.raises(ValueError, match=r"cummax.*no rule.*rules=\{'cummax': rule\}") as caught:
+        ft.partition(fn, mesh, (P("dp"),))(X)
+    assert "test_partition.py" in str(caught.value)
+    gathered = ft.partition(fn, mesh, (P("dp"),), fallback="replicate")
+    close(gathered(X), fn(X))
+    assert gathered.out_specs == P()
+
+    def rule(equation):
+        made: Rule = pointwise()(equation)
+        return dataclasses.replace(made, whole=frozenset({"d1"}))
+
+    own = ft.partition(fn, mesh, (P("dp"),), rules={"cummax": rule})
+    close(own(X), fn(X))
+    assert own.out_specs == P("dp")
+    grad = torch.func.grad(lambda x: torch.nn.functional.layer_norm(x, (16,)).norm())
+    with pytest.raises(ValueError, match=r"differentiate with ft.value_and_grad"):
+        ft.partition(grad, mesh, (P("dp"),))(X)
+
+
+def test_mistakes_are_told():
+    mesh = ft.Mesh(dp=2)
+    with pytest.raises(ValueError, match=r"which no value of net with 2 dims.*wanted one of layer"):
+        ft.partition(net, mesh, (P(), P("dp")), constraints={"block": P("dp", None)})(PARAMS, X)
+    with pytest.raises(ValueError, match=r"constrain to .* wanted dims that its axes divide"):
+        ft.partition(lambda x: ft.constrain(x[:3], P("dp")), mesh, (P(),))(X)
+    with pytest.raises(ValueError, match=r"constrain number 0.*axes of the mesh"):
+        ft.partition(lambda x: ft.constrain(x, P("model")), mesh, (P(),))(X)
+    with pytest.raises(ValueError, match=r"output.*a multiple of 2"):
+        ft.partition(lambda x: x[:3], mesh, (P(),), P("dp"))(X)
+    with pytest.raises(ValueError, match="are found when it is first called"):
+        _ = ft.partition(net, mesh, (P(), P("dp"))).out_specs
+    unknown: Any = "gather"
+    with pytest.raises(ValueError, match="fallback"):
+        ft.partition(net, mesh, (P(), P("dp")), fallback=unknown)
+    w = X.clone().requires_grad_()
+    with pytest.raises(ValueError, match="closes over a tensor that is differentiated"):
+        ft.partition(lambda x: x * w, mesh, (P("dp"),))(X)
+    assert ft.constrain(X, P("dp")) is X

@@ -1,0 +1,178 @@
+"""Rules: every operation under drawn placements and meshes, values and gradients against dense.
+
+A draw gives each operand a spec that fits its shape; the program must compute what the function
+does in float64, in values and in the gradient of every floating operand, and pass the check of
+replication.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import functron as ft
+from functron import P
+from functron.ops.glu import GLU, GLU_PACKED
+from functron.ops.norms import ADD_LAYER_NORM, RMS_NORM
+
+MESHES = ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "tp": 4})
+IDS = torch.arange(32).reshape(4, 8) * 7 % 16
+MASK = torch.ones(8, 8, dtype=torch.bool).tril()
+
+
+def weighted(x):
+    """Numbers of which no two are alike, so that elements that changed places are found."""
+    return x * torch.linspace(1, 2, x.numel(), dtype=x.dtype).reshape(x.shape)
+
+
+CASES = {
+    # products
+    "matmul": (lambda a, b: a @ b, (8, 16), (16, 8)),
+    "bmm": (lambda a, b: a @ b, (4, 8, 16), (4, 16, 8)),
+    "linear": (lambda x, w, b: F.linear(x, w, b), (4, 8, 16), (8, 16), (8,)),
+    "addmm": (lambda b, x, w: torch.addmm(b, x, w, beta=2, alpha=3), (8, 8), (8, 16), (16, 8)),
+    "baddbmm": (lambda b, x, w: torch.baddbmm(b, x, w), (4, 8, 8), (4, 8, 16), (4, 16, 8)),
+    "einsum": (lambda x, w: torch.einsum("bsd,dhe->bhse", x, w), (4, 8, 16), (16, 4, 8)),
+    "einsum of experts": (lambda x, w: torch.einsum("td,edf->tef", x, w), (8, 16), (4, 16, 8)),
+    "mv": (lambda a, b: a @ b, (8, 16), (16,)),
+    "dot": (lambda a, b: a @ b, (16,), (16,)),
+    "conv": (lambda x, w, b: F.conv2d(x, w, b, 2), (4, 4, 8, 8), (8, 4, 2, 2), (8,)),
+    # elements
+    "add": (lambda a, b: a + 2 * b, (8, 16), (16,)),
+    "mul": (lambda a, b: a * b, (8, 16), (8, 1)),
+    "div": (lambda a, b: a / (b.abs() + 1), (8, 16), (8, 16)),
+    "where": (lambda a, b: torch.where(a > 0, a, b), (8, 16), (8, 16)),
+    "gelu": (lambda a: F.gelu(a), (8, 16)),
+    "masked_fill": (lambda a: a.masked_fill(MASK, 0.0), (4, 8, 8)),
+    "cast": (lambda a: a.to(torch.float32).double().clone(), (8, 16)),
+    # partial sums on their way
+    "partial": (lambda a, b, c: (2 * (a @ b) - c * 0 + a @ b).view(4, 2, 8), (8, 16), (16, 8), (8,)),
+    "partial twice": (lambda a, b: (a @ b) * (a @ b), (8, 16), (16, 8)),
+    # reductions
+    "sum": (lambda a: a.sum(1), (8, 16, 4)),
+    "sum of all": (lambda a: a.sum(), (8, 16)),
+    "mean": (lambda a: a.mean((0, 2), keepdim=True), (8, 16, 4)),
+    "logsumexp": (lambda a: a.logsumexp((0, 1)), (8, 16)),
+    "norm": (lambda a: torch.linalg.vector_norm(a, dim=1), (8, 16)),
+    "norm of 1": (lambda a: torch.linalg.vector_norm(a, 1), (8, 16)),
+    "prod": (lambda a: a.prod(1), (8, 16)),
+    "var": (lambda a: a.var(1), (8, 16)),
+    "any and all": (lambda a: (a > 1).any(1) * a.sum(1) + (a < 2).all(), (8, 16)),
+    "largest": (lambda a: a.detach().amax(1) * a.sum(1) - a.detach().amin((0, 1)), (8, 16)),
+    "max": (lambda a: a.max(1).values, (8, 16)),
+    # along dims
+    "softmax": (lambda a: a.softmax(1), (8, 16)),
+    "log_softmax": (lambda a: a.log_softmax(-1), (4, 8, 16)),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (16,), w, b), (8, 16), (16,), (16,)),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (16,), w, 1e-5), (8, 16), (16,)),
+    "cumsum": (lambda a: a.cumsum(1), (8, 16)),
+    "sort": (lambda a: a.sort(1).values, (8, 16)),
+    "topk": (lambda a: a.topk(2, 1).values, (8, 16)),
+    "flip": (lambda a: a.flip(1).roll(1, 0), (8, 16)),
+    # views
+    "view": (lambda a: weighted(a.view(4, 2, 16).view(4, 32)), (8, 16)),
+    "unaligned view": (lambda a: weighted(a.reshape(8, 2, 6)), (8, 12)),
+    "heads": (lambda a: weighted(a.view(4, 8, 4, 8).transpose(1, 2).reshape(16, 64)), (4, 8, 32)),
+    "permute": (lambda a: weighted(a.permute(2, 0, 1).mT), (4, 8, 16)),
+    "unsqueeze": (lambda a: weighted(a[:, None].squeeze(1).t()), (8, 16)),
+    "expand": (lambda a: weighted(a[:, None].expand(8, 4, 16)), (8, 16)),
+    "repeat": (lambda a: weighted(a.repeat(2, 3)), (8, 16)),
+    "repeat_interleave": (lambda a: weighted(a.repeat_interleave(2, 1)), (4, 4, 8)),
+    "split": (lambda a: torch.stack(a.chunk(2, 1)) * 2, (8, 16)),
+    "uneven split": (lambda a: a.split((4, 12), 1)[1] * 2, (8, 16)),
+    "halves": (lambda a: torch.cat([-a[:, 8:], a[:, :8]], 1), (8, 16)),
+    "cat": (lambda a, b: weighted(torch.cat([a, b], 1)), (8, 16), (8, 16)),
+    "uneven cat": (lambda a, b: weighted(torch.cat([a, b], 1)), (8, 16), (8, 4)),
+    "stack": (lambda a, b: weighted(torch.stack([a, b], 1)), (8, 16), (8, 16)),
+    "select": (lambda a: a[:, 3], (8, 16)),
+    "pad": (lambda a: F.pad(a, (1, 2)), (8, 16)),
+    "tril": (lambda a: a.tril(), (8, 8)),
+    "write": (lambda a: torch.zeros_like(a[0]).copy_(a[1]) + _shifted(a), (4, 8)),
+    # lookups
+    "embedding": (lambda w: F.embedding(IDS, w), (16, 8)),
+    "gather": (lambda a: a.gather(1, IDS[:, :4]), (4, 16)),
+    "index": (lambda a: a[IDS], (16, 8)),
+    "index of a middle dim": (lambda a: a[:, IDS[0]], (8, 16, 4)),
+    "index of two": (lambda a: a[IDS[:, 0] % 8, IDS[:, 1]], (8, 16)),
+    "index_select": (lambda a: a.index_select(1, IDS[0]), (8, 16)),
+    "cross_entropy": (lambda a: F.cross_entropy(a, IDS[0]), (8, 16)),
+    "ignored targets": (lambda a: F.cross_entropy(a, IDS[0], ignore_index=7, reduction="none"), (8, 16)),
+    # attention
+    "attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        (4, 4, 8, 8), (4, 4, 8, 8), (4, 4, 8, 8),
+    ),
+    "grouped attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, MASK.double(), enable_gqa=True),
+        (4, 4, 8, 8), (4, 2, 8, 8), (4, 2, 8, 8),
+    ),
+    # ops of functron
+    "rms_norm op": (lambda x, w: RMS_NORM(x, w, 1e-5, False)[0], (4, 8, 16), (16,)),
+    "sum and layer_norm op": (
+        lambda x, y, w, b: torch.cat(ADD_LAYER_NORM(x, y, w, b, 1e-5, True)[:2]),
+        (8, 16), (8, 16), (16,), (16,),
+    ),
+    "glu op": (lambda x, y: GLU(x, y, "silu"), (8, 16), (8, 16)),
+    "packed glu op": (lambda x: GLU_PACKED(x, "gelu"), (8, 16)),
+    # factories
+    "arange": (lambda a: a * torch.arange(16) + torch.ones_like(a) + a.new_zeros(8, 1), (8, 16)),
+}  # fmt: skip
+
+
+def _shifted(a):
+    out = torch.zeros_like(a)
+    out[:, 1:] = a[:, :-1]
+    out[..., 0] = 1.0
+    return out
+
+
+def drawn(shape, sizes, rng: random.Random) -> P:
+    """A spec that fits a shape."""
+    entries: list[tuple[str, ...]] = [() for _ in shape]
+    for axis in sizes:
+        dim = rng.randrange(-1, len(shape))
+        count = sizes[axis]
+        for other in entries[dim] if dim >= 0 else ():
+            count *= sizes[other]
+        if dim >= 0 and shape[dim] % count == 0:
+            entries[dim] += (axis,)
+    return P(*(row or None for row in entries))
+
+
+def compare(name: str, seed: int) -> None:
+    fn, *shapes = CASES[name]
+    rng = random.Random(zlib.crc32(f"{name}{seed}".encode()))
+    sizes = MESHES[seed % 4]
+    specs = tuple(drawn(shape, sizes, rng) for shape in shapes)
+    torch.manual_seed(seed)
+    args = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    mapped = ft.partition(fn, ft.Mesh(**sizes), specs, pick="cheapest")
+    out, dense = mapped(*args), fn(*args)
+    message = f"{name} on {sizes} with {specs}"
+    torch.testing.assert_close(out, dense, rtol=1e-12, atol=1e-12, msg=lambda m: f"{message}: {m}")
+    positions = tuple(range(len(args)))
+    seedling = torch.randn(dense.shape, dtype=torch.float64)
+    grads = [
+        torch.func.grad(lambda *a, f=f: (f(*a) * seedling).sum(), positions)(*args)
+        for f in (mapped, fn)
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12, msg=lambda m: f"{message}: {m}")
+    ft.trace(mapped)(*args).check()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operation(name):
+    start = zlib.crc32(name.encode()) % 4
+    for seed in (start, start + 2):
+        compare(name, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_operation_under_many_placements(name):
+    for seed in range(40):
+        compare(name, seed)
