@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.test_params import bound
+from tests.spmd.test_params import bound
 
 import functron as ft
 from functron import Mesh, checkpoint, gpt, lora, ops, random, tree
