@@ -70,8 +70,9 @@ _ENOUGH_SECONDS = 0.001
 def measured_flops(device: torch.device | str, dtype: torch.dtype, size: int = 1024) -> float:
     """The rate of the fastest of five products of square matrices, in FLOP/s.
 
-    The matrices have 128 rows, 256 and so on, up to `size`, until a product takes a millisecond: so
-    long is the clock exact, and the time of starting threads small. Takes some 0.03 seconds on a CPU.
+    The matrices have 128 rows, 256 and so on, up to `size`, until a product takes a millisecond,
+    beside which what the clock misses and the start of threads are small. Takes some 0.03 seconds
+    on a CPU.
     """
     device = torch.device(device)
     rows = min(size, 128)
