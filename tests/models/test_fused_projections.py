@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from tests.test_params import bound
 
 import functron as ft
 from functron import Mesh, checkpoint, gpt, lora, ops, random, tree
@@ -24,6 +23,7 @@ from functron.spmd.params import Normal, ParamDef, init_params
 from functron.training.config import TrainConfig
 from functron.training.convert import upcycle
 from functron.training.run import prepare
+from tests.spmd.test_params import bound
 
 TOLERANCE = 1e-10
 GROUP = 2
