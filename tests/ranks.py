@@ -66,14 +66,16 @@ class Ranks:
         self._process: subprocess.Popen | None = None
         self._is_shared = shared is not None
         if shared is None:
-            port = self._start()
-        else:
-            file = shared / "ranks.port"
-            with FileLock(shared / "ranks.lock"):
-                if not file.exists():
-                    file.write_text(str(self._start()))
-                port = int(file.read_text())
-        self._ranks = Connection(socket.create_connection(("127.0.0.1", port)).detach())
+            self._ranks = _connected(self._start())
+            return
+        file = shared / "ranks.port"
+        with FileLock(shared / "ranks.lock"):
+            try:
+                self._ranks = _connected(int(file.read_text()))
+            except (FileNotFoundError, ConnectionRefusedError):  # nobody's yet, or any more
+                port = self._start()
+                file.write_text(str(port))
+                self._ranks = _connected(port)
 
     def _start(self) -> int:
         """Start the process; the port where it can be reached, from now on."""
@@ -128,6 +130,10 @@ class Ranks:
         self._ranks.close()
         if self._process is not None and not self._is_shared:
             self._process.wait(END_SECONDS)
+
+
+def _connected(port: int) -> Connection:
+    return Connection(socket.create_connection(("127.0.0.1", port)).detach())
 
 
 def launcher(nproc: int) -> list[str]:
