@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ops,
         optim,
         pipeline,
+        plan,
         precision,
         spmd,
         training,
@@ -128,6 +129,7 @@ __all__ = [
     "params",
     "pipeline",
     "pipelined_gradients",
+    "plan",
     "policies",
     "precision",
     "random",
@@ -151,7 +153,8 @@ __all__ = [
 _MODULES: Mapping[str, str] = MappingProxyType({
     name: f"functron{package}.{name}"
     for package, names in {
-        "": "checkpoint data hub models nn ops optim pipeline precision spmd training transforms",
+        "": "checkpoint data hub models nn ops optim pipeline plan precision spmd training "
+        "transforms",
         ".core": "random tree",
         ".models": "bert gpt llava lora mamba t5 vit",
         ".program": "debug",

@@ -22,6 +22,7 @@ FLOORS = (
     ("models",),
     ("checkpoint",),
     ("hub",),
+    ("plan",),
     ("training",),
     ("cli",),
 )

@@ -1,0 +1,414 @@
+"""The seconds of a program's equations on a machine, with equations fused as a compiler fuses them.
+
+What is computed falls into **products**, **attention** (one operation that never writes its
+scores), and the rest, which moves bytes. Of the rest, equations that follow one another with
+neither of these, nor a collective, in between become one kernel: it reads what the group reads
+from outside and writes what is read outside of it, each once, and takes the time of these bytes or
+of its arithmetic, whichever is more. Sums over leading dims end a kernel, since they need all of
+its blocks; sums over the last dim, norms and softmax do not.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from functron.plan.hardware import Hardware, Placement, Reach
+from functron.program.cost import equation_bytes, equation_flops
+from functron.program.equations import Block, Code, Equation, Scan, Var
+from functron.program.order import arranged
+from functron.program.text import axis_of, payload_bytes
+from functron.program.timeline import timeline
+
+Kind = Literal["products", "attention", "memory", "collective", "nothing"]
+
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"})
+_LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
+_FREE = frozenset({"stack", "check_ids", "detach", "empty", "empty_like", "lift_fresh_copy"})
+
+
+@dataclass(frozen=True)
+class Software:
+    """How programs are run: what is fused, what overlaps.
+
+    Attributes:
+        name: of the software, and its version where that matters.
+        fusion: of elementwise equations: ``"compiler"`` as above; ``"pointwise"``: norms are
+            kernels by themselves; ``"none"``: every equation is one.
+        sums_in_products: gradients of weights are added to their sums by the products that make
+            them.
+        overlap: collectives over axes of a layer run behind what does not need them.
+        sequence_parts: as of `functron.jit`.
+        overlap_grads: reductions of gradients run behind the last backward.
+        overlap_params: gathers of updated parameters run behind the next forward.
+        async_sends: stages of a pipeline compute while they send.
+        scatter_sends: stages send each tensor-parallel rank's part, and gather it there.
+        graphs: kernels are launched from graphs, not one by one by the processor.
+    """
+
+    name: str = "functron"
+    fusion: Literal["compiler", "pointwise", "none"] = "compiler"
+    sums_in_products: bool = True
+    overlap: bool = True
+    sequence_parts: int = 1
+    overlap_grads: bool = True
+    overlap_params: bool = True
+    async_sends: bool = True
+    scatter_sends: bool = False
+    graphs: bool = False
+
+
+FUNCTRON = Software()
+"""Functron, its steps compiled."""
+
+
+def kind_of(equation: Equation) -> Kind:
+    """What takes the time of an equation that is no scan."""
+    if axis_of(equation) is not None:
+        return "collective"
+    name = equation.name
+    if equation.aliases or not equation.results or name in _FREE:
+        return "nothing"
+    if "attention" in name:
+        return "attention"
+    if name in _PRODUCTS or equation_flops(equation):
+        return "products"
+    return "memory"
+
+
+class Spent(NamedTuple):
+    """The time of one equation: how long, what for, and the kernels that it launches."""
+
+    seconds: float
+    kind: Kind
+    kernels: int
+
+
+@dataclass(frozen=True, eq=False)
+class HardwareRates:
+    """The seconds of equations on a machine: `Seconds` of `Program.timeline`.
+
+    With `program`, its equations are fused, and a group's time is divided among its equations by
+    the bytes that each moves in or out of it. Any other equation is a kernel by itself.
+
+    Attributes:
+        hardware: the machine.
+        placement: of the mesh on it.
+        software: what is fused and overlaps.
+        program: whose equations are fused.
+    """
+
+    hardware: Hardware
+    placement: Placement
+    software: Software = FUNCTRON
+    program: Code | None = None
+    _known: dict[Equation, Spent] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self):
+        if self.program is not None and self.software.fusion != "none":
+            self._fuse(self.program.block)
+
+    def __call__(self, equation: Equation) -> float:
+        """The seconds of one run of an equation that is no scan."""
+        return self.spent(equation).seconds
+
+    def spent(self, equation: Equation) -> Spent:
+        """The seconds of one run of an equation that is no scan, and what takes them."""
+        if equation not in self._known:
+            self._known[equation] = self._alone(equation)
+        return self._known[equation]
+
+    def _alone(self, equation: Equation) -> Spent:
+        kind = kind_of(equation)
+        if kind == "nothing":
+            return Spent(0.0, kind, 0)
+        if kind == "collective":
+            axis = axis_of(equation)
+            assert axis is not None
+            reach = self.placement.reach(axis)
+            payload = payload_bytes(equation)
+            seconds = self.hardware.collective_seconds(equation.name, payload, reach)
+            return Spent(seconds, kind, 1)
+        if kind == "memory":
+            return self._memory(equation_bytes(equation), 0)
+        seconds = self._product(equation) if kind == "products" else self._attention(equation)
+        return Spent(seconds + self.hardware.kernel_seconds, kind, 1)
+
+    def _memory(self, num_bytes: float, operations: float) -> Spent:
+        machine = self.hardware
+        arithmetic = operations / machine.peak(torch.float32)
+        seconds = max(machine.memory_seconds(num_bytes), arithmetic)
+        return Spent(seconds + machine.kernel_seconds, "memory", 1)
+
+    def _product(self, equation: Equation) -> float:
+        shapes = [v for v in equation.operands if len(v.shape) >= 2][-2:]
+        flops = equation_flops(equation)
+        a = shapes[0] if shapes else equation.operands[0]
+        if equation.name in _PRODUCTS and len(shapes) == 2 and flops:
+            b = shapes[1]
+            m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+            batch = max(1, round(flops / (2 * m * n * k)))
+            return self.hardware.matmul_seconds(m, n, k, a.dtype, batch)
+        rate = self.hardware.peak(a.dtype) * self.hardware.matmul.efficiency
+        return max(flops / rate, self.hardware.memory_seconds(equation_bytes(equation)))
+
+    def _attention(self, equation: Equation) -> float:
+        backward = "backward" in equation.name
+        part = self.hardware.attention["backward" if backward else "forward"]
+        dtype = equation.operands[0].dtype
+        flops = equation_flops(equation) * (0.5 if _causal(equation) else 1.0)
+        seconds = flops / (self.hardware.peak(dtype) * part)
+        return max(seconds, self.hardware.memory_seconds(equation_bytes(equation)))
+
+    def _fuse(self, block: Block) -> None:
+        for equation in block.equations:
+            if isinstance(equation.op, Scan):
+                self._fuse(equation.op.body)
+        for group in fused(block, self.software):
+            total = sum(group.moved_bytes)
+            spent = self._memory(total, sum(_operations(e) for e in group.equations))
+            for index, (equation, part) in enumerate(zip(*group, strict=True)):
+                share = part / total if total else 1 / len(group.equations)
+                self._known[equation] = Spent(spent.seconds * share, "memory", int(not index))
+
+
+def _causal(equation: Equation) -> bool:
+    op = equation.op
+    assert not isinstance(op, Scan)
+    names = (argument.name for argument in op._schema.arguments)
+    given = dict(zip(names, equation.args, strict=False)) | dict(equation.kwargs)
+    return bool(given.get("is_causal"))
+
+
+def _operations(equation: Equation) -> int:
+    """The arithmetic of an elementwise equation: one operation for each element."""
+    return max([v.size for v in (*equation.results, *equation.operands)], default=0)
+
+
+# --- fusion
+
+
+class Group(NamedTuple):
+    """Equations of one kernel, in their order, and the bytes that each moves into it or out of it.
+
+    A value from outside counts where it is first read, whatever the number of its views; one that
+    is read outside where it is made.
+    """
+
+    equations: tuple[Equation, ...]
+    moved_bytes: tuple[int, ...]
+
+
+def fused(block: Block, software: Software = FUNCTRON) -> list[Group]:
+    """The kernels of a block's equations that are no products, attention, scans or collectives."""
+    bases = _bases(block)
+    made_by: dict[Var, Equation] = {}
+    depth: dict[Equation, int] = {}
+    parent: dict[Equation, Equation] = {}
+
+    def root(equation: Equation) -> Equation:
+        while parent[equation] is not equation:
+            equation = parent[equation]
+        return equation
+
+    for equation in block.equations:
+        before = [made_by[bases[v]] for v in equation.operands if bases.get(v) in made_by]
+        alone = not _fusible(equation)
+        if equation.aliases:
+            continue
+        depth[equation] = max((depth[e] + _apart(e, software) for e in before), default=0)
+        if not alone:
+            parent[equation] = equation
+            for e in before:
+                if e in parent and depth[e] == depth[equation] and not _apart(e, software):
+                    parent[root(equation)] = root(e)
+        for value in equation.results:
+            made_by[value] = equation
+    members: dict[Equation, list[Equation]] = defaultdict(list)
+    for equation in parent:
+        members[root(equation)].append(equation)
+    readers = _readers(block, bases)
+    into = _into_products(block, readers, made_by, bases) if software.sums_in_products else set()
+    return [_group(found, bases, readers, into) for found in members.values()]
+
+
+def _fusible(equation: Equation) -> bool:
+    return not isinstance(equation.op, Scan) and kind_of(equation) == "memory"
+
+
+def _apart(equation: Equation, software: Software) -> bool:
+    """Whether what reads the results of an equation is another kernel."""
+    if not _fusible(equation):
+        return True
+    name = equation.name
+    if name in ("sum", "mean", "amax") and len(equation.args) > 1:
+        rank, dims = len(equation.operands[0].shape), equation.args[1]
+        last = [d % rank == rank - 1 for d in dims] if isinstance(dims, list | tuple) else [False]
+        return not all(last)
+    return software.fusion == "pointwise" and "norm" in name
+
+
+def _bases(block: Block) -> dict[Var, Var]:
+    """Of every value the one that it is a view of, or itself."""
+    found = {value: value for value in block.inputs}
+    for equation in block.equations:
+        for value in equation.results:
+            same = [v for v in equation.operands if v.storage == value.storage]
+            found[value] = found.get(same[0], same[0]) if same and equation.aliases else value
+    return found
+
+
+def _readers(block: Block, bases: Mapping[Var, Var]) -> dict[Var, list[Equation | None]]:
+    """The equations that read a value or a view of it; None stands for what is outside."""
+    found: dict[Var, list[Equation | None]] = defaultdict(list)
+    for equation in block.equations:
+        if not equation.aliases:
+            for value in dict.fromkeys(bases.get(v, v) for v in equation.operands):
+                found[value].append(equation)
+    for value in block.outputs:
+        if isinstance(value, Var):
+            found[bases.get(value, value)].append(None)
+    return found
+
+
+def _into_products(
+    block: Block,
+    readers: Mapping[Var, Sequence[Equation | None]],
+    made_by: Mapping[Var, Equation],
+    bases: Mapping[Var, Var],
+) -> set[Var]:
+    """Results of products that one addition alone reads: the product adds them itself."""
+    found = set()
+    for equation in block.equations:
+        if equation.name != "add" or len(equation.operands) != 2:
+            continue
+        for value in (bases.get(v, v) for v in equation.operands):
+            by = made_by.get(value)
+            if by is not None and kind_of(by) == "products" and len(readers[value]) == 1:
+                found.add(value)
+    return found
+
+
+def _group(
+    equations: Sequence[Equation],
+    bases: Mapping[Var, Var],
+    readers: Mapping[Var, Sequence[Equation | None]],
+    into: set[Var],
+) -> Group:
+    inside, moved = {*equations}, []
+    made = {value for e in equations for value in e.results}
+    left: dict[Var, int] = {}  # of each value from outside, what was not read yet
+    seen: set[Var] = set()
+    for equation in equations:
+        outside = [v for v in equation.results if any(r not in inside for r in readers[v])]
+        num_bytes = sum(map(_nbytes, outside))
+        lookup = equation.name in _LOOKUPS
+        for position, value in enumerate(dict.fromkeys(equation.operands)):
+            base = bases.get(value, value)
+            if base in made or base in into or value in seen:
+                continue
+            seen.add(value)
+            size = sum(map(_nbytes, equation.results)) if lookup and not position else None
+            part = min(left.get(base, _nbytes(base)), _nbytes(value) if size is None else size)
+            left[base] = left.get(base, _nbytes(base)) - part
+            num_bytes += part
+        moved.append(num_bytes)
+    return Group(tuple(equations), tuple(moved))
+
+
+def _nbytes(value: Var) -> int:
+    """Bytes of a value; those of expanded dims once."""
+    sizes = zip(value.shape, value.stride, strict=True)
+    count = math.prod(size if stride or not size else 1 for size, stride in sizes)
+    return count * value.dtype.itemsize
+
+
+# --- programs
+
+
+@dataclass(frozen=True)
+class Times:
+    """The time of one run of a program on one rank.
+
+    Attributes:
+        seconds: from start to end.
+        parts: of it, by what takes them: "products", "attention", "memory", and "over AXIS" for
+            what is exposed of communication. They add up to `seconds`.
+        kernels: how many are launched.
+        sent: by axis, the seconds for which its links are busy.
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+    kernels: int
+    sent: Mapping[str, float]
+
+    @property
+    def computing(self) -> float:
+        """Seconds without what is exposed of communication."""
+        return sum(x for name, x in self.parts.items() if not name.startswith("over "))
+
+
+def program_times(
+    program: Code, hardware: Hardware, placement: Placement, software: Software = FUNCTRON
+) -> Times:
+    """The time of a program, and what takes it; kept for programs that were asked for before."""
+    axes = {e.args[1] for e, _ in program.block.walk() if axis_of(e) is not None}
+    reaches = tuple((axis, placement.reach(axis)) for axis in sorted(axes))
+    return _program_times(program, hardware, _Reaches(reaches), software)
+
+
+@dataclass(frozen=True)
+class _Reaches:
+    """Where the groups of the axes are that a program communicates over, and no more."""
+
+    known: tuple[tuple[str, Reach], ...]
+
+    def reach(self, axis: str) -> Reach:
+        return dict(self.known)[axis]
+
+
+@functools.lru_cache(maxsize=4096)
+def _program_times(program: Code, hardware: Hardware, placement: Any, software: Software) -> Times:
+    arranged_program, rates = issued(program, hardware, placement, software)
+    found = timeline(arranged_program, rates, overlap=software.overlap, prefetch=software.overlap)
+    parts, sent, kernels = _totals(arranged_program.block, rates)
+    parts |= {f"over {axis}": seconds for axis, seconds in found.exposed.items()}
+    missed = found.total - sum(parts.values())
+    assert abs(missed) <= 0.01 * found.total, "equations that the timeline has, and nothing counts"
+    return Times(found.total, MappingProxyType(parts), kernels, MappingProxyType(sent))
+
+
+def issued(
+    program: Code, hardware: Hardware, placement: Placement, software: Software
+) -> tuple[Code, HardwareRates]:
+    """A program as it is compiled for this software, and the rates of its fused equations."""
+    many = program.mesh.size > 1 and software.overlap
+    parts = software.sequence_parts
+    block = arranged(program.block, prefetch=many, sequence_parts=parts)
+    made = replace(program, block=block)
+    return made, HardwareRates(hardware, placement, software, made)
+
+
+def _totals(block: Block, rates: HardwareRates) -> tuple[dict[str, float], dict[str, float], int]:
+    """Seconds computed by kind, seconds sent by axis, and kernels, of a block."""
+    parts: dict[str, float] = defaultdict(float)
+    sent: dict[str, float] = defaultdict(float)
+    kernels = 0
+    for equation, times in block.walk():
+        if isinstance(equation.op, Scan) or equation.name == "check_ids" or not equation.results:
+            continue
+        spent, axis = rates.spent(equation), axis_of(equation)
+        kernels += spent.kernels * times
+        if axis is not None:
+            sent[axis] += spent.seconds * times
+        elif spent.seconds:
+            parts[spent.kind] += spent.seconds * times
+    return dict(parts), dict(sent), kernels
