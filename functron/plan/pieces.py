@@ -34,7 +34,8 @@ class Piece:
 
     Attributes:
         part: what it computes, of a model that has nothing else.
-        programs: of F and B; or of F, I and W.
+        joint: forward and backward as one program.
+        programs: the same in pieces: F and B, or F, I and W.
         held_bytes: of activations after each of them but the last, its input included.
         sent_bytes: of what it hands on.
         num_params: that this rank holds of it, over the axes of the trace.
@@ -43,6 +44,7 @@ class Piece:
     """
 
     part: Part
+    joint: Program
     programs: tuple[Program, ...]
     held_bytes: tuple[int, ...]
     sent_bytes: int
@@ -67,17 +69,12 @@ class Piece:
 
     @cached_property
     def working_bytes(self) -> int:
-        """The most that a backward makes besides what is held: what it computes again, above all.
+        """The most that one microbatch takes besides what is held: what it computes again, too.
 
-        Of the last program but W: the peak of its values that are no arguments.
+        Of the program before it is cut, in which forward keeps for backward no more than it holds.
         """
-        return max(_made_bytes(program) for program in self.programs)
-
-
-def _made_bytes(program: Program) -> int:
-    found = program.memory()
-    given = sum(i.var.nbytes for i in program.inputs)
-    return max(0, found.peak_bytes - given)
+        found = self.joint.memory()
+        return max(0, found.peak_bytes - sum(found.at_rest.values()) - self.held_bytes[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +128,7 @@ def pieces(
     experts: tuple[str, ...] = ("ep",),
     split: bool = False,
     grad_dtype: torch.dtype | None = None,
+    ends: Pieces | None = None,
 ) -> Pieces:
     """Trace the pieces of a model on one rank of `mesh`. Computes nothing.
 
@@ -146,6 +144,8 @@ def pieces(
         experts: the axes that experts are divided over.
         split: backward as two programs, I and W, for schedules that have these.
         grad_dtype: of the sums of gradients; None: that of the parameters.
+        ends: pieces whose embedding and head are taken: those of the same arguments but for what
+            backward computes again, which concerns layers alone.
 
     Raises:
         ValueError: the model cannot run on the mesh.
@@ -162,9 +162,12 @@ def pieces(
         name: (tracer.trace(Part(range(1)), one), same)
         for name, (one, same) in _layer_configs(config).items()
     }
-    bare = replace(config, num_layers=1, dense_layers=0)
-    embed = tracer.trace(Part(range(0), embed=True), bare)
-    head = tracer.trace(Part(range(0), loss=True), bare)
+    if ends is not None:
+        embed, head = ends.embed, ends.head
+    else:
+        bare = replace(config, num_layers=1, dense_layers=0)
+        embed = tracer.trace(Part(range(0), embed=True), bare)
+        head = tracer.trace(Part(range(0), loss=True), bare)
     return Pieces(config, tracer.options, whole, rows, seq, layers, embed, head, gather, split)
 
 
@@ -208,6 +211,7 @@ class _Tracer:
         divided = [{*spec_axes(s)} & {*options.experts} for s in tree.leaves(specs, is_spec)]
         return Piece(
             part,
+            stage.program,
             tuple(stage.piece_program(index) for index in range(len(stage.pieces))),
             tuple(held + more for held, more in zip(stage.held_bytes, given, strict=False)),
             0 if part.loss else x.nbytes,
