@@ -22,17 +22,17 @@ from typing import NamedTuple
 
 from functron.core import chart
 from functron.core.chart import table
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.pipeline.partition import Layout, even_layout
 from functron.pipeline.registry import make
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.timeline import Costs
 from functron.plan.hardware import Hardware, Placement
 from functron.plan.pieces import Piece, Pieces
-from functron.plan.rates import FUNCTRON, Software, Times, issued, program_times
+from functron.plan.rates import FUNCTRON, Software, Times, program_times, run_on
 from functron.program.cost import bytes_text, count_text
 from functron.program.program import Program
-from functron.program.timeline import COMPUTE, timeline
+from functron.program.timeline import COMPUTE
 from functron.spmd import CONTEXT_AXES, DATA_AXES, FSDP_AXES, Mesh
 
 CONFIDENCE = 0.9
@@ -292,8 +292,7 @@ def estimate(
     """
     placement = Placement.on(program.mesh, hardware) if placement is None else placement
     times = program_times(program, hardware, placement, software)
-    arranged, rates = issued(program, hardware, placement, software)
-    found = timeline(arranged, rates, overlap=software.overlap, prefetch=software.overlap)
+    found, _ = run_on(program, hardware, placement, software)
     lanes = []
     for row in found.rows:
         kind = "compute" if row.axis is None else "exposed" if row.exposed else "hidden"
@@ -391,6 +390,9 @@ class Step:
         if self.zero not in (0, 1, 2, 3):
             found.append(Problem("zero", str(self.zero), "0, 1, 2 or 3"))
         raise_problems("this step cannot be estimated", found)
+        if not self.pieces.split and _is_split(self):
+            got, fix = f"{self.schedule} with whole backwards", "trace pieces(..., split=True)"
+            refuse("this step cannot be estimated", "pieces", got, "backwards in two", fix)
         _ = self.stages  # whether the layers can be laid out
 
     @property
@@ -407,19 +409,31 @@ class Step:
     def stages(self) -> tuple[list[tuple[Piece, int]], ...]:
         """The pieces of each stage, and how often it has them."""
         layers = self.pieces.config.num_layers
-        layout = self.layout or even_layout(self.num_ranks * self.chunks, layers)
+        layout = self.layout or even_layout(self.num_stages, layers)
         return tuple(self.pieces.of(part) for part in layout)
 
     def held_by(self, rank: int) -> list[tuple[Piece, int]]:
         """The pieces of a rank of the pipeline, over all of its stages."""
         return [row for stage in self.stages_of(rank) for row in self.stages[stage]]
 
+    @property
+    def num_stages(self) -> int:
+        """Of the pipeline, over all ranks and chunks."""
+        if self.schedule in _ROUND:
+            return self.num_ranks * self.chunks
+        return _table_of(self).num_stages
+
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, which it has in turns; of schedules that go to and fro in a V."""
-        p = self.num_ranks
-        if _is_vee(self.schedule):
-            return [rank, 2 * p - 1 - rank]
-        return [chunk * p + rank for chunk in range(self.chunks)]
+        """The stages of a rank, over all of its chunks."""
+        if self.schedule in _ROUND:
+            return [chunk * self.num_ranks + rank for chunk in range(self.chunks)]
+        table = _table_of(self)
+        return [table.stage_of(rank, chunk)[1] for chunk in range(table.num_chunks)]
+
+    @property
+    def num_pipes(self) -> int:
+        """How many times all layers are held: by DualPipe twice, for half of the microbatches."""
+        return 1 if self.schedule in _ROUND else len(_table_of(self).pipes)
 
     @property
     def data_size(self) -> int:
@@ -440,8 +454,20 @@ def _axes(program: Program) -> set[str]:
     return {row.axis for row in program.cost().collectives}
 
 
-def _is_vee(schedule: str) -> bool:
-    return schedule in ("zbv", "v-min", "v-half", "dualpipev")
+_ROUND = ("gpipe", "1f1b", "eager-1f1b", "interleaved")
+"""Schedules whose stages go round the ranks, chunk after chunk, and that have a formula."""
+
+
+def _is_split(step: Step) -> bool:
+    """Whether the schedule has the two parts of backward apart."""
+    if step.schedule in _ROUND:
+        return False
+    return any(a.kind in "IW" for row in _table_of(step).table for cell in row for a in cell)
+
+
+def _table_of(step: Step) -> Schedule:
+    few = _few(step.schedule, step.num_ranks, step.num_microbatches)
+    return _table(step.schedule, step.num_ranks, few, step.chunks)
 
 
 @public
@@ -491,7 +517,7 @@ def _live(schedule: str, p: int, m: int, v: int, rank: int) -> int:
         return v
     if schedule == "1f1b":
         return min(m, p - rank)
-    if schedule == "gpipe":
+    if schedule in ("gpipe", "breadth-first"):
         return m * v
     if schedule == "interleaved":
         return min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1)
@@ -505,7 +531,8 @@ def _table(schedule: str, p: int, m: int, v: int) -> Schedule:
 
 def _few(schedule: str, p: int, m: int) -> int:
     """So many microbatches that a schedule of more repeats itself."""
-    return m if m <= 4 * p else 2 * p + m % p
+    every = 2 * p  # DualPipe takes microbatches in pairs
+    return m if m <= 2 * every else every + m % every
 
 
 @public
@@ -638,13 +665,13 @@ class _Timed:
     def busy(self, rank: int) -> Times:
         """What a rank of the pipeline computes for one microbatch."""
         parts: dict[str, float] = defaultdict(float)
-        kernels = 0
+        kernels, pipes = 0, self.step.num_pipes
         for stage in self.step.stages_of(rank):
             for times in self.stages[stage]:
                 kernels += times.kernels
                 for name, seconds in times.parts.items():
-                    parts[name] += seconds
-        return Times(sum(parts.values()), parts, kernels, {})
+                    parts[name] += seconds / pipes
+        return Times(sum(parts.values()), parts, round(kernels / pipes), {})
 
     def _of(self, rank: int, index: int) -> float:
         """Seconds of all forwards (0) or backwards of a microbatch on a rank."""
@@ -673,8 +700,8 @@ class _Timed:
         ]
         if few == m:
             return found.total, lanes
-        more = _table(step.schedule, p, few + p, v).simulate(self._costs())
-        return found.total + (more.total - found.total) / p * (m - few), lanes
+        more = _table(step.schedule, p, few + 2 * p, v).simulate(self._costs())
+        return found.total + (more.total - found.total) / (2 * p) * (m - few), lanes
 
     def _alone(self, m: int) -> list[Lane]:
         lanes, now = [], 0.0
@@ -693,8 +720,7 @@ class _Timed:
             forward, inner, weights = zip(*columns, strict=True)
             return Costs(forward, None, inner, weights, transfer)
         forward, backward = zip(*columns, strict=True)
-        half = tuple(x / 2 for x in backward)  # schedules with I and W want pieces with these
-        return Costs(forward, backward, half, half, transfer)
+        return Costs(forward, backward, transfer=transfer)
 
     def _formula(self, slowest: int) -> float | None:
         """The total by the schedule's critical path; None where there is no formula for it.
@@ -705,7 +731,7 @@ class _Timed:
         """
         step = self.step
         m, p, v = step.num_microbatches, step.num_ranks, step.chunks
-        if step.schedule not in ("gpipe", "1f1b", "eager-1f1b", "interleaved"):
+        if step.schedule not in _ROUND:
             return None
         each = [self.busy(rank).seconds for rank in range(p)]
         wait = 2 * self.transfer if self.software.async_sends else 0.0

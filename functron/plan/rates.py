@@ -14,9 +14,9 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from functron.program.cost import equation_bytes, equation_flops
 from functron.program.equations import Block, Code, Equation, Scan, Var
 from functron.program.order import arranged
 from functron.program.text import axis_of, payload_bytes
-from functron.program.timeline import timeline
+from functron.program.timeline import ProgramTimeline, timeline
 
 Kind = Literal["products", "attention", "memory", "collective", "nothing"]
 
@@ -83,19 +83,129 @@ def kind_of(equation: Equation) -> Kind:
     return "memory"
 
 
-class Spent(NamedTuple):
-    """The time of one equation: how long, what for, and the kernels that it launches."""
+class Work(NamedTuple):
+    """What an equation asks of a machine, whichever that is.
 
-    seconds: float
+    Attributes:
+        kind: of what takes its time.
+        num_bytes: read and written, by its whole kernel; of a collective, the payload.
+        flops: of products and attention; of the other equations of a kernel, its operations on
+            single elements.
+        dtype: of products and attention.
+        shape: (m, n, k, batch) of a product of matrices.
+        what: the operation.
+        axis: of a collective.
+        share: of its kernel's time.
+        kernels: that it launches: 1, or 0 of all but the first of a kernel.
+    """
+
     kind: Kind
-    kernels: int
+    num_bytes: float = 0
+    flops: float = 0
+    dtype: torch.dtype = torch.float32
+    shape: tuple[int, int, int, int] | None = None
+    what: str = ""
+    axis: str = ""
+    share: float = 1.0
+    kernels: int = 1
+
+    def seconds(self, machine: Hardware, placement: Placement | _Reaches) -> float:
+        """The time on a machine."""
+        if self.kind == "nothing":
+            return 0.0
+        if self.kind == "collective":
+            return machine.collective_seconds(self.what, self.num_bytes, placement.reach(self.axis))
+        least = machine.memory_seconds(self.num_bytes)
+        if self.kind == "memory":
+            least = max(least, self.flops / machine.peak(torch.float32))
+        elif self.shape is not None:
+            m, n, k, batch = self.shape
+            least = machine.matmul_seconds(m, n, k, self.dtype, batch)
+        else:
+            backward = "backward" in self.what
+            part = machine.attention["backward" if backward else "forward"]
+            part = part if self.kind == "attention" else machine.matmul.efficiency
+            least = max(least, self.flops / (machine.peak(self.dtype) * part))
+        return (least + machine.kernel_seconds) * self.share
+
+
+def work_of(equation: Equation) -> Work:
+    """The work of an equation that is a kernel by itself, and no scan."""
+    kind, name = kind_of(equation), equation.name
+    if kind == "nothing":
+        return Work(kind, kernels=0)
+    if kind == "collective":
+        return Work(kind, payload_bytes(equation), what=name, axis=axis_of(equation) or "")
+    num_bytes = equation_bytes(equation)
+    if kind == "memory":
+        return Work(kind, num_bytes, _operations(equation), what=name)
+    flops = equation_flops(equation)
+    if kind == "attention":
+        flops *= 0.5 if _causal(equation) else 1.0
+        return Work(kind, num_bytes, flops, equation.operands[0].dtype, what=name)
+    factors = [v for v in equation.operands if len(v.shape) >= 2][-2:]
+    shape = None
+    if name in _PRODUCTS and len(factors) == 2 and flops:
+        m, k, n = *factors[0].shape[-2:], factors[1].shape[-1]
+        shape = (m, n, k, max(1, round(flops / (2 * m * n * k))))
+    return Work(kind, num_bytes, flops, equation.operands[0].dtype, shape, name)
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """A program as it is compiled for some software: what each of its equations asks.
+
+    Attributes:
+        program: in the order in which it is compiled.
+        work: of its equations that are no scans.
+    """
+
+    program: Code
+    work: Mapping[Equation, Work]
+
+
+@functools.lru_cache(maxsize=4096)
+def kernels_of(program: Code, software: Software) -> Kernels:
+    """A program with its equations fused; kept for programs that were asked for before."""
+    many = program.mesh.size > 1 and software.overlap
+    parts = software.sequence_parts
+    block = arranged(program.block, prefetch=many, sequence_parts=parts)
+    made = replace(program, block=block)
+    found = {
+        equation: work_of(equation)
+        for equation, _ in block.walk()
+        if not isinstance(equation.op, Scan)
+    }
+    if software.fusion != "none":
+        for each in (block, *_bodies(block)):
+            for group in fused(each, software):
+                found.update(_shared(group))
+    return Kernels(made, MappingProxyType(found))
+
+
+def _bodies(block: Block) -> list[Block]:
+    return [e.op.body for e, _ in block.walk() if isinstance(e.op, Scan)]
+
+
+def _shared(group: Group) -> dict[Equation, Work]:
+    """The work of a kernel, divided among its equations by what each moves in or out of it."""
+    total = sum(group.moved_bytes)
+    operations = sum(_operations(equation) for equation in group.equations)
+    found = {}
+    for index, (equation, part) in enumerate(zip(*group, strict=True)):
+        share = part / total if total else 1 / len(group.equations)
+        kernels = int(not index)
+        found[equation] = Work(
+            "memory", total, operations, what=equation.name, share=share, kernels=kernels
+        )
+    return found
 
 
 @dataclass(frozen=True, eq=False)
 class HardwareRates:
     """The seconds of equations on a machine: `Seconds` of `Program.timeline`.
 
-    With `program`, its equations are fused, and a group's time is divided among its equations by
+    With `program`, its equations are fused, and a kernel's time is divided among its equations by
     the bytes that each moves in or out of it. Any other equation is a kernel by itself.
 
     Attributes:
@@ -106,77 +216,19 @@ class HardwareRates:
     """
 
     hardware: Hardware
-    placement: Placement
+    placement: Placement | _Reaches
     software: Software = FUNCTRON
     program: Code | None = None
-    _known: dict[Equation, Spent] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self):
-        if self.program is not None and self.software.fusion != "none":
-            self._fuse(self.program.block)
 
     def __call__(self, equation: Equation) -> float:
         """The seconds of one run of an equation that is no scan."""
-        return self.spent(equation).seconds
+        work = self._known.get(equation)
+        work = work_of(equation) if work is None else work
+        return work.seconds(self.hardware, self.placement)
 
-    def spent(self, equation: Equation) -> Spent:
-        """The seconds of one run of an equation that is no scan, and what takes them."""
-        if equation not in self._known:
-            self._known[equation] = self._alone(equation)
-        return self._known[equation]
-
-    def _alone(self, equation: Equation) -> Spent:
-        kind = kind_of(equation)
-        if kind == "nothing":
-            return Spent(0.0, kind, 0)
-        if kind == "collective":
-            axis = axis_of(equation)
-            assert axis is not None
-            reach = self.placement.reach(axis)
-            payload = payload_bytes(equation)
-            seconds = self.hardware.collective_seconds(equation.name, payload, reach)
-            return Spent(seconds, kind, 1)
-        if kind == "memory":
-            return self._memory(equation_bytes(equation), 0)
-        seconds = self._product(equation) if kind == "products" else self._attention(equation)
-        return Spent(seconds + self.hardware.kernel_seconds, kind, 1)
-
-    def _memory(self, num_bytes: float, operations: float) -> Spent:
-        machine = self.hardware
-        arithmetic = operations / machine.peak(torch.float32)
-        seconds = max(machine.memory_seconds(num_bytes), arithmetic)
-        return Spent(seconds + machine.kernel_seconds, "memory", 1)
-
-    def _product(self, equation: Equation) -> float:
-        shapes = [v for v in equation.operands if len(v.shape) >= 2][-2:]
-        flops = equation_flops(equation)
-        a = shapes[0] if shapes else equation.operands[0]
-        if equation.name in _PRODUCTS and len(shapes) == 2 and flops:
-            b = shapes[1]
-            m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
-            batch = max(1, round(flops / (2 * m * n * k)))
-            return self.hardware.matmul_seconds(m, n, k, a.dtype, batch)
-        rate = self.hardware.peak(a.dtype) * self.hardware.matmul.efficiency
-        return max(flops / rate, self.hardware.memory_seconds(equation_bytes(equation)))
-
-    def _attention(self, equation: Equation) -> float:
-        backward = "backward" in equation.name
-        part = self.hardware.attention["backward" if backward else "forward"]
-        dtype = equation.operands[0].dtype
-        flops = equation_flops(equation) * (0.5 if _causal(equation) else 1.0)
-        seconds = flops / (self.hardware.peak(dtype) * part)
-        return max(seconds, self.hardware.memory_seconds(equation_bytes(equation)))
-
-    def _fuse(self, block: Block) -> None:
-        for equation in block.equations:
-            if isinstance(equation.op, Scan):
-                self._fuse(equation.op.body)
-        for group in fused(block, self.software):
-            total = sum(group.moved_bytes)
-            spent = self._memory(total, sum(_operations(e) for e in group.equations))
-            for index, (equation, part) in enumerate(zip(*group, strict=True)):
-                share = part / total if total else 1 / len(group.equations)
-                self._known[equation] = Spent(spent.seconds * share, "memory", int(not index))
+    @functools.cached_property
+    def _known(self) -> Mapping[Equation, Work]:
+        return {} if self.program is None else kernels_of(self.program, self.software).work
 
 
 def _causal(equation: Equation) -> bool:
@@ -375,40 +427,36 @@ class _Reaches:
         return dict(self.known)[axis]
 
 
-@functools.lru_cache(maxsize=4096)
-def _program_times(program: Code, hardware: Hardware, placement: Any, software: Software) -> Times:
-    arranged_program, rates = issued(program, hardware, placement, software)
-    found = timeline(arranged_program, rates, overlap=software.overlap, prefetch=software.overlap)
-    parts, sent, kernels = _totals(arranged_program.block, rates)
+@functools.lru_cache(maxsize=16384)
+def _program_times(
+    program: Code, hardware: Hardware, placement: _Reaches | Placement, software: Software
+) -> Times:
+    found, kernels = run_on(program, hardware, placement, software)
+    parts: dict[str, float] = defaultdict(float)
+    sent: dict[str, float] = defaultdict(float)
+    launched = 0
+    for equation, times in kernels.program.block.walk():
+        if isinstance(equation.op, Scan) or equation.name == "check_ids" or not equation.results:
+            continue
+        work = kernels.work[equation]
+        seconds = work.seconds(hardware, placement) * times
+        launched += work.kernels * times
+        if work.kind == "collective":
+            sent[work.axis] += seconds
+        elif seconds:
+            parts[work.kind] += seconds
     parts |= {f"over {axis}": seconds for axis, seconds in found.exposed.items()}
     missed = found.total - sum(parts.values())
     assert abs(missed) <= 0.01 * found.total, "equations that the timeline has, and nothing counts"
-    return Times(found.total, MappingProxyType(parts), kernels, MappingProxyType(sent))
+    return Times(found.total, MappingProxyType(dict(parts)), launched, MappingProxyType(dict(sent)))
 
 
-def issued(
-    program: Code, hardware: Hardware, placement: Placement, software: Software
-) -> tuple[Code, HardwareRates]:
-    """A program as it is compiled for this software, and the rates of its fused equations."""
-    many = program.mesh.size > 1 and software.overlap
-    parts = software.sequence_parts
-    block = arranged(program.block, prefetch=many, sequence_parts=parts)
-    made = replace(program, block=block)
-    return made, HardwareRates(hardware, placement, software, made)
+def run_on(
+    program: Code, hardware: Hardware, placement: _Reaches | Placement, software: Software
+) -> tuple[ProgramTimeline, Kernels]:
+    """The timeline of a program on a machine, and its kernels."""
+    kernels = kernels_of(program, software)
 
-
-def _totals(block: Block, rates: HardwareRates) -> tuple[dict[str, float], dict[str, float], int]:
-    """Seconds computed by kind, seconds sent by axis, and kernels, of a block."""
-    parts: dict[str, float] = defaultdict(float)
-    sent: dict[str, float] = defaultdict(float)
-    kernels = 0
-    for equation, times in block.walk():
-        if isinstance(equation.op, Scan) or equation.name == "check_ids" or not equation.results:
-            continue
-        spent, axis = rates.spent(equation), axis_of(equation)
-        kernels += spent.kernels * times
-        if axis is not None:
-            sent[axis] += spent.seconds * times
-        elif spent.seconds:
-            parts[spent.kind] += spent.seconds * times
-    return dict(parts), dict(sent), kernels
+    rates = HardwareRates(hardware, placement, software, program)
+    overlap = {"overlap": software.overlap, "prefetch": software.overlap}
+    return timeline(kernels.program, rates, **overlap), kernels
