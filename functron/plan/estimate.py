@@ -246,7 +246,7 @@ _MADE_OF = MappingProxyType(
         "bubble": "the schedule's own simulation, or its formula",
         "sends": "of stages of the pipeline to the next",
         "update": "bytes of gradients, moments and masters over the memory's rate",
-        "processor": "launches that take longer than the kernels",
+        "processor": "what a step does between two, and launches that take longer than kernels",
         "slowest GPU": "the expected maximum of so many GPUs' times",
     }
 )
@@ -315,7 +315,7 @@ def _with_around(
     """The parts of a rank's step with those of its processor and of waiting for the slowest."""
     total = sum(parts.values())
     launching = 0.0 if software.graphs else kernels * hardware.host.launch_seconds
-    parts["processor"] = max(0.0, launching - total)
+    parts["processor"] = max(0.0, launching - total) + hardware.host.step_seconds
     computing = sum(x for name, x in parts.items() if not name.startswith("over "))
     parts["slowest GPU"] = computing * hardware.jitter * _largest_of(num_gpus)
     return {name: x for name, x in parts.items() if x > 0}
@@ -783,14 +783,27 @@ class _Timed:
         divided = step.zero > 0 or ("fsdp" in axes and not inside)
         op = "psum_scatter" if divided else "psum"
         reduced = hardware.collective_seconds(op, num_bytes, reach)
-        last = self._of(rank, 1)
+        last = self._of(rank, 1) * self._ahead
         parts[name] = parts.get(name, 0.0) + _behind(
             reduced, last if software.overlap_grads else 0.0, layers
         )
         if divided:
             gathered = hardware.collective_seconds("all_gather", count * param_bytes, reach)
-            first = self._of(rank, 0)
+            first = self._of(rank, 0) * self._ahead
             parts[name] += _behind(gathered, first if software.overlap_params else 0.0, layers)
+
+    @property
+    def _ahead(self) -> float:
+        """How many microbatches are computed while gradients are reduced, and parameters gathered.
+
+        The last one; with chunks, gradients of the last chunk are there when p microbatches of the
+        other chunks are still to come.
+        """
+        step = self.step
+        if step.schedule != "interleaved":
+            return 1.0
+        few = min(step.num_ranks, step.num_microbatches)
+        return (few * (step.chunks - 1) + 1) / step.chunks
 
     def _tied(self, parts: dict[str, float]) -> None:
         """The sum of the gradients of an embedding that two stages have."""

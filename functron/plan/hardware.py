@@ -126,10 +126,12 @@ class Host:
     Attributes:
         bytes_per_second: to or from the GPU's memory, in one direction.
         launch_seconds: of the processor, for each kernel that it launches by itself.
+        step_seconds: of a step, in which the GPU waits for it: data, norms that it reads, logs.
     """
 
     bytes_per_second: float
     launch_seconds: float
+    step_seconds: float
 
 
 @dataclass(frozen=True)

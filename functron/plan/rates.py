@@ -40,10 +40,10 @@ class Software:
 
     Attributes:
         name: of the software, and its version where that matters.
-        fusion: of elementwise equations: ``"compiler"`` as above; ``"pointwise"``: norms are
-            kernels by themselves; ``"none"``: every equation is one.
-        sums_in_products: gradients of weights are added to their sums by the products that make
-            them.
+        fusion: ``"compiler"`` as above; ``"pointwise"``: sums, norms and what differentiates these
+            are kernels by themselves, but softmax computes what it reads; ``"none"``: every
+            equation is a kernel.
+        sums_in_products: products that make gradients of weights add them to their sums.
         overlap: collectives over axes of a layer run behind what does not need them.
         sequence_parts: as of `functron.jit`.
         overlap_grads: reductions of gradients run behind the last backward.
@@ -120,7 +120,7 @@ class Work(NamedTuple):
             least = max(least, self.flops / machine.peak(torch.float32))
         elif self.shape is not None:
             m, n, k, batch = self.shape
-            least = machine.matmul_seconds(m, n, k, self.dtype, batch)
+            least = max(least, machine.matmul_seconds(m, n, k, self.dtype, batch))
         else:
             backward = "backward" in self.what
             part = machine.attention["backward" if backward else "forward"]
@@ -180,6 +180,14 @@ def kernels_of(program: Code, software: Software) -> Kernels:
         for each in (block, *_bodies(block)):
             for group in fused(each, software):
                 found.update(_shared(group))
+    if software.sums_in_products:
+        for each in (block, *_bodies(block)):
+            for product, chain in sums_in_products(each):
+                if sum(found[e].share for e in chain) > 0.999:  # of a kernel that does only this
+                    more = found[product].num_bytes + found[chain[0]].num_bytes
+                    more -= 2 * product.results[0].nbytes
+                    found[product] = found[product]._replace(num_bytes=more)
+                    found.update(dict.fromkeys(chain, Work("nothing", kernels=0)))
     return Kernels(made, MappingProxyType(found))
 
 
@@ -275,11 +283,13 @@ def fused(block: Block, software: Software = FUNCTRON) -> list[Group]:
         alone = not _fusible(equation)
         if equation.aliases:
             continue
-        depth[equation] = max((depth[e] + _apart(e, software) for e in before), default=0)
+        begins = not alone and _begins(equation, software)
+        ends = {e: begins or _apart(e, software) for e in before}
+        depth[equation] = max((depth[e] + ends[e] for e in before), default=0)
         if not alone:
             parent[equation] = equation
             for e in before:
-                if e in parent and depth[e] == depth[equation] and not _apart(e, software):
+                if e in parent and depth[e] == depth[equation] and not ends[e]:
                     parent[root(equation)] = root(e)
         for value in equation.results:
             made_by[value] = equation
@@ -287,8 +297,7 @@ def fused(block: Block, software: Software = FUNCTRON) -> list[Group]:
     for equation in parent:
         members[root(equation)].append(equation)
     readers = _readers(block, bases)
-    into = _into_products(block, readers, made_by, bases) if software.sums_in_products else set()
-    return [_group(found, bases, readers, into) for found in members.values()]
+    return [_group(found, bases, readers) for found in members.values()]
 
 
 def _fusible(equation: Equation) -> bool:
@@ -299,12 +308,28 @@ def _apart(equation: Equation, software: Software) -> bool:
     """Whether what reads the results of an equation is another kernel."""
     if not _fusible(equation):
         return True
-    name = equation.name
-    if name in ("sum", "mean", "amax") and len(equation.args) > 1:
+    if software.fusion == "pointwise":
+        return not _elementwise(equation)
+    if equation.name in _SUMS and len(equation.args) > 1:
         rank, dims = len(equation.operands[0].shape), equation.args[1]
         last = [d % rank == rank - 1 for d in dims] if isinstance(dims, list | tuple) else [False]
         return not all(last)
-    return software.fusion == "pointwise" and "norm" in name
+    return False
+
+
+def _begins(equation: Equation, software: Software) -> bool:
+    """Whether what an equation reads is of other kernels."""
+    alone = software.fusion == "pointwise" and not _elementwise(equation)
+    return alone and equation.name != "_softmax"
+
+
+def _elementwise(equation: Equation) -> bool:
+    assert not isinstance(equation.op, Scan)
+    return torch.Tag.pointwise in equation.op.tags or equation.name in _COPIES
+
+
+_SUMS = frozenset({"sum", "mean", "amax"})
+_COPIES = frozenset({"clone", "_to_copy", "cat", "copy", "arange", "full", "expand_copy"})
 
 
 def _bases(block: Block) -> dict[Var, Var]:
@@ -330,21 +355,27 @@ def _readers(block: Block, bases: Mapping[Var, Var]) -> dict[Var, list[Equation 
     return found
 
 
-def _into_products(
-    block: Block,
-    readers: Mapping[Var, Sequence[Equation | None]],
-    made_by: Mapping[Var, Equation],
-    bases: Mapping[Var, Var],
-) -> set[Var]:
-    """Results of products that one addition alone reads: the product adds them itself."""
-    found = set()
-    for equation in block.equations:
-        if equation.name != "add" or len(equation.operands) != 2:
+def sums_in_products(block: Block) -> list[tuple[Equation, tuple[Equation, ...]]]:
+    """Products of which a sum is made at once that is a result, and the equations that do it.
+
+    That is an addition, perhaps of a cast. A kernel of products reads the sum and writes it while
+    it computes.
+    """
+    bases = _bases(block)
+    readers = _readers(block, bases)
+    found = []
+    for product in block.equations:
+        if isinstance(product.op, Scan) or kind_of(product) != "products":
             continue
-        for value in (bases.get(v, v) for v in equation.operands):
-            by = made_by.get(value)
-            if by is not None and kind_of(by) == "products" and len(readers[value]) == 1:
-                found.add(value)
+        chain: list[Equation] = []
+        following = readers[product.results[0]]
+        while len(following) == 1 and (last := following[0]) is not None:
+            chain.append(last)
+            if last.name != "_to_copy":
+                break
+            following = readers[last.results[0]]
+        if chain and chain[-1].name == "add" and readers[chain[-1].results[0]] == [None]:
+            found.append((product, tuple(chain)))
     return found
 
 
@@ -352,7 +383,6 @@ def _group(
     equations: Sequence[Equation],
     bases: Mapping[Var, Var],
     readers: Mapping[Var, Sequence[Equation | None]],
-    into: set[Var],
 ) -> Group:
     inside, moved = {*equations}, []
     made = {value for e in equations for value in e.results}
@@ -364,7 +394,7 @@ def _group(
         lookup = equation.name in _LOOKUPS
         for position, value in enumerate(dict.fromkeys(equation.operands)):
             base = bases.get(value, value)
-            if base in made or base in into or value in seen:
+            if base in made or value in seen:
                 continue
             seen.add(value)
             size = sum(map(_nbytes, equation.results)) if lookup and not position else None
