@@ -83,6 +83,14 @@ def measured_flops(device: torch.device | str, dtype: torch.dtype, size: int = 1
     return 2 * rows**3 / fastest(rows)
 
 
+def measured_bandwidth(device: torch.device | str) -> float:
+    """The bytes per second that copies on a device read and write together."""
+    device = torch.device(device)
+    a = torch.zeros(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    b = torch.ones_like(a)
+    return 2 * len(a) / min(_seconds(lambda: b.copy_(a), device, _REPEATS))
+
+
 def peak_memory_bytes(device: torch.device | str) -> int:
     """The most memory used so far: torch's allocations on a GPU, the resident process on a CPU."""
     device = torch.device(device)
@@ -487,12 +495,10 @@ def _rates(device: torch.device, folder: Path) -> dict[str, float]:
         f"{name} matmul": measured_flops(device, getattr(torch, name), _ROWS[device.type])
         for name in _DTYPES[device.type]
     }
-    a = torch.zeros(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    b = torch.ones_like(a)
-    found["memory"] = 2 * len(a) / min(_seconds(lambda: b.copy_(a), device, _REPEATS))
+    found["memory"] = measured_bandwidth(device)
     if device.type == "cuda":
         host = torch.zeros(_COPY_BYTES["cpu"], dtype=torch.uint8).pin_memory()
-        there = a[: len(host)]
+        there = torch.zeros(len(host), dtype=torch.uint8, device=device)
         found["to device"] = len(host) / min(_seconds(lambda: there.copy_(host), device, _REPEATS))
         found["from device"] = len(host) / min(
             _seconds(lambda: host.copy_(there), device, _REPEATS)
