@@ -23,6 +23,7 @@ from typing import NamedTuple
 from functron.core import chart
 from functron.core.chart import table
 from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.models import gpt
 from functron.pipeline.partition import Layout, even_layout
 from functron.pipeline.registry import make
 from functron.pipeline.schedule import Schedule
@@ -581,11 +582,12 @@ def step_estimate(
 
 def _step_flops(step: Step) -> tuple[float, float, float]:
     """Model FLOPs with half and whole attention, and hardware FLOPs, of all ranks."""
-    times = step.num_microbatches * step.mesh.size / step.num_ranks
+    config, seq = step.pieces.config, step.pieces.seq
+    tokens = step.samples * seq
+    half, whole = (gpt.flops_per_token(config, seq, whole=x) * tokens for x in (False, True))
     rows = [row for stage in step.stages for row in stage]
-    names = ("model_flops", "model_flops_whole", "hardware_flops")
-    half, whole, hard = (sum(getattr(p, name) * n for p, n in rows) for name in names)
-    return half * times, whole * times, hard * times
+    each = sum(piece.hardware_flops * n for piece, n in rows)
+    return half, whole, each * step.num_microbatches * step.mesh.size / step.num_ranks
 
 
 def _with_update(lanes: Sequence[Lane], pipeline: float, total: float) -> list[Lane]:

@@ -21,6 +21,7 @@ from functron.models.config import GPTConfig
 from functron.models.options import DEFAULTS, ModelOptions
 from functron.pipeline.partition import Part, Partition
 from functron.pipeline.work import Call, Stage, trace_stage
+from functron.plan.rates import empty_flops
 from functron.program.program import Program
 from functron.spmd import CONTEXT_AXES, FSDP_AXES, Mesh
 from functron.spmd.params import param_specs
@@ -53,19 +54,15 @@ class Piece:
     param_bytes: int
 
     @cached_property
-    def model_flops(self) -> int:
-        """Of this rank and one microbatch, causal attention as half; see `Cost`."""
-        return sum(program.cost().model_flops for program in self.programs)
+    def hardware_flops(self) -> float:
+        """Of this rank and one microbatch: what is computed, by torch's formulas, also again.
 
-    @cached_property
-    def model_flops_whole(self) -> int:
-        """The same with causal attention as whole."""
-        return sum(program.cost().model_flops_whole for program in self.programs)
-
-    @cached_property
-    def hardware_flops(self) -> int:
-        """Of this rank and one microbatch, with what is computed again."""
-        return sum(program.cost().hardware_flops for program in self.programs)
+        Products of experts count by the rows that they get on average, not by those there is room
+        for.
+        """
+        return sum(
+            program.cost().hardware_flops - empty_flops(program) for program in self.programs
+        )
 
     @cached_property
     def working_bytes(self) -> int:
@@ -258,6 +255,7 @@ def _layer_configs(config: GPTConfig) -> dict[str, tuple[GPTConfig, tuple[int, .
             one = replace(
                 config, num_layers=1, dense_layers=int(stack == "dense"), window=window,
                 global_every=0, nope_every=0,
+                local_rope_theta=config.local_rope_theta if window else 0,
             )  # fmt: skip
             found[name] = (one, same)
     return found

@@ -180,6 +180,12 @@ def kernels_of(program: Code, software: Software) -> Kernels:
         for each in (block, *_bodies(block)):
             for group in fused(each, software):
                 found.update(_shared(group))
+    for each in (block, *_bodies(block)):
+        for product, part in filled(each).items():
+            whole = found[product]
+            found[product] = whole._replace(
+                flops=whole.flops * part, num_bytes=whole.num_bytes * part
+            )
     if software.sums_in_products:
         for each in (block, *_bodies(block)):
             for product, chain in sums_in_products(each):
@@ -189,6 +195,35 @@ def kernels_of(program: Code, software: Software) -> Kernels:
                     found[product] = found[product]._replace(num_bytes=more)
                     found.update(dict.fromkeys(chain, Work("nothing", kernels=0)))
     return Kernels(made, MappingProxyType(found))
+
+
+def filled(block: Block) -> dict[Equation, float]:
+    """Of products of experts that there is more room for than rows, the part of rows on average.
+
+    A ragged exchange has room for all that could come; what comes is on average what was sent.
+    """
+    rooms = {}
+    for equation in block.equations:
+        if equation.name == "ragged_all_to_all":
+            sent, room = equation.operands[0].shape[0], equation.results[0].shape[0]
+            if sent < room:
+                rooms[room] = sent / room
+    return {
+        equation: rooms[rows]
+        for equation in block.equations
+        if equation.name.startswith("grouped_matmul")
+        and (rows := equation.operands[0].shape[0]) in rooms
+    }
+
+
+def empty_flops(program: Code) -> float:
+    """The FLOPs of a program that are of rows which experts have room for and do not get."""
+    total = 0.0
+    for equation, times in program.block.walk():
+        if isinstance(equation.op, Scan):
+            for product, part in filled(equation.op.body).items():
+                total += equation_flops(product) * (1 - part) * times * equation.op.length
+    return total + sum(equation_flops(e) * (1 - x) for e, x in filled(program.block).items())
 
 
 def _bodies(block: Block) -> list[Block]:
