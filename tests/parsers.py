@@ -47,7 +47,7 @@ from functron.pipeline.schedule import Schedule
 from functron.precision import Recipe
 from functron.program.parse import parse
 from functron.training import config, records
-from functron.training.hardware import Hardware, Link, Rank
+from functron.training.hardware import Link, Measurement, Rank
 
 SLOW_SECONDS = 10.0
 
@@ -325,12 +325,12 @@ def _read_run(folder: Path, data: bytes) -> None:
 def _hardware_seeds(folder: Path) -> list[bytes]:
     ranks = tuple(Rank(i, "h", "cpu", {"memory": 1e9}) for i in range(2))
     links = (Link("dp", "psum", ((0, 1),), (1024, 4096), ((1e-5, 1e-4),)),)
-    Hardware("dp=2", ranks, links, {"torch": "2.13"}, 1.0).save(folder / "seed.json")
+    Measurement("dp=2", ranks, links, {"torch": "2.13"}, 1.0).save(folder / "seed.json")
     return [(folder / "seed.json").read_bytes()]
 
 
 def _read_hardware(folder: Path, data: bytes) -> None:
-    found = Hardware.load(_put(folder, "hardware.json", data))
+    found = Measurement.load(_put(folder, "hardware.json", data))
     found.slow()
 
 

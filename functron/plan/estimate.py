@@ -27,7 +27,7 @@ from functron.models import gpt
 from functron.pipeline.partition import Layout, even_layout
 from functron.pipeline.registry import make
 from functron.pipeline.schedule import Schedule
-from functron.pipeline.timeline import Costs
+from functron.pipeline.timeline import Action, Costs, Timeline
 from functron.plan.hardware import Hardware, Placement
 from functron.plan.pieces import Piece, Pieces
 from functron.plan.rates import FUNCTRON, Software, Times, program_times, run_on
@@ -417,6 +417,23 @@ class Step:
         """The pieces of a rank of the pipeline, over all of its stages."""
         return [row for stage in self.stages_of(rank) for row in self.stages[stage]]
 
+    def num_params(self, rank: int) -> tuple[int, int, int]:
+        """Of a rank of the pipeline: all, those of experts that data axes divide, and the bytes."""
+        rows = self.held_by(rank)
+        whole = sum(piece.num_params * n for piece, n in rows)
+        experts = sum(piece.num_expert_params * n for piece, n in rows)
+        num_bytes = sum(piece.param_bytes * n for piece, n in rows)
+        ends = [piece for piece, _ in rows if not piece.part.layers]
+        if self.pieces.config.tied and len(ends) == 2:  # which have one matrix in common
+            embed = self.pieces.embed
+            shared = min(embed.num_params, self.pieces.head.num_params)
+            shared -= shared % self.pieces.config.embed_dim  # without the norm and positions
+            whole, num_bytes = (
+                whole - shared,
+                num_bytes - shared * embed.param_bytes // embed.num_params,
+            )
+        return whole, experts, num_bytes
+
     @property
     def num_stages(self) -> int:
         """Of the pipeline, over all ranks and chunks."""
@@ -486,9 +503,7 @@ def step_memory(step: Step, software: Software = FUNCTRON) -> Mapping[str, int]:
 
 def _rank_memory(step: Step, rank: int) -> dict[str, int]:
     rows, state = step.held_by(rank), step.state
-    params = sum(piece.param_bytes * n for piece, n in rows)
-    whole = sum(piece.num_params * n for piece, n in rows)
-    experts = sum(piece.num_expert_params * n for piece, n in rows)
+    whole, experts, params = step.num_params(rank)
     own = _owned(step, whole, experts)
     live = _live(step.schedule, step.num_ranks, step.num_microbatches, step.chunks, rank)
     each = sum(piece.held_bytes[0] * n for piece, n in rows if piece is not step.pieces.head)
@@ -696,10 +711,7 @@ class _Timed:
         few = m if p * m * v <= _LARGEST else _few(step.schedule, p, m)
         schedule = _table(step.schedule, p, few, v)
         found = schedule.simulate(self._costs())
-        lanes = [
-            Lane(f"rank {row.rank}", str(row.action), row.start, row.end, row.action.kind)
-            for row in found.rows
-        ]
+        lanes = _lanes(found)
         if few == m:
             return found.total, lanes
         more = _table(step.schedule, p, few + 2 * p, v).simulate(self._costs())
@@ -747,9 +759,8 @@ class _Timed:
         """Add what a step does besides its microbatches."""
         step, hardware = self.step, self.hardware
         rows = step.held_by(rank)
-        whole = sum(piece.num_params * n for piece, n in rows)
-        experts = sum(piece.num_expert_params * n for piece, n in rows)
-        params = sum(piece.param_bytes * n for piece, n in rows) / max(whole, 1)
+        whole, experts, num_bytes = step.num_params(rank)
+        params = num_bytes / max(whole, 1)
         layers = max(1, sum(n for piece, n in rows if piece.part.layers))
         for axes, count in ((_REDUCED_OVER, whole - experts), (_without_ep(), experts)):
             self._reduced(parts, axes, count, params, layers, rank)
@@ -817,6 +828,20 @@ class _Timed:
         reach = replace(reach, per_domain=min(2, reach.per_domain))
         num_bytes = shared * (step.state.reduce or step.state.grad)
         parts["over pp"] = self.hardware.collective_seconds("psum", num_bytes, reach)
+
+
+def _lanes(found: Timeline) -> list[Lane]:
+    """The actions of a pipeline; those of one cell one after the other, each for its share."""
+    cells: dict[tuple[int, float, float], list[Action]] = defaultdict(list)
+    for row in found.rows:
+        cells[row.rank, row.start, row.end].append(row.action)
+    lanes = []
+    for (rank, start, end), actions in cells.items():
+        each = (end - start) / len(actions)
+        for i, action in enumerate(actions):
+            at = start + i * each
+            lanes.append(Lane(f"rank {rank}", str(action), at, at + each, action.kind))
+    return lanes
 
 
 _LARGEST = 6000

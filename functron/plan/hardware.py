@@ -228,8 +228,8 @@ class Hardware:
             return 0.0
         inside = self.domain.bytes_per_second * self.domain.efficiency
         outside = self._network_rate(reach)
-        steps = _STEPS[op](near) * self.domain.latency_seconds
-        steps += _STEPS[op](far) * self.network.latency_seconds
+        steps = num_steps(op, near) * self.domain.latency_seconds
+        steps += num_steps(op, far) * self.network.latency_seconds
         if op in ("all_to_all", "ragged_all_to_all"):
             within, across = (near - 1) / g, (g - near) / g
             return steps + payload_bytes * max(within / inside, across / outside)
@@ -249,16 +249,20 @@ class Hardware:
 
 
 _REDUCED = frozenset({"psum", "pmax", "pmin"})
-_STEPS: Mapping[str, Any] = MappingProxyType(
-    {
-        # NCCL: trees for all-reduces where rings would take many steps, rings for the others
-        **dict.fromkeys(_REDUCED, lambda n: 2 * min(n - 1, math.log2(n) if n > 1 else 0)),
-        **dict.fromkeys(("all_gather", "psum_scatter"), lambda n: n - 1),
-        **dict.fromkeys(("all_to_all", "ragged_all_to_all", "ppermute"), lambda n: min(n - 1, 1)),
-        "pbroadcast": lambda n: math.log2(n),
-    }
-)
-"""How many steps follow one another in a collective of n."""
+
+
+def num_steps(op: str, n: int) -> float:
+    """How many steps follow one another in a collective of n.
+
+    NCCL's: trees for all-reduces where rings would take more, rings for gathers and scatters.
+    """
+    if n == 1:
+        return 0.0
+    if op in _REDUCED:
+        return 2 * min(n - 1, math.log2(n))
+    if op == "pbroadcast":
+        return math.log2(n)
+    return n - 1 if op in ("all_gather", "psum_scatter") else 1
 
 
 # --- where ranks are
@@ -345,6 +349,21 @@ def hardware(name: str | Path) -> Hardware:
         fix = f"{nearest(text.lower(), MACHINES)}; for another machine {_HELP}"
         refuse("cannot plan for this hardware", "hardware", repr(text), "a known machine", fix)
     return _read(path)
+
+
+def hardware_of(device: str) -> Hardware:
+    """The machine with this device: ``"cpu"``, or a GPU by the name that its driver gives it.
+
+    Raises:
+        ValueError: none of `MACHINES` has it.
+    """
+    if device == "cpu":
+        return hardware("cpu")
+    known = [name for name in MACHINES if name != "cpu" and name.upper() in device.upper()]
+    if not known:
+        fix = f"name one of {', '.join(MACHINES)}; for another {_HELP}"
+        refuse("cannot plan for this hardware", "device", device, "a known GPU", fix)
+    return hardware(max(known, key=len))
 
 
 def _read(path: Path) -> Hardware:

@@ -255,7 +255,7 @@ def _layer_configs(config: GPTConfig) -> dict[str, tuple[GPTConfig, tuple[int, .
             one = replace(
                 config, num_layers=1, dense_layers=int(stack == "dense"), window=window,
                 global_every=0, nope_every=0,
-                local_rope_theta=config.local_rope_theta if window else 0,
+                local_rope_theta=config.local_rope_theta if window else 0.0,
             )  # fmt: skip
             found[name] = (one, same)
     return found
