@@ -44,6 +44,7 @@ from functron.data.tokenizer import open_tokenizer
 from functron.hub import files
 from functron.pipeline.partition import parse_layout
 from functron.pipeline.schedule import Schedule
+from functron.plan import hardware
 from functron.precision import Recipe
 from functron.program.parse import parse
 from functron.training import config, records
@@ -334,6 +335,11 @@ def _read_hardware(folder: Path, data: bytes) -> None:
     found.slow()
 
 
+def _read_machine(folder: Path, data: bytes) -> None:
+    found = hardware(_put(folder, "machine.toml", data))
+    found.matmul_seconds(128, 128, 128)
+
+
 def _json(value: Any) -> Callable[[Path], list[bytes]]:
     return lambda folder: [json.dumps(value).encode()]
 
@@ -359,6 +365,7 @@ TARGETS: dict[str, Target] = {
     "recipe": Target(
         _bytes(b"fprop=e4m3@row*e4m3@row dgrad=high wgrad=high first=1"), _text(Recipe.parse)
     ),
+    "machine": Target(_bytes(hardware("h100").to_toml().encode()), _read_machine),
     "mesh": Target(_bytes(b"dp=2,tp=4"), _text(ft.Mesh.parse)),
     "groups": Target(
         _bytes(b"embed lr=0.1; blocks/*/router/* lr=0.5 decay=0"),
