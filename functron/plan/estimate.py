@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -316,9 +316,9 @@ def _with_around(
     """The parts of a rank's step with those of its processor and of waiting for the slowest."""
     total = sum(parts.values())
     launching = 0.0 if software.graphs else kernels * hardware.host.launch_seconds
-    parts["processor"] = max(0.0, launching - total) + hardware.host.step_seconds
     computing = sum(x for name, x in parts.items() if not name.startswith("over "))
     parts["slowest GPU"] = computing * hardware.jitter * _largest_of(num_gpus)
+    parts["processor"] = max(0.0, launching - total) + hardware.host.step_seconds
     return {name: x for name, x in parts.items() if x > 0}
 
 
@@ -592,7 +592,21 @@ def step_estimate(
         title, hardware, software, step.mesh.size, samples * step.pieces.seq,
         sum(parts.values()), MappingProxyType(parts), MappingProxyType(dict(exposed)),
         parts.get("bubble", 0.0), *flops, step_memory(step, software), tuple(lanes),
+        tuple(_notes(step, lanes)),
     )  # fmt: skip
+
+
+def _notes(step: Step, lanes: Sequence[Lane]) -> Iterator[str]:
+    """What an estimate of a step does not see."""
+    config = step.pieces.config
+    shown = len({lane.what for lane in lanes if lane.kind == "F"})
+    of = step.num_microbatches * step.num_stages // step.num_ranks
+    if lanes and shown < of:
+        yield f"the picture has {shown:,} of {of:,} forwards of a rank"
+    if config.moe is not None:
+        yield "experts get equally many tokens"
+    if config.score_cap:
+        yield "attention with a cap on its scores is that of CPUs: the formula, in chunks"
 
 
 def _step_flops(step: Step) -> tuple[float, float, float]:
