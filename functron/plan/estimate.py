@@ -509,11 +509,15 @@ def _rank_memory(step: Step, rank: int) -> dict[str, int]:
     each = sum(piece.held_bytes[0] * n for piece, n in rows if piece is not step.pieces.head)
     head = sum(piece.held_bytes[0] * n for piece, n in rows if piece is step.pieces.head)
     stages = len(step.stages_of(rank))
+    activations = live * each / stages + head
+    gradients = state.grad * (own if step.zero >= 2 else whole)
+    if step.num_ranks == step.num_microbatches == 1:  # they take the place of what is freed
+        gradients = max(0.0, gradients - activations)
     return {
         "parameters": params,
-        "gradients": round(state.grad * (own if step.zero >= 2 else whole)),
+        "gradients": round(gradients),
         "optimizer": 0 if step.offload else round(state.optimizer * own),
-        "activations": round(live * each / stages + head),
+        "activations": round(activations),
         "workspace": max(piece.working_bytes for piece, _ in rows),
     }
 
@@ -814,6 +818,9 @@ class _Timed:
         parts[name] = parts.get(name, 0.0) + _behind(
             reduced, last if software.overlap_grads else 0.0, layers
         )
+        if step.zero == 2:  # every microbatch's are divided at once
+            window = self._of(rank, 1) if software.overlap_grads else 0.0
+            parts[name] += (step.num_microbatches - 1) * _behind(reduced, window, layers)
         if divided:
             gathered = hardware.collective_seconds("all_gather", count * param_bytes, reach)
             first = self._of(rank, 0) * self._ahead

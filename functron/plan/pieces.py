@@ -208,7 +208,7 @@ class _Tracer:
         divided = [{*spec_axes(s)} & {*options.experts} for s in tree.leaves(specs, is_spec)]
         return Piece(
             part,
-            stage.program,
+            _donating_sums(stage.program),
             tuple(stage.piece_program(index) for index in range(len(stage.pieces))),
             tuple(held + more for held, more in zip(stage.held_bytes, given, strict=False)),
             0 if part.loss else x.nbytes,
@@ -234,6 +234,12 @@ class _Tracer:
         call = Call(0, part, part.loss, params, None if part.embed else x, batch, shared, {})
         made = trace_stage(function, call, self.mesh, split=self.split, dtype=self.grad_dtype)
         return made, x
+
+
+def _donating_sums(program: Program) -> Program:
+    """A stage's program that overwrites the sums of gradients, as its pieces do."""
+    inputs = tuple(replace(i, donated=i.path.startswith("4/")) for i in program.inputs)
+    return replace(program, inputs=inputs)
 
 
 def _axes_of(options: ModelOptions) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ from functron.plan import (
     step_estimate,
     step_memory,
 )
+from functron.training.config import TrainConfig
+from functron.training.plan import plan
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -228,6 +230,38 @@ def test_memory_by_hand(plain):
     again = pieces(MODEL, MESH, ModelOptions(remat="full"), rows=4, seq=2048, ends=plain)
     assert again.head is plain.head
     assert again.layers["blocks"][0].held_bytes[0] == 2048 * 4 * 1024 * 2
+
+
+def test_reductions_of_gradients(plain):
+    """By hand: a ring over 2 ranks of half the bytes per rank; ZeRO-2 sends it 8 times as often."""
+    step = Step(plain, MESH, 8)
+    wait = Software(overlap_grads=False, overlap_params=False)
+    reach = Placement.on(MESH, A100).reach("dp")
+    whole, _, num_bytes = step.num_params(3)  # the last stage takes longest, by its head
+    reduced = A100.collective_seconds("psum_scatter", 4 * whole, reach)
+    gathered = A100.collective_seconds("all_gather", num_bytes, reach)
+    losses = 8 * A100.collective_seconds("psum", 4, reach)  # a number of each microbatch
+    for zero, seconds in (
+        (0, A100.collective_seconds("psum", 4 * whole, reach)),
+        (1, reduced + gathered),
+        (2, 8 * reduced + gathered),
+    ):
+        found = step_estimate(replace(step, zero=zero), A100, software=wait, exact=False)
+        assert found.exposed["dp"] == pytest.approx(losses + seconds)
+        hidden = step_estimate(replace(step, zero=zero), A100, exact=False)
+        assert hidden.exposed["dp"] < found.exposed["dp"]
+
+
+def test_memory_is_that_of_a_traced_step():
+    """A whole step of 4 microbatches, traced and its memory followed, within 3%."""
+    config = TrainConfig(global_batch=8, seq=256, microbatches=4, mesh="dp=2,tp=2", zero=1)
+    config = replace(config, gpt=replace(config.gpt, num_layers=6, vocab_size=1000))
+    made = plan(config, Mesh.parse(config.mesh))
+    measured = made.program().memory().peak_bytes
+    found = pieces(config.gpt, made.plain_mesh, made.options, rows=1, seq=256)
+    state = StateBytes(grad=4, optimizer=8)
+    step = Step(found, made.plain_mesh, 4, zero=1, state=state)
+    assert sum(step_memory(step).values()) == pytest.approx(measured, rel=0.03)
 
 
 def test_fully_sharded_parameters(plain):
