@@ -145,6 +145,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[PlanOptions, TrainConfig]:
     if options.run != name:
         title, fix = "cannot tell which run this is about", f"functron plan {options.run} ..."
         refuse(title, "run", repr(options.run), "the first argument", fix)
+    if options.model != base.model:
+        refuse("cannot plan two models", "model", f"{base.model} and {options.model}", "one")
     longest = getattr(base.architecture, "max_seq", 2048)
     _check(options, longest)
     config = replace(

@@ -187,6 +187,14 @@ class Space:
         ]
         raise_problems("no mesh is like this", found)
 
+    @property
+    def emptiness(self) -> str:
+        """Why there is no candidate, where there is none."""
+        return (
+            f"{self.global_batch} samples are not divided by its data-parallel ranks and rows, "
+            f"or {self.num_layers} layers are too few for its stages"
+        )
+
     def candidates(self) -> Iterator[Candidate]:
         """Every way that the counts admit, of each kind once.
 
@@ -226,7 +234,7 @@ class Space:
     def _settings(self, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
         """The settings beside mesh and microbatches, which depend on the mesh."""
         replicas = sizes["dp"] * sizes["ep"] * sizes["cp"]
-        zeros = (1,) if replicas > 1 else (0,)
+        zeros = (1, 2) if replicas > 1 and sizes["fsdp"] == 1 else (1,) if replicas > 1 else (0,)
         rows = itertools.product(
             self._of("precision", self.precisions),
             self._of("remat", self.remats),
@@ -439,7 +447,7 @@ def search(
     counts["timed"] = len(timed)
     smallest = None
     if not timed and small:
-        smallest = _smallest(model, [c for _, c in sorted(small, key=lambda one: one[0])])
+        smallest = _smallest(model, small)
     listed = {name: counts[name] for name in _COUNTS}
     return Found(
         tuple(timed[:top]),
@@ -484,10 +492,10 @@ def _bounded(
             continue
         found.append((model.guess(candidate), model.least_seconds(candidate), candidate))
     if not found and not too_large:
-        listed = "; ".join(text for text, _ in reasons.most_common(3))
-        got = f"{counts['candidates']:,} candidates, and none that can be run"
+        listed = "; ".join(text for text, _ in reasons.most_common(3)) or space.emptiness
+        got = f"{counts['candidates']:,} candidates on {space.gpus} GPUs, none of which can be run"
         fix = "take another number of GPUs, another --global-batch, or leave out what is fixed"
-        refuse("no mesh is like this", "gpus", f"{space.gpus}: {got}", listed or "some", fix)
+        refuse("no mesh is like this", "gpus", f"{got} ({listed})", "some that can", fix)
     found.sort(key=lambda one: (one[0], one[2].rows))
     return [(bound, candidate) for _, bound, candidate in found], too_large
 
@@ -505,13 +513,20 @@ def _order(one: Ranked) -> tuple:
     return estimate.step_seconds, estimate.memory_bytes, candidate.pp, candidate.tp
 
 
-def _smallest(model: Model, candidates: Sequence[Candidate]) -> tuple[Candidate, Mapping[str, int]]:
-    """The one that needs the least of the first few, which have the least state."""
-    found = [(one, model.memory(one)) for one in candidates[:_TRIED]]
-    return min(found, key=lambda pair: sum(pair[1].values()))
+def _smallest(
+    model: Model, found: Sequence[tuple[float, Candidate]]
+) -> tuple[Candidate, Mapping[str, int]]:
+    """The one that needs the least, of the first few by bytes, rows and what is recomputed."""
+
+    def order(one: tuple[float, Candidate]) -> tuple:
+        return one[0], one[1].rows, one[1].remat != "full"
+
+    tried = [candidate for _, candidate in heapq.nsmallest(_TRIED, found, key=order)]
+    pairs = [(one, model.memory(one)) for one in tried]
+    return min(pairs, key=lambda pair: sum(pair[1].values()))
 
 
-_TRIED = 16
+_TRIED = 4
 
 
 def _front(timed: Sequence[Ranked]) -> tuple[Ranked, ...]:
@@ -567,25 +582,17 @@ def why(found: Found, given: Mapping[str, Any], space: Space, model: Model) -> s
     text = ",".join(f"{name}={value}" for name, value in given.items())
     inside = dataclasses.replace(space, fixed={**space.fixed, **given})
     if not any(True for _ in inside.candidates()):
-        return f"{text}: no candidate has it: {_uncounted(inside)}"
+        return f"{text}: no candidate has it: {inside.emptiness}"
     try:
         own = search(inside, model, top=1, cpu_seconds=10.0)
     except ValueError as error:
-        return f"{text}: {str(error).partition('got ')[2] or error}"
+        return f"{text}: {str(error).partition('got ')[2].partition('; wanted some')[0] or error}"
     if not own.best:
         return f"{text}: {misfit(own)}"
     mine = own.best[0]
     if not found.best or _order(mine) <= _order(found.best[0]):
         return f"{text}: it is the best: {' '.join(filter(None, mine.candidate.cells()))}"
     return f"{text}\n{compare(mine, found.best[0])}"
-
-
-def _uncounted(space: Space) -> str:
-    """Why counts admit no candidate."""
-    return (
-        f"{space.global_batch} samples are not divided by its data-parallel ranks and rows, "
-        f"or {space.num_layers} layers are too few for its stages"
-    )
 
 
 def compare(one: Ranked, best: Ranked) -> str:

@@ -21,6 +21,7 @@ from functron.core import random, tree
 from functron.core.chart import table
 from functron.core.errors import nearest, refuse
 from functron.models import gpt
+from functron.models.config import GPTConfig
 from functron.optim import torch_dtype
 from functron.pipeline.registry import make
 from functron.plan.estimate import (
@@ -573,3 +574,66 @@ def job_script(name: str) -> str:
     for field_name, value in fields.items():
         text = text.replace(f"@{field_name}@", value)
     return text
+
+
+def shrunk(config: TrainConfig, *, steps: int = 3) -> TrainConfig:
+    """The same way to run, small enough to be simulated: a model of a few thousand parameters.
+
+    Axes of the mesh that have several ranks have 2, ranks of a pipeline as many stages as before,
+    but at most 2, and layers keep their kinds: grouped heads, latent attention, experts, dense
+    layers before these. Tokens are random, everything is in float32, and nothing is compiled.
+
+    Args:
+        config: the run of a GPT.
+        steps: that it takes.
+    """
+    sizes = {axis: min(size, 2) for axis, size in Mesh.parse(config.mesh).axes}
+    few = replace(config, gpt=_few_parameters(config, sizes.get("pp", 1)))
+    microbatches = min(config.microbatches, 4)
+    data_ranks = math.prod(sizes.get(axis, 1) for axis in DATA_AXES)
+    return replace(
+        with_precision(few, "float32"),
+        mesh=",".join(f"{axis}={size}" for axis, size in sizes.items()),
+        chunks=min(config.chunks, 2),
+        seq=32,
+        microbatches=microbatches,
+        global_batch=data_ranks * microbatches,
+        steps=steps,
+        learning_rate=replace(config.learning_rate, name="constant", warmup_steps=0),
+        format="mock",
+        data="",
+        prefetch=0,
+        compile=False,
+        layout="",
+    )
+
+
+def _few_parameters(config: TrainConfig, pp: int) -> GPTConfig:
+    """The architecture of the same kinds of layers, with four heads of eight dims."""
+    model, moe = config.gpt, config.gpt.moe
+    stages = pp * (min(config.chunks, 2) or _STAGES.get(config.schedule, 1))
+    dense = min(model.dense_layers, 1)
+    latent = {"kv_rank": 8, "rope_head_dim": 8, "v_head_dim": 8, "q_rank": 16 * bool(model.q_rank)}
+    if moe is not None:
+        groups = min(moe.num_groups, 2)
+        moe = replace(
+            moe, num_experts=4, top_k=2, expert_dim=16, shared_dim=16 * bool(moe.shared_dim),
+            num_groups=groups, top_groups=min(moe.top_groups, groups),
+        )  # fmt: skip
+    return replace(
+        model,
+        num_layers=max(stages, 1 + dense),
+        dense_layers=dense,
+        embed_dim=32,
+        num_heads=4,
+        num_kv_heads=2 if model.kv_heads < model.num_heads else 0,
+        head_dim=8,
+        mlp_dim=48,
+        vocab_size=120,
+        vocab_multiple=16,
+        max_seq=64,
+        window=min(model.window, 16),
+        rope_scaling=None,
+        moe=moe,
+        **(latent if model.kv_rank else {}),
+    )
