@@ -222,7 +222,9 @@ def _write(options: PlanOptions, arguments: Sequence[str], choices: Choices, fou
         print(f"\nwrote {options.out}: functron train --config {options.out}")
     if options.picture is not None:
         options.picture.write_text(found.svg(), encoding="utf-8")
-    if options.timeline is not None and options.timeline.suffix == ".svg":
+    if options.timeline is not None and not best.estimate.lanes:
+        print(f"\nno {options.timeline}: the pipeline of the best has too many actions to draw")
+    elif options.timeline is not None and options.timeline.suffix == ".svg":
         options.timeline.write_text(best.estimate.svg(), encoding="utf-8")
     elif options.timeline is not None:
         best.estimate.chrome_trace(options.timeline)

@@ -1,4 +1,4 @@
-"""Plans before runs: machines as data, and the time and memory that a step takes on them."""
+"""Plans before runs: machines as data, the time and memory of a step, and the fastest one."""
 
 from functron.plan.estimate import (
     Estimate,
@@ -11,21 +11,18 @@ from functron.plan.estimate import (
 from functron.plan.hardware import MACHINES, Hardware, Placement, hardware
 from functron.plan.pieces import Piece, Pieces, pieces
 from functron.plan.rates import FUNCTRON, HardwareRates, Software
-from functron.plan.search import Candidate, Found, Model, Ranked, Space, search, why
+from functron.plan.search import Candidate, Space, search, why
 
 __all__ = [
     "FUNCTRON",
     "MACHINES",
     "Candidate",
     "Estimate",
-    "Found",
     "Hardware",
     "HardwareRates",
-    "Model",
     "Piece",
     "Pieces",
     "Placement",
-    "Ranked",
     "Software",
     "Space",
     "StateBytes",

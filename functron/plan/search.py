@@ -308,8 +308,8 @@ class Model(Protocol):
         """Bytes of the fullest rank, by category."""
         ...
 
-    def estimate(self, candidate: Candidate) -> Estimate:
-        """The time of a step, its parts, and what it holds."""
+    def estimate(self, candidate: Candidate, *, exact: bool = False) -> Estimate:
+        """The time of a step, its parts, and what it holds; exactly, or by quick formulas."""
         ...
 
     def traced(self, candidate: Candidate) -> bool:
@@ -404,7 +404,8 @@ def search(
 ) -> Found:
     """The fastest candidates that fit.
 
-    Candidates are looked at in the order of guesses, without those whose least conceivable times
+    Steps are timed by formulas, and the best of them exactly in the end. Candidates are looked at
+    in the order of guesses, without those whose least conceivable times
     are longer than what the last of the best takes: these cannot be among them. Once `cpu_seconds`
     have passed, only candidates whose layers are traced already are looked at.
 
@@ -449,8 +450,9 @@ def search(
     if not timed and small:
         smallest = _smallest(model, small)
     listed = {name: counts[name] for name in _COUNTS}
+    best = [Ranked(one.candidate, model.estimate(one.candidate, exact=True)) for one in timed[:top]]
     return Found(
-        tuple(timed[:top]),
+        tuple(sorted(best, key=_order)),
         _front(timed),
         MappingProxyType(listed),
         smallest,

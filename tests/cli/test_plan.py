@@ -262,5 +262,5 @@ def test_scripts_fit_their_recipes(name):
     ranks = int(re.search(r"--nproc-per-node (\d+)", text)[1])
     assert nodes * ranks == Mesh.parse(recipe_config(name).mesh).size
     assert f"{name}.toml" in text
-    assert "@" not in text
+    assert not re.search(r"@[A-Z]+@", text)
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
