@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -50,6 +50,9 @@ class Software:
         overlap_params: gathers of updated parameters run behind the next forward.
         async_sends: stages of a pipeline compute while they send.
         scatter_sends: stages send each tensor-parallel rank's part, and gather it there.
+        copies: gathers and scatters of sequences copy what they send into its layout, and what is
+            computed again begins with a barrier that copies, as functron's do; False: the sequence
+            comes first in memory, and memory is freed by hand, as Megatron-LM's do.
         graphs: kernels are launched from graphs, not one by one by the processor.
     """
 
@@ -62,6 +65,7 @@ class Software:
     overlap_params: bool = True
     async_sends: bool = True
     scatter_sends: bool = False
+    copies: bool = True
     graphs: bool = False
 
 
@@ -176,9 +180,11 @@ def kernels_of(program: Code, software: Software) -> Kernels:
         for equation, _ in block.walk()
         if not isinstance(equation.op, Scan)
     }
+    free = set() if software.copies else {e for x in (block, *_bodies(block)) for e in copies(x)}
+    found.update(dict.fromkeys(free, Work("nothing", kernels=0)))
     if software.fusion != "none":
         for each in (block, *_bodies(block)):
-            for group in fused(each, software):
+            for group in fused(each, software, free):
                 found.update(_shared(group))
     for each in (block, *_bodies(block)):
         for product, part in filled(each).items():
@@ -301,9 +307,17 @@ class Group(NamedTuple):
     moved_bytes: tuple[int, ...]
 
 
-def fused(block: Block, software: Software = FUNCTRON) -> list[Group]:
-    """The kernels of a block's equations that are no products, attention, scans or collectives."""
-    bases = _bases(block)
+def fused(
+    block: Block, software: Software = FUNCTRON, free: Collection[Equation] = ()
+) -> list[Group]:
+    """The kernels of a block's equations that are no products, attention, scans or collectives.
+
+    Args:
+        block: of a program or a scan.
+        software: which equations become one kernel.
+        free: equations that are views in this software.
+    """
+    bases = _bases(block, free)
     made_by: dict[Var, Equation] = {}
     depth: dict[Equation, int] = {}
     parent: dict[Equation, Equation] = {}
@@ -316,7 +330,7 @@ def fused(block: Block, software: Software = FUNCTRON) -> list[Group]:
     for equation in block.equations:
         before = [made_by[bases[v]] for v in equation.operands if bases.get(v) in made_by]
         alone = not _fusible(equation)
-        if equation.aliases:
+        if equation.aliases or equation in free:
             continue
         begins = not alone and _begins(equation, software)
         ends = {e: begins or _apart(e, software) for e in before}
@@ -331,7 +345,7 @@ def fused(block: Block, software: Software = FUNCTRON) -> list[Group]:
     members: dict[Equation, list[Equation]] = defaultdict(list)
     for equation in parent:
         members[root(equation)].append(equation)
-    readers = _readers(block, bases)
+    readers = _readers(block, bases, free)
     return [_group(found, bases, readers) for found in members.values()]
 
 
@@ -367,21 +381,45 @@ _SUMS = frozenset({"sum", "mean", "amax"})
 _COPIES = frozenset({"clone", "_to_copy", "cat", "copy", "arange", "full", "expand_copy"})
 
 
-def _bases(block: Block) -> dict[Var, Var]:
+def copies(block: Block) -> set[Equation]:
+    """Copies into the layout of what collectives send or have brought, and those of barriers."""
+    sent = {v for e in block.equations if axis_of(e) is not None for v in e.results}
+    found = {equation for equation in block.equations if equation.name == "barrier"}
+    while True:  # what is a view makes others copies of what was sent
+        bases = _bases(block, found)
+        readers = _readers(block, bases, found)
+        more = set()
+        for equation in block.equations:
+            if equation.name not in ("clone", "cat") or equation.aliases or equation in found:
+                continue
+            after = readers[equation.results[0]]
+            sends = after and all(e is not None and axis_of(e) is not None for e in after)
+            if sends or all(bases.get(v, v) in sent for v in equation.operands):
+                more.add(equation)
+        if not more:
+            return found
+        found |= more
+
+
+def _bases(block: Block, free: Collection[Equation] = ()) -> dict[Var, Var]:
     """Of every value the one that it is a view of, or itself."""
     found = {value: value for value in block.inputs}
     for equation in block.equations:
         for value in equation.results:
             same = [v for v in equation.operands if v.storage == value.storage]
-            found[value] = found.get(same[0], same[0]) if same and equation.aliases else value
+            same = list(equation.operands) if equation in free else same
+            view = same and (equation.aliases or equation in free)
+            found[value] = found.get(same[0], same[0]) if view else value
     return found
 
 
-def _readers(block: Block, bases: Mapping[Var, Var]) -> dict[Var, list[Equation | None]]:
+def _readers(
+    block: Block, bases: Mapping[Var, Var], free: Collection[Equation] = ()
+) -> dict[Var, list[Equation | None]]:
     """The equations that read a value or a view of it; None stands for what is outside."""
     found: dict[Var, list[Equation | None]] = defaultdict(list)
     for equation in block.equations:
-        if not equation.aliases:
+        if not equation.aliases and equation not in free:
             for value in dict.fromkeys(bases.get(v, v) for v in equation.operands):
                 found[value].append(equation)
     for value in block.outputs:
