@@ -90,6 +90,27 @@ def test_products_cut_chains():
     )
 
 
+def test_products_add_to_sums():
+    """A sum that is a result is read and written under the product, or by a kernel of its own."""
+
+    def gradient(x, w, total):
+        return total + x @ w
+
+    traced = program(gradient, X, X, X)
+    product = A100.matmul_seconds(4096, 4096, 4096, torch.float32) + A100.kernel_seconds
+    assert estimate(traced, QUIET).parts == pytest.approx({"products": product})
+    apart = estimate(traced, QUIET, software=Software(sums_in_products=False))
+    memory = 3 * PASS + A100.kernel_seconds
+    assert apart.parts == pytest.approx({"products": product, "memory": memory})
+
+
+def test_the_slowest_of_ten():
+    """The largest of ten normal numbers is 1.5388 on average (Harter 1961, table 1)."""
+    varied = replace(QUIET, jitter=0.01)
+    found = estimate(program(chain, X, mesh=Mesh(dp=10)), varied).parts
+    assert found["slowest GPU"] == pytest.approx(0.01 * 1.5388 * found["memory"], rel=0.01)
+
+
 def test_norms_by_kernels_of_their_own():
     """A norm of a sum: compiled one kernel, that reads two and writes one; else five passes."""
 
