@@ -53,7 +53,6 @@ class Recipe:
 LLAMA3 = "Grattafiori et al. 2024, The Llama 3 Herd of Models, section 3.4"
 RECIPES = {
     "llama3-8b-8": Recipe("llama3-8b", 8, 128, 8192, 3e-4, f"{LLAMA3}, with a smaller batch"),
-    "llama3-8b-256": Recipe("llama3-8b", 256, 1024, 8192, 3e-4, LLAMA3),
     "llama3-70b-1024": Recipe("llama3-70b", 1024, 1024, 8192, 1.5e-4, LLAMA3),
     "llama3-405b-16384": Recipe(
         "llama3-405b", 16384, 2048, 8192, 8e-5, LLAMA3, tokens=15.6e12, warmup=8000
@@ -82,6 +81,7 @@ RECIPES = {
     "deepseek-v3-2048": Recipe(
         "deepseek-v3", 2048, 15360, 4096, 2.2e-4,
         "DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 4.2", tokens=14.8e12,
+        fixed={"pp": 16, "ep": 8, "tp": 1, "remat": "full", "rows": 1},
     ),
     "nemotron-4-340b-6144": Recipe(
         "nemotron-4-340b", 6144, 2304, 4096, 1e-4,
@@ -118,6 +118,8 @@ def made(name: str, cpu_seconds: float = 30.0) -> str:
         f"functron plan --model {one.model} --gpus {one.gpus} --hardware {one.machine} "
         f"--global-batch {one.batch} --seq {one.seq}"
     )
+    if one.fixed:
+        command += f" --fix {','.join(f'{name}={value}' for name, value in one.fixed.items())}"
     about = f"# {command}\n# {summary(choices, found)}\n# batch and learning rate: {one.source}\n"
     return about + dump(choices.configured(found.best[0].candidate))
 

@@ -559,8 +559,13 @@ def misfit(found: Found) -> str:
     if activations > has / 2:
         fixes.append("shorter samples (--seq), or more context-parallel ranks (--fix cp=2)")
     fixes.append("GPUs with more memory (--hardware)")
+    rest = found.counts["not looked at"]
+    nothing = "nothing fits"
+    if rest:
+        nothing = f"nothing of what was looked at fits, and {rest:,} candidates were not"
+        fixes.insert(0, "--cpu-seconds with more of them, or --fix, such as remat=full,rows=1")
     return (
-        f"nothing fits: {' '.join(filter(None, candidate.cells()))} needs the least, "
+        f"{nothing}: {' '.join(filter(None, candidate.cells()))} needs the least, "
         f"{bytes_text(needed)} of the {bytes_text(has)} that a GPU has "
         f"({bytes_text(needed - has)} too much): {listed}; fix: {'; or '.join(fixes)}"
     )
