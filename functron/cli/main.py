@@ -16,7 +16,7 @@ from functron.core.errors import nearest
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "preprocess": (
-            "preprocess.run",
+            "store.preprocess",
             "make tokens on disk of text, in Megatron-LM's format or numpy's",
         ),
         "train": (
