@@ -32,7 +32,7 @@ from functron.plan.estimate import (
     step_estimate,
     step_memory,
 )
-from functron.plan.hardware import MACHINES, Hardware, Placement, hardware
+from functron.plan.hardware import Hardware, Placement, hardware, hardware_of
 from functron.plan.pieces import Pieces, pieces
 from functron.plan.rates import FUNCTRON, Software
 from functron.plan.search import Candidate, Space
@@ -431,12 +431,7 @@ def this_machine(device: torch.device | str) -> Hardware:
             num_bytes=free_memory_bytes(device),
         )
         return replace(base, peak_flops={**base.peak_flops, **peaks}, memory=memory)
-    name = torch.cuda.get_device_name(device)
-    known = [one for one in MACHINES if one != "cpu" and one.upper() in name.upper()]
-    if not known:
-        fix = "name one, or write its file: --hardware NAME|FILE"
-        refuse("no such machine", "hardware", name, f"one of {', '.join(MACHINES)}", fix)
-    return hardware(max(known, key=len))
+    return hardware_of(torch.cuda.get_device_name(device))
 
 
 def expectation_text(estimate: Estimate) -> str:
