@@ -7,6 +7,8 @@ the order of sums shows at 1e-6.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -80,9 +82,9 @@ MESHES = ({"tp": 2}, {"dp": 2, "tp": 2}, {"fsdp": 2})
 ALWAYS = {"llama", "gpt2", "t5"}
 
 
-def model(name: str) -> nn.Module:
+def model(name: str, **more: int) -> nn.Module:
     cls, config, sizes, _ = MODELS[name]
-    made = getattr(transformers, config)(**sizes)
+    made = getattr(transformers, config)(**{**sizes, **more})
     made._attn_implementation = "eager" if name in ("gpt2", "qwen3") else "sdpa"
     if name == "mixtral":
         made._experts_implementation = "batched_mm"
@@ -122,6 +124,13 @@ def test_models_as_they_are(name):
         assert any(
             p != P() for p in ft.tree.leaves(mapped.out_specs[1], lambda x: isinstance(x, P))
         )
+
+
+@pytest.mark.full  # notebook 12 runs one of them on processes; here Inductor compiles each
+@pytest.mark.distributed
+def test_models_on_processes(torchrun):
+    done = torchrun(Path(__file__).with_name("gloo_models.py"), 2, timeout=300)
+    assert done.stdout.count("equal") == 2 * 3
 
 
 def test_one_line_splits_the_sequence():
