@@ -155,6 +155,38 @@ def test_one_line_splits_the_sequence():
     assert {"model/layers.0/mlp/up_proj", "lm_head"} <= scopes
 
 
+def test_one_line_gathers_again():
+    """Fully sharded parameters, one layer's whole at a time, and no product computed twice."""
+    fn, params = ft.from_module(model("llama"))
+    specs = {name: P("fsdp") for name in params}
+    tokens = torch.arange(64).reshape(4, 16) * 7 % 60
+
+    def step(params, tokens):
+        def loss(params):
+            return fn(params, input_ids=tokens, labels=tokens, use_cache=False).loss
+
+        return ft.value_and_grad(loss)(params)
+
+    def partitioned(**options):
+        mesh, layout = ft.Mesh(fsdp=2), ((specs, P("fsdp")), (P(), specs))
+        mapped = ft.partition(step, mesh, *layout, **options)
+        return mapped, ft.trace(mapped)(params, tokens)
+
+    _, kept = partitioned()
+    mapped, again = partitioned(remat={r"layers\.\d+$": ft.policies.dots})
+    again.check()
+    torch.testing.assert_close(mapped(params, tokens), step(params, tokens), rtol=1e-5, atol=2e-6)
+    rows = {(row.op, row.phase): row.sent_bytes for row in again.cost().collectives}
+    halves = {name: value.nbytes // 2 for name, value in params.items()}
+    layers = sum(size for name, size in halves.items() if "layers." in name)
+    assert rows["all_gather", "forward"] == rows["psum_scatter", "backward"] == sum(halves.values())
+    assert rows["all_gather", "recompute"] == layers
+    assert again.cost().hardware_flops == kept.cost().hardware_flops
+    assert again.memory().peak_bytes < kept.memory().peak_bytes - layers
+    with pytest.raises(ValueError, match=r"remat of the scope 'block'.*model/layers.0"):
+        partitioned(remat={"block": ft.policies.dots})
+
+
 class Block(nn.Module):
     """Everything that a function must take out of a module: ties, buffers, dropout, a mode."""
 
